@@ -20,7 +20,7 @@ from gristmill._client.connection import retries
 from tests.serving import FREE_PORTS, ServiceProcess, StartService
 
 if TYPE_CHECKING:
-    from gristmill_service.service import Service
+    from tests.on_loop import Service
 
 _run_numbers = itertools.count()
 
@@ -46,8 +46,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 def service() -> Iterator[Service]:
     """With `grpc_address`, `http_url` and `runs`, in memory, on free ports. Give each test a run of its own."""
     # Only tests that serve need what serving needs.
-    from gristmill_service.service import Service
     from gristmill_service.settings import Settings
+    from tests.on_loop import Service
 
     running = Service(Settings(**FREE_PORTS, store="memory", shutdown_grace_s=5))
     running.start()

@@ -66,6 +66,18 @@ def test_what_is_pure_does_no_io_and_asks_no_clock(room: str) -> None:
     assert found == []
 
 
+@pytest.mark.parametrize("room", ["api", "run"])
+def test_what_runs_on_the_event_loop_has_no_threads_of_its_own_and_never_sleeps(room: str) -> None:
+    found = [
+        f"{path.relative_to(SERVICE)} imports {module}"
+        for path in files(room)
+        for module in imports(path)
+        if module in ("threading", "queue", "time.sleep", "requests", "redis", "sqlite3")
+    ]
+    found += [f"{path.relative_to(SERVICE)} sleeps" for path in files(room) if "time.sleep(" in path.read_text()]
+    assert found == []
+
+
 @pytest.mark.parametrize("package", ["clients/python/gristmill", "recorder/gristmill_recorder", "clients/demo"])
 def test_clients_import_nothing_of_the_service(package: str) -> None:
     found = [

@@ -20,7 +20,7 @@ import yaml
 import gristmill.torch
 from gristmill import MicroBatch, RolloutClient, TrainerClient
 from gristmill_service.config import parse_config
-from gristmill_service.service import Service
+from tests.on_loop import Service
 
 DOCS = Path(__file__).parents[1] / "docs"
 COUNTS: dict[str, Any] = {

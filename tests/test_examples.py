@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from gristmill_service.service import Service
+from tests.on_loop import Service
 
 ROOT = Path(__file__).parents[1]
 

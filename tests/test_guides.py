@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gristmill_service.service import Service
+from tests.on_loop import Service
 
 GUIDES = sorted(Path(__file__).parents[1].glob("docs/guides/*.md"))
 # It has no Python of its own.

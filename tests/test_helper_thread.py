@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from gristmill_service.helper_thread import in_two_threads
+from gristmill_service.helper_thread import _helper, in_two_threads
 
 
 def test_every_task_is_done_once_and_what_they_give_stands_in_their_order() -> None:
@@ -44,3 +44,14 @@ def test_the_first_failure_is_raised_whoever_is_faster_and_nothing_is_done_any_m
     before = len(done)
     time.sleep(0.02)
     assert len(done) == before
+
+
+def test_without_a_second_thread_the_first_does_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_thread(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    _helper.cache_clear()
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", no_thread)
+        assert in_two_threads(range(3), lambda number: 2 * number) == [0, 2, 4]
+    _helper.cache_clear()

@@ -16,7 +16,7 @@ from pydantic_core import PydanticUndefined
 from safetensors.numpy import load_file
 
 from gristmill_service.config import SETTINGS
-from gristmill_service.service import Service
+from tests.on_loop import Service
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,7 +39,7 @@ def pages(root: Path) -> dict[str, str]:
     return {
         "python.md": "\n".join(_python()),
         "commands.md": "\n".join(_commands()),
-        "http.md": "\n".join(_http(_openapi())),
+        "http.md": "\n".join(_http(asyncio.run(_openapi()))),
         "grpc.md": "\n".join(_grpc(sorted((root / "protos").rglob("*.proto")))),
     }
 
@@ -71,15 +72,16 @@ def _helps(command: Any, path: list[str]) -> Iterator[str]:
         yield f"## gristmill {' '.join(path)}\n\n```text\n{told.strip()}\n```\n"
 
 
-def _openapi() -> Schema:
+async def _openapi() -> Schema:
     configure_logs("warning", "human")
     settings: dict[str, Any] = {"grpc_address": "127.0.0.1:0", "http_address": "127.0.0.1:0", "store": "memory"}
     service = Service(Settings(**settings))
-    service.start()
+    await service.start()
     try:
-        found: Schema = httpx.get(f"{service.http_url}/openapi.json", trust_env=False).raise_for_status().json()
+        async with httpx.AsyncClient(trust_env=False) as client:
+            found: Schema = (await client.get(f"{service.http_url}/openapi.json")).raise_for_status().json()
     finally:
-        service.stop()
+        await service.stop()
     return found
 
 

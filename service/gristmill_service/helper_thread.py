@@ -6,7 +6,7 @@ Copying and arithmetic on arrays do not hold the interpreter's lock, so that two
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cache
 from typing import TypeVar
 
@@ -19,6 +19,14 @@ def _helper() -> ThreadPoolExecutor:
     """There is one for all batches: more would take cores from the trainer that the service runs beside. It lives on,
     because starting a thread takes milliseconds where all cores are busy."""
     return ThreadPoolExecutor(1, "gristmill-helper")
+
+
+def _help(work: Callable[[], None]) -> Future[None] | None:
+    """Has the second thread work, too. None where the system gives no thread: this one does all, then."""
+    try:
+        return _helper().submit(work)
+    except RuntimeError:
+        return None
 
 
 def in_two_threads(tasks: Iterable[T], do: Callable[[T], R]) -> list[R]:
@@ -41,16 +49,13 @@ def in_two_threads(tasks: Iterable[T], do: Callable[[T], R]) -> list[R]:
                 failed[number] = error
                 return
 
-    if len(listed) > 1:
-        helping = _helper().submit(work)
-        try:
-            work()
-        finally:
-            # One that has not begun has nothing left to do.
-            if not helping.cancel():
-                wait([helping])
-    else:
+    helping = _help(work) if len(listed) > 1 else None
+    try:
         work()
+    finally:
+        # One that has not begun has nothing left to do.
+        if helping is not None and not helping.cancel():
+            wait([helping])
     if failed:
         raise failed[min(failed)]
     return [found[number] for number in range(len(listed))]

@@ -1,4 +1,4 @@
-"""Tuning of the serving process: how it keeps memory, and how its threads share the interpreter.
+"""Tuning of the serving process: how it keeps memory, and the threads that it has.
 
 docs/performance.md has the effects that were measured. Nothing here changes a result.
 """
@@ -9,7 +9,11 @@ import ctypes
 import gc
 import resource
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+
+from gristmill.errors import UnavailableError
 
 # glibc's names for mallopt (malloc.h).
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
@@ -18,7 +22,7 @@ _SPARE_BYTES = 512 << 20
 
 _SWITCH_S = 0.0005
 _DESCRIPTORS = 32_768
-_GC_THRESHOLDS = (50_000, 20, 50)
+_GC_THRESHOLDS = (10_000, 50, 50)
 
 
 def tune_process() -> None:
@@ -29,12 +33,37 @@ def tune_process() -> None:
     wanted = _DESCRIPTORS if most == resource.RLIM_INFINITY else min(_DESCRIPTORS, most)
     if now != resource.RLIM_INFINITY and now < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
-    # A thread that computes gives way to one that answers after 0.5 ms instead of Python's 5.
+    # A thread that computes gives way to the event loop after 0.5 ms instead of Python's 5.
     sys.setswitchinterval(_SWITCH_S)
     # Every row is a few small tuples that live until their batch is freed: collecting would look at them again and
-    # again, and there is nothing to find. What was imported is never garbage.
+    # again, and there is little to find. One collection of so many objects takes some 3 ms.
     gc.set_threshold(*_GC_THRESHOLDS)
+
+
+def spare_what_is_there() -> None:
+    """Has garbage collection never look at what is there now: what was imported is never garbage."""
+    gc.collect()
     gc.freeze()
+
+
+def started_pool(threads: int, name: str) -> ThreadPoolExecutor:
+    """Returns a pool whose threads all run: where the system gives no more of them later, nothing has to be started.
+
+    Raises UnavailableError where it gives none now.
+    """
+    pool, all_run = ThreadPoolExecutor(threads, name), threading.Barrier(threads + 1)
+    try:
+        for _ in range(threads):
+            pool.submit(all_run.wait)
+    except RuntimeError:
+        all_run.abort()
+        pool.shutdown(cancel_futures=True)
+        raise UnavailableError(
+            f"the system gives this process no {threads} threads more for its pool {name}; raise its limit of "
+            "processes and threads (ulimit -u, a container's pids limit)"
+        ) from None
+    all_run.wait()
+    return pool
 
 
 def give_back_memory() -> None:
@@ -44,7 +73,7 @@ def give_back_memory() -> None:
 
 
 def most_connections() -> int:
-    """How many connections each door may have, so that other descriptors are left for what stores runs."""
+    """Returns how many connections each API may have, so that descriptors are left for the stores."""
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return (_DESCRIPTORS if most == resource.RLIM_INFINITY else most) // 3
 
@@ -53,7 +82,8 @@ def _reuse_memory() -> None:
     """Has glibc keep the memory of freed messages.
 
     Messages of megabytes come and go. By default glibc gives each back to the system, so that the next one's pages are
-    made and cleared anew, which takes longer than filling them. With an arena a thread, each thread would keep its own.
+    allocated and cleared again, which takes longer than filling them. With an arena per thread, each thread would keep
+    its own.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

@@ -1,14 +1,15 @@
-"""One service: its runs, its two front doors, and the order in which they start and stop.
+"""One service: its runs, its two APIs, and the order in which they start and stop, on the running event loop.
 
-Owns no signal and no exit status: `serve` wires it to a process, tests hold it directly.
+Owns no signal and no exit status: `serve` wires it to a process, tests use it directly.
 """
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import socket
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import AsyncExitStack, suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -18,11 +19,12 @@ from gristmill.errors import NotFoundError, UnavailableError
 from gristmill_service.access.certificates import Certificates, PeerCertificates
 from gristmill_service.access.gate import Gate
 from gristmill_service.access.quotas import most_a_run
+from gristmill_service.api.admission import Admission, Limits
 from gristmill_service.api.context import ApiContext
 from gristmill_service.api.http.app import make_app
 from gristmill_service.api.http.server import HttpServer
 from gristmill_service.api.long_poll import LongPoll
-from gristmill_service.api.rpc.server import GrpcServer, call_threads
+from gristmill_service.api.rpc.server import GrpcServer
 from gristmill_service.monitoring.collectors.run_monitor import Monitor
 from gristmill_service.monitoring.metrics import Metrics
 from gristmill_service.monitoring.metrics.registry import Watched
@@ -30,87 +32,110 @@ from gristmill_service.monitoring.metrics.run_stats import RunStats, run_stats
 from gristmill_service.monitoring.views.token_texts import TokenTexts
 from gristmill_service.run.runs import Runs
 from gristmill_service.settings import Settings, split_address
-from gristmill_service.storage.backends import open_storage
+from gristmill_service.storage.backends import Storage, open_storage
 
 _log = structlog.get_logger(__name__)
 
 
 class Service:
-    """Listens from `start` on. Raises UnavailableError from the constructor where an address cannot be had."""
+    """Listens from `start` on, which is called once. grpc_address, http_url: known then."""
+
+    grpc_address: str
+    http_url: str
+    runs: Runs
 
     def __init__(self, settings: Settings) -> None:
-        self._grace_s = settings.shutdown_grace_s
-        with ExitStack() as undo:
-            self._storage = undo.enter_context(open_storage(settings))
-            metrics = Metrics()
-            self.runs = Runs(
-                metrics.storing.timed(self._storage.shards),
-                metrics.storing.timed(self._storage.runs),
-                make_monitor=Monitor,
-                max_row_bytes=int(settings.max_row_bytes),
-                max_runs=settings.max_runs,
-                most_a_run=most_a_run(settings),
+        self._settings, self.long_poll = settings, LongPoll()
+        # Undoes what was started, the last first.
+        self._opened = AsyncExitStack()
+
+    async def start(self) -> None:
+        """Opens the stores and their runs, and returns when both APIs answer.
+
+        Raises UnavailableError where an address cannot be had, StorageAwayError where a store does not answer, and
+        InvalidArgumentError where a setting is wrong. Nothing is left then.
+        """
+        try:
+            await self._start()
+        except BaseException:
+            await self._opened.aclose()
+            raise
+
+    async def _start(self) -> None:
+        settings, opened = self._settings, self._opened
+        self._storage = await _opened_storage(settings, opened)
+        metrics, admission = Metrics(), Admission(Limits.of(settings))
+        self.runs = Runs(
+            metrics.storing.timed(self._storage.shards),
+            metrics.storing.timed(self._storage.runs),
+            make_monitor=Monitor,
+            max_row_bytes=int(settings.max_row_bytes),
+            max_runs=settings.max_runs,
+            most_a_run=most_a_run(settings),
+        )
+        opened.push_async_callback(self.runs.close, 0.0)
+        await self.runs.start()
+        gate, certificates = Gate(settings, self.runs), Certificates.of(settings)
+        metrics.watch(
+            Watched(
+                runs=self._run_stats,
+                waiting=lambda: self.long_poll.count,
+                leases=self.runs.leases,
+                unhealthy_reason=self.runs.unhealthy_reason,
+                room=self._room,
+                quotas=lambda: gate.usage(admission.counts()),
             )
-            undo.callback(self.runs.close, 0.0)
-            self.long_poll = LongPoll(settings.max_waiters)
-            gate, certificates = Gate(settings, self.runs), Certificates.of(settings)
-            metrics.watch(
-                Watched(
-                    runs=self._run_stats,
-                    waiting=lambda: self.long_poll.count,
-                    leases=self.runs.leases,
-                    unhealthy_reason=self.runs.unhealthy_reason,
-                    room=self._room,
-                    quotas=gate.usage,
-                )
-            )
-            self._context = ApiContext(
-                self.runs,
-                self.long_poll,
-                metrics,
-                int(settings.max_message_bytes),
-                gate,
-                [*settings.http_host_names.split(","), urlsplit(settings.advertise_http_url or "").hostname or ""],
-                token_texts=None if settings.tokenizer is None else TokenTexts(settings.tokenizer),
-            )
-            peers = None if certificates is None else PeerCertificates(certificates, settings.tls_peer_ca_file)
-            threads = call_threads(gate, settings)
-            app = make_app(self._context, peers, threads)
-            self._http = HttpServer(app, settings.http_address, settings.shutdown_grace_s, certificates)
-            undo.callback(self._http.close)
-            _refuse_taken(settings.grpc_address)
-            self._grpc = GrpcServer(self._context, settings, certificates, peers, threads)
-            undo.pop_all()
-        self.grpc_address = self._context.grpc_address = self._grpc.address
+        )
+        self._api = ApiContext(
+            self.runs,
+            admission,
+            self.long_poll,
+            metrics,
+            int(settings.max_message_bytes),
+            gate,
+            [*settings.http_host_names.split(","), urlsplit(settings.advertise_http_url or "").hostname or ""],
+            token_texts=None if settings.tokenizer is None else TokenTexts(settings.tokenizer),
+        )
+        await self._listen(certificates)
+
+    async def _listen(self, certificates: Certificates | None) -> None:
+        settings, opened, api = self._settings, self._opened, self._api
+        peers = None if certificates is None else PeerCertificates(certificates, settings.tls_peer_ca_file)
+        self._http = HttpServer(make_app(api, peers), settings.http_address, settings.shutdown_grace_s, certificates)
+        opened.callback(self._http.close)
+        await asyncio.to_thread(_refuse_taken, settings.grpc_address)
+        self._grpc = GrpcServer(api, settings, certificates, peers)
+        self.grpc_address = api.grpc_address = self._grpc.address
         self.http_url = self._http.url
-        self._storage.advertise(
+        await asyncio.to_thread(
+            self._storage.advertise,
             settings.advertise_grpc_address or self.grpc_address,
             settings.advertise_http_url or self.http_url,
-            gate.secret.value,
+            api.gate.secret.value,
         )
-
-    def start(self) -> None:
-        """Returns when both doors answer."""
-        self._grpc.start()
-        self._http.start()
-        self._context.not_ready = ""
+        sweeping = asyncio.create_task(api.admission.end_overdue())
+        opened.callback(sweeping.cancel)
+        opened.push_async_callback(self._close_apis)
+        await self._grpc.start()
+        await self._http.start()
+        api.not_ready = ""
         _log.info("ready", grpc=self.grpc_address, http=self.http_url)
 
-    def stop(self) -> None:
-        """Takes no new calls, finishes what is being sealed, answers who waits, and closes. Within the grace."""
+    async def stop(self) -> None:
+        """Takes no new calls, finishes what is being sealed, answers callers that wait and closes, within the grace."""
         _log.info("shutting down", waiting=self.long_poll.count)
-        self._context.not_ready = "shutting down"
-        with ExitStack() as whatever_fails:
-            # Memory that outlives the process is given back in any case.
-            whatever_fails.callback(self._storage.close)
-            self._grpc.refuse_new_calls(self._grace_s)
-            self._http.refuse_new_calls()
-            self.runs.close(self._grace_s)
-            self.long_poll.close()
-            self._grpc.wait_until_idle()
-            self._http.wait_until_idle()
-            self._context.gate.flush_log()
+        await self._opened.aclose()
         _log.info("closed")
+
+    async def _close_apis(self) -> None:
+        grace_s, self._api.not_ready = self._settings.shutdown_grace_s, "shutting down"
+        self._grpc.refuse_new_calls(grace_s)
+        self._http.refuse_new_calls()
+        await self.runs.close(grace_s)
+        self.long_poll.close()
+        await self._grpc.wait_until_idle()
+        await self._http.wait_until_idle()
+        self._api.gate.flush_log()
 
     def _run_stats(self) -> Iterator[RunStats]:
         for run in self.runs.own():
@@ -122,13 +147,26 @@ class Service:
         return {"rows": self.runs.row_room, **self._storage.room()}
 
 
+async def _opened_storage(settings: Settings, opened: AsyncExitStack) -> Storage:
+    """Opens the stores in a thread. They are closed at the end, also where this is cancelled meanwhile."""
+    opening = asyncio.ensure_future(asyncio.to_thread(open_storage, settings))
+
+    async def close() -> None:
+        await asyncio.wait([opening])
+        if opening.exception() is None:
+            await asyncio.to_thread(opening.result().close)
+
+    opened.push_async_callback(close)
+    return await asyncio.shield(opening)
+
+
 def _refuse_taken(grpc_address: str) -> None:
     """Finds a port that is taken before gRPC does, which would also log the failure in its own form."""
     if grpc_address.startswith("unix:"):
         return
     with suppress(socket.gaierror):
-        found = socket.getaddrinfo(*split_address(grpc_address), type=socket.SOCK_STREAM)
-        if all(_is_taken(family, where) for family, _, _, _, where in found):
+        addresses = socket.getaddrinfo(*split_address(grpc_address), type=socket.SOCK_STREAM)
+        if all(_is_taken(family, where) for family, _, _, _, where in addresses):
             raise UnavailableError(
                 f"grpc_address: cannot listen on {grpc_address}: it is in use; stop the program that uses it, or give "
                 "another grpc_address (--grpc-address)"

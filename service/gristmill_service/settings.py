@@ -43,7 +43,7 @@ class ShardStoreKind(NamedTuple):
 SHARD_STORES = {
     "shared_memory": ShardStoreKind("gristmill_service.storage.shared_memory", directory="shared_memory_dir"),
     "memory": ShardStoreKind("gristmill_service.storage.memory_shards"),
-    "redis": ShardStoreKind("gristmill_service.storage.redis.shards.shard_store", run_stores=("redis",)),
+    "redis": ShardStoreKind("gristmill_service.storage.redis.shard_store", run_stores=("redis",)),
 }
 RunStoreName = Literal["memory", "journal", "redis"]
 if TYPE_CHECKING:

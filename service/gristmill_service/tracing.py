@@ -83,6 +83,13 @@ def within(call: Any) -> AbstractContextManager[Any]:
     return use_span(call, end_on_exit=True, record_exception=False, set_status_on_exception=False)
 
 
+def describe(**attributes: str | int) -> None:
+    """Adds attributes to the current span. May be called only while tracing is on."""
+    from opentelemetry.trace import get_current_span
+
+    get_current_span().set_attributes(_named(attributes))
+
+
 def fail(call: Any, reason: str) -> None:
     from opentelemetry.trace import Status, StatusCode
 

@@ -13,8 +13,8 @@ import trustme
 
 from gristmill_service.access.roles import ROLES
 from gristmill_service.access.tokens import create_token
-from gristmill_service.service import Service
 from gristmill_service.settings import Settings
+from tests.on_loop import Service
 from tests.serving import FREE_PORTS
 
 Serve = Callable[..., Service]

@@ -18,16 +18,16 @@ from google.protobuf.descriptor import MethodDescriptor
 
 from gristmill import RolloutClient
 from gristmill.errors import InvalidArgumentError
-from gristmill_service.access import debts
 from gristmill_service.access.passed_on import CAME_FROM, MARK
 from gristmill_service.access.roles import OPEN_CALLS, ROLES
 from gristmill_service.access.tokens import create_token
-from gristmill_service.service import Service
+from gristmill_service.api import admission
 from gristmill_service.settings import Settings, load_settings
 from gristmill_service.storage.redis.scripts import Owner
 from tests.access.conftest import Guarded, Serve
 from tests.access.test_calls import FILLED, METHODS, ROUTES, call_of, status
 from tests.api.doors import CONFIG
+from tests.on_loop import Service
 from tests.redis.servers import RedisServer
 from tests.serving import FREE_PORTS, StartService
 
@@ -154,7 +154,7 @@ def test_a_call_is_passed_on_once(replicas: Replicas) -> None:
     marked = {MARK: replicas.other_secret, CAME_FROM: "10.0.0.7"}
     told = get(replicas.other, "/v1/runs/r", marked | {"authorization": f"Bearer {viewer}"})
     assert told.status_code == 503
-    assert "its owner is changing" in told.json()["error"]["message"]
+    assert "its owner is moving to another replica" in told.json()["error"]["message"]
     with grpc.insecure_channel(replicas.other.grpc_address) as channel:
         assert status(channel, method, viewer) == "OK"
         assert status(channel, method, viewer, marked) == "UNAVAILABLE"
@@ -164,8 +164,8 @@ def test_callers_whose_calls_a_peer_passes_on_make_up_for_their_own_refusals_alo
     replicas: Replicas, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Four calls are free, however long they take here.
-    for name, value in (("_FREE_S", 0.2), ("_CALL_S", 0.05), ("_LONGEST_WAIT_S", 0.05)):
-        monkeypatch.setattr(debts, name, value)
+    for name, value in (("_FREE_S", 0.2), ("_CALL_S", 0.05), ("_LONGEST_DELAY_S", 0.05)):
+        monkeypatch.setattr(admission, name, value)
     viewer = replicas.tokens["viewer"]
     shown = {"authorization": f"Bearer {viewer}"}
     with httpx.Client(base_url=replicas.owner.http_url, trust_env=False) as client:

@@ -14,10 +14,10 @@ import yaml
 from gristmill import Credentials, RolloutClient
 from gristmill.v1 import rollout_pb2
 from gristmill_service.access.tokens import create_token
-from gristmill_service.service import Service
 from tests.access.conftest import Serve
 from tests.api.doors import CONFIG, Door, GrpcDoor, HttpDoor, Refused, group, row, rows_message
 from tests.metrics.scraping import Scrape
+from tests.on_loop import Service
 
 ROW_BYTES = 768 + 4 * 5 + 2
 DOORS = [lambda service: HttpDoor(service.http_url), lambda service: GrpcDoor(service.grpc_address)]

@@ -18,9 +18,9 @@ from gristmill._client.connection.credentials import Credentials
 from gristmill.errors import InvalidArgumentError, UnavailableError
 from gristmill_service.access.certificates import Certificates, PeerCertificates
 from gristmill_service.access.tokens import create_token
-from gristmill_service.service import Service
 from gristmill_service.settings import load_settings
 from tests.access.conftest import Files, Serve
+from tests.on_loop import Service
 from tests.redis.servers import RedisServer
 from tests.serving import StartService
 

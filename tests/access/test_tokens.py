@@ -28,9 +28,9 @@ from gristmill._client.connection.credentials import Credentials
 from gristmill.errors import InvalidArgumentError, UnauthenticatedError, UnavailableError
 from gristmill_service.access.tokens import Callers, create_token, digest_of, read_callers
 from gristmill_service.access.web_tokens import WebTokens
-from gristmill_service.service import Service
 from tests.access.conftest import Files, Serve
 from tests.cli.terminal import gristmill
+from tests.on_loop import Service, on_loop
 
 
 def status(service: Service, token: str) -> int:
@@ -337,19 +337,19 @@ def test_keys_outlive_their_issuers_garbage_and_one_call_alone_waits_for_it(
     for garbage in (b"", b"<html>", b"[]", b'{"keys": []}', b"\xff"):
         told.content = garbage
         with pytest.raises(UnavailableError, match="cannot be fetched"):
-            keys.caller(issuer.token(), callers)
+            on_loop(keys.caller, issuer.token(), callers)
     told.content = issuer.path.read_bytes()
-    assert keys.caller(issuer.token(), callers).name == SUBJECT
+    assert on_loop(keys.caller, issuer.token(), callers).name == SUBJECT
     known = issuer.token()
     issuer.rotate()
     with pytest.raises(UnauthenticatedError, match="no key 'key-1'"):
-        keys.caller(issuer.token(), callers)
+        on_loop(keys.caller, issuer.token(), callers)
     told.content = None
     told.asked.clear()
-    waiting = threading.Thread(target=lambda: keys.caller(known, callers))
+    waiting = threading.Thread(target=on_loop, args=(keys.caller, known, callers))
     waiting.start()
     assert told.asked.wait(30)
-    assert keys.caller(known, callers).name == SUBJECT
+    assert on_loop(keys.caller, known, callers).name == SUBJECT
     assert waiting.is_alive()
     told.goes_on.set()
     waiting.join()
@@ -371,9 +371,9 @@ def test_keys_at_a_url_are_had_by_the_authority_that_is_told(
         url = f"https://localhost:{server.server_port}/"
         callers = Callers.model_validate({"subjects": [{"subject": SUBJECT, "roles": ["trainer"]}]})
         known = WebTokens(url, "https://issuer", "gristmill", files.ca_file)
-        assert known.caller(issuer.token(), callers).name == SUBJECT
+        assert on_loop(known.caller, issuer.token(), callers).name == SUBJECT
         with pytest.raises(UnavailableError, match="CERTIFICATE_VERIFY_FAILED"):
-            WebTokens(url, "https://issuer", "gristmill").caller(issuer.token(), callers)
+            on_loop(WebTokens(url, "https://issuer", "gristmill").caller, issuer.token(), callers)
     finally:
         server.shutdown()
         thread.join()

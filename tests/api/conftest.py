@@ -10,7 +10,7 @@ import pytest
 from tests.api.doors import CONFIG, Door, GrpcDoor, HttpDoor
 
 if TYPE_CHECKING:
-    from gristmill_service.service import Service
+    from tests.on_loop import Service
 
 
 @pytest.fixture

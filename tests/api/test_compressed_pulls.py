@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Iterator
 from types import SimpleNamespace
 from typing import Any
 
-import grpc
 import numpy as np
 import pytest
 from safetensors.numpy import load
@@ -17,17 +15,25 @@ from gristmill._client.trainer.shards import pull
 from gristmill._client.trainer.shards.pull import stream
 from gristmill._wire.addresses import ShardAddress
 from gristmill._wire.codecs.zstd_frames import FRAME_BYTES
-from gristmill.v1 import trainer_pb2, trainer_pb2_grpc
-from gristmill_service.api.rpc.streams import Streams
-from gristmill_service.api.rpc.trainers import TrainerServicer
+from gristmill.v1 import trainer_pb2
+from gristmill_service.access.gate import Gate
+from gristmill_service.api.admission import Admission
+from gristmill_service.api.context import ApiContext
+from gristmill_service.api.long_poll import LongPoll
+from gristmill_service.api.rpc.server import GrpcServer
+from gristmill_service.monitoring.metrics import Metrics
 from gristmill_service.pipeline import BuiltBatch, build_batch
+from gristmill_service.run.off_loop import each
+from gristmill_service.settings import Settings
 from gristmill_service.storage.memory_shards import MemoryShardStore
-from gristmill_service.storage.redis.shards.shard_store import RedisShardStore
+from gristmill_service.storage.redis.shard_store import RedisShardStore
 from gristmill_service.storage.shard_store import ShardSource, ShardStore
 from tests import naive
 from tests.bench.workloads import workload
+from tests.on_loop import on_loop
 from tests.redis.fence import OpenFence
 from tests.redis.servers import RedisServer
+from tests.serving import FREE_PORTS
 
 ADDRESS = ShardAddress("run", "policy", 3, 0, 1)
 
@@ -60,16 +66,28 @@ def store(
 @pytest.fixture
 def transport(store: ShardStore) -> Iterator[Transport]:
     """To a service that has this one run; of a run's calls only those that read shards."""
-    runs = SimpleNamespace(read_shard=store.read, read_shard_frames=store.read_frames)
-    server = grpc.server(ThreadPoolExecutor(2), options=[("grpc.so_reuseport", 0)])
-    context: Any = SimpleNamespace(runs=runs)
-    trainer_pb2_grpc.add_TrainerServiceServicer_to_server(TrainerServicer(context, Streams(2)), server)  # type: ignore[no-untyped-call]
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    made = Transport(f"127.0.0.1:{port}", 20.0, "TrainerClient")
+
+    async def read_shard(*args: Any) -> AsyncIterator[bytes]:
+        return each(store.read(*args))
+
+    async def read_shard_frames(*args: Any) -> AsyncIterator[bytes] | None:
+        frames = store.read_frames(*args)
+        return None if frames is None else each(frames)
+
+    async def serve() -> GrpcServer:
+        runs: Any = SimpleNamespace(read_shard=read_shard, read_shard_frames=read_shard_frames, is_owner=None)
+        settings = Settings(**FREE_PORTS)
+        api = ApiContext(runs, Admission(), LongPoll(), Metrics(), 1 << 26, Gate(settings, runs))
+        started = GrpcServer(api, settings, None, None)
+        await started.start()
+        return started
+
+    server = on_loop(serve)
+    made = Transport(server.address, 20.0, "TrainerClient")
     yield made
     made.close()
-    server.stop(None).wait()
+    on_loop(server.refuse_new_calls, 0.0)
+    on_loop(server.wait_until_idle)
 
 
 def test_a_trainer_gets_the_same_tensors_whatever_the_store_holds(transport: Transport, shard: ShardSource) -> None:

@@ -14,8 +14,8 @@ import pytest
 from safetensors.numpy import load, save
 
 from gristmill.v1 import rows_pb2
-from gristmill_service.service import Service
 from tests.api.doors import CONFIG, HttpDoor, group, row, rows_message
+from tests.on_loop import Service
 
 PROTOBUF = "application/x-protobuf"
 

@@ -7,9 +7,8 @@ import json
 import logging
 import socket
 import threading
-import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
@@ -19,22 +18,20 @@ import grpc
 import httpx
 import pytest
 
-from gristmill import Credentials, RolloutClient
 from gristmill._wire.codecs.submit_codec import Buffer, Submission
 from gristmill.v1 import rollout_pb2, run_pb2, trainer_pb2
-from gristmill_service.access.gate import Gate
 from gristmill_service.access.tokens import create_token
+from gristmill_service.api import admission
 from gristmill_service.api.http import server
 from gristmill_service.api.http.guards import bodies, connections
-from gristmill_service.api.rpc import intake, peers
-from gristmill_service.service import Service
+from gristmill_service.api.rpc import probes
 from gristmill_service.settings import Settings
 from tests.api.doors import CONFIG, GrpcDoor, refused, row, rows_message
+from tests.on_loop import Service, on_loop
 from tests.run.harness import wait_until
 from tests.serving import FREE_PORTS
 
 STREAMS = 4
-CANCELLED = grpc.StatusCode.CANCELLED
 Metadata = tuple[tuple[str, str], ...]
 
 
@@ -76,7 +73,7 @@ def publish(door: GrpcDoor, metadata: Metadata = ()) -> trainer_pb2.ReadShardReq
     return trainer_pb2.ReadShardRequest(run="r", model=run_pb2.MODEL_POLICY)
 
 
-def test_idle_streams_of_one_caller_give_way_to_those_of_another(tmp_path: Path) -> None:
+def test_streams_of_one_caller_leave_some_to_another(tmp_path: Path) -> None:
     tokens = tmp_path / "tokens.yaml"
     greedy, modest = shown(tokens, "greedy"), shown(tokens, "modest")
     service = serving(max_streams=STREAMS, tokens_file=tokens)
@@ -87,9 +84,10 @@ def test_idle_streams_of_one_caller_give_way_to_those_of_another(tmp_path: Path)
         unread = [door.trainers.ReadShard(request, metadata=greedy) for _ in range(STREAMS)]
         for stream in unread:
             opened.callback(stream.cancel)
+        for stream in unread[:-1]:
             next(stream)
+        assert end_of(unread[-1]) is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert list(door.trainers.ReadShard(request, metadata=modest, timeout=20))
-        assert [end_of(stream) for stream in unread].count(CANCELLED) == 1
 
 
 def end_of(stream: Any) -> grpc.StatusCode:
@@ -98,6 +96,58 @@ def end_of(stream: Any) -> grpc.StatusCode:
         list(stream)
     code: grpc.StatusCode = stream.code()
     return code
+
+
+def test_a_stream_that_nobody_reads_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    service = serving()
+    with ExitStack() as opened:
+        opened.callback(service.stop)
+        door = opened.enter_context(closing(GrpcDoor(service.grpc_address)))
+        stream = door.trainers.ReadShard(publish(door))
+        opened.callback(stream.cancel)
+        monkeypatch.setattr(admission, "SEND_S", 0.5)
+        next(stream)
+        wait_until(lambda: not service._api.admission.slots)
+        assert service._api.admission.answers.total == 0
+        # gRPC's server holds on to the last call until another one comes.
+        door.runs.ListRuns(run_pb2.ListRunsRequest(), timeout=20)
+        assert end_of(stream) is grpc.StatusCode.CANCELLED
+
+
+def test_a_request_that_does_not_come_is_refused_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "REQUEST_S", 0.5)
+    service = serving()
+    on_loop(setattr, service._api.admission, "limits", service._api.admission.limits._replace(request_s=0.5))
+    with ExitStack() as opened:
+        opened.callback(service.stop)
+        door = opened.enter_context(closing(GrpcDoor(service.grpc_address)))
+        call = door.channel.stream_unary("/gristmill.v1.RunService/ListRuns", request_serializer=bytes)
+        silent = opened.enter_context(closing(Silent()))
+        with pytest.raises(grpc.RpcError) as caught:
+            call(iter(silent), timeout=20)
+        error = refused(caught.value)
+        assert (error.code, error.kind) == ("DEADLINE_EXCEEDED", "DeadlineExceededError")
+        wait_until(lambda: not service._api.admission.slots)
+
+
+def test_health_and_reflection_are_bounded_and_nobody_is_kept_from_calling(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probes, "REQUEST_S", 0.5)
+    service = serving()
+    with ExitStack() as opened:
+        opened.callback(service.stop)
+        door = opened.enter_context(closing(GrpcDoor(service.grpc_address)))
+        watch = door.channel.unary_stream("/grpc.health.v1.Health/Watch", request_serializer=bytes)
+        for _ in range(48):
+            watching = watch(b"")
+            opened.callback(watching.cancel)
+            next(watching)
+        assert end_of(watch(b"")) is grpc.StatusCode.RESOURCE_EXHAUSTED
+        door.runs.ListRuns(run_pb2.ListRunsRequest(), timeout=20)
+        watching.cancel()
+        wait_until(lambda: len(service._api.admission.slots) == 47)
+        reflect = door.channel.stream_stream("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")
+        silent = opened.enter_context(closing(Silent()))
+        assert end_of(reflect(iter(silent), timeout=20)) is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 def test_streams_beyond_the_limit_are_told_to_retry() -> None:
@@ -127,28 +177,35 @@ def test_a_stream_whose_caller_goes_away_leaves_no_line_of_an_error(caplog: pyte
         silent = opened.enter_context(closing(Silent()))
         unsent = door.channel.stream_unary("/gristmill.v1.RunService/ListRuns", request_serializer=bytes)
         call = unsent.future(iter(silent))
-        wait_until(lambda: len(service._grpc._intake._places._taken) == 1)
+        wait_until(lambda: len(service._api.admission.coming) == 1)
         call.cancel()
-        wait_until(lambda: not service._grpc._intake._places._taken)
+        wait_until(lambda: not service._api.admission.slots)
         opened.pop_all().close()
     assert not caplog.records
 
 
-def test_a_call_whose_request_does_not_come_gives_its_place_to_one_whose_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(intake, "AT_ONCE", 1)
-    monkeypatch.setattr(intake, "_LONGEST_S", 0.5)
-    service = serving()
+def test_a_request_that_does_not_come_leaves_its_place_to_another_caller(tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens.yaml"
+    greedy, modest = shown(tokens, "greedy"), shown(tokens, "modest")
+    service = serving(tokens_file=tokens)
+    allow_large_requests(service, 2)
     with ExitStack() as opened:
         opened.callback(service.stop)
         door = opened.enter_context(closing(GrpcDoor(service.grpc_address)))
-        silent = opened.enter_context(closing(Silent()))
         # One message of one call, which gRPC lets a client stream to a method that takes just one.
         call = door.channel.stream_unary("/gristmill.v1.RunService/ListRuns", request_serializer=bytes)
-        unsent = call.future(iter(silent))
-        wait_until(lambda: len(service._grpc._intake._places._taken) == 1)
-        time.sleep(0.6)
-        assert door.create("r", CONFIG)["created"]
-        assert unsent.code() is CANCELLED
+        silent = [opened.enter_context(closing(Silent())) for _ in range(2)]
+        unsent = [call.future(iter(one), metadata=greedy) for one in silent]
+        wait_until(lambda: len(service._api.admission.coming) == 2)
+        door.runs.ListRuns(run_pb2.ListRunsRequest(), metadata=modest, timeout=10)
+        wait_until(lambda: any(one.done() for one in unsent))
+        assert [one.code() for one in unsent if one.done()] == [grpc.StatusCode.DEADLINE_EXCEEDED]
+
+
+def allow_large_requests(service: Service, count: int) -> None:
+    """Has the service read so many at once, of one caller, too."""
+    requests = service._api.admission.requests
+    requests.most = requests._most_each = count
 
 
 # HTTP.
@@ -178,7 +235,7 @@ def test_where_there_are_too_many_connections_the_longest_idle_one_goes(monkeypa
 
 
 def test_a_body_that_comes_too_slowly_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "_LONGEST_S", 0.2)
+    monkeypatch.setattr(bodies, "REQUEST_S", 0.2)
     service = serving()
     with ExitStack() as opened:
         opened.callback(service.stop)
@@ -191,19 +248,43 @@ def test_a_body_that_comes_too_slowly_is_not_waited_for(monkeypatch: pytest.Monk
 
 
 def test_large_bodies_are_held_a_few_at_a_time_and_small_ones_pass_by(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "_AT_ONCE", 1)
+    monkeypatch.setattr(admission, "REQUEST_S", 0.5)
     service = serving()
+    allow_large_requests(service, 1)
     with ExitStack() as opened:
         opened.callback(service.stop)
         wire = opened.enter_context(connected(service))
-        wire.sendall(b"POST /v1/runs/r/rows HTTP/1.1\r\nHost: a\r\nContent-Length: 1000000\r\n\r\n" + bytes(200_000))
-        large = {"run": "r", "config": {"x": "y" * 100_000}}
+        wire.sendall(b"POST /v1/runs/r/rows HTTP/1.1\r\nHost: a\r\nContent-Length: 1000000\r\n\r\n" + bytes(300_000))
+        large = {"run": "r", "config": {"x": "y" * 300_000}}
         wait_until(lambda: httpx.post(f"{service.http_url}/v1/runs", json=large).status_code == 429)
         refused = httpx.post(f"{service.http_url}/v1/runs", json=large)
         assert (refused.json()["error"]["type"], refused.headers["retry-after"]) == ("ResourceExhaustedError", "1")
         assert httpx.post(f"{service.http_url}/v1/runs", json={"run": "r", "config": CONFIG}).status_code == 200
         wire.close()
         wait_until(lambda: httpx.post(f"{service.http_url}/v1/runs", json=large).status_code == 422)
+
+
+def test_bytes_of_answers_that_nobody_reads_are_bounded() -> None:
+    service = serving()
+    # One answer takes all of it, for as long as some of it is unread.
+    answers = service._api.admission.answers
+    answers.most = answers._most_each = 100_000
+    with ExitStack() as opened:
+        opened.callback(service.stop)
+        client = opened.enter_context(httpx.Client(base_url=service.http_url, trust_env=False))
+        client.post("/v1/runs", json={"run": "r", "config": CONFIG | {"max_buffered_batches": 1000}})
+        uids = [f"{number}-{'u' * 900}" for number in range(1000)]
+        assert client.post("/v1/runs/r/groups", json={"uids": uids}).json()["admissions"] == ["admitted"] * 1000
+        wire = opened.enter_context(connected(service))
+        wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        wire.sendall(b"GET /v1/runs/r/groups HTTP/1.1\r\nHost: a\r\n\r\n")
+        wait_until(lambda: answers.total > 0)
+        with pytest.raises(httpx.ReadTimeout):
+            client.get("/v1/runs/r/groups", timeout=1)
+        assert client.get("/v1/runs/r").json()["groups_open"] == 1000
+        wire.close()
+        found = client.get("/v1/runs/r/groups").json()["groups"]
+        assert [group["uid"] for group in found] == uids
 
 
 def ended(wire: socket.socket) -> bool:
@@ -220,31 +301,7 @@ def connected(service: Service) -> socket.socket:
     return socket.create_connection((where.hostname, where.port), timeout=10)
 
 
-@pytest.mark.parametrize(("has_tokens", "queue"), [(False, "ipv4:127.0.0.1"), (True, "team")], ids=["open", "tokens"])
-def test_calls_wait_for_a_thread_in_queues_by_who_calls_or_from_where(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, has_tokens: bool, queue: str
-) -> None:
-    queues: list[str] = []
-
-    def noting(gate: Gate) -> Callable[..., str]:
-        def noted(*arguments: Any) -> str:
-            queues.append(queue_of(*arguments))
-            return queues[-1]
-
-        queue_of = peers.queue_of(gate)
-        assert queue_of("gRPC", "has", "other arguments") == queue_of() == ""
-        return noted
-
-    monkeypatch.setattr("gristmill_service.api.rpc.server.queue_of", noting)
-    token = create_token(tmp_path / "tokens.yaml", "team", ["worker"], ["*"], None)
-    running = serving(**({"tokens_file": tmp_path / "tokens.yaml"} if has_tokens else {}))
-    with RolloutClient(running.grpc_address, "run", credentials=Credentials(token=token)) as client:
-        client.create_run(CONFIG)
-    running.stop()
-    assert set(queues) == {queue}
-
-
-def test_what_is_refused_is_let_go_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_refused_is_released_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     came, read = list[weakref.ref[Submission]](), Submission._read
 
     def noted(self: Submission, data: Buffer) -> None:

@@ -6,8 +6,8 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from gristmill_service.service import Service
 from gristmill_service.settings import Settings
+from tests.on_loop import Service
 from tests.serving import FREE_PORTS
 
 

@@ -12,9 +12,9 @@ import pytest
 from pydantic import ByteSize
 
 from gristmill_service.api.http import models
-from gristmill_service.service import Service
 from gristmill_service.settings import Settings
 from tests.api.doors import CONFIG, HttpDoor, group, row, rows_message
+from tests.on_loop import Service
 from tests.serving import FREE_PORTS
 
 PATHS = {

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from gristmill_service.service import Service
+from tests.on_loop import Service
 
 FROM_ELSEWHERE = [
     {"origin": "http://evil.example"},

@@ -13,9 +13,9 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 from pydantic import ByteSize
 
 from gristmill.v1 import rollout_pb2, run_pb2, trainer_pb2
-from gristmill_service.service import Service
 from gristmill_service.settings import Settings
 from tests.api.doors import CONFIG, GrpcDoor, Refused, group, refused, row, rows_message
+from tests.on_loop import Service
 from tests.serving import FREE_PORTS
 
 SERVICES = {"gristmill.v1.RunService", "gristmill.v1.RolloutService", "gristmill.v1.TrainerService"}

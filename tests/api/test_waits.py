@@ -12,9 +12,9 @@ import httpx
 import pytest
 
 from gristmill.v1 import trainer_pb2
-from gristmill_service.service import Service
 from gristmill_service.settings import Settings
 from tests.api.doors import CONFIG, STATES, Door, GrpcDoor, HttpDoor, Refused, group
+from tests.on_loop import Service
 from tests.serving import FREE_PORTS
 
 T = TypeVar("T")

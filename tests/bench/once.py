@@ -13,7 +13,7 @@ import os
 import tempfile
 import tracemalloc
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,6 @@ from gristmill._client.rollout.prefix_dedup import RequestEncoder
 from gristmill._wire.codecs.submit_codec import Submission
 from gristmill_service.monitoring.collectors.run_monitor import Monitor
 from gristmill_service.run.rows.row_buffer import RowBuffer
-from gristmill_service.run.run import Run
-from gristmill_service.run.runs import Runs
 from gristmill_service.storage.journal.run_store import JournalRunStore
 from gristmill_service.storage.memory_shards import MemoryShardStore
 from gristmill_service.storage.redis.run_store import RedisRunStore
@@ -36,6 +34,7 @@ from tests.bench.figures import Figure
 from tests.bench.pipeline import TMPFS
 from tests.bench.rollouts import rollouts
 from tests.bench.workloads import Workload
+from tests.on_loop import Run, Runs
 from tests.redis.servers import RedisServer
 
 NAMES = ("short", "agent", "anti")
@@ -121,7 +120,7 @@ def _in_memory(work: Workload) -> int:
             submit(run, work)
             gc.collect()
             held = tracemalloc.get_traced_memory()[0]
-            run._writer.rows = RowBuffer(compacts=False)
+            run._writer.rows = RowBuffer()
             gc.collect()
             return held - tracemalloc.get_traced_memory()[0]
         finally:
@@ -129,12 +128,12 @@ def _in_memory(work: Workload) -> int:
 
 
 def _in_journal(work: Workload) -> int:
-    with tempfile.TemporaryDirectory(dir=TMPFS) as directory, ExitStack() as opened:
+    """Bytes of the database, of which the log of events is a small part."""
+    with tempfile.TemporaryDirectory(dir=TMPFS) as directory:
         store = JournalRunStore(Path(directory), "never")
-        opened.callback(store.close)
-        run = opened.enter_context(run_of(work, store))
-        submit(run, work)
-        return sum(os.stat(path).st_blocks * 512 for path in Path(directory).glob("run-*/rows-*"))
+        with closing(store), run_of(work, store) as run:
+            submit(run, work)
+        return sum(os.stat(path).st_blocks * 512 for path in Path(directory).glob("run-*/*"))
 
 
 @contextmanager

@@ -133,8 +133,8 @@ def other_side() -> Iterator[OtherSide]:
 
 def _serve(directory: str) -> None:
     from gristmill_service.logs import configure_logs
-    from gristmill_service.service import Service
     from gristmill_service.settings import Settings
+    from tests.on_loop import Service
 
     configure_logs("error", "human")
     published = Publications()

@@ -17,13 +17,12 @@ from msgspec.structs import replace
 from gristmill import RolloutClient, TrainerClient
 from gristmill_service.pipeline.figures import Figures
 from gristmill_service.run.machine.batch_records import keep
-from gristmill_service.run.run import Run
-from gristmill_service.service import Service
 from gristmill_service.settings import Settings
 from tests.bench.figures import Figure
 from tests.bench.processes import Served, served
 from tests.bench.submissions import Sender, split
 from tests.bench.workloads import DP_SIZE, workload
+from tests.on_loop import Run, Service
 from tests.page.chromium import MISSING, found, launched
 from tests.serving import FREE_PORTS
 

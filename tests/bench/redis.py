@@ -18,12 +18,12 @@ from gristmill_service.monitoring.collectors.run_monitor import Monitor
 from gristmill_service.pipeline import build_batch
 from gristmill_service.pipeline.layout.iovec import join
 from gristmill_service.pipeline.layout.shard import Shard
-from gristmill_service.run.runs import Runs
 from gristmill_service.storage.redis.run_store import RedisRunStore
-from gristmill_service.storage.redis.shards.shard_store import RedisShardStore
+from gristmill_service.storage.redis.shard_store import RedisShardStore
 from tests.bench.figures import Figure, paired
 from tests.bench.submissions import split
 from tests.bench.workloads import workload
+from tests.on_loop import Runs
 from tests.redis.fence import OpenFence
 from tests.redis.servers import RedisServer, wait_until
 
@@ -31,6 +31,7 @@ NAMES = ("agent", "short")
 MERGES = ("none", "prefix")
 SHARDS = 10
 ROUNDS = 5
+BATCH = "{gristmill:bench}:batch:0"
 
 
 def figures() -> Iterator[Figure]:
@@ -59,7 +60,7 @@ def _figures(client: redis.Redis, name: str, merge: str) -> Iterator[Figure]:
     batch = build_batch(work.steps, work.config(merge), run="bench", batch=0)
     store = RedisShardStore(client, OpenFence(client))
     store.publish("bench", 0, b"{}", batch.shards)
-    stored = sum(client.strlen(key) for key in client.scan_iter("*:shard:*"))
+    stored = sum(map(len, client.hvals(BATCH)))
     real = sum(_real_bytes(shard) for shard in batch.shards)
     yield Figure(f"redis.bytes_ratio.{name}.{merge}", stored / real, "x real tokens", 1.1, real / 2**20, "MiB")
     ratio, limit = _pull(client, store, batch.shards)
@@ -122,7 +123,8 @@ def _pull(client: redis.Redis, store: RedisShardStore, shards: Sequence[Shard]) 
 
 def _pull_one(client: redis.Redis, store: RedisShardStore, shard: Shard, kept: list[np.ndarray]) -> tuple[float, float]:
     address, output = shard.address, np.frombuffer(join(shard.iovec()), np.uint8)
-    keys = sorted(client.scan_iter(f"*:{address.model}:{address.mini_batch}:{address.rank}:*"))
+    name = f"{address.model}/{address.mini_batch}/{address.rank}/"
+    fields = [field for field, _ in client.hscan_iter(BATCH, f"{name}*")]
 
     def ours() -> None:
         data, at = np.empty(shard.size, np.uint8), 0
@@ -133,8 +135,8 @@ def _pull_one(client: redis.Redis, store: RedisShardStore, shard: Shard, kept: l
         kept.append(data)
 
     def bound() -> None:
-        for key in keys:
-            client.get(key)
+        for field in fields:
+            client.hget(BATCH, field)
         kept.append(output.copy())
 
     ratio, limit = paired(ours, bound, ROUNDS)

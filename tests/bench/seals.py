@@ -25,7 +25,7 @@ import numpy as np
 
 from gristmill_service.process_tuning import tune_process
 from gristmill_service.storage.journal.run_store import JournalRunStore
-from gristmill_service.storage.redis.shards.shard_store import RedisShardStore
+from gristmill_service.storage.redis.shard_store import RedisShardStore
 from gristmill_service.storage.run_store import RunStore
 from gristmill_service.storage.shard_store import ShardStore
 from gristmill_service.storage.shared_memory import SharedMemoryShardStore

@@ -139,9 +139,9 @@ class JournalMode(Mode):
         }
 
     def _tear(self) -> None:
-        """As a machine's death may: the end of the log is half of a record."""
+        """As a process' death may: the end of the log is half of a transaction."""
         self.services[0].kill()
-        for path in self._journal.glob("run-*/events-*.log"):
+        for path in self._journal.glob("run-*/journal.sqlite-wal"):
             with path.open("ab") as file:
                 file.write(self._draw.randbytes(self._draw.randint(1, 60)))
         self.services[0].start()

@@ -10,8 +10,8 @@ import pytest
 
 from gristmill_service.cli import checks
 from gristmill_service.cli.watch.service_client import Replica
-from gristmill_service.service import Service
 from tests.cli.terminal import gristmill
+from tests.on_loop import Service
 from tests.redis.servers import HOST, RedisServer, wait_until
 
 

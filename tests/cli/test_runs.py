@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from gristmill import NotFoundError, RolloutClient
-from gristmill_service.service import Service
 from tests.cli.rollouts import create
 from tests.cli.terminal import CONFIG, gristmill, on_terminal
+from tests.on_loop import Service
 
 
 @pytest.fixture

@@ -14,9 +14,9 @@ import pytest
 from gristmill import RolloutClient, TrainerClient, UnavailableError
 from gristmill.errors import DeadlineExceededError
 from gristmill_service.monitoring.health import findings
-from gristmill_service.service import Service
 from tests.cli.rollouts import FAILS, create, fill, train
 from tests.cli.terminal import gristmill
+from tests.on_loop import Service
 from tests.run.harness import wait_until
 from tests.serving import StartService
 

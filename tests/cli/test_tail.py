@@ -8,9 +8,9 @@ from pathlib import Path
 import httpx
 
 from gristmill import RolloutClient
-from gristmill_service.service import Service
 from tests.cli.rollouts import FAILS, create, fill, train
 from tests.cli.terminal import followed, gristmill
+from tests.on_loop import Service
 from tests.serving import ServiceProcess, StartService
 
 SOON = ("--json", "--interval", "0.05")

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from gristmill_service.service import Service
 from tests.cli.rollouts import create, fill
 from tests.cli.terminal import gristmill, on_terminal
+from tests.on_loop import Service
 from tests.serving import StartService
 
 

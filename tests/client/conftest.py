@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from gristmill import RolloutClient, TrainerClient
-from gristmill_service.service import Service
 from tests.client.faces import FACES, Connect, connecting
 from tests.client.whole_way import trainer_of
+from tests.on_loop import Service
 
 
 @pytest.fixture(params=FACES)

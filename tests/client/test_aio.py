@@ -18,8 +18,8 @@ from gristmill import (
     Trajectory,
 )
 from gristmill._client.rollout import requests
-from gristmill_service.service import Service
 from tests.client.faulty import FaultyService, serving
+from tests.on_loop import Service
 
 CONFIG = {
     "train_batch_size": 2,

@@ -17,7 +17,7 @@ from gristmill import (
     TrainerClient,
 )
 from gristmill._wire.addresses import Position
-from gristmill_service.service import Service
+from tests.on_loop import Service
 
 CONFIG = {
     "train_batch_size": 2,

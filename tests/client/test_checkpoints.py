@@ -13,8 +13,8 @@ import pytest
 from gristmill import FailedPreconditionError, InvalidArgumentError, RolloutClient, TrainerClient
 from gristmill._client.connection.transport import Transport
 from gristmill.v1 import run_pb2, run_pb2_grpc, trainer_pb2, trainer_pb2_grpc
-from gristmill_service.service import Service
 from tests.client.faulty import Fault, refuse
+from tests.on_loop import Service
 
 IDENTITY: dict[str, Any] = {"run_id": "made-on-monday", "generation": 3}
 STATE = {"version": 2, "run": "run", "model": "policy", "batch": 5, "epoch": 1, "mini_batch": 2, **IDENTITY}

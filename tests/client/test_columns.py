@@ -21,11 +21,11 @@ from gristmill._wire.codecs.submit_codec import Submission
 from gristmill._wire.rows import from_rows
 from gristmill.torch import MicroBatch, Shard
 from gristmill.v1 import rows_pb2
-from gristmill_service.run import row_intake
+from gristmill_service.run import run as run_module
 from gristmill_service.run.machine.row_keys import RowKeys
-from gristmill_service.service import Service
 from tests.cli.terminal import gristmill
 from tests.client.faces import Connect
+from tests.on_loop import Service
 from tests.redis.servers import RedisServer
 from tests.serving import StartService
 
@@ -145,7 +145,7 @@ def test_a_service_without_the_step_before_gets_all_values(
             refused.append(keys.names[0].step)
         return {}
 
-    monkeypatch.setattr(row_intake, "steps_before", nothing)
+    monkeypatch.setattr(run_module, "steps_before", nothing)
     with connect(service.grpc_address, run_name) as client:
         client.create_run(CONFIG)
         for uid in "ab":

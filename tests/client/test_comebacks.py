@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from gristmill.torch import Shard
 from gristmill_service.pipeline.layout.shard_address import ShardAddress
 from gristmill_service.run.machine.answers import BatchState, Position, ShardAnswer
 from gristmill_service.run.run import Run
-from gristmill_service.service import Service
+from tests.on_loop import Service
 from tests.run.harness import wait_until
 from tests.serving import StartService
 
@@ -131,23 +131,22 @@ def test_a_shard_that_is_withdrawn_while_it_is_asked_for_or_read_is_waited_for(
     service: Service, run_name: str, monkeypatch: pytest.MonkeyPatch, prefetch: int
 ) -> None:
     fill(service.grpc_address, run_name, "abcd")
-    run = type(service.runs.get(run_name))
-    shard, read = run.shard, run.read_shard
+    shard, read = Run.shard, Run.read_shard
     pending = [ShardAnswer(BatchState.PENDING, Position(0), incarnation=0)] * 2
     refusals = [NotFoundError("batch 0 is not published, or freed already")]
 
-    def found(self: Run, *question: Any, **more: Any) -> ShardAnswer:
-        return pending.pop() if pending else shard(self, *question, **more)
+    async def found(self: Run, *question: Any, **more: Any) -> ShardAnswer:
+        return pending.pop() if pending else await shard(self, *question, **more)
 
-    def read_or_withdrawn(self: Run, batch: int, address: ShardAddress) -> Iterator[bytes]:
+    async def read_or_withdrawn(self: Run, batch: int, address: ShardAddress) -> AsyncIterator[bytes]:
         if refusals:
             raise refusals.pop()
-        return read(self, batch, address)
+        return await read(self, batch, address)
 
     # Nothing that happens in the run ends the wait.
     monkeypatch.setattr("gristmill._client.connection.retries.LONGEST_WAIT_S", 0.2)
-    monkeypatch.setattr(run, "shard", found)
-    monkeypatch.setattr(run, "read_shard", read_or_withdrawn)
+    monkeypatch.setattr(Run, "shard", found)
+    monkeypatch.setattr(Run, "read_shard", read_or_withdrawn)
     with TrainerClient(service.grpc_address, run_name, 0, prefetch=prefetch) as trainer:
         [*shards] = next(iter(trainer)).forward()
     assert not pending

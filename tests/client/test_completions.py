@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from gristmill import InvalidArgumentError, RolloutClient, TrainerClient
 from gristmill.completions import sampled
-from gristmill_service.service import Service
 from tests.client.faces import Connect
+from tests.on_loop import Service
 from tests.recorder.engine import END, Engine, Words, answer_of, logprobs_for, prompt_of, serving
 
 CONFIG = {

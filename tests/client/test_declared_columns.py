@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from gristmill import InvalidArgumentError, RolloutClient, RowOutcome
-from gristmill_service.service import Service
 from tests.client.faces import Connect
+from tests.on_loop import Service
 
 CONFIG: dict[str, Any] = {
     "train_batch_size": 1,

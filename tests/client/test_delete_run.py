@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from gristmill import NotFoundError
-from gristmill_service.service import Service
 from tests.client.faces import FACES, connecting
+from tests.on_loop import Service
 
 CONFIG = {"train_batch_size": 1, "n_samples_per_prompt": 2, "policy_mini_batch_size": 1, "micro_batch": {"size": 1}}
 WITH_COLUMN = {**CONFIG, "columns": [{"name": "teacher", "dtype": "float32", "scope": "response"}]}

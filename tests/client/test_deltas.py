@@ -21,10 +21,10 @@ from gristmill._wire.codecs.row_codec import encode as encode_message
 from gristmill._wire.codecs.submit_codec import Submission
 from gristmill._wire.rows import from_rows, to_rows
 from gristmill.v1 import rollout_pb2
-from gristmill_service.run import row_intake
+from gristmill_service.run import run as run_module
 from gristmill_service.run.rows.declared_prefixes import steps_before
-from gristmill_service.service import Service
 from tests.client.faces import Connect
+from tests.on_loop import Service
 from tests.serving import StartService
 from tests.strategies import Row, rollouts
 
@@ -145,7 +145,7 @@ def test_a_service_that_has_not_got_the_step_before_is_sent_the_row_whole(
     rows, find = conversation(4), steps_before
     # As after a failover, when a new owner has rows that it did not take itself.
     forgets = iter([False, False, True])
-    monkeypatch.setattr(row_intake, "steps_before", lambda *given: {} if next(forgets, False) else find(*given))
+    monkeypatch.setattr(run_module, "steps_before", lambda *given: {} if next(forgets, False) else find(*given))
     with connect(service.grpc_address, run_name) as client:
         client.create_run(CONFIG)
         outcomes = [client.submit_rows([row]) for row in rows]
@@ -252,7 +252,7 @@ def test_the_service_makes_the_rows_that_were_given(
     prompts = len({row["uid"] for row in batch})
     find = steps_before
     forgets = iter(data.draw(st.lists(st.booleans(), max_size=4)))
-    monkeypatch.setattr(row_intake, "steps_before", lambda *given: {} if next(forgets, False) else find(*given))
+    monkeypatch.setattr(run_module, "steps_before", lambda *given: {} if next(forgets, False) else find(*given))
     with RolloutClient(service.grpc_address, run) as client:
         client.create_run(CONFIG | {"train_batch_size": prompts, "n_samples_per_prompt": 2})
         rest = list(batch)

@@ -23,11 +23,9 @@ from gristmill import (
 )
 from gristmill._wire.addresses import Position
 from gristmill.v1 import trainer_pb2, trainer_pb2_grpc
-from gristmill_service import call_threads
-from gristmill_service.api import messages
-from gristmill_service.run.machine.answers import BatchAnswer
-from gristmill_service.service import Service
+from gristmill_service.api.rpc import methods
 from tests.client.whole_way import CONFIG, prompts, roll_out, trainer_of
+from tests.on_loop import Service
 from tests.run.harness import wait_until
 from tests.serving import ServiceProcess, StartService
 
@@ -124,21 +122,11 @@ def test_trainers_wait_for_a_batch_and_end_with_the_run(client: RolloutClient, t
     assert trained == [0, 1]
 
 
-def test_a_plan_is_encoded_once_for_all_the_ranks_that_wait_for_it(
-    service: Service, client: RolloutClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_is_encoded_once_for_all_the_ranks_that_wait_for_it(service: Service, client: RolloutClient) -> None:
     client.create_run(CONFIG)
-    encode, published = messages.batch_to, []
-
-    def encoding(answer: BatchAnswer) -> trainer_pb2.GetBatchResponse:
-        published.extend([answer] if answer.plan else [])
-        return encode(answer)
-
-    monkeypatch.setattr(messages, "batch_to", encoding)
-    # Whoever is slow here is at work: else more threads than a busy machine has cores for answer at the same moment.
-    monkeypatch.setattr(call_threads, "_STUCK_S", 10.0)
-    # Who waited in the test before is gone.
+    # Calls that waited in the test before are gone.
     wait_until(lambda: service.long_poll.count == 0)
+    before = methods._published_batch.cache_info().misses
     request = trainer_pb2.GetBatchRequest(run=client.run, wait_s=20)
     with grpc.insecure_channel(service.grpc_address) as channel:
         ask = trainer_pb2_grpc.TrainerServiceStub(channel).GetBatch  # type: ignore[no-untyped-call]
@@ -146,7 +134,7 @@ def test_a_plan_is_encoded_once_for_all_the_ranks_that_wait_for_it(
         wait_until(lambda: service.long_poll.count == 40)
         roll_out(client, prompts(0, 2))
         assert {answer.result().state for answer in answers} == {trainer_pb2.BATCH_STATE_PUBLISHED}
-    assert 1 <= len(published) <= 3, "by those who were answered at the same moment, and by nobody after them"
+    assert methods._published_batch.cache_info().misses == before + 1
 
 
 def test_a_batch_left_before_its_end_is_not_skipped_silently(client: RolloutClient, trainer: TrainerClient) -> None:

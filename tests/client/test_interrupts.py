@@ -14,7 +14,7 @@ import pytest
 
 from gristmill import RolloutClient
 from gristmill._client.connection.sigint import DeferSigint
-from gristmill_service.service import Service
+from tests.on_loop import Service
 from tests.serving import StartService
 from tests.strategies import Row
 

@@ -9,7 +9,7 @@ import pytest
 
 from gristmill import AllRanksClient, RolloutClient, TrainerClient
 from gristmill.errors import FailedPreconditionError
-from gristmill_service.service import Service
+from tests.on_loop import Service
 
 CONFIG = {
     "train_batch_size": 1,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,8 +28,8 @@ from gristmill._client.trainer.shards.pull import stream
 from gristmill._wire.addresses import Position, ShardAddress
 from gristmill_service.pipeline.layout import shard_address
 from gristmill_service.run.run import Run
-from gristmill_service.service import Service
 from tests.client.test_comebacks import CONFIG, uids_of
+from tests.on_loop import Service
 from tests.serving import ServiceProcess
 
 THREAD = "gristmill-prefetch"
@@ -312,15 +313,14 @@ def test_a_trainer_that_was_taken_over_learns_it_from_the_next_shard_or_acknowle
 def test_closing_ends_what_is_being_opened(service: Service, run_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     roll_out(service, run_name, "abcd")
     pending = threading.Event()
-    run = type(service.runs.get(run_name))
-    read = run.read_shard
+    read = Run.read_shard
 
-    def never(self: Run, batch: int, address: shard_address.ShardAddress) -> Iterator[bytes]:
+    async def never(self: Run, batch: int, address: shard_address.ShardAddress) -> AsyncIterator[bytes]:
         if address.mini_batch == 1:
-            pending.wait(30)
-        return read(self, batch, address)
+            await asyncio.to_thread(pending.wait, 30)
+        return await read(self, batch, address)
 
-    monkeypatch.setattr(run, "read_shard", never)
+    monkeypatch.setattr(Run, "read_shard", never)
     with training(service, run_name) as trainer:
         shards = next(iter(trainer)).forward()
         next(shards)

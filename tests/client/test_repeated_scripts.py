@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gristmill import RolloutClient, RowOutcome
-from gristmill_service.service import Service
+from tests.on_loop import Service
 
 CONFIG = {"train_batch_size": 2, "n_samples_per_prompt": 1, "policy_mini_batch_size": 1, "micro_batch": {"size": 1}}
 ROW = {"sample": 0, "prompt_token_ids": [1], "response_ids": [2], "loss_mask": [1], "reward": 1.0}

@@ -8,8 +8,8 @@ import re
 import pytest
 
 from gristmill import AllRanksClient, Credentials, RolloutClient, TrainerClient
-from gristmill_service.service import Service
 from tests.client.faces import FACES, connecting
+from tests.on_loop import Service
 
 SECRET = "gristmill_not-to-be-seen"
 CONFIG = {

@@ -15,8 +15,8 @@ from gristmill import (
     TrainerClient,
 )
 from gristmill._wire.addresses import Position
-from gristmill_service.service import Service
 from tests.client.whole_way import CONFIG, prompts, roll_out, trainer_of
+from tests.on_loop import Service
 
 
 def test_training_goes_on_from_the_checkpoint(service: Service, client: RolloutClient) -> None:

@@ -20,9 +20,9 @@ from gristmill import (
 )
 from gristmill._client.rollout import requests
 from gristmill.v1 import rollout_pb2
-from gristmill_service.service import Service
 from tests.client.faces import FACES, connecting
 from tests.client.whole_way import CONFIG, ROW, prompts, roll_out
+from tests.on_loop import Service
 
 
 def test_rewards_may_come_later(client: RolloutClient, trainer: TrainerClient) -> None:

@@ -24,8 +24,8 @@ from gristmill.torch import MicroBatch, Shard
 from gristmill_service.run.machine.commands.command import Command, View
 from gristmill_service.run.machine.events import BatchWithdrawn, ColumnsDropped, Event
 from gristmill_service.run.machine.state import State
-from gristmill_service.service import Service
 from tests.api.doors import group
+from tests.on_loop import Service
 from tests.serving import StartService
 
 COLUMNS: list[dict[str, Any]] = [

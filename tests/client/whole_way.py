@@ -9,7 +9,7 @@ from gristmill import (
     RolloutClient,
     TrainerClient,
 )
-from gristmill_service.service import Service
+from tests.on_loop import Service
 
 CONFIG = {
     "train_batch_size": 2,

@@ -7,9 +7,9 @@ import subprocess
 import sys
 from typing import Any
 
-from gristmill_service.service import Service
 from tests.deploy.charts import CHART, REDIS, ROOT, helm, only, pod, render, validate
 from tests.deploy.cluster import cluster
+from tests.on_loop import Service
 
 CHECK = CHART / "files/check_replicas.py"
 TLS = ("--set", "access.tokensSecret=tokens,access.tlsSecret=tls,access.certificate.issuer=internal")

@@ -19,7 +19,7 @@ import uvicorn
 
 from gristmill import RolloutClient, TrainerClient
 from gristmill.environments.atropos.routes import Routes, TrainerFacts
-from gristmill_service.service import Service
+from tests.on_loop import Service
 
 CONFIG = {
     "train_batch_size": 2,

@@ -10,7 +10,7 @@ import pytest
 
 from gristmill import AsyncRolloutClient, InvalidArgumentError, TrainerClient, UnavailableError
 from gristmill.environments.feeding import Feeder, Progress, Prompt, Rollout, RunShape
-from gristmill_service.service import Service
+from tests.on_loop import Service
 
 CONFIG = {
     "train_batch_size": 2,

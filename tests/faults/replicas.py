@@ -11,10 +11,11 @@ import redis
 from gristmill_service.monitoring.collectors.run_monitor import Monitor
 from gristmill_service.pipeline import build_batch
 from gristmill_service.run.machine.answers import BatchState
-from gristmill_service.run.runs import Runs
+from gristmill_service.storage.redis.connection import RedisAddress, connect
 from gristmill_service.storage.redis.run_store import RedisRunStore
-from gristmill_service.storage.redis.servers.connection import RedisAddress, connect
-from gristmill_service.storage.redis.shards.shard_store import RedisShardStore
+from gristmill_service.storage.redis.scripts import Outcome
+from gristmill_service.storage.redis.shard_store import RedisShardStore
+from tests.on_loop import Runs
 from tests.redis.servers import RedisServer
 from tests.run.harness import CONFIG
 
@@ -37,7 +38,7 @@ class Replica:
         """Its threads end, and it says goodbye to nobody: its leases are as if they had run out."""
         names = list(self.runs._runs)
         self.run_store._leases.close()
-        self.run_store._scripts.release = lambda *_: None  # type: ignore[method-assign]
+        self.run_store._scripts.step = lambda *_, **__: Outcome.FENCED  # type: ignore[method-assign]
         self.close()
         with closing(connect(RedisAddress(url=self.url))) as client:
             for name in names:

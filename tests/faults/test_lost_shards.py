@@ -21,10 +21,12 @@ from tests.redis.servers import RedisServer, wait_until
 from tests.run.harness import group_rows, table
 
 ADDRESS = ShardAddress("policy", 0, 0)
+FRAME = "policy/0/0/0"
+"""The field of a batch's hash that has the first frame of this shard."""
 PULLS: dict[str, Callable[[Replica], object]] = {
     "plan": lambda replica: replica.runs.get("run").batch(0).plan,
     "batch:0": lambda replica: replica.runs.get("run").shard("policy", 0, Position(0), 0).location,
-    "policy:0:0:0": lambda replica: b"".join(replica.runs.read_shard("run", 0, ADDRESS)),
+    FRAME: lambda replica: b"".join(replica.runs.read_shard("run", 0, ADDRESS)),
 }
 
 
@@ -36,12 +38,12 @@ def test_a_flipped_bit_reaches_no_trainer_and_its_batch_is_built_again(
     service.grpc.submit(run, [*group("a"), *group("b")])
     service.grpc.batch(run, 0, wait_s=20)
     before = service.grpc.read(run, 0, 0, 0)
-    [piece] = [key for key in keys(shared_redis, run) if key.endswith(":policy:0:0:0")]
+    [batch] = [key for key in keys(shared_redis, run) if key.endswith(":batch:0")]
     client = shared_redis.client()
-    stored: Any = client.get(piece)
+    stored: Any = client.hget(batch, FRAME)
     value = bytearray(stored)
     value[len(value) // 2] ^= 1
-    client.set(piece, bytes(value))
+    client.hset(batch, FRAME, bytes(value))
     with closing(Transport(service.grpc_address, 60.0, "TrainerClient")) as transport:
         tensors, _ = stream(transport, TrainerAddress(run, "policy", 0, 0, 0), len(before))
     assert {name: tensor.tolist() for name, tensor in tensors.items()} == {
@@ -60,17 +62,20 @@ def test_shards_that_redis_lost_are_made_anew_from_their_rows(
     first.runs.get("run").submit(table(*group_rows("a")))
     wait_until(lambda: published(first, "run", 0), "the batch is published")
     before = PULLS[lost](first)
-    lose = [key for key in keys(server, "run") if f":{lost}" in key]
-    assert len(lose) == 1, keys(server, "run")
     replica = first
+
+    def lose() -> None:
+        [batch] = [key for key in keys(server, "run") if key.endswith(":batch:0")]
+        assert server.client().delete(batch) if lost == "batch:0" else server.client().hdel(batch, lost)
+
     if when == "before it is opened":
         first.die()
-        server.client().delete(*lose)
+        lose()
         replica = join(server.url, "second")
         wait_until(lambda: "run" in replica.runs.names(), "the run is taken over")
     else:
         first.runs.get("run")._builder.plans.clear()
-        server.client().delete(*lose)
+        lose()
 
     def pulled() -> object:
         try:
@@ -95,6 +100,6 @@ def test_they_are_made_anew_also_where_another_replica_is_asked(
     owned.grpc.batch(run, 0, wait_s=20)
     door = getattr(other, kind)
     before = door.read(run, 0, 0, 0)
-    [piece] = [key for key in keys(shared_redis, run) if key.endswith(":policy:0:0:0")]
-    shared_redis.client().delete(piece)
+    [batch] = [key for key in keys(shared_redis, run) if key.endswith(":batch:0")]
+    shared_redis.client().hdel(batch, FRAME)
     assert patiently(lambda: door.read(run, 0, 0, 0)) == before

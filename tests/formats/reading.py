@@ -10,19 +10,19 @@ from pathlib import Path
 from typing import Any
 
 from gristmill_service.run.machine import codec
-from gristmill_service.service import Service
 from gristmill_service.settings import Settings
 from gristmill_service.storage import row_tables
-from gristmill_service.storage.journal import event_log, run_description
-from gristmill_service.storage.redis import run_log, run_store
+from gristmill_service.storage.journal import database
+from gristmill_service.storage.redis import run_store
 from tests.formats import kept, story
+from tests.on_loop import Service
 from tests.redis.servers import RedisServer
 
 DIRECTORY = Path(__file__).with_name("fixtures")
 # What this version writes: the numbers of all that has one.
 _WITHIN = f"{codec.FORMAT}.{row_tables.FORMAT}"
-JOURNAL = f"journal-{run_description._FORMAT}.{event_log._FORMAT}.{_WITHIN}"
-REDIS = f"redis-{run_store._FORMAT}.{run_log._FORMAT}.{_WITHIN}"
+JOURNAL = f"journal-{database.FORMAT}.{_WITHIN}"
+REDIS = f"redis-{run_store.FORMAT}.{_WITHIN}"
 
 
 @contextmanager

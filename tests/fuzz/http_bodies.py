@@ -8,19 +8,22 @@ from functools import cache
 from random import Random
 from typing import Any
 
+from fastapi import FastAPI
+
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.access.gate import Gate
+from gristmill_service.api.admission import Admission, Limits
 from gristmill_service.api.context import ApiContext
 from gristmill_service.api.http.app import make_app
 from gristmill_service.api.long_poll import LongPoll
 from gristmill_service.monitoring.collectors.run_monitor import Monitor
 from gristmill_service.monitoring.metrics import Metrics
-from gristmill_service.run.runs import Runs
 from gristmill_service.settings import load_settings
 from gristmill_service.storage.memory_shards import MemoryShardStore
 from tests.fuzz.configurations import _BASE
 from tests.fuzz.mutate import changed_bytes, changed_document
 from tests.fuzz.targets import Target
+from tests.on_loop import Runs, on_loop
 
 _ROW = {
     "uid": "a",
@@ -69,14 +72,17 @@ def _change(random: Random, data: bytes) -> bytes:
 
 
 class _Service:
-    """The application, with a run in memory, and a loop of its own."""
+    """The application, with a run in memory."""
 
     def __init__(self) -> None:
         self._runs = Runs(MemoryShardStore(), max_row_bytes=1 << 26, make_monitor=Monitor)
-        gate = Gate(load_settings({}), self._runs)
-        context = ApiContext(self._runs, LongPoll(4), Metrics(), 1 << 20, gate, not_ready="")
-        self._app, self._loop = make_app(context), asyncio.new_event_loop()
+        self._app = on_loop(self._make)
         self._count = 0
+
+    def _make(self) -> FastAPI:
+        runs, settings = self._runs._target, load_settings({})
+        gate, admission = Gate(settings, runs), Admission(Limits(waits=4))
+        return make_app(ApiContext(runs, admission, LongPoll(), Metrics(), 1 << 20, gate, not_ready=""))
 
     def answer(self, method: str, path: str, body: bytes) -> int:
         """The status."""
@@ -86,7 +92,8 @@ class _Service:
                 self._runs.delete(name)
         if "r" not in self._runs.names():
             self._runs.create("r", _BASE | {"max_buffered_bytes": 1 << 24})
-        return self._loop.run_until_complete(self._answer(method, path, body))
+        status: int = on_loop(self._answer, method, path, body)
+        return status
 
     async def _answer(self, method: str, path: str, body: bytes) -> int:
         path, _, query = path.partition("?")

@@ -1,12 +1,11 @@
-"""What is stored, in files and in Redis: logs of events, the events and snapshots themselves, and tables of rows."""
+"""What is stored, in files and in Redis: databases of runs, events and snapshots themselves, and tables of rows."""
 
 from __future__ import annotations
 
-import atexit
 import shutil
-import struct
 import tempfile
-import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -15,15 +14,14 @@ import msgspec
 import numpy as np
 
 from gristmill._wire.rows import from_rows
+from gristmill._wire.steps import Steps
 from gristmill_service.run.machine.codec import decode_events, decode_state, encode_state
 from gristmill_service.storage import row_tables
-from gristmill_service.storage.journal.event_log import EventLog
+from gristmill_service.storage.journal.run_store import JournalRunStore
 from tests.fuzz.mutate import changed_bytes, changed_document
 from tests.fuzz.targets import Target
 from tests.run.harness import Bench, group_rows
 
-_HEADER = struct.Struct("<IIQ")
-_BEGIN = 16
 _SNAPSHOT, _RECORD = b"s", b"r"
 
 
@@ -62,56 +60,47 @@ def _read_event(data: bytes) -> None:
         decode_events(data[1:])
 
 
-def _logs() -> list[bytes]:
-    with tempfile.TemporaryDirectory() as name:
-        directory = Path(name)
-        EventLog.create(directory)
-        log = EventLog(directory)
-        log.replay()
-        for record in _events()[:6]:
-            log.append(record[1:])
-        log.close()
-        return [(directory / "events-000000.log").read_bytes()]
-
-
-def _change_log(random: Random, data: bytes) -> bytes:
-    """Some with the checksum of a record made right again."""
-    if random.random() < 0.5:
-        return changed_bytes(random, data)
-    found, at = bytearray(data), _BEGIN
-    while at + _HEADER.size <= len(data):
-        length, _, number = _HEADER.unpack_from(data, at)
-        start = at + _HEADER.size
-        if random.random() < 0.3 and length:
-            payload = changed_bytes(random, data[start : start + length])
-            header = _HEADER.pack(len(payload), zlib.crc32(payload, (number + 1) & 0xFFFFFFFF), number)
-            return bytes(found[:at]) + header + payload + data[start + length :]
-        at = start + length
-    return changed_bytes(random, data)
-
-
-@cache
-def _directory() -> Path:
-    # In memory: each input is a file, and its end may be cut, which is then made safe.
-    found = Path(tempfile.mkdtemp(prefix="gristmill-fuzz-", dir="/dev/shm"))
-    atexit.register(shutil.rmtree, found, ignore_errors=True)
-    return found
-
-
-def _read_log(data: bytes) -> None:
-    path = _directory() / "events-000000.log"
-    path.write_bytes(data)
-    log = EventLog(_directory())
+@contextmanager
+def _journal() -> Iterator[tuple[JournalRunStore, Path]]:
+    """A journal, and the place of a run's database in it."""
+    # In memory: each input is a file, which is synced.
+    directory = Path(tempfile.mkdtemp(prefix="gristmill-fuzz-", dir="/dev/shm"))
+    store = JournalRunStore(directory)
     try:
-        replay = log.replay()
-        for record in replay.records:
-            decode_events(record)
+        yield store, directory / "run-run" / "journal.sqlite"
     finally:
+        store.close()
+        shutil.rmtree(directory)
+
+
+def _databases() -> list[bytes]:
+    with _journal() as (store, path):
+        log = store.create("run", b"{}")
+        log.replay()
+        for number, record in enumerate(_events()[:6]):
+            log.append(record[1:], {number: _steps()})
         log.close()
-    assert path.stat().st_size <= len(data), "nothing is added by reading"
+        return [path.read_bytes()]
 
 
-def _tables() -> list[bytes]:
+def _read_database(data: bytes) -> None:
+    with _journal() as (store, path):
+        path.parent.mkdir()
+        path.write_bytes(data)
+        assert store.names() == ["run"]
+        log = store.open("run")
+        try:
+            for record in log.replay().records:
+                decode_events(record)
+            tables = log.retain(range(6), lambda number, steps: bool(len(steps)))
+            for number in {*range(6)} - tables:
+                row_tables.decode(log.get(number))
+            log.append(b"goes on", {})
+        finally:
+            log.close()
+
+
+def _steps() -> Steps:
     rows = [
         {
             "uid": uid,
@@ -124,7 +113,11 @@ def _tables() -> list[bytes]:
         }
         for uid in "ab"
     ]
-    whole = from_rows(rows, step_wise=False)
+    return from_rows(rows, step_wise=False)
+
+
+def _tables() -> list[bytes]:
+    whole = _steps()
     return [row_tables.encode(table).joined() for table in (whole, whole.take(np.array([1])))]
 
 
@@ -132,6 +125,6 @@ def _read_table(data: bytes) -> None:
     row_tables.decode(data)
 
 
-LOGS = Target("journal_logs", _logs, _change_log, _read_log)
+DATABASES = Target("journal_databases", _databases, changed_bytes, _read_database)
 EVENTS = Target("events", _events, _change_event, _read_event)
 TABLES = Target("redis_rows", _tables, changed_bytes, _read_table)

@@ -18,9 +18,9 @@ from schemathesis.core.result import Ok
 from schemathesis.generation import GenerationMode
 from schemathesis.specs.openapi import checks
 
-from gristmill_service.service import Service
 from gristmill_service.settings import Settings
 from tests.fuzz.campaign import Outcome
+from tests.on_loop import Service
 from tests.serving import FREE_PORTS
 
 _CHECKS: list[Any] = [

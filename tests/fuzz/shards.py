@@ -9,7 +9,7 @@ import numpy as np
 from gristmill._wire.codecs import columns_codec, tensor_file
 from gristmill._wire.codecs.zstd_frames import compressed, decompressed
 from gristmill.v1 import trainer_pb2
-from gristmill_service.api.rpc.intake import parsed
+from gristmill_service.api.rpc.handling import parsed
 from tests.fuzz.mutate import changed_bytes
 from tests.fuzz.targets import Target
 

@@ -42,7 +42,7 @@ def all_targets() -> dict[str, Target]:
         shards.FRAMES,
         shards.TENSORS,
         shards.WRITES,
-        journals.LOGS,
+        journals.DATABASES,
         journals.EVENTS,
         journals.TABLES,
         configurations.CONFIGURATIONS,

@@ -165,7 +165,7 @@ def test_statistics_are_of_the_moment_at_which_they_were_taken() -> None:
 
 
 def ask(bench: Bench, rank: int) -> Position:
-    position = bench.run.shard("policy", rank, None, 0).position
+    position: Position | None = bench.run.shard("policy", rank, None, 0).position
     assert position is not None
     return position
 

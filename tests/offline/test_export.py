@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load
 
 from gristmill import RolloutClient
-from gristmill_service.service import Service
+from tests.on_loop import Service
 
 GRISTMILL = str(Path(sys.executable).with_name("gristmill"))
 CONFIG = {

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gristmill_service.service import Service
+from tests.on_loop import Service
 from tests.page.chromium import MISSING, found, launched
 
 OpenPage = Callable[..., Any]

@@ -12,9 +12,8 @@ import numpy as np
 from gristmill._wire.steps import Steps
 from gristmill_service.config import RunConfig
 from gristmill_service.run.machine.answers import Position
-from gristmill_service.run.run import Run
-from gristmill_service.run.runs import Runs
 from tests.bench.workloads import Workload
+from tests.on_loop import Run, Runs
 
 CONFIG: dict[str, Any] = {
     "train_batch_size": 2,
@@ -65,7 +64,7 @@ def settings(workload: Workload, *, merge: str, dp_size: int, **more: Any) -> Ru
 def published(runs: Runs, name: str, config: RunConfig | dict[str, Any], tables: Sequence[Steps]) -> Run:
     """A run whose batches of these rows are all published: each table is a batch, and comes a request at a time."""
     runs.create(name, config)
-    run = runs.get(name)
+    run: Run = runs.get(name)
     for table in tables:
         run.begin_groups(0, list(dict.fromkeys(table.uids)))
         for begin in range(0, len(table), _REQUEST_ROWS):

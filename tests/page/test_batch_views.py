@@ -17,12 +17,12 @@ from gristmill._wire.columns import Ragged
 from gristmill._wire.rows import from_rows
 from gristmill._wire.steps import Steps
 from gristmill_service.config import parse_config
-from gristmill_service.monitoring.views.batch_summary import summarize
+from gristmill_service.monitoring.views.batch_summary import BatchReader
 from gristmill_service.monitoring.views.batch_view import BatchBreaks, BatchPicture, BatchScores
 from gristmill_service.pipeline import build_batch
 from gristmill_service.pipeline.layout.shard_address import ShardAddress
-from gristmill_service.service import Service
 from tests.bench.workloads import uniform, workload
+from tests.on_loop import Service
 from tests.page import stage
 
 PARTS = ("prompt", "observation", "trained", "padding")
@@ -187,9 +187,10 @@ def test_a_prompt_that_ends_too_early_is_told_as_such(service: Service, client: 
 @pytest.mark.parametrize("size", [1, 3, 64, 10_000])
 def test_it_does_not_matter_how_many_rows_are_read_at_a_time(size: int, merge: dict[str, Any]) -> None:
     steps, config = agents(), parse_config({**CONFIG, **merge})
-    found = summarize(
-        (steps.take(np.arange(at, min(at + size, len(steps)))) for at in range(0, len(steps), size)), config, 0
-    )
+    reader = BatchReader(config, 0)
+    for at in range(0, len(steps), size):
+        reader.read(steps.take(np.arange(at, min(at + size, len(steps)))))
+    found = reader.summary()
     plan = build_batch(steps, config, run="r", batch=0).plan
     assert len(found.lengths) == plan.rows
     assert found.trained.sum() == sum(part.loss_tokens for part in plan.mini_batches)

@@ -17,10 +17,8 @@ from gristmill_service.monitoring.health.health import Overview, RunHealth, heal
 from gristmill_service.pipeline.layout.shard_address import ShardAddress
 from gristmill_service.run.machine.answers import BatchState
 from gristmill_service.run.machine.commands.trainer_commands import Checkpoint
-from gristmill_service.run.run import Run
-from gristmill_service.run.runs import Runs
-from gristmill_service.service import Service
 from gristmill_service.storage.memory_shards import MemoryShardStore
+from tests.on_loop import Run, Runs, Service, on_loop
 from tests.page import stage
 from tests.run.harness import Shelf
 
@@ -52,7 +50,8 @@ class Watched:
                 stage.acknowledge(self.run, rank, mini_batch, batch=batch, commit=commit)
 
     def health(self) -> RunHealth:
-        return health(self.run)
+        found: RunHealth = on_loop(health, self.run)
+        return found
 
     def findings(self) -> list[tuple[str, str, float | None]]:
         """Level, words, and for how long."""
@@ -304,13 +303,13 @@ def test_the_time_line_has_what_each_rank_passed_and_when(watched: Make) -> None
     stage.acknowledge(one.run, 0, 1)
     stage.acknowledge(one.run, 1, 0)
     one.after(4)
-    found = timeline(one.run, "policy", 600)
+    found = on_loop(timeline, one.run, "policy", 600)
     passed = [[(round(at - found.begin, 1), *place) for at, *place in rank.passed] for rank in found.ranks]
     # At the very moment, whenever somebody looks.
     assert passed == [[(2.0, 0, 0, 0), (5.0, 0, 0, 1)], [(5.0, 0, 0, 0)]]
     assert [(batch.batch, round(batch.published - found.begin, 1)) for batch in found.batches] == [(0, 1.0)]
     assert round(found.end - found.begin, 1) == 9.0
-    short = timeline(one.run, "policy", 5)
+    short = on_loop(timeline, one.run, "policy", 5)
     assert [rank.passed for rank in short.ranks] == [found.ranks[0].passed[1:], found.ranks[1].passed]
 
 
@@ -321,7 +320,7 @@ def test_a_trainer_that_starts_again_begins_a_new_time_line(watched: Make) -> No
     one.after(1)
     one.run.resume("policy", Checkpoint(None), "again", 1)
     one.after(1)
-    assert [rank.passed for rank in timeline(one.run, "policy", 600).ranks] == [[]]
+    assert [rank.passed for rank in on_loop(timeline, one.run, "policy", 600).ranks] == [[]]
 
 
 def test_a_batch_that_failed_is_no_step_of_a_rank(watched: Make) -> None:
@@ -332,7 +331,7 @@ def test_a_batch_that_failed_is_no_step_of_a_rank(watched: Make) -> None:
         one.run.submit(from_rows(rows, step_wise=True))
     stage.until(lambda: one.run.status().batches_published == 2)
     stage.acknowledge(one.run, 0, 0, batch=1)
-    assert [[entry[1:] for entry in rank.passed] for rank in timeline(one.run, "policy", 600).ranks] == [
+    assert [[entry[1:] for entry in rank.passed] for rank in on_loop(timeline, one.run, "policy", 600).ranks] == [
         [(1, 0, 0)],
         [],
     ]

@@ -11,8 +11,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from gristmill._wire.rows import from_rows
-from gristmill_service.service import Service
 from tests.faults.services import Services, on_redis, patiently
+from tests.on_loop import Service
 from tests.page import stage
 from tests.page.conftest import OpenPage
 from tests.redis.servers import RedisServer

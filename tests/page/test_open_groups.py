@@ -13,8 +13,7 @@ from gristmill import RolloutClient
 from gristmill._wire.rows import from_rows
 from gristmill._wire.steps import TrajectoryKey
 from gristmill_service.monitoring.health import findings
-from gristmill_service.run.run import Run
-from gristmill_service.service import Service
+from tests.on_loop import Run, Service
 from tests.page import stage
 from tests.page.conftest import OpenPage
 from tests.serving import StartService
@@ -33,7 +32,7 @@ def run(service: Service, run_name: str) -> Run:
     """A run that waits for one group of five samples: one is complete, one has an end and no beginning, one waits for
     its reward, one is aborted, and one sent nothing."""
     service.runs.create(run_name, stage.CONFIG | {"n_samples_per_prompt": 5})
-    run = service.runs.get(run_name)
+    run: Run = service.runs.get(run_name)
     run.begin_groups(1, [LATE], tags=["code"])
     rows = [
         *stage.group(LATE)[:2],

@@ -12,7 +12,7 @@ import pytest
 from gristmill._wire.rows import from_rows
 from gristmill_service.monitoring.health import findings
 from gristmill_service.run.machine.answers import Position
-from gristmill_service.service import Service
+from tests.on_loop import Service
 from tests.page import stage
 from tests.page.conftest import OpenPage
 from tests.page.views import section
@@ -22,7 +22,8 @@ from tests.serving import StartService
 @pytest.fixture
 def run(service: Service, run_name: str) -> str:
     """Batch 0 of two groups, on two ranks."""
-    return stage.published(service.runs, run_name, stage.CONFIG, [two_groups("a", "b")]).name
+    stage.published(service.runs, run_name, stage.CONFIG, [two_groups("a", "b")])
+    return run_name
 
 
 def two_groups(*uids: str) -> Any:

@@ -11,8 +11,8 @@ import pytest
 
 from gristmill._wire.rows import from_rows
 from gristmill_service.monitoring.health import findings
-from gristmill_service.service import Service
 from tests.bench.workloads import uniform
+from tests.on_loop import Service
 from tests.page import stage
 from tests.page.conftest import OpenPage
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from gristmill._wire.rows import from_rows
 from gristmill_service.access.tokens import create_token
-from gristmill_service.service import Service
 from gristmill_service.settings import Settings
+from tests.on_loop import Service
 from tests.page import stage
 from tests.serving import FREE_PORTS
 

@@ -13,8 +13,8 @@ from tokenizers.models import WordLevel
 from gristmill._wire.rows import from_rows
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.monitoring.views.token_texts import TokenTexts
-from gristmill_service.service import Service
 from gristmill_service.settings import Settings
+from tests.on_loop import Service
 from tests.page import stage
 from tests.serving import FREE_PORTS
 

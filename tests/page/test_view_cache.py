@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import weakref
 from collections.abc import Callable
+from typing import Any
 
-from gristmill_service.monitoring.views.batch_view import BatchViewCache
+from gristmill_service.monitoring.views.batch_view import BatchView, BatchViewCache
 from gristmill_service.pipeline import build_batch
 from gristmill_service.run.machine.commands.trainer_commands import Checkpoint
 from gristmill_service.storage.memory_shards import MemoryShardStore
-from tests.run.harness import Bench, group_rows
+from tests.on_loop import on_loop
+from tests.run.harness import Bench, group_rows, wait_until
 
 
 class HookedStore(MemoryShardStore):
@@ -36,23 +39,28 @@ def published(store: MemoryShardStore) -> Bench:
     return bench
 
 
+def view(cache: BatchViewCache, bench: Bench) -> BatchView:
+    found: BatchView = on_loop(cache.get, bench.run, 0)
+    return found
+
+
 def ranks(cache: BatchViewCache, bench: Bench) -> int:
-    return len(cache.get(bench.run, 0).picture("policy", None).mini_batches[0].shards)
+    return len(view(cache, bench).picture("policy", None).mini_batches[0].shards)
 
 
 def test_a_run_that_is_gone_is_not_held_by_its_pictures() -> None:
     cache, bench = BatchViewCache(), published(MemoryShardStore())
-    cache.get(bench.run, 0)
-    run = weakref.ref(bench.run)
+    view(cache, bench)
+    run = weakref.ref(bench.run._target)
     del bench
-    gc.collect()
-    assert run() is None
+    # What the loop did for the run last ends a moment later.
+    wait_until(lambda: gc.collect() >= 0 and run() is None)
 
 
 def test_a_run_of_the_same_name_that_was_made_anew_has_pictures_of_its_own() -> None:
     cache, first, second = BatchViewCache(), published(MemoryShardStore()), published(MemoryShardStore())
-    assert cache.get(first.run, 0) is cache.cached(first.run, 0)
-    assert cache.cached(second.run, 0) is None
+    assert view(cache, first) is view(cache, first)
+    assert view(cache, second) is not view(cache, first)
 
 
 def test_a_trainer_that_comes_back_with_other_ranks_meanwhile_gets_no_old_picture() -> None:
@@ -60,7 +68,15 @@ def test_a_trainer_that_comes_back_with_other_ranks_meanwhile_gets_no_old_pictur
     cache, bench = BatchViewCache(), published(store)
     # As in a process that did not publish it, and reads the plan from the store.
     bench.run._builder.plans.clear()
-    store.after_plan = lambda: bench.run.resume("policy", Checkpoint(None), "again", dp_size=2)
+    resuming: list[asyncio.Future[Any]] = []
+
+    def resume() -> None:
+        # On the loop, which must not wait for itself.
+        again = bench.run._target.resume("policy", Checkpoint(None), "again", dp_size=2)
+        resuming.append(asyncio.ensure_future(again))
+
+    store.after_plan = resume
     assert ranks(cache, bench) == 1
+    wait_until(lambda: resuming[0].done())
     bench.make_batches()
     assert ranks(cache, bench) == 2

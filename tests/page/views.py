@@ -16,10 +16,9 @@ from tokenizers.models import WordLevel
 from gristmill._wire.rows import from_rows
 from gristmill_service.access.tokens import create_token
 from gristmill_service.monitoring.health import findings
-from gristmill_service.run.run import Run
-from gristmill_service.service import Service
 from gristmill_service.settings import Settings
 from tests.bench.workloads import workload
+from tests.on_loop import Run, Service
 from tests.page import stage
 from tests.serving import FREE_PORTS
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from gristmill_service.service import Service
 from gristmill_service.settings import Settings
+from tests.on_loop import Service
 from tests.recorder.engine import Engine, serving
 from tests.recorder.recorders import Recorder, StartRecorder, create_run, end, start
 from tests.serving import FREE_PORTS

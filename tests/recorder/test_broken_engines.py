@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from gristmill_service.service import Service
+from tests.on_loop import Service
 from tests.recorder.broken import BrokenEngine, breaking, chunk, completion, streamed, whole
 from tests.recorder.engine import END
 from tests.recorder.recorders import Recorder, create_run, end, post, start, trained

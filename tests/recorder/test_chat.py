@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from gristmill import RolloutClient, TrainerClient
-from gristmill_service.service import Service
+from tests.on_loop import Service
 from tests.recorder.engine import END, Engine, Words, answer_of, logprobs_for, prompt_of
 from tests.recorder.recorders import Recorder, TrainedRow, create_run, post, trained
 

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import pytest
 import trustme
 
-from gristmill_service.service import Service
+from tests.on_loop import Service
 from tests.recorder.broken import BrokenEngine, breaking, chunk, completion, streamed, whole
 from tests.recorder.engine import END
 from tests.recorder.recorders import Recorder, StartRecorder, post

@@ -12,7 +12,7 @@ import pytest
 from gristmill_recorder.calls import FORMS
 from gristmill_recorder.metrics import Metrics
 from gristmill_recorder.settings import RecorderSettings
-from gristmill_service.service import Service
+from tests.on_loop import Service
 from tests.recorder.engine import Engine
 from tests.recorder.recorders import Recorder, trained
 

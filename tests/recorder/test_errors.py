@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from gristmill import RolloutClient
-from gristmill_service.service import Service
+from tests.on_loop import Service
 from tests.recorder.engine import FAILURE, Engine, serving
 from tests.recorder.recorders import Recorder, StartRecorder, create_run, post, trained
 

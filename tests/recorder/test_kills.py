@@ -9,7 +9,7 @@ from typing import Any
 import openai
 
 from gristmill_recorder.journal import Journal
-from gristmill_service.service import Service
+from tests.on_loop import Service
 from tests.recorder.engine import END, Engine, prompt_of
 from tests.recorder.recorders import StartRecorder, batches, create_run, post, trained
 from tests.serving import StartService

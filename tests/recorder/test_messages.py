@@ -7,7 +7,7 @@ from typing import Any
 import anthropic
 import pytest
 
-from gristmill_service.service import Service
+from tests.on_loop import Service
 from tests.recorder.engine import END, Engine, Words, answer_of, prompt_of
 from tests.recorder.recorders import Recorder, post, trained
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gristmill_service.service import Service
+from tests.on_loop import Service
 from tests.recorder.engine import END, Engine, prompt_of
 from tests.recorder.recorders import Recorder, end, post, start, trained
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import trustme
 
-from gristmill_service.storage.redis import row_values, run_tables
+from gristmill_service.storage.redis import keys, tables
+from gristmill_service.storage.redis.connection import Client, RedisAddress, connect
 from gristmill_service.storage.redis.run_store import RedisRunStore
-from gristmill_service.storage.redis.servers.connection import Client, RedisAddress, connect
 from tests.redis.cluster import RedisCluster
 from tests.redis.opening import Open
 from tests.redis.proxy import Proxy
@@ -92,8 +92,9 @@ def store(url: str, join: Join) -> RedisRunStore:
 
 @pytest.fixture
 def small_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_values, "VALUE_BYTES", 300)
-    monkeypatch.setattr(run_tables, "_HELD_BYTES", 300)
+    for module in (keys, tables):
+        monkeypatch.setattr(module, "VALUE_BYTES", 300)
+    monkeypatch.setattr(tables, "_SMALL_BYTES", 300)
 
 
 @pytest.fixture

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import redis
 
+from gristmill_service.storage.redis.connection import translated
+from gristmill_service.storage.redis.run_store import RedisRunStore
 
-class OpenFence:
+
+class OpenFence(RedisRunStore):
     def __init__(self, client: redis.Redis | redis.RedisCluster) -> None:
         self._client = client
-        self.claims = 1
+        self.claim = 1
 
-    def claim(self, run: str) -> int:
-        return self.claims
+    def owned(self, name: str) -> Any:
+        return self
 
-    def replace(self, run: str, key: str, value: bytes) -> bytes:
-        before = self._client.get(key)
-        assert not isinstance(before, str)
-        self._client.set(key, value)
-        return before or b""
+    def publish(self, staged: str, batch: str, nonce: str) -> None:
+        with translated(self._client):
+            self._client.rename(staged, batch)
 
-    def remove(self, run: str, key: str) -> bytes:
-        before = self._client.get(key)
-        assert not isinstance(before, str)
-        self._client.delete(key)
-        return before or b""
+    def free(self, batch: str) -> None:
+        with translated(self._client):
+            self._client.unlink(batch)
+
+    def sweep(self, name: str) -> int:
+        return 0

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from gristmill.errors import GristmillError
-from gristmill_service.storage.redis.servers.connection import (
+from gristmill_service.storage.redis.connection import (
     Client,
     translated,
 )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 from gristmill._wire.rows import to_rows
 from gristmill._wire.steps import Steps
+from gristmill_service.storage.redis.connection import Client
 from gristmill_service.storage.redis.run_log import RedisRunLog
 from gristmill_service.storage.redis.run_store import RedisRunStore
-from gristmill_service.storage.redis.servers.connection import Client
 from gristmill_service.storage.row_tables import Stored, steps_of
 from tests.run.harness import row, table
 
@@ -16,6 +17,8 @@ PREFIX = "test"
 SHORT_S = 2.0
 
 Join = Callable[..., RedisRunStore]
+
+_numbers = itertools.count()
 
 
 def any_table(number: int = 0, tokens: int = 20) -> Steps:
@@ -51,6 +54,6 @@ def started(log: RedisRunLog) -> list[bytes]:
 
 def stored(log: RedisRunLog, rows: Steps) -> int:
     """The number of a table that a record of the log refers to."""
-    number, _ = log.put(rows)
-    log.append(b"rows", [number])
+    number = next(_numbers) + log.first_number
+    log.append(b"rows", {number: rows})
     return number

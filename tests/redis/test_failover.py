@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,13 @@ import pytest
 from structlog.testing import capture_logs
 
 from gristmill.errors import FailedPreconditionError, UnavailableError
+from gristmill_service.storage.redis import keys, tables
+from gristmill_service.storage.redis.connection import Client, RedisAddress, connect, watched_master
+from gristmill_service.storage.redis.keys import CRC_BYTES
 from gristmill_service.storage.redis.run_log import RedisRunLog
 from gristmill_service.storage.redis.run_store import RedisRunStore
-from gristmill_service.storage.redis.servers.connection import RedisAddress, connect, watched_master
-from gristmill_service.storage.redis.servers.durability import SERVER_ALONE, Durability
-from gristmill_service.storage.redis.servers.server_check import check_server
+from gristmill_service.storage.redis.scripts import SERVER_ALONE, Durability
+from gristmill_service.storage.redis.servers import check_server
 from gristmill_service.storage.run_store import LogLostError
 from tests.redis.cluster import RedisCluster
 from tests.redis.servers import HOST, RedisServer, Sentinel, SentinelServer, StartRedis, free_port, wait_until
@@ -53,7 +55,7 @@ def join() -> Iterator[Join]:
 def records(server: RedisServer) -> list[bytes]:
     """Of the log of `run`, as the server has it."""
     entries: Any = server.client().xrange(f"{{{PREFIX}:run}}:log")
-    return [fields[b"e"] for _, fields in entries][1:]
+    return [fields[b"r"][:-CRC_BYTES] for _, fields in entries[1:]]
 
 
 class Writer:
@@ -70,7 +72,7 @@ class Writer:
         self._store, self._stopped = store, threading.Event()
         self._log = store.create("run", b"{}")
         self._log.replay()
-        self._thread = threading.Thread(target=self._write)
+        self._thread = threading.Thread(target=self._write, daemon=True)
         self._thread.start()
 
     def _write(self) -> None:
@@ -89,11 +91,16 @@ class Writer:
                 return
 
     def _append(self, record: bytes) -> None:
-        table_number, _ = self._log.put(table(row(record.decode())))
         if self._log.is_lost:
             raise LogLostError("the lease has run out")
-        self._log.append(record, [table_number])
-        self._tables[record] = table_number
+        number = self._log.first_number + int(record)
+        try:
+            self._log.append(record, {number: table(row(record.decode()))})
+        except UnavailableError:
+            # Whatever it was, the run is opened again.
+            self._log.lose()
+            raise
+        self._tables[record] = number
         self.acknowledged.append(record)
         time.sleep(0.002)
 
@@ -158,10 +165,10 @@ def test_an_idle_owner_learns_that_its_log_was_rolled_back(sentinel: Sentinel, j
     store = join(sentinel.url, lease_s=3.0)
     log = store.create("run", b"{}")
     log.replay()
-    log.append(b"one")
+    log.append(b"one", {})
     part_from_master(sentinel)
-    log.append(b"two")
-    log.append(b"three")
+    log.append(b"two", {})
+    log.append(b"three", {})
     sentinel.kill_master()
     wait_until(lambda: log.is_lost, "it learns")
     log.close()
@@ -175,7 +182,7 @@ def test_an_idle_owner_learns_that_its_log_was_rolled_back(sentinel: Sentinel, j
     assert reopened_short(store, again), "until the log goes on, whoever opens it learns that"
     last = store._leases.get("run")
     assert last is not None
-    last.append(b"goes on")
+    last.append(b"goes on", {})
     assert not reopened_short(store, last)
 
 
@@ -224,20 +231,21 @@ def test_without_the_replicas_that_are_asked_for_nothing_is_acknowledged(sentine
     store = join(sentinel.url, Durability(replicas=1))
     log = store.create("run", b"{}")
     log.replay()
-    log.append(b"one")
+    log.append(b"one", {})
     assert sentinel.replica is not None
     sentinel.replica.stop()
     wait_until(lambda: store.unhealthy_reason(), "it is told")
     assert "redis_min_replicas is 1" in store.unhealthy_reason()
     begun = time.monotonic()
-    for call in (lambda: log.append(b"two"), lambda: log.put(table(row("a")))):
+    calls: list[Callable[[], None]] = [lambda: log.append(b"two", {}), log.check, lambda: log.check(has_rows=False)]
+    for call in calls:
         with pytest.raises(UnavailableError, match="0 replicas") as refused:
             call()
         assert not isinstance(refused.value, LogLostError), "it had no effect"
     assert time.monotonic() - begun < 5
     sentinel.replica.start()
     wait_until(lambda: not store.unhealthy_reason(), "it is well again")
-    log.append(b"two")
+    log.append(b"two", {})
     assert records(sentinel.master) == [b"one", b"two"]
 
 
@@ -248,21 +256,20 @@ def test_a_replica_that_does_not_confirm_in_time_loses_the_log(
     store = join(sentinel.url, Durability(replicas=1))
     log = store.create("run", b"{}")
     log.replay()
-    number, _ = log.put(table(row("a")))
-    log.append(b"one", [number])
+    log.append(b"one", {log.first_number: table(row("a"))})
     assert sentinel.replica is not None
     sentinel.replica.pause()
     try:
         with monkeypatch.context() as hasty:
-            hasty.setattr("gristmill_service.storage.redis.servers.durability._CONFIRM_MS", 100)
+            hasty.setattr("gristmill_service.storage.redis.scripts._CONFIRM_MS", 100)
             with pytest.raises(LogLostError, match="did not confirm in time that the last change is on 1 replica"):
-                log.append(b"two")
+                log.append(b"two", {})
     finally:
         sentinel.replica.resume()
     log.close()
     again = store.open("run")
     assert list(again.replay().records) == [b"one", b"two"]
-    again.append(b"three")
+    again.append(b"three", {})
 
 
 def test_an_append_that_was_confirmed_late_is_appended_once(sentinel: Sentinel, join: Join) -> None:
@@ -274,7 +281,7 @@ def test_an_append_that_was_confirmed_late_is_appended_once(sentinel: Sentinel, 
     replica.pause()
     resume = threading.Timer(1.3, replica.resume)
     resume.start()
-    log.append(b"one")
+    log.append(b"one", {})
     resume.join()
     assert records(sentinel.master) == records(replica) == [b"one"]
 
@@ -283,11 +290,11 @@ def test_confirmation_travels_with_the_append(sentinel: Sentinel, join: Join) ->
     store = join(sentinel.url, Durability(replicas=1), 60.0)
     log = store.create("run", b"{}")
     log.replay()
-    log.append(b"one")
-    numbers = [log.put(table(row(f"u{number}")))[0] for number in range(20)]
+    log.append(b"one", {})
+    sent = {log.first_number + number: table(row(f"u{number}")) for number in range(20)}
     master = sentinel.master.client()
     before = master.info("commandstats")
-    log.append(b"two", numbers)
+    log.append(b"two", sent)
     after = master.info("commandstats")
 
     def calls(name: str) -> int:
@@ -309,7 +316,7 @@ def test_a_server_that_cannot_wait_for_disks_is_refused_when_the_service_starts(
         assert check_server(client, Durability(on_disk=True)) == []
     log = join(server.url, Durability(on_disk=True)).create("run", b"{}")
     log.replay()
-    log.append(b"one")
+    log.append(b"one", {})
 
 
 def test_too_few_replicas_are_told_when_the_service_starts(redis_server: RedisServer) -> None:
@@ -332,25 +339,25 @@ def test_a_sentinel_that_is_cut_off_does_not_lead_back_to_the_master_before(sent
             assert client.info("server")["tcp_port"] == sentinel.master.port
 
 
-def test_rows_that_a_failover_lost_before_their_record_are_not_referred_to(sentinel: Sentinel, join: Join) -> None:
+def test_rows_that_a_failover_lost_before_their_record_are_not_referred_to(
+    sentinel: Sentinel, join: Join, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The new master has the whole log, but not the large table that was written last."""
     store = join(sentinel.url)
     log = store.create("run", b"{}")
     log.replay()
-    log.append(b"one")
+    log.append(b"one", {})
     part_from_master(sentinel)
-    number, _ = log.put(table(row("large", response=range(100_000))))
-    sentinel.kill_master()
-    deadline = time.monotonic() + 60
-    while True:
-        try:
-            log.append(b"two", [number])
-        except LogLostError:
-            break
-        except UnavailableError:
-            assert time.monotonic() < deadline
-            continue
-        pytest.fail("a record refers to rows that are gone")
+    write = keys.write_value
+
+    def die_then(client: Client, key: str, value: bytes) -> Sequence[str]:
+        names = write(client, key, value)
+        sentinel.kill_master()
+        return names
+
+    monkeypatch.setattr(tables, "write_value", die_then)
+    with pytest.raises(LogLostError):
+        log.append(b"two", {log.first_number: table(row("large", response=range(100_000)))})
     log.close()
     assert list(reopened(store).replay().records) == [b"one"]
 

@@ -4,39 +4,41 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
-import redis
 
 from gristmill._wire.columns import Ragged
-from gristmill.errors import NotFoundError, UnavailableError
-from gristmill_service.storage.redis import row_values, run_tables
+from gristmill.errors import NotFoundError
+from gristmill_service.storage.redis import keys, tables
 from gristmill_service.storage.redis.run_log import RedisRunLog
 from gristmill_service.storage.redis.run_store import RedisRunStore
 from gristmill_service.storage.row_tables import steps_of
 from gristmill_service.storage.run_store import LogLostError
 from tests.redis.proxy import Proxy
 from tests.redis.run_logs import Join, any_table, expire, row_keys, same, started, stored, whole
-from tests.redis.servers import RedisServer, wait_until
+from tests.redis.servers import RedisServer
 from tests.run.harness import row, table
 
 
-class TestRows:
-    @pytest.fixture
-    def log(self, store: RedisRunStore) -> RedisRunLog:
-        log = store.create("run", b"{}")
-        started(log)
-        return log
+@pytest.fixture
+def log(store: RedisRunStore) -> RedisRunLog:
+    log = store.create("run", b"{}")
+    started(log)
+    return log
 
+
+class TestRows:
     def test_tables_have_numbers_that_are_never_given_again(self, log: RedisRunLog, store: RedisRunStore) -> None:
-        numbers = [log.put(any_table(index))[0] for index in range(5)]
+        numbers = [stored(log, any_table(index)) for index in range(5)]
         log.remove(numbers)
         log.close()
         again = store.open("run")
         started(again)
-        assert not {again.put(any_table())[0] for _ in range(5)} & set(numbers)
+        assert again.first_number > max(numbers)
 
     def test_a_removed_table_is_gone_and_may_be_removed_again(self, log: RedisRunLog, store: RedisRunStore) -> None:
         number, kept = stored(log, any_table()), stored(log, any_table(1))
@@ -48,8 +50,8 @@ class TestRows:
         assert len(row_keys(store)) == 1
 
     @pytest.mark.usefixtures("small_values")
-    def test_a_large_table_lies_in_pieces_and_goes_whole(self, log: RedisRunLog, store: RedisRunStore) -> None:
-        number, _ = log.put(any_table(tokens=200))
+    def test_a_large_table_is_cut_into_pieces_and_goes_whole(self, log: RedisRunLog, store: RedisRunStore) -> None:
+        number = stored(log, any_table(tokens=200))
         assert len(row_keys(store)) > 5
         assert same(log.get(number), any_table(tokens=200))
         log.remove([number])
@@ -57,7 +59,7 @@ class TestRows:
 
     @pytest.mark.usefixtures("small_values")
     def test_after_a_takeover_large_tables_are_removed_whole(self, log: RedisRunLog, store: RedisRunStore) -> None:
-        number, _ = log.put(any_table(tokens=200))
+        number = stored(log, any_table(tokens=200))
         log.close()
         again = store.open("run")
         started(again)
@@ -73,19 +75,11 @@ class TestRows:
             prompt_lengths=np.zeros(1, np.int64),
             loss_mask=Ragged.from_arrays([np.ones(3_000_000, np.uint8)], np.uint8),
         )
-        number, _ = log.put(large)
+        number = stored(log, large)
         assert len(row_keys(store)) == 2
         read = steps_of(log.get(number))
         assert np.array_equal(read.tokens[0], tokens)
         assert read.tokens[0].ctypes.data % 8 == 0, "columns stand at multiples of eight bytes"
-
-    @pytest.mark.usefixtures("small_values")
-    def test_a_table_that_lost_a_piece_is_not_found(self, log: RedisRunLog, store: RedisRunStore) -> None:
-        number, _ = log.put(any_table(tokens=200))
-        lost = next(key for key in row_keys(store) if key.endswith(":1"))
-        store._client.delete(lost)
-        with pytest.raises(NotFoundError):
-            log.get(number)
 
     @pytest.mark.usefixtures("small_values")
     def test_many_tables_come_back_at_once_whatever_their_sizes(self, log: RedisRunLog, store: RedisRunStore) -> None:
@@ -96,7 +90,7 @@ class TestRows:
         again = store.open("run")
         started(again)
         assert again.retain(sent.keys(), whole) == set()
-        fresh, _ = again.put(any_table(7))
+        fresh = stored(again, any_table(7))
         found = again.get_all([*sent, fresh])
         assert found.keys() == {*sent, fresh}
         assert same(found[fresh], any_table(7))
@@ -113,153 +107,158 @@ class TestRows:
     ) -> None:
         wanted = stored(log, any_table(0))
         # More than are removed at once.
-        log.append(b"orphans", [log.put(any_table(index, tokens=2))[0] for index in range(700)])
+        log.append(b"orphans", {log.first_number + 1000 + index: any_table(index, tokens=2) for index in range(700)})
         log.close()
         again = store.open("run")
         started(again)
         fresh, absent = stored(again, any_table(2)), 99 << 32
         assert again.retain({wanted, absent}, whole) == {absent}
-        wait_until(lambda: len(row_keys(store)) <= 2, "orphans are swept")
+        assert store.sweep("run") == 700
+        assert len(row_keys(store)) == 2
         assert same(again.get(wanted), any_table(0))
         assert same(again.get(fresh), any_table(2)), "what came after the claim is not looked at"
 
-    def test_tables_are_put_and_got_by_many_threads_at_once(self, log: RedisRunLog) -> None:
-        numbers: dict[int, int] = {}
+    def test_tables_are_read_by_many_threads_while_others_are_written(self, log: RedisRunLog) -> None:
         errors: list[BaseException] = []
+        done = threading.Event()
+        number = stored(log, any_table())
 
-        def work(index: int) -> None:
+        def work() -> None:
             try:
-                for turn in range(10):
-                    number, _ = log.put(any_table(100 * index + turn))
-                    assert numbers.setdefault(number, index) == index
-                    assert same(log.get(number), any_table(100 * index + turn))
+                while not done.is_set():
+                    assert same(log.get(number), any_table())
             except BaseException as error:  # noqa: BLE001
                 errors.append(error)
 
-        threads = [threading.Thread(target=work, args=(index,)) for index in range(8)]
+        threads = [threading.Thread(target=work) for _ in range(4)]
         for each in threads:
             each.start()
+        for index in range(20):
+            log.remove([stored(log, any_table(index))])
+        done.set()
         for each in threads:
             each.join()
         assert not errors
-        assert len(numbers) == 80
+
+
+class TestDamage:
+    """A table that is not what was written is lost: its batch fails with the reason, and the run goes on."""
+
+    @pytest.mark.usefixtures("small_values")
+    @pytest.mark.parametrize("tokens", [2, 200], ids=["one value", "pieces"])
+    @pytest.mark.parametrize(
+        "spoil",
+        [
+            lambda client, key: client.unlink(key),
+            lambda client, key: client.set(key, b""),
+            lambda client, key: client.set(key, client.get(key)[:-1]),
+            lambda client, key: client.setrange(key, 7, b"\1"),
+            lambda client, key: (client.unlink(key), client.lpush(key, b"another type")),
+        ],
+        ids=["gone", "empty", "cut", "size", "type"],
+    )
+    def test_it_is_lost(
+        self, log: RedisRunLog, store: RedisRunStore, spoil: Callable[[Any, str], object], tokens: int
+    ) -> None:
+        number, kept = stored(log, any_table(tokens=tokens)), stored(log, any_table(1))
+        spoil(store._client, store._keys("run").rows(log.run_id, number))
+        with pytest.raises(NotFoundError, match="is not in Redis, or damaged there"):
+            log.get(number)
+        log.close()
+        again = store.open("run")
+        assert len(started(again)) == 2
+        lost = again.retain({number, kept}, whole)
+        assert lost == {number}
+        assert same(again.get(kept), any_table(1))
+
+    @pytest.mark.usefixtures("small_values")
+    def test_a_piece_that_is_damaged_is_found_when_the_table_is_read(
+        self, log: RedisRunLog, store: RedisRunStore
+    ) -> None:
+        number = stored(log, any_table(tokens=200))
+        store._client.setrange(f"{store._keys('run').rows(log.run_id, number)}:1", 17, b"?")
+        with pytest.raises(NotFoundError):
+            log.get(number)
 
 
 class TestRowsTravelWithTheirRecord:
-    @pytest.fixture
-    def log(self, store: RedisRunStore) -> RedisRunLog:
-        log = store.create("run", b"{}")
-        started(log)
-        return log
-
     def test_a_small_table_is_written_with_the_record_that_refers_to_it(
         self, log: RedisRunLog, store: RedisRunStore
     ) -> None:
-        numbers = [log.put(any_table(index))[0] for index in range(5)]
-        assert row_keys(store) == set()
-        assert same(log.get(numbers[2]), any_table(2)), "it is read all the same"
-        log.append(b"three of them", numbers[:3])
+        numbers = [log.first_number + index for index in range(5)]
+        log.append(b"three of them", {number: any_table(number % 8) for number in numbers[:3]})
         assert len(row_keys(store)) == 3
-        log.append(b"the others", numbers[3:])
+        log.append(b"the others", {number: any_table(number % 8) for number in numbers[3:]})
         expire(store)
         again = store.open("run")
         assert started(again) == [b"three of them", b"the others"]
         assert again.retain(set(numbers), whole) == set()
-        assert all(same(again.get(number), any_table(index)) for index, number in enumerate(numbers))
+        assert all(same(again.get(number), any_table(number % 8)) for number in numbers)
 
-    def test_a_table_that_is_removed_before_any_record_refers_to_it_is_never_written(
-        self, log: RedisRunLog, store: RedisRunStore
-    ) -> None:
-        unwanted, wanted = (log.put(any_table(index))[0] for index in range(2))
-        log.remove([unwanted])
-        with pytest.raises(NotFoundError):
-            log.get(unwanted)
-        log.append(b"one", [wanted])
+    def test_a_large_table_is_written_before_its_record(self, log: RedisRunLog, store: RedisRunStore) -> None:
+        number = stored(log, any_table(tokens=50_000))
         assert len(row_keys(store)) == 1
-
-    def test_a_large_table_is_written_at_once(self, log: RedisRunLog, store: RedisRunStore) -> None:
-        number, _ = log.put(any_table(tokens=50_000))
-        assert len(row_keys(store)) == 1
-        log.append(b"one", [number])
         assert same(log.get(number), any_table(tokens=50_000))
 
-    @pytest.mark.usefixtures("small_values")
     def test_tables_that_are_too_much_for_one_append_are_written_before_it(
-        self, url: str, join: Join, monkeypatch: pytest.MonkeyPatch
+        self, log: RedisRunLog, store: RedisRunStore, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(row_values, "VALUE_BYTES", 2000)
-        monkeypatch.setattr(run_tables, "_HELD_BYTES", 2000)
-        store = join(url)
-        log = store.create("run", b"{}")
-        started(log)
-        numbers = [log.put(any_table(index))[0] for index in range(10)]
-        log.append(b"one", numbers)
+        for module in (keys, tables):
+            monkeypatch.setattr(module, "VALUE_BYTES", 2000)
+        monkeypatch.setattr(tables, "_SMALL_BYTES", 2000)
+        sent = {log.first_number + index: any_table(index) for index in range(10)}
+        log.append(b"one", sent)
         assert len(row_keys(store)) == 10
-        assert all(same(log.get(number), any_table(index)) for index, number in enumerate(numbers))
-
-    def test_tables_of_an_append_that_had_no_effect_may_be_named_again(
-        self, redis_server: RedisServer, join: Join
-    ) -> None:
-        with Proxy(redis_server.port) as proxy:
-            store = join(proxy.url)
-            log = store.create("run", b"{}")
-            started(log)
-            number, _ = log.put(any_table())
-            proxy.refuse()
-            assert isinstance(store._client, redis.Redis)
-            store._client.connection_pool.disconnect()
-            with pytest.raises(UnavailableError) as refused:
-                log.append(b"one", [number])
-            assert not isinstance(refused.value, LogLostError)
-            proxy.accept()
-            log.append(b"one", [number])
-            log.close()
-            again = store.open("run")
-            assert started(again) == [b"one"]
-            assert same(again.get(number), any_table())
+        assert all(same(log.get(number), steps) for number, steps in sent.items())
 
     def test_an_append_whose_answer_is_lost_has_its_rows(self, redis_server: RedisServer, join: Join) -> None:
         with Proxy(redis_server.port) as proxy:
             store = join(proxy.url)
             log = store.create("run", b"{}")
             started(log)
-            number, _ = log.put(any_table())
             proxy.lose_next_reply()
-            log.append(b"one", [number])
+            number = stored(log, any_table())
             log.close()
             again = store.open("run")
-            assert started(again) == [b"one"]
+            assert started(again) == [b"rows"]
+            assert again.retain({number}, whole) == set()
             assert same(again.get(number), any_table())
 
     def test_rows_and_record_take_one_round_trip(self, redis_server: RedisServer, join: Join) -> None:
         with Proxy(redis_server.port) as proxy:
             log = join(proxy.url).create("run", b"{}")
             started(log)
-            log.append(b"one", [log.put(any_table())[0]])
-            numbers = [log.put(any_table(index))[0] for index in range(64)]
+            stored(log, any_table())
             proxy.delay(1.5)
             begun = time.monotonic()
-            log.append(b"two", numbers)
+            log.append(b"two", {log.first_number + 100 + index: any_table(index) for index in range(64)})
             assert 3.0 <= time.monotonic() - begun < 5.9
 
     def test_a_former_owner_writes_no_rows_either(self, redis_server: RedisServer, join: Join) -> None:
         first, second = join(redis_server.url, 1), join(redis_server.url, 2)
         before = first.create("run", b"{}")
         started(before)
-        number, _ = before.put(any_table())
         expire(first)
         second.open("run")
         with pytest.raises(LogLostError):
-            before.append(b"of the former", [number])
+            stored(before, any_table())
         assert row_keys(first) == set()
 
-    def test_a_record_never_refers_to_rows_that_redis_has_lost(self, redis_server: RedisServer, join: Join) -> None:
+    def test_a_record_never_refers_to_rows_that_redis_has_lost(
+        self, redis_server: RedisServer, join: Join, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         store = join(redis_server.url)
         log = store.create("run", b"{}")
         started(log)
-        number, _ = log.put(any_table(tokens=50_000))
-        redis_server.client().delete(*row_keys(store))
-        with pytest.raises(LogLostError):
-            log.append(b"one", [number])
+        write = keys.write_value
+
+        def lost(client: Any, key: str, value: bytes) -> Any:
+            names = write(client, key, value)
+            redis_server.client().delete(*names)
+            return names
+
+        monkeypatch.setattr(tables, "write_value", lost)
+        with pytest.raises(LogLostError, match="has forgotten a part"):
+            stored(log, any_table(tokens=50_000))
         log.close()
         assert started(store.open("run")) == []

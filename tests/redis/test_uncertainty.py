@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import pytest
@@ -14,7 +14,7 @@ from gristmill.errors import AlreadyExistsError, NotFoundError, UnavailableError
 from gristmill_service.storage.redis.run_log import RedisRunLog
 from gristmill_service.storage.redis.run_store import RedisRunStore
 from gristmill_service.storage.redis.scripts import Outcome
-from gristmill_service.storage.redis.shards.shard_store import RedisShardStore
+from gristmill_service.storage.redis.shard_store import RedisShardStore
 from gristmill_service.storage.run_store import LogLostError, OwnedElsewhereError
 from tests.redis.proxy import Proxy
 from tests.redis.run_logs import PREFIX, SHORT_S, Join, any_table, expire, same, started, stored
@@ -38,11 +38,11 @@ class TestDoubt:
         store = join(proxy.url)
         log = store.create("run", b"{}")
         started(log)
-        log.append(b"one")
+        log.append(b"one", {})
         for record in (b"two", b"three"):
             proxy.lose_next_reply()
-            log.append(record)
-        log.append(b"four")
+            log.append(record, {})
+        log.append(b"four", {})
         expire(store)
         assert started(join(redis_server.url, 1).open("run")) == [b"one", b"two", b"three", b"four"]
 
@@ -53,7 +53,7 @@ class TestDoubt:
         proxy.cut()
         # The first finds its connection broken, so that nobody knows; from then on none is open to send it over.
         with pytest.raises(UnavailableError):
-            log.append(b"lost")
+            log.append(b"lost", {})
         proxy.accept()
 
     def test_an_append_of_unknown_outcome_loses_the_book_which_is_opened_anew(
@@ -63,17 +63,17 @@ class TestDoubt:
         store = join(proxy.url)
         log = store.create("run", b"{}")
         started(log)
-        log.append(b"one")
+        log.append(b"one", {})
         proxy.lose_next_reply()
         proxy.refuse()
         with pytest.raises(LogLostError, match="whether the last change was made is not known"):
-            log.append(b"two")
+            log.append(b"two", {})
         assert log.is_lost
         proxy.accept()
         again = store.open("run")
         records = started(again)
         assert records in ([b"one"], [b"one", b"two"])
-        again.append(b"three")
+        again.append(b"three", {})
         expire(store)
         assert started(join(redis_server.url, 1).open("run")) == [*records, b"three"]
 
@@ -113,7 +113,7 @@ class TestDoubt:
         doubtful(create).close()
         log = doubtful(claim)
         started(log)
-        log.append(b"one")
+        log.append(b"one", {})
         doubtful(compact)
         doubtful(publish)
         assert shards.plan("run", 0) == b"{}"
@@ -135,9 +135,8 @@ class TestDoubt:
         started(log)
         proxy.refuse()
         proxy.cut()
-        number, _ = log.put(any_table())
         with pytest.raises(UnavailableError):
-            log.append(b"rows", [number])
+            stored(log, any_table())
         wait_until(lambda: store.unhealthy_reason(), "it is told")
         proxy.accept()
         wait_until(lambda: not store.unhealthy_reason(), "it is well again")
@@ -155,12 +154,13 @@ class TestDoubt:
             admin.config_set("maxmemory", int(admin.info("memory")["used_memory"] / 0.95))
             wait_until(lambda: "maxmemory" in store.unhealthy_reason(), "it is told")
             with pytest.raises(UnavailableError, match="maxmemory"):
-                log.put(any_table())
-            log.append(b"acknowledged")
+                log.check()
+            log.check(has_rows=False)
+            log.append(b"acknowledged", {})
             log.remove([number])
             admin.config_set("maxmemory", 0)
             wait_until(lambda: not store.unhealthy_reason(), "it is well again")
-            log.put(any_table())
+            log.check()
         finally:
             admin.config_set("maxmemory", 0)
 
@@ -172,11 +172,11 @@ class TestForgetfulServer:
         server = start_redis(appendonly="always")
         log = join(server.url).create("run", b"{}")
         started(log)
-        log.append(b"one")
+        log.append(b"one", {})
         saved = server.directory.with_name("saved")
         shutil.copytree(server.directory, saved)
-        log.append(b"two")
-        log.append(b"three")
+        log.append(b"two", {})
+        log.append(b"three", {})
         server.kill()
         for old in saved.iterdir():  # as a disk that had not written the end
             target = server.directory / old.name
@@ -184,15 +184,15 @@ class TestForgetfulServer:
             shutil.copytree(old, target) if old.is_dir() else shutil.copy(old, target)
         server.start()
         with pytest.raises(UnavailableError):
-            log.append(b"four")
+            log.append(b"four", {})
         with pytest.raises(LogLostError, match=r"has forgotten a part|not known"):
-            log.append(b"four")
+            log.append(b"four", {})
         assert log.is_lost
         again = join(server.url, 1)
         expire(again)
         log = again.open("run")
         assert started(log) == [b"one"]
-        log.append(b"another")
+        log.append(b"another", {})
         log.close()
         assert started(again.open("run")) == [b"one", b"another"]
 
@@ -201,12 +201,12 @@ class TestForgetfulServer:
         store = join(server.url)
         log = store.create("run", b"{}")
         started(log)
-        log.append(b"one")
+        log.append(b"one", {})
         server.kill()
         server.start()
         for _ in range(2):
             with pytest.raises(UnavailableError):
-                log.append(b"two")
+                log.append(b"two", {})
         assert log.is_lost
         with pytest.raises(NotFoundError):
             store.open("run")
@@ -219,14 +219,13 @@ class TestForgetfulServer:
         store = join(server.url)
         log = store.create("run", b"{}")
         started(log)
-        number, _ = log.put(any_table())
-        log.append(b"one", [number])
+        number = stored(log, any_table())
         server.kill()
         server.start()
-        log.append(b"two")
+        log.append(b"two", {})
         assert same(log.get(number), any_table())
         log.close()
-        assert started(store.open("run")) == [b"one", b"two"]
+        assert started(store.open("run")) == [b"rows", b"two"]
 
 
 class TestRollback:
@@ -241,7 +240,7 @@ class TestRollback:
         log = store.create("run", b"{}")
         started(log)
         for record in (b"one", b"two", b"three"):
-            log.append(record)
+            log.append(record, {})
         return log
 
     def forget(self, server: RedisServer, count: int) -> None:
@@ -250,13 +249,15 @@ class TestRollback:
         entries: Any = server.client().xrevrange(key, count=count + 1)
         server.client().xdel(key, *(name for name, _ in entries[:count]))
         server.client().execute_command("XSETID", key, entries[count][0])
+        server.client().hset(f"{{{PREFIX}:run}}:head", "last", entries[count][0])
+        server.client().hdel(f"{{{PREFIX}:run}}:head", "generation")
 
     def test_whoever_was_told_more_learns_it_when_the_log_is_opened_anew(
         self, redis_server: RedisServer, store: RedisRunStore, log: RedisRunLog
     ) -> None:
         self.forget(redis_server, 2)
         with pytest.raises(LogLostError, match="has forgotten a part"):
-            log.append(b"four")
+            log.append(b"four", {})
         log.close()
         with capture_logs() as said:
             again = store.open("run")
@@ -270,7 +271,7 @@ class TestRollback:
         self, redis_server: RedisServer, store: RedisRunStore, log: RedisRunLog, join: Join
     ) -> None:
         log.note_generation(5)
-        log.append(b"told")
+        log.append(b"told", {})
         self.forget(redis_server, 2)
         log.close()
         again = store.open("run")
@@ -282,9 +283,9 @@ class TestRollback:
         assert owned.replay().generation == 0, "it was never told"
         with pytest.raises(OwnedElsewhereError):
             store.open("run")
-        owned.append(b"one")
-        owned.append(b"other")
-        owned.check_reported()
+        owned.append(b"one", {})
+        owned.append(b"other", {})
+        wait_until(lambda: owned.is_lost, "it learns")
         owned.close()
         assert other.open("run").replay().generation == 5
 
@@ -296,11 +297,11 @@ class TestRollback:
             log.close()
             log = store.open("run")
             assert log.replay().is_short()
-        log.append(b"goes on")
+        log.append(b"goes on", {})
         log.close()
         assert not store.open("run").replay().is_short()
 
-    @pytest.mark.parametrize("step", ["_read_snapshot", "_records"])
+    @pytest.mark.parametrize("step", ["_read_head", "_read_records"])
     def test_it_is_told_also_where_the_log_could_not_be_read_at_first(
         self, redis_server: RedisServer, store: RedisRunStore, log: RedisRunLog, step: str
     ) -> None:
@@ -322,7 +323,7 @@ class TestRollback:
         other = join(redis_server.url)
         taken = other.open("run")
         assert not started_short(taken), "it cannot know"
-        taken.append(b"goes on")
+        taken.append(b"goes on", {})
         log.close()
         with pytest.raises(OwnedElsewhereError):
             store.open("run")
@@ -339,12 +340,11 @@ class TestRollback:
         taken = other.open("run")
         started(taken)
         log.close()
-        report = store._keys("run").acknowledged
         with pytest.raises(OwnedElsewhereError):
             store.open("run")
-        assert store._client.delete(report), "it is reported"
+        assert store._client.hdel(store._keys("run").head, "reported"), "it is reported"
         wait_until(lambda: reported_again(store), "it is reported again")
-        taken.check_reported()
+        compare(store, taken)
         assert taken.is_lost
 
     def test_a_report_that_is_repeated_is_told_once(
@@ -357,13 +357,13 @@ class TestRollback:
         started(taken)
         log.close()
         wait_until(lambda: reported_again(store), "it is reported")
-        taken.check_reported()
+        compare(store, taken)
         taken.close()
         again = other.open("run")
         assert again.replay().is_short()
-        again.append(b"goes on")
+        again.append(b"goes on", {})
         wait_until(lambda: reported_again(store), "it is reported again")
-        again.check_reported()
+        compare(store, again)
         assert not again.is_lost
 
     def test_an_append_that_is_under_way_meanwhile_does_not_hide_it(
@@ -375,18 +375,18 @@ class TestRollback:
         taken = other.open("run")
         started(taken)
         log.close()
-        append = taken._scripts.append
+        append = taken._scripts.confirmed
 
-        def told_meanwhile(*arguments: Any) -> Outcome:
-            outcome = append(*arguments)
+        def told_meanwhile(*arguments: Any, more: Sequence[str]) -> Outcome:
+            outcome = append(*arguments, more=more)
             with pytest.raises(OwnedElsewhereError):
                 store.open("run")
             wait_until(lambda: taken.is_lost, "it is told")
             return outcome
 
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(taken._scripts, "append", told_meanwhile)
-            taken.append(b"goes on")
+            patched.setattr(taken._scripts, "confirmed", told_meanwhile)
+            taken.append(b"goes on", {})
         taken.close()
         assert other.open("run").replay().is_short()
 
@@ -396,11 +396,11 @@ class TestRollback:
         expire(store)
         taken = join(redis_server.url).open("run")
         started(taken)
-        taken.append(b"goes on")
+        taken.append(b"goes on", {})
         log.close()
         with pytest.raises(OwnedElsewhereError):
             store.open("run")
-        wait_until(lambda: not store._client.exists(store._keys("run").acknowledged), "it is read")
+        wait_until(lambda: not store._client.hexists(store._keys("run").head, "reported"), "it is read")
         assert not taken.is_lost
 
     def test_an_idle_owner_learns_it_when_it_renews_its_lease(
@@ -418,7 +418,7 @@ class TestRollback:
         other = join(redis_server.url, 1).open("run")
         assert started(other) == [b"one"]
         for record in (b"another two", b"another three", b"another four"):
-            other.append(record)
+            other.append(record, {})
         other.close()
         replay = store.open("run").replay()
         assert list(replay.records)[-1] == b"another four"
@@ -430,9 +430,9 @@ class TestRollback:
         log.close()
         other = join(redis_server.url, 1).open("run")
         started(other)
-        other.append(b"four")
+        other.append(b"four", {})
         other.compact(b"all")
-        other.append(b"five")
+        other.append(b"five", {})
         other.close()
         assert not store.open("run").replay().is_short()
 
@@ -449,10 +449,9 @@ def test_errors_of_redis_never_leave_as_such(redis_server: RedisServer, join: Jo
     store = join(redis_server.url)
     log = store.create("run", b"{}")
     started(log)
-    for key in (store._keys("run").snapshot, store._keys("run").log):
-        redis_server.client().delete(key)
+    redis_server.client().delete(store._keys("run").log)
     with pytest.raises(LogLostError):
-        log.append(b"one")
+        log.append(b"one", {})
     assert not issubclass(LogLostError, redis.RedisError)
 
 
@@ -467,7 +466,15 @@ def reported_again(store: RedisRunStore) -> bool:
     """Whether a former owner that asks for the run reports."""
     with pytest.raises(OwnedElsewhereError):
         store.open("run")
-    return bool(store._client.exists(store._keys("run").acknowledged))
+    return bool(store._client.hexists(store._keys("run").head, "reported"))
+
+
+def compare(store: RedisRunStore, log: RedisRunLog) -> None:
+    """As the renewal of the lease does."""
+    report = store._client.hget(store._keys("run").head, "reported")
+    assert isinstance(report, bytes)
+    store._client.hdel(store._keys("run").head, "reported")
+    log.compare(report)
 
 
 def failing(_: RedisRunLog) -> Any:

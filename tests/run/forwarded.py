@@ -13,16 +13,16 @@ from gristmill._wire.rows import from_rows
 from gristmill_service.config import parse_config
 from gristmill_service.pipeline import build_batch
 from gristmill_service.pipeline.layout.shard_address import ShardAddress
-from gristmill_service.run.run import Run
 from gristmill_service.storage.memory_shards import MemoryShardStore
+from tests.on_loop import Run
 from tests.pipeline.written import column, files
 from tests.run.harness import (
     CONFIG,
     Bench,
-    RecordingLog,
     row,
     table,
 )
+from tests.run.logs import RecordingLog
 from tests.strategies import Row
 
 SETTINGS: dict[str, Any] = {
@@ -72,7 +72,9 @@ def values_for(tensors: Mapping[str, Array], names: tuple[str, ...] = NAMES, sca
 
 def write(run: Run, mini_batch: int, rank: int, names: tuple[str, ...] = NAMES, **more: Any) -> int:
     incarnation = more.pop("incarnation", 1)
-    return run.write(0, mini_batch, rank, incarnation, values_for(shard(run, mini_batch, rank), names, **more))
+    values = values_for(shard(run, mini_batch, rank), names, **more)
+    lacking: int = run.write(0, mini_batch, rank, incarnation, values)
+    return lacking
 
 
 def write_all(run: Run, **more: Any) -> None:

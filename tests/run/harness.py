@@ -1,11 +1,14 @@
-"""A run without threads: batches are made when the test says so, the clock moves when the test moves it."""
+"""A run on the bench: batches are made when the test says so, and the clock moves when the test moves it."""
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,7 +21,6 @@ from gristmill.errors import (
     InvalidArgumentError,
     NotFoundError,
     ResourceExhaustedError,
-    UnavailableError,
 )
 from gristmill_service.config import RunConfig, parse_config
 from gristmill_service.monitoring.collectors.run_monitor import Monitor
@@ -29,20 +31,18 @@ from gristmill_service.pipeline.plan_document import MiniBatchDocument, PlanDocu
 from gristmill_service.pipeline.scheduling.schedule import MisalignedError
 from gristmill_service.pipeline.stage_timer import StageTimer
 from gristmill_service.pipeline.written import ShardForm, Written, WrittenRows
-from gristmill_service.run.batch_builder import BuildBatch as Pipeline
 from gristmill_service.run.machine.answers import ColumnPlace, RewardUpdate
-from gristmill_service.run.machine.codec import decode_events
-from gristmill_service.run.machine.events import Event
+from gristmill_service.run.machine.codec import decode_state
 from gristmill_service.run.machine.state import State, apply
+from gristmill_service.run.row_budget import RowBudget
 from gristmill_service.run.rows.row_buffer import RowBuffer
 from gristmill_service.run.run import Run, Shared
 from gristmill_service.run.shard_room import ShardRoom
-from gristmill_service.run.workers import Task, TaskQueue
-from gristmill_service.run.writing.row_budget import RowBudget
-from gristmill_service.storage.memory_runs import MemoryRunLog
-from gristmill_service.storage.run_store import CheckTable, Replay
 from gristmill_service.storage.shard_store import ShardLocation, ShardSource, ShardStore
+from tests.on_loop import Run as OnLoopRun
+from tests.on_loop import on_loop
 from tests.run.deltas import Sender
+from tests.run.logs import RecordingLog
 from tests.strategies import Row
 
 CONFIG = {
@@ -123,6 +123,8 @@ class Shard:
 class Shelf:
     """A store of such shards that can be full: it takes at most `places` batches; below 0 it could never take
     one. `tried` is set with every refusal."""
+
+    is_remote = False
 
     def __init__(self, places: int = 1000) -> None:
         self.places, self.tried = places, threading.Event()
@@ -246,94 +248,97 @@ class BuildBatch:
         return Built(plan, shards, frozenset(column.name for column in config.written_columns), forms)
 
 
-class RecordingLog(MemoryRunLog):
-    """Keeps the events. `refuses`: how many of the next appends fail."""
+class HeldBuilders(Executor):
+    """Builds batches when it is told to, in the thread that tells it. is_building: which may ask the run meanwhile."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.records: list[bytes] = []
-        self.refuses = self.generation = 0
+        self.is_building = False
+        self.waiting: list[tuple[Future[Any], Callable[[], Any]]] = []
 
-    def of(self, config: bytes) -> RecordingLog:
-        self.config = config
-        return self
-
-    @property
-    def events(self) -> list[Event]:
-        return [event for record in self.records for event in decode_events(record)]
-
-    def note_generation(self, generation: int) -> None:
-        self.generation = generation
-
-    def append(self, record: bytes, tables: Collection[int] = ()) -> None:
-        if self.refuses:
-            self.refuses -= 1
-            raise UnavailableError("the book is full")
-        self.records.append(record)
-
-
-class LastingLog(RecordingLog):
-    """One that the next process finds: it keeps the tables, too."""
-
-    reads_rows = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tables: dict[int, Steps] = {}
-
-    def replay(self) -> Replay:
-        return Replay(None, list(self.records))
-
-    def put(self, table: Steps) -> tuple[int, Steps]:
-        number, _ = super().put(table)
-        self.tables[number] = table
-        return number, table
-
-    def get(self, number: int) -> Steps:
-        return self.tables[number]
-
-    def remove(self, numbers: Collection[int]) -> None:
-        for number in numbers:
-            del self.tables[number]
-
-    def retain(self, numbers: Collection[int], check: CheckTable) -> set[int]:
-        self.tables = {number: table for number, table in self.tables.items() if number in numbers}
-        return {number for number in numbers if number not in self.tables or not check(number, self.tables[number])}
-
-
-class InlineTasks:
-    """Runs tasks in the thread that gives them; builds of batches wait until they are asked for."""
-
-    def __init__(self) -> None:
-        self.builds: list[Task] = []
-
-    def submit(self, key: Hashable, task: Task) -> None:
-        assert isinstance(key, tuple)
-        if key[0] != "build":
-            task()
-        elif not self.builds:
-            self.builds.append(task)
+    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        self.waiting.append((future, partial(function, *args, **kwargs)))
+        return future
 
     def build(self) -> None:
-        while self.builds:
-            self.builds.pop()()
+        """Builds the one that waits longest. Who waited for it may have gone meanwhile."""
+        future, build = self.waiting.pop(0)
+        if not future.set_running_or_notify_cancel():
+            return
+        self.is_building = True
+        try:
+            future.set_result(build())
+        except BaseException as error:  # noqa: BLE001 - raised where the result is awaited
+            future.set_exception(error)
+        finally:
+            self.is_building = False
+
+
+_log_threads = ThreadPoolExecutor(8, "tests-log")
 
 
 def shared_by(
     store: ShardStore,
     *,
-    build_batch: Pipeline,
+    build_batch: Any,
     clock: Callable[[], float],
-    tasks: TaskQueue,
+    builders: Executor,
     budget: RowBudget | None = None,
     room: ShardRoom | None = None,
 ) -> Shared:
-    """What runs share in a service, without its threads."""
-    return Shared(store, room or ShardRoom(), budget or RowBudget(8 << 30), build_batch, Monitor, clock, tasks, tasks)
+    """What runs share in a service."""
+    room, budget = room or ShardRoom(), budget or RowBudget(8 << 30)
+    return Shared(store, room, budget, build_batch, Monitor, clock, builders, _log_threads)
+
+
+async def settle(run: Any, builders: HeldBuilders) -> None:
+    """Returns when the run's background tasks are done, but for builds that wait to be told."""
+    while len(run._background._tasks) > len(builders.waiting) + builders.is_building:
+        await asyncio.sleep(0.0005)
+
+
+class SettledRun(OnLoopRun):
+    """A run whose calls return when their background tasks are done, too, but for the building of batches."""
+
+    def __init__(self, run: Any, builders: HeldBuilders) -> None:
+        super().__init__(run)
+        self._builders = builders
+
+    def __getattr__(self, name: str) -> Any:
+        attribute = super().__getattr__(name)
+        if not callable(attribute):
+            return attribute
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return attribute(*args, **kwargs)
+            finally:
+                on_loop(settle, self._target, self._builders)
+
+        return call
+
+
+def open_run(
+    log: Any, config: RunConfig, *, store: Any, build_batch: Any, clock: Callable[[], float] = lambda: 0.0, **more: Any
+) -> tuple[Any, HeldBuilders]:
+    """Opens a run from its log, as a process does that finds it. Its batches are built when the test says so."""
+    builders, name = HeldBuilders(), more.pop("name", "run")
+    shared = shared_by(store, build_batch=build_batch, clock=clock, builders=builders, **more)
+    run = SettledRun(on_loop(Run.open, name, config, log, shared), builders)
+    on_loop(settle, run, builders)
+    return run, builders
+
+
+def build_all(run: Any, builders: HeldBuilders) -> None:
+    """Builds the batches that wait, one after the other."""
+    on_loop(settle, run, builders)
+    while builders.waiting:
+        builders.build()
+        on_loop(settle, run, builders)
 
 
 class Bench:
-    """A run on the bench. `make_batches` does what the service's threads do.
+    """A run on the bench: batches are made when the test says so (`make_batches`), and the clock moves when it says so.
 
     wrote: by batch and incarnation, what was written first in each place.
     """
@@ -341,33 +346,41 @@ class Bench:
     def __init__(
         self,
         *,
-        build_batch: Pipeline | None = None,
-        store: ShardStore | None = None,
+        build_batch: Any = None,
+        store: Any = None,
         budget: RowBudget | None = None,
-        log: RecordingLog | None = None,
+        log: Any = None,
         name: str = "run",
         **settings: Any,
     ) -> None:
-        self.config, self.log = parse_config(CONFIG | settings), log or RecordingLog()
+        self.config = parse_config(CONFIG | settings)
         # A test knows which it gave.
+        self.log: Any = log or RecordingLog()
         self.build_batch: Any = build_batch or BuildBatch()
         self.store: Any = store or Shelf()
         self.now, self.name, self.budget = 0.0, name, budget
         self.wrote: dict[tuple[int, int], dict[ColumnPlace, float]] = {}
         self.sender = Sender()
+        # A proxy, which is given to what asks for a run.
+        self.run: Any
         self.reopen()
 
     def reopen(self) -> None:
         """Opens the run from its log, as another process would."""
-        self.tasks = InlineTasks()
-        clock = lambda: self.now  # noqa: E731
-        shared = shared_by(self.store, build_batch=self.build_batch, clock=clock, tasks=self.tasks, budget=self.budget)
-        self.run = Run(self.name, self.config, self.log, shared)
-        self.run.start()
+        self.run, self.builders = open_run(
+            self.log,
+            self.config,
+            store=self.store,
+            build_batch=self.build_batch,
+            clock=lambda: self.now,
+            budget=self.budget,
+            name=self.name,
+        )
 
     @property
     def state(self) -> State:
-        return self.run.read(lambda state, room: state)
+        state: State = self.run.read(lambda state, room: state)
+        return state
 
     @property
     def sealed(self) -> list[int]:
@@ -377,7 +390,8 @@ class Bench:
     @property
     def rows(self) -> RowBuffer:
         """The rows that are held."""
-        return self.run._writer.rows
+        rows: RowBuffer = self.run._writer.rows
+        return rows
 
     def submit(self, *rows: Row) -> list[str]:
         return [outcome.name for outcome in self.sender.submit(self.run, table(*rows))]
@@ -408,14 +422,15 @@ class Bench:
         }
 
     def make_batches(self) -> None:
-        self.tasks.build()
+        build_all(self.run, self.builders)
 
     def uids(self, batch: int) -> list[str]:
         """The groups of a batch that was made, in order."""
         return list(dict.fromkeys(self.build_batch.batches[batch].uids))
 
     def replayed(self) -> State:
-        state = State.initial(self.config)
+        """The state as the log has it."""
+        state = State.initial(self.config) if self.log.snapshot is None else decode_state(self.log.snapshot)
         for event in self.log.events:
             apply(state, event)
         return state

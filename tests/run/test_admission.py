@@ -8,7 +8,7 @@ from gristmill.errors import FailedPreconditionError, InvalidArgumentError, Reso
 from gristmill_service.run.machine.answers import Position
 from gristmill_service.run.machine.decisions.admission import with_overdraft
 from gristmill_service.run.machine.decisions.ingest import ROW_OVERHEAD_BYTES
-from gristmill_service.run.writing.row_budget import RowBudget
+from gristmill_service.run.row_budget import RowBudget
 from tests.run.harness import Bench, group_rows, key, row
 
 NAMES = list("abcdefghij")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gristmill_service.pipeline.figures import LEVELS, MOST_TAGS, Figures, GroupCounts
 from gristmill_service.run.machine.batch_records import MOST, keep, total
-from gristmill_service.run.machine.codec import FORMAT, decode_events, encode_events
+from gristmill_service.run.machine.codec import FORMAT, decode_events, encode_event, record_of
 from gristmill_service.run.machine.events import BatchPublished
 
 STAGES = ("queue", "gather", "validate", "merge", "advantage", "schedule", "layout", "plan", "publish")
@@ -65,8 +65,8 @@ def test_a_batch_of_many_environments_takes_less_than_a_kilobyte_of_the_log() ->
     tags = {f"environment-{number:02}": counts for number in range(MOST_TAGS)}
     with_record = BatchPublished(0, {"policy": 4}, 1 << 30, (), record(0, tags))
     without = BatchPublished(0, {"policy": 4}, 1 << 30)
-    assert len(encode_events([with_record])) - len(encode_events([without])) < 1024
-    assert decode_events(encode_events([with_record])) == [with_record]
+    assert len(record_of([encode_event(with_record)])) - len(record_of([encode_event(without)])) < 1024
+    assert decode_events(record_of([encode_event(with_record)])) == [with_record]
 
 
 def test_a_log_from_before_records_is_read() -> None:

@@ -24,8 +24,9 @@ from gristmill_service.run.machine.row_keys import RowKeys
 from gristmill_service.run.rows import row_gathering
 from gristmill_service.run.rows.row_buffer import PickedRow, RowBuffer, compacted, not_held
 from gristmill_service.run.rows.row_gathering import gather
+from gristmill_service.storage.memory_runs import MemoryRunLog
 from gristmill_service.storage.row_tables import encode, steps_of
-from tests.run.harness import Bench, LastingLog, Shelf, contents, group_rows, key, row, table
+from tests.run.harness import Bench, Shelf, contents, group_rows, key, row, table
 
 
 def _nothing_stored(number: int) -> Steps:
@@ -43,7 +44,7 @@ def picked(buffer: RowBuffer, rows: Iterable[StoredRow]) -> list[PickedRow]:
 
 
 def test_a_request_is_forgotten_with_its_last_row() -> None:
-    buffer, steps = RowBuffer(compacts=True), table(row("a"), row("b"))
+    buffer, steps = RowBuffer(), table(row("a"), row("b"))
     described = described_rows(steps, 0)
     buffer.add(0, steps, 2, [0, 1])
     buffer.release([described[0].ref])
@@ -54,7 +55,7 @@ def test_a_request_is_forgotten_with_its_last_row() -> None:
 
 
 def test_a_table_of_which_half_is_not_needed_shrinks_to_the_rest() -> None:
-    bench = Bench(train_batch_size=9)
+    bench = Bench(log=MemoryRunLog(), train_batch_size=9)
     uids = [f"u{index}" for index in range(8)]
     bench.submit(*(one for uid in uids for one in group_rows(uid, response=range(100))))
     held = bench.rows
@@ -79,7 +80,7 @@ def test_repeated_rows_of_a_request_are_not_held_a_second_time() -> None:
 
 
 def test_a_table_may_shrink_while_its_rows_are_gathered() -> None:
-    buffer, steps = RowBuffer(compacts=True), table(*(row(f"u{index}", response=[index]) for index in range(6)))
+    buffer, steps = RowBuffer(), table(*(row(f"u{index}", response=[index]) for index in range(6)))
     described = described_rows(steps, 0)
     buffer.add(0, steps, 6, range(6))
     wanted = [described[5], described[1]]
@@ -93,7 +94,7 @@ def test_a_table_may_shrink_while_its_rows_are_gathered() -> None:
 
 
 def test_a_table_that_is_not_as_the_state_knows_it_gives_no_rows() -> None:
-    buffer, steps = RowBuffer(compacts=True), table(row("a", response=[1, 2, 3]))
+    buffer, steps = RowBuffer(), table(row("a", response=[1, 2, 3]))
     buffer.add(0, table(row("a", response=[1, 2])), 1, [0])
     with pytest.raises(InvalidArgumentError, match="have 4 values of tokens, and the run's log says 5"):
         gather(picked(buffer, described_rows(steps, 0)), False, _nothing_stored)
@@ -109,7 +110,7 @@ def test_the_log_is_asked_for_the_tables_of_all_that_rows_begin_as() -> None:
 
 
 def test_a_copy_that_comes_late_replaces_nothing_and_keeps_what_was_released_meanwhile_away() -> None:
-    buffer, steps = RowBuffer(compacts=True), table(*(row(f"u{index}") for index in range(6)))
+    buffer, steps = RowBuffer(), table(*(row(f"u{index}") for index in range(6)))
     described = described_rows(steps, 0)
     buffer.add(0, steps, 6, range(6))
     buffer.release([one.ref for one in described[:3]])
@@ -126,7 +127,7 @@ def test_a_copy_that_comes_late_replaces_nothing_and_keeps_what_was_released_mea
 
 
 def test_a_table_that_is_left_to_the_book_is_read_again_whatever_shrank_before() -> None:
-    buffer, steps = RowBuffer(compacts=True), table(*(row(f"u{index}", response=[index]) for index in range(6)))
+    buffer, steps = RowBuffer(), table(*(row(f"u{index}", response=[index]) for index in range(6)))
     described = described_rows(steps, 7)
     buffer.add(7, steps, 6, range(6))
     buffer.release([one.ref for one in described[:4]])
@@ -153,7 +154,7 @@ def test_rows_are_gathered_in_the_order_asked_for_from_however_many_requests(
         row(f"u{index}", response=range(index + 1), reward=[float(index)] * (index + 1) if token_rewards else index)
         for index in range(12)
     ]
-    buffer, described = RowBuffer(compacts=True), []
+    buffer, described = RowBuffer(), []
     edges = [0, *sorted(set(cuts)), 12]
     for chunk, (start, end) in enumerate(pairwise(edges)):
         steps = table(*rows[start:end])
@@ -201,7 +202,7 @@ def test_a_batch_whose_rows_were_let_go_and_that_finds_no_room_is_made_of_the_lo
     monkeypatch.setattr(row_gathering, "_PART_BYTES", 1)
     monkeypatch.setattr(row_gathering, "_MOST_PARTS", 100)
     shelf = Shelf(places=0)
-    bench = Bench(log=LastingLog(), store=shelf, train_batch_size=2)
+    bench = Bench(store=shelf, train_batch_size=2)
     bench.submit(*group_rows("a"))
     bench.submit(*group_rows("b", response=range(20)))
     bench.make_batches()
@@ -211,7 +212,7 @@ def test_a_batch_whose_rows_were_let_go_and_that_finds_no_room_is_made_of_the_lo
     shelf.places = 1
     bench.now += 9
     bench.run.tick()
-    assert bench.tasks.builds == [], "it is not read from the log each second"
+    assert bench.builders.waiting == [], "it is not read from the log each second"
     bench.now += 1
     bench.run.tick()
     bench.make_batches()
@@ -223,7 +224,7 @@ def test_a_batch_whose_rows_were_let_go_and_that_finds_no_room_is_made_of_the_lo
 def test_rows_that_the_heap_alone_has_are_not_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_gathering, "_PART_BYTES", 1)
     monkeypatch.setattr(row_gathering, "_MOST_PARTS", 100)
-    bench = Bench(store=Shelf(places=0), train_batch_size=2)
+    bench = Bench(log=MemoryRunLog(), store=Shelf(places=0), train_batch_size=2)
     bench.submit(*group_rows("a"), *group_rows("b"))
     bench.make_batches()
     assert "batch 0 waits" in bench.run.blocked_reason

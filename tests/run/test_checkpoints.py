@@ -14,7 +14,8 @@ from gristmill_service.run.machine.commands.trainer_commands import Checkpoint
 from gristmill_service.run.machine.events import GenerationBegan
 from gristmill_service.storage.run_store import Replay
 from tests.pipeline.written import column
-from tests.run.harness import Bench, RecordingLog, group_rows
+from tests.run.harness import Bench, group_rows
+from tests.run.logs import RecordingLog
 
 
 def sealed(count: int, **settings: Any) -> Bench:
@@ -114,7 +115,7 @@ def rolled_back(bench: Bench, keep: int) -> Bench:
     again = Bench.__new__(Bench)
     again.__dict__.update(bench.__dict__)
     again.log = RolledBackLog(bench.log.records[:keep], b"{}", bench.log.generation)
-    again.log.retain = lambda numbers, check: set()  # type: ignore[method-assign]
+    again.log.retain = lambda numbers, check: set()
     again.reopen()
     return again
 
@@ -163,7 +164,11 @@ def test_a_rank_that_waits_far_ahead_of_a_run_that_was_rolled_back_is_told_so() 
     train(bench, 0, 1, 2)
     again = rolled_back(bench, short)
     assert again.run.batch(3).state is BatchState.PENDING, "the next one is waited for as ever by who only reads"
-    for call in (lambda: again.run.batch(5), lambda: again.run.shard("policy", 0, Position(5), 0)):
+    calls: list[Callable[[], Any]] = [
+        lambda: again.run.batch(5),
+        lambda: again.run.shard("policy", 0, Position(5), 0),
+    ]
+    for call in calls:
         with pytest.raises(FailedPreconditionError, match="its log was rolled back, it is in generation 2"):
             call()
 

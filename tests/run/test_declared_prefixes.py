@@ -24,7 +24,8 @@ from gristmill_service.run.rows.row_gathering import gather
 from gristmill_service.storage import row_tables
 from gristmill_service.storage.row_tables import Opened, Stored
 from tests.run.deltas import shortened
-from tests.run.harness import Bench, LastingLog, contents, key, row, table
+from tests.run.harness import Bench, contents, key, row, table
+from tests.run.logs import RecordingLog
 from tests.run.test_recovery import Machine
 from tests.strategies import Row
 
@@ -173,20 +174,20 @@ def test_a_step_of_another_attempt_or_trajectory_is_not_the_one_before(length: i
 
 
 @pytest.mark.parametrize("error", [NotFoundError, UnavailableError, InvalidArgumentError])
-def test_a_step_before_that_cannot_be_read_is_unknown(error: Callable[[str], Exception]) -> None:
-    log = LastingLog()
-    bench = Bench(log=log, n_samples_per_prompt=1, train_batch_size=9)
+def test_a_step_before_that_cannot_be_read_is_unknown(
+    error: Callable[[str], Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(n_samples_per_prompt=1, train_batch_size=9)
     bench.submit(turns("a")[0])
     bench.reopen()
-    bench.run._writer.leave_tables(log.tables)
 
     def lost(number: int) -> Stored:
         raise error(f"table {number} is lost")
 
-    bench.run._intake._load = lost
-    with pytest.raises(PrefixUnknownError, match="the run does not have the step before it"):
-        bench.run.submit(*shortened(table(turns("a")[1]), [55]))
-    bench.run._intake._load = log.get
+    with monkeypatch.context() as patched:
+        patched.setattr(bench.log, "get", lost)
+        with pytest.raises(PrefixUnknownError, match="the run does not have the step before it"):
+            bench.run.submit(*shortened(table(turns("a")[1]), [55]))
     assert bench.submit(turns("a")[1]) == ["ACCEPTED"]
 
 
@@ -234,7 +235,7 @@ class TestRecovery:
         assert kept == list(to_rows(from_rows([*turns("a", 1), *turns("a", 2)])))
 
     def test_a_row_that_began_as_a_lost_one_is_lost_with_its_group(self) -> None:
-        log = LastingLog()
+        log = RecordingLog()
         bench = Bench(log=log, n_samples_per_prompt=3, train_batch_size=9)
         for one in turns("a")[:2]:
             bench.submit(one)

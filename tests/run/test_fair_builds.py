@@ -13,9 +13,9 @@ from gristmill_service.config import RunConfig
 from gristmill_service.monitoring.collectors.run_monitor import Monitor
 from gristmill_service.pipeline import BuiltBatch, build_batch
 from gristmill_service.run import runs as runs_module
-from gristmill_service.run.runs import Runs
 from gristmill_service.storage.memory_shards import MemoryShardStore
 from gristmill_service.storage.shard_store import ShardSource
+from tests.on_loop import Runs
 from tests.run.harness import CONFIG, group_rows, table, wait_until
 
 BATCHES_OF_ONE = CONFIG | {"train_batch_size": 1, "policy_mini_batch_size": 1, "max_buffered_batches": 4}

@@ -160,26 +160,6 @@ class TestSurplus:
         bench.make_batches()
         assert json.loads(bench.run.batch(0).plan)["counts"]["incomplete_groups"] == 1
 
-    def test_what_the_log_did_not_take_is_dropped_when_the_run_is_opened_again(self) -> None:
-        bench = Bench(surplus=1)
-        bench.begin("a")
-        append, kept = bench.log.append, 0
-
-        def refuse_the_second(record: bytes, tables: Any = ()) -> None:
-            nonlocal kept
-            kept += 1
-            bench.log.refuses = kept > 1
-            append(record, tables)
-
-        bench.log.append = refuse_the_second  # type: ignore[method-assign]
-        bench.submit(*(row("a", sample) for sample in range(3)))
-        assert not bench.state.complete, "it is not complete with one too many"
-        bench.log.append = append  # type: ignore[method-assign]
-        bench.log.refuses = 0
-        bench.submit(row("b"))
-        assert list(bench.state.complete) == [GroupKey(0, "a")]
-        assert list(bench.state.open[GroupKey(0, "a")].trajectories) == [0, 1]
-
     @settings(max_examples=100, deadline=None)
     @given(st.integers(1, 3), st.integers(0, 3), st.data())
     def test_every_group_is_made_of_the_first_complete_samples(self, n: int, surplus: int, data: st.DataObject) -> None:

@@ -35,8 +35,10 @@ from gristmill_service.run.machine.events import (
 )
 from gristmill_service.run.machine.state import State
 from gristmill_service.run.rows.row_buffer import RowBuffer
+from tests.on_loop import on_loop
 from tests.pipeline.written import column
-from tests.run.harness import Bench, BuildBatch, LastingLog, RecordingLog, group_rows, key, row
+from tests.run.harness import Bench, BuildBatch, group_rows, key, row
+from tests.run.logs import RecordingLog, RemoteLog
 from tests.strategies import Row
 
 UIDS = st.sampled_from("abcd")
@@ -153,7 +155,7 @@ SETTINGS = st.fixed_dictionaries(
 )
 
 
-LOGS = st.sampled_from([RecordingLog, LastingLog])
+LOGS = st.sampled_from([RecordingLog, RemoteLog])
 
 # Batches that cannot be aligned, each with a dp_size for which that is so.
 MISALIGNED = st.sets(st.tuples(st.integers(0, 2), st.integers(1, 2)))
@@ -169,8 +171,7 @@ def act(bench: Bench, command: str, *arguments: Any) -> None:
         case "make_batches":
             bench.make_batches()
         case "reopen":
-            if isinstance(bench.log, LastingLog):
-                bench.reopen()
+            bench.reopen()
         case "write_rest":
             bench.write_rest(*arguments)
         case "wait":
@@ -186,6 +187,8 @@ def act(bench: Bench, command: str, *arguments: Any) -> None:
                 else:
                     getattr(bench.run, command)(*arguments)
             except GristmillError:
+                if bench.run.is_lost:
+                    return
                 assert snapshot(bench) == before
                 assert len(bench.log.events) == held
 
@@ -260,6 +263,26 @@ def test_replaying_the_log_gives_the_same_state_and_what_is_refused_changes_noth
     assert replayed == bench.state
     assert list(replayed.open) == list(bench.state.open)
     assert list(replayed.complete) == list(bench.state.complete)
+
+
+@settings(max_examples=150, deadline=None)
+@given(SETTINGS, LOGS, st.lists(st.tuples(COMMANDS, st.booleans()), max_size=20))
+def test_whatever_appends_fail_the_run_goes_on_as_its_log_says(
+    chosen: dict[str, Any], log: type[RecordingLog], commands: list[tuple[tuple[Any, ...], bool]]
+) -> None:
+    bench = Bench(log=log(), **chosen)
+    for command, fails in commands:
+        before = len(bench.log.records)
+        bench.log.refuses = int(fails and command != ("reopen",))
+        act(bench, *command)
+        on_loop(bench.run._writer.commits.close)
+        bench.log.refuses = 0
+        if bench.run.is_lost:
+            assert len(bench.log.records) == before
+            bench.reopen()
+        check_invariants(bench)
+        assert bench.state == bench.replayed()
+        assert bench.rows._tables.keys() <= bench.log.tables.keys(), "no row is removed that is needed"
 
 
 def kept(events: list[Event]) -> set[int]:

@@ -16,11 +16,22 @@ from gristmill_service.run.machine.answers import BatchState, Outcome, Position
 from gristmill_service.run.machine.codec import encode_state
 from gristmill_service.run.machine.commands.trainer_commands import Checkpoint
 from gristmill_service.run.machine.events import BatchFailed, BatchWithdrawn, Resized
-from gristmill_service.run.run import Run
 from gristmill_service.storage.journal.run_store import JournalRunStore
 from gristmill_service.storage.memory_shards import MemoryShardStore
 from gristmill_service.storage.run_store import RunStore
-from tests.run.harness import CONFIG, Bench, BuildBatch, InlineTasks, group_rows, row, shared_by, table
+from tests.run.harness import (
+    CONFIG,
+    Bench,
+    BuildBatch,
+    HeldBuilders,
+    SettledRun,
+    build_all,
+    group_rows,
+    open_run,
+    row,
+    table,
+)
+from tests.run.logs import lose_rows
 
 # For two ranks these cannot be aligned.
 MISALIGNED = [(0, 2)]
@@ -255,11 +266,10 @@ class TestReplayed:
         store = JournalRunStore(tmp_path, "never")
         _begun(store).close_log()
         store.close()
-        [path] = tmp_path.glob("run-run/rows-*.seg")
-        path.write_bytes(bytes(path.stat().st_size))
+        lose_rows(tmp_path / "run-run", 0)
         store = JournalRunStore(tmp_path, "never")
-        run, tasks = _opened(store)
-        tasks.build()
+        run, builders = _opened(store)
+        build_all(run, builders)
         status = run.status()
         assert "rows of it are lost" in status.failed_batches[0]
         assert (status.row_bytes, status.groups_dropped) == (0, {"batch_failed": 1})
@@ -269,21 +279,18 @@ class TestReplayed:
 _SETTINGS = {"train_batch_size": 1, "dp_size": 4, "micro_batch": {"max_tokens": 8}, "on_misaligned": "error"}
 
 
-def _opened(store: RunStore) -> tuple[Run, InlineTasks]:
+def _opened(store: RunStore) -> tuple[SettledRun, HeldBuilders]:
     """The run as another process would find it. Its pipeline is the real one."""
-    tasks = InlineTasks()
-    shared = shared_by(MemoryShardStore(), build_batch=build_batch, clock=lambda: 0.0, tasks=tasks)
-    run = Run("run", parse_config(CONFIG | _SETTINGS), store.open("run"), shared)
-    run.start()
-    return run, tasks
+    config = parse_config(CONFIG | _SETTINGS)
+    return open_run(store.open("run"), config, store=MemoryShardStore(), build_batch=build_batch)
 
 
-def _begun(store: RunStore) -> Run:
+def _begun(store: RunStore) -> SettledRun:
     """A run with a batch of two rows, which make no four micro-batches."""
     store.create("run", b"{}").close()
-    run, tasks = _opened(store)
+    run, builders = _opened(store)
     run.submit(table(*group_rows("a", response=range(20))))
-    tasks.build()
+    build_all(run, builders)
     assert "dp_size = 4" in run.status().failed_batches[0]
     return run
 
@@ -294,12 +301,12 @@ def check_that_it_outlives_its_process(store: RunStore, another: Callable[[], Ru
     if is_compacted:
         before._log.compact(encode_state(before._writer.state))
     before.close_log()
-    run, tasks = _opened(another())
-    tasks.build()
+    run, builders = _opened(another())
+    build_all(run, builders)
     assert "dp_size = 4" in run.status().failed_batches[0]
     assert run.submit(table(row("a", reward=0.0, response=range(20)))) == [Outcome.DUPLICATE]
     run.resume("policy", Checkpoint(None), "two", 2)
-    tasks.build()
+    build_all(run, builders)
     assert run.batch(0).state is BatchState.PUBLISHED
     for rank in range(2):
         run.acknowledge("policy", rank, Position(0), 0, commit=True)

@@ -8,7 +8,7 @@ import pytest
 
 from gristmill.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError, StaleIncarnationError
 from gristmill_service.config import Model
-from gristmill_service.run.machine.answers import BatchState, Position, Resumed
+from gristmill_service.run.machine.answers import BatchState, Moved, Position, Resumed
 from gristmill_service.run.machine.commands.trainer_commands import Checkpoint
 from tests.run.harness import Bench, group_rows
 
@@ -30,7 +30,8 @@ def ack(
     incarnation: int = 0,
     commit: bool = False,
 ) -> Position | None:
-    return bench.run.acknowledge(model, rank, Position(*position), incarnation, commit).position
+    moved: Moved = bench.run.acknowledge(model, rank, Position(*position), incarnation, commit)
+    return moved.position
 
 
 def test_positions_go_mini_batch_by_mini_batch_epoch_by_epoch_batch_by_batch() -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -30,15 +29,16 @@ from gristmill_service.pipeline import build_batch
 from gristmill_service.pipeline.layout.iovec import join
 from gristmill_service.pipeline.layout.shard_address import ShardAddress
 from gristmill_service.run.machine.answers import BatchState, Outcome, Position, RewardUpdate
-from gristmill_service.run.machine.codec import decode_state, encode_state
+from gristmill_service.run.machine.codec import decode_state, encode_event, encode_state, record_of
 from gristmill_service.run.machine.commands.trainer_commands import Checkpoint
+from gristmill_service.run.machine.events import BatchSealed
 from gristmill_service.run.machine.state import State, apply
-from gristmill_service.run.run import Run
 from gristmill_service.storage.journal.run_store import JournalRunStore
 from gristmill_service.storage.memory_shards import MemoryShardStore
 from gristmill_service.storage.run_store import RunLog
 from tests.run.deltas import Sender
-from tests.run.harness import CONFIG, Bench, BuildBatch, InlineTasks, contents, group_rows, key, row, shared_by, table
+from tests.run.harness import CONFIG, Bench, BuildBatch, build_all, contents, group_rows, key, open_run, row, table
+from tests.run.logs import lose_rows
 from tests.run.test_laws import COMMANDS, MISALIGNED, SETTINGS, act
 from tests.strategies import Row
 
@@ -55,10 +55,10 @@ class Machine:
         self._begin(self.ledger.create("run", b"{}"))
 
     def _begin(self, log: RunLog) -> None:
-        self.tasks, self.store = InlineTasks(), MemoryShardStore()
-        shared = shared_by(self.store, build_batch=build_batch, clock=lambda: self.now, tasks=self.tasks)
-        self.run = Run("run", self.config, log, shared)
-        self.run.start()
+        self.store = MemoryShardStore()
+        self.run, self.builders = open_run(
+            log, self.config, store=self.store, build_batch=build_batch, clock=lambda: self.now
+        )
 
     def die(self) -> None:
         self.deaths += 1
@@ -71,7 +71,7 @@ class Machine:
         return [outcome.name for outcome in self.sender.submit(self.run, table(*rows))]
 
     def make_batches(self) -> None:
-        self.tasks.build()
+        build_all(self.run, self.builders)
 
     def shard(self, position: Position, rank: int = 0) -> bytes:
         view = self.run.shard("policy", rank, position, 0)
@@ -155,7 +155,7 @@ def test_positions_incarnations_and_versions_are_remembered(machine: Callable[..
     one.run.resume("policy", Checkpoint(Position(0)), "first")
     one.train(Position(0), rank=1, commit=False)
     one.die()
-    assert one.run.policy_version == 3
+    assert one.run.policy_version() == 3
     with pytest.raises(StaleIncarnationError):
         one.run.shard("policy", 0, None, 1)
     assert [one.run.shard("policy", rank, None, 2).position for rank in range(2)] == [Position(0), Position(1)]
@@ -195,10 +195,7 @@ def test_rows_that_the_disk_lost_are_dropped_with_a_reason_and_the_others_go_on(
         one.make_batches()
     one.submit(row("b", response=range(2000)))
     one.submit(row("c"))
-    [path] = one.directory.glob("run-run/rows-*.seg")
-    content = bytearray(path.read_bytes())
-    content[2000:3000] = bytes(1000)
-    path.write_bytes(content)
+    lose_rows(one.directory / "run-run", 0)
     one.die()
     one.make_batches()
     with pytest.raises(BatchFailedError, match="rows of it are lost"):
@@ -212,60 +209,38 @@ def test_rows_that_the_disk_lost_are_dropped_with_a_reason_and_the_others_go_on(
     }
 
 
-def test_what_follows_from_a_logged_event_happens_after_a_death_in_between(machine: Callable[..., Machine]) -> None:
-    one = machine(train_batch_size=1)
-    append, left = one.run._log.append, [1]  # the groups and the rows in one record; not the seal
-
-    def dying(record: bytes, tables: Collection[int] = ()) -> None:
-        if not left[0]:
-            raise UnavailableError("dead")
-        left[0] -= 1
-        append(record, tables)
-
-    one.run._log.append = dying  # type: ignore[method-assign]
-    assert one.submit(*group_rows("a")) == ["ACCEPTED"] * 2
-    left[0] = 0
-    assert one.submit(*group_rows("a")) == ["DUPLICATE"] * 2
-    one.die()
-    one.make_batches()
-    assert one.run.batch(0).state is BatchState.PUBLISHED
-
-
-def test_a_book_that_refuses_refuses_the_call_whole_and_the_run_goes_on_when_it_takes_again() -> None:
+def test_what_follows_from_a_call_is_in_the_same_record() -> None:
     bench = Bench(train_batch_size=1)
-    bench.log.refuses = 1
-    with pytest.raises(UnavailableError):
-        bench.submit(*group_rows("a"))
-    assert len(bench.rows) == 0
-    assert bench.run.status().rows_accepted == 0
-    assert bench.submit(*group_rows("a")) == ["ACCEPTED"] * 2
-    bench.log.refuses = 1
-    bench.make_batches()
-    assert bench.run.batch(0).state is BatchState.PENDING
-    assert bench.store.batches == {}, "what is not logged as published is not there"
-    assert "batch 0 waits" in bench.run.blocked_reason
-    bench.now += 10
-    bench.run.tick()
+    bench.submit(*group_rows("a"))
+    assert len(bench.log.records) == 1
+    assert isinstance(bench.log.events[-1], BatchSealed)
+
+
+def test_what_follows_from_a_logged_event_happens_when_the_log_is_read_without_it() -> None:
+    """Earlier versions logged it apart, and could die in between."""
+    bench = Bench(train_batch_size=1)
+    bench.submit(*group_rows("a"))
+    *events, sealed = bench.log.events
+    assert isinstance(sealed, BatchSealed)
+    bench.log.records = [record_of([encode_event(event) for event in events])]
+    bench.reopen()
+    assert bench.sealed == [0]
     bench.make_batches()
     assert bench.run.batch(0).state is BatchState.PUBLISHED
-    assert bench.run.blocked_reason == ""
     assert bench.replayed() == bench.state
 
 
-def test_what_becomes_due_while_the_book_refuses_is_done_at_the_next_tick() -> None:
+def test_a_publication_that_is_not_logged_has_not_happened_and_is_repeated() -> None:
     bench = Bench(train_batch_size=1)
-    append, calls = bench.log.append, itertools.count()
-
-    def refuse_the_second(record: bytes, tables: Collection[int] = ()) -> None:
-        if next(calls) == 1:
-            raise UnavailableError("the log is full")
-        append(record, tables)
-
-    bench.log.append = refuse_the_second  # type: ignore[method-assign]
-    assert bench.submit(*group_rows("a")) == ["ACCEPTED"] * 2
-    assert bench.sealed == []
-    bench.run.tick()
-    assert bench.sealed == [0]
+    bench.submit(*group_rows("a"))
+    bench.log.refuses = 1
+    bench.make_batches()
+    with pytest.raises(UnavailableError, match="is being read again from its store"):
+        bench.run.batch(0)
+    bench.reopen()
+    assert bench.run.batch(0).state is BatchState.PENDING
+    bench.make_batches()
+    assert bench.run.batch(0).state is BatchState.PUBLISHED
     assert bench.replayed() == bench.state
 
 

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
 
 from gristmill.errors import FailedPreconditionError, UnavailableError
 from gristmill_service.monitoring.collectors.run_monitor import Monitor
+from gristmill_service.run.machine.answers import BatchState, Outcome
 from gristmill_service.run.machine.queries import conditions
-from gristmill_service.run.runs import Runs
 from gristmill_service.storage.journal.run_log import JournalRunLog
 from gristmill_service.storage.journal.run_store import JournalRunStore
 from gristmill_service.storage.memory_runs import MemoryRunLog, MemoryRunStore
 from gristmill_service.storage.memory_shards import MemoryShardStore
-from tests.run.harness import CONFIG, BuildBatch, row, table
+from tests.on_loop import Runs, loop, on_loop
+from tests.run.harness import CONFIG, BuildBatch, Shelf, group_rows, row, table
+from tests.run.logs import RecordingStore
+from tests.run.test_served_bytes import await_batch
 
 PATIENCE_S = 60.0
 
@@ -106,11 +111,11 @@ def test_a_damaged_run_is_read_again_when_it_is_asked_for_and_not_every_second(
     runs = opened(store)
     runs.create("run", CONFIG)
     runs.close(1)
-    (tmp_path / "run-run" / "events-000000.log").write_bytes(b"damaged")
+    (tmp_path / "run-run" / "journal.sqlite").write_bytes(b"damaged")
     runs = opened(store)
     before = store.opened
     for _ in range(3):
-        runs._adopt_all()
+        on_loop(runs._target._adopt)
     assert store.opened == before
     with pytest.raises(FailedPreconditionError, match="cannot be read"):
         runs.get("run")
@@ -118,7 +123,7 @@ def test_a_damaged_run_is_read_again_when_it_is_asked_for_and_not_every_second(
     runs.close(1)
 
 
-def test_a_run_that_is_read_anew_takes_no_workers_result_though_its_lease_comes_back() -> None:
+def test_a_run_that_is_read_anew_takes_no_result_of_its_tasks_though_its_lease_comes_back() -> None:
     """Its old self and its new one must not both decide."""
 
     class Leased(MemoryRunLog):
@@ -145,7 +150,7 @@ def test_a_run_that_is_read_anew_takes_no_workers_result_though_its_lease_comes_
 
     def renew() -> None:
         store.logs[0].is_lost = False
-        found.append(before.is_lost)
+        found.append(before._target.is_lost)
 
     before.wait(conditions.version_is_reached(7), renew)
     store.logs[0].is_lost = True
@@ -163,7 +168,11 @@ def test_a_run_that_is_read_anew_while_it_is_deleted_is_deleted(
     before = runs.get("run")
     before.lose()
     assert runs.get("run") is not before
-    monkeypatch.setattr(runs, "get", lambda name: before)
+
+    async def get_before(name: str) -> Any:
+        return before._target
+
+    monkeypatch.setattr(runs._target, "get", get_before)
     runs.delete("run")
     assert (runs.names(), store.names()) == ([], [])
     runs.close(1)
@@ -186,7 +195,6 @@ def test_the_clock_of_a_run_that_is_deleted_is_no_error() -> None:
         deleting = pool.submit(runs.delete, "run")
         assert store.deleting.wait(PATIENCE_S)
         runs.tick()
-        runs._workers.wait_idle(("tick", "run"))
         store.may_delete.set()
         deleting.result(PATIENCE_S)
     assert [entry for entry in logged if entry["log_level"] == "error"] == []
@@ -217,4 +225,128 @@ def test_a_run_that_comes_back_while_it_is_being_deleted_is_deleted_whole(store:
         deleted.result(PATIENCE_S)
     assert run.is_deleted
     assert runs.names() == []
+    runs.close(1)
+
+
+def test_a_failed_append_has_the_run_read_again_from_its_log() -> None:
+    store, shelf = RecordingStore(), Shelf()
+    runs = Runs(shelf, store, build_batch=BuildBatch(), make_monitor=Monitor)
+    runs.create("run", CONFIG | {"train_batch_size": 1})
+    run = runs.get("run")
+    run.submit(table(*group_rows("a")))
+    await_batch(run, 0)
+    woken = threading.Event()
+    run.wait(conditions.version_is_reached(7), woken.set)
+    store.logs["run"].refuses = 1
+    with pytest.raises(UnavailableError, match="the book is full; the run is read again from its store: retry"):
+        run.submit(table(*group_rows("b")))
+    assert woken.wait(PATIENCE_S)
+    assert runs.leases()["lost"] + store.opened == 1, "it is opened again within a second, or by who asks"
+    again = runs.get("run")
+    assert again is not run
+    assert store.opened == 1
+    assert (again.status().rows_accepted, again.batch(0).state) == (2, BatchState.PUBLISHED)
+    with pytest.raises(UnavailableError):
+        run.status()
+    assert again.submit(table(*group_rows("b"))) == [Outcome.ACCEPTED] * 2
+    await_batch(again, 1)
+    runs.close(1)
+
+
+def test_many_calls_at_once_over_appends_that_fail_lose_nothing_that_was_answered() -> None:
+    store, accepted = RecordingStore(), set[str]()
+    runs = Runs(Shelf(), store, build_batch=BuildBatch(), make_monitor=Monitor)
+    runs.create("run", CONFIG | {"train_batch_size": 400, "policy_mini_batch_size": 400})
+
+    def send(number: int) -> None:
+        while True:
+            try:
+                outcomes = runs.get("run").submit(table(row(f"u{number}")))
+            except UnavailableError:
+                continue
+            assert set(outcomes) <= {Outcome.ACCEPTED, Outcome.DUPLICATE}
+            accepted.add(f"u{number}")
+            return
+
+    def fail() -> None:
+        for _ in range(10):
+            store.logs["run"].refuses = 1
+            time.sleep(0.03)
+
+    with ThreadPoolExecutor(9) as pool:
+        failing = pool.submit(fail)
+        list(pool.map(send, range(200)))
+        failing.result(PATIENCE_S)
+    store.logs["run"].refuses = 0
+    assert store.opened > 0
+    run = runs.get("run")
+    assert run.status().rows_accepted == 200
+    assert {group.uid for group in run.groups()} == accepted
+    runs.close(1)
+
+
+class TestCallersThatGoAway:
+    def test_a_run_whose_creator_has_gone_is_there_whole(self, store: FailingStore) -> None:
+        creating, may_create, create = threading.Event(), threading.Event(), store.create
+
+        def create_slowly(name: str, config: bytes) -> JournalRunLog:
+            creating.set()
+            assert may_create.wait(PATIENCE_S)
+            return create(name, config)
+
+        store.create = create_slowly  # type: ignore[method-assign]
+        runs = opened(store)
+        gone = asyncio.run_coroutine_threadsafe(runs._target.create("run", CONFIG), loop())
+        assert creating.wait(PATIENCE_S)
+        gone.cancel()
+        may_create.set()
+        assert runs.create("run", CONFIG) == ([], False)
+        assert runs.get("run").submit(table(row("a"))) == [Outcome.ACCEPTED]
+        runs.close(1)
+
+    def test_a_run_that_was_opened_for_one_who_has_gone_is_everybodys(self, store: FailingStore) -> None:
+        runs = opened(store)
+        runs.create("run", CONFIG)
+        runs.get("run").submit(table(row("a")))
+        opening, may_open, open_now = threading.Event(), threading.Event(), store.open
+
+        def open_slowly(name: str) -> JournalRunLog:
+            opening.set()
+            assert may_open.wait(PATIENCE_S)
+            return open_now(name)
+
+        store.open = open_slowly  # type: ignore[method-assign]
+        runs.get("run").lose()
+        gone = asyncio.run_coroutine_threadsafe(runs._target.get("run"), loop())
+        assert opening.wait(PATIENCE_S)
+        gone.cancel()
+        may_open.set()
+        run = runs.get("run")
+        assert run.submit(table(row("a"), row("b"))) == [Outcome.DUPLICATE, Outcome.ACCEPTED]
+        assert store.opened == 1
+        runs.close(1)
+
+
+def test_a_run_that_is_created_while_the_service_shuts_down_is_there_when_it_comes_back(store: FailingStore) -> None:
+    creating, may_create, create = threading.Event(), threading.Event(), store.create
+    logs: list[JournalRunLog] = []
+
+    def create_slowly(name: str, config: bytes) -> JournalRunLog:
+        creating.set()
+        assert may_create.wait(PATIENCE_S)
+        logs.append(create(name, config))
+        return logs[-1]
+
+    store.create = create_slowly  # type: ignore[method-assign]
+    runs = opened(store)
+    with ThreadPoolExecutor(1) as pool:
+        created = pool.submit(runs.create, "run", CONFIG)
+        assert creating.wait(PATIENCE_S)
+        runs.close(1)
+        may_create.set()
+        with pytest.raises(UnavailableError, match="shutting down"):
+            created.result(PATIENCE_S)
+    assert logs[0].is_closed
+    runs = opened(store)
+    assert [run.name for run in runs.own()] == ["run"]
     runs.close(1)

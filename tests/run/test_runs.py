@@ -23,11 +23,10 @@ from gristmill.errors import (
 from gristmill_service.monitoring.collectors.run_monitor import Monitor
 from gristmill_service.pipeline import build_batch as pipeline_build_batch
 from gristmill_service.run.machine.answers import BatchState, Outcome, Position
-from gristmill_service.run.run import Run
-from gristmill_service.run.runs import Runs
 from gristmill_service.storage.memory_shards import MemoryShardStore
 from gristmill_service.storage.shard_store import ShardStore
 from gristmill_service.storage.shared_memory import SharedMemoryShardStore
+from tests.on_loop import Run, Runs
 from tests.run.harness import CONFIG, BuildBatch, Shelf, group_rows, row, table, wait_until
 
 PATIENCE_S = 60.0
@@ -77,7 +76,7 @@ class TestNames:
 
     @pytest.mark.parametrize("name", ["a/b", "r/groups", "../../etc", ".", ".."])
     def test_a_name_that_no_path_can_tell_is_refused(self, serve: Callable[..., Runs], name: str) -> None:
-        with pytest.raises(InvalidArgumentError, match="a name stands in the path of URLs"):
+        with pytest.raises(InvalidArgumentError, match="a name is part of the path of URLs"):
             serve().create(name, CONFIG)
 
     def test_a_wrong_configuration_creates_nothing(self, serve: Callable[..., Runs]) -> None:
@@ -282,7 +281,7 @@ class TestDeleting:
                 waiting.result(PATIENCE_S)
         assert shelf.batches == {}
         assert runs.names() == []
-        for call in (run.status, run.finish, lambda: run.submit(table(row("c"))), lambda: run.policy_version):
+        for call in (run.status, run.finish, lambda: run.submit(table(row("c"))), run.policy_version):
             with pytest.raises(NotFoundError):
                 call()
         with pytest.raises(NotFoundError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -201,7 +202,7 @@ class TestStaleness:
         bench.run.announce(3)
         with pytest.raises(FailedPreconditionError, match="policy version 2 is lower than the current 3"):
             bench.run.announce(2)
-        assert bench.run.policy_version == 3
+        assert bench.run.policy_version() == 3
 
 
 class TestFinishing:
@@ -250,10 +251,11 @@ class TestFailing:
         bench.build_batch._fails = {0}
         bench.submit(*group_rows("a"), *group_rows("b"))
         bench.make_batches()
-        for ask in (
+        asks: list[Callable[[], Any]] = [
             lambda: bench.run.batch(0),
             lambda: bench.run.shard("policy", 0, Position(0), 0),
-        ):
+        ]
+        for ask in asks:
             with pytest.raises(BatchFailedError, match="batch 0 failed: cannot be aligned") as caught:
                 ask()
             assert caught.value.batch == 0

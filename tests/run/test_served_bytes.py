@@ -20,9 +20,8 @@ from gristmill_service.pipeline import build_batch
 from gristmill_service.pipeline.layout.iovec import join
 from gristmill_service.pipeline.plan_document import decode_plan
 from gristmill_service.run.machine.answers import BatchState, Position
-from gristmill_service.run.run import Run
-from gristmill_service.run.runs import Runs
 from gristmill_service.storage.memory_shards import MemoryShardStore
+from tests.on_loop import Run, Runs
 from tests.run.harness import CONFIG, Bench, group_rows, reward_of, row, table, wait_until
 from tests.strategies import Row, batches_and_settings, batches_with_columns
 
@@ -39,7 +38,8 @@ def runs() -> Iterator[Runs]:
 def await_batch(run: Run, number: int) -> bytes:
     """The batch's plan, when it is there."""
     wait_until(lambda: run.batch(number).state is not BatchState.PENDING)
-    return run.batch(number).plan
+    plan: bytes = run.batch(number).plan
+    return plan
 
 
 def served(run: Run, number: int) -> tuple[bytes, dict[str, bytes]]:

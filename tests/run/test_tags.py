@@ -16,6 +16,7 @@ from gristmill_service.run.machine.commands.trainer_commands import Checkpoint
 from gristmill_service.run.machine.events import BatchSealed, GroupKey, TagWait
 from gristmill_service.run.machine.queries.conditions import there_is_room
 from tests.metrics.scraping import scraped
+from tests.on_loop import on_loop
 from tests.run.harness import Bench, BuildBatch, group_rows, key, row
 
 
@@ -210,7 +211,7 @@ class TestShares:
         bench = Bench(**SHARES)
         complete(bench, a="code", b="code")
         begin(bench, c="math")
-        told = health(bench.run)
+        told = on_loop(health, bench.run)
         assert "2 of 2 groups are complete; tag_shares lacks 1 of tag 'math'" in told.findings[0].text
         assert [group.tag for group in told.open_groups] == ["math"]
 

@@ -1,4 +1,4 @@
-"""One writer a run: calls that come together are logged together, and nobody waits for ever."""
+"""One writer a run: commands are decided in the order of their arrival, logged together, and nobody waits for ever."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -26,31 +25,16 @@ from gristmill_service.run.machine.codec import decode_events
 from gristmill_service.run.machine.commands.trainer_commands import Checkpoint
 from gristmill_service.run.machine.events import RowsStored, RunFinished
 from gristmill_service.run.machine.queries import conditions
-from gristmill_service.run.runs import Runs
-from gristmill_service.run.writing.row_budget import RowBudget
+from gristmill_service.run.row_budget import RowBudget
 from gristmill_service.storage.memory_shards import MemoryShardStore
 from gristmill_service.storage.run_store import LogLostError
+from tests.on_loop import Runs
 from tests.run.harness import CONFIG, Bench, group_rows, row, table, wait_until
+from tests.run.logs import HeldAppends
 from tests.run.test_served_bytes import await_batch
+from tests.strategies import Row
 
 PATIENCE_S = 60.0
-
-
-class SlowAppends:
-    """Makes a bench's log wait in its next append until it is let go."""
-
-    def __init__(self, bench: Bench) -> None:
-        self._append = bench.log.append
-        self.entered, self.go_on = threading.Event(), threading.Event()
-        self.error: Exception | None = None
-        bench.log.append = self.append  # type: ignore[method-assign]
-
-    def append(self, record: bytes, tables: Collection[int] = ()) -> None:
-        self.entered.set()
-        assert self.go_on.wait(PATIENCE_S)
-        if self.error is not None:
-            raise self.error
-        self._append(record, tables)
 
 
 def begun(**settings: Any) -> Bench:
@@ -61,39 +45,44 @@ def begun(**settings: Any) -> Bench:
     return bench
 
 
-def queue(pool: ThreadPoolExecutor, bench: Bench, *submissions: list[dict[str, object]]) -> list[Future[list[Outcome]]]:
-    """Submissions that wait for the writer, in this order."""
+def await_callers(bench: Bench, count: int) -> None:
+    """Returns when so many calls, or tasks, wait for the log."""
+    wait_until(lambda: len(bench.run._writer.commits._waiting) >= count)
+
+
+def queue(pool: ThreadPoolExecutor, bench: Bench, *submissions: list[Row]) -> list[Future[list[Outcome]]]:
+    """Submissions that are decided in this order, behind one that is being appended."""
     futures = []
     for submission in submissions:
         futures.append(pool.submit(bench.run.submit, table(*submission)))
-        wait_until(lambda: len(bench.run._writer._inbox) == len(futures))
+        await_callers(bench, 1 + len(futures))
     return futures
 
 
 def test_calls_that_come_while_the_log_is_written_are_logged_in_one_append() -> None:
     bench = begun()
-    slow = SlowAppends(bench)
+    before, held = len(bench.log.records), HeldAppends(bench.log)
     with ThreadPoolExecutor(16) as pool:
         first = pool.submit(bench.run.submit, table(row("u0")))
-        assert slow.entered.wait(PATIENCE_S)
-        before = len(bench.log.records)
+        assert held.entered.wait(PATIENCE_S)
         others = queue(pool, bench, *([row(f"u{number}")] for number in range(1, 11)))
-        slow.go_on.set()
+        held.go_on()
         assert first.result(PATIENCE_S) == [Outcome.ACCEPTED]
         assert [other.result(PATIENCE_S) for other in others] == [[Outcome.ACCEPTED]] * 10
-    assert len(bench.log.records) == before + 2, "the one that was being written, and one for all that waited"
+    assert held.count == 2, "the one that was being written, and one for all that waited"
+    assert len(bench.log.records) == before + 2
     assert len(decode_events(bench.log.records[-1])) == 10
     assert bench.replayed() == bench.state
 
 
 def test_the_same_row_sent_twice_at_once_is_accepted_once() -> None:
     bench = begun()
-    slow = SlowAppends(bench)
+    held = HeldAppends(bench.log)
     with ThreadPoolExecutor(16) as pool:
         first = pool.submit(bench.run.submit, table(row("u0")))
-        assert slow.entered.wait(PATIENCE_S)
+        assert held.entered.wait(PATIENCE_S)
         others = queue(pool, bench, [row("u1")], [row("u1")], [row("u1", reward=9.0)], [row("u2")])
-        slow.go_on.set()
+        held.go_on()
         first.result(PATIENCE_S)
         assert others[0].result(PATIENCE_S) == [Outcome.ACCEPTED]
         assert others[1].result(PATIENCE_S) == [Outcome.DUPLICATE]
@@ -105,66 +94,48 @@ def test_the_same_row_sent_twice_at_once_is_accepted_once() -> None:
 
 def test_a_refused_call_hurts_none_that_is_logged_with_it() -> None:
     bench = begun()
-    slow = SlowAppends(bench)
+    held = HeldAppends(bench.log)
     with ThreadPoolExecutor(16) as pool:
         first = pool.submit(bench.run.submit, table(row("u0")))
-        assert slow.entered.wait(PATIENCE_S)
+        assert held.entered.wait(PATIENCE_S)
         others = queue(pool, bench, [row("u1")], [row("u2", sample=99)], [row("u3")])
-        slow.go_on.set()
+        held.go_on()
         first.result(PATIENCE_S)
         assert others[0].result(PATIENCE_S) == others[2].result(PATIENCE_S) == [Outcome.ACCEPTED]
         with pytest.raises(GristmillError, match="sample is 99"):
             others[1].result(PATIENCE_S)
     stored = [row for event in bench.log.events if isinstance(event, RowsStored) for row in event.rows]
     assert [row.trajectory.uid for row in stored] == ["first", "u0", "u1", "u3"]
+    assert set(bench.log.tables) == {row.ref.table for row in stored}, "a refused request's rows are not kept"
+    assert bench.run._writer._staged == {}
 
 
-def test_a_log_that_refuses_refuses_all_that_it_would_have_logged_and_keeps_none_of_their_rows() -> None:
+@pytest.mark.parametrize("error", [UnavailableError("the log is full"), LogLostError("another process decides")])
+def test_an_append_that_fails_ends_every_call_and_every_wait_and_the_run_is_what_its_log_says(error: Exception) -> None:
     bench = begun()
-    slow = SlowAppends(bench)
-    held = len(bench.rows)
-    with ThreadPoolExecutor(16) as pool:
-        first = pool.submit(bench.run.submit, table(row("u0")))
-        assert slow.entered.wait(PATIENCE_S)
-        slow.error = UnavailableError("the log is full")
-        others = queue(pool, bench, *([row(f"u{number}")] for number in range(1, 4)))
-        slow.go_on.set()
-        errors = [one.exception(PATIENCE_S) for one in (first, *others)]
-    assert all(isinstance(error, UnavailableError) for error in errors)
-    assert len({id(error) for error in errors}) == 4, "each caller has an error of its own"
-    assert len(bench.rows) == held
-    assert bench.replayed() == bench.state
-    assert bench.run._writer.staged == {}
-
-
-def test_a_lost_log_ends_every_call_and_every_wait() -> None:
-    bench = begun()
-    woken = threading.Event()
+    before, woken, held = bench.state.rows_accepted, threading.Event(), HeldAppends(bench.log)
     bench.run.wait(conditions.version_is_reached(7), woken.set)
-    slow = SlowAppends(bench)
     with ThreadPoolExecutor(16) as pool:
         first = pool.submit(bench.run.submit, table(row("u0")))
-        assert slow.entered.wait(PATIENCE_S)
-        slow.error = LogLostError("another process decides")
-        others = queue(pool, bench, [row("u1")], [row("u2")])
-        slow.go_on.set()
-        for one in (first, *others):
-            with pytest.raises(UnavailableError):
-                one.result(PATIENCE_S)
+        assert held.entered.wait(PATIENCE_S)
+        others = queue(pool, bench, *([row(f"u{number}")] for number in range(1, 4)))
+        reading = pool.submit(bench.run.status)
+        await_callers(bench, 5)
+        held.go_on(error)
+        errors = [one.exception(PATIENCE_S) for one in (first, *others, reading)]
+    assert all(isinstance(error, UnavailableError) for error in errors)
+    assert len({id(error) for error in errors}) == 5, "each caller has an error of its own"
     assert woken.wait(PATIENCE_S)
     assert bench.run.is_lost
-
-
-def test_reads_do_not_wait_for_the_log() -> None:
-    bench = begun()
-    slow = SlowAppends(bench)
-    with ThreadPoolExecutor(1) as pool:
-        writing = pool.submit(bench.run.submit, table(row("u0")))
-        assert slow.entered.wait(PATIENCE_S)
-        assert bench.run.status().rows_accepted == 1
-        assert bench.run.shard("policy", 0, None, 0).position == Position(0)
-        slow.go_on.set()
-        writing.result(PATIENCE_S)
+    for call in (bench.run.status, bench.run.finish, lambda: bench.submit(row("u9"))):
+        with pytest.raises(UnavailableError):
+            call()
+    assert held.count == 1, "nothing is appended behind what failed"
+    held.go_on()
+    bench.reopen()
+    assert bench.state == bench.replayed()
+    assert bench.state.rows_accepted == before
+    assert bench.submit(row("u0"), row("u1")) == ["ACCEPTED", "ACCEPTED"]
 
 
 def test_a_defect_in_a_command_is_its_callers_alone_and_the_writer_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,25 +146,40 @@ def test_a_defect_in_a_command_is_its_callers_alone_and_the_writer_goes_on(monke
     assert bench.submit(row("u0")) == ["ACCEPTED"]
 
 
+def test_an_acknowledgement_that_commits_and_frees_is_one_append() -> None:
+    bench = Bench(train_batch_size=1)
+    bench.submit(*group_rows("a"))
+    bench.make_batches()
+    before = len(bench.log.records)
+    bench.run.acknowledge("policy", 0, Position(0), 0, commit=True)
+    assert len(bench.log.records) == before + 1
+    assert bench.state.freed == 1
+    assert [type(event).__name__ for event in decode_events(bench.log.records[-1])] == [
+        "Acknowledged",
+        "PositionCommitted",
+        "BatchFreed",
+    ]
+
+
 def test_ranks_that_acknowledge_at_once_are_logged_together_and_commit_once() -> None:
     bench = Bench(dp_size=4, train_batch_size=1, max_buffered_batches=4)
     bench.submit(*group_rows("a"), *group_rows("b"))
     bench.make_batches()
-    slow = SlowAppends(bench)
+    before, held = len(bench.log.records), HeldAppends(bench.log)
     with ThreadPoolExecutor(8) as pool:
         first = pool.submit(bench.run.announce, 1)
-        assert slow.entered.wait(PATIENCE_S)
-        before = len(bench.log.records)
+        assert held.entered.wait(PATIENCE_S)
         acks = []
         for rank in range(4):
             acks.append(pool.submit(bench.run.acknowledge, "policy", rank, Position(0), 0, True))
-            wait_until(lambda: len(bench.run._writer._inbox) == len(acks))
-        slow.go_on.set()
+            await_callers(bench, 1 + len(acks))
+        held.go_on()
         first.result(PATIENCE_S)
         assert [ack.result(PATIENCE_S).position for ack in acks] == [Position(1)] * 4
-    # The version, the acknowledgements, their commit, and what the commit frees.
-    assert len(bench.log.records) == before + 4
+    # The version; and the acknowledgements, their commit, and what the commit frees.
+    assert len(bench.log.records) == before + 2
     assert bench.state.freed == 1
+    assert bench.replayed() == bench.state
 
 
 @pytest.mark.parametrize("is_collected", [False, True], ids=["its rows", "the run itself"])
@@ -208,7 +194,7 @@ def test_a_deleted_run_leaves_memory_without_the_garbage_collector(is_collected:
         run.submit(table(row("u9", sample=99)))
     held = next(iter(run._writer.rows._tables.values())).stored
     assert isinstance(held, Steps), "it is large"
-    gone = weakref.ref(run if is_collected else held.tokens.values)
+    gone = weakref.ref(run._target if is_collected else held.tokens.values)
     gc.collect()
     gc.disable()
     try:
@@ -223,23 +209,25 @@ def test_a_deleted_run_leaves_memory_without_the_garbage_collector(is_collected:
     runs.close(PATIENCE_S)
 
 
-def test_closing_returns_when_no_call_is_under_way() -> None:
+def test_closing_returns_when_nothing_is_appended_any_more() -> None:
     bench = begun()
-    slow = SlowAppends(bench)
+    held = HeldAppends(bench.log)
     with ThreadPoolExecutor(4) as pool:
         writing = pool.submit(bench.run.submit, table(row("u0")))
-        assert slow.entered.wait(PATIENCE_S)
+        assert held.entered.wait(PATIENCE_S)
+        queued = pool.submit(bench.run.submit, table(row("u1")))
+        await_callers(bench, 2)
         closing = pool.submit(bench.run.close, NotFoundError("deleted"))
-        late = pool.submit(bench.run.submit, table(row("u1")))
-        wait_until(lambda: bench.run.is_deleted)
-        with pytest.raises(NotFoundError):
-            late.result(PATIENCE_S) if late.done() else bench.run.status()
+        await_callers(bench, 3)
+        for call in (bench.run.finish, bench.run.status):
+            late = pool.submit(call)
+            with pytest.raises(NotFoundError):
+                late.result(PATIENCE_S)
         assert not closing.done()
-        slow.go_on.set()
-        assert writing.result(PATIENCE_S) == [Outcome.ACCEPTED]
+        held.go_on()
+        assert writing.result(PATIENCE_S) == queued.result(PATIENCE_S) == [Outcome.ACCEPTED]
         closing.result(PATIENCE_S)
-        with pytest.raises(NotFoundError):
-            late.result(PATIENCE_S)
+    assert bench.replayed() == bench.state
 
 
 def test_callers_that_wait_in_a_run_whose_lease_ran_out_are_woken() -> None:
@@ -247,7 +235,7 @@ def test_callers_that_wait_in_a_run_whose_lease_ran_out_are_woken() -> None:
     runs.create("run", CONFIG)
     run, woken = runs.get("run"), threading.Event()
     run.wait(conditions.version_is_reached(7), woken.set)
-    run._writer.lose()
+    run.lose()
     assert woken.wait(PATIENCE_S)
     runs.close(PATIENCE_S)
 
@@ -266,22 +254,19 @@ def test_a_value_that_no_log_can_hold_is_refused_and_the_run_goes_on(monkeypatch
     assert bench.replayed() == bench.state
 
 
-def test_an_acknowledgement_that_could_not_be_committed_is_not_answered() -> None:
+def test_a_repeated_acknowledgement_that_could_not_be_committed_is_not_answered() -> None:
     bench = begun(dp_size=2)
     bench.submit(row("first", sample=1), *group_rows("u39"))
     bench.make_batches()
     bench.run.acknowledge("policy", 0, Position(0), 0, commit=False)
-    slow = SlowAppends(bench)
+    held = HeldAppends(bench.log)
     with ThreadPoolExecutor(4) as pool:
         first = pool.submit(bench.run.submit, table(row("u0")))
-        assert slow.entered.wait(PATIENCE_S)
-        slow.error = UnavailableError("the log is full")
+        assert held.entered.wait(PATIENCE_S)
         repeated = pool.submit(bench.run.acknowledge, "policy", 0, Position(0), 0, True)
-        wait_until(lambda: len(bench.run._writer._inbox) == 1)
-        other = pool.submit(bench.run.submit, table(row("u1")))
-        wait_until(lambda: len(bench.run._writer._inbox) == 2)
-        slow.go_on.set()
-        for one in (first, other, repeated):
+        await_callers(bench, 2)
+        held.go_on(UnavailableError("the log is full"))
+        for one in (first, repeated):
             assert isinstance(one.exception(PATIENCE_S), UnavailableError)
 
 
@@ -289,13 +274,14 @@ def test_a_run_deleted_while_a_call_is_logged_gives_the_room_of_its_rows_back() 
     budget = RowBudget(8 << 30)
     bench = Bench(budget=budget)
     bench.submit(row("a"))
-    slow = SlowAppends(bench)
+    held = HeldAppends(bench.log)
     with ThreadPoolExecutor(2) as pool:
         writing = pool.submit(bench.run.submit, table(row("b")))
-        assert slow.entered.wait(PATIENCE_S)
+        assert held.entered.wait(PATIENCE_S)
+        assert budget.held > 0
         closing = pool.submit(bench.run.close, NotFoundError("deleted"))
-        wait_until(lambda: bench.run.is_deleted)
-        slow.go_on.set()
+        await_callers(bench, 2)
+        held.go_on()
         writing.result(PATIENCE_S)
         closing.result(PATIENCE_S)
     bench.run.close_log()
@@ -311,3 +297,6 @@ def test_who_waits_is_woken_also_where_the_writer_ends_in_a_defect(monkeypatch: 
         bench.run.announce(1)
     assert woken.is_set()
     assert bench.run.is_lost
+    monkeypatch.undo()
+    bench.reopen()
+    assert bench.state.policy_version == 0, "nothing of the half applied command is in the log"

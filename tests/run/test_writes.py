@@ -15,6 +15,7 @@ from gristmill.errors import (
 )
 from gristmill_service.run.machine.answers import Position
 from gristmill_service.run.machine.codec import encode_state
+from gristmill_service.run.written_columns import SentColumns
 from tests.pipeline.written import column
 from tests.run.forwarded import (
     forwarded,
@@ -42,7 +43,7 @@ class TestWrites:
         ):
             bench.run.write(0, 0, 0, 1, {**sent, "ref_logprobs": sent["ref_logprobs"] + 1})
         assert encode_state(bench.state) == state
-        assert not bench.run._writer.staged
+        assert not bench.run._writer._staged
 
     def test_a_write_that_has_a_part_already_adds_the_rest(self) -> None:
         bench = forwarded()
@@ -81,7 +82,7 @@ class TestWrites:
         with pytest.raises(InvalidArgumentError, match=message):
             bench.run.write(0, **{**call, **change})
         assert encode_state(bench.state) == state
-        assert not bench.run._writer.staged
+        assert not bench.run._writer._staged
 
     def test_a_batch_that_waits_for_nothing_takes_none(self) -> None:
         bench = forwarded()
@@ -107,9 +108,11 @@ class TestWrites:
         bench.log.refuses = 1
         with pytest.raises(UnavailableError, match="the book is full"):
             write(bench.run, 0, 0)
-        assert not bench.run._writer.staged
+        bench.reopen()
+        bench.make_batches()
         assert len(bench.run.batch(0).awaits) == 8
         write(bench.run, 0, 0)
+        assert len(bench.run.batch(0).awaits) == 6
 
     @pytest.mark.parametrize("kl_from", ["old_logprobs", "rollout_logprobs"])
     @pytest.mark.parametrize("last", ["old_logprobs", "ref_logprobs", "both"])
@@ -147,14 +150,15 @@ class TestWrites:
             columns=[column("ref_logprobs"), column("old_logprobs")],
             advantage_estimator="reinforce++",
         )
-        put = bench.log.put
+        values = SentColumns.values
 
-        def while_another_writes(one: Any) -> Any:
-            monkeypatch.setattr(bench.log, "put", put)
+        def while_another_writes(*given: Any) -> Any:
+            monkeypatch.setattr(SentColumns, "values", values)
+            checked = values(*given)
             bench.run.write(0, 0, 0, 1, {"ref_logprobs": np.array([[-1, theirs, 0, -1]], np.float32)})
-            return put(one)
+            return checked
 
-        monkeypatch.setattr(bench.log, "put", while_another_writes)
+        monkeypatch.setattr(SentColumns, "values", while_another_writes)
         own = {"old_logprobs": np.array([[-1, -2, 0, -1]], np.float32)}
         if theirs < 0:
             assert bench.run.write(0, 0, 0, 1, own) == 6
@@ -165,7 +169,7 @@ class TestWrites:
             with pytest.raises(InvalidArgumentError, match=message):
                 bench.run.write(0, 0, 0, 1, own)
             assert len(bench.run.batch(0).awaits) == 7
-        assert not bench.run._writer.staged
+        assert not bench.run._writer._staged
 
     def test_a_rows_sum_that_float32_cannot_hold_times_its_coefficient_is_refused(self) -> None:
         bench = forwarded(

@@ -20,7 +20,6 @@ from gristmill_service.pipeline import build_batch
 from gristmill_service.run.machine.answers import BatchState, ColumnPlace, Position
 from gristmill_service.run.machine.codec import encode_state
 from gristmill_service.run.machine.commands.trainer_commands import Checkpoint
-from gristmill_service.run.run import Run
 from gristmill_service.storage.journal.run_store import JournalRunStore
 from gristmill_service.storage.memory_shards import MemoryShardStore
 from gristmill_service.storage.run_store import Replay, RunStore
@@ -39,10 +38,12 @@ from tests.run.forwarded import (
 )
 from tests.run.harness import (
     CONFIG,
-    InlineTasks,
-    LastingLog,
-    shared_by,
+    HeldBuilders,
+    SettledRun,
+    build_all,
+    open_run,
 )
+from tests.run.logs import RecordingLog
 
 
 class TestWaiting:
@@ -240,7 +241,7 @@ class TestIncarnations:
 def test_a_batch_awaits_what_a_log_that_is_too_short_has_lost_of_it(lost: int, left: int) -> None:
     """lost: records of the log's end, the last of which says that the batch is complete."""
 
-    class Short(LastingLog):
+    class Short(RecordingLog):
         def replay(self) -> Replay:
             self.records = self.records[:-lost] if self.records else []
             return Replay(None, list(self.records), lambda: bool(self.records))
@@ -261,9 +262,9 @@ def check_that_it_outlives_its_process(store: RunStore, another: Callable[[], Ru
     """What was written is there in the next process, and once it is complete the shards are made of it. another: the
     same store, as another process opens it."""
     config = parse_config(CONFIG | SETTINGS)
-    run, tasks = opened(store.create("run", b"{}"), config)
+    run, builders = opened(store.create("run", b"{}"), config)
     submit(run)
-    tasks.build()
+    build_all(run, builders)
     sent = {place: values_for(shard(run, *place)) for place in PLACES}
     for place in PLACES[:2]:
         run.write(0, *place, 1, sent[place])
@@ -271,9 +272,9 @@ def check_that_it_outlives_its_process(store: RunStore, another: Callable[[], Ru
         run._log.compact(encode_state(run._writer.state))
     run.close_log()
 
-    run, tasks = opened(another().open("run"), config)
+    run, builders = opened(another().open("run"), config)
     assert run.batch(0).state is BatchState.PENDING
-    tasks.build()
+    build_all(run, builders)
     assert {place[:2] for place in run.batch(0).awaits} == set(PLACES[2:])
     held = run._writer.state.row_bytes
     run.write(0, *PLACES[0], 1, sent[PLACES[0]])
@@ -282,18 +283,14 @@ def check_that_it_outlives_its_process(store: RunStore, another: Callable[[], Ru
         run.write(0, *place, 1, sent[place])
     run.close_log()
 
-    run, tasks = opened(another().open("run"), config)
-    tasks.build()
+    run, builders = opened(another().open("run"), config)
+    build_all(run, builders)
     assert run.batch(0).state is BatchState.PUBLISHED
     assert train_shards(run) == as_sent_with_rows()
 
 
-def opened(log: Any, config: Any) -> tuple[Run, InlineTasks]:
-    tasks = InlineTasks()
-    shared = shared_by(MemoryShardStore(), build_batch=build_batch, clock=lambda: 0.0, tasks=tasks)
-    run = Run("run", config, log, shared)
-    run.start()
-    return run, tasks
+def opened(log: Any, config: Any) -> tuple[SettledRun, HeldBuilders]:
+    return open_run(log, config, store=MemoryShardStore(), build_batch=build_batch)
 
 
 @pytest.mark.parametrize("is_compacted", [True, False])
@@ -306,11 +303,11 @@ def test_what_was_written_outlives_its_process(tmp_path: Path, is_compacted: boo
 def test_what_was_written_and_is_lost_is_written_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = parse_config(CONFIG | SETTINGS)
     store = JournalRunStore(tmp_path, "never")
-    run, tasks = opened(store.create("run", b"{}"), config)
+    run, builders = opened(store.create("run", b"{}"), config)
     submit(run)
-    tasks.build()
+    build_all(run, builders)
     write_all(run)
-    tasks.build()
+    build_all(run, builders)
     lost = next(iter(run.read(lambda state, room: state).batches[0].written.values())).table
     store.close()
 
@@ -318,11 +315,11 @@ def test_what_was_written_and_is_lost_is_written_anew(tmp_path: Path, monkeypatc
     log = store.open("run")
     retain = log.retain
     monkeypatch.setattr(log, "retain", lambda numbers, check: retain(numbers, check) | {lost})
-    run, tasks = opened(log, config)
-    tasks.build()
+    run, builders = opened(log, config)
+    build_all(run, builders)
     assert run.batch(0).state is BatchState.FORWARD
     assert len(run.batch(0).awaits) == 8
     write_all(run)
-    tasks.build()
+    build_all(run, builders)
     assert train_shards(run) == as_sent_with_rows()
     store.close()

@@ -26,9 +26,8 @@ from gristmill_service.monitoring.collectors.run_monitor import Monitor
 from gristmill_service.pipeline.layout.shard_address import ShardAddress
 from gristmill_service.run.machine.answers import BatchState
 from gristmill_service.run.machine.commands.trainer_commands import Checkpoint
-from gristmill_service.run.run import Run
-from gristmill_service.run.runs import Runs
 from gristmill_service.storage.memory_shards import MemoryShardStore
+from tests.on_loop import Run, Runs
 from tests.pipeline.written import column
 from tests.run.harness import CONFIG, group_rows, table, wait_until
 from tests.run.test_served_bytes import PATIENCE_S
@@ -47,7 +46,7 @@ EXPECTED = (AlreadyExistsError, FailedPreconditionError, StaleIncarnationError, 
 
 def filled(runs: Runs) -> Run:
     runs.create("run", SETTINGS)
-    run = runs.get("run")
+    run: Run = runs.get("run")
     for uid in range(2 * BATCHES):
         run.submit(table(*group_rows(str(uid))))
     return run
@@ -105,7 +104,7 @@ def test_whoever_writes_what_a_batch_is_made_of_one_incarnations_values_each_onc
     held = sum(column.nbytes for batch in run._writer.state.batches.values() for column in batch.written.values())
     rows = sum(group.nbytes for batch in run._writer.state.batches.values() for group in batch.groups)
     assert run.status().row_bytes == held + rows
-    assert not run._writer.staged
+    assert not run._writer._staged
     runs.close(PATIENCE_S)
 
 

@@ -187,14 +187,16 @@ def test_without_the_extra_an_endpoint_is_refused_with_the_remedy(tmp_path: Path
 
 
 _SERVES = """
-import sys
+import asyncio, sys
 from gristmill_service.service import Service
 from gristmill_service.settings import Settings
 from gristmill_service.tracing import configure_tracing
 configure_tracing({})
-service = Service(Settings(grpc_address="127.0.0.1:0", http_address="127.0.0.1:0", store="memory"))
-service.start()
-service.stop()
+async def serve():
+    service = Service(Settings(grpc_address="127.0.0.1:0", http_address="127.0.0.1:0", store="memory"))
+    await service.start()
+    await service.stop()
+asyncio.run(serve())
 print([name for name in sys.modules if name.startswith(("opentelemetry.sdk", "opentelemetry.exporter"))])
 """
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from gristmill.errors import UnavailableError
+from gristmill.errors import NotFoundError, UnavailableError
+from gristmill_service.storage.journal.run_log import Fsync, JournalRunLog
 from gristmill_service.storage.journal.run_store import JournalRunStore
 from tests.storage.tables import any_table, same, whole
 
@@ -29,16 +30,19 @@ class Neighbour:
         self._tables: dict[int, int] = {}
 
     def store_one(self) -> None:
-        first = 1000 * self._number + len(self.records)
-        number, stored = self._log.put(any_table(first, rows=1, tokens=50))
-        assert same(stored, any_table(first, rows=1, tokens=50))
-        self._tables[number] = first
+        number = len(self.records)
+        first = 1000 * self._number + number
         self.records.append(f"{self.name} {first}".encode())
-        self._log.append(self.records[-1], [number])
-        self._log.sync()
+        self._log.append(self.records[-1], {number: any_table(first, rows=1, tokens=50)})
+        self._tables[number] = first
+        assert same(self._log.get(number), any_table(first, rows=1, tokens=50))
         if len(self._tables) % 7 == 0:
             removed, _ = self._tables.popitem()
             self._log.remove([removed])
+
+    def flush(self) -> None:
+        self._log.flush()
+        time.sleep(0.01)
 
     def check(self, store: JournalRunStore) -> None:
         log = store.open(self.name)
@@ -46,42 +50,48 @@ class Neighbour:
         assert log.retain(self._tables, whole) == set()
         for number, first in self._tables.items():
             assert same(log.get(number), any_table(first, rows=1, tokens=50))
+        log.close()
 
 
 class Deleted:
-    """A run that is deleted under whoever writes to it."""
+    """A run that is deleted under the threads that write to it."""
 
     def __init__(self, store: JournalRunStore) -> None:
         self._store, self.deletes = store, 0
-        self._log = store.create("deleted", b"{}")
-        self._log.replay()
+        self._log = self._created()
+
+    def _created(self) -> JournalRunLog:
+        log = self._store.create("deleted", b"{}")
+        log.replay()
+        return log
 
     def recreate(self) -> None:
         time.sleep(0.002)
-        self._log.close()
-        self._store.delete("deleted")
-        self._log.close()
-        self.deletes += 1
-        log = self._store.create("deleted", b"{}")
-        log.replay()
-        self._log = log
-
-    def put(self) -> None:
         log = self._log
-        number, _ = log.put(any_table(FOREIGN, rows=2, tokens=3000))
-        log.sync()
-        log.remove([number])
+        if self.deletes % 2:
+            log.close()
+        self._store.delete("deleted")
+        log.close()
+        self.deletes += 1
+        self._log = self._created()
 
     def append(self) -> None:
         log = self._log
         for _ in range(20):
-            log.append(b"foreign")
+            number = log.first_number
+            log.append(b"foreign", {number: any_table(FOREIGN, rows=2, tokens=3000)})
+            log.remove([number])
         log.compact(b"foreign")
+
+    def read(self) -> None:
+        log = self._log
+        log.flush()
+        assert same(log.get(log.first_number - 1), any_table(FOREIGN, rows=2, tokens=3000))
 
 
 @pytest.mark.parametrize("fsync", ["never", "always"])
-def test_neighbours_of_a_run_that_is_deleted_under_load_lose_nothing(tmp_path: Path, fsync: str) -> None:
-    store = JournalRunStore(tmp_path, fsync)  # type: ignore[arg-type]
+def test_neighbours_of_a_run_that_is_deleted_under_load_lose_nothing(tmp_path: Path, fsync: Fsync) -> None:
+    store = JournalRunStore(tmp_path, fsync)
     neighbours = [Neighbour(store, number) for number in range(NEIGHBOURS)]
     deleted = Deleted(store)
     stopped, errors = threading.Event(), list[BaseException]()
@@ -96,7 +106,8 @@ def test_neighbours_of_a_run_that_is_deleted_under_load_lose_nothing(tmp_path: P
                 errors.append(error)
 
     threads = [threading.Thread(target=repeat, args=(one.store_one,)) for one in neighbours]
-    threads += [threading.Thread(target=repeat, args=(deleted.put, UnavailableError)) for _ in range(3)]
+    threads += [threading.Thread(target=repeat, args=(one.flush,)) for one in neighbours]
+    threads += [threading.Thread(target=repeat, args=(deleted.read, UnavailableError, NotFoundError)) for _ in range(3)]
     threads.append(threading.Thread(target=repeat, args=(deleted.append, UnavailableError)))
     threads.append(threading.Thread(target=repeat, args=(deleted.recreate,)))
     for thread in threads:
@@ -120,7 +131,7 @@ def test_neighbours_of_a_run_that_is_deleted_under_load_lose_nothing(tmp_path: P
             assert b"u999000-" not in stored
     store.close()  # as a killed process leaves it
 
-    again = JournalRunStore(tmp_path, fsync)  # type: ignore[arg-type]
+    again = JournalRunStore(tmp_path, fsync)
     for neighbour in neighbours:
         neighbour.check(again)
     again.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,11 @@ from gristmill.errors import FailedPreconditionError, NotFoundError, ResourceExh
 from gristmill_service.pipeline import build_batch
 from gristmill_service.pipeline.layout.iovec import Iovec
 from gristmill_service.pipeline.layout.shard_address import ShardAddress
+from gristmill_service.storage.redis import shard_store
+from gristmill_service.storage.redis.keys import RunKeys
 from gristmill_service.storage.redis.run_store import RedisRunStore
-from gristmill_service.storage.redis.shards import shard_store
-from gristmill_service.storage.redis.shards.shard_store import RedisShardStore
+from gristmill_service.storage.redis.shard_store import RedisShardStore
+from gristmill_service.storage.run_store import LogLostError
 from gristmill_service.storage.shard_store import ShardsLostError
 from tests import naive
 from tests.bench.workloads import workload
@@ -27,6 +29,8 @@ from tests.redis.cluster import RedisCluster
 from tests.redis.fence import OpenFence
 from tests.redis.servers import RedisServer
 from tests.storage.test_stores import FIRST, SECOND, Source, sources
+
+BATCH = "{gristmill:run}:batch:0"
 
 
 @pytest.fixture(scope="module")
@@ -77,9 +81,10 @@ def test_real_shards_come_back_as_their_files_and_rest_in_a_fraction(
         assert read_shard(store, shard.address) == naive.shard_bytes(shard)
         frames = store.read_frames("run", 0, shard.address)
         assert b"".join(decompressed(frame, 1 << 30) for frame in frames) == naive.shard_bytes(shard)
-    kept = sum(client.strlen(key) for key in client.scan_iter("*"))
+    values: Any = client.hvals(BATCH)
+    kept = sum(map(len, values))
     assert kept < 0.3 * sum(shard.size for shard in batch.shards)
-    assert nbytes == kept - client.strlen(store._keys("run").index(0))
+    assert nbytes < kept < nbytes + 20 * len(values), "and checksums"
 
 
 def test_a_batch_that_is_published_again_is_replaced_and_the_old_one_leaves_nothing(
@@ -115,17 +120,50 @@ def test_large_shards_stand_in_several_values(store: RedisShardStore, client: re
     ],
     ids=["empty", "cut", "longer", "flipped", "head", "other"],
 )
-@pytest.mark.parametrize("part", ["policy:0:0:2", "plan"])
+@pytest.mark.parametrize("part", ["policy/0/0", "policy/0/0/0", "policy/0/0/2", "plan"])
 def test_a_damaged_value_is_lost(
     store: RedisShardStore, client: redis.Redis, part: str, spoil: Callable[[bytes], bytes]
 ) -> None:
     store.publish("run", 0, bytes(range(100)), sources(first=bytes(range(250)) * 2))
-    [key] = client.keys(f"*:{part}")
-    value: Any = client.get(key)
-    client.set(key, spoil(value))
-    with pytest.raises(ShardsLostError, match="Redis has a damaged part of batch 0, which is built again"):
-        store.plan("run", 0) if part == "plan" else read_shard(store)
+    value: Any = client.hget(BATCH, part)
+    client.hset(BATCH, part, spoil(value))
+    reads: list[Callable[[], object]] = [lambda: read_shard(store), lambda: list(store.read_frames("run", 0, FIRST))]
+    for read in [lambda: store.plan("run", 0)] if part == "plan" else reads:
+        with pytest.raises(ShardsLostError, match="Redis has lost a part of batch 0, which is built again"):
+            read()
     assert b"".join(store.read("run", 0, SECOND)) == b"second"
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda client: client.hset(BATCH, "format", "x"),
+        lambda client: client.hset(BATCH, "format", "2"),
+        lambda client: client.hdel(BATCH, "format"),
+        lambda client: client.hdel(BATCH, "nonce"),
+        lambda client: (client.delete(BATCH), client.set(BATCH, b"another type")),
+        lambda client: (client.delete(BATCH), client.hset(BATCH, "of", "another program")),
+    ],
+    ids=["format flipped", "format before", "no format", "no nonce", "type", "other"],
+)
+def test_a_damaged_batch_is_lost_and_may_be_published_again(
+    store: RedisShardStore, client: redis.Redis, spoil: Callable[[redis.Redis], object]
+) -> None:
+    store.publish("run", 0, b"{}", sources())
+    spoil(client)
+    for read in (
+        lambda: store.plan("run", 0),
+        lambda: store.locate("run", 0, FIRST),
+        lambda: read_shard(store),
+        lambda: store.read_frames("run", 0, FIRST),
+    ):
+        with pytest.raises((ShardsLostError, NotFoundError)):
+            read()
+    store.publish("run", 0, b"{}", sources())
+    assert read_shard(store) == b"first shard"
+    spoil(client)
+    store.free("run", 0)
+    assert client.keys() == []
 
 
 @pytest.mark.usefixtures("small_values")
@@ -137,10 +175,8 @@ def test_freed_batches_and_deleted_runs_leave_no_key(store: RedisShardStore, cli
     with pytest.raises(NotFoundError):
         store.plan(run, 1)
     assert store.plan(run, 2) == b"{}"
-    for key in client.keys("*"):
-        assert isinstance(key, bytes)
-        bare = key.replace(b"{", b"", 1).replace(b"}", b"", 1) if b":batch:" in key else key
-        assert not set(b"{} \n") & set(bare), "only an index has a hash tag"
+    tag = RunKeys("gristmill", run).tag
+    assert all(key.decode().startswith(tag) for key in client.scan_iter("*"))
     store.delete_run(run)
     assert client.keys() == []
 
@@ -162,7 +198,7 @@ def test_stores_with_prefixes_of_their_own_share_a_server(client: redis.Redis) -
 
 
 def test_a_publication_that_died_half_way_goes_with_its_run(store: RedisShardStore, client: redis.Redis) -> None:
-    client.set("gristmill:run:shard:0123:policy:0:0:0", b"left behind")
+    client.hset("{gristmill:run}:staged:1:0123", "policy/0/0/0", b"left behind")
     store.publish("run", 0, b"{}", sources())
     store.delete_run("run")
     assert client.keys() == []
@@ -212,7 +248,7 @@ def test_a_shard_that_is_replaced_while_it_is_read_has_to_be_read_again(
     pieces = store.read_frames("run", 0, FIRST)
     next(pieces)
     store.publish("run", 0, b"{}", sources(first=b"y" * 1000))
-    with pytest.raises(UnavailableError, match="published anew while it was read"):
+    with pytest.raises(UnavailableError, match="published again while it was read"):
         next(pieces)
 
 
@@ -238,18 +274,19 @@ def test_readers_see_one_publication_or_the_next(store: RedisShardStore, small_v
     assert problems == []
 
 
-def test_an_evicted_part_is_said_to_be_lost(store: RedisShardStore, client: redis.Redis) -> None:
+def test_a_part_that_is_gone_is_said_to_be_lost(store: RedisShardStore, client: redis.Redis) -> None:
     store.publish("run", 0, b"{}", sources())
-    (key,) = client.keys("*:policy:0:0:0")
-    client.delete(key)
-    with pytest.raises(ShardsLostError, match="must not evict keys"):
-        read_shard(store)
+    client.hdel(BATCH, "policy/0/0/0", "plan")
+    reads: list[Callable[[], bytes]] = [lambda: read_shard(store), lambda: store.plan("run", 0)]
+    for read in reads:
+        with pytest.raises(ShardsLostError, match="must not evict keys"):
+            read()
 
 
 def test_a_batch_of_a_newer_format_is_refused(store: RedisShardStore, client: redis.Redis) -> None:
     store.publish("run", 0, b"{}", sources())
-    client.setrange("{gristmill:run}:batch:0", 0, b"\x03")
-    with pytest.raises(FailedPreconditionError, match="has format 3 and this version reads 2; use the gristmill"):
+    client.hset(BATCH, "format", "4")
+    with pytest.raises(FailedPreconditionError, match="has format 4 and this version reads 3; use the gristmill"):
         store.plan("run", 0)
 
 
@@ -273,91 +310,67 @@ def test_a_redis_that_is_not_there_is_unavailable(tmp_path: Path) -> None:
             call()
 
 
-def test_a_write_whose_answer_is_lost_leaves_nothing_visible(
+def test_a_publication_whose_answer_is_lost_is_asked_for_again(
     store: RedisShardStore, client: redis.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = client.set
+    publish, is_lost = OpenFence.publish, [True]
 
-    def set_and_lose(key: str, value: bytes) -> None:
-        write(key, value)
-        if ":batch:" in key:
-            raise redis.ConnectionError("answer lost")
+    def publish_and_lose(fence: OpenFence, staged: str, batch: str, nonce: str) -> None:
+        if is_lost.pop():
+            publish(fence, staged, batch, nonce)
+            is_lost.append(False)
+            raise UnavailableError("answer lost") from redis.ConnectionError("answer lost")
 
-    monkeypatch.setattr(client, "set", set_and_lose)
+    monkeypatch.setattr(OpenFence, "publish", publish_and_lose)
+    store.publish("run", 0, b"{}", sources())
+    assert is_lost == []
+    assert read_shard(store) == b"first shard"
+
+
+def test_a_publication_of_unknown_outcome_leaves_nothing_visible(
+    store: RedisShardStore, client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lose(fence: OpenFence, staged: str, batch: str, nonce: str) -> None:
+        with suppress(redis.ResponseError):
+            client.rename(staged, batch)
+        raise UnavailableError("answer lost") from redis.ConnectionError("answer lost")
+
+    monkeypatch.setattr(OpenFence, "publish", lose)
     with pytest.raises(UnavailableError, match="answer lost"):
         store.publish("run", 0, b"{}", sources())
     assert client.keys() == []
 
 
-def test_whatever_redis_refuses_is_an_error_of_gristmill_with_its_words(
-    store: RedisShardStore, client: redis.Redis
-) -> None:
-    client.lpush("{gristmill:run}:batch:0", b"not ours")
-    for call in (store.plan, store.free, lambda run, batch: store.publish(run, batch, b"{}", sources())):
-        with pytest.raises(FailedPreconditionError, match="WRONGTYPE") as caught:
-            call("run", 0)
-        assert isinstance(caught.value.__cause__, redis.ResponseError)
-
-
-def test_a_cluster_keeps_a_batch_on_all_of_its_nodes(cluster: RedisCluster, small_values: None) -> None:
+def test_a_cluster_has_a_run_on_one_of_its_nodes(cluster: RedisCluster, small_values: None) -> None:
     store = RedisShardStore(client := cluster_client(cluster), OpenFence(client))
     data = bytes(range(250)) * 20
     store.publish("run", 0, b"{}", sources(first=data))
-    store.publish("other", 0, b"other", sources())
+    store.publish("run", 1, b"{}", sources())
     assert read_shard(store) == data
     assert store.plan("run", 0) == b"{}"
-    for node in client.get_primaries():
-        assert client.dbsize(target_nodes=node) > 5
+    assert sorted(client.dbsize(target_nodes=node) for node in client.get_primaries()) == [0, 0, 2]
     store.free("run", 0)
     with pytest.raises(NotFoundError):
         store.plan("run", 0)
-    store.publish("run", 1, b"{}", sources(first=data))
     store.delete_run("run")
-    store.delete_run("other")
     assert client.dbsize(target_nodes="primaries") == 0
 
 
 class TestLeftovers:
-    def test_keys_that_cannot_be_removed_beside_another_runs_are_not_forgotten(
-        self, store: RedisShardStore, client: redis.Redis, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """One thread waits for Redis in its removal while the other adds keys and fails."""
-        is_removing, goes_on, unlink = threading.Event(), threading.Event(), client.unlink
-
-        def held(*keys: str) -> Any:
-            if threading.current_thread() is not first:
-                raise redis.ConnectionError("connection lost")
-            is_removing.set()
-            assert goes_on.wait(30)
-            return unlink(*keys)
-
-        for run in ("one", "other"):
-            store.publish(run, 0, b"{}", sources())
-        monkeypatch.setattr(client, "unlink", held)
-        first = threading.Thread(target=store.free, args=("one", 0))
-        first.start()
-        assert is_removing.wait(30)
-        with pytest.raises(UnavailableError, match="connection lost"):
-            store.free("other", 0)
-        goes_on.set()
-        first.join()
-        assert client.keys() == []
-
     def test_what_could_not_be_removed_is_removed_by_the_next_call(
         self, store: RedisShardStore, client: redis.Redis, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def fail(*keys: str) -> None:
             raise redis.ConnectionError("connection lost")
 
-        for batch in range(2):
-            store.publish("run", batch, b"{}", sources())
+        broken = [Source(b"good", FIRST), Source(b"bad!", SECOND, fails=ValueError("no rows"))]
         with monkeypatch.context() as patched:
             patched.setattr(client, "unlink", fail)
-            with pytest.raises(UnavailableError, match="connection lost"):
-                store.free("run", 0)
-        assert len(client.keys("*:shard:*")) == 6
-        store.free("run", 1)
-        assert client.keys() == []
+            with pytest.raises(ValueError, match="no rows"):
+                store.publish("run", 0, b"{}", broken)
+        assert len(client.keys("*:staged:*")) == 1
+        store.publish("other", 0, b"{}", sources())
+        assert client.keys("*:staged:*") == []
 
     def test_publications_that_fail_beside_others_leave_no_key(
         self, store: RedisShardStore, client: redis.Redis
@@ -388,105 +401,51 @@ class TestLeftovers:
         assert problems == []
         assert client.keys() == []
 
-    def test_pieces_stay_while_an_index_may_name_them(
-        self, store: RedisShardStore, client: redis.Redis, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """The index was written, its answer was lost, and Redis cannot be asked."""
-        write, read = client.set, client.get
-        is_lost = threading.Event()
-
-        def set_and_lose(key: str, value: bytes) -> None:
-            write(key, value)
-            if ":batch:" in key:
-                is_lost.set()
-                raise redis.ConnectionError("answer lost")
-
-        def get(key: str) -> Any:
-            if is_lost.is_set():
-                raise redis.ConnectionError("connection lost")
-            return read(key)
-
-        with monkeypatch.context() as patched:
-            patched.setattr(client, "set", set_and_lose)
-            patched.setattr(client, "get", get)
-            with pytest.raises(UnavailableError, match="answer lost"):
-                store.publish("run", 0, b"{}", sources())
-        store.publish("other", 0, b"{}", sources())
-        store.free("other", 0)
-        assert read_shard(store) == b"first shard", "what is visible is whole"
-        store.publish("run", 0, b"again", sources())
-        assert len(client.keys()) == 4
-        store.free("run", 0)
-        assert client.keys() == []
-
 
 class TestSweep:
     @pytest.fixture
-    def fence(self, client: redis.Redis) -> OpenFence:
-        return OpenFence(client)
-
-    @pytest.fixture
-    def store(self, client: redis.Redis, fence: OpenFence) -> RedisShardStore:
-        return RedisShardStore(client, fence)
-
-    def die_publishing(self, store: RedisShardStore, batch: int, run: str = "run") -> None:
-        """Leaves what a process leaves that is killed before its index is there."""
-        with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(store._fence, "replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-            patched.setattr(RedisShardStore, "_withdraw", lambda *_: None)
-            with pytest.raises(KeyboardInterrupt):
-                store.publish(run, batch, b"{}", sources())
-
-    def test_the_next_owner_removes_what_a_killed_publication_left(
-        self, store: RedisShardStore, fence: OpenFence, client: redis.Redis
-    ) -> None:
-        store.publish("run", 0, b"{}", sources())
-        store.publish("run:shard", 0, b"{}", sources())
-        whole = set(client.keys())
-        self.die_publishing(store, 1)
-        assert len(client.keys()) == len(whole) + 3
-        fence.claims = 2
-        store.sweep("run")
-        assert set(client.keys()) == whole
-        assert read_shard(store) == b"first shard"
-
-    def test_claims_are_those_of_the_runs_owners(self, client: redis.Redis) -> None:
+    def owners(self, client: redis.Redis) -> Iterator[list[RedisRunStore]]:
         with ExitStack() as running:
             owners = [RedisRunStore(client, "gristmill", 30.0) for _ in range(2)]
             for number, owner in enumerate(owners):
                 running.callback(owner.close)
                 owner.advertise(f"grpc-{number}", f"http-{number}")
-            dead, living = (RedisShardStore(client, owner) for owner in owners)
-            log = owners[0].create("run", b"{}")
-            self.die_publishing(dead, 0)
-            dead.sweep("run")
-            living.sweep("run")
-            assert len(client.keys("*:shard:*")) == 3
-            log.close()
-            owners[1].open("run")
-            living.sweep("run")
-            assert client.keys("*:shard:*") == []
+            yield owners
 
-    def test_who_does_not_own_the_run_writes_nothing(
-        self, store: RedisShardStore, fence: OpenFence, client: redis.Redis
+    def die_publishing(self, store: RedisShardStore, batch: int) -> None:
+        """Leaves what a process leaves that is killed before its batch is visible."""
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(shard_store, "_put_in_place", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+            patched.setattr(shard_store, "unlink", lambda *_: 0)
+            with pytest.raises(KeyboardInterrupt):
+                store.publish("run", batch, b"{}", sources())
+
+    def test_the_next_owner_removes_what_a_killed_publication_left(
+        self, owners: list[RedisRunStore], client: redis.Redis
     ) -> None:
-        fence.claims = 0
-        with pytest.raises(UnavailableError, match="run 'run' is not decided by this process any more; ask again"):
-            store.publish("run", 0, b"{}", sources())
-        assert client.keys() == []
+        dead, living = (RedisShardStore(client, owner) for owner in owners)
+        log = owners[0].create("run", b"{}")
+        dead.publish("run", 0, b"{}", sources())
+        self.die_publishing(dead, 1)
+        dead.sweep("run")
+        with pytest.raises(UnavailableError):
+            living.sweep("run")
+        assert len(client.keys("*:staged:*")) == 1, "only the next owner knows that nobody is at it"
+        log.close()
+        owners[1].open("run")
+        living.sweep("run")
+        assert client.keys("*:staged:*") == []
+        assert read_shard(living) == b"first shard"
 
-    def test_nobody_removes_what_a_later_owner_writes(
-        self, store: RedisShardStore, fence: OpenFence, client: redis.Redis
-    ) -> None:
-        fence.claims = 3
-        self.die_publishing(store, 0)
-        for claims in (0, 2, 3):
-            fence.claims = claims
-            store.sweep("run")
-            assert len(client.keys()) == 3, "an owner of before may be late, and this process may be at it"
+    def test_who_does_not_own_the_run_writes_nothing(self, owners: list[RedisRunStore], client: redis.Redis) -> None:
+        owners[1].create("run", b"{}")
+        before = set(client.keys())
+        with pytest.raises(UnavailableError, match="run 'run' is not owned by this process any more; ask again"):
+            RedisShardStore(client, owners[0]).publish("run", 0, b"{}", sources())
+        assert set(client.keys()) == before
 
-    def test_a_publication_that_is_under_way_here_is_left_alone(
-        self, store: RedisShardStore, fence: OpenFence, client: redis.Redis
+    def test_a_publication_of_before_never_becomes_visible(
+        self, owners: list[RedisRunStore], client: redis.Redis
     ) -> None:
         is_writing, goes_on = threading.Event(), threading.Event()
 
@@ -496,36 +455,33 @@ class TestSweep:
                 assert goes_on.wait(30)
                 return super().iovec()
 
-        shards = [Source(b"first shard", FIRST), Source(b"more", ShardAddress("policy", 0, 1)), Slow(b"slow", SECOND)]
-        publishing = threading.Thread(target=store.publish, args=("run", 0, b"{}", shards))
+        owners[0].create("run", b"{}")
+        store = RedisShardStore(client, owners[0])
+        errors: list[Exception] = []
+
+        def publish() -> None:
+            try:
+                store.publish("run", 0, b"{}", [Source(b"first shard", FIRST), Slow(b"slow", SECOND)])
+            except UnavailableError as error:
+                errors.append(error)
+
+        publishing = threading.Thread(target=publish)
         publishing.start()
         assert is_writing.wait(30)
-        fence.claims = 2
+        owners[0].open("run")
         store.sweep("run")
         goes_on.set()
         publishing.join()
-        assert read_shard(store) == b"first shard"
+        assert isinstance(errors[0], LogLostError)
+        assert client.keys("*:staged:*") == []
+        with pytest.raises(NotFoundError):
+            store.plan("run", 0)
 
-    def test_a_run_whose_index_cannot_be_read_is_not_swept(
-        self, store: RedisShardStore, fence: OpenFence, client: redis.Redis
-    ) -> None:
-        store.publish("run", 0, b"{}", sources())
-        client.setrange("{gristmill:run}:batch:0", 0, b"\x03")
-        fence.claims = 2
-        before = set(client.keys())
-        with pytest.raises(FailedPreconditionError, match="use the gristmill that published it"):
-            store.sweep("run")
-        assert set(client.keys()) == before
-
-    def test_a_cluster_is_swept_on_all_of_its_nodes(self, cluster: RedisCluster, small_values: None) -> None:
-        client = cluster_client(cluster)
-        store = RedisShardStore(client, fence := OpenFence(client))
-        client.flushall(target_nodes="primaries")
-        for number in range(20):
-            client.set(f"gristmill:run:shard:1-{number:x}a:plan", b"left")
-        store.publish("run", 0, b"{}", sources())
-        fence.claims = 2
+    def test_keys_of_another_program_are_left_alone(self, owners: list[RedisRunStore], client: redis.Redis) -> None:
+        owners[0].create("run", b"{}")
+        store = RedisShardStore(client, owners[0])
+        strange = ["rows:x", "rows:x:y", "staged", "staged:x:y", "snapshot", "snapshot:a", "snapshot:a:b", "strange"]
+        for name in strange:
+            client.set(f"{{gristmill:run}}:{name}", b"")
         store.sweep("run")
-        assert client.dbsize(target_nodes="primaries") == 4
-        assert read_shard(store) == b"first shard"
-        store.delete_run("run")
+        assert len(client.keys("{gristmill:run}:*")) == 4 + len(strange)

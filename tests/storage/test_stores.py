@@ -26,7 +26,7 @@ from gristmill_service.pipeline.layout import iovec
 from gristmill_service.pipeline.layout.iovec import Iovec, Region
 from gristmill_service.pipeline.layout.shard_address import ShardAddress
 from gristmill_service.storage.memory_shards import MemoryShardStore
-from gristmill_service.storage.redis.shards.shard_store import RedisShardStore
+from gristmill_service.storage.redis.shard_store import RedisShardStore
 from gristmill_service.storage.shard_files import write_file
 from gristmill_service.storage.shard_store import ShardsLostError, ShardStore
 from gristmill_service.storage.shared_memory import SharedMemoryShardStore
@@ -318,7 +318,7 @@ def test_a_directory_that_somebody_put_in_the_place_of_the_own_is_not_written_to
 DIES = """
 import os, sys
 from pathlib import Path
-from gristmill_service.storage.redis.shards.shard_store import RedisShardStore
+from gristmill_service.storage.redis.shard_store import RedisShardStore
 from gristmill_service.storage.shared_memory import SharedMemoryShardStore
 store = SharedMemoryShardStore(Path(sys.argv[1]))
 (store.root / "left").write_bytes(b"behind")

@@ -1,1 +1,1 @@
-"""Who may call what: the table of calls and roles, the tokens that callers show, and the certificates of both doors."""
+"""Who may call what: the table of calls and roles, the tokens that callers show, and the certificates of both APIs."""

@@ -1,4 +1,4 @@
-"""The certificates of both doors, read again when their files change: a new handshake has the new ones."""
+"""The certificates of both APIs, read again when their files change: a new handshake has the new ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Certificates:
-    """cert_file: the chain. client_ca_file: of whom clients must have a certificate; None: they need none."""
+    """cert_file: the chain. client_ca_file: the authority that must have signed
+    the certificates of clients; None: they need none."""
 
     cert_file: Path
     key_file: Path
@@ -30,9 +31,9 @@ class Certificates:
     def of(cls, settings: Settings) -> Certificates | None:
         if settings.tls_cert_file is None or settings.tls_key_file is None:
             return None
-        found = cls(settings.tls_cert_file, settings.tls_key_file, settings.tls_client_ca_file)
-        found.check()
-        return found
+        certificates = cls(settings.tls_cert_file, settings.tls_key_file, settings.tls_client_ca_file)
+        certificates.check()
+        return certificates
 
     def check(self) -> None:
         """Raises InvalidArgumentError where a file cannot be read, or certificate and key do not fit together."""

@@ -1,9 +1,9 @@
 """Calls that a replica passes on to the owner of their run: how it proves to be a replica, and what it is believed.
 
-Replicas share a Redis. Each process makes up a secret when it starts, and tells it there beside its addresses. Whoever
-passes a call on shows the secret of the process that it passes it to. That gives it the role of a *peer*: it is
-believed that the call was passed on, and where its caller called from. It is believed nothing about what the caller
-may do: the caller's own token goes with the call, and the owner looks it up again.
+Replicas share a Redis. Each process makes a secret when it starts, and publishes it there with its addresses. A replica
+that passes a call on shows the secret of the process that it passes it to. That gives it the role of a *peer*: it is
+believed that the call was passed on, and where its caller called from. It is believed nothing about what the caller may
+do: the caller's own token goes with the call, and the owner looks it up again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _came_from: ContextVar[str] = ContextVar("gristmill_came_from", default="")
 
 
 class PeerSecret:
-    """This process' own: whoever shows it is a peer."""
+    """This process's own: a replica that shows it is a peer."""
 
     def __init__(self) -> None:
         self.value = secrets.token_urlsafe(32)

@@ -22,9 +22,9 @@ class Usage(NamedTuple):
 
 
 class Runs(Protocol):
-    """The runs that there are. With Redis, what they hold is told of those that this process decides for."""
+    """The runs that there are. With Redis, `held` is about those that this process owns."""
 
-    def names(self) -> Iterable[str]: ...
+    async def names(self) -> Iterable[str]: ...
 
     def held(self) -> Mapping[str, Held]: ...
 
@@ -34,45 +34,42 @@ def most_a_run(settings: Settings) -> Most:
     return Most(settings.max_run_groups, settings.max_run_rows, settings.max_run_row_bytes)
 
 
-def check_runs(found: Caller, run: str | None, runs: Runs) -> None:
+async def check_runs(identity: Caller, run: str, runs: Runs) -> None:
     """Raises ResourceExhaustedError where the caller would create a run more than its token lets there be: of those
     whose names it is for."""
-    if found.max_runs is None:
+    if identity.max_runs is None:
         return
-    own = [name for name in runs.names() if found.sees(name)]
-    if run not in own and len(own) >= found.max_runs:
+    own = [name for name in await runs.names() if identity.sees(name)]
+    if run not in own and len(own) >= identity.max_runs:
         raise ResourceExhaustedError(
-            f"{found.name} may have {found.max_runs} runs of the names {', '.join(found.runs)}, and there are "
+            f"{identity.name} may have {identity.max_runs} runs of the names {', '.join(identity.runs)}, and there are "
             f"{len(own)}; delete one, or raise max_runs of the token"
         )
 
 
-def quota_of(found: Caller, runs: Runs) -> Callable[[], Quota] | None:
-    """What all runs hold that the caller's token is for, asked whenever something is to be added to them; None where
-    the token sets no limit."""
-    if found.most == ANY:
-        return None
-    whose = f"the runs of {found.name} ({', '.join(found.runs)}) hold"
+def quota_of(identity: Caller, runs: Runs) -> Callable[[], Quota]:
+    """What all runs hold that the caller's token is for, asked whenever something is to be added to them."""
+    whose = f"the runs of {identity.name} ({', '.join(identity.runs)}) hold"
 
-    return lambda: Quota(_held(found, runs), found.most, whose, "max_{} of the token", is_of_run=False)
+    return lambda: Quota(_held(identity, runs), identity.most, whose, "max_{} of the token", is_of_run=False)
 
 
-def _held(found: Caller, runs: Runs) -> Held:
+def _held(identity: Caller, runs: Runs) -> Held:
     held = NOTHING
     for name, of_run in runs.held().items():
-        if found.sees(name):
+        if identity.sees(name):
             held = held.with_more(of_run)
     return held
 
 
-def usage_of_caller(found: Caller, runs: Runs, in_flight: int) -> Iterator[Usage]:
+def usage_of_caller(identity: Caller, runs: Runs, in_flight: int) -> Iterator[Usage]:
     """How much is taken of the caller's quotas."""
-    if found.max_runs is not None:
-        yield Usage("max_runs", "caller", found.name, sum(map(found.sees, runs.names())), found.max_runs)
-    if found.max_requests is not None:
-        yield Usage("max_requests", "caller", found.name, in_flight, found.max_requests)
-    if found.most != ANY:
-        yield from _usage("max_", "caller", found.name, _held(found, runs), found.most)
+    if identity.max_runs is not None:
+        yield Usage("max_runs", "caller", identity.name, sum(map(identity.sees, runs.held())), identity.max_runs)
+    if identity.max_requests is not None:
+        yield Usage("max_requests", "caller", identity.name, in_flight, identity.max_requests)
+    if identity.most != ANY:
+        yield from _usage("max_", "caller", identity.name, _held(identity, runs), identity.most)
 
 
 def usage_of_runs(most: Most, runs: Runs) -> Iterator[Usage]:

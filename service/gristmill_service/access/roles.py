@@ -1,4 +1,4 @@
-"""Which roles may make which call, over either door: the one table. A test fails for a call that it does not name."""
+"""Which roles may make which call, over gRPC and HTTP: the one table. A test fails for a call that it does not name."""
 
 from __future__ import annotations
 

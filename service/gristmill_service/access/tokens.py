@@ -54,7 +54,7 @@ class TokenEntry(_Entry):
 
 
 class SubjectEntry(_Entry):
-    """The callers whose JSON web token has this subject, or whom a proxy names so: a pattern as a shell's."""
+    """The callers whose JSON web token has this subject, or that a proxy names so: a pattern as of a shell."""
 
     subject: Annotated[str, Field(min_length=1)]
 
@@ -69,11 +69,11 @@ class Callers(BaseModel):
 
     def with_token(self, token: str) -> Caller | None:
         """Compares with every digest, each in the same time."""
-        found, digest = None, digest_of(token)
+        match, digest = None, digest_of(token)
         for entry in self.tokens:
             if hmac.compare_digest(entry.sha256, digest):
-                found = entry
-        return None if found is None else found.caller(found.name)
+                match = entry
+        return None if match is None else match.caller(match.name)
 
     def with_subject(self, subject: str) -> Caller | None:
         """The first entry counts that is for the subject."""
@@ -86,11 +86,11 @@ class Callers(BaseModel):
 def read_callers(path: Path) -> Callers:
     """Raises InvalidArgumentError naming the file, the entry, and what is expected."""
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
-        if found is None:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        if content is None:
             # As of a file that is being written: it must lock nobody out.
             raise InvalidArgumentError(f"{path} is empty; write 'tokens: []' if no token is to be valid")
-        return Callers.model_validate(found)
+        return Callers.model_validate(content)
     except OSError as error:
         raise InvalidArgumentError(f"{path}: cannot read the tokens: {error.strerror}; give a YAML file") from None
     except yaml.MarkedYAMLError as error:
@@ -99,8 +99,8 @@ def read_callers(path: Path) -> Callers:
         raise InvalidArgumentError(f"{path}: cannot read the tokens: {error.problem}{line}; give a YAML file") from None
     except ValidationError as error:
         # Never the values: one may be a token that was put there in place of its digest.
-        told = problems(map(complaint, error.errors()))
-        raise InvalidArgumentError(f"{path}: {told}; `gristmill token create` writes entries") from None
+        reason = problems(map(complaint, error.errors()))
+        raise InvalidArgumentError(f"{path}: {reason}; `gristmill token create` writes entries") from None
     except (ValueError, RecursionError, yaml.YAMLError) as error:
         # Of what YAML takes for a date or a number and is none, or of what is no text; what they say may have a value.
         raise InvalidArgumentError(
@@ -123,7 +123,7 @@ def create_token(path: Path, name: str, roles: Sequence[str], runs: Sequence[str
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """By a file beside it: the file itself is replaced."""
+    """Locks a file next to it: the file itself is replaced."""
     descriptor = os.open(path.with_name(f".{path.name}.lock"), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -142,8 +142,7 @@ def _add_token(path: Path, name: str, roles: Sequence[str], runs: Sequence[str],
             {"name": name, "sha256": digest_of(token), "roles": list(roles), "runs": list(runs), "rank": rank}
         )
     except ValidationError as error:
-        told = problems(map(complaint, error.errors()))
-        raise InvalidArgumentError(told) from None
+        raise InvalidArgumentError(problems(map(complaint, error.errors()))) from None
     grown = callers.model_copy(update={"tokens": [*callers.tokens, entry]})
     draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     draft.touch(0o600)

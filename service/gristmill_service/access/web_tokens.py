@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import ssl
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ _ALGORITHMS = ["RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "E
 # Clocks of a cluster differ by so much.
 _LEEWAY_S = 10
 _KEEP_S = 300.0
-# Whoever sends tokens of keys that nobody has makes the issuer be asked no oftener.
+# Tokens of keys that nobody has do not have the issuer asked more often.
 _PAUSE_S = 5.0
 
 
@@ -37,13 +37,13 @@ class WebTokens:
         if self._file is not None:
             self._keys()
 
-    def caller(self, token: str, callers: Callers) -> Caller:
+    async def caller(self, token: str, callers: Callers) -> Caller:
         """Raises UnauthenticatedError for a token that is not valid, or whose subject the file does not name."""
         jwt = self._jwt
         try:
             claims = jwt.decode(
                 token,
-                self._key(token),
+                await self._key(token),
                 algorithms=_ALGORITHMS,
                 audience=self._audience,
                 issuer=self._issuer,
@@ -53,19 +53,19 @@ class WebTokens:
         except jwt.PyJWTError as error:
             raise UnauthenticatedError(f"the token is not valid: {error}; get a new one") from None
         subject = str(claims["sub"])
-        if found := callers.with_subject(subject):
-            return found
+        if identity := callers.with_subject(subject):
+            return identity
         raise UnauthenticatedError(f"no entry of tokens_file is for the subject {subject!r}; add one under subjects")
 
-    def _key(self, token: str) -> Any:
+    async def _key(self, token: str) -> Any:
         asked = self._jwt.get_unverified_header(token).get("kid")
         if self._published is not None:
-            return self._published.key(asked)
-        keys = self._keys()
-        found = [key for key in keys if key.key_id == asked] if asked else keys
-        if len(found) != 1:
+            return await self._published.key(asked)
+        keys = await asyncio.to_thread(self._keys)
+        matches = [key for key in keys if key.key_id == asked] if asked else keys
+        if len(matches) != 1:
             raise self._jwt.InvalidTokenError(f"no key {asked!r} in {self._file}")
-        return found[0]
+        return matches[0]
 
     def _keys(self) -> list[Any]:
         assert self._file is not None
@@ -83,32 +83,36 @@ def _context(ca_file: Path | None) -> ssl.SSLContext | None:
 
 
 class _Published:
-    """An issuer's keys. Thread-safe. One call alone waits for the issuer: the others go by the keys that there are, so
-    that an issuer that hangs holds no thread but one."""
+    """An issuer's keys. One call waits for the issuer, and the others go by the keys that there are, so that an issuer
+    that hangs takes one thread."""
 
     def __init__(self, url: str, ca_file: Path | None) -> None:
         import jwt
 
         self._jwt, self._url = jwt, url
         self._client = jwt.PyJWKClient(url, cache_jwk_set=False, timeout=5, ssl_context=_context(ca_file))
-        self._lock = threading.Lock()
         self._keys: dict[str, Any] = {}
+        self._is_asking = False
         self._asked, self._failure = float("-inf"), "they are being asked for"
 
-    def key(self, name: object) -> Any:
-        """Raises UnavailableError where a key is not known and the issuer does not tell its keys."""
-        found, age = self._keys.get(str(name)), time.monotonic() - self._asked
-        if age >= (_PAUSE_S if found is None else _KEEP_S) and self._lock.acquire(blocking=False):
-            try:
-                self._ask()
-            finally:
-                self._lock.release()
-            found = self._keys.get(str(name))
-        if found is not None:
-            return found
+    async def key(self, name: object) -> Any:
+        """Raises UnavailableError where a key is not known and the issuer does not answer."""
+        key, age = self._keys.get(str(name)), time.monotonic() - self._asked
+        if age >= (_PAUSE_S if key is None else _KEEP_S) and not self._is_asking:
+            self._is_asking = True
+            asking = asyncio.ensure_future(asyncio.to_thread(self._ask))
+            asking.add_done_callback(self._end)
+            # Its answer is kept, also where the caller goes away meanwhile.
+            await asyncio.shield(asking)
+            key = self._keys.get(str(name))
+        if key is not None:
+            return key
         if self._failure:
             raise UnavailableError(f"the keys at {self._url} cannot be fetched: {self._failure}; retry")
         raise self._jwt.InvalidTokenError(f"no key {str(name)[:100]!r} at {self._url}")
+
+    def _end(self, _: object) -> None:
+        self._is_asking = False
 
     def _ask(self) -> None:
         """Keeps the keys of before where the issuer does not answer, or answers with something else."""

@@ -36,7 +36,7 @@ _MESSAGE_CHARACTERS = 8000
 
 @dataclass(frozen=True, slots=True)
 class ErrorResponse:
-    """An error as either door tells it. `type` is the name of the Python class, for clients that raise it again."""
+    """An error as both APIs report it. `type` is the name of the Python class, for clients that raise it again."""
 
     code: str
     type: str
@@ -62,12 +62,12 @@ class ErrorResponse:
     @property
     def trailers(self) -> tuple[tuple[str, str], ...]:
         """Trailing metadata of a gRPC call."""
-        found = [("gristmill-error", self.type)]
+        trailers = [("gristmill-error", self.type)]
         if self.retry_after_s is not None:
-            found.append(("grpc-retry-pushback-ms", str(math.ceil(self.retry_after_s * 1000))))
+            trailers.append(("grpc-retry-pushback-ms", str(math.ceil(self.retry_after_s * 1000))))
         if self.batch is not None:
-            found.append(("gristmill-batch", str(self.batch)))
-        return tuple(found)
+            trailers.append(("gristmill-batch", str(self.batch)))
+        return tuple(trailers)
 
     @property
     def headers(self) -> dict[str, str]:
@@ -86,7 +86,7 @@ class ErrorResponse:
 
 
 def refusal(error: Exception) -> ErrorResponse:
-    """What is told of an error. Of one that is not ours only that it happened: the caller logs it."""
+    """Returns the response for an error. One that is not ours is reported only as such: the caller of this logs it."""
     if not isinstance(error, GristmillError) or error.code not in STATUSES or error.code == "INTERNAL":
         return ErrorResponse("INTERNAL", "GristmillError", INTERNAL_MESSAGE)
     retry_after_s = None

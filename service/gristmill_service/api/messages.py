@@ -175,7 +175,7 @@ def status_to(status: RunStatus, assessment: Assessment) -> run_pb2.RunStatus:
             )
             for progress in status.models
         ],
-        tags={tag: run_pb2.TagGroups(**asdict(found)) for tag, found in status.tags.items()},
+        tags={tag: run_pb2.TagGroups(**asdict(groups)) for tag, groups in status.tags.items()},
         health=_health_to(assessment),
     )
 

@@ -38,7 +38,7 @@ def ask_policy_version(run: Run, at_least: int) -> Question[int]:
     return Question(
         run,
         lambda: conditions.version_is_reached(at_least),
-        lambda: run.policy_version,
+        run.policy_version,
         lambda version: version >= at_least,
     )
 
@@ -51,8 +51,9 @@ def ask_groups(
     tags: Sequence[str],
     quota: FindQuota | None,
 ) -> Question[Admissions]:
-    """Admits what has room; settled once the first uid that had none at the first reading is answered, or where it is
-    the caller's quota that leaves none: of that the run cannot tell. Raises InvalidArgumentError for too many."""
+    """Admits the uids that there is capacity for. Settled once the first uid that got none at the first reading is
+    answered, or where the caller's quota leaves none, which no event of the run changes. Raises InvalidArgumentError
+    for too many uids."""
     # Before they are copied.
     check_group_count(len(uids))
     uids, n_samples, tags = list(uids), list(n_samples), list(tags)
@@ -60,7 +61,7 @@ def ask_groups(
 
     def is_settled(answer: Admissions) -> bool:
         if not waits_for:
-            waits_for.extend(index for index, found in enumerate(answer.admissions) if found is Admission.NO_ROOM)
+            waits_for.extend(index for index, one in enumerate(answer.admissions) if one is Admission.NO_ROOM)
         return not waits_for or not answer.waits or answer.admissions[waits_for[0]] is not Admission.NO_ROOM
 
     def condition() -> Condition:

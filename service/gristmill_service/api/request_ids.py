@@ -23,14 +23,14 @@ _current: ContextVar[str] = ContextVar("gristmill_request_id", default="")
 
 def begin(metadata: Iterable[tuple[str, str | bytes]]) -> str:
     """Takes a call's id from its metadata, or makes one. It is current until the next call of the thread or task."""
-    found = ""
+    request_id = ""
     for key, value in metadata:
         if key == HEADER:
-            found = value if isinstance(value, str) else value.decode("latin-1")
-    if not found or _VALID.fullmatch(found) is None:
-        found = f"{_MINE}-{next(_numbers):x}"
-    _current.set(found)
-    return found
+            request_id = value if isinstance(value, str) else value.decode("latin-1")
+    if not request_id or _VALID.fullmatch(request_id) is None:
+        request_id = f"{_MINE}-{next(_numbers):x}"
+    _current.set(request_id)
+    return request_id
 
 
 def current() -> str:

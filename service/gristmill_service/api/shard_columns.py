@@ -5,25 +5,40 @@ What is left is again such a file, without those tensors.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+import asyncio
+from collections.abc import AsyncIterator, Collection
 from typing import Any, NamedTuple
 
 import orjson
 
+from gristmill._wire.codecs import zstd_frames
 from gristmill._wire.column_spec import BUILT_IN, of_column
 from gristmill.errors import InvalidArgumentError, UnavailableError
 
 
-def file_with(columns: Collection[str], pieces: Iterator[bytes]) -> Iterator[bytes | memoryview]:
-    """The safetensors file without the declared columns but these. pieces: the file, cut anywhere.
+async def file_with(columns: Collection[str], pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes | memoryview]:
+    """Yields the safetensors file without the declared columns but these. pieces: the file, cut anywhere.
 
     Raises InvalidArgumentError for a column that it does not have.
     """
     stream = _Stream(pieces)
-    header = _header(stream, columns)
+    header = await _header(stream, columns)
     yield header.text
     for begin, end in header.kept:
-        yield from stream.span(begin, end)
+        async for piece in stream.span(begin, end):
+            yield piece
+
+
+async def compressed(pieces: AsyncIterator[bytes | memoryview]) -> AsyncIterator[bytes]:
+    """Yields frames of zstd of the pieces' bytes, which are cut anywhere."""
+    buffer, size = bytearray(), zstd_frames.FRAME_BYTES
+    async for piece in pieces:
+        buffer += piece
+        while len(buffer) >= size:
+            yield await asyncio.to_thread(zstd_frames.compressed, bytes(buffer[:size]))
+            del buffer[:size]
+    if buffer:
+        yield await asyncio.to_thread(zstd_frames.compressed, bytes(buffer))
 
 
 class _Header(NamedTuple):
@@ -35,9 +50,9 @@ class _Header(NamedTuple):
     kept: list[tuple[int, int]]
 
 
-def _header(stream: _Stream, columns: Collection[str]) -> _Header:
-    size = int.from_bytes(stream.take(8), "little")
-    entries: dict[str, Any] = orjson.loads(stream.take(size))
+async def _header(stream: _Stream, columns: Collection[str]) -> _Header:
+    size = int.from_bytes(await stream.take(8), "little")
+    entries: dict[str, Any] = orjson.loads(await stream.take(size))
     declared = {name.rpartition("/")[2] for name in entries.keys() - {"__metadata__"}} - BUILT_IN
     known = declared.difference(*map(of_column, declared))
     if unknown := sorted(set(columns) - known):
@@ -66,20 +81,20 @@ def _header(stream: _Stream, columns: Collection[str]) -> _Header:
 class _Stream:
     """Bytes that come in pieces, read in order."""
 
-    def __init__(self, pieces: Iterator[bytes]) -> None:
+    def __init__(self, pieces: AsyncIterator[bytes]) -> None:
         self._pieces = pieces
         self._piece = memoryview(b"")
         self._at = 0
 
-    def take(self, count: int) -> bytes:
-        """The next bytes. Raises UnavailableError where there are fewer."""
-        return b"".join(self.span(self._at, self._at + count))
+    async def take(self, count: int) -> bytes:
+        """Returns the next bytes. Raises UnavailableError where there are fewer."""
+        return b"".join([piece async for piece in self.span(self._at, self._at + count)])
 
-    def span(self, begin: int, end: int) -> Iterator[memoryview]:
-        """The bytes `begin:end` of all, of which none before `begin` are needed any more."""
+    async def span(self, begin: int, end: int) -> AsyncIterator[memoryview]:
+        """Yields the bytes `begin:end` of all, of which none before `begin` are needed any more."""
         while self._at < end:
             if not len(self._piece):
-                self._piece = memoryview(next(self._pieces, b""))
+                self._piece = memoryview(await anext(self._pieces, b""))
                 if not len(self._piece):
                     raise UnavailableError(f"a shard ended after {self._at} bytes; read it again")
             taken = self._piece[: (begin if self._at < begin else end) - self._at]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,8 +28,7 @@ OK, CANNOT_START = 0, 2
 _STORE_AWAY_S = 30.0
 _STORE_PAUSE_S = 1.0
 
-StopAsked = Callable[..., bool]
-"""Whether the process was asked to stop, within so many seconds where they are given."""
+_POOL_THREADS = 16
 
 
 def register(app: typer.Typer) -> None:
@@ -60,38 +59,51 @@ serve_command.__signature__ = flags_of(Settings)  # type: ignore[attr-defined]
 
 def serve(settings: Settings) -> int:
     """Serves until a signal asks to stop. Returns the exit status."""
+    # Not on the event loop, where it would take most of a second.
+    import gristmill_service.service  # noqa: F401
     from gristmill_service.logs import configure_logs
     from gristmill_service.process_tuning import tune_process
     from gristmill_service.tracing import configure_tracing
 
     configure_logs(settings.log_level, settings.log_format)
     tune_process()
-    with ExitStack() as at_end, _stop_asked() as stop_asked:
-        try:
-            at_end.callback(configure_tracing())
-            service = _made(settings, stop_asked)
-        except (GristmillError, OSError) as error:
-            print(f"gristmill serve: {error}", file=sys.stderr)
-            return CANNOT_START
-        if service is None:
-            return OK
-        try:
-            service.start()
-            with _announced(service, settings.announce):
-                print(_ready_line(service), flush=True)
-                stop_asked()
-        except GristmillError as error:
-            print(f"gristmill serve: {error}", file=sys.stderr)
-            return CANNOT_START
-        except OSError as error:
-            print(f"gristmill serve: announce: cannot write {settings.announce}: {error.strerror}", file=sys.stderr)
-            return CANNOT_START
-        finally:
-            service.stop()
+    try:
+        end_tracing = configure_tracing()
+    except GristmillError as error:
+        print(f"gristmill serve: {error}", file=sys.stderr)
+        return CANNOT_START
+    try:
+        return asyncio.run(_serve(settings))
+    finally:
+        end_tracing()
+
+
+async def _serve(settings: Settings) -> int:
+    from gristmill_service.process_tuning import spare_what_is_there, started_pool
+
+    stop_asked = _stop_asked()
+    try:
+        asyncio.get_running_loop().set_default_executor(started_pool(_POOL_THREADS, "gristmill-pool"))
+        service = await _started(settings, stop_asked)
+    except (GristmillError, OSError) as error:
+        print(f"gristmill serve: {error}", file=sys.stderr)
+        return CANNOT_START
+    if service is None:
+        return OK
+    try:
+        with _announced(service, settings.announce):
+            spare_what_is_there()
+            print(_ready_line(service), flush=True)
+            await stop_asked.wait()
+    except OSError as error:
+        print(f"gristmill serve: announce: cannot write {settings.announce}: {error.strerror}", file=sys.stderr)
+        return CANNOT_START
+    finally:
+        await service.stop()
     return OK
 
 
-def _made(settings: Settings, stop_asked: StopAsked) -> Service | None:
+async def _started(settings: Settings, stop_asked: asyncio.Event) -> Service | None:
     """The service, as soon as its store answers; None where it is asked to stop before that."""
     import structlog
 
@@ -100,15 +112,18 @@ def _made(settings: Settings, stop_asked: StopAsked) -> Service | None:
 
     deadline, reason = time.monotonic() + _STORE_AWAY_S, ""
     while True:
+        service = Service(settings)
         try:
-            return Service(settings)
+            await service.start()
+            return service
         except StorageAwayError as error:
             if time.monotonic() >= deadline:
                 raise
             before, reason = reason, str(error)
         if reason != before:
             structlog.get_logger(__name__).warning("waiting for the store", reason=reason, for_s=_STORE_AWAY_S)
-        if stop_asked(_STORE_PAUSE_S):
+        with suppress(TimeoutError):
+            await asyncio.wait_for(stop_asked.wait(), _STORE_PAUSE_S)
             return None
 
 
@@ -117,37 +132,18 @@ def _ready_line(service: Service) -> str:
     return f"gristmill is ready: gRPC {service.grpc_address}, HTTP {url}; its page: {url}/, its API: {url}/docs"
 
 
-@contextmanager
-def _stop_asked() -> Iterator[StopAsked]:
-    """Yields a function that returns with the first SIGTERM or SIGINT; the second ends the process there and then.
+def _stop_asked() -> asyncio.Event:
+    """Returns an event that the first SIGTERM or SIGINT sets; the second ends the process there and then."""
+    asked = asyncio.Event()
 
-    The kernel may give a signal to any thread, while Python runs handlers in the main one, which waits too: so a thread
-    reads the pipe that the interpreter writes each signal's number to, whichever thread was given it. Blocking signals
-    and `sigwait` would need less, but also that no library starts a thread before, which NumPy does as it is imported.
-    """
-    woken, wake = os.pipe()
-    os.set_blocking(wake, False)
-    asked = threading.Event()
+    def ask(number: int) -> None:
+        if asked.is_set():
+            os._exit(128 + number)
+        asked.set()
 
-    def listen() -> None:
-        while numbers := os.read(woken, 1):
-            if asked.is_set():
-                os._exit(128 + numbers[0])
-            asked.set()
-
-    before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGINT)}
-    pipe_before = signal.set_wakeup_fd(wake)
-    listener = threading.Thread(target=listen, name="gristmill-signals", daemon=True)
-    listener.start()
-    try:
-        yield asked.wait
-    finally:
-        signal.set_wakeup_fd(pipe_before)
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        os.close(wake)
-        listener.join()
-        os.close(woken)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, ask, number)
+    return asked
 
 
 @contextmanager

@@ -1,12 +1,14 @@
-"""Sealed batches become shards: computed on a worker's thread, published, and recorded; or tried again, or failed."""
+"""Sealed batches become shards: computed on a builder's thread, published, and recorded; or tried again, or failed."""
 
 from __future__ import annotations
 
+import asyncio
+import contextvars
 import math
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future
+from typing import Any, NamedTuple
 
 import numpy as np
 import structlog
@@ -23,29 +25,26 @@ from gristmill.errors import (
 )
 from gristmill_service import tracing
 from gristmill_service.config import Model, RunConfig
-from gristmill_service.pipeline.figures import Figures
+from gristmill_service.pipeline import BuiltBatch
 from gristmill_service.pipeline.layout.shard_address import ShardAddress
-from gristmill_service.pipeline.plan_document import PlanDocument, encode_plan
+from gristmill_service.pipeline.plan_document import encode_plan
 from gristmill_service.pipeline.scheduling.schedule import MisalignedError
-from gristmill_service.pipeline.stage_timer import StageTimer
 from gristmill_service.pipeline.written import ShardForm, Written
 from gristmill_service.process_tuning import give_back_memory
 from gristmill_service.run.machine.answers import ColumnPlace
-from gristmill_service.run.machine.commands.command import Command
 from gristmill_service.run.machine.commands.trainer_commands import RecordBatch, WithdrawBatch
 from gristmill_service.run.machine.decisions import progress
 from gristmill_service.run.machine.events import BatchFailed, BatchPublished, WrittenColumn
 from gristmill_service.run.machine.state import Batch, State
+from gristmill_service.run.monitor import RunMonitor
 from gristmill_service.run.rows.row_buffer import PickedRow, RowBuffer, not_held
 from gristmill_service.run.rows.row_gathering import Load, gather
 from gristmill_service.run.shard_room import ShardRoom
-from gristmill_service.run.writing.effects import Effects
-from gristmill_service.run.writing.monitor import RunMonitor
-from gristmill_service.run.writing.writer import Writer
+from gristmill_service.run.writer import Writer
 from gristmill_service.run.written_columns import values_of
 from gristmill_service.storage.row_tables import Stored, steps_of
-from gristmill_service.storage.run_store import LogLostError, RunLog
-from gristmill_service.storage.shard_store import ShardSource, ShardStore
+from gristmill_service.storage.run_store import RunLog
+from gristmill_service.storage.shard_store import ShardStore
 
 _log = structlog.get_logger(__name__)
 
@@ -55,47 +54,15 @@ _EXPORTED_ROWS = 64
 _EXPORTED_BYTES = 16 << 20
 
 
-class PublishableBatch(Protocol):
-    """What the pipeline makes of a batch. awaits, forms: as `gristmill_service.pipeline.BuiltBatch` has them."""
-
-    @property
-    def plan(self) -> PlanDocument: ...
-
-    @property
-    def shards(self) -> Sequence[ShardSource]: ...
-
-    @property
-    def stats(self) -> Callable[[], Figures]: ...
-
-    @property
-    def awaits(self) -> frozenset[str]: ...
-
-    @property
-    def forms(self) -> Mapping[ShardAddress, ShardForm]: ...
-
-
-class BuildBatch(Protocol):
-    """The pipeline, `gristmill_service.pipeline.build_batch`."""
-
-    def __call__(
-        self,
-        steps: Steps,
-        config: RunConfig,
-        *,
-        run: str,
-        batch: int,
-        policy_version: int | None,
-        timed: StageTimer,
-        written: Written | None = None,
-        begun: Mapping[tuple[int, str], int] | None = None,
-    ) -> PublishableBatch: ...
+BuildBatch = Callable[..., BuiltBatch]
+"""The pipeline, `gristmill_service.pipeline.build_batch`, or a stand-in for it."""
 
 
 class _Job(NamedTuple):
     """A batch to build, as it was when it was begun.
 
-    rows: none once they were let go. written: what trainers wrote, all that it awaits; None while some of it lacks, and
-    where it awaits nothing. tables: those of it that are held.
+    rows: none once they were released. written: what trainers wrote, all that the batch awaits; None while some of it
+    lacks, and where it awaits nothing. tables: those of it that are in memory.
     """
 
     number: int
@@ -109,10 +76,10 @@ class _Job(NamedTuple):
 
 
 class BatchBuilder:
-    """One run's. `build` is called by one thread at a time.
+    """One run's. Builds one batch at a time.
 
     blocked_reason: why a sealed batch cannot be published now; empty while none is blocked. plans: of the batches that
-    this process published, encoded. forms: of those of them that wait for columns, how these have to stand.
+    this process published, encoded. forms: of the batches that wait for columns, the form that these must have.
     """
 
     def __init__(
@@ -125,96 +92,134 @@ class BatchBuilder:
         pipeline: BuildBatch,
         monitor: RunMonitor,
         clock: Callable[[], float],
+        builders: Executor,
     ) -> None:
         self.blocked_reason = ""
         self.retry_at = 0.0
         self.plans: dict[int, bytes] = {}
         self.forms: dict[int, Mapping[ShardAddress, ShardForm]] = {}
-        # Held while shards are written: what is deleted must not be written to.
-        self._publishing = threading.Lock()
         self._name, self._writer, self._log, self._store, self._room = name, writer, log, store, room
-        self._pipeline, self._monitor, self._clock = pipeline, monitor, clock
+        self._pipeline, self._monitor, self._clock, self._builders = pipeline, monitor, clock, builders
+        # Of the batch that is being built: the publication runs, or is cancelled before it does.
+        self._publication = Future[None]()
+        self._computing: asyncio.Future[Any] | None = None
 
-    def build(self, perform: Callable[[Effects], None], retry: Callable[[], None]) -> None:
-        """Builds the oldest batch that is sealed and not published, where there is one.
+    async def build(self, retry: Callable[[], None]) -> bool:
+        """Builds the oldest batch that is sealed and not published. Returns whether there may be another.
 
-        perform: sees to effects. retry: has `build` called again: for the next batch, behind those of other runs that
-        wait for a thread, or when there may be room. Never raises for a batch's sake.
+        retry: is called when another run has given back room that this batch had none of. Never raises for a batch's
+        sake.
         """
         # A next try is due some time after this one, which may take long, has failed.
         self.retry_at = math.inf
-        # Together they may hold the room that the first of them needs.
-        for number in self._writer.read(_withdrawn):
-            self._discard(number)
-        job = self._next_job()
+        withdrawn = _withdrawn(self._writer.state)
+        await self._writer.commits.safe()
+        if self._is_over:
+            return False
+        # Together they may take the room that the first of them needs.
+        for number in withdrawn:
+            await self._discard(number)
+        job = await self._next_job()
         if job is not None:
             removals = self._room.removals
             try:
                 with tracing.making_span(self._name, job.number):
                     started = time.monotonic()
-                    self._record(job, self._build(job), started, perform)
+                    await self._record(job, await self._built(job), started)
             except NotFoundError:
                 # The run was deleted meanwhile.
-                return
+                return False
             except (UnavailableError, ResourceExhaustedError) as error:
                 # Nothing is wrong with the batch: what stores it has no room for it, or does not answer.
                 self._block(job, error)
                 if isinstance(error, ResourceExhaustedError):
                     self._room.wait(removals, retry)
-                return
-            retry()
-        # Also where the batch that was blocked is wanted no more.
+                return False
+        # Also where nobody wants the batch that was blocked any more.
         self.blocked_reason = ""
+        return job is not None
 
-    def wait_for_publication(self) -> None:
-        """After the run was closed: returns when nothing of it is written to the store any more."""
-        with self._publishing:
-            pass
-
-    def export(self, number: int) -> Iterator[Steps]:
-        """The rows of a sealed batch in their order, some at a time. Raises as `progress.batch_state` does."""
-
-        def pick(state: State, rows: RowBuffer) -> tuple[list[PickedRow], bool]:
-            progress.batch_state(state, number)
-            if number not in state.batches:
-                raise FailedPreconditionError(f"batch {number} is not sealed yet; its rows are not decided")
-            return _pick(rows, state.batches[number]), bool(state.schema.token_rewards)
-
-        picked, token_rewards = self._writer.read(pick)
+    async def export(self, number: int) -> AsyncIterator[Steps]:
+        """Yields the rows of a sealed batch in their order, some at a time. Raises as `progress.batch_state` does."""
+        state = self._writer.state
+        progress.batch_state(state, number)
+        if number not in state.batches:
+            raise FailedPreconditionError(f"batch {number} is not sealed yet; its rows are not decided")
+        picked, token_rewards = _pick(self._writer.rows, state.batches[number]), bool(state.schema.token_rewards)
+        # The rows are read from the log.
+        await self._writer.commits.safe()
         columns = self._writer.config.columns
         for some in _whole_trajectories(picked):
+
+            def read(some: list[PickedRow] = some) -> list[Steps]:
+                return [*_slices(made_whole(gather(some, token_rewards, self._loaded(some)), columns))]
+
             try:
-                part = made_whole(gather(some, token_rewards, self._loaded(some)), columns)
+                parts = await asyncio.to_thread(read)
             finally:
-                # Rows that were freed while they were read may be zeros.
+                # Rows that were freed while they were read are not to be trusted.
                 self._writer.check_open()
-                self._writer.read(lambda state, rows: progress.batch_state(state, number))
-            yield from _slices(part)
+                progress.batch_state(self._writer.state, number)
+            for part in parts:
+                yield part
 
-    def _next_job(self) -> _Job | None:
-        def find(state: State, rows: RowBuffer) -> _Job | None:
-            for number in state.batches_to_build:
-                batch = state.batches[number]
-                config, is_first = self._writer.config, batch.mini_batches is None
-                token_rewards = bool(state.schema.token_rewards)
-                written = dict(batch.written) if config.written_columns and _is_written(batch, config) else None
-                tables = {column.table: rows.table(column.table) for column in (written or {}).values()}
-                return _Job(number, batch, config, _pick(rows, batch), token_rewards, is_first, written, tables)
+    def abandon(self) -> None:
+        """Has the batch that is being computed not published. Does nothing where it is being published already."""
+        if self._computing is not None and self._publication.cancel():
+            self._computing.cancel()
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether the run takes no batch any more: it was deleted, or has to be opened again."""
+        return self._writer.is_deleted or self._writer.is_lost
+
+    async def _next_job(self) -> _Job | None:
+        if self._is_over:
             return None
+        state, rows, config = self._writer.state, self._writer.rows, self._writer.config
+        for number in state.batches_to_build:
+            batch = state.batches[number]
+            written = dict(batch.written) if config.written_columns and _is_written(batch, config) else None
+            tables = {column.table: rows.table(column.table) for column in (written or {}).values()}
+            is_first, token_rewards = batch.mini_batches is None, bool(state.schema.token_rewards)
+            job = _Job(number, batch, config, _pick(rows, batch), token_rewards, is_first, written, tables)
+            # The rows are read from the log.
+            await self._writer.commits.safe()
+            return job
+        return None
 
+    async def _built(self, job: _Job) -> BatchPublished | BatchFailed:
+        loop, context = asyncio.get_running_loop(), contextvars.copy_context()
+
+        def release() -> None:
+            # Rows with which others begin are of their groups, and so among them.
+            tables = {one.table for one in job.rows}
+            job.rows.clear()
+            loop.call_soon_threadsafe(self._writer.rows.unload, tables)
+
+        self._publication = publication = Future[None]()
+        self._computing = loop.run_in_executor(self._builders, context.run, self._build, job, release, publication)
+        event: BatchPublished | BatchFailed
         try:
-            self._writer.check_open(is_internal=True)
-        except GristmillError:
-            return None
-        return self._writer.read(find)
+            event, plan, forms = await self._computing
+        finally:
+            self._computing = None
+        if isinstance(event, BatchPublished):
+            self._keep(job.number, plan, forms)
+        return event
 
-    def _build(self, job: _Job) -> BatchPublished | BatchFailed:
-        """Computes and publishes the batch. Raises UnavailableError or ResourceExhaustedError where it cannot be stored
-        now."""
+    def _build(
+        self, job: _Job, release: Callable[[], None], publication: Future[None]
+    ) -> tuple[BatchPublished | BatchFailed, bytes, Mapping[ShardAddress, ShardForm]]:
+        """Computes and publishes the batch, in a builder's thread. Returns what happened, and the plan and forms of
+        what was published. Raises UnavailableError or ResourceExhaustedError where it cannot be stored now.
+
+        publication: is not begun any more once it is cancelled.
+        """
         self._monitor.building(job.number)
         try:
             with self._monitor.timed("gather"):
-                let_go = (lambda: self._let_go(job)) if self._may_let_go(job) else None
+                let_go = (lambda: _release(job, release)) if self._may_release(job) else None
                 steps = gather(job.rows, job.token_rewards, self._loaded(job.rows), let_go)
             built = self._pipeline(
                 steps,
@@ -230,8 +235,10 @@ class BatchBuilder:
             for part in built.plan.mini_batches:
                 mini_batches[part.model] += 1
             plan = encode_plan(built.plan)
-            with self._publishing, self._monitor.timed("publish"):
+            with self._monitor.timed("publish"):
                 self._writer.check_open(is_internal=True)
+                if not publication.set_running_or_notify_cancel():
+                    raise UnavailableError("the batch was abandoned")
                 nbytes = self._store.publish(self._name, job.number, plan, built.shards)
         except (UnavailableError, ResourceExhaustedError):
             raise
@@ -244,29 +251,21 @@ class BatchBuilder:
             if not isinstance(error, GristmillError):
                 _log.exception("batch failed", run=self._name, batch=job.number)
             reason = str(error) or type(error).__name__
-            return BatchFailed(job.number, reason, keeps_rows=isinstance(error, MisalignedError))
+            return BatchFailed(job.number, reason, keeps_rows=isinstance(error, MisalignedError)), b"", {}
         record = self._monitor.built(job.number, built.stats) if job.is_first else None
-        self._keep(job.number, plan, built.forms)
-        return BatchPublished(job.number, mini_batches, nbytes, tuple(sorted(built.awaits)), record)
+        event = BatchPublished(job.number, mini_batches, nbytes, tuple(sorted(built.awaits)), record)
+        return event, plan, built.forms
 
     def _loaded(self, rows: Sequence[PickedRow]) -> Load:
         """Gives the tables of the rows that nobody holds. They are read at once: one by one, each would be a round trip
         where the log is elsewhere."""
         return self._log.get_all(numbers).__getitem__ if (numbers := not_held(rows)) else self._log.get
 
-    def _may_let_go(self, job: _Job) -> bool:
+    def _may_release(self, job: _Job) -> bool:
         """Whether the log has the rows, too, from which they are read where the batch cannot be published now. A batch
         that awaits columns is built twice."""
         awaits = bool(job.config.written_columns) and job.written is None
-        return self._log.reads_rows and not self._log.maps_rows and not awaits
-
-    def _let_go(self, job: _Job) -> None:
-        """Gives the memory of gathered rows back, so that a large batch's rows are not held twice."""
-        if job.rows:
-            # Rows with which others begin are of their groups, and so among them.
-            self._writer.leave_tables({one.table for one in job.rows})
-            job.rows.clear()
-        give_back_memory()
+        return self._log.reads_rows and not awaits
 
     def _written(self, job: _Job) -> Written | None:
         if job.written is None:
@@ -280,45 +279,32 @@ class BatchBuilder:
         return found
 
     def _keep(self, number: int, plan: bytes, forms: Mapping[ShardAddress, ShardForm]) -> None:
-        held = self._writer.read(lambda state, rows: set(state.batches)) - {number}
-        self.plans = {other: encoded for other, encoded in self.plans.items() if other in held} | {number: plan}
-        self.forms = {other: kept for other, kept in self.forms.items() if other in held}
+        others = self._writer.state.batches.keys() - {number}
+        self.plans = {other: encoded for other, encoded in self.plans.items() if other in others} | {number: plan}
+        self.forms = {other: kept for other, kept in self.forms.items() if other in others}
         if forms:
             self.forms[number] = forms
 
-    def _record(
-        self, job: _Job, event: BatchPublished | BatchFailed, started: float, perform: Callable[[Effects], None]
-    ) -> None:
+    async def _record(self, job: _Job, event: BatchPublished | BatchFailed, started: float) -> None:
         """Records what became of the batch. Where nobody wants it any more, or not so, its shards are removed: it was
-        given up, the run was deleted, or the trainer came back, with other ranks or to write columns anew."""
-        may_be_recorded = False
+        given up, the run was deleted, or the trainer came back, with other ranks or to write columns again."""
+        is_recorded = False
         try:
-            may_be_recorded = self._execute(RecordBatch(event, job.config, job.written), perform)
-        except LogLostError:
-            # Whoever opens the run next finds the shards, or publishes the batch again in their place.
-            may_be_recorded = True
-            raise
-        else:
-            if may_be_recorded and isinstance(event, BatchPublished):
-                _log_publication(self._name, job, event, time.monotonic() - started)
+            is_recorded = self._writer.execute(RecordBatch(event, job.config, job.written))
         finally:
-            if not may_be_recorded:
+            if not is_recorded and not self._writer.is_lost:
                 self.plans.pop(event.batch, None)
                 if isinstance(event, BatchPublished):
-                    self._discard(event.batch)
-        if not may_be_recorded:
+                    await self._discard(event.batch)
+        if not is_recorded:
             # Its forward shards, which count again, were replaced.
-            self._execute(WithdrawBatch(event.batch), perform)
+            self._writer.execute(WithdrawBatch(event.batch))
+        elif isinstance(event, BatchPublished):
+            _log_publication(self._name, job, event, time.monotonic() - started)
 
-    def _execute(self, command: Command[bool], perform: Callable[[Effects], None]) -> bool:
-        ticket, effects = self._writer.execute(command)
-        if effects is not None:
-            perform(effects)
-        return ticket.result()
-
-    def _discard(self, number: int) -> None:
+    async def _discard(self, number: int) -> None:
         try:
-            self._store.free(self._name, number)
+            await asyncio.to_thread(self._store.free, self._name, number)
         except (GristmillError, OSError) as error:
             # They are replaced when the batch is published again, or go with the run.
             _log.warning("shards not removed", run=self._name, batch=number, reason=str(error))
@@ -329,6 +315,13 @@ class BatchBuilder:
         self.blocked_reason = f"run {self._name!r}: batch {number} waits: {error}"
         if is_new:
             _log.warning("batch waits", run=self._name, batch=number, reason=str(error))
+
+
+def _release(job: _Job, release: Callable[[], None]) -> None:
+    """Gives the memory of gathered rows back, so that a large batch's rows are not in memory twice."""
+    if job.rows:
+        release()
+    give_back_memory()
 
 
 def _log_publication(run: str, job: _Job, event: BatchPublished, seconds: float) -> None:
@@ -376,7 +369,7 @@ def _own_sizes(job: _Job) -> dict[tuple[int, str], int]:
     return {group.key: group.samples for group in job.batch.groups if group.samples != usual}
 
 
-def _withdrawn(state: State, rows: RowBuffer) -> list[int]:
+def _withdrawn(state: State) -> list[int]:
     """Batches whose shards are not what ranks need any more, forward shards too when all is written."""
     return [number for number in state.batches_to_build if state.batches[number].mini_batches is not None]
 

@@ -1,36 +1,35 @@
-"""A row of a group that is not sealed yet, for whoever wants to see what its workers have sent so far."""
+"""A row of a group that is not sealed yet, for people who look at what its workers have sent so far."""
 
 from __future__ import annotations
+
+import asyncio
 
 from gristmill._wire.steps import Steps
 from gristmill.errors import NotFoundError
 from gristmill_service.run.machine.events import GroupKey, StoredRow
 from gristmill_service.run.machine.state import State
-from gristmill_service.run.rows.row_buffer import PickedRow, RowBuffer
 from gristmill_service.run.rows.row_gathering import gather
-from gristmill_service.run.writing.writer import Writer
+from gristmill_service.run.writer import Writer
 from gristmill_service.storage.run_store import RunLog
 
 
-def read_open_row(writer: Writer, log: RunLog, key: GroupKey, sample: int, step: int) -> Steps:
+async def read_open_row(writer: Writer, log: RunLog, key: GroupKey, sample: int, step: int) -> Steps:
     """The row of the sample's current attempt, alone in a table, without rewards of tokens; its reward is NaN while it
     is pending.
 
-    Raises NotFoundError where the group is not open or the row has not come, also where it is let go while it is read.
+    Raises NotFoundError where the group is not open or the row has not come, also where it is removed meanwhile.
     """
-
-    def pick(state: State, rows: RowBuffer) -> PickedRow:
-        row = _find(state, key, sample, step)
-        return rows.pick([(state.open[key], [row])])[0]
-
-    picked = writer.read(pick)
+    row = _find(writer.state, key, sample, step)
+    picked = writer.rows.pick([(writer.state.open[key], [row])])[0]
+    # It is read from the log.
+    await writer.commits.safe()
     try:
-        return gather([picked], False, log.get)
+        return await asyncio.to_thread(gather, [picked], False, log.get)
     finally:
-        # A row that was let go while it was read may be zeros.
+        # A row that was removed while it was read is not to be trusted.
         writer.check_open()
-        if writer.read(lambda state, rows: _find(state, key, sample, step)).ref != picked.row.ref:
-            raise NotFoundError(f"{picked.row} was sampled anew while it was read; ask again")
+        if _find(writer.state, key, sample, step).ref != row.ref:
+            raise NotFoundError(f"{row} was sampled again while it was read; ask again")
 
 
 def _find(state: State, key: GroupKey, sample: int, step: int) -> StoredRow:

@@ -1,4 +1,4 @@
-"""A run as its log tells it: its state, and what became of the rows that it speaks of."""
+"""A run as its log describes it: its state, and what became of the rows that it speaks of."""
 
 from __future__ import annotations
 
@@ -45,9 +45,7 @@ def recovered(
     needed = Needed(state, shared)
     lost = log.retain(needed.tables, needed.is_whole)
     for number, held in needed.tables.items():
-        is_held = log.maps_rows and number not in lost
-        stored, size = (log.get(number), needed.sizes[number]) if is_held else (None, max(held) + 1)
-        rows.add(number, stored, size, held)
+        rows.add(number, None, max(held) + 1, held)
     # How forward shards stand is known to the process alone that built them.
     published = [
         number
@@ -67,13 +65,11 @@ def _rollback(state: State, generation: int) -> GenerationBegan:
 
 
 class Needed:
-    """The rows that a state speaks of, by the table that they are in. sizes: of the tables that were checked, how many
-    rows they have."""
+    """The rows that a state speaks of, by the table that they are in."""
 
     def __init__(self, state: State, shared: Collection[str]) -> None:
         self._shared = shared
         self.tables: dict[int, dict[int, bytes]] = {}
-        self.sizes: dict[int, int] = {}
         for row in _rows(state):
             self.tables.setdefault(row.ref.table, {})[row.ref.row] = row.check or row.digest
         for batch in state.batches.values():
@@ -82,7 +78,6 @@ class Needed:
     def is_whole(self, number: int, steps: Steps) -> bool:
         """Whether the table's rows are those that were accepted."""
         rows = self.tables[number]
-        self.sizes[number] = len(steps)
         if len(steps) <= max(rows):
             return False
         digests = row_digests(steps, self._shared)

@@ -1,16 +1,16 @@
-"""One run, thread-safe. Every call of the API ends here, as a command to the run's writer or as a read.
+"""One run, on the event loop. Every call of the API ends here, as a command to the run's writer or as a read.
 
-Work per token (storing rows, digests, gathering, the pipeline) happens in the calling thread or a worker's, never in
-the writer.
+Work per token (digests of large requests, gathering, the pipeline) and I/O leave the loop; the state never does.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from concurrent.futures import Executor
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import structlog
 
@@ -18,13 +18,13 @@ from gristmill._wire.codecs.row_codec import Prefixes, Sent
 from gristmill._wire.columns import Array
 from gristmill._wire.extras import check_extras
 from gristmill._wire.steps import Steps, TrajectoryKey, check
-from gristmill.errors import GristmillError, InvalidArgumentError, NotFoundError, UnavailableError
+from gristmill.errors import GristmillError, InvalidArgumentError
 from gristmill_service.config import Model, RunConfig
 from gristmill_service.pipeline.credit.kl import check_credit_columns
 from gristmill_service.pipeline.layout.shard_address import ShardAddress
 from gristmill_service.run import recovery
+from gristmill_service.run.background import Background
 from gristmill_service.run.batch_builder import BatchBuilder, BuildBatch
-from gristmill_service.run.housekeeping import Housekeeping
 from gristmill_service.run.machine.answers import (
     Admission,
     Admissions,
@@ -42,35 +42,38 @@ from gristmill_service.run.machine.answers import (
     ShardAnswer,
 )
 from gristmill_service.run.machine.commands import rollout_commands, trainer_commands
-from gristmill_service.run.machine.commands.command import Barrier, Command, FindQuota
+from gristmill_service.run.machine.commands.command import Command, FindQuota
 from gristmill_service.run.machine.commands.trainer_commands import Checkpoint
 from gristmill_service.run.machine.decisions import columns, progress
 from gristmill_service.run.machine.decisions.admission import Room
-from gristmill_service.run.machine.events import GroupKey, NewGroup
+from gristmill_service.run.machine.events import Event, GroupKey, NewGroup
 from gristmill_service.run.machine.queries.conditions import Condition
 from gristmill_service.run.machine.queries.status import all_groups, status
 from gristmill_service.run.machine.row_digests import values_digest
+from gristmill_service.run.machine.row_keys import RowKeys
 from gristmill_service.run.machine.state import State
+from gristmill_service.run.monitor import RunMonitor
 from gristmill_service.run.open_rows import read_open_row
+from gristmill_service.run.published_batches import HAVE_SHARDS, PublishedBatches
 from gristmill_service.run.request_limits import check_begun, check_submitted
-from gristmill_service.run.row_intake import RowIntake
+from gristmill_service.run.row_budget import RowBudget
+from gristmill_service.run.rows.declared_prefixes import Prepared, TokenSums, prepare, steps_before
+from gristmill_service.run.rows.row_buffer import RowBuffer
 from gristmill_service.run.shard_room import ShardRoom
-from gristmill_service.run.workers import TaskQueue
-from gristmill_service.run.writing.monitor import RunMonitor
-from gristmill_service.run.writing.row_budget import RowBudget
-from gristmill_service.run.writing.writer import Writer
-from gristmill_service.run.written_columns import SentColumns, written_before
+from gristmill_service.run.writer import Effects, Writer
+from gristmill_service.run.written_columns import SentColumns, loaded, table_of, written_before
 from gristmill_service.storage.run_store import LogLostError, RunLog
-from gristmill_service.storage.shard_store import ShardsLostError, ShardStore, is_published
+from gristmill_service.storage.shard_store import ShardStore, is_published
 
 _log = structlog.get_logger(__name__)
 # Asked once a submission: structlog itself would first bind and format what nobody reads.
 _logs = logging.getLogger(__name__).isEnabledFor
 
-# The states of a batch that has shards in the store.
-_THERE = (BatchState.PUBLISHED, BatchState.FORWARD)
+# The digests of more bytes are computed in a thread: the hop takes about a tenth of a millisecond.
+_LARGE_BYTES = 1 << 20
 
 T = TypeVar("T")
+P = ParamSpec("P")
 MakeMonitor = Callable[[Callable[[], float], Callable[[], float]], RunMonitor]
 
 
@@ -78,7 +81,7 @@ class Shared(NamedTuple):
     """What the runs of a service share.
 
     pipeline: makes shards of a sealed batch. make_monitor(clock, now): now is the run's own time. clock: seconds, as
-    `time.monotonic`. builders, workers: threads for building batches, and for what is short.
+    `time.monotonic`. builders, log_threads: threads in which batches are built, and logs appended to.
     """
 
     store: ShardStore
@@ -87,21 +90,41 @@ class Shared(NamedTuple):
     pipeline: BuildBatch
     make_monitor: MakeMonitor
     clock: Callable[[], float]
-    builders: TaskQueue
-    workers: TaskQueue
+    builders: Executor
+    log_threads: Executor
+
+
+class _Opened(NamedTuple):
+    """A run as its log describes it. events: what follows from rows and shards that are lost."""
+
+    state: State
+    rows: RowBuffer
+    events: list[Event]
 
 
 class Run:
-    """The run that its log describes, from its beginning or from where the log ends.
+    """The run that its log describes. `open` makes one.
 
-    config: as the run was created; `self.config` is what holds now, for a trainer may come back with another dp_size.
-    Raises InvalidArgumentError for a log that this version does not read.
+    created_with: the configuration that it was created with; `config` is what holds now, for a trainer may come back
+    with another dp_size.
     """
 
-    def __init__(self, name: str, config: RunConfig, log: RunLog, shared: Shared) -> None:
+    @classmethod
+    async def open(cls, name: str, config: RunConfig, log: RunLog, shared: Shared) -> Run:
+        """Goes on where the log ends: drops what was lost, and has batches built whose shards are not there.
+
+        Raises InvalidArgumentError for a log that this version does not read, and UnavailableError where it cannot be
+        read or written now; the run is of no use then.
+        """
+        run = cls(name, config, log, shared, await asyncio.to_thread(_read, name, config, log, shared.store))
+        await run._writer.commits.safe()
+        log.note_generation(run._writer.state.generation)
+        return run
+
+    def __init__(self, name: str, config: RunConfig, log: RunLog, shared: Shared, opened: _Opened) -> None:
         self.name, self.run_id, self.created_with = name, log.run_id, config
         self._log, self._store, clock = log, shared.store, shared.clock
-        state, self._rollback = recovery.replayed(log, config)
+        state, rows, events = opened
         # Only time in which workers could have come counts for stragglers.
         offset = state.now - clock()
 
@@ -109,37 +132,24 @@ class Run:
             return clock() + offset
 
         self.monitor = shared.make_monitor(clock, now)
-        self._writer = Writer(name, state, config, log, self.monitor, shared.budget, clock, now)
+        self._writer = writer = Writer(
+            name, state, rows, config, log, self.monitor, shared.budget, clock, now, shared.log_threads
+        )
         self._builder = BatchBuilder(
-            name, self._writer, log, shared.store, shared.room, shared.pipeline, self.monitor, clock
+            name, writer, log, shared.store, shared.room, shared.pipeline, self.monitor, clock, shared.builders
         )
-        self._housekeeping = Housekeeping(
-            name, self._writer, self._builder, log, shared.store, shared.room, shared.builders, shared.workers, clock
-        )
-        self._duplicates = 0
-        self._intake = RowIntake(self._writer, log.get)
-
-    def start(self) -> None:
-        """Goes on where the log ends: drops what was lost, and has batches built whose shards are not there.
-
-        Raises UnavailableError where the log cannot be written; the run is of no use then.
-        """
-        state, rows = self._writer.state, self._writer.rows
-        is_stored = partial(is_published, self._store, self.name)
-        found = recovery.recovered(state, rows, self._log, is_stored, self.config.shared_columns)
-        if self._rollback is not None:
-            found.append(self._rollback)
-            _log.error("run rolled back: its log is shorter than promised", run=self.name, run_id=self.run_id)
-        effects = self._writer.begin(found)
-        self._log.note_generation(state.generation)
+        self._background = Background(name, writer, self._builder, log, shared.store, shared.room, clock)
+        self._published = PublishedBatches(name, writer, shared.store)
+        writer.on_effects = self._background.perform
+        self._duplicates, self._sums = 0, TokenSums()
+        writer.begin(events)
         # The process before may have died between recording that a batch is freed and removing it.
-        effects.freed += range(max(0, state.freed - self.config.max_buffered_batches), state.freed)
-        effects.builds = True
-        self._housekeeping.perform(effects)
+        freed = range(max(0, state.freed - self.config.max_buffered_batches), state.freed)
+        self._background.perform(Effects(builds=True, freed=[*freed]))
 
     # --- Rollout workers
 
-    def begin_groups(
+    async def begin_groups(
         self,
         round_: int,
         uids: Sequence[str],
@@ -159,7 +169,7 @@ class Run:
         wanted = [
             NewGroup(GroupKey(round_, uid), samples, tag) for uid, samples, tag in zip(uids, sizes, names, strict=True)
         ]
-        begun = self._execute(rollout_commands.BeginGroups(wanted, quota))
+        begun = await self._execute(rollout_commands.BeginGroups(wanted, quota))
         self.monitor.asked_for_groups(Admission.NO_ROOM not in begun.admissions)
         return begun
 
@@ -168,49 +178,69 @@ class Run:
         left_out = None if sent.prefixes is None else sent.prefixes.lengths
         return check_extras(check(sent.steps), self.config.columns, left_out)
 
-    def submit(self, steps: Steps, prefixes: Prefixes | None = None, quota: FindQuota | None = None) -> list[Outcome]:
-        """prefixes: with what the steps before them begin, where they came without it. quota: the caller's, where it
-        has one. Raises PrefixUnknownError where such a step is not at hand."""
+    async def submit(
+        self, steps: Steps, prefixes: Prefixes | None = None, quota: FindQuota | None = None
+    ) -> list[Outcome]:
+        """Stores the rows as they were sent. Returns what became of each.
+
+        prefixes: the tokens with which the rows begin that were left out, because the steps before have them. quota:
+        the caller's, where it has one. Raises PrefixUnknownError where such a step is not there.
+        """
         if not len(steps):
             return []
         check_submitted(steps)
         self._writer.check_open()
+        self._log.check()
         check_credit_columns(steps, self.config)
-        outcomes = self._intake.take(steps, prefixes, self.config.shared_columns, self._execute, quota)
+        prepared = await self._prepared(steps, prefixes)
+        with self._writer.staged([steps]) as (number,):
+            rows = prepared.rows(number)
+            outcomes = await self._execute(rollout_commands.TakeRows(steps, rows, quota))
+        self._sums.note(rows, outcomes, prepared.sums)
         self._duplicates += outcomes.count(Outcome.DUPLICATE)
         self.monitor.received(outcomes, steps)
         if _logs(logging.DEBUG):
             _log_submission(self.name, steps, outcomes)
         return outcomes
 
-    def set_rewards(self, rewards: Sequence[RewardUpdate]) -> int:
+    async def _prepared(self, steps: Steps, prefixes: Prefixes | None) -> Prepared:
+        keys, shared = RowKeys.of(steps), self.config.shared_columns
+        before = steps_before(self._writer.state, self._writer.rows, self._sums, keys, prefixes)
+        reads_rows = any(step.picked is not None for step in before.values())
+        if reads_rows:
+            # What is read must be in the log.
+            await self._safe()
+        if reads_rows or 4 * steps.tokens.total > _LARGE_BYTES:
+            return await asyncio.to_thread(prepare, steps, keys, prefixes, before, shared, self._log.get)
+        return prepare(steps, keys, prefixes, before, shared, self._log.get)
+
+    async def set_rewards(self, rewards: Sequence[RewardUpdate]) -> int:
         digests = [b"" if update.token_values is None else values_digest(update.token_values) for update in rewards]
-        return self._execute(rollout_commands.SetRewards(rewards, digests))
+        return await self._execute(rollout_commands.SetRewards(rewards, digests))
 
-    def abort_trajectories(self, trajectories: Sequence[TrajectoryKey], reason: str) -> int:
-        return self._execute(rollout_commands.AbortTrajectories(trajectories, reason))
+    async def abort_trajectories(self, trajectories: Sequence[TrajectoryKey], reason: str) -> int:
+        return await self._execute(rollout_commands.AbortTrajectories(trajectories, reason))
 
-    def abort_groups(self, round_: int, uids: Sequence[str], reason: str) -> int:
-        return self._execute(rollout_commands.AbortGroups([GroupKey(round_, uid) for uid in uids], reason))
+    async def abort_groups(self, round_: int, uids: Sequence[str], reason: str) -> int:
+        return await self._execute(rollout_commands.AbortGroups([GroupKey(round_, uid) for uid in uids], reason))
 
-    def seal(self, batch: int | None) -> Sealed:
-        return self._execute(rollout_commands.SealBatch(batch))
+    async def seal(self, batch: int | None) -> Sealed:
+        return await self._execute(rollout_commands.SealBatch(batch))
 
-    def finish(self) -> int:
-        return self._execute(rollout_commands.FinishRun())
+    async def finish(self) -> int:
+        return await self._execute(rollout_commands.FinishRun())
 
     # --- Trainer ranks
 
-    @property
-    def policy_version(self) -> int:
-        return self._read(lambda state: state.policy_version)
+    async def policy_version(self) -> int:
+        return await self._read(lambda state: state.policy_version)
 
-    def announce(self, version: int) -> None:
-        self._execute(trainer_commands.AnnounceVersion(version))
+    async def announce(self, version: int) -> None:
+        await self._execute(trainer_commands.AnnounceVersion(version))
 
-    def batch(self, number: int, ranks: Collection[int] = (), trains: Model | None = None) -> BatchAnswer:
-        """ranks: of whose shards it tells what they lack; none: of all. trains: the model whose ranks want to train it;
-        None: who asks only reads."""
+    async def batch(self, number: int, ranks: Collection[int] = (), trains: Model | None = None) -> BatchAnswer:
+        """ranks: for whose shards the answer says which columns they lack; none: for all. trains: the model whose ranks
+        want to train the batch; None: the caller only reads."""
 
         def find(state: State) -> tuple[BatchState, list[ColumnPlace]]:
             found = progress.batch_state(state, number)
@@ -218,20 +248,13 @@ class Run:
                 progress.check_not_ahead(state, trains, ranks, number)
             return found, state.missing(number, ranks) if found is BatchState.FORWARD else []
 
-        found, awaits = self._read(find)
-        if found not in _THERE:
-            return BatchAnswer(found)
-        plan = self._builder.plans.get(number)
-        if plan is None:
-            try:
-                with self._mending(number):
-                    plan = self._store.plan(self.name, number)
-            except NotFoundError:
-                self._check_withdrawn(number)
-                return BatchAnswer(BatchState.PENDING)
-        return BatchAnswer(found, plan, awaits)
+        batch_state, awaits = await self._read(find)
+        if batch_state not in HAVE_SHARDS:
+            return BatchAnswer(batch_state)
+        plan = self._builder.plans.get(number) or await self._published.plan(number)
+        return BatchAnswer(BatchState.PENDING) if plan is None else BatchAnswer(batch_state, plan, awaits)
 
-    def shard(
+    async def shard(
         self, model: Model, rank: int, position: Position | None, incarnation: int, *, is_forward: bool = False
     ) -> ShardAnswer:
         """is_forward: whether the forward shard is wanted, too, while the batch waits for columns."""
@@ -243,102 +266,73 @@ class Run:
             found = progress.shard_state(state, model, rank, wanted, is_forward=is_forward)
             return found, wanted, state.models[model].incarnation
 
-        found, wanted, current = self._read(find)
-        if found not in _THERE:
-            return ShardAnswer(found, wanted, incarnation=current)
+        batch_state, wanted, current = await self._read(find)
+        if batch_state not in HAVE_SHARDS:
+            return ShardAnswer(batch_state, wanted, incarnation=current)
         address = ShardAddress(model, wanted.mini_batch, rank)
-        try:
-            location = self._store.locate(self.name, wanted.batch, address)
-        except NotFoundError:
-            self._check_withdrawn(wanted.batch)
+        location = await self._published.locate(wanted.batch, address)
+        if location is None:
             return ShardAnswer(BatchState.PENDING, wanted, incarnation=current)
         self.monitor.gave_shard(model, rank, location.size)
-        return ShardAnswer(found, wanted, address, location, current)
+        return ShardAnswer(batch_state, wanted, address, location, current)
 
-    def _check_withdrawn(self, number: int) -> None:
-        """For a batch that was published a moment ago and is not in the store: returns where it is built anew, to come
-        again. Raises NotFoundError where it was freed."""
-        if self._read(lambda state: progress.batch_state(state, number)) in _THERE:
-            self._withdraw(number, "the store does not have it")
-
-    @contextmanager
-    def _mending(self, number: int) -> Iterator[None]:
-        """Has the batch built anew where the store turns out to have lost a part of it; the error is raised on."""
-        try:
-            yield
-        except ShardsLostError as error:
-            self._withdraw(number, str(error))
-            raise
-
-    @contextmanager
-    def _reading(self, number: int) -> Iterator[None]:
-        """As `_mending`; and where the shards are not there because they are built anew, that is what is said."""
-        try:
-            with self._mending(number):
-                yield
-        except NotFoundError:
-            if self._read(lambda state: progress.batch_state(state, number)) is BatchState.PENDING:
-                raise UnavailableError(f"run {self.name!r}: batch {number} is not published yet; ask again") from None
-            raise
-
-    def _withdraw(self, number: int, reason: str) -> None:
-        # It may be there again: then it is built once more, to the same bytes.
-        if self._execute(trainer_commands.WithdrawBatch(number)):
-            _log.warning("shards are lost, and the batch is built again", run=self.name, batch=number, reason=reason)
-
-    def read_shard(self, batch: int, address: ShardAddress) -> Iterator[bytes]:
+    async def read_shard(self, batch: int, address: ShardAddress) -> AsyncIterator[bytes]:
+        """Returns the shard's file in pieces."""
         self._writer.check_open()
-        with self._reading(batch):
-            pieces = self._store.read(self.name, batch, address)
-        return self._read_on(batch, pieces)
+        return await self._published.read(batch, address)
 
-    def read_shard_frames(self, batch: int, address: ShardAddress) -> Iterator[bytes] | None:
-        """The shard's compressed frames, or None where the store has whole files."""
+    async def read_shard_frames(self, batch: int, address: ShardAddress) -> AsyncIterator[bytes] | None:
+        """Returns the shard's compressed frames, or None where the store has whole files."""
         self._writer.check_open()
-        with self._reading(batch):
-            pieces = self._store.read_frames(self.name, batch, address)
-        return None if pieces is None else self._read_on(batch, pieces)
+        return await self._published.read_frames(batch, address)
 
-    def _read_on(self, batch: int, pieces: Iterator[bytes]) -> Iterator[bytes]:
-        with self._reading(batch):
-            yield from pieces
-
-    def export(self, number: int) -> Iterator[Steps]:
-        """The rows of a sealed batch in their order, some at a time. Raises as `batch` does."""
+    async def export(self, number: int) -> AsyncIterator[Steps]:
+        """Yields the rows of a sealed batch in their order, some at a time. Raises as `batch` does."""
         self._writer.check_open()
-        return self._builder.export(number)
+        async for steps in self._builder.export(number):
+            yield steps
 
-    def open_row(self, key: GroupKey, sample: int, step: int) -> Steps:
+    async def open_row(self, key: GroupKey, sample: int, step: int) -> Steps:
         """A row of a group that is not sealed. Raises NotFoundError where there is none; see `read_open_row`."""
         self._writer.check_open()
-        return read_open_row(self._writer, self._log, key, sample, step)
+        return await read_open_row(self._writer, self._log, key, sample, step)
 
-    def write(self, batch: int, mini_batch: int, rank: int, incarnation: int, tensors: Mapping[str, Array]) -> int:
-        """Takes columns that a trainer writes for one of the policy's shards. Answers how many columns of shards the
+    async def write(
+        self, batch: int, mini_batch: int, rank: int, incarnation: int, tensors: Mapping[str, Array]
+    ) -> int:
+        """Takes columns that a trainer writes for one of the policy's shards. Returns how many columns of shards the
         batch lacks then.
 
         tensors: by the names that the shard's would have, and in their shape.
         """
         self._writer.check_open()
-        sent = SentColumns(self.name, batch, ShardAddress("policy", mini_batch, rank), tensors, self.config)
-        others = written_before(batch, self._writer, self._log)
+        address = ShardAddress("policy", mini_batch, rank)
+        sent = await asyncio.to_thread(SentColumns, self.name, batch, address, tensors, self.config)
         lacking = None
         while lacking is None:
-            beside = self._read(lambda state: columns.beside(state, batch, sent.digests))
-            new = self._read(lambda state: columns.unwritten(state, batch, incarnation, sent.digests))
-            with sent.staged(new, self._builder.forms.get(batch, {}), self._writer, others) as stored:
-                lacking = self._execute(trainer_commands.WriteColumns(batch, incarnation, stored, beside))
+            self._writer.check_open()
+            state, forms = self._writer.state, self._builder.forms.get(batch, {})
+            siblings = columns.beside(state, batch, sent.digests)
+            new = columns.unwritten(state, batch, incarnation, sent.digests)
+            others = loaded(written_before(batch, state, self._writer.rows), self._log)
+            # What is read must be in the log.
+            await self._safe()
+            values = await asyncio.to_thread(sent.values, new, forms, others)
+            tables = [table_of(place.column, own) for place, own in values.items()]
+            with self._writer.staged(tables) as numbers:
+                written = sent.described(values, numbers)
+                lacking = await self._execute(trainer_commands.WriteColumns(batch, incarnation, written, siblings))
         return lacking
 
-    def acknowledge(self, model: Model, rank: int, position: Position, incarnation: int, commit: bool) -> Moved:
-        return self._execute(trainer_commands.Acknowledge(model, rank, position, incarnation, commit))
+    async def acknowledge(self, model: Model, rank: int, position: Position, incarnation: int, commit: bool) -> Moved:
+        return await self._execute(trainer_commands.Acknowledge(model, rank, position, incarnation, commit))
 
-    def commit(self, model: Model, position: Position, incarnation: int) -> Moved:
-        return self._execute(trainer_commands.Commit(model, position, incarnation))
+    async def commit(self, model: Model, position: Position, incarnation: int) -> Moved:
+        return await self._execute(trainer_commands.Commit(model, position, incarnation))
 
-    def resume(self, model: Model, checkpoint: Checkpoint, launch: str, dp_size: int = 0) -> Resumed:
+    async def resume(self, model: Model, checkpoint: Checkpoint, launch: str, dp_size: int = 0) -> Resumed:
         """dp_size: 0 for as many ranks as before."""
-        return self._execute(trainer_commands.Resume(model, checkpoint, launch, dp_size, self.run_id))
+        return await self._execute(trainer_commands.Resume(model, checkpoint, launch, dp_size, self.run_id))
 
     # --- Everyone
 
@@ -349,10 +343,10 @@ class Run:
 
     def read(self, function: Callable[[State, Room], T]) -> T:
         """Reads the state for a moment, also that of a closed run. The function must be quick and change nothing."""
-        return self._writer.read(lambda state, rows: function(state, self._writer.room()))
+        return function(self._writer.state, self._writer.room())
 
-    def status(self) -> RunStatus:
-        return self._read(self.status_of)
+    async def status(self) -> RunStatus:
+        return await self._read(self.status_of)
 
     def status_of(self, state: State) -> RunStatus:
         """For `read`."""
@@ -360,22 +354,17 @@ class Run:
         room = self._writer.room().groups
         return status(state, self.name, self.run_id, config_json=config_json, room=room, duplicates=self._duplicates)
 
-    def groups(self) -> list[GroupAnswer]:
+    async def groups(self) -> list[GroupAnswer]:
         """Every group that was ever admitted; the decided ones first."""
-        return self._read(all_groups).answers()
+        return await asyncio.to_thread((await self._read(all_groups)).answers)
 
     def wait(self, condition: Condition, wake: Callable[[], None]) -> None:
-        """Has `wake` called once, from any thread, when the condition is met; at once where it is already, or where the
-        run takes no calls. To be given back with `stop_waiting`."""
+        """Has `wake` called once, when the condition is met; at once where it is already, or where the run takes no
+        calls. To be given back with `stop_waiting`."""
         self._writer.wait(condition, wake)
 
     def stop_waiting(self, condition: Condition, wake: Callable[[], None]) -> None:
-        self._writer.stop_waiting(condition, wake)
-
-    def wake_waiters(self) -> None:
-        """Wakes every caller that waits, to find that the run is lost."""
-        for wake in self._writer.take_waiters():
-            wake()
+        self._writer.waiters.remove(condition, wake)
 
     @property
     def blocked_reason(self) -> str:
@@ -389,93 +378,98 @@ class Run:
 
     @property
     def lease(self) -> float | None:
-        """Seconds for which this process decides for the run unless it renews that; None where it needs no lease."""
+        """Seconds for which this process owns the run unless it renews that; None where it needs no lease."""
         return self._log.lease
 
     # --- Time, and the end
 
-    @property
-    def is_due(self) -> bool:
-        """Whether `tick` has something to do; cheap, and without a lock."""
-        has_timeouts = self.config.group_timeout_s is not None or self.config.tag_timeout_s is not None
-        has_stragglers = has_timeouts and bool(self._writer.state.open)
-        return has_stragglers or self._writer.owes or self._housekeeping.is_due
-
     def tick(self) -> None:
-        """Closes or drops the groups whose time is over, and goes on with what could not be done before.
+        """Closes or drops the groups whose time is over, and goes on with what could not be done before."""
+        if self.is_lost:
+            self._writer.wake_all()
+            return
+        self._writer.wake_for_room()
+        has_timeouts = self.config.group_timeout_s is not None or self.config.tag_timeout_s is not None
+        if has_timeouts and self._writer.state.open and self._writer.closed is None:
+            self._writer.execute(rollout_commands.CloseStragglers())
+        self._background.try_again()
 
-        Raises UnavailableError where the log cannot be written.
-        """
+    async def flush(self) -> None:
+        """Makes safe what the log left for later."""
         try:
-            self._execute(rollout_commands.CloseStragglers())
-        finally:
-            self._housekeeping.try_again()
-
-    def flush(self) -> None:
-        """Makes safe what the log was not told to make safe at once."""
-        try:
-            self._log.flush()
+            await asyncio.to_thread(self._log.flush)
         except LogLostError:
             self._writer.lose()
             raise
 
-    def close(self, error: GristmillError) -> None:
-        """From now on every call raises this error; callers that wait are woken to see it. Returns when no command is
-        under way."""
-        for wake in self._writer.close(error):
-            wake()
-        _, effects = self._writer.execute(Barrier())
-        if effects is not None:
-            self._housekeeping.perform(effects)
+    async def close(self, error: GristmillError) -> None:
+        """From now on every call raises this error; callers that wait are woken to see it. Returns when nothing is
+        appended any more."""
+        self._writer.close(error)
+        await self._writer.commits.close()
 
-    def wait_for_publication(self) -> None:
-        """After `close`: returns when nothing of the run is written to the shard store any more."""
-        self._builder.wait_for_publication()
+    def abandon_build(self) -> None:
+        """After `close`: has the batch that is being computed not published, so that nobody waits for it."""
+        self._builder.abandon()
 
-    def close_log(self) -> None:
+    async def wait_idle(self) -> None:
+        """After `close`: returns when no background task of the run is under way."""
+        await self._background.idle()
+
+    async def close_log(self) -> None:
         """After `close`, when no batch is being built any more: gives the log and all memory back. Idempotent."""
-        self._writer.let_go()
+        self._writer.release()
         self._builder.plans.clear()
         self._builder.forms.clear()
-        self._log.close()
-
-    def lose(self) -> None:
-        """From now on the run is to be opened anew."""
-        self._writer.lose()
+        await asyncio.to_thread(self._log.close)
 
     @property
     def is_deleted(self) -> bool:
-        return isinstance(self._writer.closed, NotFoundError)
+        return self._writer.is_deleted
 
     @property
     def is_lost(self) -> bool:
-        """Whether the log has to be opened anew, here or elsewhere."""
+        """Whether the log has to be opened again, here or elsewhere."""
         return self._writer.is_lost
+
+    def lose(self) -> None:
+        """From now on the run is to be opened again."""
+        self._writer.lose()
 
     # --- Inside
 
-    def _execute(self, command: Command[T]) -> T:
+    async def _execute(self, command: Command[T]) -> T:
         """The command of a caller. Its answer is safe when this returns."""
-        ticket, effects = self._writer.execute(command)
-        if effects is not None:
-            self._housekeeping.perform(effects)
-        answer = ticket.result()
-        self._sync()
-        return answer
-
-    def _read(self, function: Callable[[State], T]) -> T:
-        """What a caller reads is safe, too: nobody is told of what may be lost."""
         self._writer.check_open()
-        found = self._writer.read(lambda state, rows: function(state))
-        self._sync()
-        return found
-
-    def _sync(self) -> None:
         try:
-            self._log.sync()
-        except LogLostError:
-            self._writer.lose()
-            raise
+            return self._writer.execute(command)
+        finally:
+            # Also before a refusal, which may be for what is not in the log yet.
+            await self._safe()
+
+    async def _read(self, function: Callable[[State], T]) -> T:
+        """What a caller reads is safe, too: nobody learns of what may be lost."""
+        self._writer.check_open()
+        try:
+            return function(self._writer.state)
+        finally:
+            await self._safe()
+
+    async def _safe(self) -> None:
+        # A coroutine that needs not wait is not begun.
+        if not self._writer.commits.are_safe:
+            await self._writer.commits.safe()
+
+
+def _read(name: str, config: RunConfig, log: RunLog, store: ShardStore) -> _Opened:
+    """Reads a run from its log, in a thread: nobody else has it yet."""
+    state, rollback = recovery.replayed(log, config)
+    rows, is_stored = RowBuffer(), partial(is_published, store, name)
+    events = recovery.recovered(state, rows, log, is_stored, config.shared_columns)
+    if rollback is not None:
+        events.append(rollback)
+        _log.error("run rolled back: its log is shorter than promised", run=name, run_id=log.run_id)
+    return _Opened(state, rows, events)
 
 
 def _log_submission(run: str, steps: Steps, outcomes: Sequence[Outcome]) -> None:

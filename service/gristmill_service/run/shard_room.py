@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 
 
 class ShardRoom:
-    """Thread-safe. One for all runs of a store."""
+    """One for all runs of a store."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._waiting: list[Callable[[], None]] = []
         self._removals = 0
 
@@ -21,17 +19,15 @@ class ShardRoom:
 
     def wait(self, removals: int, retry: Callable[[], None]) -> None:
         """Calls `retry` once, at the next removal; at once where there was one since `removals` was read."""
-        with self._lock:
-            is_late = self._removals != removals
-            if not is_late:
-                self._waiting.append(retry)
+        is_late = self._removals != removals
+        if not is_late:
+            self._waiting.append(retry)
         if is_late:
             retry()
 
     def removed(self) -> None:
         """Shards were removed from the store."""
-        with self._lock:
-            self._removals += 1
-            waiting, self._waiting = self._waiting, []
+        self._removals += 1
+        waiting, self._waiting = self._waiting, []
         for retry in waiting:
             retry()

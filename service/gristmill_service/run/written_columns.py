@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +21,6 @@ from gristmill_service.run.machine.events import WrittenColumn
 from gristmill_service.run.machine.row_digests import row_digests
 from gristmill_service.run.machine.state import State
 from gristmill_service.run.rows.row_buffer import RowBuffer
-from gristmill_service.run.writing.writer import Writer
 from gristmill_service.storage.row_tables import Stored, steps_of
 from gristmill_service.storage.run_store import RunLog
 
@@ -54,42 +52,44 @@ class SentColumns:
     def digests(self) -> dict[ColumnPlace, bytes]:
         return {place: sent.digest for place, sent in self._columns.items()}
 
-    @contextmanager
-    def staged(
+    def values(
         self,
         new: Sequence[ColumnPlace],
         forms: Mapping[ShardAddress, ShardForm],
-        writer: Writer,
         others: Callable[[ColumnPlace], Array | None],
-    ) -> Iterator[dict[ColumnPlace, WrittenColumn]]:
-        """Within it, those of the columns that are new are put into the run's log; afterwards they are gone where no
-        event refers to them. forms: of the batch's shards. others: gives what was written before, or None.
+    ) -> dict[ColumnPlace, Array]:
+        """Returns the values of those of the columns that are new. forms: of the batch's shards. others: gives what was
+        written before, or None. Reads tables and checks values: for a thread.
 
         Raises InvalidArgumentError for values that are not as the shard is.
         """
         form = forms.get(self._address)
-        if new and form is None:
+        if not new:
+            return {}
+        if form is None:
             raise UnavailableError(
                 f"{self._where}: its forward shard is being published again; write the columns when it is"
             )
-        values = {place: self._own_values(self._columns[place], form) for place in new if form is not None}
+        values = {place: self._own_values(self._columns[place], form) for place in new}
         for place, own in values.items():
-            assert form is not None, "there are values"
 
             def other(name: str) -> Array | None:
-                beside = ColumnPlace(self._address.mini_batch, self._address.rank, name)
-                return values[beside] if beside in values else others(beside)
+                sibling = ColumnPlace(self._address.mini_batch, self._address.rank, name)
+                return values[sibling] if sibling in values else others(sibling)
 
             form.rows.check(self._columns[place].spec, own, self._config, other, self._where)
-        stored: dict[ColumnPlace, WrittenColumn] = {}
-        try:
-            for place, own in values.items():
-                table = table_of(place.column, own)
-                number = writer.stage(table)
-                stored[place] = WrittenColumn(self._columns[place].digest, number, row_digests(table)[0], own.nbytes)
-            yield stored
-        finally:
-            writer.unstage(column.table for column in stored.values())
+        return values
+
+    def described(
+        self, values: Mapping[ColumnPlace, Array], numbers: Sequence[int]
+    ) -> dict[ColumnPlace, WrittenColumn]:
+        """Returns the columns as the state knows them, stored as the tables of these numbers."""
+        return {
+            place: WrittenColumn(
+                self._columns[place].digest, number, row_digests(table_of(place.column, own))[0], own.nbytes
+            )
+            for (place, own), number in zip(values.items(), numbers, strict=True)
+        }
 
     def _own_values(self, sent: _Sent, form: ShardForm) -> Array:
         names = form.names(sent.spec)
@@ -101,23 +101,28 @@ class SentColumns:
         return form.own_values(sent.spec, sent.tensors, self._where)
 
 
-def written_before(batch: int, writer: Writer, log: RunLog) -> Callable[[ColumnPlace], Array | None]:
-    """Gives what was written of a batch that waits for columns, by its place, or None."""
+Written = Mapping[ColumnPlace, tuple[int, Stored | None]]
+"""The table of each column that was written, None where it has to be loaded from the log, with its number."""
+
+
+def written_before(batch: int, state: State, rows: RowBuffer) -> Written:
+    """Returns what was written of a batch that waits for columns."""
+    waiting = state.batches.get(batch)
+    if waiting is None:
+        return {}
+    return {place: (column.table, rows.table(column.table)) for place, column in waiting.written.items()}
+
+
+def loaded(written: Written, log: RunLog) -> Callable[[ColumnPlace], Array | None]:
+    """Gives the values of a column that was written, or None. Blocks while it reads the log."""
 
     def find(place: ColumnPlace) -> Array | None:
-        held = writer.read(lambda state, rows: _held(state, rows, batch, place))
-        if held is None:
+        if place not in written:
             return None
-        number, table = held
+        number, table = written[place]
         return values_of(steps_of(log.get(number) if table is None else table), place.column)
 
     return find
-
-
-def _held(state: State, rows: RowBuffer, batch: int, place: ColumnPlace) -> tuple[int, Stored | None] | None:
-    held = state.batches.get(batch)
-    column = None if held is None else held.written.get(place)
-    return None if column is None else (column.table, rows.table(column.table))
 
 
 def table_of(name: str, values: Array) -> Steps:

@@ -19,7 +19,7 @@ from gristmill_service.storage.run_store import RunStore
 from gristmill_service.storage.shard_store import ShardStore
 
 if TYPE_CHECKING:
-    from gristmill_service.storage.redis.servers.connection import RedisAddress
+    from gristmill_service.storage.redis.connection import RedisAddress
 
 _log = structlog.get_logger(__name__)
 
@@ -104,10 +104,10 @@ def _in_a_journal(settings: Settings, opened: ExitStack) -> _OpenRuns:
 
 
 def _in_redis(settings: Settings, opened: ExitStack) -> _OpenRuns:
+    from gristmill_service.storage.redis.connection import connect
     from gristmill_service.storage.redis.run_store import RedisRunStore
-    from gristmill_service.storage.redis.servers.connection import connect
-    from gristmill_service.storage.redis.servers.durability import Durability
-    from gristmill_service.storage.redis.servers.server_check import check_server
+    from gristmill_service.storage.redis.scripts import Durability
+    from gristmill_service.storage.redis.servers import check_server
 
     durability = Durability(settings.redis_min_replicas, settings.redis_wait_aof)
     try:
@@ -131,7 +131,7 @@ _RUN_STORES: dict[str, Callable[[Settings, ExitStack], _OpenRuns]] = {
 
 def redis_address(settings: Settings) -> RedisAddress:
     """Where the Redis of settings with `run_store: redis` is, and how to enter."""
-    from gristmill_service.storage.redis.servers.connection import RedisAddress
+    from gristmill_service.storage.redis.connection import RedisAddress
 
     assert settings.redis_url is not None, "checked with the settings"
     password = settings.redis_password

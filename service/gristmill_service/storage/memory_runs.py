@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import uuid
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from gristmill._wire.steps import Steps
 from gristmill.errors import NotFoundError
-from gristmill_service.storage import row_tables
 from gristmill_service.storage.row_tables import Stored
 from gristmill_service.storage.run_configs import check_config
 from gristmill_service.storage.run_store import CheckTable, Replay
@@ -43,16 +41,17 @@ class MemoryRunStore:
 
 
 class MemoryRunLog:
-    """See `gristmill_service.storage.run_store.RunLog`. Tables are held by whoever put them."""
+    """See `gristmill_service.storage.run_store.RunLog`. The run holds its tables."""
 
-    maps_rows = reads_rows = is_lost = False
-    is_long = False
-    log_bytes = 0
+    reads_rows = is_remote = is_lost = is_long = False
+    log_bytes = first_number = 0
     lease: float | None = None
 
     def __init__(self, config: bytes = b"{}") -> None:
         self.config, self.run_id = config, uuid.uuid4().hex
-        self._numbers = itertools.count()
+
+    def check(self, has_rows: bool = True) -> None:
+        pass
 
     def replay(self) -> Replay:
         return Replay(None, ())
@@ -60,10 +59,7 @@ class MemoryRunLog:
     def note_generation(self, generation: int) -> None:
         pass
 
-    def append(self, record: bytes, tables: Collection[int] = ()) -> None:
-        pass
-
-    def sync(self) -> None:
+    def append(self, record: bytes, tables: Mapping[int, Steps]) -> None:
         pass
 
     def flush(self) -> None:
@@ -71,9 +67,6 @@ class MemoryRunLog:
 
     def compact(self, snapshot: bytes) -> None:
         pass
-
-    def put(self, table: Steps) -> tuple[int, Stored]:
-        return next(self._numbers), row_tables.held(table)
 
     def get(self, number: int) -> Stored:
         raise NotFoundError(f"table {number} of rows is held by its run")

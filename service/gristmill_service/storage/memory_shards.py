@@ -30,6 +30,8 @@ class _Published:
 class MemoryShardStore:
     """See `gristmill_service.storage.shard_store.ShardStore`."""
 
+    is_remote = False
+
     def __init__(self) -> None:
         self._batches: dict[tuple[str, int], _Published] = {}
         self._lock = threading.Lock()

@@ -32,10 +32,14 @@ class Replay(NamedTuple):
 
 
 class RunLog(Protocol):
-    """One run's log and tables. One thread at a time calls `append` and `compact`; any thread calls the others.
+    """One run's log and tables of rows.
 
-    All raise UnavailableError where the log cannot be written or read for now, or was closed; the call had no effect
-    then. LogLostError is the kind of it after which the log has to be closed and opened anew.
+    Every method may block, and is called from a thread: `append` and `compact` by one thread at a time, `flush` by
+    another one beside them, `get`, `get_all` and `remove` by any. Properties, `check` and `note_generation` neither
+    block nor lock, so that the event loop uses them.
+
+    Methods raise UnavailableError where the log cannot be written or read for now, or was closed. After an `append` or
+    `compact` that failed, the run is opened again from the log: what it holds then is what happened.
     """
 
     config: bytes
@@ -44,36 +48,39 @@ class RunLog(Protocol):
     run_id: str
     """Made when the run was created; another run of the same name has another one."""
 
-    maps_rows: bool
-    """Whether tables are views of the log's own memory, so that nobody else needs to compact them."""
-
     reads_rows: bool
-    """Whether `get` finds a table again, so that nobody else needs to hold it."""
+    """Whether `get` returns a table that was appended, so that no memory needs to hold it."""
+
+    is_remote: bool
+    """Whether `get` takes a round trip: then rows are held in memory, too, until their batch is published."""
 
     @property
     def is_lost(self) -> bool:
-        """Whether the log may be another process's by now, or could not be made safe: it has to be opened anew."""
+        """Whether the log may be another process's by now, or could not be made safe: it has to be opened again."""
+
+    @property
+    def first_number(self) -> int:
+        """The least number that no table ever had; known when `retain` has returned. The run numbers its tables from
+        there."""
+
+    def check(self, has_rows: bool = True) -> None:
+        """Raises UnavailableError where an append would be refused now, as with too few replicas. has_rows: whether it
+        has rows, too, which a full disk refuses first."""
 
     def replay(self) -> Replay:
         """Reads the log; called once, before anything is appended. Raises InvalidArgumentError where it is damaged, or
         of a newer format."""
 
     def note_generation(self, generation: int) -> None:
-        """Says which one the run is in, once the log has that: where it is known outside of the log what was promised,
-        this is remembered with it."""
+        """Notes the run's generation, once the log has it, where it is known outside of the log what was promised."""
 
-    def append(self, record: bytes, tables: Collection[int] = ()) -> None:
-        """Appends a record, which refers to these tables that were put since the last one: they are stored with it.
-
-        Raises LogLostError where the outcome is not known, or where the log is another process's by now.
-        """
-
-    def sync(self) -> None:
-        """Returns when all that was appended and put is as safe as the settings ask. Raises LogLostError where it
-        cannot be made safe."""
+    def append(self, record: bytes, tables: Mapping[int, Steps]) -> None:
+        """Appends a record and the tables that it refers to, by their numbers: all of it or nothing. Returns when it is
+        as safe as the settings ask. Raises LogLostError where the outcome is not known, or where the log belongs to
+        another process by now."""
 
     def flush(self) -> None:
-        """Makes safe what `sync` left for later; called about once a second. Raises as `sync` does."""
+        """Makes safe what `append` left for later; called about once a second."""
 
     @property
     def log_bytes(self) -> int:
@@ -90,22 +97,19 @@ class RunLog(Protocol):
     def compact(self, snapshot: bytes) -> None:
         """Replaces all records so far by a snapshot of the state that they make."""
 
-    def put(self, table: Steps) -> tuple[int, Stored]:
-        """Stores a table of rows, at the latest with the append that refers to it. Returns its number, never used
-        before, and the table as it is to be held; nothing of what was put needs to live on."""
-
     def get(self, number: int) -> Stored:
         """Raises NotFoundError for a table that was removed or lost."""
 
     def get_all(self, numbers: Collection[int]) -> Mapping[int, Stored]:
-        """These tables by their numbers, many in one round trip where the store is elsewhere. Raises as `get`."""
+        """Returns these tables by their numbers, in few round trips where the store is remote. Raises as `get`."""
 
     def remove(self, numbers: Collection[int]) -> None:
-        """Removes tables. Never raises: one that cannot be removed now is removed when the log is opened again."""
+        """Removes tables that no record needs any more; called when the record that says so is safe. Never raises: one
+        that cannot be removed now is removed when the log is opened again."""
 
     def retain(self, numbers: Collection[int], check: CheckTable) -> set[int]:
-        """Removes all tables but these; called once, after the replay. Returns those of these that are lost, or that
-        fail the check."""
+        """Removes all tables but these; called once, after `replay`. Returns those of these that are lost, or that fail
+        the check."""
 
     def close(self) -> None:
         """Gives the run back, so that it can be opened again, here or elsewhere. A second call does nothing."""

@@ -47,6 +47,9 @@ class ShardStore(Protocol):
     those that a method names. All may be tried again. What reads may raise ShardsLostError.
     """
 
+    is_remote: bool
+    """Whether `plan` and `locate` take a round trip; else they are quick enough for the event loop."""
+
     def publish(self, run: str, batch: int, plan: bytes, shards: Iterable[ShardSource]) -> int:
         """Makes a batch visible, whole, in place of what was published under its number before, and returns the bytes
         that it takes here: what a run's room is counted in. On an error nothing of it stays.

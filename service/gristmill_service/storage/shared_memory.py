@@ -47,6 +47,8 @@ class SharedMemoryShardStore:
     directory: a tmpfs; /dev/shm is the one that every Linux has.
     """
 
+    is_remote = False
+
     def __init__(self, directory: Path = Path("/dev/shm")) -> None:  # noqa: S108
         prefix = f"gristmill-{os.geteuid()}-"
         remove_leftovers(directory, prefix)

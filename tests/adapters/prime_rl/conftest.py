@@ -13,8 +13,8 @@ import pytest
 
 from gristmill import RolloutClient
 from gristmill.adapters.prime_rl import Bridge
-from gristmill_service.service import Service
 from tests.adapters.prime_rl.trainer import Trainer
+from tests.on_loop import Service
 
 DP_SIZE = 2
 CONFIG: dict[str, Any] = {

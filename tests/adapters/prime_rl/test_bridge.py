@@ -12,9 +12,9 @@ import pytest
 from gristmill import FailedPreconditionError, InvalidArgumentError, RolloutClient
 from gristmill._wire.addresses import Position
 from gristmill.adapters.prime_rl.run_directory import LEDGER, rank_file
-from gristmill_service.service import Service
 from tests.adapters.prime_rl.conftest import CONFIG, Running, eventually, group, trained
 from tests.adapters.prime_rl.trainer import Trainer
+from tests.on_loop import Service
 
 Start = Callable[..., Running]
 

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from gristmill import RolloutClient
-from gristmill_service.service import Service
 from tests.adapters.prime_rl.conftest import CONFIG, DP_SIZE, group, trained
 from tests.adapters.prime_rl.trainer import Trainer
+from tests.on_loop import Service
 
 ROOT = Path(__file__).parents[3]
 STEPS = 24

@@ -20,12 +20,12 @@ import torch
 from gristmill import RolloutClient, TrainerClient
 from gristmill.adapters.prime_rl import Encoding, Files, Transport, Zmq
 from gristmill.torch import MicroBatch
-from gristmill_service.service import Service
 from tests.adapters.prime_rl.conftest import Running
 from tests.adapters.prime_rl.make_golden import DATA
 from tests.adapters.prime_rl.rollouts import COLUMNS, CONFIG, DP_SIZE, STREAMS, rows
 from tests.adapters.prime_rl.test_zmq import HOST, port  # noqa: F401
 from tests.adapters.prime_rl.upstream import prime_rl
+from tests.on_loop import Service
 
 SOURCE = Path(os.environ.get("PRIME_RL_SOURCE", ""))
 pytestmark = [

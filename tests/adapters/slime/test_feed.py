@@ -10,9 +10,9 @@ import pytest
 
 from gristmill import FailedPreconditionError, RolloutClient
 from gristmill.adapters.slime.feed import LEDGER, Feed
-from gristmill_service.service import Service
 from tests.adapters.slime.samples import PARALLEL, DataSource, arguments, generate
 from tests.client.converters.stand_ins import Sample
+from tests.on_loop import Service
 
 Start = Callable[..., Feed]
 

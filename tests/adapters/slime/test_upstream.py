@@ -19,12 +19,12 @@ from gristmill.adapters.slime import advantages
 from gristmill.adapters.slime.manager import swap
 from gristmill.adapters.slime.rank_data import rank_data
 from gristmill.adapters.slime.settings import ADVANTAGE_FUNCTION, run_settings
-from gristmill_service.service import Service
 from tests.adapters.slime.golden import GOLDEN, plain, slime_s_own
 from tests.adapters.slime.samples import PARALLEL, arguments
 from tests.adapters.slime.test_rank_data import OPTIONS, mini_batches, rollout, train_data
 from tests.adapters.slime.upstream import slime
 from tests.client.converters.stand_ins import Sample
+from tests.on_loop import Service
 
 SOURCE = Path(os.environ.get("SLIME_SOURCE", ""))
 pytestmark = pytest.mark.skipif("SLIME_SOURCE" not in os.environ, reason="SLIME_SOURCE names no checkout")

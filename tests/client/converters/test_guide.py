@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from gristmill import RolloutClient, RowOutcome
-from gristmill_service.service import Service
 from tests.client.converters import recorded, stand_ins
+from tests.on_loop import Service
 
 GUIDE = (Path(__file__).parents[3] / "docs" / "converters.md").read_text()
 EXAMPLES = dict(re.findall(r"<!-- converters-([\w-]+) -->\n```python\n(.*?)```", GUIDE, re.DOTALL))

@@ -17,9 +17,9 @@ import uvicorn
 
 from gristmill import RolloutClient, Shard, TrainerClient
 from gristmill.environments.atropos.routes import Routes, TrainerFacts
-from gristmill_service.service import Service
 from tests.environments.atropos.engine import SumEngine, logprob_of
 from tests.environments.toy_tokenizer import END, VOCABULARY, tokenizer_in
+from tests.on_loop import Service
 
 CONFIG = {
     "train_batch_size": 2,

@@ -20,7 +20,7 @@ from datasets import Dataset
 from gristmill import AsyncRolloutClient, FailedPreconditionError, Shard, TrainerClient, UnavailableError
 from gristmill.environments.feeding import Progress
 from gristmill.environments.verifiers import feed
-from gristmill_service.service import Service
+from tests.on_loop import Service
 from tests.recorder.engine import END, Engine, logprobs_for, serving
 
 CONFIG = {

@@ -21,8 +21,8 @@ from starlette.routing import Route
 from gristmill import AsyncRolloutClient, FailedPreconditionError, RolloutClient, Shard, TrainerClient, UnavailableError
 from gristmill.environments.feeding import Progress
 from gristmill.environments.verifiers_v1 import feed
-from gristmill_service.service import Service
 from tests.environments.toy_tokenizer import END, VOCABULARY, tokenizer_in
+from tests.on_loop import Service
 from tests.recorder import engine as chat_engine
 
 CONFIG = {

@@ -20,7 +20,7 @@ from skyrl.train.utils.tracking import Tracking
 
 from gristmill import RolloutClient
 from gristmill.adapters.skyrl import GristmillFullyAsyncPPOTrainer, GristmillPPOTrainer
-from gristmill_service.service import Service
+from tests.on_loop import Service
 from tests.trainers.skyrl import cpu_workers
 from tests.trainers.skyrl.play import Engine, Prompts, config, save_model
 from tests.trainers.skyrl.run import ASYNC, LEARNING

@@ -9,7 +9,7 @@ from statistics import fmean
 import pytest
 
 from gristmill import RolloutClient
-from gristmill_service.service import Service
+from tests.on_loop import Service
 from tests.trainers.skyrl.play import save_model
 from tests.trainers.skyrl.run import main
 

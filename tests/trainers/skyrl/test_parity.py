@@ -11,7 +11,7 @@ from skyrl.train.trainer import RayPPOTrainer
 
 from gristmill import InvalidArgumentError, RolloutClient
 from gristmill.adapters.skyrl import Gristmill, GristmillPPOTrainer
-from gristmill_service.service import Service
+from tests.on_loop import Service
 from tests.trainers.skyrl.play import Recorded, config, difference, first_values, first_weights, save_model
 from tests.trainers.skyrl.training import Trained, train
 

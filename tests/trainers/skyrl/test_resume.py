@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from gristmill import FailedPreconditionError, RolloutClient
-from gristmill_service.service import Service
+from tests.on_loop import Service
 from tests.trainers.skyrl.play import save_model
 from tests.trainers.skyrl.run import main
 from tests.trainers.skyrl.sampling import calls_in

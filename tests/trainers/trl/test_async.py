@@ -23,7 +23,7 @@ from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 from gristmill import FailedPreconditionError, InvalidArgumentError, RolloutClient
 from gristmill.adapters.trl import GristmillRolloutWorker, async_run_settings
-from gristmill_service.service import Service
+from tests.on_loop import Service
 from tests.trainers.trl.play import SAMPLES, Rollout, policy, replayed, rollouts, submit, tokenizer, weights
 
 # Of three steps, and what TRL takes ahead.

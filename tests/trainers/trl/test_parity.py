@@ -13,7 +13,7 @@ from trl.trainer import grpo_trainer
 
 from gristmill import RolloutClient
 from gristmill.adapters.trl import Gristmill, GristmillGRPOTrainer, run_settings
-from gristmill_service.service import Service
+from tests.on_loop import Service
 from tests.trainers.trl.play import (
     Replay,
     Weights,

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from gristmill import RolloutClient
 from gristmill.adapters.trl import Gristmill, run_settings
-from gristmill_service.service import Service
+from tests.on_loop import Service
 from tests.trainers.trl.jobs import run, said, started
 from tests.trainers.trl.play import config, difference, policy, rollouts, submit, tokenizer, weights
 from tests.trainers.trl.train import Job

@@ -16,7 +16,7 @@ from trl.experimental import async_grpo
 
 from gristmill import FailedPreconditionError, InvalidArgumentError, RolloutClient
 from gristmill.adapters.trl import Gristmill, GristmillGRPOTrainer, run_settings
-from gristmill_service.service import Service
+from tests.on_loop import Service
 from tests.trainers.trl.play import config, policy, prompts_of, rollouts, submit, tokenizer
 from tests.trainers.trl.train import LEARNING, Job, low, trainer_of
 

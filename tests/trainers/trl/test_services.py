@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from gristmill_service.service import Service
+from tests.on_loop import Service
 from tests.serving import ServiceProcess, StartService
 from tests.trainers.trl.play import weights
 from tests.trainers.trl.train import LEARNING, Job, trainer_of

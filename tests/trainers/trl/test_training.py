@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from gristmill_service.service import Service
+from tests.on_loop import Service
 from tests.trainers.trl.jobs import run, said, started
 from tests.trainers.trl.train import LEARNING, Job, trainer_of
 

@@ -19,7 +19,7 @@ from verl.trainer.ppo.core_algos import compute_gae_advantage_return
 from gristmill import NotFoundError, RolloutClient
 from gristmill._wire.addresses import Position
 from gristmill.torch import Conversion, Shard, parse_shard, token_logprobs
-from gristmill_service.service import Service
+from tests.on_loop import Service
 from tests.trainers.verl import tiny_model
 from tests.trainers.verl.main_ppo import MainPpo, weights
 from tests.trainers.verl.rollouts import rollouts

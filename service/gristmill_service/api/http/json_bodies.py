@@ -1,25 +1,19 @@
-"""How JSON is read: little at a time. Python does nothing else while it reads a document, nor for the other runs, and
-holds it in tens of times its bytes."""
+"""Parses JSON bodies in small pieces: parsing holds the GIL, and a parsed document takes tens of times its bytes."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any
 
 import msgspec
 import orjson
 
 from gristmill.errors import InvalidArgumentError
-from gristmill_service.api.places import Places
 
 _MOST_BYTES, _MOST_BYTES_OF_ROWS, _MOST_BYTES_OF_A_ROW = 1 << 20, 8 << 20, 4 << 20
 MOST_ROWS = 1 << 14
 _ROWS_PATH = "/rows"
-_LONGEST_WAIT_S = 60.0
-TURNS = Places(1, "rows of JSON are read one request after another, and others were first; retry", _LONGEST_WAIT_S)
-"""Of callers whose rows are JSON: reading them takes long, of the time that all calls share."""
 
 
 class _Rows(msgspec.Struct, forbid_unknown_fields=True):
@@ -42,14 +36,6 @@ def check_size(body: bytes, path: str) -> None:
 def most_bytes(path: str) -> int:
     """How many bytes a document may have that is sent to this path."""
     return _MOST_BYTES_OF_ROWS if path.endswith(_ROWS_PATH) else _MOST_BYTES
-
-
-@contextmanager
-def turn(caller: str) -> Iterator[None]:
-    """A caller's turn to read rows, in a thread. Raises ResourceExhaustedError where it does not come."""
-    with TURNS.place(caller, lambda: None, _LONGEST_WAIT_S) as place:
-        place.idle_since = None
-        yield
 
 
 def rows_of(body: bytes) -> list[Any]:

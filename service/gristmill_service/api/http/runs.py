@@ -2,82 +2,101 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections.abc import AsyncIterator
 from typing import Annotated
 
 import orjson
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Query, Request, Response
+from fastapi.responses import StreamingResponse
 
+from gristmill_service.api import calls
 from gristmill_service.api.http import models
-from gristmill_service.api.http.dependencies import ContextDep, RunDep, gone
-from gristmill_service.api.questions import ask_policy_version
+from gristmill_service.api.http.dependencies import AnyRun, ApiDep, RunDep, RunName, SlotDep
+from gristmill_service.api.http.guards.admitted import HELD
+from gristmill_service.monitoring.views.groups import group_parts
 from gristmill_service.run.machine.answers import ModelProgress
+from gristmill_service.run.run import Run
 
 router = APIRouter(prefix="/v1/runs", tags=["runs"])
 
+_BYTES_PER_KEY = 8
+
 
 @router.post("")
-def create_run(body: models.CreateRun, context: ContextDep) -> models.RunCreated:
+async def create_run(body: models.CreateRun, api: ApiDep) -> models.RunCreated:
     """Creates a run. The same name and configuration again is answered alike; another configuration is 409."""
-    warnings, created = context.runs.create(body.run, body.config)
+    warnings, created = await calls.create_run(api, body.run, body.config)
     return models.RunCreated(warnings=warnings, created=created)
 
 
 @router.get("")
-def list_runs(context: ContextDep) -> models.RunNames:
+async def list_runs(api: ApiDep) -> models.RunNames:
     """The names of all runs."""
-    return models.RunNames(runs=context.gate.visible(context.runs.names()))
+    return models.RunNames(runs=await calls.list_runs(api))
 
 
 @router.get("/{run}")
-def get_run(run: RunDep) -> models.RunState:
+async def get_run(run: RunName, api: ApiDep) -> models.RunState:
     """A run's state."""
-    status = run.status()
+    status, _ = await calls.get_run(api, run)
     same = models.RunState.model_fields.keys() - {"config", "models", "tags"}
     values = {name: getattr(status, name) for name in same}
     return models.RunState(
         **values,
         config=orjson.loads(status.config_json),
         models=[_model(progress) for progress in status.models],
-        tags={tag: models.TagGroups.model_validate(found) for tag, found in status.tags.items()},
+        tags={tag: models.TagGroups.model_validate(groups) for tag, groups in status.tags.items()},
     )
 
 
 @router.delete("/{run}", status_code=204)
-def delete_run(run: str, context: ContextDep) -> None:
+async def delete_run(run: AnyRun, api: ApiDep) -> None:
     """Ends a run at once and removes all it holds."""
-    context.runs.delete(run)
+    await calls.delete_run(api, run)
 
 
-@router.get("/{run}/groups")
-def list_groups(run: RunDep) -> models.Groups:
+@router.get("/{run}/groups", responses={200: {"model": models.Groups}})
+async def list_groups(request: Request, run: RunDep, slot: SlotDep) -> Response:
     """Every prompt group that was ever admitted, and what became of it."""
-    return models.Groups(groups=[models.Group(**asdict(view)) for view in run.groups()])
+    # Their keys are held until the last part has left.
+    held = request.scope[HELD] = _BYTES_PER_KEY * run.read(lambda state, _: len(state.open) + len(state.closed))
+    await slot.hold(held)
+    return StreamingResponse(_groups(run), media_type="application/json")
 
 
 @router.post("/{run}/finish")
-def finish_run(run: RunDep) -> models.RunFinished:
+async def finish_run(run: RunName, api: ApiDep) -> models.RunFinished:
     """Says that no more rollouts come: what is complete is sealed, what is open dropped. Idempotent."""
-    return models.RunFinished(batches=run.finish())
+    return models.RunFinished(batches=await calls.finish_run(api, run))
 
 
 @router.get("/{run}/policy-version")
 async def wait_policy_version(
-    request: Request,
-    run: RunDep,
-    context: ContextDep,
+    run: RunName,
+    api: ApiDep,
+    slot: SlotDep,
     at_least: models.Int32 = -1,
     wait_s: Annotated[float, Query(description="Seconds to wait; the service may answer earlier.")] = 0.0,
 ) -> models.PolicyVersion:
     """The policy version, waiting until it is at least this."""
-    version = await context.long_poll.ask_async(ask_policy_version(run, at_least), wait_s, gone(request))
-    return models.PolicyVersion(version=version)
+    return models.PolicyVersion(version=await calls.wait_policy_version(api, slot, run, at_least, wait_s))
 
 
 @router.put("/{run}/policy-version", status_code=204)
-def announce_policy_version(run: RunDep, body: models.PolicyVersion) -> None:
+async def announce_policy_version(run: RunName, api: ApiDep, body: models.PolicyVersion) -> None:
     """Says which version rollouts sample from now. Never goes back."""
-    run.announce(body.version)
+    await calls.announce_policy_version(api, run, body.version)
+
+
+async def _groups(run: Run) -> AsyncIterator[bytes]:
+    """Yields the document in parts, each made when the one before has left: all of it may have tens of megabytes."""
+    yield b'{"groups":['
+    is_first = True
+    async for part in group_parts(run):
+        document = orjson.dumps(part)[1:-1]
+        yield document if is_first else b"," + document
+        is_first = False
+    yield b"]}"
 
 
 def _model(progress: ModelProgress) -> models.ModelStatus:

@@ -1,12 +1,11 @@
-"""The HTTP server: uvicorn in a thread of its own. The process handles signals, not uvicorn."""
+"""The HTTP server: uvicorn on the running event loop. The process handles signals, not uvicorn."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
-import threading
-from functools import partial
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import structlog
 import uvicorn
@@ -14,14 +13,13 @@ from fastapi import FastAPI
 
 from gristmill.errors import UnavailableError
 from gristmill_service.access.certificates import Certificates, http_context
-from gristmill_service.api.http.guards.connections import connections
+from gristmill_service.api.http.guards.connections import Connection, Connections, Listener
 from gristmill_service.process_tuning import most_connections
 from gristmill_service.settings import split_address
 
-_MOST_WAITING = 1024
-_TLS_HELLO_S, _TLS_GOODBYE_S = 10.0, 1.0
-
 _log = structlog.get_logger(__name__)
+
+_UNSENT_BYTES = 128 << 10
 
 
 class HttpServer:
@@ -32,75 +30,87 @@ class HttpServer:
         host, port = split_address(address)[0], self._socket.getsockname()[1]
         scheme = "http" if certificates is None else "https"
         self.url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
-        self._has_begun = threading.Event()
-        self._failure: BaseException | None = None
-        most = most_connections()
         config = uvicorn.Config(
             app,
-            http=connections(most),
-            # So many are taken at once, before the protocol counts them.
-            backlog=min(_MOST_WAITING, most // 2),
+            http=Connection,
             log_config=None,
             access_log=False,
             lifespan="on",
             ws="none",
-            loop="asyncio",
             server_header=False,
-            # Who calls is the other end of the connection, whatever its headers say.
+            # The caller is the other end of the connection, whatever its headers say.
             proxy_headers=False,
             timeout_graceful_shutdown=max(1, round(grace_s)),
         )
+        config.load()
         if certificates is not None:
-            config.load()
             config.ssl = http_context(certificates)
-        self._server = _Server(config, self._has_begun)
-        self._thread = threading.Thread(target=self._run, name="http", daemon=True)
+        self._server = _Server(config, self._socket)
+        self._serving: asyncio.Task[None] | None = None
 
-    def start(self) -> None:
-        """Returns when requests are answered. Raises UnavailableError where the server ends instead."""
-        self._thread.start()
-        self._has_begun.wait()
-        if not self._server.started:
-            self._thread.join()
-            raise UnavailableError(f"http_address: the HTTP server at {self.url} cannot start: {self._failure!r}")
+    async def start(self) -> None:
+        """Returns when requests are answered. Raises UnavailableError where the server cannot start."""
+        self._serving = asyncio.create_task(self._server.serve())
+        self._serving.add_done_callback(self._log_failure)
+        has_begun = asyncio.ensure_future(self._server.has_begun.wait())
+        await asyncio.wait([self._serving, has_begun], return_when=asyncio.FIRST_COMPLETED)
+        has_begun.cancel()
+        if self._serving.done():
+            failure = self._serving.exception()
+            raise UnavailableError(f"http_address: the HTTP server at {self.url} cannot start: {failure!r}")
 
     def close(self) -> None:
         """Frees the address of a server that was never started."""
         self._socket.close()
 
     def refuse_new_calls(self) -> None:
-        """Calls being answered go on for at most the grace. Returns at once."""
+        """Calls being answered go on for at most the grace."""
         self._server.should_exit = True
 
-    def wait_until_idle(self) -> None:
+    async def wait_until_idle(self) -> None:
         """Returns when the last call is answered; at once where the server never started."""
-        if self._thread.ident is not None:
-            self._thread.join()
+        if self._serving is not None:
+            await asyncio.wait([self._serving])
 
-    def _run(self) -> None:
-        try:
-            self._server.run([self._socket])
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever it is, who waits for the start is told
-            self._failure = error
-            _log.exception("HTTP server failed", url=self.url)
-        finally:
-            self._has_begun.set()
+    def _log_failure(self, serving: asyncio.Task[None]) -> None:
+        if not serving.cancelled() and (failure := serving.exception()) is not None:
+            _log.error("HTTP server failed", url=self.url, exc_info=failure)
 
 
 class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, has_begun: threading.Event) -> None:
+    def __init__(self, config: uvicorn.Config, listener: socket.socket) -> None:
         super().__init__(config)
-        self._has_begun = has_begun
+        self.has_begun = asyncio.Event()
+        self._listener = listener
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        if self.config.ssl is not None:
-            # Else a connection that its caller keeps open and does not read would hold up the end for half a minute.
-            loop: Any = asyncio.get_running_loop()
-            loop.create_server = partial(
-                loop.create_server, ssl_shutdown_timeout=_TLS_GOODBYE_S, ssl_handshake_timeout=_TLS_HELLO_S
+        self._listener.listen(socket.SOMAXCONN)
+        self._listener.setblocking(False)
+        await self.lifespan.startup()
+        connections = Connections(most_connections())
+
+        def connection(address: str) -> Connection:
+            return Connection(
+                connections,
+                address,
+                config=self.config,
+                server_state=self.server_state,
+                app_state=self.lifespan.state,
             )
-        await super().startup(sockets)
-        self._has_begun.set()
+
+        # Uvicorn closes it as it would close servers of asyncio's.
+        self.servers = [Listener(self._listener, connections, connection, self.config.ssl)]  # type: ignore[list-item]
+        self.started = True
+        self.has_begun.set()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
 
 
 def _bind(address: str) -> socket.socket:
@@ -111,6 +121,8 @@ def _bind(address: str) -> socket.socket:
         try:
             # As every server does: a port whose last connections are still closing may be taken again.
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            # Else the system would take megabytes of an answer that nobody reads, and each connection has one's work.
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
             listener.bind(where)
             listener.listen(socket.SOMAXCONN)
         except OSError:

@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import chain
-from typing import Annotated
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import Annotated, TypeVar
 from urllib.parse import quote
 
 import orjson
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import StreamingResponse
-from starlette.concurrency import run_in_threadpool
 
-from gristmill._wire.codecs import tensor_file
+from gristmill._wire.column_spec import ColumnSpec
 from gristmill._wire.steps import Steps
 from gristmill.errors import InvalidArgumentError
+from gristmill_service.api import calls
+from gristmill_service.api.calls import ShardQuery
 from gristmill_service.api.http import models
-from gristmill_service.api.http.dependencies import ContextDep, RunDep, gone
-from gristmill_service.api.questions import ask_batch, ask_shard
-from gristmill_service.api.shard_columns import file_with
+from gristmill_service.api.http.dependencies import AnyRun, ApiDep, RunDep, RunName, SlotDep
 from gristmill_service.config import Model
 from gristmill_service.pipeline.layout.shard_address import ShardAddress
 from gristmill_service.rollout_lines import json_lines
 from gristmill_service.run.machine.answers import Position, ShardAnswer
 from gristmill_service.run.machine.commands.trainer_commands import Checkpoint
+
+T = TypeVar("T")
 
 router = APIRouter(prefix="/v1/runs/{run}", tags=["trainers"])
 
@@ -39,9 +40,9 @@ _Wait = Annotated[float, Query(description="Seconds to wait; the service may ans
 
 @router.get("/batches/{batch}", responses={200: {"model": models.Batch}})
 async def get_batch(
-    request: Request,
-    run: RunDep,
-    context: ContextDep,
+    run: RunName,
+    api: ApiDep,
+    slot: SlotDep,
     batch: models.Int64,
     wait_s: _Wait = 0.0,
     rank: Annotated[list[models.Int32], Query(description="Of whose shards awaits tells; else of all.")] = [],  # noqa: B006
@@ -51,19 +52,19 @@ async def get_batch(
     ] = None,
 ) -> Response:
     """A batch's plan, waiting until it is published, or until it waits for columns that trainers write."""
-    view = await context.long_poll.ask_async(ask_batch(run, batch, rank, trains), wait_s, gone(request))
+    answer, _ = await calls.get_batch(api, slot, run, batch, rank, trains, wait_s)
     # The plan is JSON already, and may be large.
-    plan = b',"plan":' + view.plan if view.plan else b""
-    awaits = b',"awaits":' + orjson.dumps([place._asdict() for place in view.awaits]) if view.awaits else b""
-    body = b'{"state":"' + view.state.name.lower().encode() + b'"' + plan + awaits + b"}"
+    plan = b',"plan":' + answer.plan if answer.plan else b""
+    awaits = b',"awaits":' + orjson.dumps([place._asdict() for place in answer.awaits]) if answer.awaits else b""
+    body = b'{"state":"' + answer.state.name.lower().encode() + b'"' + plan + awaits + b"}"
     return Response(body, media_type="application/json")
 
 
 @router.get("/shards")
 async def get_shard(
-    request: Request,
-    run: RunDep,
-    context: ContextDep,
+    run: RunName,
+    api: ApiDep,
+    slot: SlotDep,
     rank: models.Int32,
     model: Model = "policy",
     batch: Annotated[models.Int64 | None, Query(description="None: the rank's next shard.")] = None,
@@ -78,8 +79,8 @@ async def get_shard(
     if batch is None and (epoch is not None or mini_batch is not None):
         raise InvalidArgumentError("epoch and mini_batch name a place within a batch; give batch too, or none of them")
     position = None if batch is None else Position(batch, epoch or 0, mini_batch or 0)
-    question = ask_shard(run, model, rank, position, incarnation, is_forward=forward)
-    return _shard(run.name, await context.long_poll.ask_async(question, wait_s, gone(request)))
+    wanted = ShardQuery(model, rank, position, incarnation, forward)
+    return _shard(run, await calls.get_shard(api, slot, run, wanted, wait_s))
 
 
 @router.get(
@@ -87,9 +88,9 @@ async def get_shard(
     response_class=StreamingResponse,
     responses={200: {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}},
 )
-def read_shard(
-    run: str,
-    context: ContextDep,
+async def read_shard(
+    run: AnyRun,
+    api: ApiDep,
     batch: models.Int64,
     model: Model,
     mini_batch: models.Int32,
@@ -100,19 +101,16 @@ def read_shard(
     ] = None,
 ) -> StreamingResponse:
     """The shard's safetensors file."""
-    pieces: Iterator[bytes | memoryview]
-    pieces = whole = iter(context.runs.read_shard(run, batch, ShardAddress(model, mini_batch, rank)))
-    if columns is not None:
-        pieces = file_with([name for given in columns for name in given.split(",") if name], whole)
-    # The first piece before the status line: what is refused is refused with its status.
-    first = iter([next(pieces, b"")])
-    return StreamingResponse(chain(first, pieces), media_type="application/octet-stream")
+    names = None if columns is None else [name for some in columns for name in some.split(",") if name]
+    shard = await calls.read_shard(api, run, batch, ShardAddress(model, mini_batch, rank), names)
+    return StreamingResponse(await _begun(shard.pieces), media_type="application/octet-stream")
 
 
 @router.put("/batches/{batch}/policy/{mini_batch}/{rank}", openapi_extra=_TENSORS_BODY)
 async def write_columns(
     request: Request,
-    run: RunDep,
+    run: RunName,
+    api: ApiDep,
     batch: models.Int64,
     mini_batch: models.Int32,
     rank: models.Int32,
@@ -120,11 +118,9 @@ async def write_columns(
 ) -> models.ColumnsWritten:
     """Columns of `source: trainer` for a shard, whole and in its shape. The same bytes again change nothing."""
     body = await request.body()
-
-    def write() -> int:
-        return run.write(batch, mini_batch, rank, incarnation, tensor_file.decode(body))
-
-    return models.ColumnsWritten(lacking=await run_in_threadpool(write))
+    return models.ColumnsWritten(
+        lacking=await calls.write_columns(api, run, batch, mini_batch, rank, incarnation, body)
+    )
 
 
 @router.get(
@@ -132,41 +128,56 @@ async def write_columns(
     response_class=StreamingResponse,
     responses={200: {"content": {"application/x-ndjson": {"schema": {"type": "string"}}}}},
 )
-def export_batch(run: RunDep, batch: models.Int64) -> StreamingResponse:
+async def export_batch(run: RunDep, api: ApiDep, batch: models.Int64) -> StreamingResponse:
     """The rows of a sealed batch as a rollout file, JSON lines, to lay it out again with `gristmill batch`."""
-    tables = run.export(batch)
-    first: Iterator[Steps] = iter([next(tables)])
-    columns = run.config.columns
-    lines = (line for steps in chain(first, tables) for line in json_lines(steps, columns))
-    return StreamingResponse(lines, media_type="application/x-ndjson")
+    lines = _lines(calls.export_batch(api, run.name, batch), run.config.columns)
+    return StreamingResponse(await _begun(lines), media_type="application/x-ndjson")
 
 
 @router.post("/ack")
-def acknowledge(run: RunDep, body: models.Acknowledge) -> models.Acknowledged:
+async def acknowledge(run: RunName, api: ApiDep, body: models.Acknowledge) -> models.Acknowledged:
     """A rank has trained on the mini-batch at this position and moves past it."""
-    moved = run.acknowledge(body.model, body.rank, body.position.position(), body.incarnation, body.commit)
+    position = body.position.position()
+    moved = await calls.acknowledge(api, run, body.model, body.rank, position, body.incarnation, body.commit)
     return models.Acknowledged(next=models.Place.of(moved.position), generation=moved.generation)
 
 
 @router.post("/commit")
-def commit(run: RunDep, body: models.Commit) -> models.Committed:
+async def commit(run: RunName, api: ApiDep, body: models.Commit) -> models.Committed:
     """All before this position is safe in the trainer's checkpoint and may be freed."""
-    moved = run.commit(body.model, body.position.position(), body.incarnation)
+    moved = await calls.commit(api, run, body.model, body.position.position(), body.incarnation)
     return models.Committed(committed=models.Place.of(moved.position), generation=moved.generation)
 
 
 @router.post("/resume")
-def resume(run: RunDep, body: models.Resume) -> models.Resumed:
+async def resume(run: RunName, api: ApiDep, body: models.Resume) -> models.Resumed:
     """Puts all ranks of a model to a position, under a new incarnation."""
     position = None if body.position is None else body.position.position()
     checkpoint = Checkpoint(position, body.run_id, body.generation, body.give_up_reason)
-    resumed = run.resume(body.model, checkpoint, body.launch, body.dp_size)
+    resumed = await calls.resume(api, run, body.model, checkpoint, body.launch, body.dp_size)
     return models.Resumed(
         incarnation=resumed.incarnation,
         position=models.Place.of(resumed.position),
         run_id=resumed.run_id,
         generation=resumed.generation,
     )
+
+
+async def _begun(pieces: AsyncIterator[T]) -> AsyncIterator[T]:
+    """Returns the same pieces once the first is there: what is refused is refused before the status line."""
+    first = [await anext(pieces)]
+
+    async def begun() -> AsyncIterator[T]:
+        yield first.pop()
+        async for piece in pieces:
+            yield piece
+
+    return begun()
+
+
+async def _lines(tables: AsyncIterator[Steps], columns: Sequence[ColumnSpec]) -> AsyncIterator[bytes]:
+    async for steps in tables:
+        yield await asyncio.to_thread(b"".join, json_lines(steps, columns))
 
 
 def _shard(run: str, view: ShardAnswer) -> models.Shard:

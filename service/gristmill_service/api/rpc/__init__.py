@@ -1,1 +1,1 @@
-"""The gRPC front door."""
+"""The gRPC API."""

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 _SECONDS = (0.0001, 0.0005, 0.0025, 0.01, 0.05, 0.25, 1.0, 5.0, 30.0)
 _NO_FAILURE = (NotFoundError, AlreadyExistsError, OwnedElsewhereError)
-_OPERATIONS = ("publish", "plan", "free", "append", "sync", "flush", "compact", "put", "get", "replay")
+_OPERATIONS = ("publish", "plan", "free", "append", "flush", "compact", "get", "replay")
 # Methods of shard stores and run logs, by their operations. Those of run stores return a log, which is measured.
 _MEASURED = {**{name: name for name in _OPERATIONS}, "get_all": "get"}
 _OPENS = ("create", "open")

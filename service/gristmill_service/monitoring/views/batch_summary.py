@@ -8,7 +8,6 @@ the few around a break, and a trajectory's until all of it is read.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -80,47 +79,11 @@ class BatchSummary:
     pairs: list[TokenPair]
 
 
-def summarize(tables: Iterable[Steps], config: RunConfig, policy_version: int) -> BatchSummary:
-    """Reads a batch. tables: its rows in their order, some at a time. policy_version: that it was sealed under."""
-    reader = _Reader(config, policy_version)
-    for table in tables:
-        reader.read(table)
-    reader.end()
-    received = receive(concat(reader.bare), config)
-    scores = advantage.trajectory_scores(received.steps.rewards, received.trajectory_bounds, config.trajectory_score)
-    visited, counts = np.concatenate(reader.visited), np.concatenate(reader.counts)
-    trained = np.concatenate(reader.trained) * filters.trained_steps(received, scores, config)[0][visited]
-    begins = np.cumsum(counts) - counts
-    first, last = visited[begins], visited[begins + counts - 1]
-    steps = received.steps
-    # Of tokens, or with the KL in them, they are in the shards alone: here are no declared columns.
-    is_elsewhere = (
-        steps.token_advantages is not None
-        or config.kl_in_reward is not None
-        or isinstance(config.estimator, TokenEstimator)
-    )
-    return BatchSummary(
-        received=received,
-        prompts=steps.prompt_lengths[first],
-        lengths=np.concatenate(reader.lengths),
-        trained=np.add.reduceat(trained, begins) if len(begins) else trained,
-        first=steps.steps[first],
-        last=steps.steps[last],
-        steps=counts,
-        trajectories=received.trajectory_of_step[first],
-        scores=scores,
-        responses=np.concatenate(reader.responses),
-        advantages=None if is_elsewhere else advantage.advantages(received, scores, config),
-        breaks_in_all=reader.breaks_in_all,
-        breaks=reader.breaks,
-        pairs=[TokenPair(was=was, now=now, count=count) for (was, now), count in reader.pairs.most_common(10)],
-    )
-
-
-class _Reader:
+class BatchReader:
     """Reads rows one table after another, merges them as the batch's builder does, and retains the tables of the
     last trajectory alone, of which more may come.
 
+    policy_version: the one under which the batch was sealed.
     visited, trained: of each visit of a row (`merge.Rows`) the step, among all of the batch, and how many of its tokens
         the row trains. counts, lengths: of each row its visits and tokens. All in parts, in the batch's order.
     """
@@ -129,15 +92,15 @@ class _Reader:
         self._config, self._version = config, policy_version
         self._pending: list[Steps] = []
         self._rows_read = 0
-        self.bare: list[Steps] = []
-        self.visited: list[Int64s] = []
-        self.trained: list[Int64s] = []
-        self.counts: list[Int64s] = []
-        self.lengths: list[Int64s] = []
-        self.responses: list[Int64s] = []
-        self.breaks_in_all = 0
-        self.breaks: list[PrefixBreak] = []
-        self.pairs: Counter[tuple[int, int]] = Counter()
+        self._bare: list[Steps] = []
+        self._visited: list[Int64s] = []
+        self._trained: list[Int64s] = []
+        self._counts: list[Int64s] = []
+        self._lengths: list[Int64s] = []
+        self._responses: list[Int64s] = []
+        self._breaks_in_all = 0
+        self._breaks: list[PrefixBreak] = []
+        self._pairs: Counter[tuple[int, int]] = Counter()
 
     def read(self, table: Steps) -> None:
         begins = np.flatnonzero(table.steps == 0)
@@ -146,11 +109,44 @@ class _Reader:
             return
         rows, first, last = np.arange(len(table)), begins[0], begins[-1]
         self._pending.append(table.take(rows[:first]))
-        self.end()
+        self._end()
         self._merge(table.take(rows[first:last]))
         self._pending = [table.take(rows[last:])]
 
-    def end(self) -> None:
+    def summary(self) -> BatchSummary:
+        """Returns the summary once all of the batch is read."""
+        self._end()
+        config, received = self._config, receive(concat(self._bare), self._config)
+        steps, bounds = received.steps, received.trajectory_bounds
+        scores = advantage.trajectory_scores(steps.rewards, bounds, config.trajectory_score)
+        visited, counts = np.concatenate(self._visited), np.concatenate(self._counts)
+        trained = np.concatenate(self._trained) * filters.trained_steps(received, scores, config)[0][visited]
+        begins = np.cumsum(counts) - counts
+        first, last = visited[begins], visited[begins + counts - 1]
+        # Of tokens, or with the KL in them, they are in the shards alone: here are no declared columns.
+        is_elsewhere = (
+            steps.token_advantages is not None
+            or config.kl_in_reward is not None
+            or isinstance(config.estimator, TokenEstimator)
+        )
+        return BatchSummary(
+            received=received,
+            prompts=steps.prompt_lengths[first],
+            lengths=np.concatenate(self._lengths),
+            trained=np.add.reduceat(trained, begins) if len(begins) else trained,
+            first=steps.steps[first],
+            last=steps.steps[last],
+            steps=counts,
+            trajectories=received.trajectory_of_step[first],
+            scores=scores,
+            responses=np.concatenate(self._responses),
+            advantages=None if is_elsewhere else advantage.advantages(received, scores, config),
+            breaks_in_all=self._breaks_in_all,
+            breaks=self._breaks,
+            pairs=[TokenPair(was=was, now=now, count=count) for (was, now), count in self._pairs.most_common(10)],
+        )
+
+    def _end(self) -> None:
         """Merges the last trajectory: it is whole."""
         if self._pending:
             self._merge(concat(self._pending))
@@ -162,13 +158,13 @@ class _Reader:
             return
         config, received = self._config, receive(table, self._config)
         rows = merge_rows(received, config)
-        self.visited.append(rows.steps + self._rows_read)
-        self.trained.append(visit_loss_tokens(rows, filters.fresh_loss_mask(table, config, self._version)))
-        self.counts.append(np.diff(rows.edges))
-        self.lengths.append(rows.lengths)
+        self._visited.append(rows.steps + self._rows_read)
+        self._trained.append(visit_loss_tokens(rows, filters.fresh_loss_mask(table, config, self._version)))
+        self._counts.append(np.diff(rows.edges))
+        self._lengths.append(rows.lengths)
         self._rows_read += len(table)
-        self.responses.append(np.add.reduceat(table.response_lengths, received.trajectory_bounds[:-1]))
-        self.bare.append(_without_tokens(table))
+        self._responses.append(np.add.reduceat(table.response_lengths, received.trajectory_bounds[:-1]))
+        self._bare.append(_without_tokens(table))
         if config.merging.joins:
             for step in breaks(received, rows.first).tolist():
                 self._note(received, step)
@@ -177,12 +173,12 @@ class _Reader:
         steps, difference = received.steps, mismatch(received, step, self._config)
         was = steps.tokens[int(received.trajectory_bounds[difference.trajectory]) + difference.before]
         now, at = steps.tokens[step][: int(steps.prompt_lengths[step])], difference.index
-        self.breaks_in_all += 1
+        self._breaks_in_all += 1
         if not difference.column:
-            self.pairs[int(was[at]) if at < len(was) else -1, int(now[at]) if at < len(now) else -1] += 1
-        if len(self.breaks) < KEPT_BREAKS:
+            self._pairs[int(was[at]) if at < len(was) else -1, int(now[at]) if at < len(now) else -1] += 1
+        if len(self._breaks) < KEPT_BREAKS:
             key, after = steps.key(step), slice(at, at + CONTEXT + 1)
-            self.breaks.append(
+            self._breaks.append(
                 PrefixBreak(
                     uid=shortened(key.uid),
                     round=key.round,

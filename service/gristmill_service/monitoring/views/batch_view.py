@@ -1,13 +1,12 @@
 """Pictures of a published batch: its shards row by row, loads, breaks of merging, scores. They are bounded in size: a
 larger one is added up or given in part, and says so.
 
-Reading a batch blocks. The last batches that were asked for are cached, also when they are freed meanwhile.
+The last batches that were asked for are cached, also when they are freed meanwhile.
 """
 
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections import Counter, OrderedDict
 from typing import Literal, NamedTuple
 
@@ -19,14 +18,15 @@ from gristmill.errors import InvalidArgumentError, NotFoundError
 from gristmill_service.config import Model, RunConfig
 from gristmill_service.monitoring.documents import Document
 from gristmill_service.monitoring.views.batch_summary import (
+    BatchReader,
     BatchSummary,
     PrefixBreak,
     TokenPair,
     shortened,
-    summarize,
 )
-from gristmill_service.monitoring.views.row_view import SHOWN_TOKENS, RowTokens, key_of, tokens_of
+from gristmill_service.monitoring.views.row_view import SHOWN_TOKENS, RowTokens, key_of, rows_of, tokens_of
 from gristmill_service.monitoring.views.shard_bars import LARGEST, MiniBatchPicture, ShardBars
+from gristmill_service.one_by_one import OneByOne
 from gristmill_service.pipeline.plan_document import MiniBatchDocument, PlanDocument, decode_plan
 from gristmill_service.run.machine.answers import BatchState
 from gristmill_service.run.run import Run
@@ -158,11 +158,12 @@ class BatchView:
             breaks=self._rows.breaks,
         )
 
-    def tokens(self, run: Run, row: int, start: int) -> RowTokens:
+    async def tokens(self, run: Run, row: int, start: int) -> RowTokens:
         """Reads the batch until the row's trajectory. Raises NotFoundError where the batch has no such row, and as
         `Run.export` does where the rows are freed."""
         key, own = key_of(self._rows, row)
-        tokens, mask = tokens_of(run.export(self._batch), key, own, self._config)
+        trajectory = await rows_of(run.export(self._batch), key)
+        tokens, mask = await asyncio.to_thread(tokens_of, trajectory, own, self._config)
         shown = slice(start, start + SHOWN_TOKENS)
         return RowTokens(
             run=self._run,
@@ -240,50 +241,52 @@ class _Key(NamedTuple):
 
 
 class BatchViewCache:
-    """The views of the batches that were asked for last. Keeps no run alive. Thread-safe: `_lock` guards `_views`.
+    """The views of the batches that were asked for last. Keeps no run alive.
 
-    turn: held while a view is made, so that pictures never take more than one core.
+    one_by_one: does their work, so that pictures never take more than one core.
     """
 
     def __init__(self) -> None:
-        self.turn = asyncio.Lock()
-        self._lock = threading.Lock()
+        self.one_by_one = OneByOne()
+        self._making = asyncio.Lock()
         self._views: OrderedDict[_Key, BatchView] = OrderedDict()
 
-    def cached(self, run: Run, batch: int) -> BatchView | None:
-        key = _Key(run.run_id, batch, run.config.dp_size)
-        with self._lock:
-            view = self._views.get(key)
-            if view is not None:
-                self._views.move_to_end(key)
+    async def get(self, run: Run, batch: int) -> BatchView:
+        """Raises as `Run.batch` does, and NotFoundError where the batch is not published yet."""
+        if view := self._cached(run, batch):
             return view
-
-    def get(self, run: Run, batch: int) -> BatchView:
-        """Blocks. Raises as `Run.batch` does, and NotFoundError where the batch is not published yet."""
-        cached = self.cached(run, batch)
-        if cached is not None:
-            return cached
-        key, view = _read(run, batch)
-        with self._lock:
+        async with self._making:
+            if view := self._cached(run, batch):
+                return view
+            key, view = await self._read(run, batch)
             self._views[key] = view
             while len(self._views) > CACHED_BATCHES:
                 self._views.popitem(last=False)
-        return view
+            return view
 
+    def _cached(self, run: Run, batch: int) -> BatchView | None:
+        key = _Key(run.run_id, batch, run.config.dp_size)
+        if key in self._views:
+            self._views.move_to_end(key)
+        return self._views.get(key)
 
-def _read(run: Run, batch: int) -> tuple[_Key, BatchView]:
-    config = run.config
-    answer = run.batch(batch)
-    if answer.state not in (BatchState.PUBLISHED, BatchState.FORWARD):
-        raise NotFoundError(f"batch {batch} is not published yet, so that there is nothing to show; ask again later")
-    plan = decode_plan(answer.plan)
-    if plan.dp_size != config.dp_size:
-        # The trainer came back with another number of ranks between the two.
-        raise NotFoundError(f"batch {batch} is being built again for another dp_size; ask again later")
-    sealed = run.read(lambda state, _: state.batches.get(batch))
-    version = 0 if sealed is None else sealed.policy_version
-    view = BatchView(run.name, batch, config, plan, summarize(run.export(batch), config, version))
-    return _Key(run.run_id, batch, config.dp_size), view
+    async def _read(self, run: Run, batch: int) -> tuple[_Key, BatchView]:
+        config = run.config
+        answer = await run.batch(batch)
+        if answer.state not in (BatchState.PUBLISHED, BatchState.FORWARD):
+            raise NotFoundError(
+                f"batch {batch} is not published yet, so that there is nothing to show; ask again later"
+            )
+        plan = await self.one_by_one(decode_plan, answer.plan)
+        if plan.dp_size != config.dp_size:
+            # The trainer came back with another number of ranks between the two.
+            raise NotFoundError(f"batch {batch} is being built again for another dp_size; ask again later")
+        sealed = run.read(lambda state, _: state.batches.get(batch))
+        reader = BatchReader(config, 0 if sealed is None else sealed.policy_version)
+        async for table in run.export(batch):
+            await self.one_by_one(reader.read, table)
+        view = await self.one_by_one(lambda: BatchView(run.name, batch, config, plan, reader.summary()))
+        return _Key(run.run_id, batch, config.dp_size), view
 
 
 def _chosen(own: list[MiniBatchDocument], model: Model, mini_batch: int) -> list[MiniBatchDocument]:

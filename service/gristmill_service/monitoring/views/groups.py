@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import asyncio
+from collections.abc import AsyncIterator, Sequence
 from typing import Literal, get_args
 
 import numpy as np
@@ -11,7 +12,7 @@ from pydantic import Field
 from gristmill.errors import NotFoundError
 from gristmill_service.monitoring.documents import Document
 from gristmill_service.monitoring.views.row_view import SHOWN_TOKENS, ShownTokens
-from gristmill_service.run.machine.answers import GroupState
+from gristmill_service.run.machine.answers import GroupAnswer, GroupState
 from gristmill_service.run.machine.events import GroupKey
 from gristmill_service.run.machine.groups import Group, Trajectory
 from gristmill_service.run.machine.state import State
@@ -22,6 +23,7 @@ SampleState = Literal["no row", "open", "waits for a reward", "complete", "abort
 _STATES: tuple[SampleState, ...] = get_args(SampleState)
 _SHOWN = 200
 _MOST_FOUND = 50
+_GROUPS_AT_ONCE = 100
 
 
 class FoundGroup(Document):
@@ -73,14 +75,57 @@ class OpenRowTokens(ShownTokens):
     step: int
 
 
-def find_groups(run: Run, text: str) -> FoundGroups:
+async def group_parts(run: Run) -> AsyncIterator[list[GroupAnswer]]:
+    """Yields every group that was ever admitted, the decided ones first. There may be hundreds of thousands: each part
+    is made when it is asked for, so that others are answered between them."""
+    keys = run.read(lambda state, _: [*state.closed, *state.open])
+    for begin in range(0, len(keys), _GROUPS_AT_ONCE):
+        some = keys[begin : begin + _GROUPS_AT_ONCE]
+        answers = run.read(lambda state, _, some=some: _answers(state, some))  # type: ignore[misc]
+        # Nobody learns of what may be lost.
+        await run.policy_version()
+        yield answers
+
+
+def _answers(state: State, keys: Sequence[GroupKey]) -> list[GroupAnswer]:
+    return [_open(state, key) if key in state.open else _decided(state, key) for key in keys]
+
+
+def _open(state: State, key: GroupKey) -> GroupAnswer:
+    return GroupAnswer(*key, "complete" if key in state.complete else "open", tag=state.open[key].tag)
+
+
+def _decided(state: State, key: GroupKey) -> GroupAnswer:
+    batch, tag = state.closed[key], state.closed_tags.get(key, "")
+    if isinstance(batch, str):
+        return GroupAnswer(*key, "dropped", reason=batch, tag=tag)
+    # The rows of one that is kept may be built yet.
+    if batch in state.failed and state.is_dropped(batch):
+        return GroupAnswer(*key, "dropped", batch, "batch_failed", tag)
+    return GroupAnswer(*key, "sealed", batch, tag=tag)
+
+
+async def find_groups(run: Run, text: str) -> FoundGroups:
     """Returns the groups whose uid contains this text."""
-    groups = [group for group in run.groups() if text in group.uid]
-    groups.sort(key=lambda group: (group.uid != text, group.uid, group.round))
+    found: list[GroupAnswer] = []
+    async for part in group_parts(run):
+        found += [group for group in part if text in group.uid]
+        await asyncio.sleep(0)
+    found.sort(key=lambda group: (group.uid != text, group.uid, group.round))
     return FoundGroups(
         run=run.name,
-        in_all=len(groups),
-        groups=[FoundGroup(**asdict(group)) for group in groups[:_MOST_FOUND]],
+        in_all=len(found),
+        groups=[
+            FoundGroup(
+                uid=group.uid,
+                round=group.round,
+                tag=group.tag,
+                state=group.state,
+                batch=group.batch,
+                reason=group.reason,
+            )
+            for group in found[:_MOST_FOUND]
+        ],
     )
 
 
@@ -105,9 +150,9 @@ def group_samples(run: Run, key: GroupKey) -> GroupSamples:
     return run.read(lambda state, _: read(state))
 
 
-def row_tokens(run: Run, key: GroupKey, sample: int, step: int, start: int) -> OpenRowTokens:
-    """Blocks. Raises NotFoundError where the group is not open or the step has not come."""
-    row = run.open_row(key, sample, step)
+async def row_tokens(run: Run, key: GroupKey, sample: int, step: int, start: int) -> OpenRowTokens:
+    """Raises NotFoundError where the group is not open or the step has not come."""
+    row = await run.open_row(key, sample, step)
     prompt = int(row.prompt_lengths[0])
     tokens = row.tokens[0].tolist()
     mask = np.concatenate([np.full(prompt, -1), row.loss_mask[0]]).tolist()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import AsyncIterator
 
 import numpy as np
 from pydantic import Field
@@ -49,12 +49,23 @@ def key_of(rows: BatchSummary, row: int) -> tuple[TrajectoryKey, int]:
     return rows.received.steps.key(int(rows.received.trajectory_bounds[trajectory])), row - first
 
 
-def tokens_of(tables: Iterable[Steps], key: TrajectoryKey, row: int, config: RunConfig) -> tuple[list[int], list[int]]:
-    """The tokens of this trajectory's row, and for each -1 in the prompt, else whether a loss is taken of it there.
+async def rows_of(tables: AsyncIterator[Steps], key: TrajectoryKey) -> Steps:
+    """Returns the trajectory's rows. tables: the batch's rows in their order, some at a time, read until it ends."""
+    parts: list[Steps] = []
+    async for table in tables:
+        own = [index for index in range(len(table)) if table.key(index) == key]
+        if own:
+            parts.append(table.take(np.array(own)))
+        elif parts:
+            # A batch's trajectories are whole, one after another.
+            break
+    return concat(parts)
 
-    tables: the batch's rows, some at a time.
-    """
-    received = receive(concat(list(_own(tables, key))), config)
+
+def tokens_of(trajectory: Steps, row: int, config: RunConfig) -> tuple[list[int], list[int]]:
+    """Returns the tokens of this row of the trajectory, and for each -1 in the prompt, else whether a loss is taken of
+    it there."""
+    received = receive(trajectory, config)
     rows = merge_rows(received, config)
     prompt = int(rows.prompt_lengths[row])
     tokens = received.steps.tokens[int(rows.last[row])][: int(rows.lengths[row])].tolist()
@@ -64,15 +75,3 @@ def tokens_of(tables: Iterable[Steps], key: TrajectoryKey, row: int, config: Run
         begin = prompt + int(rows.starts[visit]) + int(rows.shared[visit])
         mask[begin : begin + int(trained.lengths[visit])] = trained[visit]
     return tokens, mask.tolist()
-
-
-def _own(tables: Iterable[Steps], key: TrajectoryKey) -> Iterable[Steps]:
-    is_found = False
-    for table in tables:
-        own = [index for index in range(len(table)) if table.key(index) == key]
-        if own:
-            is_found = True
-            yield table.take(np.array(own))
-        elif is_found:
-            # A batch's trajectories are whole, one after another.
-            return

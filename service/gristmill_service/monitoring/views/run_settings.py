@@ -13,6 +13,7 @@ from gristmill._wire.steps import concat
 from gristmill.errors import FailedPreconditionError, ResourceExhaustedError
 from gristmill_service.config import RunConfig
 from gristmill_service.monitoring.documents import Document
+from gristmill_service.one_by_one import OneByOne
 from gristmill_service.pipeline.alternatives import costs
 from gristmill_service.run.run import Run
 
@@ -56,8 +57,8 @@ def run_settings(run: Run) -> RunSettings:
     return RunSettings(run=run.name, settings=sorted(settings, key=lambda setting: setting.is_default))
 
 
-def batch_costs(run: Run, batch: int) -> BatchCosts:
-    """Plans the batch once for each setting that might make it cheaper: seconds for a large one.
+async def batch_costs(run: Run, batch: int, one_by_one: OneByOne) -> BatchCosts:
+    """Plans the batch once for each setting that might make it cheaper, in a thread: seconds for a large one.
 
     Raises FailedPreconditionError for a batch whose rows are freed, and ResourceExhaustedError for one of more
     than a gigabyte.
@@ -70,7 +71,8 @@ def batch_costs(run: Run, batch: int) -> BatchCosts:
             f"batch {batch} has {size} bytes of rows, and {_LARGEST} are the most that are planned beside training; "
             "use gristmill export and gristmill plan"
         )
-    planned = costs(concat(list(run.export(batch))), run.config)
+    tables, config = [table async for table in run.export(batch)], run.config
+    planned = await one_by_one(lambda: costs(concat(tables), config))
     return BatchCosts(
         run=run.name, batch=batch, costs=[Cost(setting=setting, **asdict(cost)) for setting, cost in planned]
     )

@@ -29,14 +29,23 @@ _record = msgspec.msgpack.Decoder(tuple[int, list[tuple[str, msgspec.Raw]]])
 _snapshot = msgspec.msgpack.Decoder(tuple[int, msgspec.Raw])
 
 
-def encode_events(events: Sequence[Event]) -> bytes:
-    """One record: all of these happened, or none. Raises InvalidArgumentError for a value that no record can hold."""
+EncodedEvent = tuple[str, msgspec.Raw]
+"""An event's kind, and its fields as bytes."""
+
+
+def encode_event(event: Event) -> EncodedEvent:
+    """Raises InvalidArgumentError for a value that no record can hold."""
     try:
-        return _encoder.encode((FORMAT, [(type(event).__name__, event) for event in events]))
+        return type(event).__name__, msgspec.Raw(_encoder.encode(event))
     except (UnicodeEncodeError, OverflowError, TypeError) as error:
         raise InvalidArgumentError(
             f"the request cannot be written to the run's log: {error}; send valid Unicode and integers of 64 bits"
         ) from None
+
+
+def record_of(events: Sequence[EncodedEvent]) -> bytes:
+    """Makes one record of the log: all of these events happened, or none."""
+    return _encoder.encode((FORMAT, events))
 
 
 def decode_events(record: bytes) -> list[Event]:

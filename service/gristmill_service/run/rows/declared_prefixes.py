@@ -6,7 +6,6 @@ only where there is no sum, or where a row shares less than all of the step befo
 
 from __future__ import annotations
 
-import threading
 import zlib
 from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
@@ -58,10 +57,9 @@ _NOTHING = TokenSum(0, 0, xxh3_128())
 
 
 class TokenSums:
-    """The sum of each trajectory's last row, with which its next step is likely to begin. Thread-safe."""
+    """The sum of each trajectory's last row, with which its next step is likely to begin."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._last: dict[TrajectoryKey, tuple[RowRef, TokenSum]] = {}
 
     def of(self, row: StoredRow) -> TokenSum | None:
@@ -72,17 +70,16 @@ class TokenSums:
     def note(self, rows: Sequence[StoredRow], outcomes: Sequence[Outcome], sums: Sequence[TokenSum | None]) -> None:
         """Remembers the sums of the rows that were accepted. sums: None for a row that ends its trajectory, which is
         forgotten."""
-        with self._lock:
-            if not self._last and not any(sums):
-                return
-            for row, outcome, total in zip(rows, outcomes, sums, strict=True):
-                if outcome is Outcome.ACCEPTED:
-                    # The one that was added last is forgotten last.
-                    self._last.pop(row.trajectory, None)
-                    if total is not None:
-                        self._last[row.trajectory] = row.ref, total
-            while len(self._last) > _MOST_SUMS:
-                del self._last[next(iter(self._last))]
+        if not self._last and not any(sums):
+            return
+        for row, outcome, total in zip(rows, outcomes, sums, strict=True):
+            if outcome is Outcome.ACCEPTED:
+                # The one that was added last is forgotten last.
+                self._last.pop(row.trajectory, None)
+                if total is not None:
+                    self._last[row.trajectory] = row.ref, total
+        while len(self._last) > _MOST_SUMS:
+            del self._last[next(iter(self._last))]
 
 
 class StepBefore(NamedTuple):

@@ -1,7 +1,4 @@
-"""References to the rows that a run needs until their batch is freed, by the tables in which requests brought them.
-
-Guarded by the run's lock, except for the functions, which read what cannot change: work per token needs no lock.
-"""
+"""References to the rows that a run needs until their batch is freed, by the tables in which requests brought them."""
 
 from __future__ import annotations
 
@@ -74,15 +71,11 @@ def not_held(picked: Iterable[PickedRow]) -> set[int]:
 
 
 class RowBuffer:
-    """Tables of rows, each until the last of its rows is released.
+    """Tables of rows, each until the last of its rows is released. needed: how many rows are needed."""
 
-    compacts: whether tables on the heap are replaced by smaller copies before that. needed: how many rows are needed.
-    """
-
-    def __init__(self, compacts: bool) -> None:
+    def __init__(self) -> None:
         self.needed = 0
         self._tables: dict[int, _Table] = {}
-        self._compacts = compacts
         self._sparse: set[int] = set()
         self._empty: list[int] = []
 
@@ -126,7 +119,7 @@ class RowBuffer:
             self._sparse.discard(number)
 
     def pick(self, groups: Iterable[tuple[Group, Iterable[StoredRow]]]) -> list[PickedRow]:
-        """Returns what `gather` needs of these rows of groups. It may be read without the lock."""
+        """Returns what `gather` needs of these rows of groups, in any thread."""
         all_picked = []
         for group, rows in groups:
             picked: dict[_Name, PickedRow] = {}
@@ -165,8 +158,6 @@ class RowBuffer:
     def take_sparse(self) -> list[tuple[int, Stored, dict[int, int]]]:
         """Returns the tables on the heap of which at most half the rows are needed: they take more memory than is
         accounted for."""
-        if not self._compacts:
-            return []
         sparse, self._sparse = self._sparse, set()
         return [
             (number, table.stored, dict(table.live))

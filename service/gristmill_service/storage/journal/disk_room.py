@@ -1,76 +1,118 @@
-"""The room on the journal's file system: rows are refused before it takes what acknowledgements need."""
+"""The space on the journal's file system: rows are refused before they take what acknowledgements need."""
 
 from __future__ import annotations
 
 import os
-import threading
+from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 
 import structlog
 
-from gristmill.errors import UnavailableError
+from gristmill_service.storage.errors import FullError
 
 _log = structlog.get_logger(__name__)
 
-# Less free room than this (or than a part of a small file system) counts as full, so that a little room that comes and
-# goes does not look like an end of it.
-_LEAST_FREE, _LEAST_PART = 16 << 20, 8
-_RESERVE_BYTES = 1 << 20
+# A file system with less free space than this, or than this part of a small one, counts as full. Rows that were on
+# their way when it became full may take three quarters of that: the rest is for acknowledgements.
+_LEAST_FREE, _LEAST_PART, _KEPT_PART = 16 << 20, 8, 4
+_RESERVE_BYTES, _RESERVE_PART = 4 << 20, 32
+_WAL_BYTES, _WAL_PART = 32 << 20, 16
+_WAL_FILE_BYTES, _WAL_FILE_PART = 256 << 20, 4
 
 
 class DiskRoom:
-    """Thread-safe. Holds a reserve file, which is given up when the file system is full: then acknowledgements, which
-    make room, can still be logged."""
+    """Knows how much of the file system may still be written. Thread-safe.
+
+    It owns a reserve file, which is deleted when the file system is full: acknowledgements, which free rows, can then
+    still be logged. Runs report by how much their databases grow when their WALs are copied to them: rows never get
+    that space, so that a checkpoint succeeds, after which the WAL needs none.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._directory, self._reserve = directory, directory / "reserve"
-        self._lock = threading.Lock()
-        self._full = ""
+        self._growth: dict[Path, int] = {}
+        self._free = self._least = self._total = 0
+        self._was_full = False
+        self._measure()
         self._fill_reserve()
 
-    def check(self) -> None:
-        """Raises UnavailableError while the file system is full."""
-        if self._full:
-            raise UnavailableError(self._full)
+    def check(self, reusable: int = 0) -> None:
+        """Raises FullError where rows are refused, by what was measured last; neither blocks nor locks. reusable: bytes
+        that are free inside of the run's database."""
+        if self._is_full(reusable):
+            raise full_error(self._directory)
 
-    def unhealthy_reason(self) -> str:
-        """Why rows are refused; empty when they are not. Finds out whether there is room again."""
-        if self._full and self._has_room() and self._fill_reserve():
-            self.set_full("")
-        return self._full
+    def check_for(self, nbytes: int, reusable: int) -> None:
+        """Raises FullError where this many bytes of rows, first in a WAL and then in a database, would not leave what
+        acknowledgements need."""
+        self._measure()
+        if self._free < nbytes + max(0, nbytes - reusable) + self._least // _KEPT_PART:
+            self.set_full()
+            raise full_error(self._directory)
 
-    def set_full(self, reason: str) -> None:
-        """Refuses rows from now on, until there is room; an empty reason takes them again."""
-        with self._lock:
-            before, self._full = self._full, reason
-        if reason and not before:
-            _log.error("the journal is full", reason=reason)
-        elif before and not reason:
-            _log.info("the journal has room again")
+    def note_growth(self, run: Path, nbytes: int) -> None:
+        """Notes by how much the database in this directory grows with its next checkpoint."""
+        self._growth[run] = nbytes
 
-    def give_up_reserve(self) -> bool:
-        """Whether there is room now that was not there before."""
-        try:
+    def forget(self, run: Path) -> None:
+        self._growth.pop(run, None)
+
+    @property
+    def wal_limit(self) -> int:
+        """The bytes in a WAL that are worth a checkpoint."""
+        return min(_WAL_BYTES, self._total // _WAL_PART)
+
+    @property
+    def wal_file_limit(self) -> int:
+        """The bytes of a WAL's file that may stay for what is written next."""
+        return min(_WAL_FILE_BYTES, max(0, self._free) // _WAL_FILE_PART)
+
+    def set_full(self) -> None:
+        """Refuses rows until the next measurement: a write was refused, whatever the file system says."""
+        self._free = min(self._free, 0)
+
+    def give_up_reserve(self) -> None:
+        with suppress(OSError):
             self._reserve.unlink()
-        except OSError:
-            return False
-        return True
 
-    def _has_room(self) -> bool:
-        try:
-            found = os.statvfs(self._directory)
-        except OSError:
-            return False
-        return found.f_bavail * found.f_frsize >= min(_LEAST_FREE, found.f_blocks * found.f_frsize // _LEAST_PART)
+    def unhealthy_reason(self, reusable: Collection[int]) -> str:
+        """Why rows are refused; empty when they are not. Measures, and fills the reserve again where there is space;
+        one thread at a time calls it. reusable: what `check` takes, for each run."""
+        self._measure()
+        if not self._is_full(0):
+            self._fill_reserve()
+        is_full = any(map(self._is_full, reusable or (0,)))
+        reason = str(full_error(self._directory)) if is_full else ""
+        if is_full and not self._was_full:
+            _log.error("journal full", reason=reason)
+        elif self._was_full and not is_full:
+            _log.info("journal has room again")
+        self._was_full = is_full
+        return reason
 
-    def _fill_reserve(self) -> bool:
-        """Whether the file takes all of its room."""
-        try:
+    def _is_full(self, reusable: int) -> bool:
+        return self._free + reusable < self._least
+
+    def _measure(self) -> None:
+        with suppress(OSError):
+            system = os.statvfs(self._directory)
+            self._total = system.f_blocks * system.f_frsize
+            self._least = min(_LEAST_FREE, self._total // _LEAST_PART)
+            # The list is a copy: other threads change the dictionary.
+            self._free = system.f_bavail * system.f_frsize - sum(list(self._growth.values()))
+
+    def _fill_reserve(self) -> None:
+        with suppress(OSError):
             descriptor = os.open(self._reserve, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600)
             try:
-                os.posix_fallocate(descriptor, 0, _RESERVE_BYTES)
+                os.posix_fallocate(descriptor, 0, min(_RESERVE_BYTES, max(1, self._total // _RESERVE_PART)))
             finally:
                 os.close(descriptor)
-        except OSError:
-            return False
-        return True
+
+
+def full_error(directory: Path) -> FullError:
+    return FullError(
+        f"the journal cannot be written: the file system of {directory} is full; give it more room, or lower "
+        "max_row_bytes or max_buffered_batches; it goes on by itself when there is room"
+    )

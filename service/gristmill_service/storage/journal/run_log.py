@@ -1,206 +1,351 @@
-"""One run's directory in the journal: its log of events, its rows, and how safe they are."""
+"""One run's log and its tables of rows in a database, and how safe they are.
+
+Nothing is removed before the event that allows it is on the disk: a WAL keeps the order of transactions. Whatever a
+machine's death leaves of it, that is all of the first transactions and none of the later ones, and a table is deleted
+by a later one than its event. Checkpoints keep that order, too: with `synchronous` NORMAL or FULL, SQLite syncs the WAL
+before it copies pages from it over older ones of the database, and the database before it begins the WAL again. So
+`never` is not OFF. There the last seconds are the kernel's to write, but checkpoints are synced all the same.
+"""
 
 from __future__ import annotations
 
+import sqlite3
 import threading
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack, closing, suppress
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import structlog
 
 from gristmill._wire.steps import Steps
-from gristmill.errors import UnavailableError
-from gristmill_service.call_threads import waiting
+from gristmill.errors import GristmillError, NotFoundError, UnavailableError
+from gristmill_service.storage import row_tables
 from gristmill_service.storage.errors import FullError, LogLostError
-from gristmill_service.storage.journal.boot_mark import BootMark
-from gristmill_service.storage.journal.disk_room import DiskRoom
-from gristmill_service.storage.journal.event_log import EventLog
-from gristmill_service.storage.journal.open_file import closed_error
-from gristmill_service.storage.journal.row_segments import RowSegments, Segment
-from gristmill_service.storage.journal.run_description import RunDescription
-from gristmill_service.storage.journal.spare_segments import SpareSegments
-from gristmill_service.storage.row_tables import Stored
+from gristmill_service.storage.journal import database, old_journal
+from gristmill_service.storage.journal.database import PAGE_BYTES, Description, Entry, explained, transaction
+from gristmill_service.storage.journal.disk_room import DiskRoom, full_error
 from gristmill_service.storage.run_store import CheckTable, Replay
 
 _log = structlog.get_logger(__name__)
 
 Fsync = Literal["always", "interval", "never"]
 
+# Shorter logs are not worth a snapshot.
+_LEAST_LENGTH = 16 << 20
+# A transaction writes so many pages to the WAL in addition to its rows, about.
+_PAGES_EACH = 3
+# The WAL of a run to which nothing is appended is emptied, unless its file is shorter.
+_SHORT_WAL = 1 << 20
+# Appends wait for the last pass of a checkpoint, which copies what they added during the pass before.
+_LAST_PASS_BYTES, _MAX_PASSES = 8 << 20, 4
+_DELETED_AT_ONCE = 16
+
 
 class JournalRunLog:
-    """See `gristmill_service.storage.run_store.RunLog`."""
+    """See `gristmill_service.storage.run_store.RunLog`. Any thread may call any method: `flush` syncs, and copies the
+    WAL to the database, while others append and read."""
 
-    maps_rows = reads_rows = True
+    reads_rows, is_remote = True, False
     lease: float | None = None
 
-    def __init__(
-        self, directory: Path, description: RunDescription, fsync: Fsync, room: DiskRoom, spares: SpareSegments
-    ) -> None:
-        """Raises InvalidArgumentError and UnavailableError where it cannot be opened."""
-        self.config, self.run_id = description.config, description.run_id
-        self._directory, self._fsync, self._room, self._spares = directory, fsync, room, spares
-        self._mark, self._rows = BootMark(directory), RowSegments(directory, spares)
-        self._events = EventLog(directory)
-        # Held while the log is synced, compacted or closed.
-        self._syncing = threading.Lock()
-        # Records since the log was opened: `_appended` is written by the thread that appends. Those that were found may
-        # not be on the disk: the process before may have been killed before it synced them.
-        self._appended, self._synced = 0, -1
-        self._is_broken = self._is_closed = False
+    def __init__(self, directory: Path, run: Description, fsync: Fsync, room: DiskRoom) -> None:
+        """Raises InvalidArgumentError and UnavailableError where the database cannot be opened."""
+        self.config, self.run_id = run.config, run.run_id
+        self._directory, self._path = directory, directory / database.FILE_NAME
+        self._wal = directory / database.WAL_NAME
+        self._is_short, self._fsync, self._room = run.is_short, fsync, room
+        # Taken in this order. Whoever has `_writing` or `_reading` uses, or closes, that connection.
+        self._flushing, self._writing, self._reading = threading.Lock(), _FairLock(), _FairLock()
+        with explained(self._path), ExitStack() as opened:
+            synchronous: Literal["FULL", "NORMAL"] = "FULL" if fsync == "always" else "NORMAL"
+            self._writer = opened.enter_context(closing(database.connect(self._path, synchronous)))
+            self._reader = opened.enter_context(closing(database.connect(self._path, synchronous)))
+            # A process that was killed may have left records to the kernel.
+            database.sync_file(self._wal)
+            self._wal_bytes = self._wal.stat().st_size
+            self._measure()
+            # What is damaged may be text of any bytes.
+            self._reader.text_factory = bytes
+            self._connections = opened.pop_all()
+        self.is_lost = self.is_closed = False
+        # first_number: the least that no table had. _number: of the last event.
+        self._number = self.first_number = self._snapshot_bytes = self.log_bytes = 0
+        # Transactions since the log was opened: all, those that are on the disk, those that `flush` has seen.
+        self._commits = self._synced = self._flushed = 0
+        self._boot = None if fsync == "always" else database.this_boot()
+        self._is_boot_noted = run.boot == self._boot
+        self._removed: set[int] = set()
 
     @property
-    def is_lost(self) -> bool:
-        return self._is_broken
+    def is_long(self) -> bool:
+        return self.log_bytes - self._snapshot_bytes > max(_LEAST_LENGTH, 2 * self._snapshot_bytes)
+
+    def check(self, has_rows: bool = True) -> None:
+        if has_rows:
+            self._room.check(self.reusable)
 
     def replay(self) -> Replay:
-        found = self._events.replay()
-        is_short = found.is_short() or self._mark.is_of_another_boot
-        return found._replace(is_short=lambda: is_short)
+        with self._reading, explained(self._path):
+            self._check_open()
+            snapshots = self._entries("SELECT number, next_table, checksum, state FROM snapshot")
+            events = self._entries("SELECT number, next_table, checksum, record FROM events ORDER BY number")
+        entries = [*snapshots, *events]
+        if broken := [entry.number for entry in entries if not entry.is_whole]:
+            raise database.damaged(self._path, f"the checksum of record {broken[0]} does not fit")
+        before = snapshots[-1].number if snapshots else 0
+        self._number = before + len(events)
+        if [event.number for event in events] != [*range(before + 1, self._number + 1)]:
+            raise database.damaged(self._path, f"records after {before} are missing")
+        self.first_number = max((entry.next_table for entry in entries), default=0)
+        self._snapshot_bytes = sum(len(snapshot.record) for snapshot in snapshots)
+        self.log_bytes = sum(len(entry.record) for entry in entries)
+        snapshot = snapshots[-1].record if snapshots else None
+        return Replay(snapshot, [event.record for event in events], lambda: self._is_short)
 
     def note_generation(self, generation: int) -> None:
         """What was promised is not known outside of the log."""
 
-    def append(self, record: bytes, tables: Collection[int] = ()) -> None:
-        self._check()
-        try:
-            self._append_in_any_room(record)
-        except FullError as error:
-            self._room.set_full(str(error))
-            raise
-        self._appended += 1
+    def append(self, record: bytes, tables: Mapping[int, Steps]) -> None:
+        encoded = {number: row_tables.encode(table) for number, table in tables.items()}
+        nbytes, first_number = sum(table.size for table in encoded.values()), max(encoded, default=-1) + 1
+        with self._writing:
+            self._check_open()
+            if tables:
+                self._room.check_for(nbytes, self.reusable)
+            event = Entry.of(self._number + 1, max(self.first_number, first_number), record)
 
-    def _append_in_any_room(self, record: bytes) -> None:
-        for make_room in (self._spares.give_back, self._room.give_up_reserve):
-            try:
-                self._append(record)
-                return
-            except FullError:
-                make_room()
-        self._append(record)
+            def write() -> None:
+                for number, table in encoded.items():
+                    self._insert(number, table.buffers, table.size)
+                self._writer.execute("INSERT INTO events VALUES (?, ?, ?, ?)", event)
+                if not self._is_boot_noted:
+                    self._writer.execute("UPDATE run SET boot = ?", [self._boot])
 
-    def _append(self, record: bytes) -> None:
-        if self._fsync != "always" and not self._is_mark_needed:
-            self._mark.set()
-        self._events.append(record)
-
-    def sync(self) -> None:
-        """Several callers share one sync: whoever comes while one is under way waits for the next."""
-        if self._fsync == "always":
-            self._sync_up_to(self._appended)
-
-    def flush(self) -> None:
-        if self._is_closed:
-            return
-        if self._fsync == "interval":
-            self._sync_up_to(self._appended)
-        self._rows.give_back_former()
-
-    def _sync_up_to(self, wanted: int) -> None:
-        if self._synced >= wanted:
-            return
-        with waiting(), self._syncing:
-            if self._synced >= wanted:
-                return
-            appended = self._appended
-            try:
-                self._rows.sync()
-                self._events.sync()
-            except UnavailableError:
-                raise
-            except OSError as error:
-                # The kernel may have dropped what it could not write, and will not say so again.
-                self._is_broken = True
-                raise LogLostError(f"the journal cannot be synced: {self._directory}: {error.strerror}") from None
-            self._synced = appended
-            if self._fsync == "always":
-                self._clear_mark()
-
-    @property
-    def log_bytes(self) -> int:
-        return self._events.size
-
-    @property
-    def is_long(self) -> bool:
-        return self._events.is_long
+            self._commit(write, nbytes + len(record))
+            self._number, self.first_number = event.number, event.next_table
+            self.log_bytes += len(record)
+            if not self._is_boot_noted:
+                # Before the first record that may be lost is answered.
+                self._sync()
+                self._is_boot_noted = True
 
     def compact(self, snapshot: bytes) -> None:
-        self._check()
-        with self._syncing:
+        with self._writing:
+            self._check_open()
+            entry = Entry.of(self._number, self.first_number, snapshot)
+
+            def write() -> None:
+                self._writer.execute("DELETE FROM snapshot")
+                self._writer.execute("INSERT INTO snapshot VALUES (?, ?, ?, ?)", entry)
+                self._writer.execute("DELETE FROM events")
+
+            self._commit(write, len(snapshot))
+            self._snapshot_bytes = self.log_bytes = len(snapshot)
+
+    def flush(self) -> None:
+        """Syncs what was appended, where that is the setting, deletes tables that were removed, and checkpoints the WAL
+        when it is long, or nothing is appended any more."""
+        with self._flushing:
+            if self.is_closed or self.is_lost:
+                return
+            if self._fsync == "interval" and self._synced < self._commits:
+                self._sync()
+            self._delete_removed()
+            is_at_rest, self._flushed = self._flushed == self._commits, self._commits
+            with explained(self._path):
+                size = self._wal.stat().st_size
+            if size > (_SHORT_WAL if is_at_rest else max(_SHORT_WAL, self._room.wal_file_limit)):
+                self._checkpoint("TRUNCATE")
+            elif self._wal_bytes > self._room.wal_limit:
+                # The file is used again from its beginning, which is quicker than to free its pages and get new ones.
+                self._checkpoint("RESTART")
+
+    def get(self, number: int) -> bytes:
+        with self._reading:
+            self._check_open()
             try:
-                self._events.compact(snapshot)
-            except LogLostError:
-                self._is_broken = True
-                raise
+                if number not in self._removed and self._is_stored(number):
+                    return self._read(number)
+            except sqlite3.Error as error:
+                raise self._lost(error) from None
+        raise NotFoundError(f"table {number} of rows is not in {self._directory}")
 
-    def put(self, table: Steps) -> tuple[int, Stored]:
-        self._check()
-        self._room.check()
-        try:
-            return self._put(table)
-        except FullError as error:
-            self._room.set_full(str(error))
-            raise
-
-    def _put(self, table: Steps) -> tuple[int, Stored]:
-        try:
-            return self._rows.put(table)
-        except FullError:
-            self._spares.give_back()
-            return self._rows.put(table)
-
-    def get(self, number: int) -> Stored:
-        return self._rows.get(number)
-
-    def get_all(self, numbers: Collection[int]) -> dict[int, Stored]:
-        return {number: self._rows.get(number) for number in numbers}
+    def get_all(self, numbers: Collection[int]) -> dict[int, bytes]:
+        return {number: self.get(number) for number in numbers}
 
     def remove(self, numbers: Collection[int]) -> None:
-        self._rows.remove(numbers)
+        """The next `flush` deletes them."""
+        self._removed.update(numbers)
 
     def retain(self, numbers: Collection[int], check: CheckTable) -> set[int]:
-        return self._rows.retain(numbers, check)
+        self._move_old_rows(numbers)
+        with self._reading, explained(self._path):
+            self._check_open()
+            stored = {number for [number] in self._reader.execute("SELECT number FROM tables")}
+        self.first_number = max(self.first_number, max(stored, default=-1) + 1)
+        whole = {number for number in sorted(stored.intersection(numbers)) if self._is_whole(number, check)}
+        self.remove(stored - whole)
+        self._delete_removed()
+        return {*numbers} - whole
 
     def close(self) -> None:
         """Syncs, so that a machine that goes down later leaves no doubt. A second call does nothing."""
-        with self._syncing:
-            if self._is_closed:
-                return
+        with self._flushing, self._writing, self._reading:
+            if self._is_boot_noted and self._boot is not None and not self.is_closed and not self.is_lost:
+                try:
+                    with transaction(self._writer):
+                        self._writer.execute("UPDATE run SET boot = NULL")
+                except sqlite3.Error as error:
+                    _log.warning("journal closed unsynced", directory=str(self._directory), reason=str(error))
+            self.is_closed = True
+            # The last connection of a database syncs the WAL, checkpoints it, and deletes it.
+            self._connections.close()
+            self._room.forget(self._directory)
+
+    def _entries(self, query: str) -> list[Entry]:
+        return [*map(Entry._make, self._reader.execute(query))]
+
+    def _insert(self, number: int, buffers: Collection[bytes | memoryview], size: int) -> None:
+        # Written in place, without the GIL: as a parameter it would be copied with it, twice.
+        self._writer.execute("INSERT INTO tables VALUES (?, zeroblob(?))", (number, size))
+        with self._writer.blobopen("tables", "rows", number) as blob:
+            for buffer in buffers:
+                blob.write(buffer)
+
+    def _commit(self, write: Callable[[], None], nbytes: int) -> None:
+        """Performs a transaction. Raises FullError if nothing of it was done, and LogLostError if that is not known."""
+        try:
             try:
-                self._sync_at_close()
-            except OSError as error:
-                _log.warning("journal closed unsynced", directory=str(self._directory), reason=str(error))
-            self._close_files()
+                self._transact(write)
+            except sqlite3.Error as error:
+                if not database.is_full(error):
+                    raise
+                self._room.give_up_reserve()
+                self._transact(write)
+        except (sqlite3.Error, OSError) as error:
+            if not database.is_full(error):
+                raise self._lost(error) from None
+            self._room.set_full()
+            raise full_error(self._directory) from None
+        self._commits += 1
+        self._wal_bytes += nbytes + _PAGES_EACH * PAGE_BYTES
 
-    def abandon(self) -> list[Segment]:
-        """Closes the files of a run that is deleted: nothing of it has to be safe. Returns those with its rows."""
-        with self._syncing:
-            return self._close_files()
+    def _transact(self, write: Callable[[], None]) -> None:
+        with transaction(self._writer):
+            write()
+            # Here it takes no locks of its own.
+            self._measure()
 
-    def _sync_at_close(self) -> None:
-        if self._is_broken:
-            return
-        if self._fsync != "never":
-            self._rows.sync()
-        self._events.sync()
-        self._clear_mark()
+    def _sync(self) -> None:
+        commits = self._commits
+        try:
+            database.sync_file(self._wal)
+        except OSError as error:
+            # The kernel may have dropped what it could not write, and reports that once.
+            raise self._lost(error) from None
+        self._synced = commits
 
-    @property
-    def _is_mark_needed(self) -> bool:
-        """The mark of another boot stays until a record after it has noted that the log may be short."""
-        return not self._appended and self._mark.is_of_another_boot
+    def _delete_removed(self) -> None:
+        # The list is a copy: other threads add to the set.
+        numbers = sorted(list(self._removed))  # noqa: C414
+        for first in range(0, len(numbers), _DELETED_AT_ONCE):
+            some = numbers[first : first + _DELETED_AT_ONCE]
+            with self._writing:
+                if self.is_closed or self.is_lost:
+                    return
+                with suppress(FullError):
+                    self._commit(partial(self._delete, some), 0)
+                    self._removed.difference_update(some)
 
-    def _clear_mark(self) -> None:
-        if not self._is_mark_needed:
-            self._mark.clear()
+    def _delete(self, numbers: Collection[int]) -> None:
+        self._writer.executemany("DELETE FROM tables WHERE number = ?", ([number] for number in numbers))
 
-    def _close_files(self) -> list[Segment]:
-        self._is_closed = True
-        self._events.close()
-        return self._rows.close()
+    def _measure(self) -> None:
+        """Counts what is free inside of the database, which new rows take first, and what it has yet to grow by."""
+        [[pages]] = self._writer.execute("PRAGMA page_count").fetchall()
+        [[free_pages]] = self._writer.execute("PRAGMA freelist_count").fetchall()
+        self.reusable = int(free_pages) * PAGE_BYTES
+        self._room.note_growth(self._directory, pages * PAGE_BYTES - self._path.stat().st_size)
 
-    def _check(self) -> None:
-        if self._is_closed:
-            raise closed_error(self._directory)
-        if self._is_broken:
+    def _checkpoint(self, mode: Literal["RESTART", "TRUNCATE"]) -> None:
+        """Copies the WAL to the database, and begins it again. Called with `_flushing`; appends wait for the end only.
+        What prevents it, such as another program that reads the database, may not do so at the next flush."""
+        try:
+            with closing(database.connect(self._path, "NORMAL", timeout_s=0)) as connection:
+                copied = 0
+                for _ in range(_MAX_PASSES):
+                    before, [[_, _, copied]] = copied, connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+                    if (copied - before) * PAGE_BYTES <= _LAST_PASS_BYTES:
+                        break
+                with self._writing, self._reading:
+                    [[is_busy, _, _]] = connection.execute(f"PRAGMA wal_checkpoint({mode})").fetchall()
+                    if not is_busy:
+                        self._wal_bytes = 0
+                        self._measure()
+        except (sqlite3.Error, OSError) as error:
+            if database.is_full(error):
+                self._room.set_full()
+            elif not database.is_passing(error):
+                raise self._lost(error) from None
+
+    def _is_stored(self, number: int) -> bool:
+        return bool(self._reader.execute("SELECT 1 FROM tables WHERE number = ?", [number]).fetchall())
+
+    def _read(self, number: int) -> bytes:
+        with self._reader.blobopen("tables", "rows", number, readonly=True) as blob:
+            return blob.read()
+
+    def _is_whole(self, number: int, check: CheckTable) -> bool:
+        with self._reading:
+            self._check_open()
+            try:
+                return check(number, row_tables.decode(self._read(number)))
+            except (GristmillError, sqlite3.Error, ValueError, IndexError, UnicodeError):
+                _log.warning("table of rows damaged", file=str(self._path), table=number)
+                return False
+
+    def _move_old_rows(self, numbers: Collection[int]) -> None:
+        """Moves rows from the files of an old journal to the database, file by file."""
+        for path, tables in old_journal.tables(self._directory, numbers):
+
+            def write(tables: Mapping[int, memoryview] = tables) -> None:
+                self._delete(tables)
+                for number, rows in tables.items():
+                    self._insert(number, [rows], len(rows))
+
+            with self._flushing, explained(self._path):
+                with self._writing:
+                    self._check_open()
+                    self._commit(write, 0)
+                self._checkpoint("TRUNCATE")
+                self._sync()
+                path.unlink()
+
+    def _check_open(self) -> None:
+        if self.is_closed:
+            raise UnavailableError(
+                f"the files of {self._directory} were closed meanwhile, because the run is being deleted or read "
+                "again; ask again"
+            )
+        if self.is_lost:
             raise LogLostError(f"the journal {self._directory} is being read again; ask again")
+
+    def _lost(self, error: sqlite3.Error | OSError) -> LogLostError:
+        self.is_lost = True
+        return LogLostError(f"the journal cannot be used: {self._path}: {error}; it is read again")
+
+
+class _FairLock:
+    """A lock that a thread which takes it again and again leaves to one that waits."""
+
+    def __init__(self) -> None:
+        self._next, self._lock = threading.Lock(), threading.Lock()
+
+    def __enter__(self) -> None:
+        with self._next:
+            self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()

@@ -1,12 +1,8 @@
-"""The journal's directory: a directory a run, and a lock that says whose it is.
+"""The journal's directory: a directory for each run, and a lock that says whose it is.
 
-DIR/lock                           held by the process that uses the directory
-DIR/reserve                        room that is given up when the file system is full
-DIR/.spare-0                       a file of rows that nobody needs, to be written anew; gone after some seconds
-DIR/run-<name>/run.json            what the run is, and the format of all this
-DIR/run-<name>/events-000000.log   what happened to it
-DIR/run-<name>/rows-000000.seg     its rows
-DIR/run-<name>/boot-id             there while records may not be on the disk: the machine's boot
+DIR/lock                        held by the process that uses the directory
+DIR/reserve                     space that is given up when the file system is full
+DIR/run-<name>/journal.sqlite   a run, as `database` describes it; `-wal` and `-shm` next to it are SQLite's
 """
 
 from __future__ import annotations
@@ -16,6 +12,7 @@ import os
 import secrets
 import shutil
 import threading
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,20 +23,14 @@ from gristmill.errors import (
     FailedPreconditionError,
     InvalidArgumentError,
     NotFoundError,
+    UnavailableError,
 )
 from gristmill_service.storage.file_names import directory_name, is_hash_name, run_name
+from gristmill_service.storage.journal import database, old_journal
+from gristmill_service.storage.journal.database import Description, explained
 from gristmill_service.storage.journal.disk_room import DiskRoom
-from gristmill_service.storage.journal.event_log import EventLog
-from gristmill_service.storage.journal.files import create_file, explained, sync_directory
-from gristmill_service.storage.journal.open_file import OpenFile
-from gristmill_service.storage.journal.run_description import (
-    FILE_NAME,
-    described_name,
-    new_description,
-    read_description,
-)
 from gristmill_service.storage.journal.run_log import Fsync, JournalRunLog
-from gristmill_service.storage.journal.spare_segments import SpareSegments
+from gristmill_service.storage.run_configs import check_config
 
 
 class JournalRunStore:
@@ -51,32 +42,34 @@ class JournalRunStore:
         """Raises InvalidArgumentError where the directory cannot be used, and FailedPreconditionError where another
         process uses it."""
         self._directory, self._fsync = directory, fsync
-        self._lock_file = _locked(directory)
+        self._lock_file: int | None = _locked(directory)
         for left in (*directory.glob(".creating-*"), *directory.glob(".deleted-*")):
             shutil.rmtree(left, ignore_errors=True)
-        self._spares, self._room = SpareSegments(directory), DiskRoom(directory)
+        # Of versions that wrote rows over former ones.
+        for spare in directory.glob(".spare-*"):
+            spare.unlink(missing_ok=True)
+        self._room = DiskRoom(directory)
         # Held while a run's directory gets or loses its name, or its log is opened.
         self._lock = threading.Lock()
         self._logs: WeakValueDictionary[str, JournalRunLog] = WeakValueDictionary()
 
     def names(self) -> list[str]:
-        """A run whose directory cannot be read is named as far as that is known, so that `open` can say why."""
-        with explained(self._directory, "read"):
-            found = [_name_of(path) for path in self._directory.iterdir()]
-        return sorted(name for name in found if name is not None)
+        """A run that cannot be read is named as far as that is known, so that `open` can say why."""
+        with explained(self._directory):
+            names = [_name_of(path) for path in self._directory.iterdir()]
+        return sorted(name for name in names if name is not None)
 
     def create(self, name: str, config: bytes) -> JournalRunLog:
-        """Raises InvalidArgumentError where the configuration could not be read again. On an error nothing is left."""
-        path, description = self._path(name), new_description(name, config)
+        check_config(name, config)
+        path = self._path(name)
         self._check_new(name)
         with _draft(self._directory) as draft, explained(path):
-            create_file(draft / FILE_NAME, description)
-            EventLog.create(draft)
+            database.create(draft, name, Description(uuid.uuid4().hex, config))
             with self._lock:
                 self._check_new(name)
                 draft.rename(path)
                 try:
-                    sync_directory(self._directory)
+                    database.sync_directory(self._directory)
                     return self._open(name, path)
                 except BaseException:
                     path.rename(draft)
@@ -90,40 +83,40 @@ class JournalRunStore:
                 raise NotFoundError(f"run {name!r} is not in {self._directory}")
             if (before := self._logs.get(name)) is not None:
                 before.close()
+            if old_journal.is_old(path):
+                with _draft(self._directory) as draft:
+                    old_journal.convert(path, name, draft)
             return self._open(name, path)
 
     def delete(self, name: str) -> None:
         """A log of the run that is open is closed, before its directory's name can be another run's."""
         deleted = self._directory / f".deleted-{secrets.token_hex(8)}"
         with self._lock:
-            log = self._logs.pop(name, None)
-            segments = [] if log is None else log.abandon()
             path = self._path(name)
+            if (log := self._logs.pop(name, None)) is not None:
+                log.close()
             with explained(path):
-                if not path.exists():
-                    return
-                path.rename(deleted)
-                sync_directory(self._directory)
-        for segment in segments:
-            self._spares.offer(deleted / segment.path.name, segment.file, segment.memory)
+                if path.exists():
+                    path.rename(deleted)
+                    database.sync_directory(self._directory)
         shutil.rmtree(deleted, ignore_errors=True)
 
     def unreachable_reason(self) -> str:
         return ""
 
     def unhealthy_reason(self) -> str:
-        # It is asked about once a second.
-        self._spares.give_back_old()
-        return self._room.unhealthy_reason()
+        logs = [log for reference in self._logs.valuerefs() if (log := reference()) and not log.is_closed]
+        return self._room.unhealthy_reason([log.reusable for log in logs])
 
     def close(self) -> None:
         """Gives the directory to whoever opens it next. Logs that are open stay their owners' to close."""
-        self._spares.give_back()
-        self._lock_file.close()
+        descriptor, self._lock_file = self._lock_file, None
+        if descriptor is not None:
+            os.close(descriptor)
 
     def _open(self, name: str, path: Path) -> JournalRunLog:
-        description = read_description(path, name)
-        log = self._logs[name] = JournalRunLog(path, description, self._fsync, self._room, self._spares)
+        run = database.read_description(path, name)
+        log = self._logs[name] = JournalRunLog(path, run, self._fsync, self._room)
         return log
 
     def _check_new(self, name: str) -> None:
@@ -136,22 +129,21 @@ class JournalRunStore:
         return damaged if damaged and damaged.exists() else self._directory / directory_name(name)
 
 
-def _locked(directory: Path) -> OpenFile:
+def _locked(directory: Path) -> int:
+    """Opens the lock file, and locks it until it is closed."""
     try:
         _make_directory(directory)
-        path = directory / "lock"
-        file = OpenFile(path, os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
+        descriptor = os.open(directory / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise InvalidArgumentError(f"journal_dir: cannot use {directory}: {error.strerror}; choose another") from None
     try:
-        with file.use() as descriptor:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        file.close()
+        os.close(descriptor)
         raise FailedPreconditionError(
             f"journal_dir: {directory} is in use by another gristmill; stop it, or give each its own directory"
         ) from None
-    return file
+    return descriptor
 
 
 def _make_directory(path: Path) -> None:
@@ -163,7 +155,7 @@ def _make_directory(path: Path) -> None:
 
 @contextmanager
 def _draft(directory: Path) -> Iterator[Path]:
-    """A directory that gets its name when it is whole, and is removed where it does not get that far."""
+    """A directory for what is not whole yet. What was not moved from it is removed."""
     draft = directory / f".creating-{secrets.token_hex(8)}"
     with explained(draft):
         draft.mkdir(mode=0o700)
@@ -178,7 +170,7 @@ def _name_of(path: Path) -> str | None:
     if not is_hash_name(path.name):
         return run_name(path.name)
     try:
-        name = described_name(path)
-    except InvalidArgumentError:
+        name = old_journal.read_name(path) if old_journal.is_old(path) else database.read_name(path)
+    except (InvalidArgumentError, UnavailableError):
         return path.name
     return name if directory_name(name) == path.name else path.name

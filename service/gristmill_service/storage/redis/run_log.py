@@ -1,59 +1,82 @@
-"""The log of one run in Redis, a stream, and beside it the run's tables of rows.
+"""The log of one run in Redis, a stream, and the run's tables of rows.
 
 Only the process that claimed the run last appends: every step names the claim's token. What it cannot be sure of, it
-asks again, which is safe; where that does not help, the log is lost and has to be opened anew.
+asks again, which is safe; where that does not help, the log is lost and has to be opened again.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, Self, cast
 from zlib import crc32
 
 import msgspec
-import redis
 import structlog
 
 from gristmill._wire.steps import Steps
-from gristmill.errors import InvalidArgumentError, UnavailableError
-from gristmill_service.call_threads import waiting
-from gristmill_service.storage.redis import row_values
-from gristmill_service.storage.redis.run_tables import RunTables
-from gristmill_service.storage.redis.scripts import ControlKeys, Outcome, Scripts
-from gristmill_service.storage.redis.servers.connection import Client, outcome_unknown, translated
-from gristmill_service.storage.redis.servers.server_health import Health
-from gristmill_service.storage.row_tables import Stored
-from gristmill_service.storage.run_store import LogLostError, Replay
+from gristmill.errors import UnavailableError
+from gristmill_service.storage.redis.connection import REDIS_ERRORS, Client, outcome_unknown, translated
+from gristmill_service.storage.redis.keys import (
+    RunKeys,
+    damaged,
+    pieces,
+    read_values,
+    reading,
+    sealed,
+    unlink,
+    unsealed,
+    write_value,
+)
+from gristmill_service.storage.redis.scripts import (
+    APPEND,
+    COMPACT,
+    FREE,
+    NOTE,
+    PUBLISH,
+    RELEASE,
+    Outcome,
+    Script,
+    Scripts,
+)
+from gristmill_service.storage.redis.servers import Health
+from gristmill_service.storage.redis.tables import Tables
+from gristmill_service.storage.run_store import CheckTable, LogLostError, Replay
 
 _log = structlog.get_logger(__name__)
 
-_FORMAT = 1
-# An append whose outcome is unknown is asked for again for so long.
+# An append whose outcome is unknown is asked for again for this long.
 _RETRY_S = 3.0
 _PAUSE_S = 0.1
 _ENTRIES_AT_ONCE = 1000
 _LEAST_LENGTH = 16 << 20
-# A log begins with an entry of this number, which is no record.
-_FIRST = 1
 
 
-class _Snapshot(msgspec.Struct, frozen=True):
-    """number: of the last record that it stands for. name: with which its pieces' keys begin."""
+class Snapshot(msgspec.Struct, frozen=True):
+    """number: of the last record that it stands for. name: its first key. size: of its value, which is sealed."""
 
-    format: int
     name: str
     number: int
     size: int
 
+    @classmethod
+    def decode(cls, value: bytes) -> Self:
+        """Raises ValueError."""
+        if (content := unsealed(value)) is None:
+            raise ValueError("what it says of the snapshot is not what was written")
+        return msgspec.msgpack.decode(content, type=cls)
+
+    def encode(self) -> bytes:
+        return sealed([msgspec.msgpack.encode(self)])
+
     @property
     def keys(self) -> list[str]:
-        return [f"{self.name}:{index}" for index in range(-(-self.size // row_values.VALUE_BYTES))]
+        return pieces(self.name, self.size)
 
 
 class Acknowledged(NamedTuple):
-    """The last record of a run that this process knows to be in the log. digest: the record's CRC; None: not known.
+    """The last record of a run that a process knows to be in the log. digest: the record's CRC; None: not known.
     generation: the run's then; 0: not known."""
 
     run_id: str
@@ -69,42 +92,42 @@ class RedisRunLog:
     this process has compared with the log, now or when it had the run before; those to come are added.
     """
 
-    maps_rows = False
-    reads_rows = True
+    reads_rows = is_remote = True
 
     def __init__(
         self,
         client: Client,
         scripts: Scripts,
-        keys: ControlKeys,
-        tables: RunTables,
+        keys: RunKeys,
         health: Health,
         *,
         config: bytes,
         run_id: str,
         token: str,
+        claim: int,
         before: Acknowledged | None,
         compared: set[Acknowledged],
     ) -> None:
-        self.config, self.run_id, self.token = config, run_id, token
-        self.get, self.get_all = tables.get, tables.get_all
-        self.remove, self.retain, self.claim = tables.remove, tables.retain, tables.claim
+        self.config, self.run_id, self.keys, self.token, self.claim = config, run_id, keys, token, claim
         self.on_close: Callable[[], None] = lambda: None
-        self._client, self._scripts, self._keys, self._tables = client, scripts, keys, tables
-        self._health, self._before = health, before
-        self._compared = compared
+        self._client, self._scripts, self._health = client, scripts, health
+        self._tables = tables = Tables(client, scripts, keys, run_id, claim)
+        self.get, self.get_all, self.remove = tables.get, tables.get_all, tables.remove
+        self._before, self._compared = before, compared
         self._reported: Acknowledged | None = None
         self._owned_until = 0.0
         self._is_lost = self._is_closed = False
-        self._last = 0
+        self._last, self._end = 0, ""
         self._digest: int | None = None
         self._length = 0
-        self._generation = 0 if before is None else before.generation
-        self._snapshot: _Snapshot | None = None
+        self._generation = self._stored_generation = 0
+        self._snapshot: Snapshot | None = None
+
+    # --- Ownership
 
     @property
     def is_lost(self) -> bool:
-        """True where another process may decide for the run by now, or Redis has forgotten a part of the log."""
+        """True where another process may own the run by now, or Redis has forgotten a part of the log."""
         return self._is_lost or time.monotonic() >= self._owned_until
 
     @property
@@ -112,9 +135,9 @@ class RedisRunLog:
         return 0.0 if self._is_lost else max(0.0, self._owned_until - time.monotonic())
 
     @property
-    def last_number(self) -> int:
-        """The number of the last record that is known to be in the log."""
-        return self._last
+    def reaches(self) -> int:
+        """The record that the log reaches at least: none where all of it was gone."""
+        return self._last if self._end else 0
 
     @property
     def acknowledged(self) -> Acknowledged | None:
@@ -127,117 +150,157 @@ class RedisRunLog:
         self._owned_until = until
 
     def lose(self) -> None:
-        """From now on the log is to be opened anew."""
+        """From now on the log is to be opened again."""
         self._is_lost = True
 
-    def check_reported(self) -> None:
-        """Reads what a former owner reports to have acknowledged. Where the log lacks that, it is to be opened anew,
-        and is found short then."""
+    def compare(self, report: bytes) -> None:
+        """Compares what a former owner reports to have acknowledged, if any, with the log. Where the log lacks that, it
+        is to be opened again, and is found short then."""
+        if not report:
+            return
+        with reading(self.keys.head):
+            acknowledged = msgspec.json.decode(report, type=Acknowledged)
+        if acknowledged.run_id != self.run_id or acknowledged in self._compared:
+            return
         with translated(self._client):
-            reported = cast(bytes | None, self._client.getdel(self._keys.acknowledged))
-            if reported is None:
-                return
-            found = msgspec.json.decode(reported, type=Acknowledged)
-            if found.run_id != self.run_id or found in self._compared:
-                return
-            if not self._has(found):
+            if not self._has(acknowledged):
                 # An append that is under way does not go on from it.
-                self._reported, self._is_lost = found, True
-            self._compared.add(found)
+                self._reported, self._is_lost = acknowledged, True
+        self._compared.add(acknowledged)
 
-    def _has(self, found: Acknowledged) -> bool:
-        if found.number > self._last:
+    def _has(self, acknowledged: Acknowledged) -> bool:
+        if acknowledged.number > self._last:
             return False
-        number = f"{found.number}-0"
-        entries = cast(list[tuple[bytes, dict[bytes, bytes]]], self._client.xrange(self._keys.log, number, number))
+        entry = f"{acknowledged.number}-0"
+        entries = self._entries(entry, entry)
         # A snapshot may have taken the record's place.
-        return not entries or found.digest in (None, crc32(entries[0][1][b"e"]))
+        return not entries or acknowledged.digest in (None, crc32(self._record(*entries[0])))
+
+    # --- Reading
 
     def replay(self) -> Replay:
         with translated(self._client):
-            snapshot, self._last, self._length = self._read_snapshot(), _FIRST, 0
-            if self._snapshot is not None:
-                self._last = self._snapshot.number
-            records = list(self._records())
-        is_short, generation = self._before is not None, self._generation
-        return Replay(snapshot, records, lambda: is_short, generation)
-
-    def _read_snapshot(self) -> bytes | None:
-        described = cast(bytes | None, self._client.get(self._keys.snapshot))
-        if described is None:
-            return None
-        found = msgspec.msgpack.decode(described, type=_Snapshot)
-        if found.format > _FORMAT:
-            raise InvalidArgumentError(
-                f"the snapshot of {self._keys.log} has format {found.format} and this version reads up to "
-                f"{_FORMAT}; use a newer gristmill"
-            )
-        pieces = [cast(bytes | None, self._client.get(key)) for key in found.keys]
-        if None in pieces:
-            raise InvalidArgumentError(f"Redis has lost a part of {self._keys.snapshot}; restore it, or delete the run")
-        self._snapshot = found
-        return b"".join(cast(list[bytes], pieces))
-
-    def _records(self) -> Iterator[bytes]:
-        """The records after number `_last`, which moves with them; once all are read, `_before` stays only where they
-        are too few."""
-        before, is_other = self._before, False
-        while True:
-            entries = cast(
-                list[tuple[bytes, dict[bytes, bytes]]],
-                self._client.xrange(self._keys.log, f"({self._last}-0", "+", _ENTRIES_AT_ONCE),
-            )
-            for name, fields in entries:
-                record = fields[b"e"]
-                self._last, self._digest = int(name.partition(b"-")[0]), crc32(record)
-                self._length += len(record)
-                if before is not None and self._last == before.number:
-                    is_other = before.digest not in (None, self._digest)
-                yield record
-            if len(entries) < _ENTRIES_AT_ONCE:
-                break
-        if before is None:
-            return
-        if not is_other and self._last >= before.number:
-            self._before = None
-        else:
-            lost = max(1, before.number - self._last)
+            promised, snapshot = self._read_head()
+            records = self._read_records()
+        if self._before is not None and not self._has_before(records):
+            promised = max(promised or 0, self._before.number, self._last + 1)
+        is_short = promised is None or promised > self._last
+        if is_short:
             _log.error(
                 "log rolled back",
-                run=self._keys.log,
-                records_lost=lost,
-                records_left=self._last - _FIRST,
+                run=self.keys.log,
+                records_lost=1 if promised is None else promised - self._last,
+                records_left=self._last - 1,
                 reason="Redis lost what it had confirmed, as by a failover; redis_min_replicas prevents that",
             )
+        else:
+            self._before = None
+        return Replay(snapshot, records, lambda: is_short, self._generation)
+
+    def _read_head(self) -> tuple[int | None, bytes | None]:
+        """The last record that was appended, None where a lost head may have known of more; and the snapshot."""
+        with reading(self.keys.head):
+            head = cast(dict[bytes, bytes], self._client.hgetall(self.keys.head))
+            self._stored_generation = int(head.get(b"generation", 0))
+            promised = _number(head[b"last"]) if b"last" in head else None
+            self._snapshot = Snapshot.decode(head[b"snapshot"]) if b"snapshot" in head else None
+        self._generation = max(self._stored_generation, 0 if self._before is None else self._before.generation)
+        return promised, None if self._snapshot is None else self._read_snapshot(self._snapshot)
+
+    def _read_snapshot(self, snapshot: Snapshot) -> bytes:
+        # Few MiB at once: each is a value of its own.
+        content = unsealed(b"".join(read_values(self._client, [key])[0] or b"" for key in snapshot.keys))
+        if content is None:
+            raise damaged(snapshot.name, "the snapshot of the run is not there, or not whole")
+        return bytes(content)
+
+    def _read_records(self) -> list[bytes]:
+        """The records after the snapshot. `_last`, `_end` and `_digest` are those of the last one then."""
+        base = self._last = 1 if self._snapshot is None else self._snapshot.number
+        records, start = list[bytes](), f"{base}-0"
+        with reading(self.keys.log):
+            while entries := self._entries(start, "+"):
+                for name, fields in entries:
+                    # The first may be the last one that the snapshot stands for.
+                    if (number := _number(name)) != base:
+                        if number != self._last + 1:
+                            raise damaged(self.keys.log, f"the entry {self._last + 1}-0 is gone")
+                        records.append(self._record(name, fields))
+                        self._last, self._digest = number, crc32(records[-1])
+                    self._end = f"{number}-0"
+                start = f"({self._end}"
+        self._length = sum(map(len, records))
+        return records
+
+    def _entries(self, first: str, last: str) -> list[tuple[bytes, dict[bytes, bytes]]]:
+        found = self._client.xrange(self.keys.log, first, last, _ENTRIES_AT_ONCE)
+        return cast(list[tuple[bytes, dict[bytes, bytes]]], found)
+
+    def _record(self, name: bytes, fields: dict[bytes, bytes]) -> bytes:
+        # Format 1 had records without a checksum.
+        if (record := fields.get(b"e")) is None and (content := unsealed(fields.get(b"r"))) is not None:
+            record = bytes(content)
+        if record is None:
+            raise damaged(self.keys.log, f"the entry {name.decode()} is not what was appended")
+        return record
+
+    def _has_before(self, records: Sequence[bytes]) -> bool:
+        """Whether the log has the last record that this process had acknowledged of it before."""
+        assert self._before is not None
+        _, number, digest, _ = self._before
+        at = number - self._last - 1
+        # A snapshot may have taken the record's place.
+        return self._last >= number and (digest is None or -at > len(records) or crc32(records[at]) == digest)
+
+    def retain(self, numbers: Collection[int], check: CheckTable) -> set[int]:
+        return self._tables.retain(numbers)
+
+    @property
+    def first_number(self) -> int:
+        return self._tables.first_number
+
+    @property
+    def log_bytes(self) -> int:
+        return self._length + (self._snapshot.size if self._snapshot else 0)
+
+    @property
+    def is_long(self) -> bool:
+        return self._length > max(_LEAST_LENGTH, 2 * self._snapshot.size if self._snapshot else 0)
+
+    # --- Writing
+
+    def check(self, has_rows: bool = True) -> None:
+        """has_rows: whether rows are to be appended, which must not take what is left for ending batches."""
+        self._health.check(has_rows)
 
     def note_generation(self, generation: int) -> None:
         self._generation = generation
 
-    def append(self, record: bytes, tables: Collection[int] = ()) -> None:
-        self._health.check_replicas()
-        with self._health.noted():
-            rows, present = self._tables.for_append(tables) if tables else ({}, ())
-        outcome = self._append(record, rows, present)
-        if outcome is not Outcome.DONE:
-            self._is_lost = True
-            raise LogLostError(
-                "another replica decides for this run by now; ask again"
-                if outcome is Outcome.FENCED
-                else f"Redis has forgotten a part of {self._keys.log}; the service reads the run again from the rest"
-            )
-        self._last += 1
-        self._digest, self._before = crc32(record), None
-        self._length += len(record)
-        if tables:
-            self._tables.appended(tables)
+    def flush(self) -> None:
+        """Stores the generation, which else goes with the next append."""
+        if self._generation != self._stored_generation and not self.is_lost:
+            generation = self._generation
+            with self._health.noted():
+                self.step(NOTE, "generation", generation)
+            self._stored_generation = generation
 
-    def _append(self, record: bytes, rows: dict[str, bytes], present: Sequence[str]) -> Outcome:
-        deadline = time.monotonic() + _RETRY_S
-        is_unknown = False
+    def append(self, record: bytes, tables: Mapping[int, Steps]) -> None:
+        self._health.check(has_rows=False)
+        with self._health.noted(), translated(self._client):
+            rows, present = self._tables.write(tables)
+        generation = self._generation
+        self._check(self._append(sealed([record]), generation, rows, present))
+        self._last, self._digest, self._before = self._last + 1, crc32(record), None
+        self._end, self._stored_generation = f"{self._last}-0", generation
+        self._length += len(record)
+
+    def _append(self, record: bytes, generation: int, rows: dict[str, bytes], present: Sequence[str]) -> Outcome:
+        deadline, is_unknown = time.monotonic() + _RETRY_S, False
+        arguments = (self.token, self._end, f"{self._last + 1}-0", record, generation, *rows.values())
         while True:
             try:
-                with waiting(), self._health.noted(), translated(self._client):
-                    outcome = self._scripts.append(self._keys, self.token, self._last + 1, record, rows, present)
+                with self._health.noted(), translated(self._client):
+                    outcome = self._scripts.confirmed(APPEND, self.keys, *arguments, more=[*rows, *present])
                 if outcome is not Outcome.UNCONFIRMED:
                     return outcome
                 is_unknown, reason = True, UnavailableError(self._health.unconfirmed)
@@ -250,46 +313,56 @@ class RedisRunLog:
                 raise LogLostError(f"{reason}; whether the last change was made is not known") from reason
             time.sleep(_PAUSE_S)
 
-    def sync(self) -> None:
-        """An append is as safe as the settings ask for when it returns."""
-
-    def flush(self) -> None:
-        pass
-
-    @property
-    def log_bytes(self) -> int:
-        return self._length + (self._snapshot.size if self._snapshot else 0)
-
-    @property
-    def is_long(self) -> bool:
-        return self._length > max(_LEAST_LENGTH, 2 * self._snapshot.size if self._snapshot else 0)
-
     def compact(self, snapshot: bytes) -> None:
-        name = f"{self._keys.snapshot}:{self.token}:{self._last}"
-        made = _Snapshot(_FORMAT, name, self._last, len(snapshot))
+        value = sealed([snapshot])
+        made = Snapshot(self.keys.snapshot(self.token, self._last), self._last, len(value))
         with translated(self._client):
-            self._write_snapshot(made, snapshot)
-            if not self._scripts.compact(self._keys, self.token, self._last, msgspec.msgpack.encode(made)):
-                self._is_lost = True
-                raise LogLostError("another replica decides for this run by now; ask again")
+            try:
+                write_value(self._client, made.name, value)
+            except BaseException:
+                # A server that is full must not be left with a part of it.
+                with suppress(*REDIS_ERRORS):
+                    unlink(self._client, made.keys)
+                raise
+            self.step(COMPACT, f"{self._last}-0", made.encode())
             before, self._snapshot, self._length = self._snapshot, made, 0
-            row_values.unlink(self._client, before.keys if before else [])
+            if before is not None:
+                with suppress(*REDIS_ERRORS):
+                    unlink(self._client, before.keys)
 
-    def _write_snapshot(self, made: _Snapshot, snapshot: bytes) -> None:
-        try:
-            for index, key in enumerate(made.keys):
-                part = memoryview(snapshot)[index * row_values.VALUE_BYTES : (index + 1) * row_values.VALUE_BYTES]
-                self._client.set(key, cast(Any, part))
-        except BaseException:
-            # A server that is full must not be left with a part of it.
-            with suppress(redis.RedisError, redis.exceptions.RedisClusterException):
-                row_values.unlink(self._client, made.keys)
-            raise
+    def publish(self, staged: str, batch: str, nonce: str) -> None:
+        """Puts a batch in its place. Raises UnavailableError where the process is not the run's owner any more."""
+        self.step(PUBLISH, nonce, more=[staged, batch])
 
-    def put(self, table: Steps) -> tuple[int, Stored]:
-        self._health.check_room()
-        with self._health.noted():
-            return self._tables.put(table)
+    def free(self, batch: str) -> None:
+        """Removes a batch. Raises as `publish`."""
+        self.step(FREE, more=[batch])
+
+    def step(self, script: Script, *arguments: object, more: Sequence[str] = ()) -> None:
+        """Raises UnavailableError where the process is not the run's owner any more. See `Scripts.step`."""
+        with translated(self._client):
+            self._check(self._scripts.step(script, self.keys, self.token, *arguments, more=more))
+
+    def _check(self, outcome: Outcome) -> None:
+        if outcome is Outcome.DONE:
+            return
+        self._is_lost = True
+        raise LogLostError(
+            "another replica owns this run by now; ask again"
+            if outcome is Outcome.FENCED
+            else f"Redis has forgotten a part of {self.keys.log}; the service reads the run again from the rest"
+        )
+
+    # --- The end
+
+    def is_orphan(self, kind: str, *name: str) -> bool:
+        """Whether a key of the run is left of an earlier claim, and nothing refers to it. See `RunKeys.parts`."""
+        if kind == "rows":
+            return self._tables.is_orphan(int(name[1])) or name[0] != self.run_id
+        if kind == "snapshot":
+            current = self.keys.snapshot(name[0], int(name[1])) == (self._snapshot and self._snapshot.name)
+            return self._last > 0 and name[0] != self.token and not current
+        return kind == "staged" and int(name[0]) < self.claim
 
     def close(self) -> None:
         if self._is_closed:
@@ -302,6 +375,14 @@ class RedisRunLog:
             # It would only wait: the lease runs out by itself.
             return
         try:
-            self._scripts.release(self._keys, self.token)
-        except (redis.RedisError, redis.exceptions.RedisClusterException) as error:
-            _log.warning("lease not given back; it runs out by itself", run=self._keys.log, reason=str(error))
+            self._scripts.step(RELEASE, self.keys, self.token)
+        except REDIS_ERRORS as error:
+            _log.warning("lease not given back; it runs out by itself", run=self.keys.log, reason=str(error))
+
+
+def _number(entry: bytes) -> int:
+    """Raises ValueError for what is no entry of a log."""
+    number, _, zero = entry.partition(b"-")
+    if zero != b"0":
+        raise ValueError(f"{entry!r} is no entry of a log")
+    return int(number)

@@ -1,27 +1,66 @@
-"""The steps that change a run's control keys, each whole or not at all: a script and a typed function for each.
+"""The steps that change a run, each whole or not at all: a Lua script and a typed method for each.
 
-The keys share a hash tag, so that one node of a cluster has them all. Whoever changes a run names its *token*, which
-the last to claim the run made up: with another one, nothing happens. So a former owner that wakes up changes nothing.
+Whoever changes a run names its *token*, which the last to claim the run made up: with another one, nothing happens. So
+a former owner that wakes up changes nothing. Every step may be repeated: done twice, it is done once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from enum import Enum
 from hashlib import sha1
-from typing import Any, cast
-from urllib.parse import quote
+from typing import Any, NamedTuple, cast
 
 import msgspec
+import redis
 from redis.exceptions import AskError, NoScriptError
 
-from gristmill_service.storage.redis.servers.connection import Client
-from gristmill_service.storage.redis.servers.durability import Durability, execute, server_of
+from gristmill_service.storage.redis.connection import REDIS_ERRORS, Client, server_of
+from gristmill_service.storage.redis.keys import KEYS_AT_ONCE, RunKeys, damaged, reading
+
+# Shorter than a read from a socket may take.
+_CONFIRM_MS = 1000
+FIRST = "1-0"
+"""The entry with which a log begins, which is no record."""
+
+
+class Durability(NamedTuple):
+    """Which copies of a write have to exist, in addition to the one in the memory of the server that took it.
+
+    replicas: how many replicas must have it. on_disk: whether they, and the server itself, must have it on disk, too.
+    """
+
+    replicas: int = 0
+    on_disk: bool = False
+
+    @property
+    def command(self) -> tuple[Any, ...] | None:
+        """Waits for the copies of all that was written before it; None where the server alone is enough."""
+        if self.on_disk:
+            return "WAITAOF", 1, self.replicas, _CONFIRM_MS
+        return ("WAIT", self.replicas, _CONFIRM_MS) if self.replicas else None
+
+    def is_reached(self, copies: Any) -> bool:
+        """copies: the answer to the command."""
+        if isinstance(copies, Exception):
+            # A server that refuses the question mostly refused the command for the same reason.
+            return False
+        if self.on_disk:
+            return bool(copies[0] >= 1 and copies[1] >= self.replicas)
+        return bool(copies >= self.replicas)
+
+    def __str__(self) -> str:
+        copies = f"{self.replicas} replica{'s' * (self.replicas != 1)}"
+        return f"the disks of Redis and of {copies}" if self.on_disk else copies
+
+
+SERVER_ALONE = Durability()
 
 
 class Owner(msgspec.Struct, frozen=True):
-    """The process that decides for a run, and where the others reach it. secret: what they show it then; empty of a
-    version that asked for none."""
+    """The process that owns a run, and where the others reach it. secret: what they show it then; empty of a version
+    that asked for none."""
 
     process: str
     grpc_address: str
@@ -36,220 +75,212 @@ class Outcome(Enum):
     FENCED = b"fenced"
     """Another process has claimed the run since."""
     LOST = b"lost"
-    """The log does not end where its owner left it, or rows that the record refers to are gone: Redis has forgotten."""
+    """The log does not end where its owner left it, or what the step needs is gone: Redis has forgotten."""
+    EXISTS = b"exists"
     UNCONFIRMED = b""
     """It is done on the server, and too few copies of it are known."""
 
 
-class _Script:
-    """A script's text, and its digest, by which a server knows it."""
+class Script:
+    """A script's text, and its digest, by which a server knows it. Its keys begin with the run's head, log, owner and
+    config."""
 
     def __init__(self, text: str) -> None:
         self.text = text
         self.digest = sha1(text.encode(), usedforsecurity=False).hexdigest()
 
 
-_FENCE = "if redis.call('GET', KEYS[1]) ~= ARGV[1] then return {fenced} end\n"
-_LAST = "local last = redis.call('XREVRANGE', KEYS[2], '+', '-', 'COUNT', 1)[1]\n"
+def _fenced(text: str) -> Script:
+    """A step of the run's owner, whose token is its first argument."""
+    fence = "if redis.call('HGET', KEYS[1], 'token') ~= ARGV[1] then return {'fenced'} end"
+    return Script(f"{fence}\n{text}\nreturn {{'done'}}\n")
 
-_CREATE = _Script("""
-if redis.call('EXISTS', KEYS[1]) == 1 then return 0 end
-redis.call('SET', KEYS[1], ARGV[1])
-redis.call('XADD', KEYS[2], '1-0', 'e', '')
-return 1
+
+CREATE = Script(f"""
+if redis.call('EXISTS', KEYS[1], KEYS[2], KEYS[4]) > 0 then return {{'exists'}} end
+redis.call('SET', KEYS[4], ARGV[1])
+redis.call('HSET', KEYS[1], 'last', '{FIRST}')
+redis.call('XADD', KEYS[2], '{FIRST}', 'e', '')
+return {{'done'}}
 """)
 # A claim has a larger number than all before it, also where a failover made the server forget the last of them: tables
-# of rows are named by it, and their names must never be used again.
-_CLAIM = _Script("""
-local owner = redis.call('GET', KEYS[2])
-if owner and cjson.decode(owner).process ~= ARGV[2] then return owner end
-if redis.call('EXISTS', KEYS[1]) == 0 then return 0 end
-redis.call('SET', KEYS[3], ARGV[1])
-redis.call('SET', KEYS[2], ARGV[3], 'PX', ARGV[4])
-local claim = math.max(tonumber(redis.call('GET', KEYS[4]) or '0') + 1, tonumber(ARGV[5]))
-redis.call('SET', KEYS[4], string.format('%d', claim))
-return claim
+# of rows are named by it, and their names must never be used again. A lease that cannot be read is nobody's, and a
+# claim that cannot be is none.
+_CLAIM = Script("""
+local lease = redis.pcall('GET', KEYS[3])
+local ok, owner = pcall(cjson.decode, type(lease) == 'string' and lease or '')
+if ok and type(owner) == 'table' and owner.grpc_address and owner.http_url and owner.process
+  and owner.process ~= ARGV[2] then return lease end
+if redis.call('EXISTS', KEYS[1], KEYS[2], KEYS[4]) == 0 then return 0 end
+local kind = redis.call('TYPE', KEYS[1]).ok
+if kind ~= 'hash' and kind ~= 'none' then return -1 end
+local before = tonumber(redis.call('HGET', KEYS[1], 'claim') or '0') or 0
+local claim = string.format('%d', math.max(before < 2147483647 and before + 1 or 0, tonumber(ARGV[5])))
+redis.call('HSET', KEYS[1], 'token', ARGV[1], 'claim', claim)
+redis.call('SET', KEYS[3], ARGV[3], 'PX', ARGV[4])
+return tonumber(claim)
 """)
-_RENEW = _Script(
-    _FENCE.format(fenced="'fenced'")
-    + """
-if redis.call('PEXPIRE', KEYS[3], ARGV[3]) == 0 then redis.call('SET', KEYS[3], ARGV[2], 'PX', ARGV[3]) end
-"""
-    + _LAST
-    + """
-if not last or tonumber(string.match(last[1], '%d+')) < tonumber(ARGV[4]) then return 'lost' end
-return 'done'
-"""
-)
-_RELEASE = _Script(_FENCE.format(fenced="0") + "return redis.call('DEL', KEYS[2])")
-# KEYS: fence, log, the rows to write with the record, the rows that must be there. ARGV: token, the number before, the
-# record's number, the record, the rows. What is done already writes all the same, for only then WAIT waits for it.
-_APPEND = _Script(
-    _FENCE.format(fenced="'fenced'")
-    + _LAST
-    + """
-if last and last[1] == ARGV[3] then
-  redis.call('SET', KEYS[1], ARGV[1])
-  return 'done'
+# ARGV: token, owner, milliseconds, the record that the log reaches at least. PEXPIRE is allowed where memory is full.
+_RENEW = _fenced("""
+if redis.pcall('GET', KEYS[3]) == ARGV[2] then redis.call('PEXPIRE', KEYS[3], ARGV[3])
+else redis.call('SET', KEYS[3], ARGV[2], 'PX', ARGV[3]) end
+local last = redis.call('XREVRANGE', KEYS[2], '+', '-', 'COUNT', 1)[1]
+local number = last and string.match(last[1], '%d+') or '0'
+if tonumber(number) < tonumber(ARGV[4]) then return {'lost'} end
+local reported = redis.call('HGET', KEYS[1], 'reported')
+if reported then
+  redis.call('HDEL', KEYS[1], 'reported')
+  return {'done', reported}
 end
-if not last or last[1] ~= ARGV[2] then return 'lost' end
-for number = #ARGV - 1, #KEYS do
-  if redis.call('EXISTS', KEYS[number]) == 0 then return 'lost' end
+""")
+RELEASE = _fenced("redis.call('DEL', KEYS[3])")
+# KEYS: the rows to write with the record, the keys that must be there. ARGV: token, the entry before, the record's, the
+# record, the generation, the rows. The entry before is empty where the log has none that counts. What is done already
+# writes all the same, for only then WAIT waits for it. A log that was found short may have had later entries before.
+APPEND = _fenced("""
+local last = redis.call('XREVRANGE', KEYS[2], '+', '-', 'COUNT', 1)[1]
+local at = last and last[1] or ''
+if at ~= ARGV[3] then
+  if ARGV[2] ~= '' and at ~= ARGV[2] then return {'lost'} end
+  for number = #ARGV, #KEYS do
+    if redis.call('EXISTS', KEYS[number]) == 0 then return {'lost'} end
+  end
+  if ARGV[2] == '' then redis.call('DEL', KEYS[2])
+  elseif redis.call('HGET', KEYS[1], 'last') ~= at then redis.call('XSETID', KEYS[2], at) end
+  for number = 6, #ARGV do redis.call('SET', KEYS[number - 1], ARGV[number]) end
+  redis.call('XADD', KEYS[2], ARGV[3], 'r', ARGV[4])
 end
-for number = 5, #ARGV do redis.call('SET', KEYS[number - 2], ARGV[number]) end
-redis.call('XADD', KEYS[2], ARGV[3], 'e', ARGV[4])
-return 'done'
-"""
-)
-_COMPACT = _Script(
-    _FENCE.format(fenced="0")
-    + """
-redis.call('SET', KEYS[3], ARGV[3])
+redis.call('HSET', KEYS[1], 'last', ARGV[3], 'generation', ARGV[5])
+""")
+# ARGV: token, a field of the head, its value.
+NOTE = _fenced("redis.call('HSET', KEYS[1], ARGV[2], ARGV[3])")
+# ARGV: token, the entry with which the log begins then, the snapshot's description.
+COMPACT = _fenced("""
+redis.call('HSET', KEYS[1], 'snapshot', ARGV[3])
 redis.call('XTRIM', KEYS[2], 'MINID', ARGV[2])
-return 1
-"""
-)
-_PUBLISH = _Script(
-    _FENCE.format(fenced="0")
-    + """
-local before = redis.call('GET', KEYS[2])
-redis.call('SET', KEYS[2], ARGV[2])
-return before or ''
-"""
-)
-_WITHDRAW = _Script(
-    _FENCE.format(fenced="0")
-    + """
-local before = redis.call('GET', KEYS[2])
-redis.call('DEL', KEYS[2])
-return before or ''
-"""
-)
-# The fence of a run that is half deleted is gone already.
-_DELETE = _Script("""
-local fence = redis.call('GET', KEYS[1])
-if fence and fence ~= ARGV[1] then return 0 end
-redis.call('DEL', unpack(KEYS, 2))
-return 1
 """)
-_FORGET = _Script("return redis.call('DEL', KEYS[1])")
-_REPORT = _Script("if redis.call('EXISTS', KEYS[1]) == 1 then redis.call('SET', KEYS[2], ARGV[1]) end")
-
-
-class ControlKeys:
-    """The keys of one run that decide about it, whatever the run is called."""
-
-    def __init__(self, prefix: str, run: str) -> None:
-        tag = f"{{{prefix}:{quote(run, safe='')}}}"
-        self.config, self.log, self.snapshot = f"{tag}:config", f"{tag}:log", f"{tag}:snapshot"
-        self.owner, self.fence, self.claims = f"{tag}:owner", f"{tag}:fence", f"{tag}:claims"
-        self.acknowledged = f"{tag}:acknowledged"
-
-    @property
-    def all(self) -> list[str]:
-        return [self.config, self.log, self.snapshot, self.owner, self.claims, self.acknowledged]
+# KEYS: the batch as it was written, the batch. ARGV: token, the nonce of what was written.
+PUBLISH = _fenced("""
+if redis.call('EXISTS', KEYS[5]) == 1 then
+  redis.call('UNLINK', KEYS[6])
+  redis.call('RENAME', KEYS[5], KEYS[6])
+elseif redis.call('HGET', KEYS[6], 'nonce') ~= ARGV[2] then return {'lost'} end
+""")
+FREE = _fenced("redis.call('UNLINK', KEYS[5])")
+# Removes what makes the run one: without the head, no step of it is allowed any more. The head is written first, for
+# only then WAIT waits for its end; where memory is full it is not.
+DELETE = Script("""
+local token = redis.pcall('HGET', KEYS[1], 'token')
+if type(token) == 'string' and token ~= ARGV[1] then return {'fenced'} end
+redis.pcall('SET', KEYS[1], '')
+redis.call('DEL', KEYS[1], KEYS[2], KEYS[3], KEYS[4])
+return {'done'}
+""")
+# ARGV: what a former owner had acknowledged.
+REPORT = Script("""
+if redis.call('EXISTS', KEYS[4]) == 1 then redis.call('HSET', KEYS[1], 'reported', ARGV[1]) end
+return {'done'}
+""")
+_HEADS = Script("""
+local heads = {}
+for index, key in ipairs(KEYS) do
+  local head = redis.pcall('GETRANGE', key, 0, ARGV[1] - 1)
+  if type(head) == 'string' then heads[index] = {head, redis.call('STRLEN', key)} else heads[index] = {'', 0} end
+end
+return heads
+""")
 
 
 class Scripts:
-    """Raises redis-py's own errors. Every step may be repeated: done twice, it is done once."""
+    """Runs them, and raises redis-py's own errors."""
 
     def __init__(self, client: Client, durability: Durability) -> None:
         self._client, self._durability = client, durability
 
-    def create(self, keys: ControlKeys, config: bytes) -> bool:
-        """Returns whether there was no such run. Raises UnavailableError where it is made, and may be gone again."""
-        found, is_reached = self._run_confirmed(_CREATE, [keys.config, keys.log], config)
-        self._durability.check(is_reached, "a new run")
-        return bool(found)
+    def step(self, script: Script, keys: RunKeys, *arguments: Any, more: Sequence[str] = ()) -> Outcome:
+        """more: keys of the run that the script names beyond those that all do."""
+        return Outcome(self._run(script, [*_names(keys), *more], *arguments)[0])
 
-    def claim(self, keys: ControlKeys, token: str, owner: Owner, lease_ms: int, least: int) -> int | Owner | None:
-        """Returns the claim's number, which is at least this; the owner where another process is that; None where there
-        is no such run."""
-        names = [keys.config, keys.owner, keys.fence, keys.claims]
-        found = self._run(_CLAIM, names, token, owner.process, msgspec.json.encode(owner), lease_ms, least)
-        if isinstance(found, bytes):
-            return msgspec.json.decode(found, type=Owner)
-        return int(found) or None
-
-    def renew(self, keys: ControlKeys, token: str, owner: Owner, lease_ms: int, number: int) -> Outcome:
-        """Extends the lease. number: of the record that the log reaches at least."""
-        names = [keys.fence, keys.log, keys.owner]
-        return Outcome(self._run(_RENEW, names, token, msgspec.json.encode(owner), lease_ms, number))
-
-    def release(self, keys: ControlKeys, token: str) -> None:
-        self._run(_RELEASE, [keys.fence, keys.owner], token)
-
-    def append(
-        self,
-        keys: ControlKeys,
-        token: str,
-        number: int,
-        record: bytes,
-        rows: Mapping[str, bytes] | None = None,
-        present: Sequence[str] = (),
-    ) -> Outcome:
-        """The record becomes the log's number `number`, after `number - 1`, and with it these keys get their values.
-
-        present: other keys that it refers to. Without one of them nothing is done. All keys are on the log's server.
-        """
-        names = [keys.fence, keys.log, *(rows or ()), *present]
-        arguments = [token, f"{number - 1}-0", f"{number}-0", record, *(rows.values() if rows else ())]
-        found, is_reached = self._run_confirmed(_APPEND, names, *arguments)
-        outcome = Outcome(found)
-        return Outcome.UNCONFIRMED if outcome is Outcome.DONE and not is_reached else outcome
-
-    def compact(self, keys: ControlKeys, token: str, number: int, snapshot: bytes) -> bool:
-        """Sets the snapshot's description, and forgets the log before number `number`. Returns whether that was
-        allowed."""
-        return bool(self._run(_COMPACT, [keys.fence, keys.log, keys.snapshot], token, f"{number}-0", snapshot))
-
-    def publish(self, keys: ControlKeys, token: str, key: str, value: bytes) -> bytes | None:
-        """Sets a key of the same hash tag. Returns its value before; None where that was not allowed."""
-        found = self._run(_PUBLISH, [keys.fence, key], token, value)
-        return found if isinstance(found, bytes) else None
-
-    def withdraw(self, keys: ControlKeys, token: str, key: str) -> bytes | None:
-        """Removes a key of the same hash tag. Returns its value before; None where that was not allowed."""
-        found = self._run(_WITHDRAW, [keys.fence, key], token)
-        return found if isinstance(found, bytes) else None
-
-    def delete(self, keys: ControlKeys, token: str) -> bool:
-        """Removes all but the fence, so that nothing of a former owner's comes back; that one goes by `forget`. Returns
-        whether that was allowed."""
-        return bool(self._run(_DELETE, [keys.fence, *keys.all], token))
-
-    def forget(self, keys: ControlKeys) -> None:
-        """Raises UnavailableError where the run is gone, and may come back."""
-        _, is_reached = self._run_confirmed(_FORGET, [keys.fence])
-        self._durability.check(is_reached, "the end of a run")
-
-    def report(self, keys: ControlKeys, acknowledged: bytes) -> None:
-        """Says what a former owner had acknowledged; nothing where the run is gone."""
-        self._run(_REPORT, [keys.config, keys.acknowledged], acknowledged)
-
-    def _run_confirmed(self, script: _Script, keys: list[str], *arguments: Any) -> tuple[Any, bool]:
-        """The script's answer, and whether what it wrote has its copies, in one round trip."""
-        if self._durability.command is None:
-            return self._run(script, keys, *arguments), True
-        server = server_of(self._client, keys[0])
+    def confirmed(self, script: Script, keys: RunKeys, *arguments: Any, more: Sequence[str] = ()) -> Outcome:
+        """Takes a step and asks for its copies, in one round trip: UNCONFIRMED where too few are known in time."""
+        confirm, names = self._durability.command, [*_names(keys), *more]
+        if confirm is None:
+            return self.step(script, keys, *arguments, more=more)
+        server = server_of(self._client, names[0])
         for command in (("EVALSHA", script.digest), ("EVAL", script.text)):
-            whole = (*command, len(keys), *keys, *arguments)
-            [found], is_reached = execute(self._client, server, [whole], self._durability)
-            if not isinstance(found, NoScriptError):
+            answer, copies = self._pipelined(server, [(*command, len(names), *names, *arguments), confirm])
+            if not isinstance(answer, NoScriptError):
                 break
-        if isinstance(found, AskError):
+        if isinstance(answer, AskError):
             # Nothing was done there. The copies are asked for when it is done again.
-            return self._run(script, keys, *arguments), False
-        if isinstance(found, Exception):
-            raise found
-        return found, is_reached
+            answer, copies = self._run(script, names, *arguments), answer
+        if isinstance(answer, Exception):
+            raise answer
+        outcome = Outcome(answer[0])
+        is_reached = outcome is not Outcome.DONE or self._durability.is_reached(copies)
+        return outcome if is_reached else Outcome.UNCONFIRMED
 
-    def _run(self, script: _Script, keys: list[str], *arguments: Any) -> Any:
+    def claim(self, keys: RunKeys, token: str, owner: Owner, lease_ms: int, least: int) -> int | Owner | None:
+        """Returns the claim's number, which is at least this; the owner where another process is that; None where there
+        is no such run. Raises InvalidArgumentError where the run's head is damaged."""
+        lease = msgspec.json.encode(owner)
+        answer = self._run(_CLAIM, _names(keys), token, owner.process, lease, lease_ms, least)
+        if isinstance(answer, bytes):
+            with reading(keys.owner):
+                return msgspec.json.decode(answer, type=Owner)
+        if answer < 0:
+            raise damaged(keys.head, "it has another type")
+        return int(answer) or None
+
+    def renew(
+        self, server: redis.Redis, owner: Owner, lease_ms: int, claims: Sequence[tuple[RunKeys, str, int]]
+    ) -> list[tuple[Outcome, bytes] | Exception]:
+        """Extends the leases of runs of one server, in one round trip. claims: of each run the token, and the record
+        that its log reaches at least. Returns of each what a former owner reported."""
+        lease, answers = msgspec.json.encode(owner), list[tuple[Outcome, bytes] | Exception]()
+        calls = [(_names(keys), token, lease, lease_ms, last) for keys, token, last in claims]
+        commands = [("EVALSHA", _RENEW.digest, len(names), *names, *arguments) for names, *arguments in calls]
+        for call, answer in zip(calls, self._pipelined(server, commands), strict=True):
+            if isinstance(answer, NoScriptError | AskError):
+                try:
+                    answer = self._run(_RENEW, *call)
+                except REDIS_ERRORS as error:
+                    answer = error
+            answers.append(answer if isinstance(answer, Exception) else (Outcome(answer[0]), b"".join(answer[1:])))
+        return answers
+
+    def heads(self, names: Sequence[str], nbytes: int) -> list[tuple[bytes, int]]:
+        """Of values of one run the first bytes and the length; empty where there is none, or another type."""
+        return [
+            (head, length)
+            for at in range(0, len(names), KEYS_AT_ONCE)
+            for head, length in self._run(_HEADS, names[at : at + KEYS_AT_ONCE], nbytes)
+        ]
+
+    def _pipelined(self, server: redis.Redis, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """The answers of one of the client's servers, each of which may be an error."""
+        pipeline: Any = server.pipeline(transaction=False)
+        for command in commands:
+            pipeline.execute_command(*command)
+        try:
+            return cast(list[Any], pipeline.execute(raise_on_error=False))
+        except (redis.ConnectionError, redis.TimeoutError):
+            if isinstance(self._client, redis.RedisCluster):
+                # Only its own commands teach it that a node has failed.
+                with suppress(*REDIS_ERRORS):
+                    cast(Any, self._client).nodes_manager.initialize()
+            raise
+
+    def _run(self, script: Script, names: Sequence[str], *arguments: Any) -> Any:
         """Runs it by its digest, and by its text where the server does not know that yet.
 
         redis-py's own Script would load it into every server of a cluster then, and wait for one that hangs.
         """
         try:
-            return cast(Any, self._client.evalsha(script.digest, len(keys), *keys, *arguments))
+            return cast(Any, self._client.evalsha(script.digest, len(names), *names, *arguments))
         except NoScriptError:
-            return cast(Any, self._client.eval(script.text, len(keys), *keys, *arguments))
+            return cast(Any, self._client.eval(script.text, len(names), *names, *arguments))
+
+
+def _names(keys: RunKeys) -> list[str]:
+    return [keys.head, keys.log, keys.owner, keys.config]

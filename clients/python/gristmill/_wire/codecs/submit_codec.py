@@ -34,7 +34,7 @@ _ZSTD_LEVEL = 1
 
 
 class Submission:
-    """One request as it came; the rows are read when they are asked for."""
+    """One request as it came; the rows are read when they are asked for. nbytes: uncompressed."""
 
     def __init__(self, data: bytes, most_bytes: int = MESSAGE_BYTES) -> None:
         """most_bytes: what a compressed request may grow to.
@@ -52,7 +52,7 @@ class Submission:
             ) from None
 
     def _read(self, data: Buffer) -> None:
-        parts = _parts(data)
+        parts, self.nbytes = _parts(data), len(data)
         request = rollout_pb2.SubmitRowsRequest.FromString(parts.rest)
         if parts.small and request.HasField("rows"):
             # Messages that come twice are merged; nobody writes that, and protobuf knows how.

@@ -1,57 +1,289 @@
-"""HTTP connections: bounded in number, and closed where nothing comes over them."""
+"""HTTP connections: counted when they are accepted, before any TLS handshake, and closed where nothing moves."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+import socket
+import ssl
+from asyncio import sslproto
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Literal
 
 import h11
+import structlog
+from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+_log = structlog.get_logger(__name__)
+
 REQUEST_S = 20.0
-"""Within which a connection's next request has to begin and its headers to be whole, the first time; uvicorn closes
-those that are kept for another request sooner."""
+"""Within which a connection's next request has to begin and its headers to be complete. Uvicorn closes connections that
+are kept open for another request sooner."""
+
+ABORT = "gristmill.abort"
+"""The key under which a request's scope has a function that ends its connection at once."""
+
+UNREAD_S = 60.0
+"""After which a connection is aborted whose peer reads nothing of an answer."""
+
+_HANDSHAKE_S, _GOODBYE_S = 5.0, 1.0
+# asyncio reads into 256 KiB for each encrypted connection, where records have 16 at most.
+sslproto.SSLProtocol.max_size = 32 << 10
+_PAUSE_S = 0.5
+_AT_ONCE = 16
+_MOST_OF_A_MACHINE = 0.75
 
 
-def connections(most: int) -> type[H11Protocol]:
-    """The protocol of a server that has at most so many."""
+class Connections:
+    """The open connections of a server. Where there are too many, the one that has waited longest for its peer is
+    closed for a newcomer.
 
-    class Connection(H11Protocol):
-        """Where there are too many, the one that has waited longest for its caller is closed; where none waits, the new
-        one."""
+    most: in all. One machine may have three quarters of them; for more, its own connections are closed.
+    """
 
-        _deadline: asyncio.TimerHandle | None = None
+    def __init__(self, most: int) -> None:
+        self._most, self._share = most, max(1, int(most * _MOST_OF_A_MACHINE))
+        self._count = 0
+        self._counts: dict[str, int] = {}
+        # Those that wait for their peers, the longest first.
+        self._waiting: OrderedDict[Connection, None] = OrderedDict()
+        self._waiting_of: dict[str, OrderedDict[Connection, None]] = {}
 
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
+    def has_room(self, address: str) -> bool:
+        """Returns whether a machine may open another connection, closing one for it where need be."""
+        if self._counts.get(address, 0) >= self._share:
+            waiting = self._waiting_of.get(address)
+        elif self._count >= self._most:
+            waiting = self._waiting
+        else:
+            return True
+        if not waiting:
+            return False
+        next(iter(waiting)).abort()
+        return True
+
+    def add(self, connection: Connection) -> None:
+        self._count += 1
+        self._counts[connection.address] = self._counts.get(connection.address, 0) + 1
+
+    def remove(self, connection: Connection) -> None:
+        self.note(connection, is_waiting=False)
+        self._count -= 1
+        self._counts[connection.address] -= 1
+        if not self._counts[connection.address]:
+            del self._counts[connection.address]
+
+    def note(self, connection: Connection, *, is_waiting: bool) -> None:
+        """Notes that a connection begins or ceases to wait for its peer."""
+        own = self._waiting_of.setdefault(connection.address, OrderedDict())
+        for waiting in (self._waiting, own):
+            waiting.pop(connection, None)
+            if is_waiting:
+                waiting[connection] = None
+        if not own:
+            del self._waiting_of[connection.address]
+
+
+_Wait = Literal["request", "body", "reader"]
+"""For what a connection waits: a TLS handshake or the next request, the body of one, a peer that reads."""
+
+
+class Connection(H11Protocol):
+    """One connection, from when it was accepted. What it asked for is cancelled when it ends."""
+
+    def __init__(self, connections: Connections, address: str, **uvicorn: Any) -> None:
+        super().__init__(**uvicorn)
+        self.address, self._connections = address, connections
+        self._app, self.app = self.app, self._answer
+        self._opening: asyncio.Task[None] | None = None
+        self._answering: asyncio.Task[Any] | None = None
+        self._wait: _Wait | None = None
+        self._deadline: asyncio.TimerHandle | None = None
+        self._is_open = True
+        connections.add(self)
+        self._watch()
+
+    def open(self, accepted: socket.socket, context: ssl.SSLContext | None) -> None:
+        """Begins the handshake; one that fails closes the connection."""
+        self._opening = self.loop.create_task(self._open(accepted, context))
+
+    async def _open(self, accepted: socket.socket, context: ssl.SSLContext | None) -> None:
+        times = {} if context is None else {"ssl_handshake_timeout": _HANDSHAKE_S, "ssl_shutdown_timeout": _GOODBYE_S}
+        try:
+            with suppress(OSError):
+                if context is not None:
+                    await self._first_bytes(accepted)
+                await self.loop.connect_accepted_socket(lambda: self, accepted, ssl=context, **times)
+        finally:
+            self._opening = None
+            if self.transport is None:
+                self._leave()
+                accepted.close()
+
+    async def _first_bytes(self, accepted: socket.socket) -> None:
+        """Returns when the peer begins its handshake, for which hundreds of kilobytes are held. Raises OSError where it
+        hangs up instead, or does nothing."""
+        came = self.loop.create_future()
+        self.loop.add_reader(accepted, came.set_result, None)
+        try:
+            async with asyncio.timeout(_HANDSHAKE_S):
+                await came
+        finally:
+            self.loop.remove_reader(accepted)
+        if _has_hung_up(accepted):
+            raise ConnectionResetError
+
+    def abort(self) -> None:
+        self._leave()
+        if self.transport is not None:
+            self.transport.abort()
+        elif self._opening is not None:
+            self._opening.cancel()
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        # Else tens of kilobytes could lie unread without a limit of time.
+        transport.set_write_buffer_limits(high=1, low=0)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._leave()
+        super().connection_lost(exc)
+        if self._answering is not None and not self.cycle.response_complete:
+            self._answering.cancel()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._watch()
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers a request. `send` returns when its message has left for the system."""
+        if self.cycle.disconnected:
+            return
+        answering = self._answering = asyncio.current_task()
+
+        async def sent(message: Any) -> None:
+            await send(message)
+            await self.flow.drain()
+            if message.get("more_body"):
+                # However fast it is read: others are answered between its parts.
+                await asyncio.sleep(0)
+
+        scope[ABORT] = self.abort
+        try:
+            await self._app(scope, receive, sent)
+        except asyncio.CancelledError:
+            if self._is_open:
+                raise
+        finally:
+            del scope[ABORT]
+            if self._answering is answering:
+                self._answering = None
+
+    def _watch(self) -> None:
+        """Notes for what the connection waits from now on. A wait that goes on keeps its deadline."""
+        wait = self._waits_for() if self._is_open else None
+        if wait == self._wait:
+            return
+        self._wait = wait
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+        if not self._is_open:
+            return
+        self._connections.note(self, is_waiting=wait is not None)
+        if wait == "request":
+            self._deadline = self.loop.call_later(REQUEST_S, self.abort)
+        elif wait == "reader":
+            self._look_for_reader(None)
+
+    def _waits_for(self) -> _Wait | None:
+        if self.flow is not None and self.flow.write_paused:
+            return "reader"
+        if self.conn.their_state is h11.SEND_BODY:
+            # The rest of a body that nobody reads has as long as a request.
+            return "request" if self.conn.our_state is h11.DONE else "body"
+        return "request" if self.conn.their_state is h11.IDLE else None
+
+    def _look_for_reader(self, unread: int | None) -> None:
+        """Aborts the connection where as much is unread as a while ago."""
+        now = self.transport.get_write_buffer_size()
+        if unread is not None and now >= unread:
+            self.abort()
+        else:
+            self._deadline = self.loop.call_later(UNREAD_S, self._look_for_reader, now)
+
+    def _leave(self) -> None:
+        if self._is_open:
+            self._is_open = False
+            self._connections.remove(self)
             self._watch()
-            if len(self.connections) > most:
-                waiting = (one for one in self.connections if isinstance(one, Connection) and one.waits_since())
-                longest = min(waiting, key=Connection.waits_since, default=self)
-                longest.transport.abort()
-                self.connections.discard(longest)
+            # Else its memory, in a circle with itself, would wait for the garbage collector.
+            self.app = self._app
 
-        def waits_since(self) -> float:
-            """When its time ends: the sooner, the longer it has waited. 0 while a request is answered."""
-            return 0.0 if self._deadline is None else self._deadline.when()
 
-        def data_received(self, data: bytes) -> None:
-            super().data_received(data)
-            self._watch()
+class Listener:
+    """Accepts connections, one each time round the loop: however many come, others' calls are answered between them.
+    Those that their peers have closed again meanwhile cost little, and are dropped some at a time.
 
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._unwatch()
-            super().connection_lost(exc)
+    make(address): makes the connection. context: of TLS; None: in clear text.
+    """
 
-        def _watch(self) -> None:
-            if self.conn.their_state is not h11.IDLE:
-                self._unwatch()
-            elif self._deadline is None:
-                self._deadline = self.loop.call_later(REQUEST_S, self.transport.abort)
+    def __init__(
+        self,
+        listener: socket.socket,
+        connections: Connections,
+        make: Callable[[str], Connection],
+        context: ssl.SSLContext | None,
+    ) -> None:
+        self._listener, self._connections, self._make, self._context = listener, connections, make, context
+        self._accepting = asyncio.create_task(self._accept())
 
-        def _unwatch(self) -> None:
-            if self._deadline is not None:
-                self._deadline.cancel()
-                self._deadline = None
+    def close(self) -> None:
+        self._accepting.cancel()
 
-    return Connection
+    async def wait_closed(self) -> None:
+        await asyncio.wait([self._accepting])
+
+    async def _accept(self) -> None:
+        loop, count = asyncio.get_running_loop(), 0
+        with self._listener:
+            while True:
+                try:
+                    accepted, address = await loop.sock_accept(self._listener)
+                except OSError as error:
+                    # The peer hung up meanwhile, or other parts of the process took all descriptors.
+                    _log.warning("connection not accepted", reason=error.strerror)
+                    await asyncio.sleep(_PAUSE_S)
+                    continue
+                count += 1
+                is_there = not _has_hung_up(accepted)
+                if is_there and self._connections.has_room(address[0]):
+                    self._make(address[0]).open(accepted, self._context)
+                else:
+                    accepted.close()
+                if is_there or count % _AT_ONCE == 0:
+                    await asyncio.sleep(0)
+
+
+def _has_hung_up(accepted: socket.socket) -> bool:
+    """Whether a peer has ended its connection and sent nothing."""
+    try:
+        return not accepted.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True

@@ -15,6 +15,7 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from gristmill_service.api.http.answers import error_body
 from gristmill_service.validation_messages import shown
 
 # Of names that stand in no public registry (RFC 6761, RFC 6762, ICANN's board resolution 2024.07.29.06).
@@ -23,10 +24,10 @@ _MISDIRECTED = 421
 
 
 class HostNames:
-    """ASGI middleware. told: patterns of further names that lead here, as a shell's."""
+    """ASGI middleware. known: patterns of further names that lead here, as a shell's."""
 
-    def __init__(self, app: ASGIApp, told: Sequence[str]) -> None:
-        self._app, self._told = app, [pattern.strip().lower() for pattern in told]
+    def __init__(self, app: ASGIApp, known: Sequence[str]) -> None:
+        self._app, self._known = app, [pattern.strip().lower() for pattern in known]
         self._own = {socket.gethostname().lower(), socket.getfqdn().lower()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -34,8 +35,8 @@ class HostNames:
         if self._is_known(_without_port(host).lower()):
             await self._app(scope, receive, send)
             return
-        message = f"the request is for {shown(host)}, which is no name of this service; tell it by http_host_names"
-        body = {"error": {"code": "PERMISSION_DENIED", "type": "PermissionDeniedError", "message": message}}
+        message = f"the request is for {shown(host)}, which is no name of this service; add it to http_host_names"
+        body = error_body("PERMISSION_DENIED", "PermissionDeniedError", message)
         await JSONResponse(body, _MISDIRECTED)(scope, receive, send)
 
     def _is_known(self, name: str) -> bool:
@@ -44,7 +45,7 @@ class HostNames:
             or name in self._own
             or name.endswith(_PRIVATE)
             or _is_address(name)
-            or any(fnmatchcase(name, pattern) for pattern in self._told)
+            or any(fnmatchcase(name, pattern) for pattern in self._known)
         )
 
 

@@ -7,6 +7,8 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from gristmill_service.api.http.answers import error_body
+
 _READS = frozenset(["GET", "HEAD", "OPTIONS"])
 _FORBIDDEN = 403
 
@@ -32,12 +34,10 @@ def _is_foreign(headers: Headers) -> bool:
 
 
 _REFUSAL = JSONResponse(
-    {
-        "error": {
-            "code": "PERMISSION_DENIED",
-            "type": "GristmillError",
-            "message": "the call comes from a web page of another site; call the service from a program",
-        }
-    },
+    error_body(
+        "PERMISSION_DENIED",
+        "GristmillError",
+        "the call comes from a web page of another site; call the service from a program",
+    ),
     _FORBIDDEN,
 )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from typing import Annotated, cast
@@ -11,25 +12,17 @@ from typing import Annotated, cast
 import xxhash
 from fastapi import APIRouter, Depends, Query, Request, Response
 from pydantic import BaseModel
-from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 
-from gristmill_service.api.http.dependencies import ContextDep, RunDep
+from gristmill_service.api.http.dependencies import ApiDep, RunDep
 from gristmill_service.api.http.models import Int64
 from gristmill_service.config import Model
 from gristmill_service.monitoring.health import health
 from gristmill_service.monitoring.health.health import Overview, RunHealth, RunSummary, Timeline
 from gristmill_service.monitoring.views.batch_history import BatchHistory, batch_history
-from gristmill_service.monitoring.views.batch_view import (
-    BatchBreaks,
-    BatchPicture,
-    BatchScores,
-    BatchView,
-    BatchViewCache,
-)
+from gristmill_service.monitoring.views.batch_view import BatchBreaks, BatchPicture, BatchScores, BatchViewCache
 from gristmill_service.monitoring.views.token_texts import TokenTexts
 from gristmill_service.run.machine.batch_records import MOST as MOST_POINTS
-from gristmill_service.run.run import Run
 
 router = APIRouter(prefix="/v1", tags=["page"])
 page = APIRouter(include_in_schema=False)
@@ -54,33 +47,37 @@ ViewsDep = Annotated[BatchViewCache, Depends(_views)]
 
 
 @router.get("/overview", response_model=Overview)
-def overview(request: Request, context: ContextDep) -> Response:
-    """Every run and its state, as far as this process decides for it. Has an ETag."""
-    own = {run.name: run for run in context.runs.own()}
-    names = context.gate.visible(context.runs.names())[:_SHOWN_RUNS]
-    runs = [health.summary(own[name]) if name in own else RunSummary(run=name) for name in names]
-    told = Overview(now=time.time(), not_ready=context.unhealthy_reason(), grpc_address=context.grpc_address, runs=runs)
-    return _versioned(request, told)
+async def overview(request: Request, api: ApiDep) -> Response:
+    """Every run and its state, as far as this process owns it. Has an ETag."""
+    own = {run.name: run for run in api.runs.own()}
+    names = api.gate.visible(await api.runs.names())[:_SHOWN_RUNS]
+    runs: list[RunSummary] = []
+    for name in names:
+        runs.append(health.summary(own[name]) if name in own else RunSummary(run=name))
+        # Others are answered between hundreds of runs.
+        await asyncio.sleep(0)
+    document = Overview(now=time.time(), not_ready=api.unhealthy_reason(), grpc_address=api.grpc_address, runs=runs)
+    return _versioned(request, document)
 
 
 @router.get("/runs/{run}/health", response_model=RunHealth)
-def run_health(request: Request, run: RunDep) -> Response:
+async def run_health(request: Request, run: RunDep) -> Response:
     """A run's state, what holds it up and since when. Has an ETag."""
     return _versioned(request, health.health(run))
 
 
 @router.get("/runs/{run}/timeline", response_model=Timeline)
-def run_timeline(
+async def run_timeline(
     run: RunDep,
     model: Model = "policy",
     seconds: Annotated[float, Query(gt=0, le=86_400, description="How far back.")] = 600.0,
 ) -> Response:
-    """The mini-batches that each rank acknowledged, and when, since this process decides for the run."""
+    """The mini-batches that each rank acknowledged, and when, since this process owns the run."""
     return _json(health.timeline(run, model, seconds))
 
 
 @router.get("/runs/{run}/history", response_model=BatchHistory)
-def run_history(
+async def run_history(
     request: Request,
     run: RunDep,
     points: Annotated[int, Query(ge=1, le=MOST_POINTS, description="The most to give: neighbours are added up.")] = 256,
@@ -99,16 +96,16 @@ async def batch_picture(
     mini_batch: Annotated[int | None, Query(description="One alone, in finer bars; null: all that fit.")] = None,
 ) -> Response:
     """Each shard of a published batch: the prompt, observation, trained and padding tokens of each row, and loads."""
-    view = await view_of(views, run, batch)
-    return await run_in_threadpool(lambda: _json(view.picture(model, mini_batch)))
+    view = await views.get(run, batch)
+    return await _computed(lambda: view.picture(model, mini_batch))
 
 
 @router.get("/runs/{run}/batches/{batch}/breaks", response_model=BatchBreaks)
-async def batch_breaks(run: RunDep, views: ViewsDep, context: ContextDep, batch: Int64) -> Response:
+async def batch_breaks(run: RunDep, views: ViewsDep, api: ApiDep, batch: Int64) -> Response:
     """The places where merging broke: the token that differs, and those around it. Token ids, and what they say where
     the service has a tokenizer."""
-    view = await view_of(views, run, batch)
-    return await run_in_threadpool(lambda: _json(_with_texts(view.breaks(), context.token_texts)))
+    view = await views.get(run, batch)
+    return await _computed(lambda: _with_texts(view.breaks(), api.token_texts))
 
 
 @router.get("/runs/{run}/batches/{batch}/scores", response_model=BatchScores)
@@ -119,17 +116,13 @@ async def batch_scores(
     start: Annotated[int, Query(ge=0, lt=2**63, description="The first group to tell of.")] = 0,
 ) -> Response:
     """Scores and advantages of a batch's groups, 200 at a time; advantages before `loss_reduction` scales them."""
-    view = await view_of(views, run, batch)
-    return await run_in_threadpool(lambda: _json(view.scores(start)))
+    view = await views.get(run, batch)
+    return await _computed(lambda: view.scores(start))
 
 
-async def view_of(views: BatchViewCache, run: Run, batch: int) -> BatchView:
-    cached = views.cached(run, batch)
-    if cached is not None:
-        return cached
-    # One at a time, and who waits for it holds no thread: those are for submissions, too.
-    async with views.turn:
-        return await run_in_threadpool(views.get, run, batch)
+async def _computed(document: Callable[[], BaseModel]) -> Response:
+    """Makes a document that takes a while."""
+    return await asyncio.to_thread(lambda: _json(document()))
 
 
 def _with_texts(told: BatchBreaks, texts: TokenTexts | None) -> BatchBreaks:

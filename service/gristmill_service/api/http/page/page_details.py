@@ -3,14 +3,14 @@ costs. They only read."""
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated, TypeVar
 
 from fastapi import APIRouter, Query
-from starlette.concurrency import run_in_threadpool
 
-from gristmill_service.api.http.dependencies import ContextDep, RunDep
+from gristmill_service.api.http.dependencies import ApiDep, RunDep
 from gristmill_service.api.http.models import Int64
-from gristmill_service.api.http.page.page import ViewsDep, view_of
+from gristmill_service.api.http.page.page import ViewsDep
 from gristmill_service.monitoring.views import groups
 from gristmill_service.monitoring.views import run_settings as settings
 from gristmill_service.monitoring.views.batch_view import BatchDistributions
@@ -29,29 +29,29 @@ T = TypeVar("T", bound=ShownTokens)
 
 
 @router.get("/settings")
-def run_settings(run: RunDep) -> RunSettings:
+async def run_settings(run: RunDep) -> RunSettings:
     """Every setting of the run, with its default."""
     return settings.run_settings(run)
 
 
 @router.get("/find")
-def find_groups(
+async def find_groups(
     run: RunDep, uid: Annotated[str, Query(min_length=1, max_length=1000, description="Part of it.")]
 ) -> FoundGroups:
     """The groups whose uid contains this text, and what became of them."""
-    return groups.find_groups(run, uid)
+    return await groups.find_groups(run, uid)
 
 
 @router.get("/samples")
-def group_samples(run: RunDep, uid: UidQuery, round: RoundQuery = 0) -> GroupSamples:
+async def group_samples(run: RunDep, uid: UidQuery, round: RoundQuery = 0) -> GroupSamples:
     """The samples of a group that is not sealed: what of each has come, and which are complete."""
     return groups.group_samples(run, GroupKey(round, uid))
 
 
 @router.get("/samples/{sample}/rows/{step}")
-def group_row(
+async def group_row(
     run: RunDep,
-    context: ContextDep,
+    api: ApiDep,
     sample: Int64,
     step: Int64,
     uid: UidQuery,
@@ -60,38 +60,35 @@ def group_row(
 ) -> OpenRowTokens:
     """The tokens of a step of a group that is not sealed, 2,000 at a time, and what they say where the service has a
     tokenizer."""
-    return _with_texts(groups.row_tokens(run, GroupKey(round, uid), sample, step, start), context.token_texts)
+    return _with_texts(await groups.row_tokens(run, GroupKey(round, uid), sample, step, start), api.token_texts)
 
 
 @router.get("/batches/{batch}/distributions")
 async def batch_distributions(run: RunDep, views: ViewsDep, batch: Int64) -> BatchDistributions:
     """Histograms of the trajectories' scores, response tokens and turns, and why they stopped."""
-    return (await view_of(views, run, batch)).distributions()
+    return await asyncio.to_thread((await views.get(run, batch)).distributions)
 
 
 @router.get("/batches/{batch}/rows/{row}")
 async def batch_row(
     run: RunDep,
     views: ViewsDep,
-    context: ContextDep,
+    api: ApiDep,
     batch: Int64,
     row: Int64,
     start: StartQuery = 0,
 ) -> RowTokens:
     """The tokens of one training row, 2,000 at a time, and what they say where the service has a tokenizer."""
-    view = await view_of(views, run, batch)
-    async with views.turn:
-        told = await run_in_threadpool(view.tokens, run, row, start)
-    return _with_texts(told, context.token_texts)
+    view = await views.get(run, batch)
+    return _with_texts(await view.tokens(run, row, start), api.token_texts)
 
 
 @router.get("/batches/{batch}/costs")
 async def batch_costs(run: RunDep, views: ViewsDep, batch: Int64) -> BatchCosts:
-    """What the batch costs as it is configured, and what it would with other settings: planned anew for each, from its
+    """What the batch costs as it is configured, and what it would with other settings: planned again for each, from its
     own rows. Takes seconds for a large batch."""
-    async with views.turn:
-        return await run_in_threadpool(settings.batch_costs, run, batch)
+    return await settings.batch_costs(run, batch, views.one_by_one)
 
 
-def _with_texts(told: T, texts: TokenTexts | None) -> T:
-    return told if texts is None else told.model_copy(update={"texts": texts.of(set(told.tokens))})
+def _with_texts(row: T, texts: TokenTexts | None) -> T:
+    return row if texts is None else row.model_copy(update={"texts": texts.of(set(row.tokens))})

@@ -7,8 +7,8 @@ from pydantic import BaseModel, Field
 
 from gristmill.errors import UnauthenticatedError
 from gristmill_service.access.caller import ANYONE
-from gristmill_service.api.http.dependencies import ContextDep
-from gristmill_service.api.http.guards.authentication import COOKIE
+from gristmill_service.api.http.dependencies import ApiDep
+from gristmill_service.api.http.guards.identified import COOKIE
 
 router = APIRouter(prefix="/v1/session", tags=["page"])
 _DAY_S = 24 * 60 * 60
@@ -24,9 +24,9 @@ class SignedIn(BaseModel):
 
 
 @router.post("")
-def sign_in(request: Request, response: Response, body: SignIn, context: ContextDep) -> SignedIn:
+async def sign_in(request: Request, response: Response, body: SignIn, api: ApiDep) -> SignedIn:
     """Keeps a token for the page, as a cookie for a day."""
-    found = context.gate.identify(f"Bearer {body.token}")
+    found = await api.gate.identify(f"Bearer {body.token}")
     if found is ANYONE:
         raise UnauthenticatedError("the token is not known here; ask the service's operator for one")
     # A proxy may have taken off the encryption.
@@ -36,6 +36,6 @@ def sign_in(request: Request, response: Response, body: SignIn, context: Context
 
 
 @router.delete("", status_code=204)
-def sign_out(response: Response) -> None:
+async def sign_out(response: Response) -> None:
     """Forgets the token."""
     response.delete_cookie(COOKIE, httponly=True, samesite="strict")

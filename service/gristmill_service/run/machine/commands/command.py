@@ -1,8 +1,8 @@
-"""A command to a run: reads the run, says what happens, and answers. Pure: the run's writer logs and applies it."""
+"""A command to a run: reads the run, says what happens, and answers. Pure: the run's writer applies and logs it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from gristmill_service.access.held import Quota
@@ -14,7 +14,7 @@ from gristmill_service.run.machine.state import State
 T = TypeVar("T")
 
 FindQuota = Callable[[], Quota]
-"""Says what the runs of a caller hold now, and may. Called from any thread."""
+"""Says what the runs of a caller hold now, and may."""
 
 
 class View(Protocol):
@@ -42,34 +42,21 @@ class View(Protocol):
 
 class Command(Generic[T]):
     """
-    keys: what the decision reads and its events change. Commands whose keys differ are decided on the same state and
-        logged together. None: everything, so that the command is decided alone.
-    is_internal: a worker's result, which a run takes also while the service shuts down.
+    is_internal: a background task's result, which a run takes also while the service shuts down.
     follows: whether `follow` has anything to say.
     """
 
-    keys: frozenset[Hashable] | None = None
     is_internal = False
     follows = False
 
     def decide(self, view: View) -> Sequence[Event]:
-        """The events that the command leads to. Raises the refusal. Changes nothing of the run and may be called again:
-        the last call counts."""
+        """Returns the events that the command leads to. Raises the refusal. Changes nothing."""
         return ()
 
     def follow(self, state: State) -> Sequence[Event]:
-        """Further events that are due once the first ones are applied."""
+        """Returns further events that are due once the first ones are applied."""
         return ()
 
     def answer(self, state: State) -> T:
-        """The answer, once the events and all that follows from them are applied. Called once."""
+        """Returns the answer, once the events and all that follows from them are applied. Called once."""
         raise NotImplementedError
-
-
-class Barrier(Command[None]):
-    """Changes nothing; done when all commands before it are."""
-
-    is_internal = True
-
-    def answer(self, state: State) -> None:
-        pass

@@ -69,7 +69,6 @@ class TakeRows(Command[list[Outcome]]):
     """rows: as the state would know them; steps: the same with their tokens. quota: the caller's, where it has one."""
 
     def __init__(self, steps: Steps, rows: Sequence[StoredRow], quota: FindQuota | None = None) -> None:
-        self.keys = frozenset([row.trajectory for row in rows])
         self._steps, self._rows, self._quota = steps, rows, quota
         self._outcomes: list[Outcome] = []
 
@@ -102,7 +101,6 @@ class SetRewards(Command[int]):
     """digests: of each update's values per token, empty where it has none."""
 
     def __init__(self, updates: Sequence[RewardUpdate], digests: Sequence[bytes]) -> None:
-        self.keys = frozenset([update.trajectory for update in updates])
         self._updates, self._digests, self._changed = updates, digests, 0
 
     def decide(self, view: View) -> Sequence[Event]:

@@ -45,7 +45,7 @@ class Acknowledge(Command[Moved]):
     """commits: whether to commit up to where every rank is, as a trainer without checkpoints asks for."""
 
     def __init__(self, model: Model, rank: int, position: Position, incarnation: int, commits: bool) -> None:
-        self.keys, self.follows = frozenset([(model, rank)]), commits
+        self.follows = commits
         self._model, self._rank, self._position, self._incarnation = model, rank, position, incarnation
 
     def decide(self, view: View) -> Sequence[Event]:

@@ -49,19 +49,21 @@ def status(state: State, run: str, run_id: str, *, config_json: str, room: int, 
 
 
 class AllGroups(NamedTuple):
-    """The groups that were ever admitted, copied while the state was read.
+    """The groups that were ever admitted, copied while the state was read: the rest is for a thread.
 
-    closed: what became of each that is decided, as the state has it, and its tag. failed: why batches are lost.
+    closed, tags: what became of each that is decided, and its tag, as the state has them. failed: why batches are lost.
     """
 
-    closed: list[tuple[GroupKey, int | str, str]]
+    closed: Mapping[GroupKey, int | str]
+    tags: Mapping[GroupKey, str]
     failed: Mapping[int, str]
     waiting: list[GroupAnswer]
 
     def answers(self) -> list[GroupAnswer]:
-        return [self._decided(key, found, tag) for key, found, tag in self.closed] + self.waiting
+        return [self._decided(key, found) for key, found in self.closed.items()] + self.waiting
 
-    def _decided(self, key: GroupKey, found: int | str, tag: str) -> GroupAnswer:
+    def _decided(self, key: GroupKey, found: int | str) -> GroupAnswer:
+        tag = self.tags.get(key, "")
         if isinstance(found, str):
             return GroupAnswer(*key, "dropped", reason=found, tag=tag)
         if found in self.failed:
@@ -71,7 +73,8 @@ class AllGroups(NamedTuple):
 
 def all_groups(state: State) -> AllGroups:
     return AllGroups(
-        [(key, found, state.closed_tags.get(key, "")) for key, found in state.closed.items()],
+        dict(state.closed),
+        dict(state.closed_tags),
         # One that is kept may be built yet.
         {number: reason for number, reason in state.failed.items() if state.is_dropped(number)},
         [

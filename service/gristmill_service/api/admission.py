@@ -1,0 +1,358 @@
+"""Admission of calls over gRPC and HTTP: what a caller may occupy at a time, and how often it may be wrong.
+
+A front end takes a `Slot` for a call before it reads anything of it, and closes the slot when the answer has left.
+Slots are bounded for each caller and in all, and so is what they hold: large requests, unsent answers, waits. No caller
+can have all of a total. Everything here is used on the event loop only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from typing import Literal, NamedTuple
+
+from gristmill.errors import ResourceExhaustedError
+from gristmill_service.access.caller import Caller
+from gristmill_service.settings import Settings
+
+Kind = Literal["call", "stream", "probe"]
+"""probe: health and reflection, which need no token."""
+
+SMALL_BYTES = 256 << 10
+"""A request of at most this size is held without a place for large requests."""
+REQUEST_S, SEND_S = 20.0, 60.0
+"""Seconds in which a request has to come, or to get its place; and in which an answer has to make progress."""
+LEAST_BYTES_PER_S = 64 << 10
+"""A request that is known to be large has more time, by this rate."""
+
+_SHARE = 0.75
+_RETRY_S = 1.0
+_LOOK_S = 0.5
+
+# Of the service's time that a caller's wrong calls may take, and how much of it at once before they are throttled.
+_WRONG_SHARE, _FREE_S, _MOST_S = 1 / 200, 0.25, 0.5
+# What a wrong call takes, and each byte of a refused one that is large.
+_CALL_S, _BYTE_S = 0.5e-3, 1.2e-9
+_LARGE_BYTES = 64 << 10
+_LONGEST_DELAY_S = 5.0
+_MOST_CALLERS = 4096
+_WRONG = frozenset(["INVALID_ARGUMENT", "UNAUTHENTICATED", "PERMISSION_DENIED"])
+_NOT_THE_CALLERS = frozenset(["INTERNAL", "UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED"])
+
+
+class Limits(NamedTuple):
+    """What there may be at a time; of each but `waits` and `run_calls` one caller may have three quarters.
+
+    calls, streams, probes: slots by their kind. waits: calls of one caller that wait; twice as many in all.
+    requests: large ones that are read or answered. answer_bytes: of answers that were not sent yet. run_calls: calls
+    for one run; None: any number. request_s: seconds after which a request that is still coming is cut off.
+    """
+
+    calls: int = 4096
+    streams: int = 256
+    probes: int = 64
+    waits: int = 512
+    requests: int = 32
+    answer_bytes: int = 128 << 20
+    run_calls: int | None = None
+    request_s: float = 1044.0
+
+    @classmethod
+    def of(cls, settings: Settings) -> Limits:
+        return cls(
+            calls=cls().calls + 2 * settings.max_waiters,
+            streams=settings.max_streams,
+            waits=settings.max_waiters,
+            run_calls=settings.max_run_requests,
+            request_s=REQUEST_S + settings.max_message_bytes / LEAST_BYTES_PER_S,
+        )
+
+
+class _Shared:
+    """A number of things that callers share. what, rule: for the error of a caller that
+    gets none. most_each: for one caller."""
+
+    def __init__(self, most: int, what: str, rule: str, most_each: int | None = None) -> None:
+        self.most, self._what, self._rule = most, what, rule
+        self._most_each = max(1, int(_SHARE * most)) if most_each is None else most_each
+        self.total, self.by_caller = 0, dict[str, int]()
+        self._waiting: dict[str, deque[tuple[int, asyncio.Future[None]]]] = {}
+
+    def take(self, caller: str, n: int = 1, *, is_next: bool = False) -> bool:
+        """Takes n where there are as many, and no call of the caller waits for them, or it is the next of these. More
+        than one caller may have are taken by one who has none."""
+        own = self.by_caller.get(caller, 0)
+        if (own and own + n > self._most_each) or self.total + min(n, self._most_each) > self.most:
+            return False
+        if self._waiting and not is_next and caller in self._waiting:
+            return False
+        self.by_caller[caller] = own + n
+        self.total += n
+        return True
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether calls wait."""
+        return bool(self._waiting)
+
+    def error(self, caller: str) -> ResourceExhaustedError:
+        own = self.by_caller.get(caller, 0)
+        return ResourceExhaustedError(f"{self.total} {self._what}, {own} of this caller, and {self._rule}", _RETRY_S)
+
+    async def wait(self, caller: str, n: int = 1) -> None:
+        """Takes n when there are as many. Callers who have fewer go first."""
+        granted = asyncio.get_running_loop().create_future()
+        entry = n, granted
+        self._waiting.setdefault(caller, deque()).append(entry)
+        try:
+            await granted
+        except asyncio.CancelledError:
+            if granted.done() and not granted.cancelled():
+                self.give(caller, n)
+            elif entry in (queue := self._waiting.get(caller, deque())):
+                queue.remove(entry)
+                if not queue:
+                    del self._waiting[caller]
+            raise
+
+    def give(self, caller: str, n: int = 1) -> None:
+        """Gives n back, to those who wait."""
+        self.total -= n
+        left = self.by_caller[caller] - n
+        if left:
+            self.by_caller[caller] = left
+        else:
+            del self.by_caller[caller]
+        if self._waiting:
+            self._grant()
+
+    def _grant(self) -> None:
+        for caller in sorted(self._waiting, key=lambda caller: self.by_caller.get(caller, 0)):
+            queue = self._waiting[caller]
+            while queue and (queue[0][1].done() or self.take(caller, queue[0][0], is_next=True)):
+                _, granted = queue.popleft()
+                if not granted.done():
+                    granted.set_result(None)
+            if not queue:
+                del self._waiting[caller]
+
+
+class Admission:
+    """All slots. Callers are told apart by their names; without tokens by the machines that they call from."""
+
+    def __init__(self, limits: Limits | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self.limits, self.clock = limits or Limits(), clock
+        most, no_more = self.limits, "the service takes no more; retry"
+        self.slots: set[Slot] = set()
+        self.by_kind = {
+            "call": _Shared(most.calls, "calls are being answered", no_more),
+            "stream": _Shared(
+                most.streams, "streams are open", "max_streams allows no more; retry, or raise the setting"
+            ),
+            "probe": _Shared(most.probes, "health and reflection calls are open", no_more),
+        }
+        self.waits = _Shared(2 * most.waits, "calls wait", no_more, most.waits)
+        self.requests = _Shared(
+            most.requests, "requests are being read or answered", f"none was done within {REQUEST_S:g} s; retry"
+        )
+        self.answers = _Shared(most.answer_bytes, "bytes of answers are unsent", no_more)
+        self.limited: Counter[tuple[str, str]] = Counter()
+        self.coming: set[Slot] = set()
+        self._paid_at: dict[str, float] = {}
+
+    def enter(self, caller: str, kind: Kind, end: Callable[[], object] | None = None) -> Slot:
+        """Takes a slot. Raises ResourceExhaustedError where the caller, or all, have too many.
+
+        end: ends the call, which then closes the slot; called when the call's time is over, or when another caller
+        needs its place. It may be set later, as `Slot.end`.
+        """
+        counts = self.by_kind[kind]
+        if not counts.take(caller):
+            raise counts.error(caller)
+        slot = Slot(self, caller, kind, end)
+        self.slots.add(slot)
+        return slot
+
+    def refused(self, caller: str, code: str, nbytes: int) -> None:
+        """Notes that a call of n bytes was refused with this status: a wrong call costs its caller a part of an
+        allowance that fills up again; others cost it only where they are large."""
+        if code in _NOT_THE_CALLERS:
+            return
+        cost_s = max(0, nbytes - _LARGE_BYTES) * _BYTE_S + _CALL_S * (code in _WRONG)
+        if not cost_s:
+            return
+        now = self.clock()
+        paid_at = max(now, self._paid_at.pop(caller, now)) + cost_s / _WRONG_SHARE
+        self._paid_at[caller] = min(paid_at, now + _MOST_S / _WRONG_SHARE)
+        if len(self._paid_at) > _MOST_CALLERS:
+            owed = sorted((paid_at, name) for name, paid_at in self._paid_at.items() if paid_at > now)
+            self._paid_at = {name: paid_at for paid_at, name in owed[-_MOST_CALLERS // 2 :]}
+
+    def throttle_s(self, caller: str) -> float:
+        """Returns how long a refusal of this caller is to be delayed, with its slot taken: 0 for nearly all."""
+        return min(self._owed_s(caller), _LONGEST_DELAY_S) if caller in self._paid_at else 0.0
+
+    def check(self, caller: str) -> None:
+        """Raises ResourceExhaustedError for a caller whose allowance for wrong calls is used up: its call is refused
+        before it is read."""
+        if caller in self._paid_at and (owed_s := self._owed_s(caller)) > _LONGEST_DELAY_S:
+            raise ResourceExhaustedError(
+                "too many calls of this caller were refused lately, so the service did not read this one; see why "
+                f"they were refused, and retry in {owed_s:.0f} s",
+                retry_after_s=owed_s,
+            )
+
+    def _owed_s(self, caller: str) -> float:
+        return max(0.0, self._paid_at[caller] - self.clock() - _FREE_S / _WRONG_SHARE)
+
+    def counts(self) -> Mapping[tuple[str, str], int]:
+        """Returns how many calls there are of each ("caller" or "run", name) whose calls are limited."""
+        return self.limited
+
+    async def end_overdue(self) -> None:
+        """Ends slots whose time is over, twice a second, until it is cancelled."""
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            now = self.clock()
+            for slot, due in [(slot, slot.due) for slot in self.slots if slot.due is not None and slot.due <= now]:
+                # A large request may take long, as long as nobody needs its place.
+                is_left = slot in self.coming and not self.requests.is_wanted
+                if not is_left or now >= due - REQUEST_S + self.limits.request_s:
+                    slot.end_now()
+
+
+class Slot:
+    """A call's place. caller: whose it is. end: see `Admission.enter`. due: when it is ended unless it goes on; None:
+    the service is at work for it, or the front end times its request."""
+
+    __slots__ = ("_admission", "_has_place", "_held", "_is_open", "_kind", "_limits", "_waits", "caller", "due", "end")
+
+    def __init__(self, admission: Admission, caller: str, kind: Kind, end: Callable[[], object] | None) -> None:
+        self._admission, self.caller, self._kind, self.end = admission, caller, kind, end
+        self.due: float | None = admission.clock() + REQUEST_S
+        self._held = 0
+        self._limits: tuple[tuple[str, str], ...] = ()
+        self._has_place = self._waits = False
+        self._is_open = True
+
+    def move(self, caller: str) -> None:
+        """Makes it the slot of a caller whose name is known now. Raises as `enter`."""
+        if caller != self.caller:
+            counts = self._admission.by_kind[self._kind]
+            if not counts.take(caller):
+                raise counts.error(caller)
+            counts.give(self.caller)
+            self.caller = caller
+
+    def count(self, caller: Caller, run: str | None) -> None:
+        """Counts the call among those of its token and of its run until it closes. Raises ResourceExhaustedError where
+        `max_requests` of the token or `max_run_requests` are reached."""
+        limited, most_of_run = self._admission.limited, self._admission.limits.run_calls
+        keys: list[tuple[str, str]] = []
+        for key, most, setting in (
+            (("caller", caller.name), caller.max_requests, "max_requests of the token"),
+            (("run", run or ""), None if run is None else most_of_run, "the service's max_run_requests"),
+        ):
+            if most is None:
+                continue
+            if limited[key] >= most:
+                raise ResourceExhaustedError(
+                    f"{limited[key]} calls of {key[0]} {key[1]!r} are being answered, where {setting} allows {most}; "
+                    f"wait for their answers, or raise {setting}",
+                    _RETRY_S,
+                )
+            keys.append(key)
+        limited.update(keys)
+        self._limits = tuple(keys)
+
+    async def place(self) -> None:
+        """Takes a place for a large request, whose bytes may come now. Where there is none it waits for one, and takes
+        that of a caller with more places whose bytes have not come yet: theirs that has waited longest is ended.
+
+        Raises ResourceExhaustedError where there is none within 20 s. Does nothing where the slot has a place.
+        """
+        if self._has_place:
+            return
+        admission, is_timed = self._admission, self.due is not None
+        requests = admission.requests
+        if not requests.take(self.caller):
+            self.due = None
+            self._take_back()
+            try:
+                async with asyncio.timeout(REQUEST_S):
+                    await requests.wait(self.caller)
+            except TimeoutError:
+                raise requests.error(self.caller) from None
+        self._has_place = True
+        if is_timed:
+            admission.coming.add(self)
+            self.due = admission.clock() + REQUEST_S
+
+    def _take_back(self) -> None:
+        admission, taken = self._admission, self._admission.requests.by_caller
+        ending = (slot for slot in admission.coming if slot.due is not None)
+        longest = min(ending, key=lambda slot: (-taken[slot.caller], slot.due), default=None)
+        if longest is not None and taken[longest.caller] > taken.get(self.caller, 0) + 1:
+            longest.end_now()
+
+    def came(self, nbytes: int) -> None:
+        """The whole request of n bytes has come: a small one gives its place back, a large one keeps it until the slot
+        is closed."""
+        self.due = None
+        self._admission.coming.discard(self)
+        if self._has_place and nbytes <= SMALL_BYTES:
+            self._has_place = False
+            self._admission.requests.give(self.caller)
+
+    def wait(self) -> bool:
+        """Makes it a call that waits. Returns False where there are too many: it is to be answered at once."""
+        self._waits = self._waits or self._admission.waits.take(self.caller)
+        return self._waits
+
+    def stop_waiting(self) -> None:
+        """It waits no more."""
+        if self._waits:
+            self._waits = False
+            self._admission.waits.give(self.caller)
+
+    async def hold(self, nbytes: int) -> None:
+        """Notes that n bytes of its answer are about to be sent, in place of those before: waits until the unsent
+        answers of its caller and of all have room for them. 0: none are left. From then on it has 60 s until the next
+        `hold`, or `close`, and is ended after."""
+        answers = self._admission.answers
+        if self._held:
+            answers.give(self.caller, self._held)
+            self._held = 0
+        self.due = self._admission.clock() + SEND_S
+        if nbytes:
+            if not answers.take(self.caller, nbytes):
+                await answers.wait(self.caller, nbytes)
+                self.due = self._admission.clock() + SEND_S
+            self._held = nbytes
+
+    def end_now(self) -> None:
+        """Ends the call."""
+        self.due = None
+        if self.end is not None:
+            self.end()
+
+    def close(self, _: object = None) -> None:
+        """Gives back all that it has. A second call does nothing."""
+        if not self._is_open:
+            return
+        self._is_open, self.end, admission = False, None, self._admission
+        admission.slots.discard(self)
+        admission.coming.discard(self)
+        admission.by_kind[self._kind].give(self.caller)
+        if self._has_place:
+            admission.requests.give(self.caller)
+        if self._held:
+            admission.answers.give(self.caller, self._held)
+        if self._waits:
+            admission.waits.give(self.caller)
+        for key in self._limits:
+            admission.limited[key] -= 1
+            if not admission.limited[key]:
+                del admission.limited[key]

@@ -1,0 +1,244 @@
+"""Every call of the contract as one function, without gRPC or HTTP: both front ends translate, and call these.
+
+The front ends have identified the caller, and checked that it may make the call for this run and rank. Functions that
+may wait take the call's slot.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from gristmill._wire.codecs import tensor_file
+from gristmill._wire.codecs.row_codec import Prefixes, Sent
+from gristmill._wire.steps import Steps, TrajectoryKey
+from gristmill.errors import InvalidArgumentError
+from gristmill_service.api.admission import SMALL_BYTES, Slot
+from gristmill_service.api.context import ApiContext
+from gristmill_service.api.questions import ask_batch, ask_groups, ask_policy_version, ask_shard
+from gristmill_service.api.shard_columns import compressed, file_with
+from gristmill_service.config import Model, RunConfig
+from gristmill_service.monitoring.health.health import Assessment, assess_run
+from gristmill_service.pipeline.layout.shard_address import ShardAddress
+from gristmill_service.run.machine.answers import (
+    Admissions,
+    BatchAnswer,
+    BatchState,
+    GroupAnswer,
+    Moved,
+    Outcome,
+    Position,
+    Resumed,
+    RewardUpdate,
+    RunStatus,
+    Sealed,
+    ShardAnswer,
+)
+from gristmill_service.run.machine.commands.trainer_commands import Checkpoint
+
+T = TypeVar("T")
+
+
+class ShardQuery(NamedTuple):
+    """A rank's shard. position: None for its next. is_forward: whether the forward shard is wanted, too."""
+
+    model: Model
+    rank: int
+    position: Position | None = None
+    incarnation: int = 0
+    is_forward: bool = False
+
+
+class ShardPieces(NamedTuple):
+    """A shard as it is sent: its file cut anywhere, or frames of zstd, each by itself."""
+
+    pieces: AsyncIterator[bytes | memoryview]
+    is_zstd: bool
+
+
+async def of_size(nbytes: int, function: Callable[..., T], *args: Any) -> T:
+    """Calls a function that takes as long as n bytes need: in the pool where these are many."""
+    return function(*args) if nbytes <= SMALL_BYTES else await asyncio.to_thread(function, *args)
+
+
+# --- Runs
+
+
+async def create_run(api: ApiContext, run: str, config: Mapping[str, Any]) -> tuple[list[str], bool]:
+    """Returns warnings about the configuration, and whether this call created the run."""
+    await api.gate.check_runs(run)
+    return await api.runs.create(run, config)
+
+
+async def get_run(api: ApiContext, run: str) -> tuple[RunStatus, Assessment]:
+    opened = await api.runs.get(run)
+    return await opened.status(), assess_run(opened)
+
+
+async def list_runs(api: ApiContext) -> list[str]:
+    """Returns the names of the runs that the caller may know of."""
+    return api.gate.visible(await api.runs.names())
+
+
+async def list_groups(api: ApiContext, run: str) -> list[GroupAnswer]:
+    return await (await api.runs.get(run)).groups()
+
+
+async def finish_run(api: ApiContext, run: str) -> int:
+    return await (await api.runs.get(run)).finish()
+
+
+async def delete_run(api: ApiContext, run: str) -> None:
+    await api.runs.delete(run)
+
+
+async def announce_policy_version(api: ApiContext, run: str, version: int) -> None:
+    await (await api.runs.get(run)).announce(version)
+
+
+async def wait_policy_version(api: ApiContext, slot: Slot, run: str, at_least: int, wait_s: float) -> int:
+    return await api.long_poll.ask(ask_policy_version(await api.runs.get(run), at_least), wait_s, slot)
+
+
+# --- Rollout workers
+
+
+async def begin_groups(
+    api: ApiContext,
+    slot: Slot,
+    run: str,
+    round_: int,
+    uids: Sequence[str],
+    n_samples: Sequence[int],
+    tags: Sequence[str],
+    wait_s: float,
+) -> Admissions:
+    question = ask_groups(await api.runs.get(run), round_, uids, n_samples, tags, api.gate.quota())
+    return await api.long_poll.ask(question, wait_s, slot)
+
+
+async def submit_rows(api: ApiContext, run: str, nbytes: int, read: Callable[[RunConfig], Sent]) -> list[Outcome]:
+    """read: reads the rows of the request, which has n bytes; called in the pool where these are many. The run comes
+    first, so that what an unknown run is sent is not decoded."""
+    opened = await api.runs.get(run)
+
+    def rows() -> tuple[Steps, Prefixes | None]:
+        sent = read(opened.config)
+        _check_size(sent, api.max_message_bytes)
+        return opened.checked(sent), sent.prefixes
+
+    steps, prefixes = await of_size(nbytes, rows)
+    return await opened.submit(steps, prefixes, api.gate.quota())
+
+
+def _check_size(sent: Sent, most_bytes: int) -> None:
+    """Raises InvalidArgumentError where the rows would be too large a request if they had come whole, so that a few
+    bytes cannot ask for more."""
+    size = 0 if sent.prefixes is None else 4 * int(sent.steps.tokens.total + sent.prefixes.lengths.sum())
+    if size > most_bytes:
+        raise InvalidArgumentError(
+            f"the rows' tokens and prefixes have {size} bytes together, and max_message_bytes is {most_bytes}; send "
+            "fewer rows per request, or raise the setting"
+        )
+
+
+async def set_rewards(api: ApiContext, run: str, rewards: Sequence[RewardUpdate]) -> int:
+    return await (await api.runs.get(run)).set_rewards(rewards)
+
+
+async def abort_trajectories(api: ApiContext, run: str, trajectories: Sequence[TrajectoryKey], reason: str) -> int:
+    return await (await api.runs.get(run)).abort_trajectories(trajectories, reason)
+
+
+async def abort_groups(api: ApiContext, run: str, round_: int, uids: Sequence[str], reason: str) -> int:
+    return await (await api.runs.get(run)).abort_groups(round_, uids, reason)
+
+
+async def seal_batch(api: ApiContext, run: str, batch: int | None) -> Sealed:
+    return await (await api.runs.get(run)).seal(batch)
+
+
+# --- Trainer ranks
+
+
+async def get_batch(
+    api: ApiContext,
+    slot: Slot,
+    run: str,
+    batch: int,
+    ranks: Sequence[int],
+    trains: Model | None,
+    wait_s: float,
+    wanted: ShardQuery | None = None,
+) -> tuple[BatchAnswer, ShardAnswer | None]:
+    """wanted: the shard of this batch that is answered with it, once it is published; its position's batch is this."""
+    opened = await api.runs.get(run)
+    answer = await api.long_poll.ask(ask_batch(opened, batch, ranks, trains), wait_s, slot)
+    if wanted is None or answer.state is not BatchState.PUBLISHED:
+        return answer, None
+    return answer, await opened.shard(wanted.model, wanted.rank, wanted.position, wanted.incarnation)
+
+
+async def get_shard(api: ApiContext, slot: Slot, run: str, wanted: ShardQuery, wait_s: float) -> ShardAnswer:
+    model, rank, position, incarnation, is_forward = wanted
+    question = ask_shard(await api.runs.get(run), model, rank, position, incarnation, is_forward=is_forward)
+    return await api.long_poll.ask(question, wait_s, slot)
+
+
+async def read_shard(
+    api: ApiContext,
+    run: str,
+    batch: int,
+    address: ShardAddress,
+    columns: Sequence[str] | None = None,
+    *,
+    accepts_zstd: bool = False,
+) -> ShardPieces:
+    """columns: of the declared ones those wanted; None: all. Errors are raised before the first piece, and while pieces
+    are read."""
+    frames = await api.runs.read_shard_frames(run, batch, address) if accepts_zstd else None
+    if frames is not None and columns is None:
+        return ShardPieces(frames, is_zstd=True)
+    whole = await api.runs.read_shard(run, batch, address)
+    if columns is None:
+        return ShardPieces(whole, is_zstd=False)
+    file = file_with(columns, whole)
+    return ShardPieces(compressed(file), is_zstd=True) if frames is not None else ShardPieces(file, is_zstd=False)
+
+
+async def write_columns(
+    api: ApiContext,
+    run: str,
+    batch: int,
+    mini_batch: int,
+    rank: int,
+    incarnation: int,
+    file: bytes | memoryview,
+) -> int:
+    """file: the tensors as a safetensors file. Returns how many columns of shards the batch lacks then."""
+    opened = await api.runs.get(run)
+    tensors = await of_size(len(file), tensor_file.decode, file)
+    return await opened.write(batch, mini_batch, rank, incarnation, tensors)
+
+
+async def acknowledge(
+    api: ApiContext, run: str, model: Model, rank: int, position: Position, incarnation: int, commit: bool
+) -> Moved:
+    return await (await api.runs.get(run)).acknowledge(model, rank, position, incarnation, commit)
+
+
+async def commit(api: ApiContext, run: str, model: Model, position: Position, incarnation: int) -> Moved:
+    return await (await api.runs.get(run)).commit(model, position, incarnation)
+
+
+async def resume(
+    api: ApiContext, run: str, model: Model, checkpoint: Checkpoint, launch: str, dp_size: int = 0
+) -> Resumed:
+    return await (await api.runs.get(run)).resume(model, checkpoint, launch, dp_size)
+
+
+async def export_batch(api: ApiContext, run: str, batch: int) -> AsyncIterator[Steps]:
+    """Yields the rows of a sealed batch in their order, some at a time."""
+    async for steps in (await api.runs.get(run)).export(batch):
+        yield steps

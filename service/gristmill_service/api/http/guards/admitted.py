@@ -1,0 +1,96 @@
+"""Slots of HTTP requests: taken before anything of a body is read, and given back when the answer has left."""
+
+from __future__ import annotations
+
+import asyncio
+
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from gristmill.errors import ResourceExhaustedError
+from gristmill_service.api.admission import Admission, Slot
+from gristmill_service.api.errors import STATUSES
+from gristmill_service.api.http.answers import CLOSE, TOO_LARGE, error_response
+from gristmill_service.api.http.guards.connections import ABORT
+
+SLOT = "gristmill.slot"
+"""The key under which a request's scope has its slot. Probes have none: they are answered whatever else comes."""
+
+THROTTLED = "gristmill.throttled"
+"""The key under which it has the text that tells apart whose wrong calls are counted together."""
+
+HELD = "gristmill.held"
+"""The key under which a handler notes how many bytes it holds until its whole answer has left."""
+
+_PROBES = frozenset(["/healthz", "/readyz"])
+_PART_BYTES = 128 << 10
+_CODES = {status: code for code, (_, status) in STATUSES.items()} | {TOO_LARGE: "INVALID_ARGUMENT"}
+
+
+class Admitted:
+    """ASGI middleware that takes a slot, and delays the refusals of a caller who has been wrong too often."""
+
+    def __init__(self, app: ASGIApp, admission: Admission, *, throttles: bool) -> None:
+        """throttles: not where no tokens are asked for, since callers can then hardly be told apart."""
+        self._app, self._admission, self._throttles = app, admission, throttles
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in _PROBES:
+            await self._app(scope, receive, send)
+            return
+        address = scope[THROTTLED] = address_of(scope)
+        try:
+            slot = scope[SLOT] = self._admission.enter(address, "call", scope.get(ABORT))
+        except ResourceExhaustedError as error:
+            await error_response(error, CLOSE)(scope, receive, send)
+            return
+        # Bodies have a time of their own.
+        slot.due = None
+        nbytes = 0
+
+        async def counted() -> Message:
+            nonlocal nbytes
+            message = await receive()
+            nbytes += len(message.get("body", b""))
+            return message
+
+        async def sent(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                if code := _CODES.get(message["status"]):
+                    await self._refuse(scope[THROTTLED], code, nbytes, message)
+                await send(message)
+            else:
+                await _send_in_parts(message, slot, scope.get(HELD, 0), send)
+
+        try:
+            await self._app(scope, counted, sent)
+        finally:
+            slot.close()
+
+    async def _refuse(self, caller: str, code: str, nbytes: int, message: Message) -> None:
+        if not self._throttles:
+            return
+        self._admission.refused(caller, code, nbytes)
+        if delay_s := self._admission.throttle_s(caller):
+            await asyncio.sleep(delay_s)
+            MutableHeaders(scope=message).update(CLOSE)
+
+
+async def _send_in_parts(message: Message, slot: Slot, held: int, send: Send) -> None:
+    """Sends a part of an answer as fast as it is read, holding the bytes that are left."""
+    body, more_body = message.get("body", b""), message.get("more_body", False)
+    if len(body) <= _PART_BYTES and not held:
+        await send(message)
+        return
+    view = memoryview(body)
+    for begin in range(0, max(1, len(body)), _PART_BYTES):
+        end = begin + _PART_BYTES
+        await slot.hold(held + len(body) - begin)
+        await send({**message, "body": view[begin:end], "more_body": more_body or end < len(body)})
+        # Until there is more to send, it is not its caller that has to make progress.
+        slot.due = None
+
+
+def address_of(scope: Scope) -> str:
+    """Returns the address of the machine that a request came from."""
+    return str((scope.get("client") or ("",))[0])

@@ -1,0 +1,142 @@
+"""Who calls over HTTP, and whether the call is theirs to make."""
+
+from __future__ import annotations
+
+import json
+
+from fastapi import Request
+from pydantic import TypeAdapter, ValidationError
+from starlette.datastructures import Headers
+from starlette.requests import cookie_parser
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from gristmill.errors import GristmillError, ResourceExhaustedError, UnavailableError
+from gristmill_service.access import caller, passed_on
+from gristmill_service.access.caller import ANYONE, EVERYONE_IS_ADMIN, Caller
+from gristmill_service.access.gate import AUTHORIZATION, Gate
+from gristmill_service.access.roles import OPEN_CALLS
+from gristmill_service.api.admission import Admission
+from gristmill_service.api.http import models
+from gristmill_service.api.http.answers import error_response
+from gristmill_service.api.http.guards.admitted import SLOT, THROTTLED, address_of
+from gristmill_service.api.http.guards.bodies import BODY
+
+_RANK = TypeAdapter(models.Int32)
+
+COOKIE = "gristmill_token"
+"""What a browser that signed in sends in place of the header."""
+
+# Of the other calls run and rank stand in the path or the query.
+_NAMED_IN_BODY = frozenset(["create_run", "acknowledge"])
+
+
+class Identified:
+    """ASGI middleware that finds out who calls before anything of a body is read. Only what anyone may call is read for
+    a caller who shows no token. Of a request that a replica passed on, the caller's address takes the replica's place.
+    """
+
+    def __init__(self, app: ASGIApp, gate: Gate, admission: Admission) -> None:
+        self._app, self._gate, self._admission = app, gate, admission
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if SLOT not in scope:
+            await self._app(scope, receive, send)
+            return
+        try:
+            self._begin_passed_on(scope)
+            found = await self._identify(scope)
+            caller.begin(found)
+            self._admit(scope, found)
+        except GristmillError as error:
+            await error_response(error)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _begin_passed_on(self, scope: Scope) -> None:
+        """Raises UnavailableError for a request that only seems to come from a replica."""
+        try:
+            came_from = self._gate.came_from(Headers(scope=scope))
+        except UnavailableError:
+            # As for a token that is not known.
+            self._admission.refused(scope[THROTTLED], "UNAUTHENTICATED", 0)
+            raise
+        passed_on.begin(came_from)
+        if came_from:
+            scope["client"] = (came_from, 0)
+            scope[THROTTLED] = came_from
+
+    async def _identify(self, scope: Scope) -> Caller:
+        """Raises UnauthenticatedError where the caller shows no token that is known, and needs one."""
+        if self._gate.is_open:
+            return EVERYONE_IS_ADMIN
+        if _is_open(scope["path"]):
+            # Whatever is shown: a browser whose cookie has expired must still reach the page to sign in again.
+            return ANYONE
+        headers = Headers(scope=scope)
+        shown = _shown(headers)
+        if not shown and (user := self._gate.user_of_proxy(headers, address_of(scope))):
+            return user
+        found = await self._gate.identify(shown)
+        if found is ANYONE:
+            self._gate.check(found, "docs", None, None)
+        return found
+
+    def _admit(self, scope: Scope, found: Caller) -> None:
+        """Gives the slot to the caller. Raises ResourceExhaustedError where it has too many, or was wrong too often."""
+        address = address_of(scope)
+        is_known = found is not ANYONE and found is not EVERYONE_IS_ADMIN
+        scope[SLOT].move(found.name if is_known else address)
+        if is_known:
+            # Workers of other machines that show the same token are not throttled with it.
+            scope[THROTTLED] = f"{found.name} {address}"
+        self._admission.check(scope[THROTTLED])
+
+
+def _is_open(path: str) -> bool:
+    return path in ("/", "/v1/session") or path.startswith("/page/")
+
+
+def _shown(headers: Headers) -> str | None:
+    if shown := headers.get(AUTHORIZATION):
+        return shown
+    # Not SimpleCookie, which gives up at what another program of the same host has set.
+    cookie = cookie_parser(headers.get("cookie", "")).get(COOKIE)
+    return None if cookie is None else f"Bearer {cookie}"
+
+
+async def authorize(request: Request) -> None:
+    """A dependency of every route. Raises PermissionDeniedError where the caller may not make the call, and
+    ResourceExhaustedError where too many of its calls are being answered."""
+    gate: Gate = request.app.state.api.gate
+    call = request.scope["route"].name
+    if not gate.is_open:
+        body = _fields(request.scope.get(BODY, b"")) if call in _NAMED_IN_BODY else {}
+        # The path is what the handler goes by, whatever else names a run.
+        named = {**request.query_params, **body, **request.path_params}
+        run = named.get("run")
+        gate.check(caller.current(), call, None if run is None else str(run), _rank(named.get("rank")))
+    if call not in OPEN_CALLS:
+        run = request.path_params.get("run")
+        try:
+            request.scope[SLOT].count(caller.current(), run)
+        except ResourceExhaustedError as error:
+            gate.note_refusal(call, error, run)
+            raise
+
+
+def _fields(body: bytes) -> dict[str, object]:
+    """Read as the handlers' models are, so that no body says one thing here and another one there. What is no object is
+    refused where it is read whole."""
+    try:
+        found = json.loads(body)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _rank(value: object) -> int | None:
+    """Read as the handlers do, which take '+1' and 1.0, too; what is no rank is refused there."""
+    try:
+        return _RANK.validate_python(value)
+    except ValidationError:
+        return None

@@ -1,0 +1,339 @@
+"""The way of a gRPC call: admission, request, identity, permission, answer; errors become statuses.
+
+Methods are registered as those of streams of requests, so that a handler runs before a message is read. Nothing of a
+call is read before it has a slot and its caller is known.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from contextvars import ContextVar, copy_context
+from typing import Any, NoReturn
+
+import grpc
+import structlog
+from google.protobuf.message import DecodeError
+from grpc.aio import EOF, AbortError, AioRpcError, InternalError, UsageError
+
+from gristmill.errors import (
+    GristmillError,
+    InvalidArgumentError,
+    ResourceExhaustedError,
+    UnauthenticatedError,
+    UnavailableError,
+)
+from gristmill_service import tracing
+from gristmill_service.access import caller, passed_on
+from gristmill_service.access.caller import ANYONE, EVERYONE_IS_ADMIN, Caller
+from gristmill_service.access.gate import AUTHORIZATION
+from gristmill_service.api import calls, request_ids
+from gristmill_service.api.admission import REQUEST_S, SMALL_BYTES, Slot
+from gristmill_service.api.context import ApiContext
+from gristmill_service.api.errors import ErrorResponse, refusal
+from gristmill_service.api.rpc.forwarding import Forwarding
+from gristmill_service.api.rpc.methods import Method, Parse
+from gristmill_service.api.rpc.spans import describe, spanned
+from gristmill_service.storage.run_store import OwnedElsewhereError
+
+_log = structlog.get_logger(__name__)
+
+_ID = request_ids.HEADER
+_ZSTD = b"\x28\xb5\x2f\xfd"
+"""What a frame of zstd begins with: a request that has it may be much larger than it looks."""
+
+_core_task: ContextVar[asyncio.Task[Any] | None] = ContextVar("gristmill_core_task", default=None)
+
+
+def follow_calls(loop: asyncio.AbstractEventLoop) -> None:
+    """Has handlers find the task that holds their call in gRPC's core.
+
+    Ending a call takes more than cancelling its handler: `grpc.aio` has no function for it, and an answer that nobody
+    reads stays in the core until the task that waits for the end of the call is gone, too.
+    """
+
+    def make_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
+        if getattr(coroutine, "__name__", "") == "_handle_exceptions":
+            options["context"] = context = copy_context()
+            context.run(_core_task.set, asyncio.current_task(loop))
+        return asyncio.Task(coroutine, loop=loop, **options)
+
+    loop.set_task_factory(make_task)
+
+
+def leave_out_gone_callers() -> None:
+    """Has gRPC log no errors of answers that cannot be sent because their caller has gone."""
+    logging.getLogger("grpc._cython.cygrpc").addFilter(_is_ours)
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    return record.exc_info is None or not isinstance(record.exc_info[1], InternalError)
+
+
+class Call:
+    """One call. connection: the other end of its caller's. throttled: who makes up for it where it is refused: a
+    caller's connection, as others may show the same token, or the machine where it is not known who calls. nbytes: of
+    its request, 0 until that has come."""
+
+    __slots__ = ("_core", "_is_read", "_task", "connection", "context", "machine", "nbytes", "slot", "throttled")
+
+    def __init__(self, context: Any) -> None:
+        self.context, self._task, self._core = context, asyncio.current_task(), _core_task.get()
+        self.connection = context.peer()
+        self.machine = self.throttled = machine_of(self.connection)
+        self.nbytes, self._is_read = 0, False
+        self.slot: Slot | None = None
+
+    def came_from(self, connection: str) -> None:
+        """A peer passed it on from there; not at all where empty."""
+        if connection:
+            passed_on.begin(connection)
+            self.connection, self.machine = connection, machine_of(connection)
+
+    def identified(self, identity: Caller) -> str:
+        """Makes it the call of this caller. Returns the name under which its slots are counted."""
+        if identity is EVERYONE_IS_ADMIN:
+            return self.machine
+        caller.begin(identity)
+        if identity is ANYONE:
+            self.throttled = self.machine
+            return self.machine
+        self.throttled = f"{identity.name} {self.connection}"
+        return identity.name
+
+    def take(self, slot: Slot) -> Slot:
+        """Holds the slot until the answer has left, or the call is gone."""
+        assert self._task is not None
+        self.slot, slot.end = slot, self._end
+        self._task.add_done_callback(slot.close)
+        return slot
+
+    async def read(self) -> bytes | None:
+        """Returns the request; None where its caller ended the call without one."""
+        self._is_read = True
+        data = await self.context.read()
+        self._is_read = False
+        if data is EOF:
+            return None
+        self.nbytes = len(data)
+        return data  # type: ignore[no-any-return]
+
+    def _end(self) -> None:
+        if self._is_read:
+            # Cancelled, a read would leak the message that comes meanwhile.
+            refusing = asyncio.ensure_future(_refuse_late(self.context))
+            _end_reading.add(refusing)
+            refusing.add_done_callback(_end_reading.discard)
+            return
+        for task in (self._task, self._core):
+            if task is not None:
+                task.cancel()
+
+
+_end_reading: set[asyncio.Future[None]] = set()
+
+
+async def _refuse_late(context: Any) -> None:
+    try:
+        await context.abort(
+            grpc.StatusCode.DEADLINE_EXCEEDED,
+            f"the request did not come within {REQUEST_S:g} s, or others waited for its place; send it at once, or "
+            "retry",
+            (("gristmill-error", "DeadlineExceededError"), *context.trailing_metadata()),
+        )
+    except (AbortError, UsageError, InternalError):
+        pass
+
+
+class Handling:
+    """Makes gRPC's handlers of methods."""
+
+    def __init__(self, api: ApiContext, forwarding: Forwarding) -> None:
+        self._api, self._forwarding = api, forwarding
+
+    def handler(self, method: Method) -> grpc.RpcMethodHandler:
+        """The handler of a method."""
+
+        async def answer(requests: object, context: Any) -> bytes:
+            try:
+                return await self._answer(method, context)
+            except AbortError as error:
+                # The context has this error, whose frames would have the context and the request: a circle, which would
+                # keep the request's bytes until garbage is collected.
+                del requests, context
+                error.__context__ = None
+                raise error.with_traceback(None) from None
+
+        make = grpc.stream_stream_rpc_method_handler if method.is_stream else grpc.stream_unary_rpc_method_handler
+        return make(spanned(method.path, answer) if tracing.is_on() else answer)
+
+    async def _answer(self, method: Method, context: Any) -> bytes:
+        start, status, api = time.monotonic(), "CANCELLED", self._api
+        metadata = context.invocation_metadata()
+        context.set_trailing_metadata(((_ID, request_ids.begin(metadata)),))
+        call = Call(context)
+        try:
+            slot = await self._enter(method, call, metadata)
+            await slot.place()
+            data = await call.read()
+            if data is None:
+                raise InvalidArgumentError("the call has no request message; send one")
+            request = await self._parsed(method, slot, data)
+            if tracing.is_on():
+                describe(request)
+            if method.call and api.gate.counts_calls:
+                self._check(method, slot, request)
+            try:
+                if method.is_stream:
+                    answer = await self._send(slot, method.answer(api, slot, request), context)
+                else:
+                    answer = await method.answer(api, slot, request)
+            except OwnedElsewhereError as elsewhere:
+                answer = await self._pass_on(method, call, request, data, elsewhere)
+            if not isinstance(answer, bytes):
+                answer = answer.SerializeToString()
+            await slot.hold(len(answer))
+            status = "OK"
+            return answer
+        except (AbortError, UsageError):
+            # It was refused meanwhile: its request did not come in time.
+            status = "DEADLINE_EXCEEDED"
+            raise
+        except InternalError:
+            # Nothing can be sent any more: its caller has gone.
+            raise asyncio.CancelledError from None
+        except Exception as error:  # noqa: BLE001  the edge: what is not ours is logged
+            refused = refusal(error)
+            status = error.code().name if isinstance(error, AioRpcError) else refused.code
+            await self._refuse(method, call, error, refused)
+        finally:
+            api.metrics.observe_call("grpc", method.name, status, time.monotonic() - start)
+
+    async def _enter(self, method: Method, call: Call, metadata: Any) -> Slot:
+        """Takes a slot, and finds out who calls. Raises ResourceExhaustedError where the caller has too many or was
+        wrong too often, UnauthenticatedError, and UnavailableError for a mark that only a peer may show."""
+        gate, admission, shown = self._api.gate, self._api.admission, dict(metadata)
+        if not method.call:
+            return call.take(admission.enter(call.machine, method.kind))
+        identity: Caller | None = ANYONE
+        refused: GristmillError | None = None
+        try:
+            if passed_on.MARK in shown:
+                call.came_from(gate.came_from(shown))
+            identity = gate.known(shown.get(AUTHORIZATION))
+        except UnauthenticatedError as error:
+            refused = error
+        except UnavailableError as error:
+            refused = error
+            admission.refused(call.machine, UnauthenticatedError.code, 0)
+        slot = call.take(admission.enter(call.identified(identity or ANYONE), method.kind))
+        if refused is not None:
+            try:
+                raise refused
+            finally:
+                # Else it and this frame would be a circle.
+                del refused
+        if identity is None:
+            slot.move(call.identified(await gate.identify(shown[AUTHORIZATION])))
+        admission.check(call.throttled)
+        return slot
+
+    async def _parsed(self, method: Method, slot: Slot, data: bytes) -> Any:
+        nbytes = len(data)
+        if nbytes <= SMALL_BYTES and (method.is_large or _ZSTD in data):
+            nbytes = SMALL_BYTES + 1
+        slot.came(nbytes)
+        return await calls.of_size(nbytes, parsed, data, method.parse)
+
+    def _check(self, method: Method, slot: Slot, request: Any) -> None:
+        """Raises as `Gate.check` and `Slot.count`."""
+        gate, identity, run = self._api.gate, caller.current(), getattr(request, "run", None)
+        gate.check(identity, method.call, run, getattr(request, "rank", None))
+        try:
+            slot.count(identity, run)
+        except ResourceExhaustedError as error:
+            gate.note_refusal(method.call, error, run)
+            raise
+
+    async def _pass_on(
+        self, method: Method, call: Call, request: Any, data: bytes, owner: OwnedElsewhereError
+    ) -> bytes:
+        """Returns the answer of the run's owner. No run changes its owner for a stream that has begun."""
+        assert call.slot is not None
+        if getattr(request, "wait_s", 0.0) and not call.slot.wait():
+            request.wait_s = 0.0
+            data = request.SerializeToString()
+        if method.is_stream:
+            return await self._send(
+                call.slot, self._forwarding.stream(method.path, data, owner, call.context), call.context
+            )
+        return await self._forwarding.unary(method.path, data, owner, call.context)
+
+    async def _send(self, slot: Slot, answers: AsyncIterator[bytes], context: Any) -> bytes:
+        nbytes = 0
+        async with aclosing(answers):  # type: ignore[type-var]
+            async for answer in answers:
+                nbytes += len(answer)
+                await slot.hold(len(answer))
+                await context.write(answer)
+                slot.due = None
+        if tracing.is_on():
+            tracing.describe(bytes=nbytes)
+        return b""
+
+    async def _refuse(self, method: Method, call: Call, error: Exception, refused: ErrorResponse) -> NoReturn:
+        """Answers with an error. Where its caller was wrong too often, that is delayed."""
+        context = call.context
+        if isinstance(error, AioRpcError):
+            status, details, trailers = _of_owner(error)
+        else:
+            status, details, trailers = refused.grpc_status, refused.grpc_message, refused.trailers
+            if refused.code == "INTERNAL":
+                _log.error("call failed", call=method.name, exc_info=error)
+            _log.debug("call refused", call=method.name, code=refused.code, reason=refused.message)
+        if method.call and not self._api.gate.is_open:
+            self._api.admission.refused(call.throttled, status.name, call.nbytes)
+            if delay_s := self._api.admission.throttle_s(call.throttled):
+                await asyncio.sleep(delay_s)
+        if call.slot is not None:
+            await call.slot.hold(0)
+        try:
+            await context.abort(status, details, (*trailers, *context.trailing_metadata()))
+        except (UsageError, InternalError):
+            raise asyncio.CancelledError from None
+        raise AssertionError("abort always raises")
+
+
+def parsed(data: bytes, parse: Parse) -> Any:
+    """Returns the request. Raises InvalidArgumentError: gRPC itself would answer INTERNAL for what is none."""
+    try:
+        return parse(data)
+    except DecodeError as error:
+        raise InvalidArgumentError(
+            f"the request is not a message of gristmill.v1: {error}; send the message that the protos describe"
+        ) from None
+
+
+def _of_owner(error: Any) -> tuple[grpc.StatusCode, str, tuple[tuple[str, str], ...]]:
+    """The refusal of the process that a call was passed on to."""
+    code, details = error.code(), error.details()
+    trailers = tuple((key, value) for key, value in error.trailing_metadata() or () if key != _ID)
+    if any(key == "gristmill-error" for key, _ in trailers) or code is grpc.StatusCode.CANCELLED:
+        return code, details, trailers
+    # Not its own word: it went away, or hangs.
+    refused = refusal(UnavailableError(f"the process that owns this run does not answer: {details}; retry"))
+    return refused.grpc_status, refused.grpc_message, refused.trailers
+
+
+def machine_of(connection: str) -> str:
+    """The machine's address of a connection as gRPC or HTTP names it: `ipv4:10.0.0.7:51234`, `ipv6:%5B::1%5D:51234`,
+    `unix:` or `10.0.0.7`."""
+    kind, _, address = connection.partition(":")
+    if kind == "ipv4":
+        return address.rpartition(":")[0]
+    if kind == "ipv6":
+        return address.rpartition(":")[0].removeprefix("%5B").removesuffix("%5D")
+    return connection

@@ -1,0 +1,158 @@
+"""The work of one run that follows from what happened: building batches, and removing what is not needed any more.
+
+It reads the state, and is never in the way of the call that caused it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
+from typing import Any
+
+import structlog
+
+from gristmill.errors import GristmillError, UnavailableError
+from gristmill_service import tracing
+from gristmill_service.run.batch_builder import BatchBuilder
+from gristmill_service.run.machine.decisions.failures import remedy
+from gristmill_service.run.rows.row_buffer import compacted
+from gristmill_service.run.shard_room import ShardRoom
+from gristmill_service.run.writer import Effects, SparseTable, Writer
+from gristmill_service.storage.row_tables import held, steps_of
+from gristmill_service.storage.run_store import RunLog
+from gristmill_service.storage.shard_store import ShardStore
+
+_log = structlog.get_logger(__name__)
+
+
+class Background:
+    """The background tasks of one run."""
+
+    def __init__(
+        self,
+        name: str,
+        writer: Writer,
+        builder: BatchBuilder,
+        log: RunLog,
+        store: ShardStore,
+        room: ShardRoom,
+        clock: Callable[[], float],
+    ) -> None:
+        self._name, self._writer, self._builder, self._log, self._store = name, writer, builder, log, store
+        self._room, self._clock = room, clock
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._building: asyncio.Task[None] | None = None
+        self._builds_again = False
+        # Batches whose shards are to be removed: all that were freed, one removal after the other.
+        self._freed: list[int] = []
+        self._freeing: asyncio.Task[None] | None = None
+        self._free_after = 0.0
+
+    def perform(self, effects: Effects) -> None:
+        """Starts the tasks that these effects ask for."""
+        for sealed in effects.sealed:
+            tracing.sealed(self._name, sealed.batch)
+            groups = [str(key) for key in sealed.groups]
+            _log.info("batch sealed", run=self._name, batch=sealed.batch, groups=groups)
+        for failed in effects.failed:
+            what_now = remedy(failed.reason, is_kept=failed.keeps_rows)
+            _log.error("batch failed", run=self._name, batch=failed.batch, reason=failed.reason, remedy=what_now)
+        if effects.builds:
+            self._build()
+        if effects.freed:
+            self._freed += effects.freed
+            self._free_after = 0.0
+            self._free()
+        if effects.empty:
+            self._start(self._remove(effects.empty))
+        for table in effects.sparse:
+            self._start(self._compact(table))
+
+    def try_again(self) -> None:
+        """Goes on with what could not be done before."""
+        if self._is_blocked_batch_due:
+            self._build()
+        self._free()
+
+    async def idle(self) -> None:
+        """Returns when no task is under way. Tasks that a closed run's calls could start do not come any more."""
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(self._logged(work))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _logged(self, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            # Nothing is removed, and nothing built, before the event that asks for it is safe.
+            with suppress(UnavailableError):
+                await self._writer.commits.safe()
+                await work
+        except Exception:  # noqa: BLE001 - a defect of one task is no reason to end the others
+            _log.exception("task failed", run=self._name)
+        finally:
+            work.close()
+
+    # --- Building
+
+    @property
+    def _is_blocked_batch_due(self) -> bool:
+        return bool(self._builder.blocked_reason) and self._clock() >= self._builder.retry_at
+
+    def _build(self) -> None:
+        if self._building is not None and not self._building.done():
+            self._builds_again = True
+            return
+        self._building = self._start(self._build_all())
+
+    async def _build_all(self) -> None:
+        self._builds_again = True
+        while self._builds_again:
+            self._builds_again = False
+            # Behind the batches of other runs that wait for a builder.
+            if await self._builder.build(self._build):
+                self._builds_again = True
+
+    # --- Removing
+
+    def _free(self) -> None:
+        if not self._freed or self._clock() < self._free_after:
+            return
+        if self._freeing is None or self._freeing.done():
+            self._freeing = self._start(self._free_all())
+
+    async def _free_all(self) -> None:
+        failed: list[int] = []
+        while self._freed and not self._writer.is_deleted:
+            batch = self._freed.pop(0)
+            # Of a record that may be later than this task.
+            await self._writer.commits.safe()
+            try:
+                await asyncio.to_thread(self._store.free, self._name, batch)
+            except (GristmillError, OSError) as error:
+                # The trainer that acknowledged is not to blame.
+                failed.append(batch)
+                _log.warning(
+                    "shards could not be removed; trying again later", run=self._name, batch=batch, reason=str(error)
+                )
+        self._freed += failed
+        self._free_after = self._clock() + 1.0 if failed else 0.0
+        self._room.removed()
+
+    async def _remove(self, tables: Sequence[int]) -> None:
+        if not self._writer.is_lost:
+            await asyncio.to_thread(self._log.remove, tables)
+
+    async def _compact(self, table: SparseTable) -> None:
+        """Copies the rows that are needed out of a table that is mostly not."""
+
+        def copy() -> tuple[Any, dict[int, int]]:
+            steps, index = compacted(steps_of(table.stored), table.live)
+            return held(steps), index
+
+        stored, index = await asyncio.to_thread(copy)
+        self._writer.rows.replace(table.number, table.stored, stored, index)

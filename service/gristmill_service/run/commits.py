@@ -1,0 +1,135 @@
+"""The appends of one run to its log, in order. What is added during one goes with the next (group commit)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
+
+import structlog
+
+from gristmill._wire.steps import Steps
+from gristmill.errors import UnavailableError
+from gristmill_service.run.machine.codec import EncodedEvent, record_of
+from gristmill_service.storage.run_store import LogLostError, RunLog
+
+_log = structlog.get_logger(__name__)
+
+
+class Commits:
+    """On the event loop; the log itself is called in `threads`, by one at a time.
+
+    on_lost: called once, when an append failed. The state is ahead of the log then, and the run has to be opened again.
+    """
+
+    def __init__(self, log: RunLog, threads: Executor, on_lost: Callable[[], None]) -> None:
+        self._log, self._threads, self._on_lost = log, threads, on_lost
+        self._events: list[EncodedEvent] = []
+        self._tables: dict[int, Steps] = {}
+        self._snapshot: Callable[[], bytes | None] | None = None
+        self._added = self._safe = 0
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._is_appending = False
+        self._error: Exception | None = None
+
+    @property
+    def are_safe(self) -> bool:
+        """Whether all that was added is safe."""
+        return self._safe == self._added
+
+    def add(self, events: Sequence[EncodedEvent], tables: Mapping[int, Steps]) -> None:
+        """Appends these events, and the tables of rows that they refer to."""
+        if not self._log.reads_rows:
+            # In memory there is nothing to append to.
+            return
+        self._events += events
+        self._tables |= tables
+        self._go_on()
+
+    def compact(self, snapshot: Callable[[], bytes | None]) -> None:
+        """Has a snapshot of the state take the place of the log, together with the next append. snapshot: returns None
+        where there is none any more."""
+        self._snapshot = snapshot
+        self._go_on()
+
+    async def safe(self) -> None:
+        """Returns when all that was added by now is as safe as the settings ask. Raises UnavailableError where that
+        failed; the run is opened again, and may have it or not."""
+        if self._error is not None:
+            raise _lost(self._error)
+        if self._safe == self._added:
+            return
+        future = asyncio.get_running_loop().create_future()
+        self._waiting.append((self._added, future))
+        await future
+
+    async def close(self) -> None:
+        """Returns when nothing is being appended any more."""
+        while self._is_appending:
+            future = asyncio.get_running_loop().create_future()
+            self._waiting.append((self._added, future))
+            await asyncio.wait([future])
+
+    def _go_on(self) -> None:
+        self._added += 1
+        if not self._is_appending and self._error is None:
+            self._is_appending = True
+            # Soon, so that commands of the same moment share the append.
+            asyncio.get_running_loop().call_soon(self._begin)
+
+    def _begin(self) -> None:
+        events, tables, make_snapshot, number = self._events, self._tables, self._snapshot, self._added
+        self._events, self._tables, self._snapshot = [], {}, None
+        loop = asyncio.get_running_loop()
+        try:
+            # Of the state as these events leave it: later ones are not in the log yet.
+            snapshot = None if make_snapshot is None else make_snapshot()
+            appending = loop.run_in_executor(self._threads, self._append, events, tables, snapshot)
+        except Exception as error:  # noqa: BLE001 - a defect, and nobody may wait for ever
+            self._end(number, error)
+            return
+        appending.add_done_callback(lambda done: self._end(number, done.exception()))
+
+    def _append(self, events: Sequence[EncodedEvent], tables: Mapping[int, Steps], snapshot: bytes | None) -> None:
+        if events:
+            self._log.append(record_of(events), tables)
+        if snapshot is not None:
+            try:
+                self._log.compact(snapshot)
+            except LogLostError:
+                raise
+            except UnavailableError as error:
+                # The log stays as it is, only longer.
+                _log.warning("log not compacted", run_id=self._log.run_id, reason=str(error))
+
+    def _end(self, number: int, error: BaseException | None) -> None:
+        self._is_appending = False
+        if error is not None:
+            self._error = error if isinstance(error, Exception) else UnavailableError(repr(error))
+            while self._waiting:
+                _resolve(self._waiting.popleft()[1], _lost(self._error))
+            self._on_lost()
+            return
+        self._safe = number
+        while self._waiting and self._waiting[0][0] <= number:
+            _resolve(self._waiting.popleft()[1])
+        if number < self._added:
+            self._is_appending = True
+            self._begin()
+
+
+def _lost(error: Exception) -> UnavailableError:
+    # One for each caller: a shared one would gather the frames of all of them.
+    return UnavailableError(f"{error}; the run is read again from its store: retry")
+
+
+def _resolve(future: asyncio.Future[None], error: Exception | None = None) -> None:
+    if future.done():
+        return
+    if error is None:
+        future.set_result(None)
+    else:
+        future.set_exception(error)
+        # Who has gone does not look at it.
+        future.exception()

@@ -1,0 +1,107 @@
+"""A run's published batches, read from the shard store. What the store has lost is built again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from typing import ParamSpec, TypeVar
+
+import structlog
+
+from gristmill.errors import NotFoundError, UnavailableError
+from gristmill_service.pipeline.layout.shard_address import ShardAddress
+from gristmill_service.run.machine.answers import BatchState
+from gristmill_service.run.machine.commands.trainer_commands import WithdrawBatch
+from gristmill_service.run.machine.decisions import progress
+from gristmill_service.run.off_loop import each
+from gristmill_service.run.writer import Writer
+from gristmill_service.storage.shard_store import ShardLocation, ShardsLostError, ShardStore
+
+_log = structlog.get_logger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+HAVE_SHARDS = (BatchState.PUBLISHED, BatchState.FORWARD)
+"""The states of a batch that has shards in the store."""
+
+
+class PublishedBatches:
+    """The batches of one run."""
+
+    def __init__(self, name: str, writer: Writer, store: ShardStore) -> None:
+        self._name, self._writer, self._store = name, writer, store
+
+    async def plan(self, batch: int) -> bytes | None:
+        """Returns the plan; None where the batch is being built again. Raises NotFoundError where it was freed."""
+        try:
+            with self._rebuilding(batch):
+                return await self._ask(self._store.plan, self._name, batch)
+        except NotFoundError:
+            self._check_withdrawn(batch)
+            return None
+
+    async def locate(self, batch: int, address: ShardAddress) -> ShardLocation | None:
+        """Returns where a shard is; None where the batch is being built again. Raises NotFoundError as `plan`."""
+        try:
+            with self._rebuilding(batch):
+                return await self._ask(self._store.locate, self._name, batch, address)
+        except NotFoundError:
+            self._check_withdrawn(batch)
+            return None
+
+    async def read(self, batch: int, address: ShardAddress) -> AsyncIterator[bytes]:
+        """Returns the shard's file in pieces."""
+        with self._reading(batch):
+            pieces = await asyncio.to_thread(self._store.read, self._name, batch, address)
+        return self._read_on(batch, pieces)
+
+    async def read_frames(self, batch: int, address: ShardAddress) -> AsyncIterator[bytes] | None:
+        """Returns the shard's compressed frames, or None where the store has whole files."""
+        with self._reading(batch):
+            pieces = await asyncio.to_thread(self._store.read_frames, self._name, batch, address)
+        return None if pieces is None else self._read_on(batch, pieces)
+
+    async def _read_on(self, batch: int, pieces: Iterator[bytes]) -> AsyncIterator[bytes]:
+        with self._reading(batch):
+            async for piece in each(pieces):
+                yield piece
+
+    async def _ask(self, method: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Asks the store for something small: in a thread, where that takes a round trip."""
+        if self._store.is_remote:
+            return await asyncio.to_thread(method, *args, **kwargs)
+        return method(*args, **kwargs)
+
+    def _check_withdrawn(self, batch: int) -> None:
+        """For a batch that was published a moment ago and is not in the store: has it built again. Raises NotFoundError
+        where it was freed."""
+        if progress.batch_state(self._writer.state, batch) in HAVE_SHARDS:
+            self._withdraw(batch, "the store does not have it")
+
+    @contextmanager
+    def _rebuilding(self, batch: int) -> Iterator[None]:
+        """Has the batch built again where the store has lost a part of it; the error is raised on."""
+        try:
+            yield
+        except ShardsLostError as error:
+            self._withdraw(batch, str(error))
+            raise
+
+    @contextmanager
+    def _reading(self, batch: int) -> Iterator[None]:
+        """As `_rebuilding`. Where the shards are not there because they are being built again, that is raised."""
+        try:
+            with self._rebuilding(batch):
+                yield
+        except NotFoundError:
+            self._writer.check_open()
+            if progress.batch_state(self._writer.state, batch) is BatchState.PENDING:
+                raise UnavailableError(f"run {self._name!r}: batch {batch} is not published yet; ask again") from None
+            raise
+
+    def _withdraw(self, batch: int, reason: str) -> None:
+        # It may be there again: then it is built once more, to the same bytes.
+        if self._writer.execute(WithdrawBatch(batch)):
+            _log.warning("shards are lost, and the batch is built again", run=self._name, batch=batch, reason=reason)

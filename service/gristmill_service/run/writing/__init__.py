@@ -1,1 +1,0 @@
-"""One writer a run: commands are decided in turn, logged together, applied, and answered."""

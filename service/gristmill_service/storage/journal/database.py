@@ -1,0 +1,286 @@
+"""One run's SQLite database: its tables, how it is created, checked and opened, and what SQLite's errors mean.
+
+run        one row: the format of all this, the run's name, id and configuration; `boot`, the machine's boot in which
+           records were appended that may not be on the disk, NULL when all are
+snapshot   none or one row: the state after event `number`
+events     what happened since, numbered without gaps
+tables     tables of rows, as `row_tables` encodes them
+
+next_table is a number that no table had when the event was appended: none is used twice. SQLite has no checksums for
+what is in the database, so events and snapshots have one; tables are checked by the digests in the events.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sqlite3
+import struct
+import sys
+import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import closing, contextmanager
+from functools import cache, partial
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import structlog
+
+from gristmill.errors import GristmillError, InvalidArgumentError, UnavailableError
+from gristmill_service.storage.journal.disk_room import full_error
+
+_log = structlog.get_logger(__name__)
+
+FILE_NAME = "journal.sqlite"
+WAL_NAME = f"{FILE_NAME}-wal"
+FORMAT = 2
+"""Format 1 was files of our own: see `old_journal`."""
+
+# A small table costs two pages in the WAL, a large one two system calls for each page.
+PAGE_BYTES = 8 << 10
+_PATIENCE_S = 1.0
+_TABLES = (
+    "CREATE TABLE run (format INTEGER, name TEXT, id TEXT, config TEXT, checksum INTEGER, boot TEXT)",
+    "CREATE TABLE snapshot (number INTEGER PRIMARY KEY, next_table INTEGER, checksum INTEGER, state BLOB)",
+    "CREATE TABLE events (number INTEGER PRIMARY KEY, next_table INTEGER, checksum INTEGER, record BLOB)",
+    "CREATE TABLE tables (number INTEGER PRIMARY KEY, rows BLOB)",
+)
+
+
+class Description(NamedTuple):
+    """What a database says of its run.
+
+    is_short: whether records may be missing at its end: the machine died when they were not on the disk.
+    """
+
+    run_id: str
+    config: bytes
+    boot: str | None = None
+    is_short: bool = False
+
+
+class Entry(NamedTuple):
+    """A row of `events`, or of `snapshot`."""
+
+    number: int
+    next_table: int
+    checksum: int
+    record: bytes
+
+    @staticmethod
+    def of(number: int, next_table: int, record: bytes) -> Entry:
+        return Entry(number, next_table, _checksum(number, next_table, record), record)
+
+    @property
+    def is_whole(self) -> bool:
+        return isinstance(self.record, bytes) and self.checksum == _checksum(self.number, self.next_table, self.record)
+
+
+def create(
+    directory: Path, name: str, run: Description, snapshot: Entry | None = None, events: Iterable[Entry] = ()
+) -> None:
+    """Creates a run's database, and returns when it is on the disk. Raises UnavailableError."""
+    path = directory / FILE_NAME
+    with explained(path):
+        # Before SQLite does: its WAL has the mode of the database.
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        with closing(connect(path, "FULL")) as database, transaction(database):
+            for statement in _TABLES:
+                database.execute(statement)
+            config = run.config.decode()
+            row = (FORMAT, name, run.run_id, config, _checksum_of_run(name, run.run_id, config), run.boot)
+            database.execute("INSERT INTO run VALUES (?, ?, ?, ?, ?, ?)", row)
+            database.executemany("INSERT INTO snapshot VALUES (?, ?, ?, ?)", [snapshot] if snapshot else [])
+            database.executemany("INSERT INTO events VALUES (?, ?, ?, ?)", events)
+        sync_directory(directory)
+
+
+def connect(path: Path, synchronous: Literal["FULL", "NORMAL"], timeout_s: float = _PATIENCE_S) -> sqlite3.Connection:
+    """Opens a database that exists, for one thread at a time. Raises sqlite3.Error."""
+    uri = f"{path.absolute().as_uri()}?mode=rw"
+    database = sqlite3.connect(uri, timeout_s, isolation_level=None, check_same_thread=False, uri=True)
+    try:
+        database.execute(f"PRAGMA page_size = {PAGE_BYTES}")
+        [[mode]] = database.execute("PRAGMA journal_mode = WAL").fetchall()
+        if mode != "wal":
+            raise sqlite3.NotSupportedError("its file system cannot share memory, which SQLite's WAL needs")
+        database.execute(f"PRAGMA synchronous = {synchronous}")
+        database.execute("PRAGMA wal_autocheckpoint = 0")
+        # Some builds of SQLite overwrite what is deleted.
+        database.execute("PRAGMA secure_delete = OFF")
+    except BaseException:
+        database.close()
+        raise
+    return database
+
+
+@contextmanager
+def transaction(database: sqlite3.Connection) -> Iterator[None]:
+    """Commits what is done within, or nothing of it. Raises sqlite3.Error."""
+    database.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+        database.execute("COMMIT")
+    except BaseException:
+        if database.in_transaction:
+            database.execute("ROLLBACK")
+        raise
+
+
+def read_description(directory: Path, name: str) -> Description:
+    """Checks the database of a run that nobody has open, and changes nothing of it. Raises InvalidArgumentError where
+    it is missing, damaged, another run's, or of a newer format, and UnavailableError."""
+    path = directory / FILE_NAME
+    with _read_only(path) as database:
+        stored_format, stored_name = _identity(database, path)
+        if stored_format > FORMAT:
+            raise InvalidArgumentError(
+                f"{path} has format {stored_format} and this version reads up to {FORMAT}; use a newer gristmill"
+            )
+        if stored_name != name:
+            raise misplaced(path, stored_name, name)
+        # Reads every page: 0.15 s per GB.
+        [[problem]] = database.execute("PRAGMA quick_check(1)").fetchall()
+        if problem != "ok":
+            raise damaged(path, problem.splitlines()[-1])
+        [[run_id, config, checksum, boot]] = database.execute("SELECT id, config, checksum, boot FROM run").fetchall()
+        if checksum != _checksum_of_run(stored_name, run_id, config):
+            raise damaged(path, "the checksum of its configuration does not fit")
+        lost = _transactions_lost(directory)
+    is_short = boot is not None and boot != this_boot()
+    if lost > 1 and not is_short:
+        raise damaged(directory / WAL_NAME, f"{lost - 1} whole records follow, of which none may be left out")
+    if lost:
+        # Of one, nobody was told that it was safe.
+        _log.warning("torn tail cut", file=str(directory / WAL_NAME), records=lost)
+    return Description(run_id, config.encode(), boot, is_short)
+
+
+def read_name(directory: Path) -> str:
+    """The name of a directory's run. Raises as `read_description` does."""
+    with _read_only(directory / FILE_NAME) as database:
+        return _identity(database, directory / FILE_NAME)[1]
+
+
+@contextmanager
+def explained(path: Path) -> Iterator[None]:
+    """Turns errors of SQLite and of the operating system into UnavailableError, or InvalidArgumentError where the file
+    is damaged, naming the file and the remedy."""
+    try:
+        yield
+    except GristmillError:
+        raise
+    except UnicodeError as error:
+        # A message of SQLite about a damaged schema, which it quotes.
+        raise damaged(path, error) from None
+    except (sqlite3.Error, OSError) as error:
+        if is_full(error):
+            raise full_error(path.parent) from None
+        if _code(error) in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR):
+            raise damaged(path, error) from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UnavailableError(
+            f"the journal cannot be used: {path}: {reason}; it goes on when the file system works again"
+        ) from None
+
+
+def damaged(path: Path, reason: object) -> InvalidArgumentError:
+    return InvalidArgumentError(f"{path} is damaged: {reason}; restore it, or remove the run")
+
+
+def misplaced(path: Path, stored_name: str, name: str) -> InvalidArgumentError:
+    return InvalidArgumentError(f"{path} is of run {stored_name!r}, not of {name!r}; move it back, or remove the run")
+
+
+def is_full(error: sqlite3.Error | OSError) -> bool:
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return _code(error) == sqlite3.SQLITE_FULL or error.sqlite_errorcode == sqlite3.SQLITE_IOERR_SHMSIZE
+
+
+def is_passing(error: sqlite3.Error | OSError) -> bool:
+    """Whether another program, or too few file descriptors, prevented something that may be tried again."""
+    return _code(error) in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_CANTOPEN)
+
+
+def sync_file(path: Path) -> None:
+    """Returns when all that was written to the file, or names in the directory, are on the disk. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fdatasync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+sync_directory = sync_file
+
+
+@cache
+def this_boot() -> str:
+    """A number that the kernel makes up when the machine starts; empty where there is none."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+@contextmanager
+def _read_only(path: Path) -> Iterator[sqlite3.Connection]:
+    """Opens a database so that closing it leaves even its WAL as it is. Raises InvalidArgumentError where it is missing
+    or damaged, and UnavailableError."""
+    if not path.exists():
+        raise InvalidArgumentError(f"{path.parent} has no {path.name}; restore it, or remove the run")
+    uri = f"{path.absolute().as_uri()}?mode=ro"
+    with explained(path), closing(sqlite3.connect(uri, _PATIENCE_S, isolation_level=None, uri=True)) as database:
+        database.text_factory = partial(str, encoding="utf-8", errors="replace")
+        yield database
+
+
+def _identity(database: sqlite3.Connection, path: Path) -> tuple[int, str]:
+    """The format and the run's name: every format has them there."""
+    rows = database.execute("SELECT format, name FROM run").fetchall()
+    if len(rows) != 1 or [*map(type, rows[0])] != [int, str]:
+        raise damaged(path, "it does not describe a run")
+    return rows[0][0], rows[0][1]
+
+
+def _transactions_lost(directory: Path) -> int:
+    """Counts the transactions in the WAL that SQLite leaves out because they, or some before them, are not whole.
+
+    A process that is killed leaves one at most: it writes one after another, and the frame that commits each one last.
+    https://sqlite.org/walformat.html describes the files.
+    """
+    wal, frame_bytes = directory / WAL_NAME, 24 + PAGE_BYTES
+    with wal.open("rb") as file, Path(directory / f"{FILE_NAME}-shm").open("rb") as index:
+        # The number of valid frames, which SQLite has counted.
+        valid = int.from_bytes(os.pread(index.fileno(), 4, 16), sys.byteorder)
+        header, first = file.read(32), file.read(16)
+        if not first:
+            return 0
+        # Frames of an earlier use of the file, which may be behind its end, have other salts.
+        salts = header[16:24] if _is_whole(header) else first[8:16]
+        starts = range(32 + valid * frame_bytes, wal.stat().st_size, frame_bytes)
+        frames = (os.pread(file.fileno(), 16, start) for start in starts)
+        return sum(any(frame[4:8]) and frame[8:16] == salts for frame in frames)
+
+
+def _is_whole(header: bytes) -> bool:
+    """Whether the checksum of a WAL's header fits."""
+    first = second = 0
+    for one, other in struct.iter_unpack(">II" if header[3:4] == b"\x83" else "<II", header[:24]):
+        first = (first + one + second) & 0xFFFFFFFF
+        second = (second + other + first) & 0xFFFFFFFF
+    return struct.pack(">II", first, second) == header[24:]
+
+
+def _checksum(number: int, next_table: int, record: bytes) -> int:
+    return zlib.crc32(record, zlib.crc32(f"{number} {next_table}".encode()))
+
+
+def _checksum_of_run(name: object, run_id: object, config: object) -> int:
+    return zlib.crc32(f"{name}\0{run_id}\0{config}".encode())
+
+
+def _code(error: sqlite3.Error | OSError) -> int:
+    """SQLite's primary code; 0 of an error that it did not raise."""
+    return int(getattr(error, "sqlite_errorcode", 0)) & 0xFF

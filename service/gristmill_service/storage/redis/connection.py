@@ -1,0 +1,349 @@
+"""Connections to Redis or Valkey: alone, behind sentinels or as a cluster, plainly or over TLS.
+
+Owns the form of `redis_url`, the timeouts, and what becomes of Redis' errors. No command is ever sent twice on its own:
+whoever appends to a log must know when an outcome is unknown (`outcome_unknown`), and try again in a way that is safe.
+Redirects within a cluster are followed, since a node that redirects has not carried out the command.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+from urllib.parse import unquote
+
+import redis
+from redis import exceptions
+from redis.backoff import NoBackoff
+from redis.cluster import ClusterNode
+from redis.retry import Retry
+from redis.sentinel import MasterNotFoundError, SentinelConnectionPool
+
+from gristmill.errors import FailedPreconditionError, GristmillError, InvalidArgumentError, UnavailableError
+from gristmill_service.settings import split_address
+from gristmill_service.storage.redis.sentinels import Sentinels
+
+Client = redis.Redis | redis.RedisCluster
+
+CONNECT_TIMEOUT_S = 2.0
+SOCKET_TIMEOUT_S = 5.0
+"""For one read, and for the whole of one write: keep a command to some MiB, and what it blocks for below this."""
+SENTINEL_TIMEOUT_S = 1.0
+
+# More than the service has threads: one that waits in Redis never keeps another from it.
+_MAX_CONNECTIONS = 1024
+# A connection that was idle for longer is tried by PING before a command is trusted to it.
+_HEALTH_CHECK_INTERVAL_S = 30
+_KEEPALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
+
+_FORMS = (
+    "redis://HOST:PORT[/DB], redis+sentinel://HOST:PORT,HOST:PORT/NAME[/DB] or redis+cluster://HOST:PORT,HOST:PORT; "
+    "rediss in place of redis for TLS"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RedisAddress:
+    """Where Redis is and how to enter. It is shown without its secrets."""
+
+    url: str
+    """One of the forms above, with USER:PASSWORD@ before the first host where they are not given apart."""
+    username: str | None = None
+    password: str | None = None
+    """From a secret; this and the username count before those of the URL."""
+    ca_file: Path | None = None
+    """The authority that signed the server's certificate, where the machine does not know it already."""
+
+    def __repr__(self) -> str:
+        return f"RedisAddress({self})"
+
+    def __str__(self) -> str:
+        shown = self.url.rpartition("@")[2]
+        scheme, separator, _ = self.url.partition("://")
+        return f"{scheme}{separator}{shown}" if separator and shown != self.url else shown
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class _Target:
+    kind: Literal["", "sentinel", "cluster"]
+    tls: bool
+    nodes: list[tuple[str, int]]
+    service: str
+    database: int
+    username: str | None
+    password: str | None
+
+
+def connect(address: RedisAddress) -> Client:
+    """A client that threads may share. Close it.
+
+    Raises InvalidArgumentError for a wrong `redis_url`, UnavailableError when the server cannot be reached, and
+    FailedPreconditionError when it does not let us in. Replies are bytes.
+    """
+    target = _parse(address)
+    options = _options(target, address.ca_file)
+    with translated(f"{address}", "check redis_url, or retry"):
+        if target.kind == "cluster":
+            return _connect_cluster(target, options)
+        client = _connect_master(target, options) if target.kind == "sentinel" else _connect_alone(target, options)
+        try:
+            client.ping()
+        except BaseException:
+            client.close()
+            raise
+        return client
+
+
+@contextmanager
+def translated(where: Client | str, remedy: str = "retry") -> Iterator[None]:
+    """Turns Redis' errors into gristmill's, which say where and what to do; the original is the cause.
+
+    UnavailableError: a retry may help. FailedPreconditionError: the settings or the server must change first.
+    """
+    try:
+        yield
+    except REDIS_ERRORS as error:
+        raise _translation(error, where, remedy) from error
+
+
+def outcome_unknown(error: BaseException) -> bool:
+    """True where the command that failed may have been carried out all the same, now or later; if in doubt, it may.
+
+    For an error of Redis, or what `translated` made of it, from a command on keys of one slot. A script that failed
+    halfway has an answer, and is known.
+    """
+    cause = error.__cause__ if isinstance(error, GristmillError) else error
+    if isinstance(cause, _NEVER_SENT):
+        return False
+    if isinstance(cause, exceptions.RedisClusterException):
+        return True  # also raised where a command's connection broke, and then no node answered
+    is_silent = isinstance(cause, exceptions.ConnectionError | exceptions.TimeoutError)
+    return is_silent and _CONNECTING.match(str(cause)) is None
+
+
+REDIS_ERRORS = (redis.RedisError, exceptions.RedisClusterException)
+
+_CONNECTING = re.compile(r"(Error( -?\d+)?|Timeout) connecting to ")
+_NEVER_SENT = (
+    exceptions.AuthenticationError,
+    exceptions.AuthorizationError,
+    exceptions.BusyLoadingError,
+    exceptions.MaxConnectionsError,
+    exceptions.SlotNotCoveredError,
+    MasterNotFoundError,
+)
+
+
+def _parse(address: RedisAddress) -> _Target:
+    scheme, separator, rest = address.url.partition("://")
+    base, _, kind = scheme.partition("+")
+    if not separator or base not in ("redis", "rediss") or kind not in ("", "sentinel", "cluster"):
+        # What stands there is not shown: it may be a password.
+        raise InvalidArgumentError(f"redis_url has no scheme, or an unknown one; expected {_FORMS}")
+    # The last @, so that a password may hold one, and / ? # too, at which redis-py's own from_url would cut it.
+    userinfo, _, location = rest.rpartition("@")
+    username, _, password = userinfo.partition(":")
+    hosts, _, path = location.partition("/")
+
+    def wrong(reason: str) -> InvalidArgumentError:
+        return InvalidArgumentError(f"redis_url is {address}: {reason}; expected {_FORMS}")
+
+    if "?" in location or "#" in location:
+        raise wrong("it takes no options after ? or #")
+    nodes = [_split_node(node, 26379 if kind == "sentinel" else 6379) for node in hosts.split(",")]
+    if None in nodes:
+        raise wrong(f"{hosts.split(',')[nodes.index(None)]!r} is no HOST:PORT with a port of 1..65535")
+    if kind == "" and len(nodes) > 1:
+        raise wrong("several hosts are for redis+sentinel:// and redis+cluster://")
+    service, _, database = path.partition("/") if kind == "sentinel" else ("", "", path)
+    if kind == "sentinel" and not service:
+        raise wrong("the NAME of the master that the sentinels watch is missing")
+    if database and not (database.isascii() and database.isdigit()):
+        raise wrong(f"{database!r} is no number of a database")
+    if kind == "cluster" and int(database or 0) != 0:
+        raise wrong("a cluster has only database 0")
+    if address.ca_file is not None and base != "rediss":
+        raise InvalidArgumentError(f"redis_ca_file is given but redis_url is {address}; begin it with rediss for TLS")
+    if address.ca_file is not None and not address.ca_file.is_file():
+        raise InvalidArgumentError(f"redis_ca_file is {address.ca_file}, which is no file; give a PEM file")
+    return _Target(
+        kind=cast(Literal["", "sentinel", "cluster"], kind),
+        tls=base == "rediss",
+        nodes=[node for node in nodes if node is not None],
+        service=unquote(service),
+        database=int(database or 0),
+        username=address.username or unquote(username) or None,
+        password=address.password or unquote(password) or None,
+    )
+
+
+def _split_node(text: str, default_port: int) -> tuple[str, int] | None:
+    if text and ":" not in text.rpartition("]")[2]:
+        text = f"{text}:{default_port}"
+    try:
+        host, port = split_address(text)
+    except ValueError:
+        return None
+    return (host, port) if port and not re.search(r"[\s/]", host) else None
+
+
+def _options(target: _Target, ca_file: Path | None) -> dict[str, Any]:
+    options: dict[str, Any] = {
+        "username": target.username,
+        "password": target.password,
+        "socket_connect_timeout": CONNECT_TIMEOUT_S,
+        "socket_timeout": SOCKET_TIMEOUT_S,
+        "socket_keepalive": True,
+        "socket_keepalive_options": _KEEPALIVE,
+        "health_check_interval": _HEALTH_CHECK_INTERVAL_S,
+        "max_connections": _MAX_CONNECTIONS,
+        # Replies have the same shape with every version of the library and the server.
+        "protocol": 2,
+        "decode_responses": False,
+    }
+    if target.tls:
+        options |= {"ssl": True, "ssl_cert_reqs": "required", "ssl_check_hostname": True}
+        if ca_file is not None:
+            options["ssl_ca_certs"] = str(ca_file)
+    return options
+
+
+def _once() -> Retry:
+    return Retry(NoBackoff(), 0)
+
+
+def _connect_alone(target: _Target, options: dict[str, Any]) -> redis.Redis:
+    ((host, port),) = target.nodes
+    return redis.Redis(host=host, port=port, db=target.database, retry=_once(), **options)
+
+
+class _Master(redis.Redis):
+    """The master that sentinels name at each new connection; closing it closes the connections to them too."""
+
+    def close(self) -> None:
+        super().close()
+        for sentinel in cast(SentinelConnectionPool, self.connection_pool).sentinel_manager.sentinels:
+            sentinel.close()
+
+
+def _connect_master(target: _Target, options: dict[str, Any]) -> redis.Redis:
+    apart = {name: value for name, value in options.items() if name not in ("username", "password")}
+    # Sentinels may need the same password or none, and refuse one that they do not need: each is tried both ways.
+    ways = [apart] if target.password is None else [options, apart]
+    timeouts = {"socket_connect_timeout": SENTINEL_TIMEOUT_S, "socket_timeout": SENTINEL_TIMEOUT_S, "retry": _once()}
+    nodes = [[redis.Redis(host, port, **way | timeouts) for way in ways] for host, port in target.nodes]
+    manager = cast(Any, Sentinels(nodes, **options))
+    master: redis.Redis = manager.master_for(target.service, redis_class=_Master, db=target.database, retry=_once())
+    return master
+
+
+def watched_master(client: Client) -> tuple[str, int] | None:
+    """The master that the sentinels name now; None where there are none. Connections to another server are closed.
+
+    Raises MasterNotFoundError of redis-py.
+    """
+    pool = None if isinstance(client, redis.RedisCluster) else client.connection_pool
+    return cast(Any, pool).get_master_address() if isinstance(pool, SentinelConnectionPool) else None
+
+
+def _connect_cluster(target: _Target, options: dict[str, Any]) -> redis.RedisCluster:
+    return redis.RedisCluster(
+        startup_nodes=[cast(Any, ClusterNode)(host, port) for host, port in target.nodes],
+        retry=_once(),
+        # What it knows of the slots is read again with each redirection.
+        reinitialize_steps=1,
+        **options,
+    )
+
+
+def is_full(error: BaseException | None) -> bool:
+    """Whether Redis refused a command because its memory is full."""
+    return isinstance(error, exceptions.OutOfMemoryError) or "OOM command not allowed" in str(error)
+
+
+def server_of(client: Client, key: str) -> redis.Redis:
+    """The server that has the key, as far as the client knows."""
+    if isinstance(client, redis.RedisCluster):
+        return client.get_redis_connection(cast(Any, client).get_node_from_key(key))
+    return client
+
+
+def _translation(error: Exception, where: Client | str, remedy: str) -> GristmillError:
+    place, text = where if isinstance(where, str) else described(where), str(error).removesuffix(".")
+    # Of a cluster, the reason why no node served is only in what led to the error.
+    reasons = [error]
+    while isinstance(error, exceptions.RedisClusterException) and (
+        reason := reasons[-1].__cause__ or reasons[-1].__context__
+    ):
+        reasons.append(cast(Exception, reason))
+    for reason in reasons:
+        if refusal := _refusal(reason, str(reason).removesuffix("."), isinstance(where, redis.RedisCluster)):
+            return FailedPreconditionError(f"Redis at {place} {refusal}")
+    if is_full(error):
+        return UnavailableError(
+            f"Redis at {place} is out of memory: {text}; raise its maxmemory, or free room by committing batches and "
+            "deleting runs, and retry"
+        )
+    if isinstance(error, _PASSING) or _PASSING_CODES.search(text):
+        return UnavailableError(f"Redis at {place}: {text}; {remedy}")
+    return FailedPreconditionError(
+        f"Redis at {place} refuses a command: {text}; check the keys under redis_prefix, and that no other program "
+        "writes there"
+    )
+
+
+def _refusal(error: Exception, text: str, is_cluster: bool) -> str:
+    """What has to change before the server serves us; empty where nothing has to."""
+    if isinstance(error, _REFUSED):
+        return (
+            f"refused the login: {text}; check the username and password of redis_url, or the secret that they come "
+            "from"
+        )
+    if isinstance(error, exceptions.NoPermissionError) or "The user executing the script can't" in text:
+        return f"forbids a command: {text}; grant it to the user of redis_url by ACL SETUSER"
+    if "CERTIFICATE_VERIFY_FAILED" in text:
+        return (
+            f"has a certificate that is not trusted: {text}; give the file of its authority as redis_ca_file, and in "
+            "redis_url the host name that the certificate is for"
+        )
+    if isinstance(error, exceptions.AskError) and not is_cluster:
+        return "is one node of a cluster; let redis_url begin with redis+cluster://"
+    if "Cluster mode is not enabled" in text:
+        return "is no cluster; let redis_url begin with redis://"
+    return ""
+
+
+_REFUSED = (
+    exceptions.AuthenticationError,
+    exceptions.AuthorizationError,
+    exceptions.AuthenticationWrongNumberOfArgsError,
+)
+_PASSING = (
+    exceptions.ConnectionError,
+    exceptions.TimeoutError,
+    exceptions.ClusterError,
+    exceptions.RedisClusterException,
+    exceptions.TryAgainError,
+    exceptions.AskError,
+    exceptions.ReadOnlyError,
+)
+# What the library has no class for, and what a script passes on, which stands in the midst of its own error.
+_PASSING_CODES = re.compile(
+    r"(?:^|-)(?:MISCONF|NOREPLICAS|BUSY|UNBLOCKED|READONLY|CLUSTERDOWN|TRYAGAIN|MASTERDOWN|LOADING) "
+)
+
+
+def described(client: Client) -> str:
+    """The address that the client connects to, without secrets."""
+    if isinstance(client, redis.RedisCluster):
+        return ", ".join(sorted(client.nodes_manager.startup_nodes))
+    pool = client.connection_pool
+    if isinstance(pool, SentinelConnectionPool):
+        known = (sentinel.connection_pool.connection_kwargs for sentinel in pool.sentinel_manager.sentinels)
+        sentinels = sorted({f"{options['host']}:{options['port']}" for options in known})
+        return f"{pool.service_name} of the sentinels {', '.join(sentinels)}"
+    return f"{pool.connection_kwargs['host']}:{pool.connection_kwargs['port']}"

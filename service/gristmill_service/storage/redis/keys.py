@@ -1,0 +1,132 @@
+"""A run's keys in Redis, and the form of values: a large one is cut into pieces, and all end with a checksum.
+
+All keys of a run have one hash tag, so that one server of a cluster has them all: scripts, MGET and UNLINK of a run
+work there as on a server alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any, cast
+from urllib.parse import quote
+from zlib import crc32
+
+import msgspec
+import redis
+
+from gristmill.errors import InvalidArgumentError
+from gristmill_service.storage.redis.connection import Client, server_of
+
+VALUE_BYTES = 8 << 20
+"""The most bytes that one command writes: less than a socket's timeout carries, and than Redis stores (512 MiB)."""
+KEYS_AT_ONCE = 500
+CRC_BYTES = 4
+
+
+class RunKeys:
+    """The names of one run's keys, whatever the run is called.
+
+    config: the description that the run was created with. log: the stream of records. head: a hash of what changes:
+    `token` and `claim` of the owner, `last` record that was appended, `generation`, `snapshot`, `reported`. owner: the
+    lease.
+    """
+
+    def __init__(self, prefix: str, run: str) -> None:
+        self.run, self.bare = run, f"{prefix}:{quote(run, safe='')}"
+        self.tag = f"{{{self.bare}}}"
+        self.config, self.log, self.head, self.owner = (
+            f"{self.tag}:{name}" for name in ("config", "log", "head", "owner")
+        )
+
+    def rows(self, run_id: str, number: int) -> str:
+        """A table of rows. run_id: so that a run of the same name never meets the rows of the one before it."""
+        return f"{self.tag}:rows:{run_id}:{number}"
+
+    def snapshot(self, token: str, number: int) -> str:
+        return f"{self.tag}:snapshot:{token}:{number}"
+
+    def batch(self, number: int) -> str:
+        """A published batch: a hash."""
+        return f"{self.tag}:batch:{number}"
+
+    def staged(self, claim: int, nonce: str) -> str:
+        """A batch that is being written. claim: its writer's claim of the run."""
+        return f"{self.tag}:staged:{claim}:{nonce}"
+
+    def parts(self, key: bytes) -> list[str]:
+        """What follows the tag in one of the run's keys, such as ["batch", "7"]."""
+        return key.decode().removeprefix(f"{self.tag}:").split(":")
+
+    def scan(self, client: Client, kind: str = "") -> Iterator[bytes]:
+        """The run's keys of this kind, such as "rows:"; all without one. Looks at all keys of the run's server."""
+        return scan(server_of(client, self.head), f"{self.tag}:{kind}")
+
+
+def scan(client: Client, beginning: str) -> Iterator[bytes]:
+    """All keys that begin so."""
+    pattern = re.sub(r"([*?\[\]^\\])", r"\\\1", beginning) + "*"
+    return cast(Iterator[bytes], client.scan_iter(match=pattern, count=KEYS_AT_ONCE))
+
+
+def unlink(client: Client, keys: Iterable[str | bytes]) -> int:
+    """Removes keys of one run. Returns how many there were."""
+    left, count = iter(keys), 0
+    while some := list(islice(left, KEYS_AT_ONCE)):
+        count += client.unlink(*some)
+    return count
+
+
+def sealed(buffers: Iterable[bytes | memoryview]) -> bytes:
+    """Joins buffers to a value that ends with their CRC-32."""
+    buffers, crc = list(buffers), 0
+    for buffer in buffers:
+        crc = crc32(buffer, crc)
+    return b"".join([*buffers, crc.to_bytes(CRC_BYTES, "little")])
+
+
+def unsealed(value: bytes | None) -> memoryview | None:
+    """What the value was made of; None where it is missing or damaged."""
+    if value is None or len(value) < CRC_BYTES:
+        return None
+    content = memoryview(value)[:-CRC_BYTES]
+    return content if crc32(content) == int.from_bytes(value[-CRC_BYTES:], "little") else None
+
+
+def pieces(key: str, size: int) -> list[str]:
+    """The keys of a value of `size` bytes that is cut: the first is `key` itself."""
+    return [key, *(f"{key}:{index}" for index in range(1, -(-size // VALUE_BYTES)))]
+
+
+def write_value(client: Client, key: str, value: bytes) -> Sequence[str]:
+    """Writes a value, piece by piece. Returns their keys."""
+    names = pieces(key, len(value))
+    for index, name in enumerate(names):
+        client.set(name, cast(Any, memoryview(value)[index * VALUE_BYTES : (index + 1) * VALUE_BYTES]))
+    return names
+
+
+def read_values(client: Client, names: Sequence[str]) -> list[bytes | None]:
+    """The values of these keys of one run; None where there is none, or another type. At most some MiB at once."""
+    return cast(list[bytes | None], client.mget(names)) if names else []
+
+
+def damaged(key: str, reason: object) -> InvalidArgumentError:
+    return InvalidArgumentError(f"{key} in Redis is damaged: {reason}; restore it, or delete the run")
+
+
+@contextmanager
+def reading(key: str) -> Iterator[None]:
+    """Raises InvalidArgumentError that names the key where what is read there is not what was written."""
+    try:
+        yield
+    except redis.ResponseError as error:
+        if "WRONGTYPE" not in str(error):
+            raise
+        raise damaged(key, "it has another type") from None
+    except (msgspec.MsgspecError, ValueError, KeyError) as error:
+        if isinstance(error, InvalidArgumentError):
+            raise
+        raise damaged(key, error) from None

@@ -1,0 +1,225 @@
+"""Redis' servers: whether they answer, take writes and have room and replicas now, and whether their settings could
+lose what they confirm."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import redis
+import structlog
+from redis import exceptions
+
+from gristmill.errors import FailedPreconditionError, GristmillError, UnavailableError
+from gristmill_service.storage.redis.connection import Client, described, translated
+from gristmill_service.storage.redis.scripts import Durability
+
+_log = structlog.get_logger(__name__)
+
+MIN_VERSION = (6, 2)
+_WAITAOF_VERSION = (7, 2)
+# Of `maxmemory`. What is left is for batches and acknowledgements, which make room.
+_FULLEST = 0.9
+# What Redis has unless it is set. Rows and shards of one batch are often more.
+_DEFAULT_REPLICA_BUFFER = 256 << 20
+_SILENT = (redis.ConnectionError, redis.TimeoutError)
+
+
+class Health:
+    """Thread-safe. unhealthy_reason: why something is refused. unreachable_reason: why Redis cannot even be asked.
+    Empty when all is well.
+
+    memory: bytes used of the fullest server, and its `maxmemory`, 0 where it has none, as they were last seen.
+    """
+
+    def __init__(self, client: Client, prefix: str, durability: Durability) -> None:
+        self._client, self._probe, self._durability = client, f"{prefix}:probe", durability
+        self.unhealthy_reason = self.unreachable_reason = self._no_room = self._too_few = ""
+        self.memory = 0, 0
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Notes that Redis does not answer, or refuses, until `refresh` finds it well."""
+        try:
+            yield
+        except UnavailableError as error:
+            self._report(str(error))
+            if isinstance(error.__cause__, _SILENT):
+                self.unreachable_reason = str(error)
+            raise
+
+    def check(self, has_rows: bool) -> None:
+        """Raises UnavailableError where nothing could be acknowledged for want of replicas, and where rows would take
+        what is left for ending batches."""
+        if reason := self._too_few or (has_rows and self._no_room):
+            raise UnavailableError(reason)
+
+    @property
+    def unconfirmed(self) -> str:
+        """The reason why a write does not count yet."""
+        return f"Redis did not confirm in time that the last change is on {self._durability}"
+
+    def refresh(self) -> None:
+        """Asks the servers. Called about twice a second; never raises."""
+        try:
+            with translated(self._client):
+                self._client.ping()
+            self.unreachable_reason = ""
+        except GristmillError as error:
+            self.unreachable_reason = str(error)
+            self._report(self.unreachable_reason)
+            return
+        try:
+            with translated(self._client):
+                # A write: a server that is full, or only a replica, answers everything else.
+                self._client.set(self._probe, b"", px=1000)
+                found = [_info(server) for _, server in _servers(self._client)]
+            self.memory = max(map(_memory, found), key=lambda memory: memory[0] / (memory[1] or 1e18))
+            self._no_room = _fullness(*self.memory)
+            if self._durability.replicas:
+                self._too_few = _too_few(min(map(_replicas, found)), self._durability.replicas)
+            self._report(self._too_few or self._no_room)
+        except GristmillError as error:
+            self._report(str(error))
+
+    def _report(self, reason: str) -> None:
+        before, self.unhealthy_reason = self.unhealthy_reason, reason
+        if reason and not before:
+            _log.warning("Redis in trouble", reason=reason)
+        elif before and not reason:
+            _log.info("Redis well again")
+
+
+def _memory(about: dict[str, Any]) -> tuple[int, int]:
+    """The bytes that a server uses, and how many it may, 0 where that is not bounded or may not be seen."""
+    return int(about.get("used_memory", 0)), int(about.get("maxmemory", 0))
+
+
+def _replicas(about: dict[str, Any]) -> int:
+    """The number of replicas that follow a server now. Where it may not be seen, each append finds out by itself."""
+    if not about:
+        return 1 << 30
+    replicas = [replica for name, replica in about.items() if re.fullmatch(r"slave\d+", name)]
+    return sum(replica.get("state") == "online" for replica in replicas)
+
+
+def _too_few(replicas: int, wanted: int) -> str:
+    """The reason why nothing can be acknowledged; empty where it can."""
+    if replicas >= wanted:
+        return ""
+    return (
+        f"Redis has {replicas} replicas that follow it, and redis_min_replicas is {wanted}: nothing is accepted until "
+        "they are back; start them, or lower the setting"
+    )
+
+
+def _fullness(used: int, most: int) -> str:
+    """The reason why there is no room for rows; empty where there is."""
+    if not most or used <= _FULLEST * most:
+        return ""
+    return (
+        f"Redis has used {used} bytes of its maxmemory: {most}, and the rest is for batches that are ending; raise it, "
+        "or lower max_row_bytes or max_buffered_batches; it goes on by itself when batches are committed"
+    )
+
+
+def check_server(client: Client, durability: Durability, *, is_thorough: bool = False) -> list[str]:
+    """Warnings about settings of the servers that may lose state; what they do not let us see is not judged.
+
+    is_thorough: also about what only matters when memory is short, or when a server fails over. Raises
+    FailedPreconditionError for a server that is too old, or that cannot keep what `durability` promises.
+    """
+    findings: dict[str, list[str]] = {}
+    with translated(client):
+        for name, server in _servers(client):
+            about = _info(server)
+            found = [*_check(name, server, about, durability)]
+            if is_thorough:
+                found += _check_limits(server, about, isinstance(client, redis.RedisCluster))
+            for finding in found:
+                findings.setdefault(finding, []).append(name)
+    return [f"Redis at {', '.join(names)}: {finding}" for finding, names in findings.items()]
+
+
+def _check_limits(server: redis.Redis, about: dict[str, Any], is_cluster: bool) -> Iterator[str]:
+    if about.get("maxmemory") == 0:
+        yield "maxmemory is not set, so that it grows until the machine has none; set it"
+    if not int(about.get("connected_slaves", 0)):
+        return
+    settings = _configuration(server, "min-replicas-to-write") | _configuration(server, "client-output-buffer*")
+    # In a cluster a master that is cut off stops by itself.
+    if settings.get("min-replicas-to-write") == "0" and not is_cluster:
+        yield (
+            "min-replicas-to-write is 0: a master that is cut off from its replicas goes on taking writes, which a "
+            "failover takes back; set it to 1, and min-replicas-max-lag to 3"
+        )
+    # CLASS HARD SOFT SECONDS for each class; 0: no limit.
+    words = settings.get("client-output-buffer-limit", "").split()
+    limits = {words[at]: int(words[at + 1]) for at in range(0, len(words) - 3, 4)}
+    limit = limits.get("replica", limits.get("slave", 0))
+    if 0 < limit <= _DEFAULT_REPLICA_BUFFER:
+        yield (
+            f"client-output-buffer-limit cuts off a replica that is {limit >> 20} MiB behind, and everything is copied "
+            "to it again; set that of replicas above the bytes of a batch's rows and shards"
+        )
+
+
+def _check(name: str, server: redis.Redis, about: dict[str, Any], durability: Durability) -> Iterator[str]:
+    configuration = _configuration(server, "append*")
+    _check_version(name, str(about.get("redis_version", "")), durability)
+    if about.get("role") == "slave":
+        yield "this is a replica, which refuses writes; let redis_url name the master, or the sentinels"
+    policy = about.get("maxmemory_policy", "noeviction")
+    if policy != "noeviction":
+        yield f"maxmemory-policy is {policy}: a full server deletes rows and shards; set it to noeviction"
+    if configuration.get("appendonly", "yes") == "no":
+        if durability.on_disk:
+            raise FailedPreconditionError(f"Redis at {name} has appendonly no; set it to yes for redis_wait_aof")
+        yield "appendonly is no: when the server ends, what was accepted since its last snapshot is lost; set it to yes"
+    elif configuration.get("appendfsync", "always") != "always" and not durability.on_disk:
+        yield (
+            f"appendfsync is {configuration['appendfsync']}: when its machine fails, what was accepted in the last "
+            "second or more is lost; set it to always"
+        )
+    replicas = int(about.get("connected_slaves", 0))
+    follow = f"it has {replicas} replica{'s' * (replicas != 1)}"
+    if replicas < durability.replicas:
+        yield f"{follow}, and redis_min_replicas is {durability.replicas}: nothing is accepted until there are as many"
+    elif replicas and not durability.replicas:
+        yield (
+            f"{follow}, which follow a moment later: a failover may lose what was accepted last; set redis_min_replicas"
+        )
+
+
+def _check_version(name: str, version: str, durability: Durability) -> None:
+    found = re.match(r"(\d+)\.(\d+)", version)
+    number = (int(found[1]), int(found[2])) if found else _WAITAOF_VERSION
+    for needed, what in ((MIN_VERSION, "gristmill"), *([(_WAITAOF_VERSION, "redis_wait_aof")] * durability.on_disk)):
+        if number < needed:
+            raise FailedPreconditionError(
+                f"Redis at {name} is version {version}; {what} needs {'.'.join(map(str, needed))} or later, or Valkey"
+            )
+
+
+def _servers(client: Client) -> list[tuple[str, redis.Redis]]:
+    """All servers that take writes, with their names."""
+    if isinstance(client, redis.RedisCluster):
+        primaries = cast(Any, client).get_primaries()
+        return [(node.name, client.get_redis_connection(node)) for node in primaries]
+    return [(described(client), client)]
+
+
+def _info(server: redis.Redis) -> dict[str, Any]:
+    try:
+        return server.info()
+    except exceptions.ResponseError:  # forbidden
+        return {}
+
+
+def _configuration(server: redis.Redis, pattern: str) -> dict[str, str]:
+    try:
+        return cast(dict[str, str], server.config_get(pattern))
+    except exceptions.ResponseError:  # forbidden, or renamed away
+        return {}

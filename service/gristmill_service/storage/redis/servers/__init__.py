@@ -1,1 +1,0 @@
-"""The servers of Redis: connections, masters, copies, and how they fare."""

@@ -1,0 +1,231 @@
+"""Published batches in Redis: each a hash of the plan and of shards in frames of zstd, with checksums.
+
+A batch is written under a key of its own and then renamed to the batch's, all at once, in place of what was published
+there before. A process that dies before that leaves a key that the next owner of the run sweeps.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from itertools import chain
+from typing import Any, cast
+
+import structlog
+
+from gristmill._wire.codecs.zstd_frames import FRAME_BYTES, DamagedFrameError, compressed, decompressed
+from gristmill.errors import (
+    FailedPreconditionError,
+    GristmillError,
+    NotFoundError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
+from gristmill_service.pipeline.layout.iovec import coalesced, cut, join
+from gristmill_service.pipeline.layout.shard_address import ShardAddress
+from gristmill_service.settings import Settings
+from gristmill_service.storage.redis.connection import REDIS_ERRORS, Client, is_full, outcome_unknown, translated
+from gristmill_service.storage.redis.keys import RunKeys, sealed, unlink, unsealed
+from gristmill_service.storage.redis.run_log import RedisRunLog
+from gristmill_service.storage.redis.run_store import RedisRunStore
+from gristmill_service.storage.run_store import RunStore
+from gristmill_service.storage.shard_store import ShardLocation, ShardsLostError, ShardSource, ShardStore
+
+_log = structlog.get_logger(__name__)
+
+_FORMAT = 3
+# What a plan may grow to when it is read: a damaged frame may say anything.
+_MOST_PLAN_BYTES = 1 << 30
+# One compresses while the other one's bytes are on their way.
+_WRITERS = 2
+
+
+def open_shards(settings: Settings, runs: RunStore) -> ShardStore:
+    assert isinstance(runs, RedisRunStore), "checked with the settings"
+    return RedisShardStore(runs.client, runs, settings.redis_prefix)
+
+
+class _ReplacedError(UnavailableError):
+    """The batch was published again while it was read."""
+
+
+class RedisShardStore:
+    """See `gristmill_service.storage.shard_store.ShardStore`; what is published outlives this process.
+
+    client: without `decode_responses`; stays the caller's to close. Every method may be tried again.
+    """
+
+    is_remote = True
+
+    def __init__(self, client: Client, runs: RedisRunStore, prefix: str = "gristmill") -> None:
+        self._client, self._runs, self._prefix = client, runs, prefix
+        # What failed publications have left.
+        self._left: set[str] = set()
+
+    def publish(self, run: str, batch: int, plan: bytes, shards: Iterable[ShardSource]) -> int:
+        """As the protocol has it; returns the bytes that the shards and the plan take compressed."""
+        keys, owned, nonce = RunKeys(self._prefix, run), self._runs.owned(run), secrets.token_hex(8)
+        place, staged = keys.batch(batch), keys.staged(owned.claim, nonce)
+        self._remove_left()
+        try:
+            with translated(self._client):
+                stored_plan = compressed(plan)
+                fields = {"format": str(_FORMAT), "nonce": nonce, "plan": sealed([stored_plan])}
+                self._client.hset(staged, mapping=cast(Any, fields))
+                size = len(stored_plan) + self._write_shards(staged, shards)
+                _put_in_place(owned, staged, place, nonce)
+        except BaseException as error:
+            self._left.add(staged)
+            self._remove_left()
+            with suppress(GristmillError, *REDIS_ERRORS):
+                # Its answer was lost.
+                if self._client.hget(place, "nonce") == nonce.encode():
+                    owned.free(place)
+            if isinstance(error, UnavailableError) and is_full(error.__cause__):
+                raise ResourceExhaustedError(
+                    f"run {run!r}: batch {batch} does not fit into Redis, which is full; raise its maxmemory, or "
+                    "lower max_buffered_batches"
+                ) from error
+            raise
+        return size
+
+    def _write_shards(self, staged: str, shards: Iterable[ShardSource]) -> int:
+        def write(shard: ShardSource) -> int:
+            name, frames, size = _name(shard.address), 0, 0
+            for part in cut(coalesced(shard.iovec()), FRAME_BYTES):
+                frame = compressed(join(part))
+                self._client.hset(staged, f"{name}/{frames}", sealed([frame]))
+                frames, size = frames + 1, size + len(frame)
+            self._client.hset(staged, name, sealed([f"{shard.size} {frames}".encode()]))
+            return size
+
+        with ThreadPoolExecutor(_WRITERS, "gristmill-frames") as pool:
+            return sum(pool.map(write, shards))
+
+    def _remove_left(self) -> None:
+        left = set(self._left)
+        with suppress(*REDIS_ERRORS):
+            unlink(self._client, left)
+            self._left -= left
+
+    def plan(self, run: str, batch: int) -> bytes:
+        _, [plan] = self._read(run, batch, "plan")
+        return _content(run, batch, _whole(run, batch, plan), _MOST_PLAN_BYTES)
+
+    def locate(self, run: str, batch: int, address: ShardAddress) -> ShardLocation:
+        _, [described] = self._read(run, batch, _name(address))
+        return ShardLocation(_size(run, batch, address, described)[0], None)
+
+    def read(self, run: str, batch: int, address: ShardAddress) -> Iterator[bytes]:
+        """Holds the whole shard, compressed."""
+        while True:
+            try:
+                frames = list(self.read_frames(run, batch, address))
+            except _ReplacedError:
+                continue
+            return (_content(run, batch, frame, FRAME_BYTES) for frame in frames)
+
+    def read_frames(self, run: str, batch: int, address: ShardAddress) -> Iterator[bytes]:
+        """Checks each frame. The iterator raises NotFoundError once the batch is freed, and UnavailableError where it
+        is published again meanwhile."""
+        name = _name(address)
+        nonce, [described, first] = self._read(run, batch, name, f"{name}/0")
+        _, frames = _size(run, batch, address, described)
+
+        def rest() -> Iterator[bytes]:
+            for index in range(1, frames):
+                found, [frame] = self._read(run, batch, f"{name}/{index}")
+                if found != nonce:
+                    raise _ReplacedError(
+                        f"run {run!r}: batch {batch} was published again while it was read; read it again"
+                    )
+                yield _whole(run, batch, frame)
+
+        return chain([_whole(run, batch, first)], rest()) if frames else iter(())
+
+    def free(self, run: str, batch: int) -> None:
+        self._runs.owned(run).free(RunKeys(self._prefix, run).batch(batch))
+        self._remove_left()
+
+    def delete_run(self, run: str) -> None:
+        keys = RunKeys(self._prefix, run)
+        with translated(self._client):
+            for kind in ("batch:", "staged:"):
+                unlink(self._client, keys.scan(self._client, kind))
+
+    def sweep(self, run: str) -> None:
+        """Removes the rows that no record refers to, too."""
+        if count := self._runs.sweep(run):
+            _log.info("leftovers of earlier owners removed", run=run, keys=count)
+
+    def close(self) -> None:
+        """Leaves all that is published to the other replicas."""
+
+    def _read(self, run: str, batch: int, *fields: str) -> tuple[bytes, list[bytes | None]]:
+        """The nonce of the batch as it is now, and the values of these fields, None where there is none."""
+        key = RunKeys(self._prefix, run).batch(batch)
+        try:
+            with translated(self._client):
+                found = cast(list[bytes | None], self._client.hmget(key, ["format", "nonce", *fields]))
+        except FailedPreconditionError as error:
+            if "WRONGTYPE" not in str(error):
+                raise
+            raise _lost(run, batch, "it has another type") from error
+        version, nonce, *values = found
+        if all(value is None for value in found):
+            raise NotFoundError(f"run {run!r}: batch {batch} is not published, or freed already")
+        if version is not None and version.isdigit() and int(version) > _FORMAT:
+            raise FailedPreconditionError(
+                f"batch {batch} in Redis has format {int(version)} and this version reads {_FORMAT}; use the gristmill "
+                "that published it, or a newer one"
+            )
+        if version != b"%d" % _FORMAT or nonce is None:
+            raise _lost(run, batch, "its format is another one")
+        return nonce, values
+
+
+def _put_in_place(owned: RedisRunLog, staged: str, place: str, nonce: str) -> None:
+    try:
+        owned.publish(staged, place, nonce)
+    except UnavailableError as error:
+        if not outcome_unknown(error):
+            raise
+        owned.publish(staged, place, nonce)
+
+
+def _name(address: ShardAddress) -> str:
+    """The field that says how large a shard is; the fields of its frames are numbered after it."""
+    return f"{address.model}/{address.mini_batch}/{address.rank}"
+
+
+def _size(run: str, batch: int, address: ShardAddress, described: bytes | None) -> tuple[int, int]:
+    """The bytes of a shard's file, and how many frames they are."""
+    if described is None:
+        raise NotFoundError(f"run {run!r}: batch {batch} has no shard {address.path}")
+    size, frames = _whole(run, batch, described).split()
+    return int(size), int(frames)
+
+
+def _whole(run: str, batch: int, value: bytes | None) -> bytes:
+    """What a field was written with."""
+    content = unsealed(value)
+    if content is None:
+        raise _lost(run, batch, "a part of it is missing or damaged")
+    return bytes(content)
+
+
+def _content(run: str, batch: int, frame: bytes, most_bytes: int) -> bytes:
+    try:
+        return decompressed(frame, most_bytes)
+    except DamagedFrameError as error:
+        raise _lost(run, batch, str(error)) from None
+
+
+def _lost(run: str, batch: int, reason: str) -> ShardsLostError:
+    return ShardsLostError(
+        f"run {run!r}: Redis has lost a part of batch {batch}, which is built again from its rows: {reason}; ask "
+        "again. Redis must not evict keys (maxmemory-policy noeviction), and loses at a failover what its replicas do "
+        "not have yet"
+    )

@@ -1,1 +1,0 @@
-"""Published batches in Redis."""

@@ -1,0 +1,345 @@
+"""Admission: what callers may occupy, and how those who are wrong too often are throttled."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from gristmill.errors import ResourceExhaustedError
+from gristmill_service.access.caller import Caller
+from gristmill_service.api import admission as module
+from gristmill_service.api.admission import SMALL_BYTES, Admission, Kind, Limits, Slot
+
+LARGE = SMALL_BYTES + 1
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    async def within_time() -> None:
+        async with asyncio.timeout(20):
+            await test()
+
+    asyncio.run(within_time())
+
+
+async def settle() -> None:
+    """Lets everything go on that can."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+# --- Slots
+
+
+@pytest.mark.parametrize("kind", ["call", "stream", "probe"])
+def test_one_caller_leaves_a_quarter_to_others(kind: Kind) -> None:
+    admission = Admission(Limits(calls=8, streams=8, probes=8))
+    for _ in range(6):
+        admission.enter("greedy", kind)
+    with pytest.raises(ResourceExhaustedError) as caught:
+        admission.enter("greedy", kind)
+    assert caught.value.retry_after_s == 1.0
+    for caller in ("modest", "another"):
+        admission.enter(caller, kind)
+    with pytest.raises(ResourceExhaustedError):
+        admission.enter("third", kind)
+
+
+def test_a_slot_that_is_closed_is_there_for_another_and_is_closed_once() -> None:
+    admission = Admission(Limits(streams=1))
+    first = admission.enter("a", "stream")
+    first.close()
+    first.close()
+    second = admission.enter("b", "stream")
+    with pytest.raises(ResourceExhaustedError, match="max_streams"):
+        admission.enter("c", "stream")
+    first.close()
+    second.close()
+    assert not admission.slots
+
+
+def test_kinds_are_counted_apart() -> None:
+    admission = Admission(Limits(calls=1, streams=1, probes=1))
+    assert len({admission.enter("a", kind) for kind in ("call", "stream", "probe")}) == 3
+
+
+def test_a_slot_moves_to_its_caller_when_that_is_known() -> None:
+    admission = Admission(Limits(calls=4))
+    slots = [admission.enter("machine", "call") for _ in range(3)]
+    slots[0].move("worker")
+    slots[0].move("worker")
+    admission.enter("machine", "call")
+    for slot in slots:
+        slot.close()
+    assert [admission.enter("worker", "call").caller for _ in range(3)] == ["worker"] * 3
+
+
+# --- Large requests
+
+
+async def reading(admission: Admission, caller: str, ended: list[str] | None = None) -> Slot:
+    slot = admission.enter(caller, "call")
+    slot.end = lambda: (ended if ended is not None else []).append(caller)
+    await slot.place()
+    return slot
+
+
+def test_small_requests_give_their_places_back_and_large_ones_keep_them() -> None:
+    async def test() -> None:
+        admission = Admission(Limits(requests=1))
+        small = await reading(admission, "a")
+        small.came(SMALL_BYTES)
+        large = await reading(admission, "a")
+        large.came(LARGE)
+        waiting = asyncio.ensure_future(reading(admission, "b"))
+        await settle()
+        assert not waiting.done()
+        large.close()
+        assert (await waiting).caller == "b"
+
+    run(test)
+
+
+def test_callers_with_fewer_places_come_first() -> None:
+    async def test() -> None:
+        admission = Admission(Limits(requests=4))
+        held = [await reading(admission, "greedy") for _ in range(3)] + [await reading(admission, "modest")]
+        for slot in held:
+            slot.came(LARGE)
+        order: list[str] = []
+
+        async def ask(caller: str) -> None:
+            await reading(admission, caller)
+            order.append(caller)
+
+        tasks = [asyncio.ensure_future(ask(caller)) for caller in ("greedy", "greedy", "modest", "new")]
+        await settle()
+        assert order == []
+        held[3].close()
+        held[0].close()
+        await settle()
+        assert sorted(order) == ["modest", "new"]
+        for slot in held[1:3]:
+            slot.close()
+        await asyncio.gather(*tasks)
+
+    run(test)
+
+
+def test_a_place_is_taken_back_from_the_caller_with_the_most_whose_bytes_do_not_come() -> None:
+    async def test() -> None:
+        clock, ended = Clock(), list[str]()
+        admission = Admission(Limits(requests=4), clock)
+        at_work = await reading(admission, "busy", ended)
+        at_work.came(LARGE)
+        silent = [await reading(admission, "silent", ended) for _ in range(3)]
+        waiting = asyncio.ensure_future(reading(admission, "new"))
+        await settle()
+        assert ended == ["silent"]
+        silent[0].close()
+        assert (await waiting).caller == "new"
+        # Two of silent's are left, so that another of its calls takes none of one that has as many.
+        more = asyncio.ensure_future(reading(admission, "silent"))
+        await settle()
+        assert ended == ["silent"]
+        more.cancel()
+
+    run(test)
+
+
+def test_where_no_place_comes_free_the_caller_is_told_to_retry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "REQUEST_S", 0.01)
+
+    async def test() -> None:
+        admission = Admission(Limits(requests=1))
+        (await reading(admission, "a")).came(LARGE)
+        with pytest.raises(ResourceExhaustedError, match="1 requests are being read or answered, 0 of this caller"):
+            await reading(admission, "b")
+
+    run(test)
+
+
+def test_a_caller_that_goes_while_it_waits_for_a_place_takes_none() -> None:
+    async def test() -> None:
+        admission = Admission(Limits(requests=1))
+        holding = await reading(admission, "a")
+        holding.came(LARGE)
+        gone, waiting = (asyncio.ensure_future(reading(admission, "b")) for _ in range(2))
+        await settle()
+        # The place is granted to it in the moment in which it goes.
+        holding.close()
+        gone.cancel()
+        assert (await waiting).caller == "b"
+        assert admission.requests.total == 1
+
+    run(test)
+
+
+# --- Waits
+
+
+def test_waits_are_bounded_for_a_caller_and_in_all() -> None:
+    admission = Admission(Limits(waits=2))
+    slots = [admission.enter(caller, "call") for caller in ("a", "a", "a", "b", "b", "c")]
+    assert [slot.wait() for slot in slots] == [True, True, False, True, True, False]
+    assert slots[0].wait(), "it waits already"
+    slots[0].stop_waiting()
+    assert slots[2].wait()
+    slots[1].close()
+    assert slots[5].wait()
+
+
+# --- Answers
+
+
+def test_answers_wait_until_those_before_were_sent() -> None:
+    async def test() -> None:
+        admission = Admission(Limits(answer_bytes=100))
+        first, second = (admission.enter("a", "stream") for _ in range(2))
+        await first.hold(70)
+        waiting = asyncio.ensure_future(second.hold(70))
+        other = admission.enter("b", "stream")
+        await other.hold(30)
+        await settle()
+        assert not waiting.done(), "75 are one caller's share"
+        await first.hold(0)
+        await waiting
+        second.close()
+        other.close()
+        assert admission.answers.total == 0
+
+    run(test)
+
+
+def test_one_answer_beyond_the_share_is_sent_alone() -> None:
+    async def test() -> None:
+        admission = Admission(Limits(answer_bytes=100))
+        slot = admission.enter("a", "stream")
+        await slot.hold(1000)
+        await slot.hold(1000)
+        slot.close()
+        assert admission.answers.total == 0
+
+    run(test)
+
+
+# --- Times
+
+
+def test_slots_are_ended_where_nothing_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_LOOK_S", 0.001)
+
+    async def test() -> None:
+        clock, ended = Clock(), list[str]()
+        admission = Admission(Limits(request_s=500), clock)
+        ending = asyncio.ensure_future(admission.end_overdue())
+
+        def enter(name: str) -> Slot:
+            return admission.enter(name, "call", lambda: ended.append(name))
+
+        enter("silent")
+        coming, working, unread, read = map(enter, ("coming", "working", "unread", "read"))
+        await coming.place()
+        await working.place()
+        working.came(10)
+        await unread.hold(10)
+        await read.hold(10)
+        for seconds, expected in ((19, []), (2, ["silent"]), (38, ["silent"])):
+            clock.now += seconds
+            await asyncio.sleep(0.02)
+            assert ended == expected
+        await read.hold(20)
+        clock.now += 2
+        await asyncio.sleep(0.02)
+        assert ended == ["silent", "unread"]
+        clock.now += 450
+        await asyncio.sleep(0.02)
+        assert ended == ["silent", "unread", "read", "coming"] or ended == ["silent", "unread", "coming", "read"]
+        ending.cancel()
+
+    run(test)
+
+
+# --- Limits of tokens and runs
+
+
+def test_calls_of_a_token_and_of_a_run_are_limited() -> None:
+    admission = Admission(Limits(run_calls=2))
+    limited, other = Caller("limited", frozenset(), max_requests=1), Caller("other", frozenset())
+    first = admission.enter("limited", "call")
+    first.count(limited, "r")
+    with pytest.raises(ResourceExhaustedError, match=r"1 calls of caller 'limited' .* max_requests of the token"):
+        admission.enter("limited", "call").count(limited, "s")
+    admission.enter("other", "call").count(other, "r")
+    with pytest.raises(ResourceExhaustedError, match=r"2 calls of run 'r' .* max_run_requests"):
+        admission.enter("other", "call").count(other, "r")
+    assert dict(admission.counts()) == {("caller", "limited"): 1, ("run", "r"): 2}
+    first.close()
+    assert dict(admission.counts()) == {("run", "r"): 1}
+
+
+# --- Wrong calls
+
+
+def wrong_until(
+    admission: Admission, caller: str, is_reached: Callable[[], bool], code: str = "INVALID_ARGUMENT"
+) -> int:
+    for count in range(100_000):
+        if is_reached():
+            return count
+        admission.refused(caller, "INVALID_ARGUMENT", 100)
+    raise AssertionError("it was never reached")
+
+
+def test_wrong_calls_are_delayed_and_then_refused_unread() -> None:
+    clock = Clock()
+    admission = Admission(clock=clock)
+    free = wrong_until(admission, "a", lambda: admission.throttle_s("a") > 0)
+    assert free > 400, "now and then a call is wrong"
+    assert 0 < admission.throttle_s("a") <= 5
+    admission.check("a")
+
+    def is_refused() -> bool:
+        try:
+            admission.check("a")
+        except ResourceExhaustedError as error:
+            return bool(error.retry_after_s)
+        return False
+
+    wrong_until(admission, "a", is_refused)
+    assert admission.throttle_s("b") == 0
+    clock.now += 200
+    assert admission.throttle_s("a") == 0
+    admission.check("a")
+
+
+@pytest.mark.parametrize("code", ["UNAVAILABLE", "INTERNAL", "DEADLINE_EXCEEDED", "CANCELLED", "RESOURCE_EXHAUSTED"])
+def test_what_is_not_the_callers_fault_costs_nothing(code: str) -> None:
+    admission = Admission()
+    for _ in range(10_000):
+        admission.refused("a", code, 1000)
+    assert admission.throttle_s("a") == 0
+
+
+def test_large_requests_that_are_refused_cost_by_their_bytes() -> None:
+    clock = Clock()
+    admission = Admission(clock=clock)
+    for _ in range(5):
+        admission.refused("a", "RESOURCE_EXHAUSTED", 64 << 20)
+    assert admission.throttle_s("a") > 0
+
+
+def test_callers_that_were_never_wrong_again_are_forgotten() -> None:
+    admission = Admission()
+    for number in range(20_000):
+        admission.refused(f"caller {number}", "UNAUTHENTICATED", 0)
+    assert len(admission._paid_at) <= 4096

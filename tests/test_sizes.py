@@ -1,0 +1,45 @@
+"""The project does not grow unnoticed, nor does the way of a call through it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.bench.sizes import sizes
+
+MOST_LINES, MOST_FILES = 31_000, 226
+"""Of the service. Lower them when it shrinks; a change that needs more says why."""
+
+MOST_OF_A_WAY = {"SubmitRows": (225, 52), "Acknowledge": (162, 37)}
+"""Functions and files that a call runs."""
+
+
+def test_the_service_is_no_larger_than_it_was() -> None:
+    service = sizes()["service"]
+    assert service.lines <= MOST_LINES
+    assert service.files <= MOST_FILES
+
+
+@pytest.fixture(scope="module")
+def printed() -> dict[str, tuple[int, int]]:
+    """What `tests.bench.way` prints, by call; it profiles a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.bench.way"], capture_output=True, text=True, timeout=120, check=True
+    )
+    found = {}
+    for line in done.stdout.splitlines():
+        name, colon, rest = line.partition(": ")
+        if colon and name in MOST_OF_A_WAY:
+            functions, files, _ = [int(word) for word in rest.replace(",", "").split() if word.isdigit()]
+            found[name] = functions, files
+    return found
+
+
+@pytest.mark.parametrize("call", MOST_OF_A_WAY)
+def test_a_call_runs_no_more_functions_in_no_more_files_than_it_did(
+    printed: dict[str, tuple[int, int]], call: str
+) -> None:
+    assert 20 < printed[call][0] <= MOST_OF_A_WAY[call][0]
+    assert 5 < printed[call][1] <= MOST_OF_A_WAY[call][1]
