@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -21,6 +22,7 @@ from gristmill.errors import (
     InvalidArgumentError,
     NotFoundError,
     ResourceExhaustedError,
+    UnavailableError,
 )
 from gristmill_service.config import RunConfig, parse_config
 from gristmill_service.monitoring.collectors.run_monitor import Monitor
@@ -395,6 +397,13 @@ class Bench:
 
     def submit(self, *rows: Row) -> list[str]:
         return [outcome.name for outcome in self.sender.submit(self.run, table(*rows))]
+
+    def let_pass(self, seconds: float) -> None:
+        """Moves the clock. What follows from it is in the log when this returns: nobody else waits for that."""
+        self.now += seconds
+        self.run.tick()
+        with suppress(UnavailableError):
+            on_loop(self.run._writer.commits.safe)
 
     def begin(self, *uids: str, round_: int = 0) -> list[str]:
         return [admission.name for admission in self.run.begin_groups(round_, uids).admissions]

@@ -175,8 +175,7 @@ def act(bench: Bench, command: str, *arguments: Any) -> None:
         case "write_rest":
             bench.write_rest(*arguments)
         case "wait":
-            bench.now += arguments[0]
-            bench.run.tick()
+            bench.let_pass(arguments[0])
         case _:
             before, held = snapshot(bench), len(bench.log.events)
             try:
