@@ -6,6 +6,7 @@ Neither checks what it sends: that is what the service is tested for.
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -31,6 +32,15 @@ CONFIG: Json = {
     "merge": "prefix",
     "dp_size": 2,
 }
+
+
+def hangs_up(wire: socket.socket) -> bool:
+    """Whether the service closes the connection, politely or not, within 20 s."""
+    wire.settimeout(20)
+    try:
+        return wire.recv(1) == b""
+    except ConnectionResetError:
+        return True
 
 
 class Refused(Exception):

@@ -26,7 +26,7 @@ from gristmill_service.api.http import server
 from gristmill_service.api.http.guards import bodies, connections
 from gristmill_service.api.rpc import probes
 from gristmill_service.settings import Settings
-from tests.api.doors import CONFIG, GrpcDoor, refused, row, rows_message
+from tests.api.doors import CONFIG, GrpcDoor, hangs_up, refused, row, rows_message
 from tests.on_loop import Service, on_loop
 from tests.run.harness import wait_until
 from tests.serving import FREE_PORTS
@@ -220,7 +220,7 @@ def test_a_connection_over_which_no_request_comes_is_closed(monkeypatch: pytest.
         for begun in (b"", b"GET /hea", b"POST /v1/runs HTTP/1.1\r\nHost: a\r\n"):
             wires.append(opened.enter_context(connected(service)))
             wires[-1].sendall(begun)
-        assert all(map(ended, wires))
+        assert all(map(hangs_up, wires))
         assert httpx.get(f"{service.http_url}/healthz").status_code == 200
 
 
@@ -231,7 +231,7 @@ def test_where_there_are_too_many_connections_the_longest_idle_one_goes(monkeypa
         opened.callback(service.stop)
         held = [opened.enter_context(connected(service)) for _ in range(8)]
         assert [httpx.get(f"{service.http_url}/healthz").status_code for _ in range(5)] == [200] * 5
-        assert ended(held[0])
+        assert hangs_up(held[0])
 
 
 def test_a_body_that_comes_too_slowly_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,15 +285,6 @@ def test_bytes_of_answers_that_nobody_reads_are_bounded() -> None:
         wire.close()
         found = client.get("/v1/runs/r/groups").json()["groups"]
         assert [group["uid"] for group in found] == uids
-
-
-def ended(wire: socket.socket) -> bool:
-    """Whether the service hangs up, politely or not."""
-    wire.settimeout(20)
-    try:
-        return wire.recv(1) == b""
-    except ConnectionResetError:
-        return True
 
 
 def connected(service: Service) -> socket.socket:

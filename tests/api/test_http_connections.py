@@ -20,6 +20,7 @@ from gristmill_service.access.certificates import Certificates
 from gristmill_service.api.http import server
 from gristmill_service.api.http.guards import connections
 from gristmill_service.api.http.server import HttpServer
+from tests.api.doors import hangs_up
 from tests.on_loop import on_loop
 from tests.run.harness import wait_until
 
@@ -80,15 +81,6 @@ def wires() -> Iterator[Callable[..., socket.socket]]:
         yield connect
 
 
-def ended(wire: socket.socket) -> bool:
-    """Whether the service hangs up, politely or not."""
-    wire.settimeout(20)
-    try:
-        return wire.recv(1) == b""
-    except ConnectionResetError:
-        return True
-
-
 def is_open(wire: socket.socket) -> bool:
     wire.settimeout(0.2)
     try:
@@ -121,14 +113,14 @@ def test_connections_that_never_begin_a_handshake_are_counted(
     running = serve(8, Certificates(cert, key, None))
     silent = [wires(running) for _ in range(20)]
     assert [answer(running) for _ in range(3)] == [200] * 3
-    assert all(map(ended, silent[:12]))
+    assert all(map(hangs_up, silent[:12]))
 
 
 def test_a_machine_has_three_quarters_of_the_connections(serve: Serve, wires: Callable[..., socket.socket]) -> None:
     running = serve(8)
     others = [wires(running, "127.0.0.2") for _ in range(2)]
     greedy = [wires(running) for _ in range(20)]
-    assert all(map(ended, greedy[:14]))
+    assert all(map(hangs_up, greedy[:14]))
     assert all(map(is_open, [*others, *greedy[14:]]))
 
 

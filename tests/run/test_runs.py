@@ -290,17 +290,21 @@ class TestDeleting:
     def test_a_batch_that_is_being_made_leaves_nothing_and_does_not_meet_a_new_run_of_the_name(
         self, serve: Callable[..., Runs]
     ) -> None:
-        gate, shelf = threading.Event(), Shelf()
-        build_batch = BuildBatch(gate=gate)
+        old_gate, gate, shelf = threading.Event(), threading.Event(), Shelf()
+        build_batch = BuildBatch(gate=old_gate)
         runs = serve(shelf, build_batch=build_batch)
         runs.create("run", CONFIG | {"train_batch_size": 1})
         runs.get("run").submit(table(*group_rows("old"), *group_rows("older")))
         assert build_batch.entered.wait(PATIENCE_S)
+        build_batch._gate = gate
         runs.delete("run")
         runs.create("run", CONFIG)
         run = runs.get("run")
         run.submit(table(*group_rows("new"), *group_rows("newer")))
         assert run.batch(0).state is BatchState.PENDING
+        # One after the other: the batch of the deleted run would else be the last that this notes, or not.
+        old_gate.set()
+        wait_until(lambda: 0 in build_batch.batches)
         gate.set()
         await_batch(run, 0)
         assert list(dict.fromkeys(build_batch.batches[0].uids)) == ["new", "newer"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -12,13 +11,14 @@ from gristmill_service.api.admission import Admission
 from gristmill_service.api.long_poll import LongPoll
 from gristmill_service.monitoring.metrics import Metrics
 from gristmill_service.monitoring.views.token_texts import TokenTexts
+from gristmill_service.one_by_one import OneByOne
 from gristmill_service.run.runs import Runs
 
 
 @dataclass(slots=True)
 class ApiContext:
     """host_names: patterns of names that lead to the HTTP API. not_ready: why new work should go elsewhere; empty when
-    ready. listing: held while a part of a list of groups is encoded, which is much Python. grpc_address: where this
+    ready. encode_groups: encodes parts of lists of groups, which is much Python. grpc_address: where this
     process takes gRPC calls. token_texts: what tokens say; None without a tokenizer."""
 
     runs: Runs
@@ -28,7 +28,7 @@ class ApiContext:
     max_message_bytes: int
     gate: Gate
     host_names: Sequence[str] = ()
-    listing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    encode_groups: OneByOne = field(default_factory=OneByOne)
     not_ready: str = "starting"
     grpc_address: str = ""
     token_texts: TokenTexts | None = None

@@ -174,19 +174,18 @@ class BatchBuilder:
         return self._writer.is_deleted or self._writer.is_lost
 
     async def _next_job(self) -> _Job | None:
-        if self._is_over:
-            return None
         state, rows, config = self._writer.state, self._writer.rows, self._writer.config
-        for number in state.batches_to_build:
-            batch = state.batches[number]
-            written = dict(batch.written) if config.written_columns and _is_written(batch, config) else None
-            tables = {column.table: rows.table(column.table) for column in (written or {}).values()}
-            is_first, token_rewards = batch.mini_batches is None, bool(state.schema.token_rewards)
-            job = _Job(number, batch, config, _pick(rows, batch), token_rewards, is_first, written, tables)
-            # The rows are read from the log.
-            await self._writer.commits.safe()
-            return job
-        return None
+        if self._is_over or not (waiting := state.batches_to_build):
+            return None
+        number = waiting[0]
+        batch = state.batches[number]
+        written = dict(batch.written) if config.written_columns and _is_written(batch, config) else None
+        tables = {column.table: rows.table(column.table) for column in (written or {}).values()}
+        is_first, token_rewards = batch.mini_batches is None, bool(state.schema.token_rewards)
+        job = _Job(number, batch, config, _pick(rows, batch), token_rewards, is_first, written, tables)
+        # The rows are read from the log.
+        await self._writer.commits.safe()
+        return job
 
     async def _built(self, job: _Job) -> BatchPublished | BatchFailed:
         loop, context = asyncio.get_running_loop(), contextvars.copy_context()

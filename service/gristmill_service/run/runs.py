@@ -219,7 +219,7 @@ class Runs:
     async def delete(self, name: str) -> None:
         """Returns when nothing of the run is left, so that its name can be another run's. A run that cannot be read may
         be deleted, too. Goes on where its caller goes away."""
-        await asyncio.shield(asyncio.get_running_loop().create_task(self._delete(name)))
+        await finished(self._delete(name))
 
     async def _delete(self, name: str) -> None:
         if await self._delete_unreadable(name):
@@ -257,7 +257,7 @@ class Runs:
         await asyncio.gather(*self._timers, return_exceptions=True)
         runs = list(self._runs.values())
         for run in runs:
-            await run.close(UnavailableError("the service is shutting down; ask again when it is back"))
+            await run.close(_shutting_down())
         idle = [asyncio.ensure_future(run.wait_idle()) for run in runs]
         if idle:
             await asyncio.wait(idle, timeout=timeout_s)
@@ -266,7 +266,7 @@ class Runs:
         for run in runs:
             run.abandon_build()
             # What the last batches recorded.
-            await run.close(UnavailableError("the service is shutting down; ask again when it is back"))
+            await run.close(_shutting_down())
             await run.close_log()
         self._builders.shutdown(wait=False, cancel_futures=True)
         self._log_threads.shutdown(wait=False)
@@ -420,7 +420,11 @@ class Runs:
 
     def _check_serving(self) -> None:
         if self._is_closing:
-            raise UnavailableError("the service is shutting down; ask again when it is back")
+            raise _shutting_down()
+
+
+def _shutting_down() -> UnavailableError:
+    return UnavailableError("the service is shutting down; ask again when it is back")
 
 
 class _NameLock:

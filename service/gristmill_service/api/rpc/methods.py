@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import AsyncIterator, Callable, Iterator
 from functools import lru_cache, partial
@@ -94,9 +93,7 @@ async def list_groups(api: ApiContext, slot: Slot, request: run_pb2.ListGroupsRe
     groups = await calls.list_groups(api, request.run)
     for start in range(0, len(groups), _GROUPS_AT_ONCE):
         # One at a time: it is Python that runs in the pool, too.
-        async with api.listing:
-            answer = await asyncio.to_thread(_encoded_groups, groups[start : start + _GROUPS_AT_ONCE])
-        yield answer
+        yield await api.encode_groups(_encoded_groups, groups[start : start + _GROUPS_AT_ONCE])
 
 
 def _encoded_groups(groups: list[GroupAnswer]) -> bytes:
