@@ -124,9 +124,9 @@ def test_trainers_wait_for_a_batch_and_end_with_the_run(client: RolloutClient, t
 
 def test_a_plan_is_encoded_once_for_all_the_ranks_that_wait_for_it(service: Service, client: RolloutClient) -> None:
     client.create_run(CONFIG)
-    # Calls that waited in the test before are gone.
+    # Calls that waited in the test before are gone, and its plan, which may be the same bytes.
     wait_until(lambda: service.long_poll.count == 0)
-    before = methods._published_batch.cache_info().misses
+    methods._published_batch.cache_clear()
     request = trainer_pb2.GetBatchRequest(run=client.run, wait_s=20)
     with grpc.insecure_channel(service.grpc_address) as channel:
         ask = trainer_pb2_grpc.TrainerServiceStub(channel).GetBatch  # type: ignore[no-untyped-call]
@@ -134,7 +134,7 @@ def test_a_plan_is_encoded_once_for_all_the_ranks_that_wait_for_it(service: Serv
         wait_until(lambda: service.long_poll.count == 40)
         roll_out(client, prompts(0, 2))
         assert {answer.result().state for answer in answers} == {trainer_pb2.BATCH_STATE_PUBLISHED}
-    assert methods._published_batch.cache_info().misses == before + 1
+    assert methods._published_batch.cache_info().misses == 1
 
 
 def test_a_batch_left_before_its_end_is_not_skipped_silently(client: RolloutClient, trainer: TrainerClient) -> None:
