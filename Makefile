@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PEERS := .venv-peers
 TRAINERS := trl skyrl verl transformers
-ENVIRONMENTS := verifiers verifiers_v1 atropos
+ENVIRONMENTS := verifiers
 PACKAGES := $(TRAINERS) $(ENVIRONMENTS)
 # The one place that has it.
 VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"$$/\1/p' clients/python/gristmill/__init__.py)
@@ -46,7 +46,7 @@ test: setup  ## Run the tests
 
 test-trainers: $(TRAINERS:%=test-%)  ## Train with the real TRL, SkyRL and verl through their adapters, and models of transformers on trees
 
-test-environments: $(ENVIRONMENTS:%=test-%)  ## Feed runs from real environments of verifiers and Atropos
+test-environments: $(ENVIRONMENTS:%=test-%)  ## Feed runs from real environments of verifiers
 
 $(PACKAGES:%=test-%): test-%: .venv-%/.installed
 	.venv-$*/bin/python -m pytest $(if $(QUICK),-m "not slow") $(wildcard tests/*/$*)

@@ -25,7 +25,6 @@ _MODULES = {
     "gristmill.converters": "Other frameworks' rollouts as rows, for `submit_rows`: [how](../docs/converters.md).",
     "gristmill.completions": "Answers of engines as steps.",
     "gristmill.environments.verifiers": "Environments of verifiers: [how](../docs/environments.md).",
-    "gristmill.environments.verifiers_v1": "Environments of `verifiers.v1`.",
     "gristmill.adapters.trl": "[TRL](../docs/trainers/trl.md) on a run.",
     "gristmill.adapters.skyrl": "[SkyRL](../docs/trainers/skyrl.md) on a run.",
     "gristmill.adapters.verl": "[verl](../docs/trainers/verl.md) on a run.",

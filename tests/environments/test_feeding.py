@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 import pytest
@@ -34,17 +34,12 @@ class Played:
     """An environment: `play` gives the n-th rollout of a task, and may wait or raise."""
 
     def __init__(self, play: Callable[[str, int], Awaitable[Rollout]]) -> None:
-        self.calls: list[tuple[str, int]] = []
         self.began: dict[str, int] = {}
         self._play = play
 
-    async def roll_out(self, task: str, count: int) -> Sequence[Rollout]:
-        self.calls.append((task, count))
-        rollouts = []
-        for _ in range(count):
-            number = self.began[task] = self.began.get(task, -1) + 1
-            rollouts.append(await self._play(task, number))
-        return rollouts
+    async def roll_out(self, task: str) -> Rollout:
+        number = self.began[task] = self.began.get(task, -1) + 1
+        return await self._play(task, number)
 
 
 async def well(task: str, number: int) -> Rollout:
@@ -86,12 +81,6 @@ def test_every_prompt_becomes_a_group_of_as_many_samples_as_the_run_wants(servic
         assert set(shard.metadata["tags"]) == {"game"}
 
 
-def test_together_a_group_is_one_call(service: Service, run_name: str) -> None:
-    played = Played(well)
-    asyncio.run(fed(service, run_name, played, prompts("a", "b"), together=True))
-    assert sorted(played.calls) == [("a", 2), ("b", 2)]
-
-
 def test_the_first_samples_that_end_make_the_group_and_the_others_are_cancelled(
     service: Service, run_name: str
 ) -> None:
@@ -130,7 +119,7 @@ def test_an_engine_that_is_away_does_not_use_up_the_prompts(service: Service, ru
 
     played = Played(play)
     tasks = prompts(*map(str, range(20)))
-    with pytest.raises(UnavailableError, match=r"last 3 groups .* ConnectionError: refused; see whether the engine"):
+    with pytest.raises(UnavailableError, match=r"last 3 groups .* ConnectionError: refused; check that the engine"):
         asyncio.run(fed(service, run_name, played, tasks, concurrent_groups=1))
     assert len(played.began) <= 4
 

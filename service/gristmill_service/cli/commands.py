@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import gristmill
-from gristmill_service.cli import atropos, doctor, export, record, runs, serve, token
+from gristmill_service.cli import doctor, export, record, runs, serve, token
 from gristmill_service.cli.offline import offline
 from gristmill_service.cli.watch import commands as watching
 
@@ -31,7 +31,6 @@ def about(
 
 serve.register(app)
 record.register(app)
-atropos.register(app)
 offline.register(app)
 export.register(app)
 token.register(app)

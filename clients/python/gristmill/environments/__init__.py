@@ -1,4 +1,4 @@
-"""Environments that feed a run, one module for each family of them.
+"""Feed a run from environments, one module per family.
 
-A module imports no environment's package: it is handed the environment, made by its own package, and calls it.
+A module does not import the environment's package: the caller makes the environment and passes it.
 """

@@ -1,6 +1,6 @@
-"""Tasks into a run, group by group: what every family of environments has in common.
+"""Feed the samples of tasks into a run, group by group, for any family of environments.
 
-Owns the order of admission, rollouts and submission, and what becomes of those that fail. Knows rows, no environment.
+`Feeder` begins groups, rolls out their samples, submits them, and handles failures. It knows rows, but no environment.
 """
 
 from __future__ import annotations
@@ -20,14 +20,13 @@ from gristmill.errors import AlreadyExistsError, GristmillError, InvalidArgument
 _log = logging.getLogger("gristmill")
 
 FAILED_GROUPS = 3
-"""After so many groups in a row of which no sample could be rolled out, feeding ends: an engine that is away would use
-up the whole data set."""
+"""Stop after this many consecutive groups without a single sample: an unreachable engine would use up the data set."""
 
 T = TypeVar("T")
 
 
 class Prompt(NamedTuple, Generic[T]):
-    """What one group is sampled from. uid: names it; tag: its environment; task: what is rolled out."""
+    """A task from which one group is sampled. uid: the group's name; tag: the name of the environment."""
 
     uid: str
     tag: str
@@ -35,9 +34,10 @@ class Prompt(NamedTuple, Generic[T]):
 
 
 class Rollout(NamedTuple):
-    """One sample: its steps as rows without uid, sample, round, step and attempt, or why there are none.
+    """One sample: its steps, or the reason why it has none.
 
-    failure: the kind of problem, which the run counts by that name; detail: what happened.
+    steps: rows without uid, sample, round, step and attempt. failure: the kind of problem; the run counts failures by
+    it. detail: a description of this failure.
     """
 
     steps: Sequence[Mapping[str, Any]]
@@ -49,17 +49,17 @@ class Rollout(NamedTuple):
         return cls((), type(error).__name__, f"{type(error).__name__}: {error}".removesuffix(": "))
 
 
-RollOut = Callable[[T, int], Awaitable[Sequence[Rollout]]]
-"""Rolls a task out so many times."""
+RollOut = Callable[[T], Awaitable[Rollout]]
+"""Rolls out one sample of a task."""
 
 
 @dataclass(slots=True)
 class Progress:
-    """What has been fed so far.
+    """Counts of a feed so far.
 
-    groups: whose rollouts have all ended. consumed: that were sealed or dropped before, and not rolled out again.
-    trajectories: that the run took. failures: that could not be rolled out; their groups go on without them.
-    late: that came when the run had no use for them any more. reward: the sum over `trajectories`.
+    groups: groups whose rollouts have ended. consumed: groups that were sealed or dropped earlier and are skipped.
+    trajectories: samples that the run accepted. failures: samples that failed; their groups continue without them.
+    late: samples that arrived after the run had enough of their group. reward: the sum over `trajectories`.
     """
 
     groups: int = 0
@@ -76,12 +76,12 @@ class Progress:
 
 @dataclass(slots=True)
 class RunShape:
-    """What a run's configuration says about its groups."""
+    """The settings of a run that a feed needs."""
 
     samples: int
     surplus: int
     gives_advantages: bool
-    """Whether rows bring their advantages (`advantage_estimator: none`)."""
+    """Whether the run expects advantages in its rows (`advantage_estimator: none`)."""
 
     @classmethod
     async def of(cls, client: AsyncRolloutClient) -> RunShape:
@@ -93,16 +93,14 @@ class RunShape:
 
 @dataclass
 class Feeder(Generic[T]):
-    """Rolls prompts out into the run of `client`, `concurrent_groups` at a time.
+    """Rolls out prompts into the run of `client`, `concurrent_groups` at a time, one `roll_out` per sample.
 
-    together: `roll_out` is called once a group, for all of its samples; else once a sample.
-    on_group: is called whenever a group has ended.
+    on_group: called with the progress after each group.
     """
 
     client: AsyncRolloutClient
     shape: RunShape
     roll_out: RollOut[T]
-    together: bool = False
     concurrent_groups: int = 16
     on_group: Callable[[Progress], None] | None = None
     progress: Progress = field(default_factory=Progress)
@@ -116,26 +114,26 @@ class Feeder(Generic[T]):
             )
 
     async def feed(self, prompts: Iterable[Prompt[T]], round: int) -> Progress:
-        """Feeds each prompt once. Waits for room where the run has none, and ends when the last rollout has ended.
+        """Feeds each prompt once and returns after the last rollout. Waits while the run has no capacity for groups.
 
-        A prompt that the run has consumed in this round is left out, and one whose group is open, of a worker that was
-        killed, is rolled out anew. Cancelled, or where it raises, it ends its rollouts and aborts their groups.
-        Raises UnavailableError after `FAILED_GROUPS` in a row that failed, and what the client raises.
+        Skips prompts that the run has consumed in this round. Rolls out groups that a killed worker left open again.
+        When it fails or is cancelled, it cancels its rollouts and aborts their groups. Raises UnavailableError after
+        `FAILED_GROUPS` consecutive failed groups, and the errors of the client.
         """
-        places = asyncio.Semaphore(self.concurrent_groups)
+        slots = asyncio.Semaphore(self.concurrent_groups)
         try:
             async with asyncio.TaskGroup() as running:
                 for prompt in prompts:
-                    await places.acquire()
-                    # Before it is asked for: its admission may be on its way when the asking ends.
+                    await slots.acquire()
+                    # Noted before the call: the service may admit the group although the call is cancelled.
                     self._open.add(prompt.uid)
                     if await self.client.begin_groups([prompt.uid], round, tag=prompt.tag):
                         group = running.create_task(self._group(prompt, round))
-                        group.add_done_callback(lambda _: places.release())
+                        group.add_done_callback(lambda _: slots.release())
                     else:
                         self._open.remove(prompt.uid)
                         self.progress.consumed += 1
-                        places.release()
+                        slots.release()
         except BaseExceptionGroup as failed:
             error = failed.exceptions[0]
             await self._give_up(round, error)
@@ -146,12 +144,12 @@ class Feeder(Generic[T]):
         return self.progress
 
     async def _give_up(self, round: int, error: BaseException) -> None:
-        """Aborts what is open. A task that is cancelled before it began does nothing, so that groups cannot do it."""
+        """Aborts the open groups. Their own tasks cannot: a task that is cancelled before it starts runs no code."""
         reason = type(error).__name__
         aborted = (self.client.abort_group(uid, round=round, reason=reason) for uid in self._open)
-        for failed in await asyncio.gather(*aborted, return_exceptions=True):
-            if isinstance(failed, BaseException) and not isinstance(failed, NotFoundError):
-                error.add_note(f"a group could not be aborted: {failed}")
+        for outcome in await asyncio.gather(*aborted, return_exceptions=True):
+            if isinstance(outcome, BaseException) and not isinstance(outcome, NotFoundError):
+                error.add_note(f"a group could not be aborted: {outcome}")
         self._open.clear()
 
     async def _group(self, prompt: Prompt[T], round: int) -> None:
@@ -166,40 +164,38 @@ class Feeder(Generic[T]):
             self.on_group(self.progress)
 
     async def _samples(self, prompt: Prompt[T], round: int) -> int:
-        """How many trajectories of the group the run took."""
-        # Weights may change while it is sampled: of the versions that do, this is the oldest.
+        """Rolls out and submits the samples of a group, and returns how many of them the run accepted."""
+        # Weights may change while the group is sampled: this is the oldest of its versions.
         version = await self.client.policy_version()
         count = self.shape.samples + self.shape.surplus
-        calls, size = (1, count) if self.together else (count, 1)
-        rollouts = [asyncio.ensure_future(self._rolled_out(prompt, size)) for _ in range(calls)]
-        kept, sample, failure = 0, 0, ""
+        tasks = [asyncio.ensure_future(self._rolled_out(prompt)) for _ in range(count)]
+        kept, failure = 0, ""
         try:
-            for finished in asyncio.as_completed(rollouts):
-                for rollout in await finished:
-                    if rollout.failure:
-                        failure = rollout.detail or rollout.failure
-                        await self._failed(prompt.uid, sample, round, rollout)
-                    else:
-                        kept += await self._submitted(prompt.uid, sample, round, rollout.steps, version)
-                    sample += 1
+            for sample, finished in enumerate(asyncio.as_completed(tasks)):
+                rollout = await finished
+                if rollout.failure:
+                    failure = rollout.detail or rollout.failure
+                    await self._failed(prompt.uid, sample, round, rollout)
+                else:
+                    kept += await self._submitted(prompt.uid, sample, round, rollout.steps, version)
                 if kept >= self.shape.samples:
-                    # The others are surplus.
+                    # The remaining rollouts are surplus.
                     break
         finally:
-            for rollout_ in rollouts:
-                rollout_.cancel()
-            await asyncio.gather(*rollouts, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
         self._judge(prompt, kept, failure)
         return kept
 
-    async def _rolled_out(self, prompt: Prompt[T], size: int) -> Sequence[Rollout]:
+    async def _rolled_out(self, prompt: Prompt[T]) -> Rollout:
         try:
-            return await self.roll_out(prompt.task, size)
+            return await self.roll_out(prompt.task)
         except GristmillError:
             raise
         except Exception as error:  # noqa: BLE001 - an environment may raise anything for one task of many
             _log.warning("run %r: %r could not be rolled out", self.client.run, prompt.uid, exc_info=True)
-            return [Rollout.failed(error)] * size
+            return Rollout.failed(error)
 
     async def _failed(self, uid: str, sample: int, round: int, rollout: Rollout) -> None:
         self.progress.failures += 1
@@ -209,8 +205,8 @@ class Feeder(Generic[T]):
     async def _submitted(
         self, uid: str, sample: int, round: int, steps: Sequence[Mapping[str, Any]], version: int
     ) -> bool:
-        """Submits a trajectory and returns whether the run keeps it. What a worker that was killed had submitted of
-        the same sample is superseded."""
+        """Submits a trajectory and returns whether the run keeps it. Supersedes rows that a killed worker had submitted
+        of the same sample."""
         last = len(steps) - 1
         for attempt in itertools.count():
             key = {"uid": uid, "sample": sample, "round": round, "attempt": attempt, "policy_version": version}
@@ -237,5 +233,5 @@ class Feeder(Generic[T]):
         if self._failed_in_a_row >= FAILED_GROUPS:
             raise UnavailableError(
                 f"run {self.client.run!r}: none of the last {FAILED_GROUPS} groups could be rolled out, the last "
-                f"{prompt.uid!r}: {failure}; see whether the engine answers and the environment works, and start again"
+                f"{prompt.uid!r}: {failure}; check that the engine answers and the environment works, then start again"
             )

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import verifiers.v1 as vf
 
-from gristmill.environments.verifiers_v1 import rollout_of
+from gristmill.environments.verifiers import rollout_of
 from gristmill.errors import FailedPreconditionError, UnsupportedError
 
 ANSWER = vf.AssistantMessage(content="answer")
