@@ -1,4 +1,4 @@
-"""The README's examples are run here, word for word but for the address."""
+"""The examples of the README and of the pages it leads to run here, word for word but for the address."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from pydantic_core import PydanticUndefined
 from safetensors.numpy import load_file
@@ -22,16 +23,15 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 
 
-def _found(pattern: str, flags: re.RegexFlag) -> str:
-    """The group of the pattern in the README."""
-    match = re.search(pattern, README, flags)
-    assert match is not None, pattern
-    return match.group(1)
+def block(page: str, name: str) -> str:
+    """The code of the block that this name stands before."""
+    match = re.search(rf"<!-- readme-{name} -->\n```\w+\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    assert match is not None, name
+    return match[1]
 
 
 def snippet(name: str, address: str) -> str:
-    code = _found(rf"<!-- readme-{name} -->\n```python\n(.*?)```", re.DOTALL)
-    return code.replace("127.0.0.1:50051", address)
+    return block("README.md", name).replace("127.0.0.1:50051", address)
 
 
 def test_the_rollout_and_the_trainer_snippet_train_a_model_through_the_service(
@@ -53,15 +53,18 @@ def test_the_rollout_and_the_trainer_snippet_train_a_model_through_the_service(
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="without curl")
 def test_the_calls_over_http_train_a_batch(service: Service, tmp_path: Path) -> None:
-    code = _found(r"<!-- readme-curl -->\n```bash\n(.*?)```", re.DOTALL)
-    code = code.replace("http://127.0.0.1:8080", service.http_url).replace("curl ", "curl --noproxy '*' -fsS ")
+    code = (
+        block("docs/http.md", "curl")
+        .replace("http://127.0.0.1:8080", service.http_url)
+        .replace("curl ", "curl --noproxy '*' -fsS ")
+    )
     subprocess.run(["bash", "-euo", "pipefail", "-c", code], cwd=tmp_path, check=True, timeout=60)
     assert load_file(tmp_path / "shard.safetensors")["sequences"].tolist() == [[1, 2, 3], [1, 2, 4]]
     assert service.runs.get("by-hand").status().batches_freed == 1
 
 
 def test_the_commands_on_a_file_make_its_shards(tmp_path: Path) -> None:
-    code = _found(r"<!-- readme-file -->\n```bash\n(.*?)```", re.DOTALL)
+    code = block("docs/files.md", "file")
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     command = ["bash", "-euo", "pipefail", "-c", code]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
@@ -71,8 +74,23 @@ def test_the_commands_on_a_file_make_its_shards(tmp_path: Path) -> None:
     assert shard["sequences"].tolist() == [[1, 2, 3, 4, 5], [0, 1, 2, 3, 6]]
 
 
-TABLE = README[README.index("| setting | default | meaning |") : README.index("## What it promises")]
-NOT_BUILT: set[str] = set()
+def test_the_first_page_is_short() -> None:
+    assert len(README.splitlines()) < 200
+
+
+def test_the_page_of_the_http_api_lists_every_call_of_rollouts_and_trainers(service: Service) -> None:
+    paths = httpx.get(f"{service.http_url}/openapi.json").json()["paths"]
+    calls = {
+        (method.upper(), path.removeprefix("/v1/runs") or "/")
+        for path, methods in paths.items()
+        for method, call in methods.items()
+        if path.startswith("/v1/runs") and not {"page"} & set(call["tags"])
+    }
+    page = (ROOT / "docs/http.md").read_text()
+    assert set(re.findall(r"^\| `([A-Z]+) (\S+)` \|", page, re.MULTILINE)) == calls
+
+
+SETTINGS_PAGE = (ROOT / "docs/settings.md").read_text()
 _WORDS: dict[str, tuple[object, ...]] = {
     "none": (None, "none", {}),
     "off": (None, ()),
@@ -83,22 +101,22 @@ _WORDS: dict[str, tuple[object, ...]] = {
 
 
 def documented_defaults() -> Iterator[tuple[str, str]]:
-    """Each setting's default as the configuration table has it, several of a line by turns or alike."""
-    for line in TABLE.splitlines()[2:]:
-        if line.startswith("|"):
+    """Each setting and its default in the tables; a line may have several settings, with one default or one each."""
+    for line in SETTINGS_PAGE.splitlines():
+        if line.startswith("| `"):
             names, defaults = (cell.strip() for cell in line.strip("|").split("|")[:2])
-            named, told = re.findall(r"`([a-z_]+)`", names), [one.strip(" `") for one in defaults.split(",")]
-            yield from zip(named, told if len(told) == len(named) else told * len(named), strict=True)
+            named, values = re.findall(r"`([a-z_]+)`", names), [one.strip(" `") for one in defaults.split(",")]
+            yield from zip(named, values if len(values) == len(named) else values * len(named), strict=True)
 
 
-def test_every_setting_of_a_run_is_in_the_configuration_table() -> None:
-    assert {name for name, _ in documented_defaults()} == set(SETTINGS) - NOT_BUILT
+def test_every_setting_of_a_run_is_in_one_table_once() -> None:
+    assert sorted(name for name, _ in documented_defaults()) == sorted(SETTINGS)
 
 
-@pytest.mark.parametrize(("name", "told"), list(documented_defaults()))
-def test_the_configuration_table_tells_the_default(name: str, told: str) -> None:
-    number = re.fullmatch(r"(\d+(?:e-\d+)?)( GiB)?", told)
-    meant = (float(number[1]) * (2**30 if number[2] else 1),) if number else _WORDS.get(told, (told,))
+@pytest.mark.parametrize(("name", "documented"), list(documented_defaults()))
+def test_the_tables_of_settings_have_the_default(name: str, documented: str) -> None:
+    number = re.fullmatch(r"(\d+(?:e-\d+)?)( GiB)?", documented)
+    meant = (float(number[1]) * (2**30 if number[2] else 1),) if number else _WORDS.get(documented, (documented,))
     assert SETTINGS[name].default in meant
 
 
