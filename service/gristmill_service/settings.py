@@ -42,7 +42,7 @@ class ShardStoreKind(NamedTuple):
 
 SHARD_STORES = {
     "shared_memory": ShardStoreKind("gristmill_service.storage.shared_memory", directory="shared_memory_dir"),
-    "memory": ShardStoreKind("gristmill_service.storage.memory_shards"),
+    "memory": ShardStoreKind("gristmill_service.storage.memory"),
     "redis": ShardStoreKind("gristmill_service.storage.redis.shard_store", run_stores=("redis",)),
 }
 RunStoreName = Literal["memory", "journal", "redis"]

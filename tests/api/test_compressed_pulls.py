@@ -25,7 +25,7 @@ from gristmill_service.monitoring.metrics import Metrics
 from gristmill_service.pipeline import BuiltBatch, build_batch
 from gristmill_service.run.off_loop import each
 from gristmill_service.settings import Settings
-from gristmill_service.storage.memory_shards import MemoryShardStore
+from gristmill_service.storage.memory import MemoryShardStore
 from gristmill_service.storage.redis.shard_store import RedisShardStore
 from gristmill_service.storage.shard_store import ShardSource, ShardStore
 from tests import naive

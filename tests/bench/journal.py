@@ -13,7 +13,7 @@ from gristmill._client.connection.transport import Transport
 from gristmill.v1 import run_pb2
 from gristmill_service.monitoring.collectors.run_monitor import Monitor
 from gristmill_service.storage.journal.run_store import JournalRunStore
-from gristmill_service.storage.memory_shards import MemoryShardStore
+from gristmill_service.storage.memory import MemoryShardStore
 from tests.bench.figures import Figure
 from tests.bench.pipeline import TMPFS
 from tests.bench.processes import served

@@ -26,7 +26,7 @@ from gristmill._wire.codecs.submit_codec import Submission
 from gristmill_service.monitoring.collectors.run_monitor import Monitor
 from gristmill_service.run.rows.row_buffer import RowBuffer
 from gristmill_service.storage.journal.run_store import JournalRunStore
-from gristmill_service.storage.memory_shards import MemoryShardStore
+from gristmill_service.storage.memory import MemoryShardStore
 from gristmill_service.storage.redis.run_store import RedisRunStore
 from gristmill_service.storage.run_store import RunStore
 from gristmill_service.storage.shard_store import ShardStore

@@ -21,7 +21,7 @@ from gristmill import (
 )
 from gristmill._wire import addresses
 from gristmill.torch import Shard
-from gristmill_service.pipeline.layout.shard_address import ShardAddress
+from gristmill_service.pipeline.scheduling.plan import ShardAddress
 from gristmill_service.run.machine.answers import BatchState, Position, ShardAnswer
 from gristmill_service.run.run import Run
 from tests.on_loop import Service

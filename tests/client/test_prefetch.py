@@ -26,7 +26,7 @@ from gristmill._client.trainer.shards import shard_reader
 from gristmill._client.trainer.shards.prefetch import Prefetch
 from gristmill._client.trainer.shards.pull import stream
 from gristmill._wire.addresses import Position, ShardAddress
-from gristmill_service.pipeline.layout import shard_address
+from gristmill_service.pipeline.scheduling.plan import ShardAddress as Address
 from gristmill_service.run.run import Run
 from tests.client.test_comebacks import CONFIG, uids_of
 from tests.on_loop import Service
@@ -315,7 +315,7 @@ def test_closing_ends_what_is_being_opened(service: Service, run_name: str, monk
     pending = threading.Event()
     read = Run.read_shard
 
-    async def never(self: Run, batch: int, address: shard_address.ShardAddress) -> AsyncIterator[bytes]:
+    async def never(self: Run, batch: int, address: Address) -> AsyncIterator[bytes]:
         if address.mini_batch == 1:
             await asyncio.to_thread(pending.wait, 30)
         return await read(self, batch, address)

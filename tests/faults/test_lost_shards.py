@@ -13,7 +13,7 @@ from gristmill._client.connection.transport import Transport
 from gristmill._client.trainer.shards.pull import stream
 from gristmill._wire.addresses import ShardAddress as TrainerAddress
 from gristmill.errors import UnavailableError
-from gristmill_service.pipeline.layout.shard_address import ShardAddress
+from gristmill_service.pipeline.scheduling.plan import ShardAddress
 from gristmill_service.run.machine.answers import Position
 from tests.faults.replicas import CREATED, Join, Replica, keys, published
 from tests.faults.services import CONFIG, Service, Services, group, on_redis, owner, patiently

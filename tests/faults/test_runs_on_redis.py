@@ -19,7 +19,7 @@ from gristmill.errors import (
     ResourceExhaustedError,
     UnavailableError,
 )
-from gristmill_service.pipeline.layout.shard_address import ShardAddress
+from gristmill_service.pipeline.scheduling.plan import ShardAddress
 from gristmill_service.run.machine.answers import BatchState, Position
 from gristmill_service.storage.redis.run_log import RedisRunLog
 from gristmill_service.storage.run_store import LogLostError, OwnedElsewhereError

@@ -19,7 +19,7 @@ from gristmill_service.api.long_poll import LongPoll
 from gristmill_service.monitoring.collectors.run_monitor import Monitor
 from gristmill_service.monitoring.metrics import Metrics
 from gristmill_service.settings import load_settings
-from gristmill_service.storage.memory_shards import MemoryShardStore
+from gristmill_service.storage.memory import MemoryShardStore
 from tests.fuzz.configurations import _BASE
 from tests.fuzz.mutate import changed_bytes, changed_document
 from tests.fuzz.targets import Target

@@ -10,7 +10,7 @@ from gristmill_service.monitoring.metrics import Metrics
 from gristmill_service.monitoring.metrics.registry import Watched
 from gristmill_service.monitoring.metrics.run_stats import run_stats
 from gristmill_service.pipeline import build_batch
-from gristmill_service.storage.memory_shards import MemoryShardStore
+from gristmill_service.storage.memory import MemoryShardStore
 from tests.metrics.scraping import Scrape
 from tests.run.harness import Bench, row
 from tests.strategies import Row

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from gristmill.errors import NotFoundError, UnavailableError
 from gristmill_service.monitoring.metrics.storage_timing import StoreMetrics
 from gristmill_service.storage.journal.run_store import JournalRunStore
-from gristmill_service.storage.memory_shards import MemoryShardStore
+from gristmill_service.storage.memory import MemoryShardStore
 from gristmill_service.storage.row_tables import steps_of
 from tests.faults.services import Services, eventually, on_redis
 from tests.metrics.scraping import Scrape, scrape

@@ -69,7 +69,7 @@ def test_an_exported_batch_is_laid_out_as_the_service_did(
     assert plan["tags"] == ["math", ""]
     paths = sorted((tmp_path / "out/batch-00000").glob("*/*.safetensors"))
     assert len(paths) == 4
-    from gristmill_service.pipeline.layout.shard_address import ShardAddress
+    from gristmill_service.pipeline.scheduling.plan import ShardAddress
 
     for path in paths:
         address = ShardAddress("policy", int(path.parent.name[-3:]), int(path.stem[-3:]))

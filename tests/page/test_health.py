@@ -14,10 +14,10 @@ from gristmill._wire.rows import from_rows
 from gristmill_service.config import RunConfig
 from gristmill_service.monitoring.collectors.run_monitor import Monitor
 from gristmill_service.monitoring.health.health import Overview, RunHealth, health, timeline
-from gristmill_service.pipeline.layout.shard_address import ShardAddress
+from gristmill_service.pipeline.scheduling.plan import ShardAddress
 from gristmill_service.run.machine.answers import BatchState
 from gristmill_service.run.machine.commands.trainer_commands import Checkpoint
-from gristmill_service.storage.memory_shards import MemoryShardStore
+from gristmill_service.storage.memory import MemoryShardStore
 from tests.on_loop import Run, Runs, Service, on_loop
 from tests.page import stage
 from tests.run.harness import Shelf

@@ -14,7 +14,7 @@ from gristmill._wire.column_spec import ColumnSpec
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.config import parse_config
 from gristmill_service.pipeline.credit.kl import credit_columns, reward_columns
-from gristmill_service.pipeline.layout.shard_address import ShardAddress
+from gristmill_service.pipeline.scheduling.plan import ShardAddress
 from tests.pipeline.test_laws import SLOW
 from tests.pipeline.written import batches, built, column, computed, files, of_rollouts
 from tests.strategies import Row

@@ -14,7 +14,7 @@ from gristmill._wire.rows import from_rows
 from gristmill_service.config import parse_config
 from gristmill_service.pipeline import BuiltBatch, build_batch
 from gristmill_service.pipeline.layout.iovec import join
-from gristmill_service.pipeline.layout.shard_address import ShardAddress
+from gristmill_service.pipeline.scheduling.plan import ShardAddress
 from tests.strategies import Row, rollouts, settings_for
 
 NAMES = ("values", "ref_logprobs", "old_logprobs")

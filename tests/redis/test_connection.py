@@ -18,11 +18,11 @@ from gristmill_service.storage.redis import connection
 from gristmill_service.storage.redis.connection import (
     Client,
     RedisAddress,
+    Sentinels,
     connect,
     outcome_unknown,
     translated,
 )
-from gristmill_service.storage.redis.sentinels import Sentinels
 from tests.redis.cluster import RedisCluster
 from tests.redis.opening import Open, failure
 from tests.redis.proxy import Proxy

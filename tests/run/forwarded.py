@@ -12,8 +12,8 @@ from gristmill._wire.columns import Array
 from gristmill._wire.rows import from_rows
 from gristmill_service.config import parse_config
 from gristmill_service.pipeline import build_batch
-from gristmill_service.pipeline.layout.shard_address import ShardAddress
-from gristmill_service.storage.memory_shards import MemoryShardStore
+from gristmill_service.pipeline.scheduling.plan import ShardAddress
+from gristmill_service.storage.memory import MemoryShardStore
 from tests.on_loop import Run
 from tests.pipeline.written import column, files
 from tests.run.harness import (

@@ -28,10 +28,10 @@ from gristmill_service.config import RunConfig, parse_config
 from gristmill_service.monitoring.collectors.run_monitor import Monitor
 from gristmill_service.pipeline.figures import Figures
 from gristmill_service.pipeline.layout.iovec import Iovec, Region, join
-from gristmill_service.pipeline.layout.shard_address import ShardAddress
 from gristmill_service.pipeline.plan_document import MiniBatchDocument, PlanDocument
+from gristmill_service.pipeline.scheduling.plan import ShardAddress
 from gristmill_service.pipeline.scheduling.schedule import MisalignedError
-from gristmill_service.pipeline.stage_timer import StageTimer
+from gristmill_service.pipeline.scored_batch import StageTimer
 from gristmill_service.pipeline.written import ShardForm, Written, WrittenRows
 from gristmill_service.run.machine.answers import ColumnPlace, RewardUpdate
 from gristmill_service.run.machine.codec import decode_state

@@ -14,7 +14,7 @@ from gristmill.errors import NotFoundError, UnavailableError
 from gristmill_service.run.machine.codec import decode_events
 from gristmill_service.run.machine.events import Event
 from gristmill_service.storage.journal.database import FILE_NAME
-from gristmill_service.storage.memory_runs import MemoryRunLog, MemoryRunStore
+from gristmill_service.storage.memory import MemoryRunLog, MemoryRunStore
 from gristmill_service.storage.run_store import CheckTable, Replay
 
 PATIENCE_S = 60.0

@@ -24,7 +24,7 @@ from gristmill_service.run.machine.row_keys import RowKeys
 from gristmill_service.run.rows import row_gathering
 from gristmill_service.run.rows.row_buffer import PickedRow, RowBuffer, compacted, not_held
 from gristmill_service.run.rows.row_gathering import gather
-from gristmill_service.storage.memory_runs import MemoryRunLog
+from gristmill_service.storage.memory import MemoryRunLog
 from gristmill_service.storage.row_tables import encode, steps_of
 from tests.run.harness import Bench, Shelf, contents, group_rows, key, row, table
 

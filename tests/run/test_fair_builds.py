@@ -13,7 +13,7 @@ from gristmill_service.config import RunConfig
 from gristmill_service.monitoring.collectors.run_monitor import Monitor
 from gristmill_service.pipeline import BuiltBatch, build_batch
 from gristmill_service.run import runs as runs_module
-from gristmill_service.storage.memory_shards import MemoryShardStore
+from gristmill_service.storage.memory import MemoryShardStore
 from gristmill_service.storage.shard_store import ShardSource
 from tests.on_loop import Runs
 from tests.run.harness import CONFIG, group_rows, table, wait_until

@@ -14,7 +14,7 @@ from gristmill_service.pipeline import build_batch
 from gristmill_service.run.machine.answers import RewardUpdate
 from gristmill_service.run.machine.decisions.ingest import ROW_OVERHEAD_BYTES
 from gristmill_service.run.machine.events import GroupKey
-from gristmill_service.storage.memory_shards import MemoryShardStore
+from gristmill_service.storage.memory import MemoryShardStore
 from tests.metrics.scraping import scraped
 from tests.run.harness import Bench, group_rows, key, row
 

@@ -15,8 +15,7 @@ from gristmill_service.monitoring.collectors.run_monitor import Monitor
 from gristmill_service.run.machine.answers import Admission, BatchState, Position, RewardUpdate
 from gristmill_service.run.machine.state import State, apply
 from gristmill_service.run.rows.row_buffer import RowBuffer
-from gristmill_service.storage.memory_runs import MemoryRunStore
-from gristmill_service.storage.memory_shards import MemoryShardStore
+from gristmill_service.storage.memory import MemoryRunStore, MemoryShardStore
 from tests.on_loop import Run, Runs
 from tests.run.deltas import Sender
 from tests.run.harness import CONFIG, group_rows, key, row, table, wait_until

@@ -27,14 +27,14 @@ from gristmill.errors import (
 from gristmill_service.config import parse_config
 from gristmill_service.pipeline import build_batch
 from gristmill_service.pipeline.layout.iovec import join
-from gristmill_service.pipeline.layout.shard_address import ShardAddress
+from gristmill_service.pipeline.scheduling.plan import ShardAddress
 from gristmill_service.run.machine.answers import BatchState, Outcome, Position, RewardUpdate
 from gristmill_service.run.machine.codec import decode_state, encode_event, encode_state, record_of
 from gristmill_service.run.machine.commands.trainer_commands import Checkpoint
 from gristmill_service.run.machine.events import BatchSealed
 from gristmill_service.run.machine.state import State, apply
 from gristmill_service.storage.journal.run_store import JournalRunStore
-from gristmill_service.storage.memory_shards import MemoryShardStore
+from gristmill_service.storage.memory import MemoryShardStore
 from gristmill_service.storage.run_store import RunLog
 from tests.run.deltas import Sender
 from tests.run.harness import CONFIG, Bench, BuildBatch, build_all, contents, group_rows, key, open_run, row, table

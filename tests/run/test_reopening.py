@@ -19,8 +19,7 @@ from gristmill_service.run.machine.answers import BatchState, Outcome
 from gristmill_service.run.machine.queries import conditions
 from gristmill_service.storage.journal.run_log import JournalRunLog
 from gristmill_service.storage.journal.run_store import JournalRunStore
-from gristmill_service.storage.memory_runs import MemoryRunLog, MemoryRunStore
-from gristmill_service.storage.memory_shards import MemoryShardStore
+from gristmill_service.storage.memory import MemoryRunLog, MemoryRunStore, MemoryShardStore
 from tests.on_loop import Runs, loop, on_loop
 from tests.run.harness import CONFIG, BuildBatch, Shelf, group_rows, row, table
 from tests.run.logs import RecordingStore

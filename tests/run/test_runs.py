@@ -23,7 +23,7 @@ from gristmill.errors import (
 from gristmill_service.monitoring.collectors.run_monitor import Monitor
 from gristmill_service.pipeline import build_batch as pipeline_build_batch
 from gristmill_service.run.machine.answers import BatchState, Outcome, Position
-from gristmill_service.storage.memory_shards import MemoryShardStore
+from gristmill_service.storage.memory import MemoryShardStore
 from gristmill_service.storage.shard_store import ShardStore
 from gristmill_service.storage.shared_memory import SharedMemoryShardStore
 from tests.on_loop import Run, Runs

@@ -20,7 +20,7 @@ from gristmill_service.pipeline import build_batch
 from gristmill_service.pipeline.layout.iovec import join
 from gristmill_service.pipeline.plan_document import decode_plan
 from gristmill_service.run.machine.answers import BatchState, Position
-from gristmill_service.storage.memory_shards import MemoryShardStore
+from gristmill_service.storage.memory import MemoryShardStore
 from tests.on_loop import Run, Runs
 from tests.run.harness import CONFIG, Bench, group_rows, reward_of, row, table, wait_until
 from tests.strategies import Row, batches_and_settings, batches_with_columns

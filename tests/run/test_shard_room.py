@@ -11,7 +11,7 @@ from gristmill._wire.steps import Steps
 from gristmill.errors import FailedPreconditionError, NotFoundError, UnavailableError
 from gristmill_service.config import RunConfig
 from gristmill_service.monitoring.collectors.run_monitor import Monitor
-from gristmill_service.pipeline.stage_timer import StageTimer
+from gristmill_service.pipeline.scored_batch import StageTimer
 from gristmill_service.pipeline.written import Written
 from gristmill_service.run.machine.answers import BatchState, Position
 from gristmill_service.run.machine.commands.trainer_commands import Checkpoint

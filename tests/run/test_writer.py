@@ -26,7 +26,7 @@ from gristmill_service.run.machine.commands.trainer_commands import Checkpoint
 from gristmill_service.run.machine.events import RowsStored, RunFinished
 from gristmill_service.run.machine.queries import conditions
 from gristmill_service.run.row_budget import RowBudget
-from gristmill_service.storage.memory_shards import MemoryShardStore
+from gristmill_service.storage.memory import MemoryShardStore
 from gristmill_service.storage.run_store import LogLostError
 from tests.on_loop import Runs
 from tests.run.harness import CONFIG, Bench, group_rows, row, table, wait_until

@@ -21,7 +21,7 @@ from gristmill_service.run.machine.answers import BatchState, ColumnPlace, Posit
 from gristmill_service.run.machine.codec import encode_state
 from gristmill_service.run.machine.commands.trainer_commands import Checkpoint
 from gristmill_service.storage.journal.run_store import JournalRunStore
-from gristmill_service.storage.memory_shards import MemoryShardStore
+from gristmill_service.storage.memory import MemoryShardStore
 from gristmill_service.storage.run_store import Replay, RunStore
 from tests.run.forwarded import (
     NAMES,

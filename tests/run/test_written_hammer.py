@@ -23,10 +23,10 @@ from gristmill.errors import (
     UnavailableError,
 )
 from gristmill_service.monitoring.collectors.run_monitor import Monitor
-from gristmill_service.pipeline.layout.shard_address import ShardAddress
+from gristmill_service.pipeline.scheduling.plan import ShardAddress
 from gristmill_service.run.machine.answers import BatchState
 from gristmill_service.run.machine.commands.trainer_commands import Checkpoint
-from gristmill_service.storage.memory_shards import MemoryShardStore
+from gristmill_service.storage.memory import MemoryShardStore
 from tests.on_loop import Run, Runs
 from tests.pipeline.written import column
 from tests.run.harness import CONFIG, group_rows, table, wait_until

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from gristmill_service import helper_thread
 from gristmill_service.pipeline.layout.iovec import Iovec, Region, coalesced, cut, join
-from gristmill_service.pipeline.layout.shard_address import ShardAddress
+from gristmill_service.pipeline.scheduling.plan import ShardAddress
 from gristmill_service.storage.shard_files import write_shards
 
 

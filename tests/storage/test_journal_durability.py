@@ -14,11 +14,11 @@ import pytest
 
 from gristmill._wire.steps import Steps
 from gristmill.errors import InvalidArgumentError, NotFoundError, UnavailableError
-from gristmill_service.storage.errors import LogLostError
 from gristmill_service.storage.journal import database
 from gristmill_service.storage.journal.disk_room import DiskRoom
 from gristmill_service.storage.journal.run_log import Fsync, JournalRunLog
 from gristmill_service.storage.journal.run_store import JournalRunStore
+from gristmill_service.storage.run_store import LogLostError
 from tests.storage.tables import any_table, same, whole
 
 FRAME_BYTES = 24 + database.PAGE_BYTES

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from gristmill.errors import UnavailableError
-from gristmill_service.storage.errors import FullError
 from gristmill_service.storage.journal.disk_room import DiskRoom
 from gristmill_service.storage.journal.run_log import JournalRunLog
 from gristmill_service.storage.journal.run_store import JournalRunStore
+from gristmill_service.storage.run_store import FullError
 from tests.storage.tables import any_table, same, whole
 
 

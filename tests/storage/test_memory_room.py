@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from gristmill.errors import FailedPreconditionError, ResourceExhaustedError
-from gristmill_service.pipeline.layout.shard_address import ShardAddress
+from gristmill_service.pipeline.scheduling.plan import ShardAddress
+from gristmill_service.storage import memory, shared_memory
 from gristmill_service.storage import memory_room as rooms
-from gristmill_service.storage import memory_shards, shared_memory
 from gristmill_service.storage.memory_room import UNKNOWN, MemoryRoom, memory_room
 from gristmill_service.storage.shard_store import ShardStore
 from tests.run.harness import Shard
@@ -51,12 +51,12 @@ def test_a_batch_waits_for_memory_or_is_refused_where_there_is_never_enough(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     makes: dict[str, Callable[[], ShardStore]] = {
-        "memory": memory_shards.MemoryShardStore,
+        "memory": memory.MemoryShardStore,
         "shared memory": lambda: shared_memory.SharedMemoryShardStore(tmp_path),
     }
     store, address = makes[kind](), ShardAddress("policy", 0, 0)
     room = MemoryRoom(100, 200)
-    for module in (memory_shards, shared_memory):
+    for module in (memory, shared_memory):
         monkeypatch.setattr(module, "memory_room", lambda: room)
     with pytest.raises(ResourceExhaustedError):
         store.publish("run", 0, b"{}", [Shard(address, b"x" * 150)])

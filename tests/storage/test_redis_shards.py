@@ -16,7 +16,7 @@ from gristmill._wire.codecs.zstd_frames import compressed, decompressed
 from gristmill.errors import FailedPreconditionError, NotFoundError, ResourceExhaustedError, UnavailableError
 from gristmill_service.pipeline import build_batch
 from gristmill_service.pipeline.layout.iovec import Iovec
-from gristmill_service.pipeline.layout.shard_address import ShardAddress
+from gristmill_service.pipeline.scheduling.plan import ShardAddress
 from gristmill_service.storage.redis import shard_store
 from gristmill_service.storage.redis.keys import RunKeys
 from gristmill_service.storage.redis.run_store import RedisRunStore

@@ -8,7 +8,7 @@ import pytest
 
 from gristmill.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError
 from gristmill_service.storage.journal.run_store import JournalRunStore
-from gristmill_service.storage.memory_runs import MemoryRunStore
+from gristmill_service.storage.memory import MemoryRunStore
 from gristmill_service.storage.redis.run_store import RedisRunStore
 from gristmill_service.storage.run_store import RunLog, RunStore
 from tests.redis.servers import RedisServer

@@ -24,8 +24,8 @@ from gristmill._wire.codecs.zstd_frames import compressed
 from gristmill.errors import NotFoundError, ResourceExhaustedError, UnavailableError
 from gristmill_service.pipeline.layout import iovec
 from gristmill_service.pipeline.layout.iovec import Iovec, Region
-from gristmill_service.pipeline.layout.shard_address import ShardAddress
-from gristmill_service.storage.memory_shards import MemoryShardStore
+from gristmill_service.pipeline.scheduling.plan import ShardAddress
+from gristmill_service.storage.memory import MemoryShardStore
 from gristmill_service.storage.redis.shard_store import RedisShardStore
 from gristmill_service.storage.shard_files import write_file
 from gristmill_service.storage.shard_store import ShardsLostError, ShardStore

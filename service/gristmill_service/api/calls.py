@@ -20,7 +20,7 @@ from gristmill_service.api.questions import ask_batch, ask_groups, ask_policy_ve
 from gristmill_service.api.shard_columns import compressed, file_with
 from gristmill_service.config import Model, RunConfig
 from gristmill_service.monitoring.health.health import Assessment, assess_run
-from gristmill_service.pipeline.layout.shard_address import ShardAddress
+from gristmill_service.pipeline.scheduling.plan import ShardAddress
 from gristmill_service.run.machine.answers import (
     Admissions,
     BatchAnswer,

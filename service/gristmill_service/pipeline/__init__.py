@@ -16,12 +16,10 @@ from gristmill_service.config import RunConfig
 from gristmill_service.pipeline.figures import Figures, count_groups, figures
 from gristmill_service.pipeline.layout.batch_shards import shards
 from gristmill_service.pipeline.layout.shard import Shard
-from gristmill_service.pipeline.layout.shard_address import ShardAddress
 from gristmill_service.pipeline.plan_document import PlanDocument, plan_document
-from gristmill_service.pipeline.scheduling.plan import MiniBatchPlan
+from gristmill_service.pipeline.scheduling.plan import MiniBatchPlan, ShardAddress
 from gristmill_service.pipeline.scheduling.schedule import schedule
-from gristmill_service.pipeline.scored_batch import ScoredBatch, score_batch, with_columns
-from gristmill_service.pipeline.stage_timer import StageTimer, no_timer
+from gristmill_service.pipeline.scored_batch import ScoredBatch, StageTimer, no_timer, score_batch, with_columns
 from gristmill_service.pipeline.written import ShardForm, Written, form_of, values_of_steps
 
 __all__ = ["BuiltBatch", "build_batch", "plan_batch"]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +23,14 @@ from gristmill_service.pipeline.rows.joins import Mismatch
 from gristmill_service.pipeline.rows.merge import Rows, merge, realigned_tokens, row_loss_tokens
 from gristmill_service.pipeline.rows.sharing import Sharing, find_sharing
 from gristmill_service.pipeline.rows.validate import Received, receive
-from gristmill_service.pipeline.stage_timer import StageTimer, no_timer
+
+Stage = Literal["validate", "merge", "advantage", "schedule", "layout", "plan"]
+StageTimer = Callable[[Stage], AbstractContextManager[object]]
+"""Given a stage's name, returns the context that the stage runs within."""
+
+
+def no_timer(_: Stage) -> AbstractContextManager[object]:
+    return nullcontext()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

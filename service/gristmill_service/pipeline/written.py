@@ -25,10 +25,9 @@ from gristmill_service.config import KlInReward, RunConfig
 from gristmill_service.pipeline.credit.kl import MOST, credit_columns, excessive_kl, kl, largest, too_large
 from gristmill_service.pipeline.layout.columns import safetensors_name
 from gristmill_service.pipeline.layout.shard import Shard
-from gristmill_service.pipeline.layout.shard_address import ShardAddress
 from gristmill_service.pipeline.rows.merge import Rows
 from gristmill_service.pipeline.rows.validate import Received
-from gristmill_service.pipeline.scheduling.plan import MiniBatchPlan
+from gristmill_service.pipeline.scheduling.plan import MiniBatchPlan, ShardAddress
 from gristmill_service.pipeline.scored_batch import ScoredBatch
 
 

@@ -26,8 +26,8 @@ from gristmill.errors import (
 from gristmill_service import tracing
 from gristmill_service.config import Model, RunConfig
 from gristmill_service.pipeline import BuiltBatch
-from gristmill_service.pipeline.layout.shard_address import ShardAddress
 from gristmill_service.pipeline.plan_document import encode_plan
+from gristmill_service.pipeline.scheduling.plan import ShardAddress
 from gristmill_service.pipeline.scheduling.schedule import MisalignedError
 from gristmill_service.pipeline.written import ShardForm, Written
 from gristmill_service.process_tuning import give_back_memory

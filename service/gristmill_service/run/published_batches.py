@@ -10,7 +10,7 @@ from typing import ParamSpec, TypeVar
 import structlog
 
 from gristmill.errors import NotFoundError, UnavailableError
-from gristmill_service.pipeline.layout.shard_address import ShardAddress
+from gristmill_service.pipeline.scheduling.plan import ShardAddress
 from gristmill_service.run.machine.answers import BatchState
 from gristmill_service.run.machine.commands.trainer_commands import WithdrawBatch
 from gristmill_service.run.machine.decisions import progress

@@ -21,7 +21,7 @@ from gristmill._wire.steps import Steps, TrajectoryKey, check
 from gristmill.errors import GristmillError, InvalidArgumentError
 from gristmill_service.config import Model, RunConfig
 from gristmill_service.pipeline.credit.kl import check_credit_columns
-from gristmill_service.pipeline.layout.shard_address import ShardAddress
+from gristmill_service.pipeline.scheduling.plan import ShardAddress
 from gristmill_service.run import recovery
 from gristmill_service.run.background import Background
 from gristmill_service.run.batch_builder import BatchBuilder, BuildBatch

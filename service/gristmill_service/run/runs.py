@@ -29,14 +29,14 @@ from gristmill.errors import (
 from gristmill_service.access.held import ANY, Held, Most
 from gristmill_service.config import RunConfig, parse_config, warnings_of
 from gristmill_service.pipeline import build_batch as build_with_pipeline
-from gristmill_service.pipeline.layout.shard_address import ShardAddress
+from gristmill_service.pipeline.scheduling.plan import ShardAddress
 from gristmill_service.process_tuning import started_pool
 from gristmill_service.run.batch_builder import BuildBatch
 from gristmill_service.run.off_loop import each, finished
 from gristmill_service.run.row_budget import RowBudget
 from gristmill_service.run.run import MakeMonitor, Run, Shared
 from gristmill_service.run.shard_room import ShardRoom
-from gristmill_service.storage.memory_runs import MemoryRunStore
+from gristmill_service.storage.memory import MemoryRunStore
 from gristmill_service.storage.run_store import OwnedElsewhereError, RunLog, RunStore
 from gristmill_service.storage.shard_store import ShardsLostError, ShardStore
 

@@ -14,7 +14,7 @@ from gristmill._wire.steps import UNKNOWN, Extra, Steps
 from gristmill.errors import InvalidArgumentError, UnavailableError
 from gristmill_service.config import RunConfig
 from gristmill_service.pipeline.layout.columns import safetensors_name
-from gristmill_service.pipeline.layout.shard_address import ShardAddress
+from gristmill_service.pipeline.scheduling.plan import ShardAddress
 from gristmill_service.pipeline.written import ShardForm
 from gristmill_service.run.machine.answers import ColumnPlace
 from gristmill_service.run.machine.events import WrittenColumn

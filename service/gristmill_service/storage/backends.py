@@ -91,7 +91,7 @@ def _room(places: dict[str, Path]) -> dict[str, tuple[int, int]]:
 
 
 def _in_memory(settings: Settings, opened: ExitStack) -> _OpenRuns:
-    from gristmill_service.storage.memory_runs import MemoryRunStore
+    from gristmill_service.storage.memory import MemoryRunStore
 
     return _of_this_machine(MemoryRunStore(), settings)
 

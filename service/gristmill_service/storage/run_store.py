@@ -6,13 +6,34 @@ Implementations pass the same tests.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import NamedTuple, Protocol
 
+import orjson
+
 from gristmill._wire.steps import Steps
-from gristmill_service.storage.errors import LogLostError as LogLostError
-from gristmill_service.storage.errors import OwnedElsewhereError as OwnedElsewhereError
+from gristmill.errors import InvalidArgumentError, UnavailableError
 from gristmill_service.storage.row_tables import Stored
+
+
+class LogLostError(UnavailableError):
+    """What was appended and what the log holds may differ: it has to be closed, and opened and replayed anew."""
+
+
+class OwnedElsewhereError(UnavailableError):
+    """Another process decides for the run: it can be asked there. secret: what it wants to be shown then."""
+
+    def __init__(
+        self, message: str, run: str = "", grpc_address: str = "", http_url: str = "", secret: str = ""
+    ) -> None:
+        super().__init__(message)
+        self.run, self.grpc_address, self.http_url, self.secret = run, grpc_address, http_url, secret
+
+
+class FullError(UnavailableError):
+    """The file system has no room."""
+
 
 CheckTable = Callable[[int, Steps], bool]
 """Takes a table's number and the table; returns whether it is what it was when it was put."""
@@ -142,3 +163,16 @@ class RunStore(Protocol):
         """Why no run can even be looked for; empty when runs can be. Never raises."""
 
     def close(self) -> None: ...
+
+
+def check_config(name: str, config: bytes) -> None:
+    """Raises InvalidArgumentError for a configuration that could not be read again."""
+    try:
+        # The one refuses integers beyond 64 bits, which the other would read as something else.
+        orjson.dumps(json.loads(config))
+        orjson.loads(config)
+    except (ValueError, TypeError) as error:
+        raise InvalidArgumentError(
+            f"run {name!r}: its configuration cannot be stored as JSON: {error}; integers have at most 64 bits, and "
+            "numbers are finite"
+        ) from None

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from gristmill_service.helper_thread import in_two_threads
 from gristmill_service.pipeline.layout import iovec
-from gristmill_service.pipeline.layout.shard_address import ShardAddress
+from gristmill_service.pipeline.scheduling.plan import ShardAddress
 from gristmill_service.storage.shard_store import ShardSource
 
 

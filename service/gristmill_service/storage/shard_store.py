@@ -11,7 +11,7 @@ from typing import Protocol
 
 from gristmill.errors import NotFoundError, UnavailableError
 from gristmill_service.pipeline.layout.iovec import Iovec
-from gristmill_service.pipeline.layout.shard_address import ShardAddress
+from gristmill_service.pipeline.scheduling.plan import ShardAddress
 
 
 class ShardsLostError(UnavailableError):

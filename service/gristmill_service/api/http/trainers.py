@@ -19,7 +19,7 @@ from gristmill_service.api.calls import ShardQuery
 from gristmill_service.api.http import models
 from gristmill_service.api.http.dependencies import AnyRun, ApiDep, RunDep, RunName, SlotDep
 from gristmill_service.config import Model
-from gristmill_service.pipeline.layout.shard_address import ShardAddress
+from gristmill_service.pipeline.scheduling.plan import ShardAddress
 from gristmill_service.rollout_lines import json_lines
 from gristmill_service.run.machine.answers import Position, ShardAnswer
 from gristmill_service.run.machine.commands.trainer_commands import Checkpoint

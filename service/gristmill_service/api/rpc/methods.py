@@ -17,7 +17,7 @@ from gristmill_service.access import caller
 from gristmill_service.api import calls, messages
 from gristmill_service.api.admission import Kind, Slot
 from gristmill_service.api.context import ApiContext
-from gristmill_service.pipeline.layout.shard_address import ShardAddress
+from gristmill_service.pipeline.scheduling.plan import ShardAddress
 from gristmill_service.run.machine.answers import BatchState, GroupAnswer
 from gristmill_service.run.machine.commands.trainer_commands import Checkpoint
 

@@ -23,10 +23,9 @@ from gristmill_service.config import RunConfig
 from gristmill_service.pipeline.layout.columns import SCOPES, Column, Geometry, Placement, Runs, Scope, safetensors_name
 from gristmill_service.pipeline.layout.extra_columns import Cut, ShardTensor
 from gristmill_service.pipeline.layout.iovec import Iovec, Region
-from gristmill_service.pipeline.layout.shard_address import ShardAddress
 from gristmill_service.pipeline.layout.token_tree import axis_tensors, branches, tree_columns
 from gristmill_service.pipeline.rows.sharing import Sharing
-from gristmill_service.pipeline.scheduling.plan import MiniBatchPlan
+from gristmill_service.pipeline.scheduling.plan import MiniBatchPlan, ShardAddress
 
 ITEMSIZES = (8, 4, 2, 1)
 """The order of tensors in a file, by the bytes of their numbers, so that each is aligned."""

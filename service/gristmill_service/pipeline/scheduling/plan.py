@@ -64,3 +64,17 @@ class MiniBatchPlan:
     @property
     def micro_batches_per_rank(self) -> int:
         return len(self.ranks[0].bounds) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class ShardAddress:
+    """One shard of a batch: what a rank trains on in one mini-batch of one model."""
+
+    model: Model
+    mini_batch: int
+    rank: int
+
+    @property
+    def path(self) -> str:
+        """The place of the shard's file within its batch, as in the offline command's output."""
+        return f"{self.model}-{self.mini_batch:03d}/rank-{self.rank:03d}.safetensors"

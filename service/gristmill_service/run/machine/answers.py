@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 from gristmill._wire.columns import Array
 from gristmill._wire.steps import TrajectoryKey
 from gristmill_service.config import Model
-from gristmill_service.pipeline.layout.shard_address import ShardAddress
+from gristmill_service.pipeline.scheduling.plan import ShardAddress
 from gristmill_service.storage.shard_store import ShardLocation
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import structlog
 
-from gristmill_service.storage.errors import FullError
+from gristmill_service.storage.run_store import FullError
 
 _log = structlog.get_logger(__name__)
 

@@ -22,11 +22,10 @@ import structlog
 from gristmill._wire.steps import Steps
 from gristmill.errors import GristmillError, NotFoundError, UnavailableError
 from gristmill_service.storage import row_tables
-from gristmill_service.storage.errors import FullError, LogLostError
 from gristmill_service.storage.journal import database, old_journal
 from gristmill_service.storage.journal.database import PAGE_BYTES, Description, Entry, explained, transaction
 from gristmill_service.storage.journal.disk_room import DiskRoom, full_error
-from gristmill_service.storage.run_store import CheckTable, Replay
+from gristmill_service.storage.run_store import CheckTable, FullError, LogLostError, Replay
 
 _log = structlog.get_logger(__name__)
 

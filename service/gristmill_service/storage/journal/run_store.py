@@ -30,7 +30,7 @@ from gristmill_service.storage.journal import database, old_journal
 from gristmill_service.storage.journal.database import Description, explained
 from gristmill_service.storage.journal.disk_room import DiskRoom
 from gristmill_service.storage.journal.run_log import Fsync, JournalRunLog
-from gristmill_service.storage.run_configs import check_config
+from gristmill_service.storage.run_store import check_config
 
 
 class JournalRunStore:

@@ -24,7 +24,7 @@ from gristmill.errors import (
     UnavailableError,
 )
 from gristmill_service.pipeline.layout.iovec import coalesced, cut, join
-from gristmill_service.pipeline.layout.shard_address import ShardAddress
+from gristmill_service.pipeline.scheduling.plan import ShardAddress
 from gristmill_service.settings import Settings
 from gristmill_service.storage.redis.connection import REDIS_ERRORS, Client, is_full, outcome_unknown, translated
 from gristmill_service.storage.redis.keys import RunKeys, sealed, unlink, unsealed

@@ -1,18 +1,98 @@
-"""Shards as bytes in a dictionary of this process: for tests, and for where there is no shared memory."""
+"""Stores in the memory of this process: runs that end with it, and shards for tests and machines without shared memory.
+
+The run store keeps nothing: it drops appended records, and each run keeps its own rows on the heap.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+import uuid
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+from gristmill._wire.steps import Steps
 from gristmill.errors import FailedPreconditionError, NotFoundError, ResourceExhaustedError
 from gristmill_service.pipeline.layout.iovec import join
-from gristmill_service.pipeline.layout.shard_address import ShardAddress
+from gristmill_service.pipeline.scheduling.plan import ShardAddress
 from gristmill_service.settings import Settings
 from gristmill_service.storage.memory_room import memory_room
-from gristmill_service.storage.run_store import RunStore
+from gristmill_service.storage.row_tables import Stored
+from gristmill_service.storage.run_store import CheckTable, Replay, RunStore, check_config
 from gristmill_service.storage.shard_store import ShardLocation, ShardSource, ShardStore
+
+
+class MemoryRunStore:
+    """See `gristmill_service.storage.run_store.RunStore`. It lists no run: the process that creates one
+    uses its log until it ends."""
+
+    is_shared = False
+
+    def names(self) -> list[str]:
+        return []
+
+    def create(self, name: str, config: bytes) -> MemoryRunLog:
+        check_config(name, config)
+        return MemoryRunLog(config)
+
+    def open(self, name: str) -> MemoryRunLog:
+        raise NotFoundError(f"run {name!r} is not stored; create it first")
+
+    def delete(self, name: str) -> None:
+        pass
+
+    def unreachable_reason(self) -> str:
+        return ""
+
+    def unhealthy_reason(self) -> str:
+        return ""
+
+    def close(self) -> None:
+        pass
+
+
+class MemoryRunLog:
+    """See `gristmill_service.storage.run_store.RunLog`. The run holds its tables."""
+
+    reads_rows = is_remote = is_lost = is_long = False
+    log_bytes = first_number = 0
+    lease: float | None = None
+
+    def __init__(self, config: bytes = b"{}") -> None:
+        self.config, self.run_id = config, uuid.uuid4().hex
+
+    def check(self, has_rows: bool = True) -> None:
+        pass
+
+    def replay(self) -> Replay:
+        return Replay(None, ())
+
+    def note_generation(self, generation: int) -> None:
+        pass
+
+    def append(self, record: bytes, tables: Mapping[int, Steps]) -> None:
+        pass
+
+    def flush(self) -> None:
+        pass
+
+    def compact(self, snapshot: bytes) -> None:
+        pass
+
+    def get(self, number: int) -> Stored:
+        raise NotFoundError(f"table {number} of rows is held by its run")
+
+    def get_all(self, numbers: Collection[int]) -> dict[int, Stored]:
+        return {number: self.get(number) for number in numbers}
+
+    def remove(self, numbers: Collection[int]) -> None:
+        pass
+
+    def retain(self, numbers: Collection[int], check: CheckTable) -> set[int]:
+        return set(numbers)
+
+    def close(self) -> None:
+        pass
+
 
 _PIECE = 1 << 20
 
