@@ -3,7 +3,7 @@
     gristmill serve &
     python examples/agents_asyncio.py
 
-The game: guess a number; after each wrong guess the agent is told "higher" or "lower". The engine here is a stand-in
+The game: guess a number; after each wrong guess the agent gets "higher" or "lower". The engine here is a stand-in
 that waits a moment and guesses by chance: put a call of your own in its place. It needs no trainer, as all batches fit
 into the run's buffer.
 """
@@ -77,7 +77,9 @@ async def play_group(client: AsyncRolloutClient, uid: str, version: int) -> int:
 async def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--address", default="127.0.0.1:50051", help="of gristmill serve (default: %(default)s)")
-    parser.add_argument("--run", default="agents-example", help="its name; it is made anew (default: %(default)s)")
+    parser.add_argument(
+        "--run", default="agents-example", help="its name; an existing run is deleted first (default: %(default)s)"
+    )
     given = parser.parse_args()
     async with AsyncRolloutClient(given.address, given.run) as client:
         await client.delete_run()

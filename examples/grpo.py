@@ -4,7 +4,7 @@
     python examples/grpo.py
 
 Nothing is fetched: the model and its words are made here. One process samples and trains by turns, so that every batch
-is on-policy. In a real setup the two halves are processes of their own: `roll_out` beside the engines, `train` on each
+is on-policy. In a real setup the two halves are processes of their own: `roll_out` next to the engines, `train` on each
 rank.
 """
 
@@ -110,7 +110,9 @@ def policy_loss(model: TinyModel, micro: MicroBatch) -> Tensor:
 def flags(run: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser()
     parser.add_argument("--address", default="127.0.0.1:50051", help="of gristmill serve (default: %(default)s)")
-    parser.add_argument("--run", default=run, help="the run's name; it is made anew (default: %(default)s)")
+    parser.add_argument(
+        "--run", default=run, help="the run's name; an existing run is deleted first (default: %(default)s)"
+    )
     parser.add_argument("--steps", type=int, default=30, help="batches to train on (default: %(default)s)")
     return parser
 

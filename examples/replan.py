@@ -33,7 +33,7 @@ CHANGES: tuple[dict[str, Any], ...] = (
 
 
 def export(address: str, run: str, directory: Path) -> Path | None:
-    """One rollout file of all batches that are sealed and not freed, beside it run.yaml; None where there is none."""
+    """Write one file of the rows of all batches that are sealed and not freed, and run.yaml next to it."""
     with RolloutClient(address, run) as client:
         status = client.status()
     parts = []
@@ -59,12 +59,12 @@ def plans(file: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def tell(change: dict[str, Any], found: list[dict[str, Any]]) -> None:
-    """One line: what the batches have in all, and how much the slowest rank has beside the mean, on average."""
-    metrics = [plan["metrics"] for plan in found]
-    rows = sum(plan["rows"] for plan in found)
+def report(change: dict[str, Any], batches: list[dict[str, Any]]) -> None:
+    """Print one line: the totals of the batches, and the slowest rank's load over the mean load, on average."""
+    metrics = [plan["metrics"] for plan in batches]
+    rows = sum(plan["rows"] for plan in batches)
     tokens = sum(figures.get("distinct_tokens", figures["tokens"]) for figures in metrics)
-    steps = sum(part["micro_batches_per_rank"] for plan in found for part in plan["mini_batches"])
+    steps = sum(part["micro_batches_per_rank"] for plan in batches for part in plan["mini_batches"])
     slowest = sum(figures["barrier_ratio"] for figures in metrics) / len(metrics)
     name = ", ".join(f"{key}: {value}" for key, value in change.items()) or "as it is"
     print(f"{name:28} {rows:7,} {tokens:9,} {steps:12,} {slowest:8.2f} of mean")
@@ -85,7 +85,7 @@ def main() -> None:
         settings = yaml.safe_load((directory / "run.yaml").read_text(encoding="utf-8"))
         print(f"{'':28} {'rows':>7} {'tokens':>9} {'micro-steps':>12} {'slowest rank':>16}")
         for change in CHANGES:
-            tell(change, plans(file, settings | change))
+            report(change, plans(file, settings | change))
 
 
 if __name__ == "__main__":
