@@ -81,7 +81,7 @@ def test_what_trainers_write_back_is_written_as_told(service: Service, run_name:
     settings = yaml.safe_load(blocks("columns.md", "yaml")[2])
     with RolloutClient(service.grpc_address, run_name) as client:
         client.create_run(COUNTS | settings)
-        client.submit_rows([{**ROW, "uid": "a", "reward": 1.0}])
+        client.submit([{**ROW, "uid": "a", "reward": 1.0}])
         client.finish()
 
     def computed(micro: MicroBatch) -> torch.Tensor:
@@ -102,7 +102,7 @@ def test_a_trainer_with_checkpoints_goes_on_as_operations_tell(service: Service,
     (block,) = blocks("operations.md", "python")
     with RolloutClient(service.grpc_address, run_name) as client:
         client.create_run(COUNTS)
-        client.submit_rows({**ROW, "uid": uid, "reward": 1.0} for uid in "abc")
+        client.submit({**ROW, "uid": uid, "reward": 1.0} for uid in "abc")
         client.finish()
     saved: list[dict[str, Any]] = []
 
@@ -149,7 +149,7 @@ def test_tensors_come_in_the_types_that_are_asked_for(service: Service, run_name
     (block,) = blocks("shards.md", "python")
     with RolloutClient(service.grpc_address, run_name) as client:
         client.create_run(COUNTS)
-        client.submit_rows([{**ROW, "uid": "a", "reward": 1.0}])
+        client.submit([{**ROW, "uid": "a", "reward": 1.0}])
     names: dict[str, Any] = {"TrainerClient": TrainerClient, "torch": torch, "rank": 0}
     run(block.replace('device="cuda"', 'device="cpu"'), service, run_name, names)
     with names["trainer"] as trainer:
@@ -163,7 +163,7 @@ def test_a_model_trains_on_trees(service: Service, run_name: str, monkeypatch: p
     (block,) = blocks("prefix_tree.md", "python")
     with RolloutClient(service.grpc_address, run_name) as client:
         client.create_run(COUNTS | {"n_samples_per_prompt": 2} | settings)
-        client.submit_rows({**ROW, "uid": "a", "sample": sample, "reward": float(sample)} for sample in range(2))
+        client.submit({**ROW, "uid": "a", "sample": sample, "reward": float(sample)} for sample in range(2))
         client.finish()
     logits = torch.zeros(1, 6, 10, requires_grad=True)
 

@@ -22,7 +22,7 @@ Schema = dict[str, Any]
 
 _MODULES = {
     "gristmill.torch": "Shards as tensors. Needs `gristmill[torch]`.",
-    "gristmill.converters": "Other frameworks' rollouts as rows, for `submit_rows`: [how](../docs/converters.md).",
+    "gristmill.converters": "Other frameworks' rollouts as rows, for `submit`: [how](../docs/converters.md).",
     "gristmill.completions": "Answers of engines as steps.",
     "gristmill.environments.verifiers": "Environments of verifiers: [how](../docs/environments.md).",
     "gristmill.adapters.trl": "[TRL](../docs/trainers/trl.md) on a run.",

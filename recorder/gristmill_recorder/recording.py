@@ -175,7 +175,7 @@ class Recording:
 
     async def _send_rows(self, rows: Sequence[Row]) -> None:
         try:
-            outcomes = await self._client.submit_rows([row.fields(self.name) for row in rows])
+            outcomes = await self._client.submit([row.fields(self.name) for row in rows])
         except _LASTING as error:
             self._metrics.delivery_failures.labels(error.code).inc()
             _log.error("%s: the service refused its steps: %s", self.name, error)

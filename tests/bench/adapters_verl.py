@@ -194,7 +194,7 @@ def rounds() -> Iterator[tuple[tuple[float, float], tuple[float, float]]]:
             for number in range(ROUNDS):
                 rows = rollouts(number)
                 client.begin_groups(list(dict.fromkeys(row["uid"] for row in rows)))
-                client.submit_rows(rows)
+                client.submit(rows)
                 batch = put_rollouts(rows)
                 yield measured(partial(our_step, ours)), measured(partial(verls_step, theirs, batch))
 

@@ -56,7 +56,7 @@ def _again_and_again(kind: str, address: str) -> None:
             with RolloutClient(address, f"turns-{number}") as client:
                 client.create_run(_config())
                 for row in turns:
-                    client.submit_rows([row])
+                    client.submit([row])
             _delete(address, f"turns-{number}")
         if number == 0:
             print("warm", flush=True)

@@ -103,7 +103,7 @@ class _Times:
 
 
 def _turns(client: RolloutClient, name: str) -> list[float]:
-    return [seconds(lambda row=row: client.submit_rows([row])) for row in turn_rows(TURNS, name)]  # type: ignore[misc]
+    return [seconds(lambda row=row: client.submit([row])) for row in turn_rows(TURNS, name)]  # type: ignore[misc]
 
 
 def _p99(found: list[float]) -> float:

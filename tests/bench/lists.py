@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gristmill._client.rollout.skyrl_output import columns_of_output
+from gristmill._wire.rows import from_rows
 from gristmill._wire.steps import Steps
+from gristmill.converters import from_skyrl
 from gristmill_service.pipeline import BuiltBatch, build_batch
 from gristmill_service.pipeline.rows.joins import common_prefix
 from gristmill_service.storage.shard_files import write_shards
@@ -96,7 +97,7 @@ def published(output: dict[str, Any], work: Workload, target: Path) -> int:
 
 def built(output: dict[str, Any], work: Workload) -> BuiltBatch:
     """The way as far as the batch, of which no shard is written."""
-    steps = columns_of_output(output).table(0, len(output["uids"]))
+    steps = from_rows(from_skyrl(output))
     return build_batch(steps, work.config("prefix"), run="bench", batch=0)
 
 

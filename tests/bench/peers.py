@@ -101,7 +101,7 @@ def _turns(address: str, queue: Queue, rows: list[Output]) -> Iterator[Figure]:
 def _submitted(address: str, run: str, rows: list[Output]) -> list[float]:
     with RolloutClient(address, run) as client:
         client.create_run(_config())
-        found = [seconds(lambda row=row: client.submit_rows([row])) for row in rows]  # type: ignore[misc]
+        found = [seconds(lambda row=row: client.submit([row])) for row in rows]  # type: ignore[misc]
     _delete(address, run)
     return found
 

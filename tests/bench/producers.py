@@ -16,6 +16,7 @@ from typing import IO
 import numpy as np
 
 from gristmill import RolloutClient
+from gristmill.converters import from_skyrl
 from tests.bench.processes import served
 from tests.bench.submit import (
     LONG,
@@ -106,7 +107,7 @@ def _produce(address: str, number: str, kind: str) -> None:
     print("ready", flush=True)
     for line in sys.stdin:
         with RolloutClient(address, line.strip()) as client:
-            client.submit(output)
+            client.submit(from_skyrl(output))
         print("done", flush=True)
 
 

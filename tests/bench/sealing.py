@@ -39,7 +39,7 @@ def figures(sealed_bytes: int = SEALED_BYTES) -> Iterator[Figure]:
         sender = Sender(service.grpc_address, list(tables(LONG, sealed_bytes)))
         sender.seconds("large")
         rows = iter(turn_rows(100_000))
-        turn = lambda: client.submit_rows([next(rows)])  # noqa: E731
+        turn = lambda: client.submit([next(rows)])  # noqa: E731
         at_rest = _p99(_seconds(turn) for _ in range(TURNS_AT_REST))
         seconds, while_sealing = _while_sealing(service.grpc_address, turn)
     yield Figure("turn.while_sealing_ratio", while_sealing / at_rest, "x at rest", 3.0, at_rest * 1e3, "ms")

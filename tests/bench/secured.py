@@ -12,6 +12,7 @@ import trustme
 
 from gristmill import RolloutClient
 from gristmill._client.connection.credentials import Credentials
+from gristmill.converters import from_skyrl
 from gristmill_service.access.tokens import create_token
 from tests.bench.figures import Figure, seconds
 from tests.bench.processes import served
@@ -47,7 +48,7 @@ def _turns(open_to: dict[str, Callable[[str], RolloutClient]]) -> tuple[float, f
             client.create_run(_settings())
         for row in turn_rows(TURNS):
             for side, client in clients.items():
-                found[side].append(seconds(lambda client=client, row=row: client.submit_rows([row])))  # type: ignore[misc]
+                found[side].append(seconds(lambda client=client, row=row: client.submit([row])))  # type: ignore[misc]
     return statistics.median(found["secured"][50:]), statistics.median(found["plain"][50:])
 
 
@@ -60,7 +61,7 @@ def _long(open_to: dict[str, Callable[[str], RolloutClient]]) -> tuple[float, fl
             with open_(f"long-{number}") as client:
                 client.create_run(_settings())
                 client.status()
-                found[side].append(seconds(lambda client=client: client.submit(output)))  # type: ignore[misc]
+                found[side].append(seconds(lambda client=client: client.submit(from_skyrl(output))))  # type: ignore[misc]
                 client.delete_run()
     return statistics.median(found["secured"][1:]), statistics.median(found["plain"][1:])
 

@@ -15,8 +15,9 @@ import numpy as np
 from gristmill import RolloutClient, TrainerClient
 from gristmill._client.connection.transport import Transport
 from gristmill._client.rollout import requests
-from gristmill._client.rollout.skyrl_output import columns_of_output
 from gristmill._wire.codecs.submit_codec import encode
+from gristmill._wire.rows import columns_of
+from gristmill.converters import from_skyrl
 from gristmill.v1 import run_pb2
 from tests.bench.bare import Bare, bare
 from tests.bench.figures import Figure, seconds
@@ -75,7 +76,7 @@ def _submitting(address: str, output: Output) -> Callable[[], float]:
     def once() -> float:
         with RolloutClient(address, f"submit-{len(output['uids'])}-{next(numbers)}") as client:
             client.create_run(_config())
-            taken = seconds(lambda: client.submit(output))
+            taken = seconds(lambda: client.submit(from_skyrl(output)))
             assert client.status().rows_accepted == len(output["uids"])
         _delete(address, client.run)
         return taken
@@ -91,7 +92,7 @@ def _turns(limit: Bare, address: str) -> Iterator[Figure]:
     with RolloutClient(address, "turns") as client:
         client.create_run(_config())
         for row in rows:
-            ours.append(seconds(lambda row=row: client.submit_rows([row])))  # type: ignore[misc]
+            ours.append(seconds(lambda row=row: client.submit([row])))  # type: ignore[misc]
             bound.append(seconds(lambda: limit.send([message])))
         rate = TURNS / seconds(lambda: _step_on(client))
     _delete(address, "turns")
@@ -105,7 +106,7 @@ def _turns_while_sealing(address: str) -> Figure:
     """p99 of single turns while batches of long rows are sealed one after another, by another process."""
     with RolloutClient(address, "turns") as client, _sealing(address) as sealed:
         client.create_run(_config())
-        found = [seconds(lambda row=row: client.submit_rows([row])) for row in turn_rows(TURNS)]  # type: ignore[misc]
+        found = [seconds(lambda row=row: client.submit([row])) for row in turn_rows(TURNS)]  # type: ignore[misc]
         assert sealed() > 2, "batches were sealed meanwhile"
     _delete(address, "turns")
     return Figure("turn.p99_sealing_ms", float(np.quantile(found, 0.99)) * 1e3, "ms", 10.0)
@@ -149,7 +150,7 @@ def _seal_on_and_on(address: str) -> None:
     with RolloutClient(address, "sealed") as client, TrainerClient(address, "sealed", 0) as trainer:
         client.create_run(settings)
         for number in range(1_000_000):
-            client.submit(output | {"uids": [f"{number}-{uid}" for uid in output["uids"]]})
+            client.submit(from_skyrl(output | {"uids": [f"{number}-{uid}" for uid in output["uids"]]}))
             for shard in next(iter(trainer)).mini_batches():
                 shard.ack()
             print(number, flush=True)
@@ -166,7 +167,7 @@ def _delta() -> Figure:
         client.create_run(_config())
         before = proxy.carried["requests"]
         for turn in turns:
-            client.submit_rows([turn])
+            client.submit([turn])
         sent = proxy.carried["requests"] - before
     return Figure("wire.delta_ratio", sent / once, "x its tokens", 1.1, once / 1e3, "kB")
 
@@ -218,9 +219,8 @@ def _row(uid: str, sample: int, prompt: np.ndarray, response: int, rng: np.rando
 
 def _messages(output: Output) -> list[bytes]:
     """The same rows as requests of about the size that the client sends."""
-    return [
-        encode("run", [table]) for table in requests.tables(columns_of_output(output), requests.limits(1024, 4 << 20))
-    ]
+    columns = columns_of(from_skyrl(output), step_wise=True)
+    return [encode("run", [table]) for table in requests.tables(columns, requests.limits(1024, 4 << 20))]
 
 
 def _config(**more: object) -> dict[str, Any]:

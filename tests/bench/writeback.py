@@ -14,6 +14,7 @@ import numpy as np
 from gristmill import RolloutClient, TrainerClient
 from gristmill._client.connection.transport import Transport
 from gristmill._client.trainer.trainer_batch import Batch
+from gristmill.converters import from_skyrl
 from gristmill.v1 import run_pb2
 from tests.bench.figures import Figure
 from tests.bench.processes import served
@@ -36,7 +37,7 @@ def _round(address: str, run: str) -> tuple[float, int]:
     """Seconds from the first write to the train shards, and the bytes of these."""
     with RolloutClient(address, run) as client:
         client.create_run(_config())
-        client.submit(_output())
+        client.submit(from_skyrl(_output()))
     with ExitStack() as opened:
         ranks = [opened.enter_context(TrainerClient(address, run, rank)) for rank in range(DP_SIZE)]
         batches = [next(iter(rank)) for rank in ranks]

@@ -90,7 +90,7 @@ class Neighbours:
         sent = [self._row(f"{name}-{row}-{self._draw.randrange(1 << 30)}") for row in range(_ROWS)]
         with RolloutClient(self._address, name, timeout_s=_TIMEOUT_S) as client:
             client.create_run(_CONFIG)
-            client.submit_rows(sent)
+            client.submit(sent)
         return Neighbour(name, {row["uid"]: digest([*row["prompt_token_ids"], *row["response_ids"]]) for row in sent})
 
     def _row(self, uid: str) -> dict[str, Any]:

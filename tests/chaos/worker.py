@@ -108,7 +108,7 @@ class Worker:
         is_aborted = self._contents.is_aborted(uid, sample)
         rows = self._contents.rows(uid, sample, attempt)
         for row in rows[:-1] if is_aborted else rows:
-            [outcome] = self._client.submit_rows([row])
+            [outcome] = self._client.submit([row])
             self._log.write("row", uid, sample, row["step"], attempt, outcome.name)
             self._heartbeats.beat(self._number)
         if is_aborted:

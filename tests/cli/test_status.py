@@ -166,7 +166,7 @@ def test_a_service_that_is_not_ready_says_why(start_service: StartService, tmp_p
         # On a busy machine the last attempt may end before its answer comes.
         refused = pytest.raises((UnavailableError, DeadlineExceededError))
         with RolloutClient(service.grpc_address, "run", timeout_s=3) as client, refused:
-            client.submit_rows([LONG_ROW])
+            client.submit([LONG_ROW])
         told = gristmill("status", "--address", service.grpc_address)
         assert told.returncode == 1
         assert "not ready: " in told.stdout

@@ -18,6 +18,7 @@ from gristmill import (
     Trajectory,
 )
 from gristmill._client.rollout import requests
+from gristmill.converters import from_skyrl
 from tests.client.faulty import FaultyService, serving
 from tests.on_loop import Service
 
@@ -88,9 +89,9 @@ def test_every_other_call(service: Service, run_name: str) -> None:
         async with AsyncRolloutClient(service.grpc_address, run_name) as client:
             await client.create_run(CONFIG)
             row = {"uid": "a", "sample": 0, "prompt_token_ids": [1], "response_ids": [2], "loss_mask": [1]}
-            assert await client.submit_rows([row]) == [RowOutcome.ACCEPTED]
+            assert await client.submit([row]) == [RowOutcome.ACCEPTED]
             output = {"prompt_token_ids": [[1]], "response_ids": [[2]], "rewards": [1.0], "trajectory_ids": [("b", 0)]}
-            assert await client.submit(output) == [RowOutcome.ACCEPTED]
+            assert await client.submit(from_skyrl(output)) == [RowOutcome.ACCEPTED]
             assert await client.set_reward("a", 0, 0.5) is True
             assert await client.abort_trajectory("a", 1, reason="lost") is True
             assert await client.seal(0) == (0, 1)
@@ -130,7 +131,7 @@ def test_a_cancelled_worker_aborts_its_trajectory() -> None:
     assert faulty.reasons == "CancelledError"
 
 
-@pytest.mark.parametrize("call", ["submit_rows", "flush"])
+@pytest.mark.parametrize("call", ["submit", "flush"])
 def test_cancelling_who_waits_takes_no_rows_along(call: str) -> None:
     faulty = FaultyService()
     faulty.gate.clear()
@@ -138,8 +139,8 @@ def test_cancelling_who_waits_takes_no_rows_along(call: str) -> None:
 
     async def work(address: str) -> None:
         async with AsyncRolloutClient(address, "run") as client:
-            if call == "submit_rows":
-                waiting: asyncio.Task[Any] = asyncio.create_task(client.submit_rows([row]))
+            if call == "submit":
+                waiting: asyncio.Task[Any] = asyncio.create_task(client.submit([row]))
             else:
                 await roll_out(client, "a", 0)
                 waiting = asyncio.create_task(client.flush())
@@ -153,7 +154,7 @@ def test_cancelling_who_waits_takes_no_rows_along(call: str) -> None:
     with serving(faulty) as address:
         asyncio.run(work(address))
     assert faulty.arrivals[0] == ("a", 0, 0)
-    assert faulty.calls == [1 if call == "submit_rows" else 2], "sent once"
+    assert faulty.calls == [1 if call == "submit" else 2], "sent once"
 
 
 def test_a_loop_that_ends_without_closing_logs_what_is_lost(caplog: pytest.LogCaptureFixture) -> None:

@@ -219,7 +219,7 @@ def test_what_was_sampled_before_is_had_again(client: RolloutClient, trainer: Al
     assert rows[1]["reward"] == 1.0
     with pytest.raises(FailedPreconditionError, match="batch 1 is not sealed yet"):
         trainer.rows(1)
-    client.submit_rows([row | {"uid": f"again-{row['uid']}"} for row in rows])
+    client.submit([row | {"uid": f"again-{row['uid']}"} for row in rows])
     assert {group.uid for group in client.groups()} == {"a", "b", "again-a", "again-b"}
 
 

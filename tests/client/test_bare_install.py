@@ -23,6 +23,7 @@ PINS = [f"{name}=={version(name)}" for name in ("grpcio", "numpy", "protobuf")]
 WORKER = """
 import asyncio, importlib.util, json, sys
 import gristmill
+from gristmill.converters import from_skyrl
 
 address, run = sys.argv[1:]
 config = {"train_batch_size": 2, "n_samples_per_prompt": 1, "policy_mini_batch_size": 1, "micro_batch": {"size": 1}}
@@ -34,7 +35,7 @@ def work():
         with client.trajectory("a", 0) as trajectory:
             trajectory.step([1, 2], [3], reward=1.0, is_last_step=True)
         output = {"prompt_token_ids": [[1]], "response_ids": [[2, 3]], "rewards": [0.5], "trajectory_ids": [("b", 0)]}
-        outcomes = [outcome.name for outcome in client.submit(output)]
+        outcomes = [outcome.name for outcome in client.submit(from_skyrl(output))]
         return outcomes, client.finish(), client.status().rows_accepted
 
 async def work_async():

@@ -19,6 +19,7 @@ from gristmill import InvalidArgumentError, RolloutClient, RowOutcome, TrainerCl
 from gristmill._wire.codecs.row_codec import Prefixes, Sent, encode
 from gristmill._wire.codecs.submit_codec import Submission
 from gristmill._wire.rows import from_rows
+from gristmill.converters import from_skyrl
 from gristmill.torch import MicroBatch, Shard
 from gristmill.v1 import rows_pb2
 from gristmill_service.run import run as run_module
@@ -305,7 +306,7 @@ def test_rows_that_are_not_as_declared_are_refused_and_nothing_is_kept(
     with RolloutClient(service.grpc_address, run_name) as client:
         client.create_run(CONFIG)
         with pytest.raises(InvalidArgumentError, match=f"uid 'a' sample 0.*{message}"):
-            client.submit_rows([http_row("a") | change])
+            client.submit([http_row("a") | change])
     assert service.runs.get(run_name).status().rows_accepted == 0
 
 
@@ -360,9 +361,9 @@ def test_a_generator_output_has_columns_as_further_lists(service: Service, run_n
             "rewards": [1.0, 2.0],
             "routed_experts": [experts(0, 2), experts(0, 3).tolist()],
         }
-        assert client.submit(output) == [RowOutcome.ACCEPTED] * 2
+        assert client.submit(from_skyrl(output, columns=["routed_experts"])) == [RowOutcome.ACCEPTED] * 2
         with pytest.raises(InvalidArgumentError, match="unknown key values; declare it as a column"):
-            client.submit(output | {"values": [1, 2]})
+            from_skyrl(output | {"values": [1, 2]}, columns=["routed_experts"])
 
 
 @pytest.mark.parametrize(
@@ -458,7 +459,9 @@ def test_skyrls_output_is_taken_with_the_experts_and_images_that_the_run_declare
     }
     with RolloutClient(service.grpc_address, run_name) as client:
         client.create_run(CONFIG | {"columns": columns, "step_wise": False, "merge": "none"})
-        assert client.submit(output, trajectory_ids=[("a", 0), ("b", 0)]) == [RowOutcome.ACCEPTED] * 2
+        names = ["rollout_expert_indices", "pixel_values", "image_grid_thw"]
+        rows = from_skyrl(output, trajectory_ids=[("a", 0), ("b", 0)], columns=names)
+        assert client.submit(rows) == [RowOutcome.ACCEPTED] * 2
     shard = first_shard(service.grpc_address, run_name)
     first, second = shard.micro_batches()
     assert first["rollout_expert_indices"].tolist() == [[[[1], [2]]] * 3]

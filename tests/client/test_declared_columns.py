@@ -79,7 +79,7 @@ class TestARunThatIsMadeAnew:
         with client.trajectory("a", 0) as trajectory:
             trajectory.step([1], [7], reward=1.0, is_last_step=True, columns={"ids": [1000]})
         row = {"uid": "b", "sample": 0, "prompt_token_ids": [1], "response_ids": [7], "loss_mask": [1], "reward": 0.0}
-        assert client.submit_rows([{**row, "ids": [2000]}]) == [RowOutcome.ACCEPTED]
+        assert client.submit([{**row, "ids": [2000]}]) == [RowOutcome.ACCEPTED]
 
     def test_a_type_that_the_service_refuses_is_the_new_one_from_then_on(
         self, service: Service, run_name: str, client: Any

@@ -19,7 +19,7 @@ def test_a_run_is_deleted_with_all_it_holds_and_once_more_changes_nothing(
 ) -> None:
     with connecting(face) as connect, connect(service.grpc_address, run_name) as client:
         client.create_run(CONFIG)
-        client.submit_rows([ROW])
+        client.submit([ROW])
         assert client.delete_run() is True
         assert run_name not in service.runs.names()
         assert client.delete_run() is False
@@ -41,8 +41,8 @@ def test_rows_that_were_not_sent_go_with_it_and_the_client_closes_in_peace(
 def test_the_next_run_of_the_name_declares_its_own_columns(service: Service, run_name: str, face: str) -> None:
     with connecting(face) as connect, connect(service.grpc_address, run_name) as client:
         client.create_run(WITH_COLUMN)
-        client.submit_rows([ROW | {"teacher": [0.5]}])
+        client.submit([ROW | {"teacher": [0.5]}])
         client.delete_run()
         client.create_run(CONFIG)
-        client.submit_rows([ROW])
+        client.submit([ROW])
         assert client.status().rows_accepted == 1

@@ -97,7 +97,7 @@ def test_a_trajectory_crosses_the_wire_once(
     with connect(service.grpc_address, run_name) as client:
         client.create_run(CONFIG)
         for row in rows:
-            client.submit_rows([row])
+            client.submit([row])
         client.seal(0)
     assert tokens_sent(sent) == [140, *[20 + 40] * 5]
     assert kept(service, run_name) == whole(rows)
@@ -108,7 +108,7 @@ def test_also_compressed(service: Service, run_name: str, connect: Connect, sent
     with connect(service.grpc_address, run_name, compression="zstd") as client:
         client.create_run(CONFIG)
         for row in rows:
-            client.submit_rows([row])
+            client.submit([row])
         client.seal(0)
     assert tokens_sent(sent) == [140, *[20 + 40] * 5]
     assert kept(service, run_name) == whole(rows)
@@ -120,7 +120,7 @@ def test_also_within_one_message(service: Service, run_name: str, connect: Conne
     rows = conversation(6)
     with connect(service.grpc_address, run_name) as client:
         client.create_run(CONFIG)
-        client.submit_rows(rows)
+        client.submit(rows)
         client.seal(0)
     assert tokens_sent(sent) == [140 + 5 * 60]
     assert kept(service, run_name) == whole(rows)
@@ -133,7 +133,7 @@ def test_a_broken_prefix_sends_from_the_first_token_that_differs(
     with connect(service.grpc_address, run_name) as client:
         client.create_run(CONFIG)
         for row in rows:
-            client.submit_rows([row])
+            client.submit([row])
         client.seal(0)
     assert tokens_sent(sent) == [140, 60, 260 - 70]
     assert kept(service, run_name) == whole(rows)
@@ -148,7 +148,7 @@ def test_a_service_that_has_not_got_the_step_before_is_sent_the_row_whole(
     monkeypatch.setattr(run_module, "steps_before", lambda *given: {} if next(forgets, False) else find(*given))
     with connect(service.grpc_address, run_name) as client:
         client.create_run(CONFIG)
-        outcomes = [client.submit_rows([row]) for row in rows]
+        outcomes = [client.submit([row]) for row in rows]
         client.seal(0)
     assert outcomes == [[RowOutcome.ACCEPTED]] * 4
     assert tokens_sent(sent) == [140, 60, 60, 260, 60], "refused once, sent whole, and shortened again"
@@ -161,9 +161,9 @@ def test_rows_of_another_attempt_are_not_what_a_turn_extends(
     rows = conversation(3)
     with connect(service.grpc_address, run_name) as client:
         client.create_run(CONFIG)
-        client.submit_rows(rows[:1])
+        client.submit(rows[:1])
         for row in rows:
-            client.submit_rows([row | {"attempt": 1}])
+            client.submit([row | {"attempt": 1}])
         client.seal(0)
     assert tokens_sent(sent) == [140, 140, 60, 60]
     assert kept(service, run_name) == whole([row | {"attempt": 1} for row in rows])
@@ -175,10 +175,10 @@ def test_a_turn_that_is_repeated_is_a_duplicate_however_it_comes(
     rows = conversation(2)
     with connect(service.grpc_address, run_name) as client:
         client.create_run(CONFIG | {"n_samples_per_prompt": 2})
-        client.submit_rows(rows[:1])
-        assert client.submit_rows(rows[1:]) == [RowOutcome.ACCEPTED]
-        assert client.submit_rows(rows[1:]) == [RowOutcome.DUPLICATE], "sent whole: it was the last"
-        assert client.submit_rows(rows) == [RowOutcome.DUPLICATE] * 2, "the second without the first's tokens"
+        client.submit(rows[:1])
+        assert client.submit(rows[1:]) == [RowOutcome.ACCEPTED]
+        assert client.submit(rows[1:]) == [RowOutcome.DUPLICATE], "sent whole: it was the last"
+        assert client.submit(rows) == [RowOutcome.DUPLICATE] * 2, "the second without the first's tokens"
     assert tokens_sent(sent) == [140, 60, 200, 140 + 60]
 
 
@@ -192,7 +192,7 @@ def test_a_prefix_that_the_step_before_has_not_is_refused_by_name(
     rows = conversation(2)
     with RolloutClient(service.grpc_address, run_name) as client:
         client.create_run(CONFIG)
-        client.submit_rows(rows[:1])
+        client.submit(rows[:1])
         request = rollout_pb2.SubmitRowsRequest(run=run_name, rows=encode_message(from_rows(rows[1:])))
         request.rows.tokens = request.rows.tokens[4 * length :]
         request.rows.prefix_lengths.append(length)
@@ -203,7 +203,7 @@ def test_a_prefix_that_the_step_before_has_not_is_refused_by_name(
         assert type(failure.error).__name__ == "PrefixUnknownError"
         assert not failure.may_retry
         assert f"uid 'a' sample 0 step 1: the step before it {message}" in str(failure.error)
-        assert client.submit_rows(rows[1:]) == [RowOutcome.ACCEPTED], "nothing of it was kept"
+        assert client.submit(rows[1:]) == [RowOutcome.ACCEPTED], "nothing of it was kept"
 
 
 def test_what_a_few_bytes_ask_for_is_no_more_than_a_request_may_be(start_service: StartService, run_name: str) -> None:
@@ -213,7 +213,7 @@ def test_what_a_few_bytes_ask_for_is_no_more_than_a_request_may_be(start_service
     prefix = np.ones(100_000, np.int32).tobytes()
     with RolloutClient(address, run_name) as client:
         client.create_run(CONFIG)
-        client.submit_rows([long])
+        client.submit([long])
         table = from_rows([long | {"step": step, "is_last_step": step == 3} for step in (1, 2, 3)])
         message = encode_message(table)
         message.tokens = b"".join(array[100_000:].tobytes() for array in table.tokens.arrays())
@@ -258,7 +258,7 @@ def test_the_service_makes_the_rows_that_were_given(
         rest = list(batch)
         while rest:
             count = data.draw(st.integers(1, 4))
-            client.submit_rows(rest[:count])
+            client.submit(rest[:count])
             rest = rest[count:]
         samples = {(row["uid"], row["sample"]) for row in batch}
         for uid in {row["uid"] for row in batch}:

@@ -11,10 +11,10 @@ import pytest
 import torch
 from hypothesis import given
 
-from gristmill._client.rollout.skyrl_output import columns_of_output
 from gristmill._wire.codecs.row_codec import encode
 from gristmill._wire.rows import from_rows
 from gristmill._wire.steps import Steps
+from gristmill.converters import from_skyrl
 from gristmill.errors import InvalidArgumentError
 from tests.strategies import Row, rollouts
 
@@ -40,7 +40,7 @@ OUTPUT: dict[str, Any] = {
 
 
 def from_generator_output(output: dict[str, Any], **options: Any) -> Steps:
-    return columns_of_output(output, **options).table(0, len(output["response_ids"]))
+    return from_rows(from_skyrl(output, **options))
 
 
 def output(**changes: Any) -> dict[str, Any]:
@@ -117,7 +117,7 @@ def test_no_reward_is_0_before_the_last_step_and_pending_on_it() -> None:
         ({"trajectory_ids": ["a", "b", "c"]}, "row 0 belongs to 'a'; expected a uid"),
         ({"trajectory_ids": [("a", 0), ("a", True), ("a", 1)]}, r"row 1 belongs to \('a', True\)"),
         ({"rollout_expert_indices": [[1], [2], [3]]}, "rollout_expert_indices .*declare it as a column of the run"),
-        ({"surprise": [1, 2, 3]}, "unknown key surprise; declare it as a column of the run, or drop it"),
+        ({"surprise": [1, 2, 3]}, "unknown key surprise; declare it as a column of the run"),
         ({"response_ids": [[3], [], [7]]}, "uid 'a' sample 0 step 1: "),
         ({"rewards": [0.0, float("nan"), 1.0]}, "uid 'a' sample 0 step 1: reward is nan"),
         ({"loss_masks": [[1], [0, 1], [1, 1]]}, "uid 'a' sample 1 step 0: loss_mask has 2 values"),

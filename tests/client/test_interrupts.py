@@ -113,7 +113,7 @@ def test_rows_that_an_interrupt_met_on_their_way_arrive_with_the_next_flush(serv
         deadline = time.monotonic() + 30
         while interrupted < 40 and time.monotonic() < deadline:
             try:
-                client.submit_rows(rows_of(f"p{given}"))
+                client.submit(rows_of(f"p{given}"))
                 given += 1
             except KeyboardInterrupt:
                 interrupted += 1
@@ -127,7 +127,7 @@ def test_rows_that_an_interrupt_met_on_their_way_arrive_with_the_next_flush(serv
         assert interrupted > 5
         client.flush()
         for uid in range(given + 1):
-            client.submit_rows(rows_of(f"p{uid}"))
+            client.submit(rows_of(f"p{uid}"))
         assert client.status().rows_accepted == 2 * (given + 1)
 
 
@@ -152,11 +152,11 @@ def test_two_interrupts_while_large_messages_are_under_way_leave_nothing_hanging
         thread = threading.Thread(target=interrupt)
         thread.start()
         with pytest.raises(KeyboardInterrupt):
-            client.submit_rows(rows)
+            client.submit(rows)
         # On a busy machine the second one may come late.
         while thread.is_alive():
             with suppress(KeyboardInterrupt):
                 thread.join()
         client.flush()
-        client.submit_rows(rows)
+        client.submit(rows)
         assert client.status().rows_accepted == 8

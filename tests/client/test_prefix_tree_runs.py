@@ -87,7 +87,7 @@ def test_ranks_get_the_shards_that_the_pipeline_makes_also_when_they_come_back_a
 ) -> None:
     with RolloutClient(serving.grpc_address, "trees") as client:
         client.create_run(CONFIG)
-        client.submit_rows(ROWS)
+        client.submit(ROWS)
     two = expected(2)
     for (mini_batch, rank), data in two.items():
         path = f"/v1/runs/trees/batches/0/policy/{mini_batch}/{rank}"

@@ -22,7 +22,7 @@ def test_who_asks_for_groups_that_are_finished_is_told_why_there_are_none(
         client.create_run(CONFIG)
         assert client.begin_groups(["given-up", "a", "b"]) == ["given-up", "a", "b"]
         client.abort_group("given-up")
-        client.submit_rows([{**ROW, "uid": "a"}, {**ROW, "uid": "b"}])
+        client.submit([{**ROW, "uid": "a"}, {**ROW, "uid": "b"}])
         assert told() == []
         assert client.begin_groups(["a", "b", "given-up"]) == []
         (advice,) = told()
@@ -31,5 +31,5 @@ def test_who_asks_for_groups_that_are_finished_is_told_why_there_are_none(
         assert "round=1" in advice
         # It is no mere advice: another round has room for them, and what is sent of this one is not taken twice.
         assert client.begin_groups(["a"], round=1) == ["a"]
-        assert client.submit_rows([{**ROW, "uid": "a"}]) == [RowOutcome.DUPLICATE]
+        assert client.submit([{**ROW, "uid": "a"}]) == [RowOutcome.DUPLICATE]
         assert len(told()) == 1

@@ -32,6 +32,7 @@ from gristmill import (
     UnavailableError,
 )
 from gristmill._client.connection.channels import Begun
+from gristmill.converters import from_skyrl
 from tests.client.faces import FACES, Connect, connecting
 from tests.client.faulty import Fault, FaultyService, refuse, serving, unavailable
 from tests.strategies import Row
@@ -111,7 +112,7 @@ def test_an_answer_that_does_not_fit_the_rows_is_told(
 ) -> None:
     monkeypatch.setattr(faulty, "_keep", lambda rows: [])
     with pytest.raises(GristmillError, match="the service answered 0 outcomes for 1 rows"):
-        client.submit_rows([row("a")])
+        client.submit([row("a")])
 
 
 def test_what_the_caller_changes_after_a_step_changes_nothing_sent(
@@ -175,7 +176,7 @@ def test_large_messages_of_a_generator_output_are_under_way_together(
     }
     faulty.gate.clear()
     with ThreadPoolExecutor(1) as threads:
-        submitted = threads.submit(client.submit, output)
+        submitted = threads.submit(client.submit, from_skyrl(output))
         deadline = time.monotonic() + 25
         while faulty.under_way < 3 and time.monotonic() < deadline:
             time.sleep(0.005)
@@ -207,13 +208,9 @@ def test_each_table_is_sent_when_it_is_made_while_earlier_ones_are_answered(
 
         monkeypatch.setattr(client._transport, "begin_submit_rows", answered)
         monkeypatch.setattr(sender, "_add", added)
+        prompt = np.zeros(1 << 19, np.int32)
         client.submit(
-            {
-                "uids": [f"u{index}" for index in range(6)],
-                "prompt_token_ids": [np.zeros(1 << 19, np.int32)] * 6,
-                "response_ids": [[1, 2]] * 6,
-                "rewards": [1.0] * 6,
-            }
+            row(f"u{index}", prompt_token_ids=prompt, response_ids=[1, 2], loss_mask=[1, 1]) for index in range(6)
         )
 
     assert happened == ["made", "sent"] * 6
@@ -232,7 +229,7 @@ def test_a_service_that_is_away_for_a_while_loses_nothing(faulty: FaultyService,
 
 def test_a_lost_reply_is_asked_for_again_and_the_row_is_kept_once(faulty: FaultyService, client: RolloutClient) -> None:
     faulty.after.append(unavailable)
-    assert client.submit_rows([row("a"), row("b")]) == [RowOutcome.DUPLICATE] * 2
+    assert client.submit([row("a"), row("b")]) == [RowOutcome.DUPLICATE] * 2
     assert faulty.arrivals == [("a", 0, 0), ("b", 0, 0)]
 
 
@@ -265,14 +262,14 @@ def test_retries_after_lost_replies_keep_each_row_exactly_once(
 
 def test_the_service_says_when_to_retry(faulty: FaultyService, client: RolloutClient) -> None:
     faulty.before.append(refuse(ResourceExhaustedError("full"), "150"))
-    client.submit_rows([row("a")])
+    client.submit([row("a")])
     assert len(faulty.calls) == 2
 
 
 def test_a_negative_pushback_means_not_to_retry(faulty: FaultyService, client: RolloutClient) -> None:
     faulty.before.append(refuse(UnavailableError("for good"), "-1"))
     with pytest.raises(UnavailableError, match="for good"):
-        client.submit_rows([row("a")])
+        client.submit([row("a")])
     assert len(faulty.calls) == 1
 
 
@@ -281,7 +278,7 @@ def test_a_group_without_room_holds_up_nobody_else(faulty: FaultyService, client
     trajectory, _ = step(client, "full")
     assert faulty.entered.wait(60)
     for index in range(20):
-        assert client.submit_rows([row(f"u{index}")]) == [RowOutcome.ACCEPTED]
+        assert client.submit([row(f"u{index}")]) == [RowOutcome.ACCEPTED]
     assert trajectory.is_kept
     faulty.full_uids.clear()
     client.flush()
@@ -330,10 +327,10 @@ def test_the_next_step_raises_what_happened_to_the_one_before(faulty: FaultyServ
 
 def test_messages_smaller_than_the_service_takes_are_found(faulty: FaultyService, connect: Connect) -> None:
     with serving(faulty, max_message_bytes=20_000) as address, connect(address, "run") as client:
-        outcomes = client.submit_rows([row(f"u{index}", prompt_token_ids=[1] * 1000) for index in range(20)])
+        outcomes = client.submit([row(f"u{index}", prompt_token_ids=[1] * 1000) for index in range(20)])
         assert outcomes == [RowOutcome.ACCEPTED] * 20
         with pytest.raises(InvalidArgumentError, match=r"rows were not taken|larger than max"):
-            client.submit_rows([row("big", prompt_token_ids=[1] * 10_000)])
+            client.submit([row("big", prompt_token_ids=[1] * 10_000)])
 
 
 def test_nobody_there_is_told_with_the_address(connect: Connect) -> None:

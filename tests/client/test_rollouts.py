@@ -19,6 +19,7 @@ from gristmill import (
     TrainerClient,
 )
 from gristmill._client.rollout import requests
+from gristmill.converters import from_skyrl
 from gristmill.v1 import rollout_pb2
 from tests.client.faces import FACES, connecting
 from tests.client.whole_way import CONFIG, ROW, prompts, roll_out
@@ -70,8 +71,9 @@ def test_a_whole_generator_output_is_taken_once(client: RolloutClient, trainer: 
         "trajectory_ids": [("p0", 0), ("p0", 0), ("p0", 1), ("p1", 0), ("p1", 1), ("p1", 1), ("p2", 0), ("p2", 1)],
         "is_last_step": [False, True, True, True, False, True, True, True],
     }
-    assert client.submit(output, policy_version=3) == [RowOutcome.ACCEPTED] * 8
-    assert set(client.submit(output, policy_version=3)) <= {RowOutcome.DUPLICATE, RowOutcome.SEALED}
+    rows = from_skyrl(output, policy_version=3)
+    assert client.submit(rows) == [RowOutcome.ACCEPTED] * 8
+    assert set(client.submit(rows)) <= {RowOutcome.DUPLICATE, RowOutcome.SEALED}
     assert client.status().rows_accepted == 8
     assert next(iter(trainer)).plan["rows_received"] == 6
 
@@ -178,9 +180,9 @@ def test_a_batch_has_its_share_of_each_task(service: Service, run_name: str, fac
             client.begin_groups(["a"], tag=7)
         assert client.begin_groups(["a", "b", "c"], tag={"a": "code", "b": "code"}) == ["a", "b", "c"]
         for uid in "ab":
-            client.submit_rows({**ROW, "uid": uid, "sample": sample} for sample in range(2))
+            client.submit({**ROW, "uid": uid, "sample": sample} for sample in range(2))
         assert client.status().batches_sealed == 0
-        client.submit_rows({**ROW, "uid": "c", "sample": sample, "tag": "math"} for sample in range(2))
+        client.submit({**ROW, "uid": "c", "sample": sample, "tag": "math"} for sample in range(2))
     with TrainerClient(service.grpc_address, run_name, 0, timeout_s=20) as trainer:
         assert next(iter(trainer)).plan["tags"] == ["code", "math"]
 
@@ -229,7 +231,7 @@ def test_rows_of_a_group_without_room_wait_until_there_is(
         RolloutClient(service.grpc_address, client.run, timeout_s=2.5) as hasty,
         pytest.raises(ResourceExhaustedError, match=r"uid 'p4' .*no room for .*gave up after 2\.5 s"),
     ):
-        hasty.submit_rows([{"uid": "p4", "sample": 0, "prompt_token_ids": [1], "response_ids": [1], "loss_mask": [1]}])
+        hasty.submit([{"uid": "p4", "sample": 0, "prompt_token_ids": [1], "response_ids": [1], "loss_mask": [1]}])
 
 
 @pytest.mark.parametrize("uids", ["p0", ["p0", ""]])

@@ -77,7 +77,7 @@ def roll_out(address: str, run: str, *uids: str, **settings: Any) -> None:
         client.create_run(CONFIG | settings)
         for uid in uids or ("a", "b"):
             rows = [{**row, "rollout_logprobs": [-0.5] * len(row["response_ids"])} for row in group(uid)]
-            client.submit_rows(rows)
+            client.submit(rows)
 
 
 def of_tokens(micro: MicroBatch) -> torch.Tensor:

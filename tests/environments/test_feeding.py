@@ -143,9 +143,7 @@ def test_the_open_group_of_a_worker_that_was_killed_is_rolled_out_anew(service: 
             for attempt in range(2):
                 key = {"uid": "game/a", "sample": 0, "attempt": attempt}
                 rows = rollout(token=7).steps
-                await client.submit_rows(
-                    {**key, "step": n, "is_last_step": n == 1, **row} for n, row in enumerate(rows)
-                )
+                await client.submit({**key, "step": n, "is_last_step": n == 1, **row} for n, row in enumerate(rows))
 
     asyncio.run(killed())
     progress = asyncio.run(fed(service, run_name, Played(well), prompts("a", "b")))

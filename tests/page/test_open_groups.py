@@ -106,7 +106,7 @@ def test_rows_that_a_journal_holds_are_read_from_it(start_service: StartService,
     with RolloutClient(first.grpc_address, "r") as worker:
         worker.create_run(config)
         worker.begin_groups(["p"])
-        worker.submit_rows([{name: value for name, value in row.items() if name != "step"}])
+        worker.submit([{name: value for name, value in row.items() if name != "step"}])
         worker.flush()
     first.stop()
     again = start_service("--journal-dir", str(tmp_path / "journal"))

@@ -117,7 +117,7 @@ def test_a_clients_error_names_the_request(telling: ServiceProcess) -> None:
     with RolloutClient(telling.grpc_address, "run") as client:
         client.create_run(CONFIG)
         with pytest.raises(InvalidArgumentError, match=r"\(request [0-9a-f]{8}-[0-9a-f]+\)$") as refused:
-            client.submit_rows([row("a", 99)])
+            client.submit([row("a", 99)])
     [found] = re.findall(r"\(request (.*)\)$", str(refused.value))
     told = [line["event"] for line in lines(telling) if line.get("request_id") == found]
     assert told == ["call refused"]
@@ -128,7 +128,7 @@ def test_an_async_clients_error_too(telling: ServiceProcess) -> None:
         async with AsyncRolloutClient(telling.grpc_address, "run") as client:
             await client.create_run(CONFIG)
             with pytest.raises(InvalidArgumentError, match=r"\(request [0-9a-f]{8}-[0-9a-f]+\)$"):
-                await client.submit_rows([row("a", 99)])
+                await client.submit([row("a", 99)])
 
     asyncio.run(submit_wrongly())
 
@@ -138,7 +138,7 @@ def test_every_message_of_a_client_has_an_id_of_its_own(telling: ServiceProcess)
         client.create_run(CONFIG)
         for uid in ("a", "b"):
             for one in group(uid):
-                client.submit_rows([one])
+                client.submit([one])
         with TrainerClient(telling.grpc_address, "run", 0, dp_size=2, prefetch=0) as trainer:
             next(iter(trainer))
     ids = [line["request_id"] for line in lines(telling) if line["event"] == "rows submitted"]

@@ -143,7 +143,7 @@ def test_training_goes_on_and_ends_in_time_while_the_collector_is_away(
     with RolloutClient(service.grpc_address, "run") as client:
         client.create_run({**CONFIG, "dp_size": 1})
         for uid in ("a", "b"):
-            client.submit_rows(group(uid))
+            client.submit(group(uid))
         with TrainerClient(service.grpc_address, "run", 0) as trainer:
             for shard in next(iter(trainer)).mini_batches():
                 shard.ack()

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from gristmill._client.rollout.skyrl_output import columns_of_output
 from gristmill._wire.foreign_names import renamings
 from gristmill._wire.rows import from_rows
 from gristmill._wire.tables import ARRAYS, SCALARS
+from gristmill.converters import from_skyrl
 from gristmill.errors import InvalidArgumentError
 
 ROW: dict[str, Any] = {
@@ -76,6 +76,6 @@ def test_many_foreign_names_make_no_long_message() -> None:
 def test_a_generator_output_has_names_of_its_own() -> None:
     for theirs, ours in (("response_mask", "loss_masks"), ("loss_mask", "loss_masks"), ("scores", "rewards")):
         with pytest.raises(InvalidArgumentError, match=f"unknown key {theirs}; give {theirs} as {ours}"):
-            columns_of_output(OUTPUT | {theirs: [[1]]})
+            from_skyrl(OUTPUT | {theirs: [[1]]})
     with pytest.raises(InvalidArgumentError, match=r"response_ids is missing.*; give responses as response_ids"):
-        columns_of_output({"prompt_token_ids": [[1]], "responses": [[2]]})
+        from_skyrl({"prompt_token_ids": [[1]], "responses": [[2]]})

@@ -1,4 +1,4 @@
-"""Rollouts of other frameworks as rows for `RolloutClient.submit_rows`. No framework is imported.
+"""Rollouts of other frameworks as rows for `RolloutClient.submit`. No framework is imported.
 
 `from_skyrl`, `from_verl`, `from_slime`, `from_trl` and `from_trl_async`, `from_prime_rl`: each takes the framework's
 own objects and returns rows: mappings with the field names of a rollouts file, whose values are NumPy arrays, numbers
@@ -17,7 +17,7 @@ says which), or is refused until it is named in `columns` or `ignore`. Whatever 
 (InvalidArgumentError), naming key, row and remedy. Hand over whole groups at once: where the framework does not number
 a prompt's samples, they are numbered as they come. Inputs are never modified.
 
-    client.submit_rows(from_verl(rollouts))
+    client.submit(from_verl(rollouts))
 """
 
 from __future__ import annotations

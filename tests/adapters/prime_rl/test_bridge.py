@@ -23,7 +23,7 @@ def roll_out(rollouts: RolloutClient, count: int, **changes: Any) -> None:
     """Creates the run and gives it so many groups, each of which is a step."""
     rollouts.create_run(CONFIG | {"max_buffered_batches": 8} | changes)
     for number in range(1, count + 1):
-        rollouts.submit_rows(group(number))
+        rollouts.submit(group(number))
     rollouts.finish()
 
 
@@ -66,7 +66,7 @@ def test_a_step_is_committed_when_a_checkpoint_has_it_also_while_rollouts_are_wa
 ) -> None:
     rollouts.create_run(CONFIG)
     for number in (1, 2):
-        rollouts.submit_rows(group(number))
+        rollouts.submit(group(number))
     bridge()
     trainer.train()
     trainer.train()

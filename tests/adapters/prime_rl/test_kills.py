@@ -31,7 +31,7 @@ def produced(rollouts: RolloutClient) -> Iterator[None]:
     def produce() -> None:
         for number in range(1, STEPS + 1):
             rollouts.begin_groups([f"p{number:03d}"])
-            rollouts.submit_rows(group(number))
+            rollouts.submit(group(number))
         rollouts.finish()
 
     producer = threading.Thread(target=produce)

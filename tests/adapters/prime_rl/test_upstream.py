@@ -64,7 +64,7 @@ def test_prime_rl_s_loader_gives_every_rank_the_tensors_of_its_shard(
     tmp_path: Path,
 ) -> None:
     rollouts.create_run(CONFIG | {"columns": COLUMNS})
-    rollouts.submit_rows(rows(with_columns=True))
+    rollouts.submit(rows(with_columns=True))
     transport, settings = wire
     bridge(transport=transport, encoding=ENCODING)
     loaders = []

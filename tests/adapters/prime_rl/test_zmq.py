@@ -88,7 +88,7 @@ def stable(output_dir: Path, step: int) -> None:
 def roll_out(rollouts: RolloutClient, count: int) -> None:
     rollouts.create_run(CONFIG | {"max_buffered_batches": 8})
     for number in range(1, count + 1):
-        rollouts.submit_rows(group(number))
+        rollouts.submit(group(number))
     rollouts.finish()
 
 

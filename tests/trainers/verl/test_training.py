@@ -179,7 +179,7 @@ def submit(client: RolloutClient, number: int, *, most_turns: int = 3, trains_la
         row["uid"] = f"{number}-{row['uid']}"
         row["loss_mask"][-1] |= trains_last
     client.begin_groups(list(dict.fromkeys(row["uid"] for row in rows)))
-    client.submit_rows(rows)
+    client.submit(rows)
 
 
 def test_a_trainer_that_is_killed_ends_with_the_weights_of_one_that_was_not(

@@ -1,4 +1,7 @@
-"""SkyRL's `GeneratorOutput` as rows. `RolloutClient.submit` takes the same output without making rows of it."""
+"""SkyRL's `GeneratorOutput`, a mapping of lists, as rows.
+
+No framework is imported: tensors are read through NumPy's array protocol.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,52 @@ from typing import Any
 
 import numpy as np
 
-from gristmill._client.rollout.skyrl_output import fields_of_output
-from gristmill._converters.keys import Choice, Row
+from gristmill._client.rollout.step_writer import plain
+from gristmill._converters.keys import Choice, Keys, Row
 from gristmill._converters.refusals import refusing
 from gristmill._converters.rows import tagged
+from gristmill._converters.values import routes
+from gristmill._wire.foreign_names import renamings
 from gristmill._wire.lists import size_of
+from gristmill._wire.values import is_vector
+from gristmill.errors import InvalidArgumentError
 
 _WHAT = "generator output"
+# Columns of the output and the fields of a row that they are.
+_COLUMNS = {
+    "prompt_token_ids": "prompt_token_ids",
+    "response_ids": "response_ids",
+    "loss_masks": "loss_mask",
+    "rollout_logprobs": "rollout_logprobs",
+    "stop_reasons": "stop_reason",
+}
+_IDENTITY = ("trajectory_ids", "uids", "samples", "is_last_step", "rewards")
+# Each key of SkyRL's `GeneratorOutput` (skyrl/train/generators/base.py) that is no field: what becomes of it.
+_KEYS = Keys(
+    _WHAT,
+    frozenset((*_COLUMNS, *_IDENTITY)),
+    ignored={
+        "rollout_metrics": "numbers of the whole output, which SkyRL logs itself",
+        "env_metrics": "what environments tell of a row, for dumps of evaluations; summed up in rollout_metrics",
+        "trajectory_generation_times": "seconds a trajectory; summed up in rollout_metrics",
+        "trajectory_time_splits": "those seconds by engine and environment; summed up in rollout_metrics",
+    },
+    needed={
+        "rollout_expert_indices": "the routed experts of every token",
+        "pixel_values": "the images of every row",
+        "image_grid_thw": "the sizes of every row's images",
+    },
+)
+# Fields of a row, and what the output calls their columns.
+_PLURALS = {
+    "loss_mask": "loss_masks",
+    "reward": "rewards",
+    "stop_reason": "stop_reasons",
+    "uid": "uids",
+    "sample": "samples",
+}
+# These need no conversion by NumPy's array protocol.
+_PLAIN = frozenset([list, np.ndarray, str])
 
 
 @refusing(_WHAT)
@@ -28,18 +70,29 @@ def from_skyrl(
     columns: Iterable[str] = (),
     ignore: Iterable[str] = (),
 ) -> list[Row]:
-    """Rows of what a SkyRL generator's `generate` returns; the output's keys are those of `RolloutClient.submit`.
+    """Converts what a SkyRL generator's `generate` returns into rows.
 
+    output: a mapping of lists with one entry for each row, as lists, arrays or CPU tensors: `prompt_token_ids`,
+        `response_ids`; `trajectory_ids` (objects with `instance_id` and `repetition_id`, or pairs of uid and sample) or
+        `uids` and, unless the rows of a trajectory are next to each other, `samples`; optionally `rewards` (a number a
+        row, or a list with one per response token), `loss_masks`, `rollout_logprobs`, `stop_reasons`, `is_last_step`
+        (all true). Rows of one trajectory are in step order; rows of others may be between them.
     trajectory_ids: those of the generator's input, for outputs that have none (all that are not step-wise).
-    tags: one a row, such as the input's `env_classes`.
-    columns: such as `rollout_expert_indices` (scope `token`), `pixel_values` and `image_grid_thw` (`items`). A row that
-        has no image leaves these out.
+    tags: one for each row, such as the input's `env_classes`.
+    columns: such as `rollout_expert_indices` (scope `token`), `pixel_values` and `image_grid_thw` (`items`). A row
+        without an image has no such column.
+
+    A row without a reward gets 0 before the last step of its trajectory; on the last step its reward is pending.
 
         output = await generator.generate(input_batch)
-        client.submit_rows(from_skyrl(output, trajectory_ids=input_batch["trajectory_ids"]))
+        client.submit(from_skyrl(output, trajectory_ids=input_batch["trajectory_ids"]))
     """
-    fields = fields_of_output(
-        output,
+    if not isinstance(output, Mapping):
+        raise InvalidArgumentError(
+            f"{_WHAT} is a {type(output).__name__}; give a mapping of lists with one entry for each row"
+        )
+    fields = _fields_of(
+        {name: values for name, values in output.items() if values is not None},
         trajectory_ids=trajectory_ids,
         round=round,
         attempt=attempt,
@@ -59,3 +112,151 @@ def _all_ones(lengths: Sequence[int]) -> list[Any]:
     """Views of one array, as nobody changes it."""
     ones = np.ones(max(lengths, default=0), np.uint8)
     return [ones[:length] for length in lengths]
+
+
+def _fields_of(
+    output: Mapping[str, Any], *, trajectory_ids: Any, round: int, attempt: int, policy_version: int, choice: Choice
+) -> dict[str, list[Any]]:
+    """The fields of a row and the chosen columns, each with one value for each row; loss masks where the output has
+    them."""
+    _check_names(output, trajectory_ids)
+    unknown = output.keys() - _KEYS.fields - _KEYS.ignored.keys() - {*choice.columns, *choice.ignore}
+    if hints := renamings(unknown, output, _KEYS.fields, _PLURALS):
+        raise InvalidArgumentError(f"{_WHAT}: unknown key {min(unknown)}{hints}")
+    _KEYS.check(output, choice)
+    given = _given(output, trajectory_ids, choice)
+    count = _length(given, "response_ids")
+    for name in given:
+        if (length := _length(given, name)) != count:
+            raise InvalidArgumentError(
+                f"generator output: {name} has {length} entries and response_ids has {count}; they need one each"
+            )
+    lasts = [*map(bool, given["is_last_step"])] if "is_last_step" in given else [True] * count
+    keys = _keys(given, lasts)
+    columns: dict[str, list[Any]] = {
+        "uid": [uid for uid, _ in keys],
+        "sample": [sample for _, sample in keys],
+        "step": _steps(keys),
+        "is_last_step": lasts,
+        "reward": _rewards(given.get("rewards"), lasts, given["response_ids"]),
+        "round": [round] * count,
+        "attempt": [attempt] * count,
+        "policy_version": [policy_version] * count,
+    }
+    for name, field in _COLUMNS.items():
+        if name in given:
+            columns[field] = [*given[name]]
+            if not _PLAIN.issuperset(map(type, columns[field])):
+                columns[field] = [plain(value, field, _where(columns, row)) for row, value in enumerate(given[name])]
+    return columns | {name: _chosen(name, given[name], columns) for name in choice.columns}
+
+
+def _given(output: Mapping[str, Any], trajectory_ids: Any, choice: Choice) -> dict[str, Any]:
+    """What rows are made of. The ids of the input stand in for an output's own."""
+    names = _KEYS.fields | set(choice.columns)
+    given = {name: values for name, values in output.items() if name in names}
+    if trajectory_ids is not None and not {"trajectory_ids", "uids"} & given.keys():
+        given["trajectory_ids"] = trajectory_ids
+    return given
+
+
+def _chosen(name: str, values: Sequence[Any], columns: Mapping[str, list[Any]]) -> list[Any]:
+    if name != "rollout_expert_indices":
+        return [plain(value, name, _where(columns, row)) for row, value in enumerate(values)]
+    lengths = [
+        sum(map(size_of, pair)) for pair in zip(columns["prompt_token_ids"], columns["response_ids"], strict=True)
+    ]
+    return [
+        routes(value, name, length, _where(columns, row))
+        for row, (value, length) in enumerate(zip(values, lengths, strict=True))
+    ]
+
+
+def _length(given: Mapping[str, Any], name: str) -> int:
+    try:
+        return len(given[name])
+    except TypeError:
+        raise InvalidArgumentError(
+            f"generator output: {name} is {given[name]!r}; give one entry for each row"
+        ) from None
+
+
+def _where(columns: Mapping[str, list[Any]], row: int) -> str:
+    uid, sample, step = (columns[name][row] for name in ("uid", "sample", "step"))
+    return f"uid {uid!r} sample {sample} step {step}"
+
+
+def _steps(keys: Sequence[tuple[str, int]]) -> list[int]:
+    """Rows of one trajectory are numbered in their order."""
+    if len({*keys}) == len(keys):
+        return [0] * len(keys)
+    following: dict[tuple[str, int], int] = {}
+    steps = []
+    for key in keys:
+        step = following.get(key, 0)
+        following[key] = step + 1
+        steps.append(step)
+    return steps
+
+
+def _check_names(output: Mapping[str, Any], trajectory_ids: Any) -> None:
+    given = set(output)
+    for name in ("prompt_token_ids", "response_ids"):
+        if name not in given:
+            hints = renamings(given - _KEYS.fields, given, (name,))
+            raise InvalidArgumentError(f"generator output: {name} is missing; every row needs it{hints}")
+    if trajectory_ids is None and not {"trajectory_ids", "uids"} & given:
+        raise InvalidArgumentError(
+            "generator output: nothing says which trajectories the rows belong to; give trajectory_ids, those of the "
+            "generator's input, or uids, and samples with them"
+        )
+
+
+def _keys(given: Mapping[str, Any], lasts: Sequence[bool]) -> list[tuple[str, int]]:
+    if "trajectory_ids" in given:
+        return [_key(entry, index) for index, entry in enumerate(given["trajectory_ids"])]
+    samples = given["samples"] if "samples" in given else _samples(given["uids"], lasts)
+    pairs = list(zip(given["uids"], samples, strict=True))
+    if {*map(type, given["uids"])} <= {str} and {*map(type, samples)} <= {int}:
+        return pairs
+    return [_key(pair, index) for index, pair in enumerate(pairs)]
+
+
+def _samples(uids: Sequence[Any], lasts: Sequence[bool]) -> list[int]:
+    """Trajectories, each up to its last step, are numbered among those of their prompt as they come."""
+    ended: dict[Any, int] = {}
+    samples = []
+    for row, (uid, last) in enumerate(zip(uids, lasts, strict=True)):
+        if row and not lasts[row - 1] and uids[row - 1] != uid:
+            raise InvalidArgumentError(
+                f"generator output: row {row} is of uid {uid!r} while the trajectory of uid {uids[row - 1]!r} has not "
+                "had its last step; give samples, or trajectory_ids"
+            )
+        samples.append(ended.get(uid, 0))
+        ended[uid] = samples[-1] + last
+    return samples
+
+
+def _key(entry: Any, index: int) -> tuple[str, int]:
+    if hasattr(entry, "instance_id") and hasattr(entry, "repetition_id"):
+        entry = (entry.instance_id, entry.repetition_id)
+    is_pair = isinstance(entry, Sequence) and not isinstance(entry, str) and len(entry) == 2
+    if not is_pair or not isinstance(entry[0], str) or isinstance(entry[1], bool) or not hasattr(entry[1], "__index__"):
+        raise InvalidArgumentError(
+            f"generator output: row {index} belongs to {entry!r}; expected a uid (a string) and a sample (an integer)"
+        )
+    return entry[0], int(entry[1])
+
+
+def _rewards(rewards: Any, lasts: list[bool], responses: Sequence[Any]) -> list[Any]:
+    """One a row; where the others' are per token, a missing one before the last step is so too."""
+    if rewards is None:
+        rewards = [None] * len(lasts)
+    elif {*map(type, rewards)} == {float}:
+        return [*rewards]
+    found = [plain(reward, "reward", f"generator output: row {row}") for row, reward in enumerate(rewards)]
+    per_token = any(map(is_vector, found))
+    return [
+        reward if reward is not None or last else (np.zeros(len(response)) if per_token else 0.0)
+        for reward, last, response in zip(found, lasts, responses, strict=True)
+    ]

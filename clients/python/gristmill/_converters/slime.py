@@ -76,7 +76,7 @@ def from_slime(
     columns: such as `teacher_log_probs`; of `multimodal_train_inputs` the names within it.
 
         output = generate_rollout(args, rollout_id, data_source)
-        client.submit_rows(from_slime(output.samples))
+        client.submit(from_slime(output.samples))
     """
     choice = Choice.of(columns, ignore)
     flat = list(_flat(samples))

@@ -82,7 +82,7 @@ def from_verl(
         the names within it.
 
         rollouts = agent_loop_manager.generate_sequences(prompts)
-        client.submit_rows(from_verl(rollouts, columns=["routed_experts"]))
+        client.submit(from_verl(rollouts, columns=["routed_experts"]))
     """
     choice = Choice.of(columns, ignore)
     found = _Batch.of(batch, choice)

@@ -212,7 +212,7 @@ class Feeder(Generic[T]):
             key = {"uid": uid, "sample": sample, "round": round, "attempt": attempt, "policy_version": version}
             rows = [{**key, "step": step, "is_last_step": step == last, **row} for step, row in enumerate(steps)]
             try:
-                outcomes = await self.client.submit_rows(rows)
+                outcomes = await self.client.submit(rows)
             except AlreadyExistsError:
                 continue
             if RowOutcome.SUPERSEDED not in outcomes:

@@ -62,6 +62,16 @@ def tables(rows: RowTables, limits: Limits) -> Iterator[Steps]:
     return rows.tables(limits.message_rows, limits.message_bytes * 7 // 8)
 
 
+def listed(rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The rows as a list. Raises InvalidArgumentError for a single mapping, such as a whole generator output."""
+    if isinstance(rows, Mapping):
+        raise InvalidArgumentError(
+            f"rows is one {type(rows).__name__}; give a list of rows. A generator output of SkyRL is converted by "
+            "gristmill.converters.from_skyrl(output)"
+        )
+    return list(rows)
+
+
 def check_run(run: str) -> str:
     if not isinstance(run, str) or not run:
         raise InvalidArgumentError(f"run is {run!r}; name the run with a string that is not empty")

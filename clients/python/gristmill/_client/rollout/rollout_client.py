@@ -178,47 +178,18 @@ class RolloutClient:
         """
         return Trajectory(self._core.trajectory(uid, sample, round, attempt, policy_version))
 
-    def submit(
-        self,
-        generator_output: Mapping[str, Any],
-        *,
-        trajectory_ids: Sequence[Any] | None = None,
-        round: int = 0,
-        attempt: int = 0,
-        policy_version: int = UNKNOWN,
-    ) -> list[RowOutcome]:
-        """Submits a whole generator output as SkyRL makes it, and waits; returns what became of each row.
-
-        generator_output: a dict of lists, one entry a row, as lists, arrays or CPU tensors: `prompt_token_ids`,
-            `response_ids`; `trajectory_ids` (objects with `instance_id` and `repetition_id`, or pairs of uid and
-            sample) or `uids` and, unless trajectories stand one after another, `samples`; optionally `rewards` (a
-            number a row, or a list with one per response token), `loss_masks`, `rollout_logprobs`, `stop_reasons`,
-            `is_last_step` (all true). Rows of one trajectory stand in step order; between them may stand others.
-            `rollout_metrics`, `env_metrics`, `trajectory_generation_times` and `trajectory_time_splits` are ignored.
-            All others, such as `rollout_expert_indices`, `pixel_values` and `image_grid_thw`, are columns that the run
-            declares, or are refused.
-        trajectory_ids: those of the generator's input, for outputs that have none (all that are not step-wise).
-
-        A row without a reward has 0 before the last step, and one that is pending on it. Safe to repeat: rows that were
-        taken before are DUPLICATE. Raises InvalidArgumentError for a row that is wrong, when rows before it may have
-        been taken, and the error of the first row that the service did not take, naming the trajectories.
-        """
-        return block_on(
-            self._core.submit(
-                generator_output,
-                trajectory_ids=trajectory_ids,
-                round=round,
-                attempt=attempt,
-                policy_version=policy_version,
-            )
-        )
-
-    def submit_rows(self, rows: Iterable[Mapping[str, Any]]) -> list[RowOutcome]:
+    def submit(self, rows: Iterable[Mapping[str, Any]]) -> list[RowOutcome]:
         """Submits rows with the field names of a rollouts file, and waits; returns what became of each.
 
-        A row without `reward` waits for `set_reward`. Otherwise as `submit`.
+        A row without `reward` waits for `set_reward`. `gristmill.converters` makes rows of other frameworks' rollouts:
+
+            client.submit(from_skyrl(generator_output))
+
+        Safe to repeat: rows that were taken before are DUPLICATE. Raises InvalidArgumentError for a row that is wrong,
+        when rows before it may have been taken, and the error of the first row that the service did not take, naming
+        the trajectories.
         """
-        return block_on(self._core.submit_rows(rows))
+        return block_on(self._core.submit(rows))
 
     def _submit_tables(
         self, names: Collection[str], make: Callable[[Declared], requests.RowTables]

@@ -17,7 +17,6 @@ from gristmill._client.rollout.groups import Group, groups_of
 from gristmill._client.rollout.outbox import Limits
 from gristmill._client.rollout.prefix_dedup import RequestEncoder
 from gristmill._client.rollout.sender import Sender
-from gristmill._client.rollout.skyrl_output import columns_of_output, unknown_keys
 from gristmill._client.rollout.step_writer import StepWriter
 from gristmill._client.rollout.trajectory import AsyncTrajectory
 from gristmill._wire.rows import columns_of, extra_names
@@ -141,29 +140,8 @@ class RolloutCore:
         writer = StepWriter(TrajectoryKey(round, uid, sample), attempt, policy_version, self._token_rewards)
         return AsyncTrajectory(self.sender, self.abort_trajectory, self._declared, writer)
 
-    async def submit(
-        self,
-        generator_output: Mapping[str, Any],
-        *,
-        trajectory_ids: Sequence[Any] | None = None,
-        round: int = 0,
-        attempt: int = 0,
-        policy_version: int = UNKNOWN,
-    ) -> list[RowOutcome]:
-        def columns(declared: Declared) -> ValueColumns:
-            return columns_of_output(
-                generator_output,
-                trajectory_ids=trajectory_ids,
-                round=round,
-                attempt=attempt,
-                policy_version=policy_version,
-                declared=declared.columns,
-            )
-
-        return await self._submit_tables(unknown_keys(generator_output), columns)
-
-    async def submit_rows(self, rows: Iterable[Mapping[str, Any]]) -> list[RowOutcome]:
-        rows = list(rows)
+    async def submit(self, rows: Iterable[Mapping[str, Any]]) -> list[RowOutcome]:
+        rows = requests.listed(rows)
 
         def columns(declared: Declared) -> ValueColumns:
             return columns_of(rows, step_wise=False, columns=declared.columns)
@@ -173,7 +151,7 @@ class RolloutCore:
     async def _submit_tables(
         self, names: Collection[str], make: Callable[[Declared], requests.RowTables]
     ) -> list[RowOutcome]:
-        """As `submit_rows`. make: the rows, given what the run declares. names: of its columns that they have."""
+        """As `submit`. make: the rows, given what the run declares. names: of its columns that they have."""
         rows = await self._declared.used(names, make)
         delivery = await self.sender.submit(requests.tables(rows, self._limits))
         if error := self.sender.take_error(delivery):

@@ -244,7 +244,7 @@ class TrainerCore(TrainingPlace, Generic[B]):
             self._reader.kept.wrote(request, name)
 
     def rows(self, batch: int) -> list[dict[str, Any]]:
-        """The rows of a sealed batch as they were submitted, in the batch's order, each as `submit_rows` takes it: what
+        """The rows of a sealed batch as they were submitted, in the batch's order, each as `submit` takes it: what
         a trainer that comes back need not sample again. Raises NotFoundError for a batch that is freed, and
         FailedPreconditionError for one that is not sealed yet.
         """

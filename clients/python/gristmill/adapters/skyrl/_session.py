@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from gristmill import AllRanksClient, RolloutClient, WholeBatch
 from gristmill.adapters.skyrl._options import Gristmill
+from gristmill.converters import from_skyrl
 from gristmill.errors import FailedPreconditionError, NotFoundError, ResourceExhaustedError
 
 Rows = list[dict[str, Any]]
@@ -31,6 +32,7 @@ class Session:
 
     def __init__(self, gristmill: Gristmill, settings: Mapping[str, Any], *, auto_commit: bool) -> None:
         self._run, self._timeout_s = gristmill.run, gristmill.timeout_s
+        self._columns = [column["name"] for column in settings.get("columns", ())]
         self._rollouts = RolloutClient(gristmill.address, gristmill.run, timeout_s=gristmill.timeout_s)
         models = ("policy", "critic") if "critic_mini_batch_size" in settings else ("policy",)
         self._trainers = {
@@ -123,7 +125,8 @@ class Session:
         for output, uids, version in parts:
             if output.get("trajectory_ids") is None:
                 output = {**output, "uids": list(uids)}
-            self._rollouts.submit(output, round=self._round, policy_version=version)
+            columns = [name for name in self._columns if output.get(name) is not None]
+            self._rollouts.submit(from_skyrl(output, round=self._round, policy_version=version, columns=columns))
         self._round += 1
 
     def _begin(self, uids: Sequence[str]) -> None:

@@ -111,7 +111,7 @@ class Feed:
             columns=self._columns,
             ignore=self.options.ignore,
         )
-        self._rollouts.submit_rows({**row, "uid": f"{self._start}/{rollout_id}/{row['uid']}"} for row in rows)
+        self._rollouts.submit({**row, "uid": f"{self._start}/{rollout_id}/{row['uid']}"} for row in rows)
 
     def next(self, rollout_id: int) -> list[Data]:
         """Waits for the next batch, and returns the train data of each rank.
