@@ -1,4 +1,4 @@
-"""Every call of either door has its roles, and is refused to all others."""
+"""Every call of either API has its roles, and is refused to all others."""
 
 from __future__ import annotations
 

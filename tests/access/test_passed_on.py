@@ -26,7 +26,7 @@ from gristmill_service.settings import Settings, load_settings
 from gristmill_service.storage.redis.scripts import Owner
 from tests.access.conftest import Guarded, Serve
 from tests.access.test_calls import FILLED, METHODS, ROUTES, call_of, status
-from tests.api.doors import CONFIG
+from tests.api.apis import CONFIG
 from tests.on_loop import Service
 from tests.redis.servers import RedisServer
 from tests.serving import FREE_PORTS, StartService

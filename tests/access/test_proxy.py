@@ -11,7 +11,7 @@ from gristmill.errors import InvalidArgumentError
 from gristmill_service.access.tokens import create_token
 from gristmill_service.settings import load_settings
 from tests.access.conftest import Serve
-from tests.api.doors import CONFIG
+from tests.api.apis import CONFIG
 
 SUBJECTS = "subjects: [{subject: '*@example.org', roles: [viewer], runs: ['math-*']}]"
 USER = "X-Forwarded-User"

@@ -1,4 +1,4 @@
-"""What a caller's runs, and what any one run, may be and hold, beside what everyone's may: over both doors."""
+"""What a caller's runs, and what any one run, may be and hold, beside what everyone's may: over both APIs."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from gristmill import Credentials, RolloutClient
 from gristmill.v1 import rollout_pb2
 from gristmill_service.access.tokens import create_token
 from tests.access.conftest import Serve
-from tests.api.doors import CONFIG, Door, GrpcDoor, HttpDoor, Refused, group, row, rows_message
+from tests.api.apis import CONFIG, Api, GrpcApi, HttpApi, Refused, group, row, rows_message
 from tests.metrics.scraping import Scrape
 from tests.on_loop import Service
 
 ROW_BYTES = 768 + 4 * 5 + 2
-DOORS = [lambda service: HttpDoor(service.http_url), lambda service: GrpcDoor(service.grpc_address)]
-either_door = pytest.mark.parametrize("open_door", DOORS, ids=["http", "grpc"])
+APIS = [lambda service: HttpApi(service.http_url), lambda service: GrpcApi(service.grpc_address)]
+either_api = pytest.mark.parametrize("open_api", APIS, ids=["http", "grpc"])
 
 
 def limited(path: Path, name: str, runs: str, **quota: object) -> dict[str, str]:
@@ -87,11 +87,11 @@ def test_a_caller_brings_no_more_rows_than_its_token_says(
     assert told in refused.json()["error"]["message"]
     assert post(service, "/team-1/rows", {"rows": rows}, team).json()["outcomes"] == ["duplicate"] * 4
     assert post(service, "/team-2/rows", {"rows": [row("d", 0)]}, team).status_code == 200, "so much fits yet"
-    door = GrpcDoor(service.grpc_address)
+    api = GrpcApi(service.grpc_address)
     request = rollout_pb2.SubmitRowsRequest(run="team-2", rows=rows_message(group("e")))
     with pytest.raises(grpc.RpcError, match=r"where max_row.* of the token allows"):
-        door.rollouts.SubmitRows(request, metadata=tuple(team.items()))
-    door.close()
+        api.rollouts.SubmitRows(request, metadata=tuple(team.items()))
+    api.close()
     kept = httpx.get(f"{service.http_url}/v1/runs/team-2/groups", headers=team, trust_env=False).json()["groups"]
     assert [one["uid"] for one in kept] == ["d"], "nothing is kept of what was refused"
     assert post(service, "/free/rows", {"rows": group("c")}, other).status_code == 200
@@ -123,56 +123,56 @@ def test_a_caller_begins_no_more_groups_than_its_token_says(serve: Serve, tmp_pa
         assert client.begin_groups(["e"], wait_s=5) == ["e"]
 
 
-@either_door
+@either_api
 @pytest.mark.parametrize(
     ("setting", "value", "held"),
     [("max_run_groups", 2, 2), ("max_run_rows", 6, 4), ("max_run_row_bytes", 7 * ROW_BYTES, 4 * ROW_BYTES)],
 )
 def test_a_run_holds_no_more_than_the_service_lets_any(
-    serve: Serve, open_door: Callable[[Service], Door], setting: str, value: int, held: int
+    serve: Serve, open_api: Callable[[Service], Api], setting: str, value: int, held: int
 ) -> None:
     service = serve(**{setting: value})
-    door = open_door(service)
+    api = open_api(service)
     for name in ("one", "other"):
-        door.create(name, {**CONFIG, "dp_size": 1})
-    door.submit("one", [one for uid in ("a", "b") for one in group(uid, steps=1)])
+        api.create(name, {**CONFIG, "dp_size": 1})
+    api.submit("one", [one for uid in ("a", "b") for one in group(uid, steps=1)])
     with pytest.raises(Refused, match=rf"run 'one' holds {held} .*service's {setting} allows {value}; .* or raise the"):
-        door.submit("one", [one for uid in ("c", "d") for one in group(uid, steps=1)])
-    assert [one["uid"] for one in door.groups("one")] == ["a", "b"], "nothing is kept of what was refused"
-    assert door.submit("one", group("a", steps=1)) == ["duplicate"] * 2
+        api.submit("one", [one for uid in ("c", "d") for one in group(uid, steps=1)])
+    assert [one["uid"] for one in api.groups("one")] == ["a", "b"], "nothing is kept of what was refused"
+    assert api.submit("one", group("a", steps=1)) == ["duplicate"] * 2
     assert quotas(service)[setting, "one"] == (held, value)
-    assert door.submit("other", group("c", steps=1)) == ["accepted"] * 2
-    shard = door.shard("one", 0, wait_s=30)
-    door.acknowledge("one", 0, shard["position"])
-    last = door.shard("one", 0, wait_s=30)
-    door.acknowledge("one", 0, last["position"], commit=True)
-    assert door.begin("one", ["c", "d"], wait_s=30) == ["admitted"] * 2, "the batch is freed"
-    door.close()
+    assert api.submit("other", group("c", steps=1)) == ["accepted"] * 2
+    shard = api.shard("one", 0, wait_s=30)
+    api.acknowledge("one", 0, shard["position"])
+    last = api.shard("one", 0, wait_s=30)
+    api.acknowledge("one", 0, last["position"], commit=True)
+    assert api.begin("one", ["c", "d"], wait_s=30) == ["admitted"] * 2, "the batch is freed"
+    api.close()
 
 
-@either_door
+@either_api
 def test_a_run_and_a_caller_have_no_more_calls_in_flight_than_they_may(
-    serve: Serve, open_door: Callable[[Service], Door]
+    serve: Serve, open_api: Callable[[Service], Api]
 ) -> None:
     service = serve(max_run_requests=1)
-    door, second = open_door(service), open_door(service)
+    api, second = open_api(service), open_api(service)
     for name in ("one", "other"):
-        door.create(name, CONFIG)
+        api.create(name, CONFIG)
     waits = threading.Thread(target=lambda: second.policy_version("one", at_least=1, wait_s=30))
     waits.start()
     while not quotas(service):
         pass
     with pytest.raises(Refused, match="1 calls of run 'one' are being answered, where the service's max_run_requests"):
-        door.get("one")
-    assert door.get("other")["policy_version"] == 0
+        api.get("one")
+    assert api.get("other")["policy_version"] == 0
     service.runs.get("one").announce(1)
     waits.join()
-    assert door.get("one")["policy_version"] == 1
-    for one in (door, second):
+    assert api.get("one")["policy_version"] == 1
+    for one in (api, second):
         one.close()
 
 
-def test_calls_of_one_caller_in_flight_are_counted_over_both_doors(serve: Serve, tmp_path: Path) -> None:
+def test_calls_of_one_caller_in_flight_are_counted_over_both_apis(serve: Serve, tmp_path: Path) -> None:
     path = tmp_path / "tokens.yaml"
     team, other = limited(path, "team", "*", max_requests=1), limited(path, "other", "*")
     service = serve(tokens_file=path)

@@ -76,18 +76,18 @@ def test_a_client_that_does_not_know_the_authority_is_not_connected(serve: Serve
 def test_a_renewed_certificate_is_shown_from_the_next_handshake_on(serve: Serve, files: Files) -> None:
     cert, key = files.certify("server")
     service = serve(tls_cert_file=cert, tls_key_file=key)
-    doors = [service.grpc_address, urlsplit(service.http_url).netloc]
-    before = [serial(door, files.ca_file) for door in doors]
+    apis = [service.grpc_address, urlsplit(service.http_url).netloc]
+    before = [serial(api, files.ca_file) for api in apis]
     assert before[0] == before[1]
     # Half of a renewal: certificate and key do not fit together.
     old_key = key.read_bytes()
     files.certify("server")
     new_key = key.read_bytes()
     key.write_bytes(old_key)
-    assert [serial(door, files.ca_file) for door in doors] == before
+    assert [serial(api, files.ca_file) for api in apis] == before
     key.write_bytes(new_key)
     os.utime(key, (time.time() + 1, time.time() + 1))
-    after = [serial(door, files.ca_file) for door in doors]
+    after = [serial(api, files.ca_file) for api in apis]
     assert after[0] == after[1] != before[0]
 
 

@@ -1,4 +1,4 @@
-"""Each kind of bad input gets one clear error through either door, and leaves what was accepted before."""
+"""Each kind of bad input gets one clear error through either API, and leaves what was accepted before."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.api.doors import CONFIG, Door, HttpDoor, Json, Refused, group, row
+from tests.api.apis import CONFIG, Api, HttpApi, Json, Refused, group, row
 
 HTTP_STATUSES = {"INVALID_ARGUMENT": 422, "NOT_FOUND": 404, "ALREADY_EXISTS": 409, "FAILED_PRECONDITION": 412}
 
@@ -44,53 +44,53 @@ WRONG_ROWS: dict[str, tuple[Json, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("wrong", WRONG_ROWS)
-def test_a_wrong_row_is_refused_by_name(door: Door, run: str, wrong: str) -> None:
+def test_a_wrong_row_is_refused_by_name(api: Api, run: str, wrong: str) -> None:
     fields, parts = WRONG_ROWS[wrong]
     # A good row beside it, alike in form.
     alike: Json = {"rollout_logprobs": [0.0, 0.0]} if "rollout_logprobs" in fields else {}
     if isinstance(fields.get("reward"), list):
         alike["reward"] = [0.0, 0.0]
-    if isinstance(door, HttpDoor) or "of the wrong length" not in wrong:
+    if isinstance(api, HttpApi) or "of the wrong length" not in wrong:
         parts = ("uid 'a'", *parts)
     with refusing("INVALID_ARGUMENT", *parts):
-        door.submit(run, [row("kept", 0, **alike), {**row("a", 0), **fields}])
-    assert door.get(run)["rows_accepted"] == 0
+        api.submit(run, [row("kept", 0, **alike), {**row("a", 0), **fields}])
+    assert api.get(run)["rows_accepted"] == 0
 
 
-def test_what_was_accepted_before_stays(door: Door, run: str) -> None:
-    door.submit(run, group("a"))
+def test_what_was_accepted_before_stays(api: Api, run: str) -> None:
+    api.submit(run, group("a"))
     with refusing("INVALID_ARGUMENT"):
-        door.submit(run, [row("b", 0, response_ids=[-1, 1])])
-    assert door.get(run)["rows_accepted"] == 4
-    assert door.submit(run, group("a")) == ["duplicate"] * 4
+        api.submit(run, [row("b", 0, response_ids=[-1, 1])])
+    assert api.get(run)["rows_accepted"] == 4
+    assert api.submit(run, group("a")) == ["duplicate"] * 4
 
 
-def test_a_missing_step_keeps_its_group_open(door: Door, run: str) -> None:
-    door.submit(run, [row("a", 0, 1)])
-    door.submit(run, [row("a", 1)])
-    assert door.get(run)["groups_complete"] == 0
+def test_a_missing_step_keeps_its_group_open(api: Api, run: str) -> None:
+    api.submit(run, [row("a", 0, 1)])
+    api.submit(run, [row("a", 1)])
+    assert api.get(run)["groups_complete"] == 0
 
 
-def test_a_step_after_the_last_is_refused(door: Door, run: str) -> None:
-    door.submit(run, [row("a", 0, 0)])
+def test_a_step_after_the_last_is_refused(api: Api, run: str) -> None:
+    api.submit(run, [row("a", 0, 0)])
     with refusing("INVALID_ARGUMENT", "uid 'a'", "step"):
-        door.submit(run, [row("a", 0, 1)])
+        api.submit(run, [row("a", 0, 1)])
 
 
-def test_a_step_given_twice_with_other_content_is_refused(door: Door, run: str) -> None:
-    door.submit(run, [row("a", 0)])
+def test_a_step_given_twice_with_other_content_is_refused(api: Api, run: str) -> None:
+    api.submit(run, [row("a", 0)])
     with refusing("ALREADY_EXISTS", "uid 'a'", "attempt"):
-        door.submit(run, [row("a", 0, response_ids=[8, 8])])
+        api.submit(run, [row("a", 0, response_ids=[8, 8])])
 
 
-def test_rows_with_and_without_logprobs_are_not_mixed(door: Door, run: str) -> None:
-    door.submit(run, [row("a", 0)])
+def test_rows_with_and_without_logprobs_are_not_mixed(api: Api, run: str) -> None:
+    api.submit(run, [row("a", 0)])
     with refusing("INVALID_ARGUMENT", "logprobs"):
-        door.submit(run, [row("a", 1, rollout_logprobs=[-0.5, -0.5])])
+        api.submit(run, [row("a", 1, rollout_logprobs=[-0.5, -0.5])])
 
 
 @pytest.mark.parametrize("call", ["get", "submit", "batch", "shard", "read", "begin", "seal", "finish", "delete"])
-def test_an_unknown_run_is_named(door: Door, call: str) -> None:
+def test_an_unknown_run_is_named(api: Api, call: str) -> None:
     arguments: dict[str, tuple[Any, ...]] = {
         "submit": ([row("a", 0)],),
         "batch": (0,),
@@ -99,18 +99,18 @@ def test_an_unknown_run_is_named(door: Door, call: str) -> None:
         "begin": (["a"],),
     }
     with refusing("NOT_FOUND", "nobody"):
-        getattr(door, call)("nobody", *arguments.get(call, ()))
+        getattr(api, call)("nobody", *arguments.get(call, ()))
 
 
 @pytest.mark.parametrize("rank", [-1, 2])
-def test_a_rank_out_of_range_is_refused(door: Door, run: str, rank: int) -> None:
+def test_a_rank_out_of_range_is_refused(api: Api, run: str, rank: int) -> None:
     with refusing("INVALID_ARGUMENT", "rank", str(rank), "dp_size"):
-        door.shard(run, rank)
+        api.shard(run, rank)
 
 
-def test_a_model_that_the_run_has_not_is_refused(door: Door, run: str) -> None:
+def test_a_model_that_the_run_has_not_is_refused(api: Api, run: str) -> None:
     with refusing("INVALID_ARGUMENT", "critic"):
-        door.shard(run, 0, model="critic")
+        api.shard(run, 0, model="critic")
 
 
 WRONG_CONFIGS: dict[str, tuple[Any, tuple[str, ...]]] = {
@@ -138,50 +138,50 @@ WRONG_CONFIGS: dict[str, tuple[Any, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("wrong", WRONG_CONFIGS)
-def test_a_wrong_configuration_is_refused_before_a_rollout_is_seen(door: Door, run_name: str, wrong: str) -> None:
+def test_a_wrong_configuration_is_refused_before_a_rollout_is_seen(api: Api, run_name: str, wrong: str) -> None:
     config, parts = WRONG_CONFIGS[wrong]
     with refusing("INVALID_ARGUMENT", *parts):
-        door.create(run_name, config)
-    assert run_name not in door.names()
+        api.create(run_name, config)
+    assert run_name not in api.names()
 
 
-def test_a_configuration_that_is_no_object_is_refused(door: Door, run_name: str) -> None:
+def test_a_configuration_that_is_no_object_is_refused(api: Api, run_name: str) -> None:
     with refusing("INVALID_ARGUMENT", "config"):
-        door.create(run_name, [1])
+        api.create(run_name, [1])
 
 
-def test_another_configuration_under_the_same_name_is_refused(door: Door, run: str) -> None:
+def test_another_configuration_under_the_same_name_is_refused(api: Api, run: str) -> None:
     with refusing("ALREADY_EXISTS", run):
-        door.create(run, {**CONFIG, "dp_size": 4})
+        api.create(run, {**CONFIG, "dp_size": 4})
 
 
-def test_acknowledging_ahead_is_refused(door: Door, run: str) -> None:
+def test_acknowledging_ahead_is_refused(api: Api, run: str) -> None:
     with refusing("FAILED_PRECONDITION"):
-        door.acknowledge(run, 0, {"batch": 0, "epoch": 0, "mini_batch": 1})
+        api.acknowledge(run, 0, {"batch": 0, "epoch": 0, "mini_batch": 1})
 
 
-def test_sealing_nothing_is_refused(door: Door, run: str) -> None:
+def test_sealing_nothing_is_refused(api: Api, run: str) -> None:
     with refusing("FAILED_PRECONDITION"):
-        door.seal(run)
+        api.seal(run)
 
 
-def test_a_wait_that_is_no_time_is_refused(door: Door, run: str) -> None:
+def test_a_wait_that_is_no_time_is_refused(api: Api, run: str) -> None:
     with refusing("INVALID_ARGUMENT", "wait_s is -1"):
-        door.batch(run, 0, wait_s=-1)
+        api.batch(run, 0, wait_s=-1)
 
 
-def test_rows_of_a_finished_run_are_refused(door: Door, run: str) -> None:
-    door.finish(run)
+def test_rows_of_a_finished_run_are_refused(api: Api, run: str) -> None:
+    api.finish(run)
     with refusing("FAILED_PRECONDITION", "finished"):
-        door.submit(run, [row("a", 0)])
+        api.submit(run, [row("a", 0)])
 
 
-def test_a_group_without_room_is_refused_with_a_delay(door: Door, run_name: str) -> None:
-    door.create(run_name, {**CONFIG, "max_buffered_batches": 1})
+def test_a_group_without_room_is_refused_with_a_delay(api: Api, run_name: str) -> None:
+    api.create(run_name, {**CONFIG, "max_buffered_batches": 1})
     uids = [f"uid-{number}" for number in range(6)]
-    admitted = door.begin(run_name, uids).count("admitted")
+    admitted = api.begin(run_name, uids).count("admitted")
     with pytest.raises(Refused) as caught:
-        door.submit(run_name, group("late"))
+        api.submit(run_name, group("late"))
     refused = caught.value
     assert refused.code == "RESOURCE_EXHAUSTED"
     assert refused.status in (0, 429)
@@ -189,4 +189,4 @@ def test_a_group_without_room_is_refused_with_a_delay(door: Door, run_name: str)
     assert refused.retry_after_s > 0
     # An admitted group can always finish.
     for uid in uids[:admitted]:
-        assert set(door.submit(run_name, group(uid))) == {"accepted"}
+        assert set(api.submit(run_name, group(uid))) == {"accepted"}

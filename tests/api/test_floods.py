@@ -26,7 +26,7 @@ from gristmill_service.api.http import server
 from gristmill_service.api.http.guards import bodies, connections
 from gristmill_service.api.rpc import probes
 from gristmill_service.settings import Settings
-from tests.api.doors import CONFIG, GrpcDoor, hangs_up, refused, row, rows_message
+from tests.api.apis import CONFIG, GrpcApi, hangs_up, refused, row, rows_message
 from tests.on_loop import Service, on_loop
 from tests.run.harness import wait_until
 from tests.serving import FREE_PORTS
@@ -60,14 +60,14 @@ def shown(path: Path, name: str) -> Metadata:
     return (("authorization", f"Bearer {create_token(path, name, ['worker', 'trainer'], ['*'], None)}"),)
 
 
-def publish(door: GrpcDoor, metadata: Metadata = ()) -> trainer_pb2.ReadShardRequest:
+def publish(api: GrpcApi, metadata: Metadata = ()) -> trainer_pb2.ReadShardRequest:
     """Publishes a batch whose shards are more than gRPC sends ahead of who reads. Returns how one is read."""
     config = json.dumps(CONFIG | {"train_batch_size": 1, "policy_mini_batch_size": 1, "dp_size": 1})
     rows = rows_message([row("a", sample, prompt_token_ids=[1] * 2_000_000) for sample in range(2)])
     for call, request in (
-        (door.runs.CreateRun, run_pb2.CreateRunRequest(run="r", config_json=config)),
-        (door.rollouts.SubmitRows, rollout_pb2.SubmitRowsRequest(run="r", rows=rows)),
-        (door.trainers.GetBatch, trainer_pb2.GetBatchRequest(run="r", wait_s=20)),
+        (api.runs.CreateRun, run_pb2.CreateRunRequest(run="r", config_json=config)),
+        (api.rollouts.SubmitRows, rollout_pb2.SubmitRowsRequest(run="r", rows=rows)),
+        (api.trainers.GetBatch, trainer_pb2.GetBatchRequest(run="r", wait_s=20)),
     ):
         call(request, metadata=metadata, timeout=60)
     return trainer_pb2.ReadShardRequest(run="r", model=run_pb2.MODEL_POLICY)
@@ -79,15 +79,15 @@ def test_streams_of_one_caller_leave_some_to_another(tmp_path: Path) -> None:
     service = serving(max_streams=STREAMS, tokens_file=tokens)
     with ExitStack() as opened:
         opened.callback(service.stop)
-        door = opened.enter_context(closing(GrpcDoor(service.grpc_address)))
-        request = publish(door, greedy)
-        unread = [door.trainers.ReadShard(request, metadata=greedy) for _ in range(STREAMS)]
+        api = opened.enter_context(closing(GrpcApi(service.grpc_address)))
+        request = publish(api, greedy)
+        unread = [api.trainers.ReadShard(request, metadata=greedy) for _ in range(STREAMS)]
         for stream in unread:
             opened.callback(stream.cancel)
         for stream in unread[:-1]:
             next(stream)
         assert end_of(unread[-1]) is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert list(door.trainers.ReadShard(request, metadata=modest, timeout=20))
+        assert list(api.trainers.ReadShard(request, metadata=modest, timeout=20))
 
 
 def end_of(stream: Any) -> grpc.StatusCode:
@@ -102,15 +102,15 @@ def test_a_stream_that_nobody_reads_is_ended(monkeypatch: pytest.MonkeyPatch) ->
     service = serving()
     with ExitStack() as opened:
         opened.callback(service.stop)
-        door = opened.enter_context(closing(GrpcDoor(service.grpc_address)))
-        stream = door.trainers.ReadShard(publish(door))
+        api = opened.enter_context(closing(GrpcApi(service.grpc_address)))
+        stream = api.trainers.ReadShard(publish(api))
         opened.callback(stream.cancel)
         monkeypatch.setattr(admission, "SEND_S", 0.5)
         next(stream)
         wait_until(lambda: not service._api.admission.slots)
         assert service._api.admission.answers.total == 0
         # gRPC's server holds on to the last call until another one comes.
-        door.runs.ListRuns(run_pb2.ListRunsRequest(), timeout=20)
+        api.runs.ListRuns(run_pb2.ListRunsRequest(), timeout=20)
         assert end_of(stream) is grpc.StatusCode.CANCELLED
 
 
@@ -120,8 +120,8 @@ def test_a_request_that_does_not_come_is_refused_in_time(monkeypatch: pytest.Mon
     on_loop(setattr, service._api.admission, "limits", service._api.admission.limits._replace(request_s=0.5))
     with ExitStack() as opened:
         opened.callback(service.stop)
-        door = opened.enter_context(closing(GrpcDoor(service.grpc_address)))
-        call = door.channel.stream_unary("/gristmill.v1.RunService/ListRuns", request_serializer=bytes)
+        api = opened.enter_context(closing(GrpcApi(service.grpc_address)))
+        call = api.channel.stream_unary("/gristmill.v1.RunService/ListRuns", request_serializer=bytes)
         silent = opened.enter_context(closing(Silent()))
         with pytest.raises(grpc.RpcError) as caught:
             call(iter(silent), timeout=20)
@@ -135,17 +135,17 @@ def test_health_and_reflection_are_bounded_and_nobody_is_kept_from_calling(monke
     service = serving()
     with ExitStack() as opened:
         opened.callback(service.stop)
-        door = opened.enter_context(closing(GrpcDoor(service.grpc_address)))
-        watch = door.channel.unary_stream("/grpc.health.v1.Health/Watch", request_serializer=bytes)
+        api = opened.enter_context(closing(GrpcApi(service.grpc_address)))
+        watch = api.channel.unary_stream("/grpc.health.v1.Health/Watch", request_serializer=bytes)
         for _ in range(48):
             watching = watch(b"")
             opened.callback(watching.cancel)
             next(watching)
         assert end_of(watch(b"")) is grpc.StatusCode.RESOURCE_EXHAUSTED
-        door.runs.ListRuns(run_pb2.ListRunsRequest(), timeout=20)
+        api.runs.ListRuns(run_pb2.ListRunsRequest(), timeout=20)
         watching.cancel()
         wait_until(lambda: len(service._api.admission.slots) == 47)
-        reflect = door.channel.stream_stream("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")
+        reflect = api.channel.stream_stream("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")
         silent = opened.enter_context(closing(Silent()))
         assert end_of(reflect(iter(silent), timeout=20)) is grpc.StatusCode.DEADLINE_EXCEEDED
 
@@ -154,13 +154,13 @@ def test_streams_beyond_the_limit_are_told_to_retry() -> None:
     service = serving(max_streams=1)
     with ExitStack() as opened:
         opened.callback(service.stop)
-        door = opened.enter_context(closing(GrpcDoor(service.grpc_address)))
-        request = publish(door)
-        stream = door.trainers.ReadShard(request)
+        api = opened.enter_context(closing(GrpcApi(service.grpc_address)))
+        request = publish(api)
+        stream = api.trainers.ReadShard(request)
         opened.callback(stream.cancel)
         next(stream)
         with pytest.raises(grpc.RpcError) as caught:
-            list(door.trainers.ReadShard(request, timeout=20))
+            list(api.trainers.ReadShard(request, timeout=20))
         error = refused(caught.value)
         assert (error.code, error.retry_after_s) == ("RESOURCE_EXHAUSTED", 1.0)
         assert "max_streams" in error.message
@@ -170,12 +170,12 @@ def test_a_stream_whose_caller_goes_away_leaves_no_line_of_an_error(caplog: pyte
     service = serving()
     with ExitStack() as opened, caplog.at_level(logging.WARNING):
         opened.callback(service.stop)
-        door = opened.enter_context(closing(GrpcDoor(service.grpc_address)))
-        stream = door.trainers.ReadShard(publish(door))
+        api = opened.enter_context(closing(GrpcApi(service.grpc_address)))
+        stream = api.trainers.ReadShard(publish(api))
         next(stream)
         stream.cancel()
         silent = opened.enter_context(closing(Silent()))
-        unsent = door.channel.stream_unary("/gristmill.v1.RunService/ListRuns", request_serializer=bytes)
+        unsent = api.channel.stream_unary("/gristmill.v1.RunService/ListRuns", request_serializer=bytes)
         call = unsent.future(iter(silent))
         wait_until(lambda: len(service._api.admission.coming) == 1)
         call.cancel()
@@ -191,13 +191,13 @@ def test_a_request_that_does_not_come_leaves_its_place_to_another_caller(tmp_pat
     allow_large_requests(service, 2)
     with ExitStack() as opened:
         opened.callback(service.stop)
-        door = opened.enter_context(closing(GrpcDoor(service.grpc_address)))
+        api = opened.enter_context(closing(GrpcApi(service.grpc_address)))
         # One message of one call, which gRPC lets a client stream to a method that takes just one.
-        call = door.channel.stream_unary("/gristmill.v1.RunService/ListRuns", request_serializer=bytes)
+        call = api.channel.stream_unary("/gristmill.v1.RunService/ListRuns", request_serializer=bytes)
         silent = [opened.enter_context(closing(Silent())) for _ in range(2)]
         unsent = [call.future(iter(one), metadata=greedy) for one in silent]
         wait_until(lambda: len(service._api.admission.coming) == 2)
-        door.runs.ListRuns(run_pb2.ListRunsRequest(), metadata=modest, timeout=10)
+        api.runs.ListRuns(run_pb2.ListRunsRequest(), metadata=modest, timeout=10)
         wait_until(lambda: any(one.done() for one in unsent))
         assert [one.code() for one in unsent if one.done()] == [grpc.StatusCode.DEADLINE_EXCEEDED]
 

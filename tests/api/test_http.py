@@ -13,7 +13,7 @@ from pydantic import ByteSize
 
 from gristmill_service.api.http import models
 from gristmill_service.settings import Settings
-from tests.api.doors import CONFIG, HttpDoor, group, row, rows_message
+from tests.api.apis import CONFIG, HttpApi, group, row, rows_message
 from tests.on_loop import Service
 from tests.serving import FREE_PORTS
 
@@ -57,7 +57,7 @@ PATHS = {
 }
 
 
-def metric(asked: HttpDoor, name: str, **labels: str) -> float | None:
+def metric(asked: HttpApi, name: str, **labels: str) -> float | None:
     """The value of the first series with these labels."""
     for line in asked.client.get("/metrics").text.splitlines():
         if line.startswith(name) and all(f'{label}="{value}"' in line for label, value in labels.items()):
@@ -65,21 +65,21 @@ def metric(asked: HttpDoor, name: str, **labels: str) -> float | None:
     return None
 
 
-def test_openapi_lists_every_call(http_door: HttpDoor) -> None:
-    paths = http_door.client.get("/openapi.json").json()["paths"]
+def test_openapi_lists_every_call(http_api: HttpApi) -> None:
+    paths = http_api.client.get("/openapi.json").json()["paths"]
     assert {path: set(calls) for path, calls in paths.items()} == PATHS
 
 
-def test_the_page_of_the_api_describes_a_plan_and_plans_are_as_it_says(http_door: HttpDoor, run_name: str) -> None:
-    page = http_door.client.get("/openapi.json").json()
+def test_the_page_of_the_api_describes_a_plan_and_plans_are_as_it_says(http_api: HttpApi, run_name: str) -> None:
+    page = http_api.client.get("/openapi.json").json()
     answer = page["paths"]["/v1/runs/{run}/batches/{batch}"]["get"]["responses"]["200"]["content"]["application/json"]
     assert answer["schema"] == {"$ref": "#/components/schemas/Batch"}
     schemas = page["components"]["schemas"]
     assert {"$ref": "#/components/schemas/PlanDocument"} in schemas["Batch"]["properties"]["plan"]["anyOf"]
-    http_door.create(run_name, CONFIG)
+    http_api.create(run_name, CONFIG)
     for uid in ("a", "b"):
-        http_door.submit(run_name, group(uid))
-    found = http_door.client.get(f"/v1/runs/{run_name}/batches/0", params={"wait_s": 20}).json()
+        http_api.submit(run_name, group(uid))
+    found = http_api.client.get(f"/v1/runs/{run_name}/batches/0", params={"wait_s": 20}).json()
     plan = found["plan"]
     assert list(plan) == schemas["PlanDocument"]["required"]
     assert [*plan, "steps"] == list(schemas["PlanDocument"]["properties"])
@@ -89,60 +89,60 @@ def test_the_page_of_the_api_describes_a_plan_and_plans_are_as_it_says(http_door
     assert models.Batch.model_validate(found).plan is not None
 
 
-def test_the_plan_of_a_tree_has_the_steps_of_each_row(http_door: HttpDoor, run_name: str) -> None:
-    http_door.create(run_name, {**CONFIG, "merge": "tree"})
+def test_the_plan_of_a_tree_has_the_steps_of_each_row(http_api: HttpApi, run_name: str) -> None:
+    http_api.create(run_name, {**CONFIG, "merge": "tree"})
     for uid in ("a", "b"):
-        http_door.submit(run_name, group(uid))
-    found = http_door.client.get(f"/v1/runs/{run_name}/batches/0", params={"wait_s": 20}).json()
+        http_api.submit(run_name, group(uid))
+    found = http_api.client.get(f"/v1/runs/{run_name}/batches/0", params={"wait_s": 20}).json()
     assert len(found["plan"]["steps"]) == found["plan"]["rows"]
     plan = models.Batch.model_validate(found).plan
     assert plan is not None
     assert plan.steps == found["plan"]["steps"]
 
 
-def test_openapi_says_what_each_call_does_and_how_it_fails(http_door: HttpDoor) -> None:
-    for path, calls in http_door.client.get("/openapi.json").json()["paths"].items():
+def test_openapi_says_what_each_call_does_and_how_it_fails(http_api: HttpApi) -> None:
+    for path, calls in http_api.client.get("/openapi.json").json()["paths"].items():
         for call in calls.values():
             assert call["description"]
             if path.startswith("/v1"):
                 assert {"404", "409", "412", "413", "422", "429", "503"} <= call["responses"].keys()
 
 
-def test_the_page_loads_nothing_from_elsewhere(http_door: HttpDoor) -> None:
-    page = http_door.client.get("/docs")
+def test_the_page_loads_nothing_from_elsewhere(http_api: HttpApi) -> None:
+    page = http_api.client.get("/docs")
     assert page.headers["content-type"].startswith("text/html")
     assert not re.search(r"https?://|src=", page.text)
 
 
-def test_probes_answer(http_door: HttpDoor) -> None:
-    assert http_door.client.get("/healthz").json() == {"status": "alive"}
-    assert http_door.client.get("/readyz").json() == {"status": "ready"}
+def test_probes_answer(http_api: HttpApi) -> None:
+    assert http_api.client.get("/healthz").json() == {"status": "alive"}
+    assert http_api.client.get("/readyz").json() == {"status": "ready"}
 
 
-def test_rows_may_be_a_protobuf_message(http_door: HttpDoor, run_name: str) -> None:
-    http_door.create(run_name, CONFIG)
-    answer = http_door.client.post(
+def test_rows_may_be_a_protobuf_message(http_api: HttpApi, run_name: str) -> None:
+    http_api.create(run_name, CONFIG)
+    answer = http_api.client.post(
         f"/v1/runs/{run_name}/rows",
         content=rows_message(group("a")).SerializeToString(),
         headers={"Content-Type": "application/x-protobuf"},
     )
     assert answer.json() == {"outcomes": ["accepted"] * 4}
-    assert http_door.submit(run_name, group("a")) == ["duplicate"] * 4
+    assert http_api.submit(run_name, group("a")) == ["duplicate"] * 4
 
 
-def test_rows_may_be_compressed(http_door: HttpDoor, run_name: str) -> None:
-    http_door.create(run_name, CONFIG)
+def test_rows_may_be_compressed(http_api: HttpApi, run_name: str) -> None:
+    http_api.create(run_name, CONFIG)
     body = gzip.compress(json.dumps({"rows": group("a")}).encode())
-    answer = http_door.client.post(f"/v1/runs/{run_name}/rows", content=body, headers={"Content-Encoding": "gzip"})
+    answer = http_api.client.post(f"/v1/runs/{run_name}/rows", content=body, headers={"Content-Encoding": "gzip"})
     assert answer.json() == {"outcomes": ["accepted"] * 4}
 
 
-def test_a_shard_says_where_its_bytes_are(http_door: HttpDoor, run_name: str) -> None:
-    http_door.create(run_name, CONFIG)
+def test_a_shard_says_where_its_bytes_are(http_api: HttpApi, run_name: str) -> None:
+    http_api.create(run_name, CONFIG)
     for uid in ("a", "b"):
-        http_door.submit(run_name, group(uid))
-    shard = http_door.call("GET", f"/runs/{run_name}/shards", rank=1, wait_s=20).json()
-    answer = http_door.client.get(shard["path"])
+        http_api.submit(run_name, group(uid))
+    shard = http_api.call("GET", f"/runs/{run_name}/shards", rank=1, wait_s=20).json()
+    answer = http_api.client.get(shard["path"])
     assert answer.headers["content-type"] == "application/octet-stream"
     assert len(answer.content) == shard["size_bytes"]
 
@@ -173,19 +173,19 @@ BAD_BODIES: dict[str, tuple[bytes, dict[str, str], str]] = {
 
 
 @pytest.mark.parametrize("bad", BAD_BODIES)
-def test_a_bad_body_is_refused_with_the_reason(http_door: HttpDoor, run_name: str, bad: str) -> None:
-    http_door.create(run_name, CONFIG)
+def test_a_bad_body_is_refused_with_the_reason(http_api: HttpApi, run_name: str, bad: str) -> None:
+    http_api.create(run_name, CONFIG)
     body, headers, message = BAD_BODIES[bad]
-    answer = http_door.client.post(f"/v1/runs/{run_name}/rows", content=body, headers=headers)
+    answer = http_api.client.post(f"/v1/runs/{run_name}/rows", content=body, headers=headers)
     assert answer.status_code == 422
     error = answer.json()["error"]
     assert error["code"] == "INVALID_ARGUMENT"
     assert message in error["message"]
 
 
-def test_a_field_of_the_wrong_type_is_named_with_its_value(http_door: HttpDoor, run_name: str) -> None:
-    http_door.create(run_name, CONFIG)
-    answer = http_door.client.post(f"/v1/runs/{run_name}/groups", json={"uids": "a"})
+def test_a_field_of_the_wrong_type_is_named_with_its_value(http_api: HttpApi, run_name: str) -> None:
+    http_api.create(run_name, CONFIG)
+    answer = http_api.client.post(f"/v1/runs/{run_name}/groups", json={"uids": "a"})
     assert answer.status_code == 422
     assert "body.uids: input should be a valid list, got 'a'" in answer.json()["error"]["message"]
 
@@ -195,76 +195,76 @@ def test_a_field_of_the_wrong_type_is_named_with_its_value(http_door: HttpDoor, 
     [({}, "without content-type"), ({"Content-Type": "text/plain"}, "as content-type 'text/plain'")],
 )
 def test_a_body_that_does_not_say_that_it_is_json_is_told_to(
-    http_door: HttpDoor, run_name: str, headers: dict[str, str], came: str
+    http_api: HttpApi, run_name: str, headers: dict[str, str], came: str
 ) -> None:
     body = json.dumps({"run": run_name, "config": CONFIG}).encode()
-    answer = http_door.client.post("/v1/runs", content=body, headers=headers)
+    answer = http_api.client.post("/v1/runs", content=body, headers=headers)
     assert answer.status_code == 422
     message = answer.json()["error"]["message"]
     assert message == f"the body came {came}; send JSON with the header content-type: application/json"
 
 
 @pytest.mark.parametrize(("method", "path", "status"), [("GET", "/v2", 404), ("PATCH", "/v1/runs", 405)])
-def test_an_unknown_call_is_refused_in_the_same_form(http_door: HttpDoor, method: str, path: str, status: int) -> None:
-    answer = http_door.client.request(method, path)
+def test_an_unknown_call_is_refused_in_the_same_form(http_api: HttpApi, method: str, path: str, status: int) -> None:
+    answer = http_api.client.request(method, path)
     assert answer.status_code == status
     assert f"{method} {path}" in answer.json()["error"]["message"]
 
 
-def test_a_place_within_no_batch_is_refused(http_door: HttpDoor, run_name: str) -> None:
-    http_door.create(run_name, CONFIG)
-    answer = http_door.client.get(f"/v1/runs/{run_name}/shards", params={"rank": 0, "epoch": 1})
+def test_a_place_within_no_batch_is_refused(http_api: HttpApi, run_name: str) -> None:
+    http_api.create(run_name, CONFIG)
+    answer = http_api.client.get(f"/v1/runs/{run_name}/shards", params={"rank": 0, "epoch": 1})
     assert "give batch too" in answer.json()["error"]["message"]
 
 
-def test_metrics_count_what_a_run_got_and_forget_it_with_the_run(http_door: HttpDoor, run_name: str) -> None:
-    http_door.create(run_name, CONFIG)
+def test_metrics_count_what_a_run_got_and_forget_it_with_the_run(http_api: HttpApi, run_name: str) -> None:
+    http_api.create(run_name, CONFIG)
     for _ in range(2):
-        http_door.submit(run_name, group("a"))
-    http_door.submit(run_name, [row("b", 0)])
-    http_door.abort_groups(run_name, ["b"], "bad prompt")
-    assert metric(http_door, "gristmill_rows_total", run=run_name, outcome="accepted") == 5
-    assert metric(http_door, "gristmill_rows_total", run=run_name, outcome="duplicate") == 4
-    assert metric(http_door, "gristmill_tokens_total", run=run_name, outcome="accepted") == 2 * (5 + 7) + 5
-    assert metric(http_door, "gristmill_tokens_total", run=run_name, outcome="duplicate") == 2 * (5 + 7)
-    assert metric(http_door, "gristmill_groups", run=run_name, state="complete") == 1
-    assert metric(http_door, "gristmill_groups_dropped_total", run=run_name) == 1
-    assert metric(http_door, "gristmill_policy_version", run=run_name) == 0
-    http_door.delete(run_name)
-    assert metric(http_door, "gristmill_", run=run_name) is None
-    http_door.create(run_name, CONFIG)
-    assert metric(http_door, "gristmill_rows_total", run=run_name, outcome="accepted") == 0
+        http_api.submit(run_name, group("a"))
+    http_api.submit(run_name, [row("b", 0)])
+    http_api.abort_groups(run_name, ["b"], "bad prompt")
+    assert metric(http_api, "gristmill_rows_total", run=run_name, outcome="accepted") == 5
+    assert metric(http_api, "gristmill_rows_total", run=run_name, outcome="duplicate") == 4
+    assert metric(http_api, "gristmill_tokens_total", run=run_name, outcome="accepted") == 2 * (5 + 7) + 5
+    assert metric(http_api, "gristmill_tokens_total", run=run_name, outcome="duplicate") == 2 * (5 + 7)
+    assert metric(http_api, "gristmill_groups", run=run_name, state="complete") == 1
+    assert metric(http_api, "gristmill_groups_dropped_total", run=run_name) == 1
+    assert metric(http_api, "gristmill_policy_version", run=run_name) == 0
+    http_api.delete(run_name)
+    assert metric(http_api, "gristmill_", run=run_name) is None
+    http_api.create(run_name, CONFIG)
+    assert metric(http_api, "gristmill_rows_total", run=run_name, outcome="accepted") == 0
 
 
-def test_metrics_time_each_call_by_its_name(http_door: HttpDoor, run_name: str) -> None:
-    http_door.create(run_name, CONFIG)
-    http_door.client.get("/nowhere")
-    assert metric(http_door, "gristmill_call_seconds_count", door="http", call="create_run", status="200")
-    assert metric(http_door, "gristmill_call_seconds_count", door="http", call="unknown", status="404")
+def test_metrics_time_each_call_by_its_name(http_api: HttpApi, run_name: str) -> None:
+    http_api.create(run_name, CONFIG)
+    http_api.client.get("/nowhere")
+    assert metric(http_api, "gristmill_call_seconds_count", door="http", call="create_run", status="200")
+    assert metric(http_api, "gristmill_call_seconds_count", door="http", call="unknown", status="404")
 
 
 @pytest.fixture
-def small_door() -> Iterator[HttpDoor]:
+def small_api() -> Iterator[HttpApi]:
     """To a service that takes requests of 10,000 bytes."""
     running = Service(Settings(**FREE_PORTS, store="memory", max_message_bytes=ByteSize(10_000), shutdown_grace_s=5))
     running.start()
-    door = HttpDoor(running.http_url)
-    yield door
-    door.close()
+    api = HttpApi(running.http_url)
+    yield api
+    api.close()
     running.stop()
 
 
-def test_a_body_beyond_the_limit_is_refused_however_it_comes(small_door: HttpDoor) -> None:
-    small_door.create("small", CONFIG)
+def test_a_body_beyond_the_limit_is_refused_however_it_comes(small_api: HttpApi) -> None:
+    small_api.create("small", CONFIG)
     large = json.dumps({"rows": [row("a", 0, prompt_token_ids=[1] * 10_000)]}).encode()
     pieces = (large[start : start + 1000] for start in range(0, len(large), 1000))
     bomb = {"Content-Encoding": "gzip"}
     for content, headers in ((large, {}), (pieces, {}), (gzip.compress(large), bomb)):
         answer = httpx.post(
-            f"{small_door.client.base_url}/v1/runs/small/rows", content=content, headers=headers, trust_env=False
+            f"{small_api.client.base_url}/v1/runs/small/rows", content=content, headers=headers, trust_env=False
         )
         assert answer.status_code == 413
         assert answer.json()["error"]["code"] == "RESOURCE_EXHAUSTED"
         assert "max_message_bytes is 10000" in answer.json()["error"]["message"]
         assert "Retry-After" not in answer.headers
-    assert small_door.submit("small", [row("a", 0)]) == ["accepted"]
+    assert small_api.submit("small", [row("a", 0)]) == ["accepted"]

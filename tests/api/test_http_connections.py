@@ -20,7 +20,7 @@ from gristmill_service.access.certificates import Certificates
 from gristmill_service.api.http import server
 from gristmill_service.api.http.guards import connections
 from gristmill_service.api.http.server import HttpServer
-from tests.api.doors import hangs_up
+from tests.api.apis import hangs_up
 from tests.on_loop import on_loop
 from tests.run.harness import wait_until
 

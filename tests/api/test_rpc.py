@@ -14,54 +14,54 @@ from pydantic import ByteSize
 
 from gristmill.v1 import rollout_pb2, run_pb2, trainer_pb2
 from gristmill_service.settings import Settings
-from tests.api.doors import CONFIG, GrpcDoor, Refused, group, refused, row, rows_message
+from tests.api.apis import CONFIG, GrpcApi, Refused, group, refused, row, rows_message
 from tests.on_loop import Service
 from tests.serving import FREE_PORTS
 
 SERVICES = {"gristmill.v1.RunService", "gristmill.v1.RolloutService", "gristmill.v1.TrainerService"}
 
 
-def test_health_is_told_for_the_whole_and_for_each_service(grpc_door: GrpcDoor) -> None:
-    stub = health_pb2_grpc.HealthStub(grpc_door.channel)
+def test_health_is_told_for_the_whole_and_for_each_service(grpc_api: GrpcApi) -> None:
+    stub = health_pb2_grpc.HealthStub(grpc_api.channel)
     for name in ("", *SERVICES):
         answer = stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=20)
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
-def test_reflection_describes_the_contract(grpc_door: GrpcDoor) -> None:
-    database = ProtoReflectionDescriptorDatabase(grpc_door.channel)
+def test_reflection_describes_the_contract(grpc_api: GrpcApi) -> None:
+    database = ProtoReflectionDescriptorDatabase(grpc_api.channel)
     assert set(database.get_services()) > SERVICES
     service = DescriptorPool(database).FindServiceByName("gristmill.v1.RolloutService")
     assert "SubmitRows" in service.methods_by_name
 
 
-def test_a_token_buffer_of_the_wrong_size_is_refused_with_both(grpc_door: GrpcDoor, run_name: str) -> None:
-    grpc_door.create(run_name, CONFIG)
+def test_a_token_buffer_of_the_wrong_size_is_refused_with_both(grpc_api: GrpcApi, run_name: str) -> None:
+    grpc_api.create(run_name, CONFIG)
     rows = rows_message([row("a", 0)])
     rows.tokens = rows.tokens[:-1]
     with pytest.raises(grpc.RpcError) as caught:
-        grpc_door.rollouts.SubmitRows(rollout_pb2.SubmitRowsRequest(run=run_name, rows=rows), timeout=20)
+        grpc_api.rollouts.SubmitRows(rollout_pb2.SubmitRowsRequest(run=run_name, rows=rows), timeout=20)
     error = refused(caught.value)
     assert error.code == "INVALID_ARGUMENT"
     assert "tokens has 19 bytes" in error.message
 
 
-def test_a_batch_comes_with_the_shard_that_is_wanted_first(grpc_door: GrpcDoor, run_name: str) -> None:
-    grpc_door.create(run_name, CONFIG | {"train_batch_size": 1, "policy_mini_batch_size": 1})
-    grpc_door.submit(run_name, [*group("a"), *group("b")])
+def test_a_batch_comes_with_the_shard_that_is_wanted_first(grpc_api: GrpcApi, run_name: str) -> None:
+    grpc_api.create(run_name, CONFIG | {"train_batch_size": 1, "policy_mini_batch_size": 1})
+    grpc_api.submit(run_name, [*group("a"), *group("b")])
     wanted = trainer_pb2.GetShardRequest(model=run_pb2.MODEL_POLICY, position=run_pb2.Position(batch=7))
     for batch in range(2):
         request = trainer_pb2.GetBatchRequest(run=run_name, batch=batch, wait_s=20, shard=wanted)
-        answer = grpc_door.trainers.GetBatch(request, timeout=30)
+        answer = grpc_api.trainers.GetBatch(request, timeout=30)
         asked = trainer_pb2.GetShardRequest(
             run=run_name, model=run_pb2.MODEL_POLICY, position=run_pb2.Position(batch=batch)
         )
-        assert answer.shard == grpc_door.trainers.GetShard(asked, timeout=20)
+        assert answer.shard == grpc_api.trainers.GetShard(asked, timeout=20)
         assert answer.shard.size_bytes
         without = trainer_pb2.GetBatchRequest(run=run_name, batch=batch)
-        alone = grpc_door.trainers.GetBatch(without, timeout=20)
+        alone = grpc_api.trainers.GetBatch(without, timeout=20)
         assert (alone.plan_json, alone.HasField("shard")) == (answer.plan_json, False)
-    waiting = grpc_door.trainers.GetBatch(trainer_pb2.GetBatchRequest(run=run_name, batch=2, shard=wanted), timeout=20)
+    waiting = grpc_api.trainers.GetBatch(trainer_pb2.GetBatchRequest(run=run_name, batch=2, shard=wanted), timeout=20)
     assert (waiting.state, waiting.HasField("shard")) == (trainer_pb2.BATCH_STATE_PENDING, False)
 
 
@@ -70,19 +70,19 @@ def test_a_batch_comes_with_the_shard_that_is_wanted_first(grpc_door: GrpcDoor, 
     [({"rank": 9}, "rank is 9"), ({"model": run_pb2.MODEL_CRITIC}, "critic"), ({"incarnation": 5}, "incarnation")],
 )
 def test_a_shard_that_is_wanted_with_its_batch_is_refused_as_if_it_were_asked_for_alone(
-    grpc_door: GrpcDoor, run_name: str, shard: dict[str, int], message: str
+    grpc_api: GrpcApi, run_name: str, shard: dict[str, int], message: str
 ) -> None:
-    grpc_door.create(run_name, CONFIG | {"train_batch_size": 1, "policy_mini_batch_size": 1})
-    grpc_door.submit(run_name, group("a"))
+    grpc_api.create(run_name, CONFIG | {"train_batch_size": 1, "policy_mini_batch_size": 1})
+    grpc_api.submit(run_name, group("a"))
     wanted = trainer_pb2.GetShardRequest(**({"model": run_pb2.MODEL_POLICY} | shard))  # type: ignore[arg-type]
     request = trainer_pb2.GetBatchRequest(run=run_name, wait_s=20, shard=wanted)
     with pytest.raises(grpc.RpcError) as caught:
-        grpc_door.trainers.GetBatch(request, timeout=30)
+        grpc_api.trainers.GetBatch(request, timeout=30)
     alone = trainer_pb2.GetShardRequest()
     alone.CopyFrom(wanted)
     alone.run = run_name
     with pytest.raises(grpc.RpcError) as expected:
-        grpc_door.trainers.GetShard(alone, timeout=30)
+        grpc_api.trainers.GetShard(alone, timeout=30)
     found, needed = refused(caught.value), refused(expected.value)
     assert (found.code, found.message) == (needed.code, needed.message)
     assert message in found.message
@@ -97,11 +97,11 @@ def test_bytes_that_are_no_message_are_the_callers_fault(service: Service) -> No
     assert "not a message of gristmill.v1" in caught.value.details()
 
 
-def test_a_reward_needs_a_value(grpc_door: GrpcDoor, run_name: str) -> None:
-    grpc_door.create(run_name, CONFIG)
+def test_a_reward_needs_a_value(grpc_api: GrpcApi, run_name: str) -> None:
+    grpc_api.create(run_name, CONFIG)
     reward = rollout_pb2.Reward(trajectory=rollout_pb2.TrajectoryKey(uid="a"))
     with pytest.raises(grpc.RpcError) as caught:
-        grpc_door.rollouts.SetRewards(rollout_pb2.SetRewardsRequest(run=run_name, rewards=[reward]), timeout=20)
+        grpc_api.rollouts.SetRewards(rollout_pb2.SetRewardsRequest(run=run_name, rewards=[reward]), timeout=20)
     assert "uid 'a' sample 0: a reward needs exactly one" in refused(caught.value).message
 
 
@@ -121,16 +121,16 @@ def small_service(tmp_path: Path) -> Iterator[Service]:
 
 
 def test_a_request_beyond_the_limit_is_refused_and_the_service_goes_on(small_service: Service) -> None:
-    door = GrpcDoor(small_service.grpc_address)
-    door.create("small", CONFIG)
+    api = GrpcApi(small_service.grpc_address)
+    api.create("small", CONFIG)
     with pytest.raises(Refused) as caught:
-        door.submit("small", [row("a", 0, prompt_token_ids=[1] * 10_000)])
+        api.submit("small", [row("a", 0, prompt_token_ids=[1] * 10_000)])
     assert caught.value.code == "RESOURCE_EXHAUSTED"
     assert "10000" in caught.value.message
     # Without a delay: trying again would not help.
     assert caught.value.retry_after_s is None
-    assert door.submit("small", [row("a", 0)]) == ["accepted"]
-    door.close()
+    assert api.submit("small", [row("a", 0)]) == ["accepted"]
+    api.close()
 
 
 def test_the_socket_is_its_owner_s_alone(small_service: Service) -> None:

@@ -1,4 +1,4 @@
-"""Columns that trainers write back, through either door; each test is put to both."""
+"""Columns that trainers write back, through either API; each test is put to both."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import load, save
 
 from gristmill._wire.columns import Array
-from tests.api.doors import CONFIG, Door, HttpDoor, Json, Refused, group
+from tests.api.apis import CONFIG, Api, HttpApi, Json, Refused, group
 
 WAIT_S = 60.0
 COLUMNS = [{"name": "values", "dtype": "float32", "scope": "response", "source": "trainer"}]
@@ -17,54 +17,54 @@ PLACES = [(0, mini_batch, rank) for mini_batch in range(2) for rank in range(2)]
 
 
 @pytest.fixture
-def run(door: Door, run_name: str) -> str:
+def run(api: Api, run_name: str) -> str:
     """A run whose first batch waits for the critic's values."""
-    door.create(run_name, {**CONFIG, "advantage_estimator": "gae", "columns": COLUMNS})
+    api.create(run_name, {**CONFIG, "advantage_estimator": "gae", "columns": COLUMNS})
     for uid in "ab":
-        door.submit(run_name, group(uid))
-    assert door.batch(run_name, 0, wait_s=WAIT_S)["state"] == "forward"
+        api.submit(run_name, group(uid))
+    assert api.batch(run_name, 0, wait_s=WAIT_S)["state"] == "forward"
     return run_name
 
 
-def values_for(door: Door, run: str, place: tuple[int, int, int]) -> dict[str, Array]:
-    mask = load(door.read(run, *place))["response_mask"]
+def values_for(api: Api, run: str, place: tuple[int, int, int]) -> dict[str, Array]:
+    mask = load(api.read(run, *place))["response_mask"]
     return {"values": np.where(mask == 1, np.float32(0.25), np.float32(99)).astype(np.float32)}
 
 
-def test_a_batch_is_forward_until_its_columns_are_written_and_published_then(door: Door, run: str) -> None:
-    batch = door.batch(run, 0)
+def test_a_batch_is_forward_until_its_columns_are_written_and_published_then(api: Api, run: str) -> None:
+    batch = api.batch(run, 0)
     assert batch["plan"]["rows"] == 4
     assert batch["awaits"] == [
         {"mini_batch": mini_batch, "rank": rank, "column": "values"} for _, mini_batch, rank in PLACES
     ]
-    assert door.batch(run, 0, ranks=[1])["awaits"] == [one for one in batch["awaits"] if one["rank"] == 1]
-    assert door.shard(run, 0)["state"] == "pending"
-    found = door.shard(run, 0, forward=True)
+    assert api.batch(run, 0, ranks=[1])["awaits"] == [one for one in batch["awaits"] if one["rank"] == 1]
+    assert api.shard(run, 0)["state"] == "pending"
+    found = api.shard(run, 0, forward=True)
     assert (found["state"], found["incarnation"]) == ("forward", 1)
-    assert found["size_bytes"] == len(door.read(run, 0, 0, 0))
+    assert found["size_bytes"] == len(api.read(run, 0, 0, 0))
     for number, place in enumerate(PLACES):
-        assert door.write(run, place, 1, save(values_for(door, run, place))) == 3 - number
-    found = door.shard(run, 0, wait_s=WAIT_S)
+        assert api.write(run, place, 1, save(values_for(api, run, place))) == 3 - number
+    found = api.shard(run, 0, wait_s=WAIT_S)
     assert found["state"] == "published"
-    shard = load(door.read(run, 0, 0, 0))
+    shard = load(api.read(run, 0, 0, 0))
     np.testing.assert_array_equal(shard["values"], 0.25 * shard["response_mask"])
     assert {"advantages", "returns"} <= shard.keys()
-    assert "awaits" not in door.batch(run, 0)
-    assert door.get(run)["batches_published"] == 1
+    assert "awaits" not in api.batch(run, 0)
+    assert api.get(run)["batches_published"] == 1
 
 
-def test_the_same_bytes_again_are_no_error_and_others_are_one(door: Door, run: str) -> None:
-    tensors = values_for(door, run, PLACES[0])
-    assert door.write(run, PLACES[0], 1, save(tensors)) == 3
-    assert door.write(run, PLACES[0], 1, save(tensors)) == 3
+def test_the_same_bytes_again_are_no_error_and_others_are_one(api: Api, run: str) -> None:
+    tensors = values_for(api, run, PLACES[0])
+    assert api.write(run, PLACES[0], 1, save(tensors)) == 3
+    assert api.write(run, PLACES[0], 1, save(tensors)) == 3
     with pytest.raises(Refused) as refused:
-        door.write(run, PLACES[0], 1, save({"values": tensors["values"] + 1}))
+        api.write(run, PLACES[0], 1, save({"values": tensors["values"] + 1}))
     assert (refused.value.code, refused.value.kind) == ("ALREADY_EXISTS", "AlreadyExistsError")
-    door.resume(run, "second")
+    api.resume(run, "second")
     with pytest.raises(Refused) as refused:
-        door.write(run, PLACES[0], 1, save(tensors))
+        api.write(run, PLACES[0], 1, save(tensors))
     assert refused.value.kind == "StaleIncarnationError"
-    assert door.write(run, PLACES[0], 2, save({"values": tensors["values"] + 1})) == 3
+    assert api.write(run, PLACES[0], 2, save({"values": tensors["values"] + 1})) == 3
 
 
 @pytest.mark.parametrize(
@@ -79,14 +79,14 @@ def test_the_same_bytes_again_are_no_error_and_others_are_one(door: Door, run: s
     ],
 )
 def test_what_is_no_file_of_columns_is_refused_with_the_reason(
-    door: Door, run: str, tensors: bytes, message: str
+    api: Api, run: str, tensors: bytes, message: str
 ) -> None:
-    before: Json = door.batch(run, 0)
+    before: Json = api.batch(run, 0)
     with pytest.raises(Refused) as refused:
-        door.write(run, PLACES[0], 1, tensors)
+        api.write(run, PLACES[0], 1, tensors)
     assert refused.value.code == "INVALID_ARGUMENT"
     assert message in refused.value.message
-    assert door.batch(run, 0) == before
+    assert api.batch(run, 0) == before
 
 
 @pytest.mark.parametrize(
@@ -101,15 +101,15 @@ def test_what_is_no_file_of_columns_is_refused_with_the_reason(
         ((0, 0, 0), 9, "FAILED_PRECONDITION"),
     ],
 )
-def test_a_shard_that_there_is_not_is_refused(door: Door, run: str, place: Any, incarnation: int, code: str) -> None:
-    tensors = save(values_for(door, run, PLACES[0]))
+def test_a_shard_that_there_is_not_is_refused(api: Api, run: str, place: Any, incarnation: int, code: str) -> None:
+    tensors = save(values_for(api, run, PLACES[0]))
     with pytest.raises(Refused) as refused:
-        door.write(run, place, incarnation, tensors)
+        api.write(run, place, incarnation, tensors)
     assert refused.value.code == code
 
 
-def test_rows_that_bring_such_a_column_are_refused(http_door: HttpDoor, run_name: str) -> None:
-    http_door.create(run_name, {**CONFIG, "advantage_estimator": "gae", "columns": COLUMNS})
+def test_rows_that_bring_such_a_column_are_refused(http_api: HttpApi, run_name: str) -> None:
+    http_api.create(run_name, {**CONFIG, "advantage_estimator": "gae", "columns": COLUMNS})
     with pytest.raises(Refused, match="values is given, and the trainer writes it") as refused:
-        http_door.submit(run_name, [{**one, "values": [0.5, 0.5]} for one in group("c")])
+        http_api.submit(run_name, [{**one, "values": [0.5, 0.5]} for one in group("c")])
     assert refused.value.code == "INVALID_ARGUMENT"

@@ -7,12 +7,12 @@ import time
 
 import pytest
 
-from tests.api.doors import CONFIG, HttpDoor
+from tests.api.apis import CONFIG, HttpApi
 
 
 @pytest.fixture
-def run(http_door: HttpDoor, run_name: str) -> str:
-    http_door.create(run_name, CONFIG)
+def run(http_api: HttpApi, run_name: str) -> str:
+    http_api.create(run_name, CONFIG)
     return run_name
 
 
@@ -57,7 +57,7 @@ BODIES = {
 
 @pytest.mark.parametrize("name", BODIES)
 def test_a_large_wrong_body_is_refused_within_a_second_and_in_a_few_lines(
-    http_door: HttpDoor, run: str, name: str
+    http_api: HttpApi, run: str, name: str
 ) -> None:
     call, body, reason = BODIES[name]
     path = f"/v1/runs/{run}/{call}" if call else "/v1/runs"
@@ -65,26 +65,26 @@ def test_a_large_wrong_body_is_refused_within_a_second_and_in_a_few_lines(
     packed = gzip.compress(body, 1)
     # The service is of this process; what else the machine does is not counted.
     start = time.process_time()
-    answer = http_door.client.post(path, content=packed, headers=headers)
+    answer = http_api.client.post(path, content=packed, headers=headers)
     assert time.process_time() - start < 1
     assert answer.status_code == 422
     assert reason in answer.json()["error"]["message"]
     assert len(answer.content) < 10_000
 
 
-def test_the_first_ten_problems_of_a_body_are_named_and_its_values_cut_short(http_door: HttpDoor, run: str) -> None:
+def test_the_first_ten_problems_of_a_body_are_named_and_its_values_cut_short(http_api: HttpApi, run: str) -> None:
     wrong = {"uid": 1, "sample": "x" * 1000, "round": "y", "reward": None, "step": "z"}
-    answer = http_door.client.post(f"/v1/runs/{run}/rewards", json={"rewards": [wrong]})
+    answer = http_api.client.post(f"/v1/runs/{run}/rewards", json={"rewards": [wrong]})
     message = answer.json()["error"]["message"]
     assert "body.rewards.0.uid: input should be a valid string, got 1; body.rewards.0.sample: " in message
     assert "body.rewards.0.step: " in message
     assert "x" * 100 not in message
     assert message.endswith("; see /docs for what is expected")
-    answer = http_door.client.post(f"/v1/runs/{run}/resume", json={"position": dict.fromkeys("abcdefghijkl", "x")})
+    answer = http_api.client.post(f"/v1/runs/{run}/resume", json={"position": dict.fromkeys("abcdefghijkl", "x")})
     assert "there is no field 'a'" in answer.json()["error"]["message"]
 
 
-def test_a_body_of_bytes_that_are_no_text_is_refused_as_any_other_that_is_no_json(http_door: HttpDoor) -> None:
-    answer = http_door.client.post("/v1/runs", content=b"\xff\xfe{", headers={"content-type": "application/json"})
+def test_a_body_of_bytes_that_are_no_text_is_refused_as_any_other_that_is_no_json(http_api: HttpApi) -> None:
+    answer = http_api.client.post("/v1/runs", content=b"\xff\xfe{", headers={"content-type": "application/json"})
     assert (answer.status_code, answer.json()["error"]["type"]) == (422, "InvalidArgumentError")
     assert "not JSON in UTF-8" in answer.json()["error"]["message"]

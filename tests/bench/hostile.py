@@ -30,8 +30,8 @@ SLICES, TURNS = 4, 200
 SETTLED_S, ALONE_S = 0.3, 4.0
 MIB = 1 << 20
 MAX_ROW_BYTES, MAX_MESSAGE_BYTES = 256 * MIB, 16 * MIB
-DOORS, AT_ONCE = 2, 32
-"""Requests that each door reads at once."""
+APIS, AT_ONCE = 2, 32
+"""Requests that each API reads at once."""
 
 
 def figures() -> Iterator[Figure]:
@@ -47,7 +47,7 @@ def figures() -> Iterator[Figure]:
         yield Figure(f"hostile.{way}_cores", found.cores, "cores", None)
     yield Figure("hostile.neighbour_p99_ratio", worst, "x beside nobody", 3.0, quiet_ms, "ms")
     yield Figure("hostile.elsewhere_p99_ratio", worst_elsewhere, "x beside nobody", None)
-    limits = MAX_ROW_BYTES + DOORS * AT_ONCE * MAX_MESSAGE_BYTES
+    limits = MAX_ROW_BYTES + APIS * AT_ONCE * MAX_MESSAGE_BYTES
     yield Figure("hostile.memory_ratio", peak / limits, "x limits", 1.5, limits / MIB, "MiB")
 
 

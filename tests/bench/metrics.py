@@ -19,7 +19,7 @@ from gristmill_service.monitoring.metrics.storage_timing import StoreMetrics
 from gristmill_service.run.machine.answers import Outcome
 from gristmill_service.run.machine.events import RowsStored
 from gristmill_service.run.machine.state import State
-from tests.api.doors import GrpcDoor, group
+from tests.api.apis import GrpcApi, group
 from tests.bench.figures import Figure, seconds
 from tests.bench.processes import Served, served
 from tests.bench.submissions import SHORT, Sender, config, tables
@@ -50,17 +50,17 @@ def figures() -> Iterator[Figure]:
 
 def _train(service: Served) -> None:
     """Each rank of each run has trained a batch."""
-    door = GrpcDoor(service.grpc_address)
+    api = GrpcApi(service.grpc_address)
     for number in range(RUNS):
         name = f"run-{number}"
         settings = {"train_batch_size": 2, "n_samples_per_prompt": 2, "policy_mini_batch_size": 2, "step_wise": True}
-        door.create(name, {**settings, "micro_batch": {"size": 4}, "dp_size": RANKS})
-        door.submit(name, [*group("a"), *group("b")])
-        door.batch(name, 0, wait_s=20)
+        api.create(name, {**settings, "micro_batch": {"size": 4}, "dp_size": RANKS})
+        api.submit(name, [*group("a"), *group("b")])
+        api.batch(name, 0, wait_s=20)
         for rank in range(RANKS):
-            door.shard(name, rank)
-            door.acknowledge(name, rank, {"batch": 0, "epoch": 0, "mini_batch": 0}, commit=True)
-    door.close()
+            api.shard(name, rank)
+            api.acknowledge(name, rank, {"batch": 0, "epoch": 0, "mini_batch": 0}, commit=True)
+    api.close()
 
 
 class _Counted(NamedTuple):
@@ -77,7 +77,7 @@ def _share(service: Served, run: str, scrape_s: float) -> float:
     wall_s = sender.seconds(run)
     after = _counted(service)
     sender.close()
-    GrpcDoor(service.grpc_address).delete(run)
+    GrpcApi(service.grpc_address).delete(run)
     costs = _costs()
     cost_s = (after.calls - before.calls) * costs.request_s + (after.store_calls - before.store_calls) * costs.store_s
     return (cost_s + scrape_s * wall_s / SCRAPED_EACH_S) / (after.cpu_s - before.cpu_s - scrape_s)

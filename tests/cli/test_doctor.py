@@ -34,11 +34,11 @@ def test_all_is_well(service: Service) -> None:
         assert sum(line.startswith(f"ok     {what}") for line in lines) == 1
 
 
-def test_a_service_that_is_away_is_wrong_over_both_doors() -> None:
+def test_a_service_that_is_away_is_wrong_over_both_apis() -> None:
     status, found = checked("--store", "memory", "--address", "127.0.0.1:1", "--http-address", "127.0.0.1:1")
     assert status == 1
-    for door in ("gRPC", "HTTP"):
-        assert "gristmill serve" in found[f"{door} at 127.0.0.1:1"]["remedy"]
+    for api in ("gRPC", "HTTP"):
+        assert "gristmill serve" in found[f"{api} at 127.0.0.1:1"]["remedy"]
 
 
 def test_a_wrong_setting_is_told_and_the_rest_is_checked_all_the_same(service: Service) -> None:

@@ -1,4 +1,4 @@
-"""Declared columns from agents to ranks: through every store, by every door, each value once on its own token."""
+"""Declared columns from agents to ranks: through every store, by every API, each value once on its own token."""
 
 from __future__ import annotations
 

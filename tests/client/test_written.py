@@ -24,7 +24,7 @@ from gristmill.torch import MicroBatch, Shard
 from gristmill_service.run.machine.commands.command import Command, View
 from gristmill_service.run.machine.events import BatchWithdrawn, ColumnsDropped, Event
 from gristmill_service.run.machine.state import State
-from tests.api.doors import group
+from tests.api.apis import group
 from tests.on_loop import Service
 from tests.serving import StartService
 

@@ -1,4 +1,4 @@
-"""Processes that share runs on Redis, without their doors, in this one."""
+"""Processes that share runs on Redis, without their APIs, in this one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PREFIX = "runs"
 
 
 class Replica:
-    """What a service is on Redis, without its doors."""
+    """What a service is on Redis, without its APIs."""
 
     def __init__(self, url: str, name: str, lease_s: float) -> None:
         self.client = connect(RedisAddress(url=url))

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import httpx
 
-from tests.api.doors import Door, GrpcDoor, HttpDoor, Json, Refused, row
+from tests.api.apis import Api, GrpcApi, HttpApi, Json, Refused, row
 from tests.serving import FREE_PORTS
 
 T = TypeVar("T")
@@ -37,7 +37,7 @@ CONFIG: Json = {
 
 
 class Service:
-    """One that is starting; `ready` returns it when it serves. Its doors are closed with it."""
+    """One that is starting; `ready` returns it when it serves. Its APIs are closed with it."""
 
     def __init__(self, command: Sequence[str], announced: Path) -> None:
         self.announced, self.log_file = announced, announced.with_suffix(".log")
@@ -64,12 +64,12 @@ class Service:
         return str(self._addresses["http_url"])
 
     @cached_property
-    def grpc(self) -> GrpcDoor:
-        return GrpcDoor(self.grpc_address)
+    def grpc(self) -> GrpcApi:
+        return GrpcApi(self.grpc_address)
 
     @cached_property
-    def http(self) -> HttpDoor:
-        return HttpDoor(self.http_url)
+    def http(self) -> HttpApi:
+        return HttpApi(self.http_url)
 
     def probe(self, path: str, timeout_s: float = 30.0) -> httpx.Response:
         return httpx.get(f"{self.http_url}{path}", timeout=timeout_s, trust_env=False)
@@ -100,9 +100,9 @@ class Service:
         return self.process.wait(timeout_s)
 
     def close(self) -> None:
-        for door in ("grpc", "http"):
-            if door in self.__dict__:
-                getattr(self, door).close()
+        for api in ("grpc", "http"):
+            if api in self.__dict__:
+                getattr(self, api).close()
         if self.process.poll() is None:
             self.resume()
             self.kill()
@@ -191,17 +191,17 @@ def owner(services: Sequence[Service], run: str) -> Service:
     return eventually(found, f"somebody decides for {run}")
 
 
-def train(door: Door, run: str, batch: int, *, commit: bool = True) -> bytes:
+def train(api: Api, run: str, batch: int, *, commit: bool = True) -> bytes:
     """Waits for the batch's shard, pulls it and acknowledges it."""
-    shard = eventually(lambda: _published(door, run, batch), f"batch {batch} is published")
-    data = patiently(lambda: door.read(run, batch, 0, 0))
+    shard = eventually(lambda: _published(api, run, batch), f"batch {batch} is published")
+    data = patiently(lambda: api.read(run, batch, 0, 0))
     assert len(data) == shard["size_bytes"]
-    patiently(lambda: door.acknowledge(run, 0, {"batch": batch, "epoch": 0, "mini_batch": 0}, commit=commit))
+    patiently(lambda: api.acknowledge(run, 0, {"batch": batch, "epoch": 0, "mini_batch": 0}, commit=commit))
     return data
 
 
-def _published(door: Door, run: str, batch: int) -> Json | None:
-    shard = door.shard(run, 0, batch=batch, wait_s=1.0)
+def _published(api: Api, run: str, batch: int) -> Json | None:
+    shard = api.shard(run, 0, batch=batch, wait_s=1.0)
     return shard if shard["state"] == "published" else None
 
 

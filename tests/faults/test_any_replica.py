@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.api.doors import Door, Refused
+from tests.api.apis import Api, Refused
 from tests.faults.services import (
     CONFIG,
     Service,
@@ -49,54 +49,52 @@ def other(replicas: tuple[Service, Service], owned: Service) -> Service:
 
 
 @pytest.fixture(params=["grpc", "http"])
-def door(request: pytest.FixtureRequest, other: Service) -> Door:
+def api(request: pytest.FixtureRequest, other: Service) -> Api:
     """To the replica that does not decide."""
-    found: Door = getattr(other, request.param)
+    found: Api = getattr(other, request.param)
     return found
 
 
 class TestAnyTakesAnyCall:
     def test_a_whole_run_through_one_that_does_not_decide(
-        self, door: Door, owned: Service, other: Service, run: str
+        self, api: Api, owned: Service, other: Service, run: str
     ) -> None:
-        assert door.create(run, CONFIG)["created"] is False
-        assert run in door.names()
-        assert door.begin(run, ["a", "b"]) == ["admitted"] * 2
+        assert api.create(run, CONFIG)["created"] is False
+        assert run in api.names()
+        assert api.begin(run, ["a", "b"]) == ["admitted"] * 2
         late = group("b", reward=None)
-        assert door.submit(run, [*group("a"), *late]) == ["accepted"] * 4
-        assert (
-            door.set_rewards(run, [{"uid": "b", "sample": sample, "reward": float(sample)} for sample in (0, 1)]) == 2
-        )
-        assert door.submit(run, group("a"))[0] in ("duplicate", "sealed")
-        assert door.batch(run, 0, wait_s=20)["state"] == "published"
-        door.announce(run, 3)
-        assert door.policy_version(run) == 3
-        assert door.submit(run, [*group("c"), *group("d"), *group("e")]) == ["accepted"] * 6
-        assert door.abort_groups(run, ["e"], "not wanted") == 1
-        resumed = door.resume(run, "launch")
+        assert api.submit(run, [*group("a"), *late]) == ["accepted"] * 4
+        assert api.set_rewards(run, [{"uid": "b", "sample": sample, "reward": float(sample)} for sample in (0, 1)]) == 2
+        assert api.submit(run, group("a"))[0] in ("duplicate", "sealed")
+        assert api.batch(run, 0, wait_s=20)["state"] == "published"
+        api.announce(run, 3)
+        assert api.policy_version(run) == 3
+        assert api.submit(run, [*group("c"), *group("d"), *group("e")]) == ["accepted"] * 6
+        assert api.abort_groups(run, ["e"], "not wanted") == 1
+        resumed = api.resume(run, "launch")
         for batch in range(2):
-            data = train(door, run, batch, commit=False)
+            data = train(api, run, batch, commit=False)
             assert data == owned.grpc.read(run, batch, 0, 0)
-        assert door.commit(run, {"batch": 2, "epoch": 0, "mini_batch": 0}, resumed["incarnation"])["batch"] == 2
-        assert door.submit(run, group("f")) == ["accepted"] * 2
-        assert door.seal(run)["batch"] == 2
-        train(door, run, 2)
-        assert door.finish(run) == 3
-        assert door.shard(run, 0, wait_s=20)["state"] == "end"
-        status = door.get(run)
+        assert api.commit(run, {"batch": 2, "epoch": 0, "mini_batch": 0}, resumed["incarnation"])["batch"] == 2
+        assert api.submit(run, group("f")) == ["accepted"] * 2
+        assert api.seal(run)["batch"] == 2
+        train(api, run, 2)
+        assert api.finish(run) == 3
+        assert api.shard(run, 0, wait_s=20)["state"] == "end"
+        status = api.get(run)
         assert (status["batches_freed"], status["row_bytes"], status["shard_bytes"]) == (3, 0, 0)
         assert status["groups_dropped"] == {"not wanted": 1}
-        door.delete(run)
+        api.delete(run)
         assert run not in owned.grpc.names()
         with pytest.raises(Refused) as refused:
-            door.get(run)
+            api.get(run)
         assert refused.value.code == "NOT_FOUND"
 
-    def test_who_waits_at_one_is_woken_by_what_happens_at_the_other(self, door: Door, owned: Service, run: str) -> None:
+    def test_who_waits_at_one_is_woken_by_what_happens_at_the_other(self, api: Api, owned: Service, run: str) -> None:
         with ThreadPoolExecutor(3) as pool:
-            batch = pool.submit(door.batch, run, 0, 20.0)
-            shard = pool.submit(lambda: door.shard(run, 0, wait_s=20.0))
-            version = pool.submit(door.policy_version, run, 5, 20.0)
+            batch = pool.submit(api.batch, run, 0, 20.0)
+            shard = pool.submit(lambda: api.shard(run, 0, wait_s=20.0))
+            version = pool.submit(api.policy_version, run, 5, 20.0)
             eventually(lambda: "gristmill_waiting_calls 3.0" in owned.probe("/metrics").text, "all three wait")
             start = time.monotonic()
             owned.grpc.submit(run, [*group("a"), *group("b")])
@@ -106,12 +104,12 @@ class TestAnyTakesAnyCall:
             assert version.result() == 5
             assert time.monotonic() - start < 10
 
-    def test_a_wait_that_ends_with_nothing_is_answered_as_by_the_owner(self, door: Door, run: str) -> None:
-        assert door.batch(run, 0, wait_s=0.2) == {"state": "pending"}
-        assert door.shard(run, 0, wait_s=0.2)["state"] == "pending"
+    def test_a_wait_that_ends_with_nothing_is_answered_as_by_the_owner(self, api: Api, run: str) -> None:
+        assert api.batch(run, 0, wait_s=0.2) == {"state": "pending"}
+        assert api.shard(run, 0, wait_s=0.2)["state"] == "pending"
 
-    def test_a_refusal_is_the_owners_own_word(self, door: Door, owned: Service, run: str) -> None:
-        def refusals(at: Door) -> list[tuple[str, str, str]]:
+    def test_a_refusal_is_the_owners_own_word(self, api: Api, owned: Service, run: str) -> None:
+        def refusals(at: Api) -> list[tuple[str, str, str]]:
             found = []
             for call in (
                 lambda: at.create(run, {**CONFIG, "dp_size": 2}),
@@ -127,16 +125,14 @@ class TestAnyTakesAnyCall:
                 found.append((refused.value.code, refused.value.kind, refused.value.message))
             return found
 
-        assert refusals(door) == refusals(getattr(owned, "grpc" if door.__class__.__name__ == "GrpcDoor" else "http"))
+        assert refusals(api) == refusals(getattr(owned, "grpc" if api.__class__.__name__ == "GrpcApi" else "http"))
 
     def test_a_run_created_at_all_at_once_is_one_run(self, replicas: tuple[Service, Service], run: str) -> None:
         names = [f"{run}-{number}" for number in range(5)]
         with ThreadPoolExecutor(8) as pool:
             for name in names:
-                doors = [one.grpc for one in replicas] * 2 + [one.http for one in replicas] * 2
-                calls = [
-                    pool.submit(patiently, lambda door=door, name=name: door.create(name, CONFIG)) for door in doors
-                ]
+                apis = [one.grpc for one in replicas] * 2 + [one.http for one in replicas] * 2
+                calls = [pool.submit(patiently, lambda api=api, name=name: api.create(name, CONFIG)) for api in apis]
                 assert sum(call.result()["created"] for call in calls) <= 1
         for name in names:
             assert {one.grpc.get(name)["rows_accepted"] for one in replicas} == {0}

@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.api.doors import Json, Refused
+from tests.api.apis import Json, Refused
 from tests.faults.services import (
     COMMAND,
     CONFIG,
@@ -94,15 +94,15 @@ class Life:
 
     def train_next(self) -> bool:
         """Pulls the rank's next shard and acknowledges it. Whether there was one."""
-        door = self.service.grpc
-        shard = door.shard(self.run, 0, wait_s=0.2)
+        api = self.service.grpc
+        shard = api.shard(self.run, 0, wait_s=0.2)
         if shard["state"] != "published":
             return False
         batch = shard["position"]["batch"]
-        data = door.read(self.run, batch, 0, 0)
+        data = api.read(self.run, batch, 0, 0)
         assert self.first.setdefault(batch, data) == data, f"batch {batch} is another after a restart"
         self.trained[batch] = uids_of(data)
-        door.acknowledge(self.run, 0, shard["position"], commit=True)
+        api.acknowledge(self.run, 0, shard["position"], commit=True)
         return True
 
     def train_on(self) -> None:

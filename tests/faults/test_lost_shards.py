@@ -98,8 +98,8 @@ def test_they_are_made_anew_also_where_another_replica_is_asked(
     other: Service = next(one for one in both if one is not owned)
     owned.grpc.submit(run, [*group("a"), *group("b")])
     owned.grpc.batch(run, 0, wait_s=20)
-    door = getattr(other, kind)
-    before = door.read(run, 0, 0, 0)
+    api = getattr(other, kind)
+    before = api.read(run, 0, 0, 0)
     [batch] = [key for key in keys(shared_redis, run) if key.endswith(":batch:0")]
     shared_redis.client().hdel(batch, FRAME)
-    assert patiently(lambda: door.read(run, 0, 0, 0)) == before
+    assert patiently(lambda: api.read(run, 0, 0, 0)) == before

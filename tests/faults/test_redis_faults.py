@@ -13,7 +13,7 @@ import pytest
 import redis
 import trustme
 
-from tests.api.doors import Refused
+from tests.api.apis import Refused
 from tests.faults.services import (
     CONFIG,
     PATIENCE_S,
@@ -109,10 +109,10 @@ class TestItDies:
         server.stop()
         assert "Redis at" in eventually(lambda: service.trouble, "it tells")
         time.sleep(lease_s)
-        for door in (service.grpc, service.http):
+        for api in (service.grpc, service.http):
             for call in (
-                lambda door=door: door.submit(run, group("d")),
-                lambda door=door: door.create(f"{run}-new", CONFIG),
+                lambda api=api: api.submit(run, group("d")),
+                lambda api=api: api.create(f"{run}-new", CONFIG),
             ):
                 error = refused(call)
                 assert error.code == "UNAVAILABLE"
@@ -136,8 +136,8 @@ class TestItDies:
         service.grpc.batch(run, 0, wait_s=20)
         server.kill()
         server.start()
-        for door in (service.grpc, service.http):
-            eventually(lambda door=door: _is_unknown(lambda: door.submit(run, group("c"))), "the run is not known")  # type: ignore[misc]
+        for api in (service.grpc, service.http):
+            eventually(lambda api=api: _is_unknown(lambda: api.submit(run, group("c"))), "the run is not known")  # type: ignore[misc]
         assert service.grpc.names() == []
         assert patiently(lambda: service.grpc.create(run, CONFIG))["created"]
         service.grpc.submit(run, [*group("a"), *group("b")])
@@ -264,8 +264,8 @@ class TestItIsFull:
         service.grpc.batch(run, 0, wait_s=20)
         admin.config_set("maxmemory", int(admin.info("memory")["used_memory"] / 0.95))
         assert "maxmemory" in eventually(lambda: service.trouble, "it tells")
-        for door in (service.grpc, service.http):
-            error = refused(lambda door=door: door.submit(run, group("d")))  # type: ignore[misc]
+        for api in (service.grpc, service.http):
+            error = refused(lambda api=api: api.submit(run, group("d")))  # type: ignore[misc]
             assert error.code == "UNAVAILABLE"
             assert "maxmemory" in error.message
         assert sorted(set(uids_of(train(service.http, run, 0)))) == ["a", "b"]

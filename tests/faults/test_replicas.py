@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from gristmill.v1 import rollout_pb2
-from tests.api.doors import Door, Refused, rows_message
+from tests.api.apis import Api, Refused, rows_message
 from tests.faults.services import (
     COMMAND,
     CONFIG,
@@ -255,9 +255,9 @@ class TestOneIsCutOff:
         assert patiently(lambda: near.grpc.submit(run, group("b"))) == ["accepted"] * 2
         assert time.monotonic() - begun < 15
         assert "Redis at" in eventually(lambda: far.trouble, "it tells")
-        for door in (far.grpc, far.http):
+        for api in (far.grpc, far.http):
             with pytest.raises(Refused) as refused:
-                door.submit(run, group("c"))
+                api.submit(run, group("c"))
             assert refused.value.code == "UNAVAILABLE"
             assert refused.value.retry_after_s
         assert far.probe("/healthz").status_code == 200
@@ -281,17 +281,17 @@ class TestOneIsCutOff:
         proxy.freeze()
         slowest, codes, lock = 0.0, list[str](), threading.Lock()
 
-        def call(door: Door) -> None:
+        def call(api: Api) -> None:
             nonlocal slowest
             begun = time.monotonic()
             with pytest.raises(Refused) as refused:
-                door.submit(run, group("a"))
+                api.submit(run, group("a"))
             with lock:
                 codes.append(refused.value.code)
                 slowest = max(slowest, time.monotonic() - begun)
 
         with ThreadPoolExecutor(10) as pool:
-            calls = [pool.submit(call, door) for door in (far.grpc, far.http) for _ in range(5)]
+            calls = [pool.submit(call, api) for api in (far.grpc, far.http) for _ in range(5)]
             while not all(each.done() for each in calls):
                 assert far.probe("/healthz", timeout_s=4.5).status_code == 200
                 time.sleep(0.1)

@@ -346,9 +346,9 @@ def test_a_run_read_anew_again_and_again_leaves_no_thread_and_no_connection(serv
             "gristmill-log",
             "asyncio",
         )
-        # Services of other tests may serve in this process; this one has no doors.
-        doors = ("grpc", "http", "AnyIO")
-        own = [one for one in threading.enumerate() if not one.name.startswith((*pools, *doors))]
+        # Services of other tests may serve in this process; this one serves no API.
+        apis = ("grpc", "http", "AnyIO")
+        own = [one for one in threading.enumerate() if not one.name.startswith((*pools, *apis))]
         return len(own), int(server.client().info("clients")["connected_clients"])
 
     reopen()

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load, save
 
-from tests.api.doors import Door, Json, Refused
+from tests.api.apis import Api, Json, Refused
 from tests.faults.services import CONFIG, Services, check, eventually, group, on_redis, owner, patiently
 from tests.faults.test_journal_faults import in_journal
 from tests.redis.servers import RedisServer
@@ -36,10 +36,10 @@ def columns_of(shard: bytes) -> dict[str, Any]:
     return {"values": np.where(mask, tokens / 8, 99).astype(np.float32), "verdict": verdict}
 
 
-def write(door: Door, run: str, batch: int, mini_batch: int, incarnation: int) -> None:
+def write(api: Api, run: str, batch: int, mini_batch: int, incarnation: int) -> None:
     """Each column by a call of its own, as the Python client does."""
-    for name, values in columns_of(door.read(run, batch, mini_batch, 0)).items():
-        door.write(run, (batch, mini_batch, 0), incarnation, save({name: values}))
+    for name, values in columns_of(api.read(run, batch, mini_batch, 0)).items():
+        api.write(run, (batch, mini_batch, 0), incarnation, save({name: values}))
 
 
 class Run:
@@ -47,18 +47,18 @@ class Run:
 
     def __init__(self, name: str) -> None:
         self.name, self.trained = name, list[str]()
-        self.door: Door
+        self.api: Api
         self.errors: list[BaseException] = []
 
-    def begin(self, door: Door) -> None:
-        self.door = door
-        door.create(self.name, SETTINGS)
+    def begin(self, api: Api) -> None:
+        self.api = api
+        api.create(self.name, SETTINGS)
 
     def fill(self, batches: int) -> None:
         for number in range(batches):
             for uid in range(CONFIG["train_batch_size"]):
                 rows = group(f"b{number}-{uid}", response_ids=[7, 8, 9], loss_mask=[1] * 3)
-                self._again(lambda rows=rows: self.door.submit(self.name, rows))
+                self._again(lambda rows=rows: self.api.submit(self.name, rows))
 
     def train(self, batches: int) -> None:
         try:
@@ -70,15 +70,15 @@ class Run:
     def _train_next(self) -> None:
         found = self._again(lambda: self._next(forward=True))
         batch, count = found["position"]["batch"], None
-        while count is None or self._again(lambda: self.door.batch(self.name, batch))["state"] == "forward":
+        while count is None or self._again(lambda: self.api.batch(self.name, batch))["state"] == "forward":
             plan = self._again(lambda: self._plan(batch))
             count = len(plan["mini_batches"])
             for mini_batch in range(count):
-                self._again(lambda at=mini_batch: write(self.door, self.name, batch, at, found["incarnation"]))
+                self._again(lambda at=mini_batch: write(self.api, self.name, batch, at, found["incarnation"]))
         for mini_batch in range(count):
             shard = self._again(lambda: self._next(forward=False))
             assert shard["position"] == {"batch": batch, "epoch": 0, "mini_batch": mini_batch}
-            data = self._again(lambda at=mini_batch: self.door.read(self.name, batch, at, 0))
+            data = self._again(lambda at=mini_batch: self.api.read(self.name, batch, at, 0))
             tensors, expected = load(data), columns_of(data)
             own = tensors["response_mask"] == 1
             np.testing.assert_array_equal(tensors["values"], np.where(own, expected["values"], 0))
@@ -86,16 +86,16 @@ class Run:
             assert np.abs(tensors["advantages"][own]).max() > 0
             self.trained += [str(row) for row in _uids(data)]
             place = shard["position"]
-            self._again(lambda place=place: self.door.acknowledge(self.name, 0, place, commit=True))
+            self._again(lambda place=place: self.api.acknowledge(self.name, 0, place, commit=True))
 
     def _next(self, *, forward: bool) -> Json:
-        shard = self.door.shard(self.name, 0, wait_s=1.0, forward=forward)
+        shard = self.api.shard(self.name, 0, wait_s=1.0, forward=forward)
         if shard["state"] not in ("published", "forward"):
             raise Refused("UNAVAILABLE", "", "not there yet", None)
         return shard
 
     def _plan(self, batch: int) -> Json:
-        found = self.door.batch(self.name, batch, wait_s=1.0)
+        found = self.api.batch(self.name, batch, wait_s=1.0)
         if "plan" not in found:
             raise Refused("UNAVAILABLE", "", "not there yet", None)
         plan: Json = found["plan"]
@@ -134,7 +134,7 @@ def test_killed_at_any_moment_each_value_is_trained_once_on_its_own_token(
         time.sleep(0.15 + 0.1 * kill)
         service.kill()
         [service] = services.start(1, *in_journal(tmp_path, "--journal-fsync", "never"))
-        one.door = service.grpc
+        one.api = service.grpc
     for thread in threads:
         thread.join(100)
     assert not one.errors, one.errors
@@ -156,16 +156,16 @@ def test_any_replica_takes_writes_and_a_new_owner_goes_on_with_what_was_written(
     for uid in range(CONFIG["train_batch_size"]):
         other.grpc.submit(run, group(str(uid)))
     eventually(lambda: other.grpc.batch(run, 0)["state"] == "forward", "its forward shards are there")
-    doors: list[Door] = [other.grpc, other.http]
+    apis: list[Api] = [other.grpc, other.http]
     before = columns_of(other.grpc.read(run, 0, 0, 0))
-    for door, (name, values) in zip(doors, before.items(), strict=True):
-        door.write(run, (0, 0, 0), 1, save({name: values}))
+    for api, (name, values) in zip(apis, before.items(), strict=True):
+        api.write(run, (0, 0, 0), 1, save({name: values}))
     left = other.grpc.batch(run, 0).get("awaits", [])
     assert all(one["mini_batch"] != 0 for one in left)
     decides.kill()
     eventually(lambda: other.grpc.batch(run, 0)["state"] != "pending", "the other one has the run")
     assert other.grpc.batch(run, 0).get("awaits", []) == left
     one = Run(run)
-    one.door = other.grpc
+    one.api = other.grpc
     one.train(1)
     assert not one.errors, one.errors

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.api.doors import CONFIG
+from tests.api.apis import CONFIG
 from tests.faults.services import CONFIG as SMALL
 from tests.faults.services import Services, eventually, group, on_redis, owner, patiently, train
 from tests.metrics.scraping import scrape

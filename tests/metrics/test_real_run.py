@@ -13,7 +13,7 @@ import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import load
 
-from tests.api.doors import GrpcDoor, Json
+from tests.api.apis import GrpcApi, Json
 from tests.metrics.scraping import Scrape, scrape
 from tests.run.harness import wait_until
 
@@ -89,31 +89,31 @@ Told = tuple[Scrape, Worker, list[dict[str, NDArray[Any]]], float]
 @pytest.fixture(scope="module")
 def told(service: Service) -> Told:
     """A scrape of a run that was trained to its end, its rows, its shards, and how long it took."""
-    door, worker, shards = GrpcDoor(service.grpc_address), Worker(), []
-    door.create("real", CONFIG)
-    door.announce("real", 4)
+    api, worker, shards = GrpcApi(service.grpc_address), Worker(), []
+    api.create("real", CONFIG)
+    api.announce("real", 4)
     begun = time.monotonic()
     for rank in range(RANKS):
-        door.shard("real", rank)
+        api.shard("real", rank)
     for batch in range(BATCHES):
         groups = [worker.group(f"{batch}-{prompt}") for prompt in range(PROMPTS)]
         for rows in groups:
             sent = [{name: value for name, value in row.items() if name != "breaks"} for row in rows]
             # Told twice, within one request and by two.
-            door.submit("real", [*sent, sent[0]])
-            door.submit("real", sent[:1])
-        assert door.batch("real", batch, wait_s=20)["state"] == "published"
+            api.submit("real", [*sent, sent[0]])
+            api.submit("real", sent[:1])
+        assert api.batch("real", batch, wait_s=20)["state"] == "published"
         for rank in range(RANKS):
             for mini_batch in range(PROMPTS // 2):
                 place = {"batch": batch, "epoch": 0, "mini_batch": mini_batch}
-                assert door.shard("real", rank)["state"] == "published"
-                shards.append(load(door.read("real", batch, mini_batch, rank)))
-                door.acknowledge("real", rank, place, commit=True)
-    door.begin("real", ["straggler"])
+                assert api.shard("real", rank)["state"] == "published"
+                shards.append(load(api.read("real", batch, mini_batch, rank)))
+                api.acknowledge("real", rank, place, commit=True)
+    api.begin("real", ["straggler"])
     # A worker of the service's removes what is freed, soon after.
     wait_until(lambda: scrape(service.http_url).of("gristmill_store_seconds_count").get("free") == BATCHES)
     found = scrape(service.http_url), worker, shards, time.monotonic() - begun
-    door.close()
+    api.close()
     return found
 
 

@@ -98,14 +98,14 @@ class TestReaching:
         opened: Open,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        with ExitStack() as proxies:
-            doors = {
-                node.port: proxies.enter_context(Proxy(node.port, certificate=authority.issue_cert(HOST)))
+        with ExitStack() as stack:
+            proxies = {
+                node.port: stack.enter_context(Proxy(node.port, certificate=authority.issue_cert(HOST)))
                 for node in redis_cluster.nodes
             }
             # Nodes tell their own ports, which do not speak TLS.
-            monkeypatch.setattr(NodesManager, "remap_host_port", lambda _, host, port: (host, doors[port].port))
-            url = f"rediss+cluster://{HOST}:{doors[redis_cluster.nodes[2].port].port}"
+            monkeypatch.setattr(NodesManager, "remap_host_port", lambda _, host, port: (host, proxies[port].port))
+            url = f"rediss+cluster://{HOST}:{proxies[redis_cluster.nodes[2].port].port}"
             with closing(connect(RedisAddress(url=url, ca_file=ca_file))) as client:
                 self.exercise(client)
 

@@ -16,7 +16,7 @@ import pytest
 
 from gristmill import AsyncRolloutClient, InvalidArgumentError, RolloutClient, TrainerClient
 from gristmill.v1 import rollout_pb2, rollout_pb2_grpc
-from tests.api.doors import CONFIG, GrpcDoor, group, row, rows_message
+from tests.api.apis import CONFIG, GrpcApi, group, row, rows_message
 from tests.redis.servers import RedisServer
 from tests.serving import ServiceProcess, StartService
 
@@ -53,11 +53,11 @@ def submit(service: ServiceProcess, run: str, rows: list[dict[str, Any]], *metad
 
 
 def test_a_rows_request_leads_to_its_batch(telling: ServiceProcess) -> None:
-    with closing(GrpcDoor(telling.grpc_address)) as door:
-        door.create("run", CONFIG)
+    with closing(GrpcApi(telling.grpc_address)) as api:
+        api.create("run", CONFIG)
         submit(telling, "run", group("a"), (ID, "worker-7:first"))
         submit(telling, "run", group("b"), (ID, "worker-7:second"))
-        door.batch("run", 0, wait_s=20)
+        api.batch("run", 0, wait_s=20)
     assert telling.stop() == 0
     told = lines(telling)
     [submitted] = [line for line in told if line.get("request_id") == "worker-7:first"]
@@ -73,11 +73,11 @@ def test_a_rows_request_leads_to_its_batch(telling: ServiceProcess) -> None:
 
 def test_submissions_are_told_only_where_that_is_asked_for(start_service: StartService) -> None:
     service = start_service("--store", "memory", "--log-format", "json")
-    with closing(GrpcDoor(service.grpc_address)) as door:
-        door.create("run", CONFIG)
+    with closing(GrpcApi(service.grpc_address)) as api:
+        api.create("run", CONFIG)
         for uid in ("a", "b"):
-            door.submit("run", group(uid))
-        door.batch("run", 0, wait_s=20)
+            api.submit("run", group(uid))
+        api.batch("run", 0, wait_s=20)
     # A waiter may be answered before the line is written.
     wait_for(service, "batch published")
     assert service.stop() == 0
@@ -87,8 +87,8 @@ def test_submissions_are_told_only_where_that_is_asked_for(start_service: StartS
 
 @pytest.mark.parametrize("given", ["", "two words", "x" * 129, 'a"b'])
 def test_an_id_that_is_none_is_replaced(telling: ServiceProcess, given: str) -> None:
-    with closing(GrpcDoor(telling.grpc_address)) as door:
-        door.create("run", CONFIG)
+    with closing(GrpcApi(telling.grpc_address)) as api:
+        api.create("run", CONFIG)
     assert MADE.fullmatch(submit(telling, "run", [row("a", 0)], (ID, given)))
 
 
@@ -151,8 +151,8 @@ def test_what_is_passed_on_to_the_runs_owner_keeps_its_id(start_service: StartSe
     with RedisServer(tmp_path / "redis") as redis:
         flags = ("--store", "redis", "--redis-url", redis.url, "--log-format", "json", "--log-level", "debug")
         owner, other = start_service(*flags), start_service(*flags)
-        with closing(GrpcDoor(owner.grpc_address)) as door:
-            door.create("run", CONFIG)
+        with closing(GrpcApi(owner.grpc_address)) as api:
+            api.create("run", CONFIG)
         assert submit(other, "run", [row("a", 0)], (ID, "passed-on")) == "passed-on"
         answer = httpx.post(
             f"{other.http_url}/v1/runs/run/rows", json={"rows": [row("b", 0)]}, headers={ID: "passed-on-too"}

@@ -17,7 +17,7 @@ import pytest
 
 import gristmill
 from gristmill_service.settings import Settings
-from tests.api.doors import CONFIG, Door, GrpcDoor, HttpDoor, Refused, group, row
+from tests.api.apis import CONFIG, Api, GrpcApi, HttpApi, Refused, group, row
 from tests.serving import ServiceProcess, StartService
 
 COMMAND = [str(Path(sys.executable).with_name("gristmill")), "serve"]
@@ -31,24 +31,24 @@ def serve(*flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_it_serves_and_ends_with_the_first_signal(service_process: ServiceProcess) -> None:
-    with closing(GrpcDoor(service_process.grpc_address)) as door:
-        door.create("run", CONFIG)
+    with closing(GrpcApi(service_process.grpc_address)) as api:
+        api.create("run", CONFIG)
         for uid in ("a", "b"):
-            door.submit("run", group(uid))
-        assert door.batch("run", 0, wait_s=20)["state"] == "published"
+            api.submit("run", group(uid))
+        assert api.batch("run", 0, wait_s=20)["state"] == "published"
     assert service_process.stop() == 0
 
 
 def test_shards_are_mapped_by_processes_beside_it_and_gone_after_it(
     service_process: ServiceProcess, tmp_path: Path
 ) -> None:
-    with closing(GrpcDoor(service_process.grpc_address)) as door:
-        door.create("run", CONFIG)
+    with closing(GrpcApi(service_process.grpc_address)) as api:
+        api.create("run", CONFIG)
         for uid in ("a", "b"):
-            door.submit("run", group(uid))
-        path = Path(door.shard("run", 0, wait_s=20)["shared_memory_path"])
+            api.submit("run", group(uid))
+        path = Path(api.shard("run", 0, wait_s=20)["shared_memory_path"])
         assert path.is_relative_to(tmp_path)
-        assert path.read_bytes() == door.read("run", 0, 0, 0)
+        assert path.read_bytes() == api.read("run", 0, 0, 0)
         assert path.stat().st_mode & 0o077 == 0
     assert service_process.stop() == 0
     assert not path.exists()
@@ -56,22 +56,22 @@ def test_shards_are_mapped_by_processes_beside_it_and_gone_after_it(
 
 def test_shutting_down_finishes_what_is_sealed_and_answers_who_waits(service_process: ServiceProcess) -> None:
     with (
-        closing(GrpcDoor(service_process.grpc_address)) as door,
-        closing(HttpDoor(service_process.http_url)) as http,
+        closing(GrpcApi(service_process.grpc_address)) as api,
+        closing(HttpApi(service_process.http_url)) as http,
         ThreadPoolExecutor(2) as pool,
     ):
-        door.create("run", {**CONFIG, "train_batch_size": 64, "policy_mini_batch_size": 32})
+        api.create("run", {**CONFIG, "train_batch_size": 64, "policy_mini_batch_size": 32})
         long = list(range(1, 20_000))
         groups = [[row(f"uid-{number}", sample, prompt_token_ids=long) for sample in range(2)] for number in range(64)]
         for rows in groups[:-1]:
-            door.submit("run", rows)
-        answers = [pool.submit(one.batch, "run", 5, 20.0) for one in (door, http)]
+            api.submit("run", rows)
+        answers = [pool.submit(one.batch, "run", 5, 20.0) for one in (api, http)]
         until = time.monotonic() + 20
         while "gristmill_waiting_calls 2.0" not in http.client.get("/metrics").text:
             assert time.monotonic() < until, "nobody waits"
             time.sleep(0.02)
         # They complete a batch that takes a moment to make.
-        door.submit("run", groups[-1])
+        api.submit("run", groups[-1])
         assert service_process.stop() == 0
         for answer in answers:
             with pytest.raises(Refused) as refused:
@@ -105,10 +105,10 @@ def test_it_is_ready_soon_and_small_when_idle_and_without_torch(start_service: S
     service = start_service("--shared-memory-dir", str(tmp_path))
     user, system = Path(f"/proc/{service.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
     ready_cpu_s = (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
-    doors: list[Door] = [GrpcDoor(service.grpc_address), HttpDoor(service.http_url)]
-    for door in doors:
-        assert door.names() == []
-        door.close()
+    apis: list[Api] = [GrpcApi(service.grpc_address), HttpApi(service.http_url)]
+    for api in apis:
+        assert api.names() == []
+        api.close()
     proc = Path(f"/proc/{service.pid}")
     resident = int(proc.joinpath("statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     assert "libtorch" not in proc.joinpath("maps").read_text()
@@ -123,16 +123,16 @@ def test_the_announced_addresses_go_with_it(service_process: ServiceProcess) -> 
     assert not service_process.announced.exists()
 
 
-@pytest.mark.parametrize("door", ["grpc", "http"])
-def test_an_address_that_is_taken_is_one_clear_line(service_process: ServiceProcess, tmp_path: Path, door: str) -> None:
-    taken = {"grpc": service_process.grpc_address, "http": service_process.http_url.removeprefix("http://")}[door]
-    addresses = {"grpc": "127.0.0.1:0", "http": "127.0.0.1:0", door: taken}
+@pytest.mark.parametrize("api", ["grpc", "http"])
+def test_an_address_that_is_taken_is_one_clear_line(service_process: ServiceProcess, tmp_path: Path, api: str) -> None:
+    taken = {"grpc": service_process.grpc_address, "http": service_process.http_url.removeprefix("http://")}[api]
+    addresses = {"grpc": "127.0.0.1:0", "http": "127.0.0.1:0", api: taken}
     ended = serve(
         *("--grpc-address", addresses["grpc"], "--http-address", addresses["http"]),
         *("--shared-memory-dir", str(tmp_path)),
     )
     assert ended.returncode == 2
-    assert ended.stderr.startswith(f"gristmill serve: {door}_address: cannot listen on {taken}")
+    assert ended.stderr.startswith(f"gristmill serve: {api}_address: cannot listen on {taken}")
     assert len(ended.stderr.splitlines()) == 1
 
 
@@ -142,8 +142,8 @@ def test_a_socket_that_somebody_listens_on_stays_theirs(start_service: StartServ
     ended = serve("--store", "memory", "--grpc-address", f"unix:{path}", "--http-address", "127.0.0.1:0")
     assert ended.returncode == 2
     assert f"unix:{path} is in use" in ended.stderr
-    with closing(GrpcDoor(service.grpc_address)) as door:
-        assert door.names() == []
+    with closing(GrpcApi(service.grpc_address)) as api:
+        assert api.names() == []
 
 
 def test_a_socket_that_a_dead_process_left_is_taken_over(start_service: StartService, tmp_path: Path) -> None:
@@ -151,8 +151,8 @@ def test_a_socket_that_a_dead_process_left_is_taken_over(start_service: StartSer
     with socket.socket(socket.AF_UNIX) as left:
         left.bind(str(path))
     service = start_service("--store", "memory", "--grpc-address", f"unix:{path}")
-    with closing(GrpcDoor(service.grpc_address)) as door:
-        assert door.names() == []
+    with closing(GrpcApi(service.grpc_address)) as api:
+        assert api.names() == []
 
 
 def test_a_wrong_setting_is_one_clear_line() -> None:
@@ -196,12 +196,12 @@ def test_logs_are_json_where_asked(start_service: StartService) -> None:
 def test_what_is_restored_is_told(start_service: StartService, tmp_path: Path) -> None:
     flags = ["--journal-dir", str(tmp_path / "journal"), "--shared-memory-dir", str(tmp_path), "--log-format", "json"]
     service = start_service(*flags)
-    with closing(GrpcDoor(service.grpc_address)) as door:
+    with closing(GrpcApi(service.grpc_address)) as api:
         for name in ("empty", "run"):
-            door.create(name, CONFIG)
+            api.create(name, CONFIG)
         for uid in ("a", "b", "c"):
-            door.submit("run", group(uid))
-        door.submit("run", [row("d", 0)])
+            api.submit("run", group(uid))
+        api.submit("run", [row("d", 0)])
     assert service.stop() == 0
     assert '"run restored"' not in service.log.read_text()
     again = start_service(*flags)

@@ -17,7 +17,7 @@ import pytest
 
 from gristmill import RolloutClient, TrainerClient
 from gristmill.v1 import rollout_pb2, rollout_pb2_grpc
-from tests.api.doors import CONFIG, GrpcDoor, Refused, group, row, rows_message
+from tests.api.apis import CONFIG, GrpcApi, Refused, group, row, rows_message
 from tests.redis.servers import RedisServer
 from tests.serve.collector import Collector
 from tests.serving import ServiceProcess, StartService
@@ -50,8 +50,8 @@ def submit(address: str, run: str, rows: list[dict[str, object]], *metadata: tup
 
 
 def test_a_call_is_a_span_in_its_callers_trace(collector: Collector, service: ServiceProcess) -> None:
-    with closing(GrpcDoor(service.grpc_address)) as door:
-        door.create("run", CONFIG)
+    with closing(GrpcApi(service.grpc_address)) as api:
+        api.create("run", CONFIG)
     submit(service.grpc_address, "run", [row("a", 0)], ("traceparent", CALLER), ("x-request-id", "mine"))
     span = collector.named(f"{ROLLOUTS}SubmitRows")
     assert (span.trace, span.parent, span.service, span.is_error) == (TRACE, PARENT, "gristmill", False)
@@ -66,11 +66,11 @@ def test_a_call_is_a_span_in_its_callers_trace(collector: Collector, service: Se
 def test_a_batch_is_a_trace_with_its_stages_linked_to_the_call_that_completed_it(
     collector: Collector, service: ServiceProcess
 ) -> None:
-    with closing(GrpcDoor(service.grpc_address)) as door:
-        door.create("run", CONFIG)
-        door.submit("run", group("a"))
+    with closing(GrpcApi(service.grpc_address)) as api:
+        api.create("run", CONFIG)
+        api.submit("run", group("a"))
         submit(service.grpc_address, "run", group("b"), ("traceparent", CALLER))
-        door.batch("run", 0, wait_s=20)
+        api.batch("run", 0, wait_s=20)
     made = collector.named("make batch")
     assert (made.attributes["gristmill.run"], made.attributes["gristmill.batch"]) == ("run", 0)
     completed = collector.named(f"{ROLLOUTS}SubmitRows", lambda span: span.parent == PARENT)
@@ -80,12 +80,12 @@ def test_a_batch_is_a_trace_with_its_stages_linked_to_the_call_that_completed_it
 
 
 def test_pulls_are_spans_with_what_was_pulled(collector: Collector, service: ServiceProcess) -> None:
-    with closing(GrpcDoor(service.grpc_address)) as door:
-        door.create("run", CONFIG)
+    with closing(GrpcApi(service.grpc_address)) as api:
+        api.create("run", CONFIG)
         for uid in ("a", "b"):
-            door.submit("run", group(uid))
-        door.shard("run", 1, wait_s=20)
-        data = door.read("run", 0, 0, 1)
+            api.submit("run", group(uid))
+        api.shard("run", 1, wait_s=20)
+        data = api.read("run", 0, 0, 1)
     assert collector.named(f"{TRAINERS}GetShard").attributes["gristmill.rank"] == 1
     read = collector.named(f"{TRAINERS}ReadShard").attributes
     assert [read[f"gristmill.{name}"] for name in ("run", "batch", "mini_batch", "rank")] == ["run", 0, 0, 1]
@@ -93,8 +93,8 @@ def test_pulls_are_spans_with_what_was_pulled(collector: Collector, service: Ser
 
 
 def test_a_refusal_is_an_error_with_its_status(collector: Collector, service: ServiceProcess) -> None:
-    with closing(GrpcDoor(service.grpc_address)) as door, pytest.raises(Refused):
-        door.get("no-such-run")
+    with closing(GrpcApi(service.grpc_address)) as api, pytest.raises(Refused):
+        api.get("no-such-run")
     span = collector.named("gristmill.v1.RunService/GetRun")
     assert (span.is_error, span.attributes["rpc.grpc.status_code"]) == (True, grpc.StatusCode.NOT_FOUND.value[0])
 
@@ -116,8 +116,8 @@ def test_what_is_passed_on_stays_in_the_trace(
 ) -> None:
     with RedisServer(tmp_path / "redis") as redis:
         owner, other = (start_service("--store", "redis", "--redis-url", redis.url) for _ in range(2))
-        with closing(GrpcDoor(owner.grpc_address)) as door:
-            door.create("run", CONFIG)
+        with closing(GrpcApi(owner.grpc_address)) as api:
+            api.create("run", CONFIG)
         submit(other.grpc_address, "run", [row("a", 0)], ("traceparent", CALLER))
         taken = collector.named(f"{ROLLOUTS}SubmitRows", lambda span: span.parent == PARENT)
         decided = collector.named(f"{ROLLOUTS}SubmitRows", lambda span: span.parent == taken.id)
@@ -129,8 +129,8 @@ def test_what_waits_to_be_sent_is_sent_before_the_end(
 ) -> None:
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "60000")
     service = start_service("--shared-memory-dir", str(tmp_path))
-    with closing(GrpcDoor(service.grpc_address)) as door:
-        door.names()
+    with closing(GrpcApi(service.grpc_address)) as api:
+        api.names()
     assert service.stop() == 0
     collector.named("gristmill.v1.RunService/ListRuns")
 
@@ -212,7 +212,7 @@ def test_it_can_be_turned_off(
 ) -> None:
     monkeypatch.setenv(*variable)
     service = start_service("--store", "memory")
-    with closing(GrpcDoor(service.grpc_address)) as door:
-        door.names()
+    with closing(GrpcApi(service.grpc_address)) as api:
+        api.names()
     assert service.stop() == 0
     assert collector.spans == []

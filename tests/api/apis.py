@@ -1,4 +1,4 @@
-"""The service's two front doors, behind one interface, so that a test can be put to both.
+"""The service's two APIs, behind one interface, so that a test can be put to both.
 
 Neither checks what it sends: that is what the service is tested for.
 """
@@ -100,7 +100,7 @@ def _buffer(rows: Sequence[Sequence[float]], dtype: Any) -> bytes:
     return np.array([value for values in rows for value in values], dtype).tobytes()
 
 
-class Door(Protocol):
+class Api(Protocol):
     def create(self, run: str, config: Any) -> Json: ...
     def get(self, run: str) -> Json: ...
     def names(self) -> list[str]: ...
@@ -126,7 +126,7 @@ class Door(Protocol):
     def close(self) -> None: ...
 
 
-class GrpcDoor:
+class GrpcApi:
     def __init__(self, address: str) -> None:
         limit = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
         self.channel = grpc.insecure_channel(address, options=limit)
@@ -281,7 +281,7 @@ class GrpcDoor:
         return int(self._call(self.runs.WaitPolicyVersion, request).version)
 
 
-class HttpDoor:
+class HttpApi:
     def __init__(self, url: str) -> None:
         self.client = httpx.Client(base_url=url, timeout=TIMEOUT_S, trust_env=False)
 

@@ -1,0 +1,300 @@
+"""What a run does through either API; each test is put to both."""
+
+from __future__ import annotations
+
+import json
+import struct
+import time
+
+import pytest
+
+from tests.api.apis import CONFIG, Api, GrpcApi, HttpApi, Json, Refused, group, row
+
+FIRST: Json = {"batch": 0, "epoch": 0, "mini_batch": 0}
+SECOND: Json = {"batch": 0, "epoch": 0, "mini_batch": 1}
+NEXT_BATCH: Json = {"batch": 1, "epoch": 0, "mini_batch": 0}
+WAIT_S = 60.0
+
+
+def fill_batch(api: Api, run: str, *uids: str) -> None:
+    for uid in uids or ("a", "b"):
+        api.submit(run, group(uid))
+
+
+def metadata(shard: bytes) -> Json:
+    """The safetensors file's own."""
+    size = struct.unpack("<Q", shard[:8])[0]
+    found: Json = json.loads(shard[8 : 8 + size])["__metadata__"]
+    return found
+
+
+def code_once_removed(api: Api, run: str) -> str:
+    """How reading a shard of batch 0 is refused once it is removed, which a worker does soon after it is freed."""
+    deadline = time.monotonic() + WAIT_S
+    while time.monotonic() < deadline:
+        try:
+            api.read(run, 0, 0, 0)
+        except Refused as refused:
+            return refused.code
+        time.sleep(0.01)
+    return "never"
+
+
+def test_creating_a_run_again_is_answered_alike(api: Api, run_name: str) -> None:
+    assert api.create(run_name, CONFIG) == {"warnings": [], "created": True}
+    assert api.create(run_name, CONFIG) == {"warnings": [], "created": False}
+    assert run_name in api.names()
+
+
+def test_creating_a_run_warns_of_what_is_probably_not_meant(api: Api, run_name: str) -> None:
+    warnings = api.create(run_name, {**CONFIG, "loss_reduction": "sequence_mean"})["warnings"]
+    assert len(warnings) == 1
+    assert "counts rows" in warnings[0]
+
+
+def test_rows_become_a_batch_that_ranks_train_on(api: Api, run: str) -> None:
+    assert api.begin(run, ["a", "b"]) == ["admitted", "admitted"]
+    fill_batch(api, run)
+    batch = api.batch(run, 0, wait_s=WAIT_S)
+    assert batch["state"] == "published"
+    assert (batch["plan"]["rows_received"], batch["plan"]["rows"], batch["plan"]["prompts"]) == (8, 4, 2)
+    for rank in range(2):
+        shard = api.shard(run, rank)
+        assert (shard["state"], shard["position"]) == ("published", FIRST)
+        data = api.read(run, 0, 0, rank)
+        assert len(data) == shard["size_bytes"]
+        assert json.loads(metadata(data)["rank"]) == rank
+        assert api.acknowledge(run, rank, FIRST) == SECOND
+        assert api.shard(run, rank)["position"] == SECOND
+
+
+def test_acknowledging_with_commit_frees_the_batch(api: Api, run: str) -> None:
+    fill_batch(api, run)
+    api.batch(run, 0, wait_s=WAIT_S)
+    for position in (FIRST, SECOND):
+        for rank in range(2):
+            following = api.acknowledge(run, rank, position, commit=True)
+    assert following == NEXT_BATCH
+    status = api.get(run)
+    assert (status["batches_published"], status["batches_freed"]) == (1, 1)
+    assert code_once_removed(api, run) == "NOT_FOUND"
+
+
+def test_committing_frees_only_what_every_rank_has_passed(api: Api, run: str) -> None:
+    fill_batch(api, run)
+    api.batch(run, 0, wait_s=WAIT_S)
+    for position in (FIRST, SECOND):
+        api.acknowledge(run, 0, position)
+        api.acknowledge(run, 1, position)
+    assert api.commit(run, SECOND) == SECOND
+    assert api.get(run)["batches_freed"] == 0
+    assert api.commit(run, NEXT_BATCH) == NEXT_BATCH
+    assert api.get(run)["batches_freed"] == 1
+
+
+def test_resuming_rewinds_all_ranks_and_refuses_the_old_incarnation(api: Api, run: str) -> None:
+    fill_batch(api, run)
+    api.batch(run, 0, wait_s=WAIT_S)
+    old = api.resume(run, "first launch")["incarnation"]
+    assert api.shard(run, 0)["incarnation"] == old
+    api.acknowledge(run, 0, FIRST, incarnation=old)
+    resumed = api.resume(run, "second launch", FIRST)
+    assert resumed == api.resume(run, "second launch", FIRST)
+    assert (resumed["position"], api.shard(run, 0)["position"]) == (FIRST, FIRST)
+    with pytest.raises(Refused) as refused:
+        api.acknowledge(run, 0, FIRST, incarnation=old)
+    assert (refused.value.code, refused.value.kind) == ("FAILED_PRECONDITION", "StaleIncarnationError")
+
+
+def test_a_shard_is_found_by_its_address(api: Api, run: str) -> None:
+    fill_batch(api, run)
+    shard = api.shard(run, 1, batch=0, mini_batch=1, wait_s=WAIT_S)
+    assert shard["position"] == SECOND
+    assert json.loads(metadata(api.read(run, 0, 1, 1))["mini_batch"]) == 1
+
+
+def test_the_same_row_again_is_a_duplicate(api: Api, run: str) -> None:
+    assert api.submit(run, group("a")) == ["accepted"] * 4
+    assert api.submit(run, group("a")) == ["duplicate"] * 4
+    status = api.get(run)
+    assert (status["rows_accepted"], status["rows_duplicate"]) == (4, 4)
+
+
+def test_a_row_of_a_sealed_group_is_ignored(api: Api, run: str) -> None:
+    fill_batch(api, run)
+    api.batch(run, 0, wait_s=WAIT_S)
+    late = [sent | {"stop_reason": "another"} for sent in group("a")]
+    assert api.submit(run, late) == ["sealed"] * 4
+    assert api.begin(run, ["a"]) == ["sealed"]
+
+
+def test_a_retry_whose_answer_was_lost_is_a_duplicate_also_when_the_batch_was_sealed_meanwhile(
+    api: Api, run: str
+) -> None:
+    fill_batch(api, run)
+    api.batch(run, 0, wait_s=WAIT_S)
+    assert api.submit(run, group("a")) == ["duplicate"] * 4
+
+
+def test_a_higher_attempt_supersedes(api: Api, run: str) -> None:
+    api.submit(run, [row("a", 0, attempt=1)])
+    assert api.submit(run, [row("a", 0, response_ids=[8, 8])]) == ["superseded"]
+
+
+def test_rewards_may_come_later(api: Api, run: str) -> None:
+    for uid in ("a", "b"):
+        api.submit(run, [row(uid, sample, reward=None) for sample in range(2)])
+    assert api.get(run)["groups_complete"] == 0
+    rewards = [{"uid": uid, "sample": sample, "reward": 0.5} for uid in ("a", "b") for sample in range(2)]
+    assert api.set_rewards(run, rewards) == 4
+    assert api.batch(run, 0, wait_s=WAIT_S)["state"] == "published"
+
+
+def test_rewards_may_be_given_per_token(api: Api, run: str) -> None:
+    api.submit(run, [row("a", 0, reward=[0.0, 1.0]), row("a", 1, reward=[0.5, 0.25])])
+    api.submit(run, [row("b", 0, reward=[0.0, 1.0]), row("b", 1, reward=[0.5, 0.25])])
+    assert api.batch(run, 0, wait_s=WAIT_S)["state"] == "published"
+
+
+def test_an_aborted_trajectory_leaves_its_group_to_the_others(api: Api, run: str) -> None:
+    api.submit(run, [row("a", 0)])
+    assert api.abort_trajectories(run, [{"uid": "a", "sample": 1}], "crashed") == 1
+    assert api.abort_trajectories(run, [{"uid": "a", "sample": 1}], "crashed") == 0
+    assert api.get(run)["groups_complete"] == 1
+
+
+def test_an_aborted_group_is_dropped_and_counted(api: Api, run: str) -> None:
+    api.submit(run, [row("a", 0)])
+    assert api.abort_groups(run, ["a"], "bad prompt") == 1
+    assert api.submit(run, [row("a", 1)]) == ["dropped"]
+    assert api.begin(run, ["a"]) == ["dropped"]
+    assert sum(api.get(run)["groups_dropped"].values()) == 1
+
+
+def test_a_run_says_what_became_of_the_groups_of_each_tag(api: Api, run: str) -> None:
+    api.submit(run, [{**one, "tag": "math"} for one in group("a")])
+    api.submit(run, [row("b", 0) | {"tag": "code"}])
+    none = {"open": 0, "complete": 0, "sealed": 0, "dropped": 0}
+    assert api.get(run)["tags"] == {"math": none | {"complete": 1}, "code": none | {"open": 1}}
+    assert {one["uid"]: one["tag"] for one in api.groups(run)} == {"a": "math", "b": "code"}
+
+
+def test_a_batch_may_be_sealed_before_it_is_full(api: Api, run: str) -> None:
+    api.submit(run, group("a"))
+    assert api.seal(run, 0) == {"batch": 0, "prompts": 1}
+    assert api.seal(run, 0) == {"batch": 0, "prompts": 1}
+    assert api.batch(run, 0, wait_s=WAIT_S)["plan"]["prompts"] == 1
+
+
+def test_after_the_last_batch_comes_the_end(api: Api, run: str) -> None:
+    api.submit(run, group("a"))
+    api.submit(run, [row("b", 0)])
+    assert api.finish(run) == 1
+    assert api.finish(run) == 1
+    assert api.batch(run, 0, wait_s=WAIT_S)["state"] == "published"
+    assert api.batch(run, 1, wait_s=WAIT_S)["state"] == "end"
+    assert api.get(run)["groups_dropped"] == {"finished": 1}
+
+
+def test_policy_versions_go_forward_only(api: Api, run: str) -> None:
+    assert api.policy_version(run) == 0
+    api.announce(run, 3)
+    api.announce(run, 3)
+    assert api.policy_version(run, at_least=2, wait_s=WAIT_S) == 3
+    with pytest.raises(Refused) as refused:
+        api.announce(run, 2)
+    assert refused.value.code == "FAILED_PRECONDITION"
+
+
+def test_groups_beyond_the_room_are_told_to_wait(api: Api, run_name: str) -> None:
+    api.create(run_name, {**CONFIG, "max_buffered_batches": 1})
+    admissions = api.begin(run_name, ["a", "b", "c", "d", "e", "f"])
+    assert admissions == sorted(admissions)
+    assert admissions[0] == "admitted"
+    assert admissions[-1] == "no_room"
+    assert api.begin(run_name, ["f"], wait_s=0.01) == ["no_room"]
+
+
+def test_a_deleted_run_is_gone(api: Api, run: str) -> None:
+    api.delete(run)
+    assert run not in api.names()
+    with pytest.raises(Refused) as refused:
+        api.get(run)
+    assert refused.value.code == "NOT_FOUND"
+
+
+def test_a_run_s_status_names_its_configuration(api: Api, run: str) -> None:
+    status = api.get(run)
+    assert status["run"] == run
+    assert status["config"].items() >= {"train_batch_size": 2, "merge": "prefix"}.items()
+    assert status["models"] == [
+        {"model": "policy", "committed": FIRST, "incarnation": status["models"][0]["incarnation"], "next": [FIRST] * 2}
+    ]
+
+
+def test_both_apis_lead_to_the_same_bytes(grpc_api: GrpcApi, http_api: HttpApi, run_name: str) -> None:
+    apis: tuple[Api, Api] = (grpc_api, http_api)
+    for number, api in enumerate(apis):
+        api.create(f"{run_name}-{number}", CONFIG)
+        fill_batch(api, f"{run_name}-{number}")
+    plans = [api.batch(f"{run_name}-{number}", 0, wait_s=WAIT_S)["plan"] for number, api in enumerate(apis)]
+    assert plans[0] == plans[1]
+    shards = [api.read(f"{run_name}-{number}", 0, 0, 1) for number, api in enumerate(apis)]
+    assert shards[0] == shards[1].replace(f"{run_name}-1".encode(), f"{run_name}-0".encode())
+
+
+def test_what_one_api_submits_the_other_sees(grpc_api: GrpcApi, http_api: HttpApi, run_name: str) -> None:
+    grpc_api.create(run_name, CONFIG)
+    http_api.submit(run_name, group("a"))
+    assert grpc_api.submit(run_name, group("a")) == ["duplicate"] * 4
+    assert grpc_api.get(run_name) == http_api.get(run_name)
+
+
+def test_groups_may_have_a_size_of_their_own(api: Api, run_name: str) -> None:
+    api.create(run_name, CONFIG | {"max_samples_per_prompt": 3})
+    assert api.begin(run_name, ["a", "b"], n_samples=[3, 0]) == ["admitted", "admitted"]
+    assert api.submit(run_name, [row("a", 2)]) == ["accepted"]
+    for uids, sizes, problem in (
+        (["a"], [2], "uid 'a': n_samples is 2, and the group was begun with 3"),
+        (["c"], [4], "uid 'c': n_samples is 4, and max_samples_per_prompt: 3 allows 1..3"),
+        (["c", "d"], [2], "n_samples has 1 entries for 2 uids"),
+    ):
+        with pytest.raises(Refused) as refused:
+            api.begin(run_name, uids, n_samples=sizes)
+        assert refused.value.code == "INVALID_ARGUMENT"
+        assert problem in refused.value.message
+    assert api.get(run_name)["groups_open"] == 2
+
+
+def test_groups_may_name_their_task(api: Api, run_name: str) -> None:
+    api.create(run_name, CONFIG)
+    tag: Json = {"tags" if isinstance(api, GrpcApi) else "tag": ["math"]}
+    assert api.begin(run_name, ["a"], **tag) == ["admitted"]
+    with pytest.raises(Refused) as refused:
+        api.submit(run_name, [row("a", 0, tag="code")])
+    assert (refused.value.code, refused.value.kind) == ("INVALID_ARGUMENT", "InvalidArgumentError")
+    assert "uid 'a' sample 0 step 0: tag is 'code', and the group has 'math'" in refused.value.message
+    api.submit(run_name, group("a"))
+    api.submit(run_name, [one | {"tag": "code"} for one in group("b")])
+    plan = api.batch(run_name, 0, wait_s=WAIT_S)["plan"]
+    assert plan["tags"] == ["math", "code"]
+    assert plan["tag_metrics"]["code"]["trajectories"] == 2
+
+
+def test_tokens_may_have_a_version_each(api: Api, run_name: str) -> None:
+    api.create(run_name, CONFIG | {"stale": "mask", "max_staleness": 1, "train_batch_size": 1})
+    with pytest.raises(Refused) as refused:
+        api.submit(run_name, [row("a", 0, policy_versions=[1])])
+    assert refused.value.code == "INVALID_ARGUMENT"
+    assert ("policy_versions" in refused.value.message) or ("token_policy_versions" in refused.value.message)
+    api.announce(run_name, 3)
+    api.submit(run_name, [row("a", sample, policy_versions=[1, 3]) for sample in range(2)])
+    plan = api.batch(run_name, 0, wait_s=WAIT_S)["plan"]
+    assert plan["counts"]["stale_tokens"] == 2
+    assert plan["mini_batches"][0]["loss_tokens"] == 2
+    assert "token_policy_version" in _header(api.read(run_name, 0, 0, 0))
+
+
+def _header(shard: bytes) -> Json:
+    found: Json = json.loads(shard[8 : 8 + struct.unpack("<Q", shard[:8])[0]])
+    return found
