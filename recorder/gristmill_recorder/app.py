@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Any
 
 import numpy as np
 import orjson
@@ -14,13 +12,13 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from gristmill.errors import GristmillError, InvalidArgumentError, UnavailableError
 from gristmill_recorder.calls import FORMS, Calls, read_body, read_document
+from gristmill_recorder.engine import Engine, query_of, request_headers
 from gristmill_recorder.exchange import unchanged
 from gristmill_recorder.metrics import Metrics
 from gristmill_recorder.names import TrajectoryName, split
 from gristmill_recorder.refusals import Busy, Conflict, RefusalError, UnknownPath, WrongCall
 from gristmill_recorder.runs import Runs
 from gristmill_recorder.settings import RecorderSettings
-from gristmill_recorder.upstream import Upstream, query_of, request_headers
 
 _log = logging.getLogger("gristmill.recorder")
 
@@ -30,38 +28,32 @@ _MODELS = "v1/models"
 _REASON_LENGTH = 200
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 
-Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class RecorderApp:
     """is_ready: whether calls are taken; False once it is stopping."""
 
-    def __init__(self, settings: RecorderSettings, runs: Runs, upstream: Upstream, metrics: Metrics) -> None:
-        self._settings, self._runs, self._upstream, self._metrics = settings, runs, upstream, metrics
-        self._calls = Calls(settings, runs, upstream, metrics)
+    def __init__(self, settings: RecorderSettings, runs: Runs, engine: Engine, metrics: Metrics) -> None:
+        self._settings, self._runs, self._engine, self._metrics = settings, runs, engine, metrics
+        self._calls = Calls(settings, runs, engine, metrics)
         self._own: dict[str, Handler] = {"healthz": self._alive, "readyz": self._ready, "metrics": self._scraped}
         self.is_ready = True
 
-    def server(self) -> web.Server:
-        """Without aiohttp's router, which every call would go through to this one handler."""
-        loop, most_bytes = asyncio.get_running_loop(), self._settings.max_body_bytes
+    def application(self) -> web.Application:
+        application = web.Application(client_max_size=self._settings.max_body_bytes)
+        application.router.add_route("*", "/{path:.*}", self._answer)
+        return application
 
-        def request(message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:
-            return web.BaseRequest(message, payload, protocol, writer, task, loop, client_max_size=most_bytes)
-
-        return web.Server(self._answer, request_factory=request, handler_cancellation=True, access_log=None)
-
-    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
         try:
-            if request.headers.get("expect", "").lower() == "100-continue":
-                await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             return await self._route(request)
         except RefusalError as refusal:
             self._metrics.refused.labels(type(refusal).__name__).inc()
             _log.info("refused %s: %s", request.path, refusal)
             return web.Response(status=refusal.status, body=orjson.dumps(refusal.body), headers=refusal.headers)
 
-    async def _route(self, request: web.BaseRequest) -> web.StreamResponse:
+    async def _route(self, request: web.Request) -> web.StreamResponse:
         path = request.raw_path.partition("?")[0]
         if own := self._own.get(path.lstrip("/")):
             return await own(request)
@@ -85,7 +77,7 @@ class RecorderApp:
             f"{', '.join(sorted(_PASSED_ON))} and GET {_MODELS}, and a trajectory ends by POST .../finish or .../abort"
         )
 
-    async def _finish(self, request: web.BaseRequest, name: TrajectoryName) -> web.Response:
+    async def _finish(self, request: web.Request, name: TrajectoryName) -> web.Response:
         document = await read_document(request) if request.can_read_body else {}
         reward = _reward(_only(document, "reward"))
         try:
@@ -97,7 +89,7 @@ class RecorderApp:
             status=200 if ended.outcome else 202, body=orjson.dumps(told), content_type="application/json"
         )
 
-    async def _abort(self, request: web.BaseRequest, name: TrajectoryName) -> web.Response:
+    async def _abort(self, request: web.Request, name: TrajectoryName) -> web.Response:
         document = await read_document(request) if request.can_read_body else {}
         reason = _only(document, "reason") or "aborted by its agent"
         try:
@@ -108,21 +100,21 @@ class RecorderApp:
             raise Conflict(str(error)) from None
         return web.Response(body=orjson.dumps({"outcome": "aborted"}), content_type="application/json")
 
-    async def _pass_on(self, request: web.BaseRequest, path: str) -> web.Response:
+    async def _pass_on(self, request: web.Request, path: str) -> web.Response:
         body = await read_body(request) if request.can_read_body else None
-        headers = request_headers(request.headers)
-        async with self._upstream.calling(request.method, path, query_of(request), headers, body) as answer:
+        query, headers = query_of(request), request_headers(request)
+        async with self._engine.call(request.method, path, query, headers, body) as answer:
             return await unchanged(answer)
 
-    async def _alive(self, request: web.BaseRequest) -> web.Response:
+    async def _alive(self, request: web.Request) -> web.Response:
         return web.json_response({"status": "alive"})
 
-    async def _ready(self, request: web.BaseRequest) -> web.Response:
+    async def _ready(self, request: web.Request) -> web.Response:
         if not self.is_ready:
             raise Busy("the recorder is stopping; send new calls elsewhere or later")
         return web.json_response({"status": "ready"})
 
-    async def _scraped(self, request: web.BaseRequest) -> web.Response:
+    async def _scraped(self, request: web.Request) -> web.Response:
         return web.Response(body=self._metrics.text(), headers={"content-type": CONTENT_TYPE_LATEST})
 
 

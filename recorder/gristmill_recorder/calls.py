@@ -11,6 +11,7 @@ from functools import partial
 import orjson
 from aiohttp import web
 
+from gristmill_recorder.engine import Engine
 from gristmill_recorder.exchange import AgentGoneError, Exchange
 from gristmill_recorder.forms.forms import Asking, ChatForm, Document, Form, ResponsesForm
 from gristmill_recorder.forms.messages import MessagesForm
@@ -19,7 +20,6 @@ from gristmill_recorder.names import HEADER, TrajectoryName
 from gristmill_recorder.refusals import Busy, EngineAway, EngineSlow, TooLarge, WrongCall
 from gristmill_recorder.runs import Runs
 from gristmill_recorder.settings import RecorderSettings
-from gristmill_recorder.upstream import Upstream
 
 VERSION = f"{HEADER}policy-version"
 
@@ -33,8 +33,8 @@ FORMS: dict[str, Callable[[Document, Asking], Form]] = {
 
 
 class Calls:
-    def __init__(self, settings: RecorderSettings, runs: Runs, upstream: Upstream, metrics: Metrics) -> None:
-        self._settings, self._runs, self._upstream, self._metrics = settings, runs, upstream, metrics
+    def __init__(self, settings: RecorderSettings, runs: Runs, engine: Engine, metrics: Metrics) -> None:
+        self._settings, self._runs, self._engine, self._metrics = settings, runs, engine, metrics
         self._asking = Asking(settings.engine, settings.logprobs)
         self._under_way = 0
 
@@ -56,7 +56,7 @@ class Calls:
 
     async def _run(self, exchange: Exchange, request: web.BaseRequest) -> None:
         try:
-            await exchange.run(self._upstream)
+            await exchange.run(self._engine)
         except asyncio.CancelledError:
             self._metrics.cut.labels("agent").inc()
             raise

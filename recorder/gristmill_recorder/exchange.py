@@ -7,14 +7,14 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import orjson
-from aiohttp import web
+from aiohttp import ClientResponse, web
 
 from gristmill.completions import Sampled, sampled
 from gristmill.errors import FailedPreconditionError, InvalidArgumentError
+from gristmill_recorder.engine import Engine, answer_headers, query_of, request_headers
 from gristmill_recorder.forms.events import EventSplitter
 from gristmill_recorder.forms.forms import Form, Stream
 from gristmill_recorder.refusals import EngineAway, EngineSlow, NotRecorded, RefusalError, WrongCall
-from gristmill_recorder.upstream import Answer, Upstream, answer_headers, query_of, request_headers
 
 Record = Callable[[Sequence[Sampled]], None]
 """Takes what was sampled; when it returns, that outlives the process."""
@@ -35,13 +35,13 @@ class Exchange:
         self.response = web.StreamResponse()
         self.engine_s = 0.0
 
-    async def run(self, upstream: Upstream) -> None:
+    async def run(self, engine: Engine) -> None:
         """Answers the agent: `response` is to be returned, whether it was sent already or not.
 
         Raises AgentGoneError, and RefusalError; where parts of a stream were sent already, EngineAway and EngineSlow
         alone: other refusals are told within the stream. Nothing was recorded then.
         """
-        headers = request_headers(self._request.headers)
+        headers = request_headers(self._request)
         if key := headers.pop("x-api-key", None):
             # Where Anthropic's libraries have the key; engines look for it where OpenAI's have it.
             headers.setdefault("authorization", f"Bearer {key}")
@@ -51,7 +51,7 @@ class Exchange:
         except TypeError as error:
             raise WrongCall(f"the request cannot be written as JSON again: {error}; nest it less deeply") from None
         asked = time.perf_counter()
-        async with upstream.calling("POST", self._form.path, query_of(self._request), headers, body) as answer:
+        async with engine.call("POST", self._form.path, query_of(self._request), headers, body) as answer:
             self.engine_s += time.perf_counter() - asked
             if answer.status != 200:
                 self.response = await unchanged(answer)
@@ -62,7 +62,7 @@ class Exchange:
             else:
                 await self._whole(answer)
 
-    async def _whole(self, answer: Answer) -> None:
+    async def _whole(self, answer: ClientResponse) -> None:
         body = bytearray()
         async for part in self._parts(answer):
             body += part
@@ -74,12 +74,12 @@ class Exchange:
             told = orjson.dumps(self._form.whole(document))
             # Last: what is recorded has to be answered.
             self._record(found)
-        self.response = web.Response(body=told, headers=answer_headers(answer.headers))
+        self.response = web.Response(body=told, headers=answer_headers(answer))
         # Now, not when the handler returns it: what is counted of the call comes after the answer.
         await self._write_eof()
 
-    async def _stream(self, answer: Answer) -> None:
-        self.response = web.StreamResponse(headers=answer_headers(answer.headers))
+    async def _stream(self, answer: ClientResponse) -> None:
+        self.response = web.StreamResponse(headers=answer_headers(answer))
         try:
             await self._events(answer, self._form.stream())
         except RefusalError as refusal:
@@ -88,7 +88,7 @@ class Exchange:
             await self._write(refusal.event())
         await self._write_eof()
 
-    async def _events(self, answer: Answer, stream: Stream) -> None:
+    async def _events(self, answer: ClientResponse, stream: Stream) -> None:
         """From the event on that completes the answer, what the agent gets is held back until that is recorded."""
         splitter, held, is_recorded = EventSplitter(self._most_bytes), bytearray(), False
         async for received in self._parts(answer):
@@ -112,9 +112,9 @@ class Exchange:
                 self._record(stream.sampled())
         await self._write(held)
 
-    async def _parts(self, answer: Answer) -> AsyncIterator[bytes]:
+    async def _parts(self, answer: ClientResponse) -> AsyncIterator[bytes]:
         asked = time.perf_counter()
-        async for part in answer.parts():
+        async for part in answer.content.iter_any():
             self.engine_s += time.perf_counter() - asked
             yield part
             asked = time.perf_counter()
@@ -139,9 +139,9 @@ class Exchange:
             raise AgentGoneError from None
 
 
-async def unchanged(answer: Answer) -> web.Response:
+async def unchanged(answer: ClientResponse) -> web.Response:
     """The engine's answer as it is: its errors, and what is not recorded."""
-    return web.Response(status=answer.status, body=await answer.read(), headers=answer_headers(answer.headers))
+    return web.Response(status=answer.status, body=await answer.read(), headers=answer_headers(answer))
 
 
 @contextmanager

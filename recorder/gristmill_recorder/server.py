@@ -12,11 +12,11 @@ from aiohttp import web
 
 from gristmill import AsyncRolloutClient, UnavailableError
 from gristmill_recorder.app import RecorderApp
+from gristmill_recorder.engine import Engine
 from gristmill_recorder.journal import Journal
 from gristmill_recorder.metrics import Metrics
 from gristmill_recorder.runs import Runs
 from gristmill_recorder.settings import RecorderSettings
-from gristmill_recorder.upstream import Upstream
 
 _log = logging.getLogger("gristmill.recorder")
 
@@ -35,8 +35,8 @@ async def serve(settings: RecorderSettings) -> None:
     await AsyncRolloutClient(settings.address, "any").close()
     journal, metrics = Journal(settings.journal), Metrics()
     runs = Runs(settings.address, journal, metrics)
-    upstream = Upstream(settings)
-    app = RecorderApp(settings, runs, upstream, metrics)
+    engine = Engine(settings)
+    app = RecorderApp(settings, runs, engine, metrics)
     if left := runs.resume():
         _log.info("%d trajectories go on where they stopped", left)
     tasks = [asyncio.create_task(_sync(journal)), asyncio.create_task(_keep_house(runs, journal, settings))]
@@ -52,12 +52,14 @@ async def serve(settings: RecorderSettings) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await upstream.close()
+        await engine.close()
         journal.close()
 
 
-async def _listening(app: RecorderApp, settings: RecorderSettings) -> web.ServerRunner:
-    runner = web.ServerRunner(app.server(), shutdown_timeout=settings.shutdown_grace_s)
+async def _listening(app: RecorderApp, settings: RecorderSettings) -> web.AppRunner:
+    runner = web.AppRunner(
+        app.application(), handler_cancellation=True, access_log=None, shutdown_timeout=settings.shutdown_grace_s
+    )
     await runner.setup()
     host, _, port = settings.listen.rpartition(":")
     try:
@@ -71,7 +73,7 @@ async def _listening(app: RecorderApp, settings: RecorderSettings) -> web.Server
     return runner
 
 
-def _url(settings: RecorderSettings, runner: web.ServerRunner) -> str:
+def _url(settings: RecorderSettings, runner: web.AppRunner) -> str:
     return f"http://{settings.listen.rpartition(':')[0]}:{runner.addresses[0][1]}"
 
 

@@ -1,0 +1,87 @@
+"""Call the engine over HTTP, and stream its answers."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, MutableMapping
+from contextlib import asynccontextmanager
+
+from aiohttp import ClientError, ClientResponse, ClientSession, ClientTimeout, DummyCookieJar, TCPConnector
+from aiohttp.web import BaseRequest
+from yarl import URL
+
+from gristmill_recorder.names import HEADER
+from gristmill_recorder.refusals import EngineAway, EngineSlow
+from gristmill_recorder.settings import RecorderSettings
+
+# Engines close connections that are idle for 5 s, uvicorn's default. A connection about to be closed is not used.
+_KEEPALIVE_S = 3.0
+_MAX_HEADER_BYTES = 64 << 10
+# Headers of one connection (RFC 9110, 7.6.1), and the length, which is that of the body sent on.
+_HOP_BY_HOP = frozenset(
+    (
+        *("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer"),
+        *("transfer-encoding", "upgrade", "content-length"),
+    )
+)
+_NOT_FORWARDED = _HOP_BY_HOP | {"host", "accept-encoding", "content-encoding", "expect"}
+
+
+class Engine:
+    """Sends each call once: agents' libraries retry by themselves, and see the engine's own errors."""
+
+    def __init__(self, settings: RecorderSettings) -> None:
+        self._url, self._silence_s = settings.upstream, settings.silence_timeout_s
+        self._session = ClientSession(
+            connector=TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
+            timeout=ClientTimeout(connect=settings.connect_timeout_s, sock_read=self._silence_s),
+            cookie_jar=DummyCookieJar(),
+            skip_auto_headers=("accept", "content-type", "user-agent"),
+            headers={"accept-encoding": "identity"},
+            auto_decompress=False,
+            max_line_size=_MAX_HEADER_BYTES,
+            max_field_size=_MAX_HEADER_BYTES,
+        )
+
+    @asynccontextmanager
+    async def call(
+        self, method: str, path: str, query: str, headers: MutableMapping[str, str], body: bytes | None
+    ) -> AsyncIterator[ClientResponse]:
+        """Yields the engine's answer, whose body is read within the block. Leaving the block earlier cuts the call.
+
+        path, query: as the agent wrote them. Raises EngineAway and EngineSlow, also while the body is read.
+        """
+        url = URL(f"{self._url}/{path}{'?' if query else ''}{query}", encoded=True)
+        try:
+            async with self._session.request(method, url, headers=headers, data=body, allow_redirects=False) as answer:
+                yield answer
+        except TimeoutError:
+            raise EngineSlow(
+                f"the engine at {self._url} did not answer, or was silent for {self._silence_s:g} s; check whether it "
+                "is overloaded, or raise --silence-timeout-s"
+            ) from None
+        except (ClientError, ConnectionError) as error:
+            raise EngineAway(f"the engine at {self._url} cannot be reached: {error}; check that it runs") from None
+
+    async def close(self) -> None:
+        await self._session.close()
+
+
+def query_of(request: BaseRequest) -> str:
+    """Returns a call's query as the agent wrote it. Decoded, it could end the line that the engine reads."""
+    return request.raw_path.partition("?")[2]
+
+
+def request_headers(request: BaseRequest) -> MutableMapping[str, str]:
+    """Returns the headers of an agent's call that are forwarded to the engine, its key among them."""
+    headers = request.headers.copy()
+    for name in {name for name in headers if name.lower() in _NOT_FORWARDED or name.lower().startswith(HEADER)}:
+        headers.popall(name, None)
+    return headers
+
+
+def answer_headers(answer: ClientResponse) -> MutableMapping[str, str]:
+    """Returns the headers of an engine's answer that are forwarded to the agent."""
+    headers = answer.headers.copy()
+    for name in {name for name in headers if name.lower() in _HOP_BY_HOP}:
+        headers.popall(name, None)
+    return headers
