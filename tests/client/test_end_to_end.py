@@ -93,7 +93,7 @@ def test_processes_of_one_rank_read_the_same_shard_and_one_acknowledges(
     client.create_run(CONFIG)
     roll_out(client, prompts(0, 2))
     client.finish()
-    with trainer_of(service, client) as first, trainer_of(service, client, acknowledges=False) as second:
+    with trainer_of(service, client) as first, trainer_of(service, client, acks=False) as second:
         one, other = next(iter(first)), next(iter(second))
         for mine, theirs in zip(one.mini_batches(), other.mini_batches(), strict=True):
             assert mine["sequences"].equal(theirs["sequences"])
@@ -151,7 +151,7 @@ def test_a_batch_left_before_its_end_is_not_skipped_silently(client: RolloutClie
 def test_acknowledging_ahead_is_refused(service: Service, client: RolloutClient, trainer: TrainerClient) -> None:
     client.create_run(CONFIG)
     roll_out(client, prompts(0, 2))
-    for reader in (trainer, trainer_of(service, client, acknowledges=False)):
+    for reader in (trainer, trainer_of(service, client, acks=False)):
         _, second, *_ = next(iter(reader)).mini_batches()
         with pytest.raises(
             FailedPreconditionError, match="the next is batch 0 epoch 0 mini-batch 0; acknowledge in order"

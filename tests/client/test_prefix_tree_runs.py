@@ -93,7 +93,7 @@ def test_ranks_get_the_shards_that_the_pipeline_makes_also_when_they_come_back_a
         path = f"/v1/runs/trees/batches/0/policy/{mini_batch}/{rank}"
         with urllib.request.urlopen(serving.http_url + path, timeout=20) as answer:
             assert answer.read() == data
-    with TrainerClient(serving.grpc_address, "trees", 0, acknowledges=False, columns=[], dp_size=2) as bare:
+    with TrainerClient(serving.grpc_address, "trees", 0, acks=False, columns=[], dp_size=2) as bare:
         for micro in next(next(iter(bare)).mini_batches()).micro_batches():
             assert "routes" not in micro
             assert micro["parents"].shape == micro["sequences"].shape

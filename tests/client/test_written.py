@@ -161,7 +161,7 @@ def test_a_critic_in_a_process_of_its_own_reads_the_policys_shards_and_writes_it
     service: Service, run_name: str, trainers: Trainers
 ) -> None:
     roll_out(service.grpc_address, run_name, dp_size=1)
-    policy, critic, reader = trainers(0), trainers(0, model="critic"), trainers(0, acknowledges=False)
+    policy, critic, reader = trainers(0), trainers(0, model="critic"), trainers(0, acks=False)
     for shard in next(iter(reader)).forward():
         reader.write(shard, {name: computed(shard)[name] for name in ("values", "teacher")})
     batch = next(iter(policy))

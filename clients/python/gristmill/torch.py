@@ -304,14 +304,14 @@ class Shard(Rows):
         position: Position,
         *,
         is_mapped: bool,
-        acknowledge: Callable[[], None] | None = None,
+        ack: Callable[[], None] | None = None,
         copies: Copies | None = None,
         is_forward: bool = False,
     ) -> None:
         super().__init__(tensors, metadata, convert, copies)
         self.position = position
         self.is_mapped, self.is_forward = is_mapped, is_forward
-        self._acknowledge = acknowledge
+        self._ack = ack
 
     def __repr__(self) -> str:
         count = len(self.metadata["micro_batches"])
@@ -371,12 +371,12 @@ class Shard(Rows):
         acknowledged in order; raises FailedPreconditionError for one ahead of the rank's next, and
         StaleIncarnationError when another start of the trainer has taken over.
         """
-        if self._acknowledge is None:
+        if self._ack is None:
             raise FailedPreconditionError(
                 f"{self.position}: this shard was read outside of the training order; acknowledge the shards of "
                 "mini_batches()"
             )
-        self._acknowledge()
+        self._ack()
 
 
 def token_logprobs(logits: torch.Tensor, sequences: torch.Tensor) -> torch.Tensor:

@@ -27,13 +27,11 @@ class MiniBatch(tuple[Shard, ...]):
     """
 
     position: Position
-    _acknowledge: Callable[[], None] | None
+    _ack: Callable[[], None] | None
 
-    def __new__(
-        cls, shards: Iterable[Shard], position: Position, acknowledge: Callable[[], None] | None = None
-    ) -> Self:
+    def __new__(cls, shards: Iterable[Shard], position: Position, ack: Callable[[], None] | None = None) -> Self:
         made = super().__new__(cls, shards)
-        made.position, made._acknowledge = position, acknowledge
+        made.position, made._ack = position, ack
         return made
 
     def __repr__(self) -> str:
@@ -42,12 +40,12 @@ class MiniBatch(tuple[Shard, ...]):
 
     def ack(self) -> None:
         """Says that the optimizer step on this mini-batch is made: every rank moves on to the next. As `Shard.ack`."""
-        if self._acknowledge is None:
+        if self._ack is None:
             raise FailedPreconditionError(
                 f"{self.position}: these shards were read outside of the training order; acknowledge the shards of "
                 "mini_batches(), or the batch"
             )
-        self._acknowledge()
+        self._ack()
 
 
 class WholeBatch(BatchCore[MiniBatch]):
@@ -101,7 +99,7 @@ class AllRanksClient(TrainerCore[WholeBatch]):
             device=device,
             dtypes=dtypes,
             auto_commit=auto_commit,
-            acknowledges=True,
+            acks=True,
             prefetch=prefetch,
             columns=columns,
             timeout_s=timeout_s,
@@ -127,9 +125,9 @@ class AllRanksClient(TrainerCore[WholeBatch]):
         return WholeBatch(self, number, plan, self.model, self._epochs, awaits)
 
     def open_shard(
-        self, position: Position, acknowledge: Callable[[], None] | None = None, *, forward: bool = False
+        self, position: Position, ack: Callable[[], None] | None = None, *, forward: bool = False
     ) -> MiniBatch:
-        """The shards of all ranks, as `TrainerClient.open_shard` gives one. acknowledge: what the MiniBatch's `ack`
+        """The shards of all ranks, as `TrainerClient.open_shard` gives one. ack: what the MiniBatch's `ack`
         does, if anything."""
         shards = (self._shard(opened, position) for opened in self._open(position, forward))
-        return MiniBatch(shards, position, acknowledge)
+        return MiniBatch(shards, position, ack)

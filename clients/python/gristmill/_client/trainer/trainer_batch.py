@@ -21,12 +21,12 @@ class Source(Protocol[S_co]):
     def position(self) -> Position: ...
 
     def open_shard(
-        self, position: Position, acknowledge: Callable[[], None] | None = None, *, forward: bool = False
+        self, position: Position, ack: Callable[[], None] | None = None, *, forward: bool = False
     ) -> S_co: ...
 
     def expect(self, positions: Iterable[Position], *, forward: bool = False) -> None: ...
 
-    def acknowledge(self, position: Position, following: Position) -> None: ...
+    def ack(self, position: Position, following: Position) -> None: ...
 
 
 class BatchCore(Generic[S]):
@@ -94,7 +94,7 @@ class BatchCore(Generic[S]):
         with self._ahead():
             for index, position in enumerate(order[:-1]):
                 if position >= self._source.position:
-                    shard = self._source.open_shard(position, self._acknowledging(position, order[index + 1]))
+                    shard = self._source.open_shard(position, self._acking(position, order[index + 1]))
                     self._source.expect(order[index + 1 :])
                     yield shard
                     del shard
@@ -104,7 +104,7 @@ class BatchCore(Generic[S]):
         trainer moves on to the next batch. Idempotent, and safe to repeat; errors are those of `Shard.ack`."""
         for position, following in pairwise(self._order()):
             if position >= self._source.position:
-                self._source.acknowledge(position, following)
+                self._source.ack(position, following)
 
     def _epoch(self, epoch: int) -> list[Position]:
         return [Position(self.number, epoch, index) for index in range(self._count)]
@@ -123,8 +123,8 @@ class BatchCore(Generic[S]):
             self._source.expect(())
             raise
 
-    def _acknowledging(self, position: Position, following: Position) -> Callable[[], None]:
-        return lambda: self._source.acknowledge(position, following)
+    def _acking(self, position: Position, following: Position) -> Callable[[], None]:
+        return lambda: self._source.ack(position, following)
 
 
 class Batch(BatchCore[Shard]):

@@ -30,7 +30,7 @@ class TrainerClient(TrainerCore[Batch]):
         by name for a tensor or a declared column; left alone, they are as the mapped file has them.
     auto_commit: whether an acknowledgement also commits. Without checkpoints this is what you want; with them, pass
         False and call `commit` after each.
-    acknowledges: False for all but one of the processes of a data-parallel rank (tensor, pipeline, context parallel):
+    acks: False for all but one of the processes of a data-parallel rank (tensor, pipeline, context parallel):
         they read the same shards and call `ack` likewise, which then only moves themselves.
     prefetch: how many shards are opened in the background while one is trained, so that the next is there when it is
         asked for, also the next batch's first where that is published already. Each is held in memory, unless it is
@@ -78,7 +78,7 @@ class TrainerClient(TrainerCore[Batch]):
         device: torch.device | str | None = None,
         dtypes: Mapping[str, torch.dtype] | None = None,
         auto_commit: bool = True,
-        acknowledges: bool = True,
+        acks: bool = True,
         prefetch: int = 1,
         columns: Sequence[str] | None = None,
         timeout_s: float = TIMEOUT_S,
@@ -92,7 +92,7 @@ class TrainerClient(TrainerCore[Batch]):
             device=device,
             dtypes=dtypes,
             auto_commit=auto_commit,
-            acknowledges=acknowledges,
+            acks=acks,
             prefetch=prefetch,
             columns=columns,
             timeout_s=timeout_s,
@@ -149,16 +149,14 @@ class TrainerClient(TrainerCore[Batch]):
     def _batch(self, number: int, plan: dict[str, Any], awaits: frozenset[str]) -> Batch:
         return Batch(self, number, plan, self.model, self._epochs, awaits)
 
-    def open_shard(
-        self, position: Position, acknowledge: Callable[[], None] | None = None, *, forward: bool = False
-    ) -> Shard:
+    def open_shard(self, position: Position, ack: Callable[[], None] | None = None, *, forward: bool = False) -> Shard:
         """One shard of this rank, wherever it stands in the training order: mapped where the service's shared memory is
         this machine's, else streamed. May be repeated until its batch is freed.
 
         A batch up to the rank's own is waited for: a service that comes back makes what it had published again.
-        acknowledge: what the shard's `ack` does, if anything. forward: whether the forward shard is wanted, too, while
+        ack: what the shard's `ack` does, if anything. forward: whether the forward shard is wanted, too, while
         the batch waits for columns. Raises NotFoundError for a batch that is freed, BatchFailedError for one that could
         not be made, and FailedPreconditionError for one ahead that is not published yet, or whose columns were lost.
         """
         (opened,) = self._open(position, forward)
-        return self._shard(opened, position, acknowledge)
+        return self._shard(opened, position, ack)

@@ -51,7 +51,7 @@ class TrainerCore(TrainingPlace, Generic[B]):
         device: torch.device | str | None,
         dtypes: Mapping[str, torch.dtype] | None,
         auto_commit: bool,
-        acknowledges: bool,
+        acks: bool,
         prefetch: int,
         columns: Sequence[str] | None,
         timeout_s: float,
@@ -70,7 +70,7 @@ class TrainerCore(TrainingPlace, Generic[B]):
             model,
             dp_size,
             auto_commit=auto_commit,
-            acknowledges=acknowledges,
+            acks=acks,
         )
         self._convert = Conversion(device, dtypes)
         self._columns = ChosenColumns(run, columns)
@@ -178,7 +178,7 @@ class TrainerCore(TrainingPlace, Generic[B]):
             batch=number,
             wait_s=wait_s,
             ranks=ranks,
-            trains=MODELS[self.model] if self._acknowledges else run_pb2.MODEL_UNSPECIFIED,
+            trains=MODELS[self.model] if self._acks else run_pb2.MODEL_UNSPECIFIED,
             shard=self._first_shard(),
         )
         response: trainer_pb2.GetBatchResponse = self._transport.call(
@@ -197,14 +197,14 @@ class TrainerCore(TrainingPlace, Generic[B]):
         """The tensors of each rank's shard."""
         return self._reader.open(self._wanted(position, forward))
 
-    def _shard(self, opened: Opened, position: Position, acknowledge: Callable[[], None] | None = None) -> Shard:
+    def _shard(self, opened: Opened, position: Position, ack: Callable[[], None] | None = None) -> Shard:
         return Shard(
             opened.tensors,
             opened.metadata,
             self._convert,
             position,
             is_mapped=opened.is_mapped,
-            acknowledge=acknowledge,
+            ack=ack,
             copies=opened.copies,
             is_forward=opened.is_forward,
         )

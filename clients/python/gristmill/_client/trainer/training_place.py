@@ -22,13 +22,13 @@ class TrainingPlace(ABC):
     """The place of the ranks that one client stands for."""
 
     def __init__(
-        self, transport: Transport, run: str, model: str, dp_size: int | None, *, auto_commit: bool, acknowledges: bool
+        self, transport: Transport, run: str, model: str, dp_size: int | None, *, auto_commit: bool, acks: bool
     ) -> None:
         self.run, self.model = run, model
         self._transport = transport
         self._expected_dp_size = dp_size
         self._auto_commit = auto_commit
-        self._acknowledges = acknowledges
+        self._acks = acks
         self._dp_size = 0
         self._ranks = range(0)
         self._epochs = 1
@@ -179,11 +179,11 @@ class TrainingPlace(ABC):
         self._declare(specs_of(config.get("columns", ())))
         return answer.status
 
-    def acknowledge(self, position: Position, following: Position) -> None:
+    def ack(self, position: Position, following: Position) -> None:
         """Called by `ack`. `following` is the position after it."""
         if position < self.position:
             return
-        if not self._acknowledges and position > self.position:
+        if not self._acks and position > self.position:
             raise FailedPreconditionError(
                 f"{self._name}: {position} cannot be acknowledged, the next is {self.position}; acknowledge in order"
             )
@@ -192,7 +192,7 @@ class TrainingPlace(ABC):
         self._position = following
 
     def _send_acknowledgements(self, position: Position) -> None:
-        for rank in self._ranks if self._acknowledges else ():
+        for rank in self._ranks if self._acks else ():
             request = trainer_pb2.AcknowledgeRequest(
                 run=self.run,
                 model=MODELS[self.model],

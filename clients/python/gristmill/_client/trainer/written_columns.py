@@ -33,7 +33,7 @@ def requests(
     if (metadata["run"], metadata["model"]) != (run, "policy"):
         raise InvalidArgumentError(
             f"run {run!r}: the shard is of the {metadata['model']} of run {metadata['run']!r}; write columns for the "
-            "policy's shards of this run, and read these with another TrainerClient (acknowledges=False)"
+            "policy's shards of this run, and read these with another TrainerClient (acks=False)"
         )
     if metadata["dp_size"] != dp_size:
         raise InvalidArgumentError(

@@ -87,9 +87,7 @@ class GristmillRolloutWorker(TrainerCallback):  # type: ignore[misc]
             )
         self._connect()
         # Reads ahead of what is acknowledged, by a client of its own.
-        self._reader = TrainerClient(
-            self._address, self._run, 0, dp_size=1, acknowledges=False, timeout_s=self._timeout_s
-        )
+        self._reader = TrainerClient(self._address, self._run, 0, dp_size=1, acks=False, timeout_s=self._timeout_s)
         self._feeder = threading.Thread(target=self._feed, args=(self._reader,), name="gristmill-rollouts", daemon=True)
         self._feeder.start()
 
@@ -130,7 +128,7 @@ class GristmillRolloutWorker(TrainerCallback):  # type: ignore[misc]
             return
         while self._keeper.position.batch < self._taken:
             number = self._keeper.position.batch
-            self._keeper.acknowledge(Position(number), Position(number + 1))
+            self._keeper.ack(Position(number), Position(number + 1))
         self._taken = max(train_dataloader.collate_fn.groups_trained, default=0)
 
     def _connect(self) -> tuple[RolloutClient, TrainerClient]:
