@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from gristmill import Batch, RolloutClient, TrainerClient
-from gristmill.torch import MicroBatch, token_logprobs
+from gristmill.torch import MicroBatch
 
 WORDS, LOW, PROMPT, RESPONSE = 64, 16, 4, 6
 PROMPTS, SAMPLES = 8, 8
@@ -101,7 +101,7 @@ def train(batch: Batch, model: TinyModel, optimizer: torch.optim.Optimizer) -> N
 def policy_loss(model: TinyModel, micro: MicroBatch) -> Tensor:
     """PPO's clipped loss. Its sum over the mini-batch is the mean over tokens, since advantages are scaled for that."""
     logits = model(micro["sequences"], micro["attention_mask"], micro.position_ids())
-    logprobs = micro.response_logprobs(token_logprobs(logits, micro["sequences"]))
+    logprobs = micro.logprobs(logits)
     mask, advantages = micro["loss_mask"], micro["advantages"]
     ratio = ((logprobs - micro["rollout_logprobs"]) * mask).exp()
     return -(torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages) * mask).sum()

@@ -30,7 +30,7 @@ PPO_SETTINGS = {
 def values(critic: TinyModel, micro: MicroBatch) -> torch.Tensor:
     """The critic's value of each response token, in the shape of the response tensors."""
     output = critic(micro["sequences"], micro["attention_mask"], micro.position_ids())[..., 0]
-    return micro.before_responses(output)
+    return micro.at_responses(output)
 
 
 def write_values(trainer: TrainerClient, batch: Batch, critic: TinyModel) -> None:

@@ -84,14 +84,14 @@ class Trainer:
         mask, advantages = micro["loss_mask"], micro["advantages"]
         ratio = ((logprobs - micro["rollout_logprobs"]) * mask).exp()
         gain = torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages) * mask
-        entropy = micro.before_responses(entropies(logits)) * mask
+        entropy = micro.at_responses(entropies(logits)) * mask
         return -gain.sum() - ENTROPY_WEIGHT * entropy.sum() / loss_tokens
 
     def _of_rows(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         """Logits, and the logprobs of the response tensors."""
         sequences = micro["sequences"]
         logits = self._parallel(sequences, causal(micro["attention_mask"]), micro.position_ids())
-        return logits, micro.response_logprobs(next_logprobs(logits, sequences))
+        return logits, micro.at_responses(next_logprobs(logits, sequences))
 
     def _of_tree(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         """The same where what rows share stands once."""

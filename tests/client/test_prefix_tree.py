@@ -15,7 +15,7 @@ from gristmill import FailedPreconditionError, InvalidArgumentError
 from gristmill._torch.token_tree import TokenTree
 from gristmill._torch.tree_attention import _by_blocks
 from gristmill._wire.rows import from_rows
-from gristmill.torch import MicroBatch, token_logprobs, tree_attention
+from gristmill.torch import MicroBatch, tree_attention
 from gristmill_service.config import parse_config
 from gristmill_service.pipeline import build_batch
 from tests import naive
@@ -92,6 +92,12 @@ def test_paths_are_the_rows_and_unpad_gives_their_responses(random: Random) -> N
             assert responses[index].tolist() == tokens[len(expected[number].steps[0]["prompt_token_ids"]) :]
 
 
+def next_logprobs(logits: torch.Tensor, sequences: torch.Tensor) -> torch.Tensor:
+    """Of each token but the first, as the token before it predicts it."""
+    following = sequences[..., 1:].long().unsqueeze(-1)
+    return logits[..., :-1, :].log_softmax(-1).gather(-1, following).squeeze(-1)
+
+
 @LAW
 @given(RANDOM)
 def test_log_probabilities_are_those_of_each_token_after_the_one_before_it_in_its_row(random: Random) -> None:
@@ -99,13 +105,13 @@ def test_log_probabilities_are_those_of_each_token_after_the_one_before_it_in_it
     for micro in drawn(random):
         count = len(micro["sequences"])
         logits = torch.randn(count, 100, generator=generator, dtype=torch.float64, requires_grad=True)
-        found, moved = micro.logprobs(logits), micro.before_responses(logits)
+        found, moved = micro.logprobs(logits), micro.at_responses(logits)
         expected = torch.zeros(count, dtype=torch.float64)
         for row in range(len(micro)):
             path = micro.tree.path(row)
             assert torch.equal(moved[path[1:]], logits[path[:-1]])
             assert not moved[path[0]].any()
-            expected[path[1:]] = token_logprobs(logits[path], micro["sequences"][path])[:-1]
+            expected[path[1:]] = next_logprobs(logits[path], micro["sequences"][path])
         torch.testing.assert_close(found, expected)
         (gradient,) = torch.autograd.grad(found.sum(), logits)
         assert torch.isfinite(gradient).all()
@@ -163,10 +169,8 @@ def test_attention_refuses_what_it_would_get_wrong(changes: dict[str, Any], prob
         tree_attention(torch.nn.Module(), attention_mask=None, **given_values)
 
 
-def test_what_is_of_the_next_token_is_refused_where_there_are_several() -> None:
+def test_what_a_shared_token_has_no_single_answer_for_is_refused() -> None:
     micro = one_tree()
-    with pytest.raises(FailedPreconditionError, match=r"use micro\.logprobs\(logits\)"):
-        micro.response_logprobs(torch.zeros(len(micro["sequences"])))
     with pytest.raises(InvalidArgumentError, match="a shared token stands once"):
         micro.jagged("advantages")
     with pytest.raises(InvalidArgumentError, match="these rows need"):
@@ -179,9 +183,8 @@ def test_rows_of_other_layouts_have_no_tree_and_log_probabilities_of_the_same_fo
     for layout in ("packed", "left_padded"):
         for micro in micro_batches(rows, trees.settings(random, rows, layout=layout)):
             logits = torch.randn(*micro["sequences"].shape, 100)
-            expected = micro.response_logprobs(token_logprobs(logits, micro["sequences"]))
-            assert torch.equal(micro.logprobs(logits), expected)
-            assert torch.equal(micro.before_responses(logits), micro.response_logprobs(logits))
+            before = torch.nn.functional.pad(next_logprobs(logits, micro["sequences"]), (0, 1))
+            torch.testing.assert_close(micro.logprobs(logits), micro.at_responses(before))
             with pytest.raises(FailedPreconditionError, match="no tree"):
                 _ = micro.tree
 

@@ -20,7 +20,7 @@ from gristmill import FailedPreconditionError, InvalidArgumentError
 from gristmill._wire.addresses import Position, ShardAddress, is_mappable
 from gristmill._wire.codecs.shard_messages import message_of, piece_of
 from gristmill._wire.rows import from_rows
-from gristmill.torch import Conversion, Shard, map_shard, open_shard, parse_shard, token_logprobs
+from gristmill.torch import Conversion, Shard, map_shard, open_shard, parse_shard
 from gristmill.v1 import trainer_pb2
 from gristmill_service.config import parse_config
 from gristmill_service.pipeline import build_batch
@@ -85,7 +85,7 @@ def test_unpad_inverts_every_layout(rows_and_settings: tuple[list[Row], dict[str
     for data in shard_bytes(rows, config):
         for micro in as_shard(data).micro_batches():
             expected = [responses[row] if row >= 0 else [] for row in micro["row"].tolist()]
-            own, moved = micro["sequences"], micro.response_logprobs(next_tokens(micro["sequences"]))
+            own, moved = micro["sequences"], micro.at_responses(next_tokens(micro["sequences"]))
             assert [row.tolist() for row in micro.unpad(own)] == expected
             assert moved.shape == micro["advantages"].shape
             assert [row.tolist() for row in micro.unpad(moved)] == expected
@@ -259,14 +259,14 @@ def test_a_response_as_wide_as_the_sequence_gets_a_column_before_it() -> None:
     shard = shard_of(pad_to_multiple_of=8)
     width = shard["sequences"].shape[1]
     assert shard["response_mask"].shape[1] == width
-    log_probs = torch.arange(1.0, width + 1).repeat(6, 1)
-    assert shard.response_logprobs(log_probs)[0].tolist() == [0.0, *range(1, width)]
+    outputs = torch.arange(1.0, width + 1).repeat(6, 1)
+    assert shard.at_responses(outputs)[0].tolist() == [0.0, *range(1, width)]
 
 
 def test_further_dimensions_follow() -> None:
     shard = shard_of()
     rows, width = shard["sequences"].shape
-    values = shard.response_logprobs(torch.zeros(rows, width, 3, 2))
+    values = shard.at_responses(torch.zeros(rows, width, 3, 2))
     assert values.shape == (*shard["advantages"].shape, 3, 2)
     assert shard.unpad(values)[5].shape == (4, 3, 2)
 
@@ -275,8 +275,8 @@ def test_further_dimensions_follow() -> None:
 def test_output_of_another_shape_is_refused_with_both(changes: dict[str, Any]) -> None:
     micro = next(shard_of(**changes).micro_batches())
     shape = tuple(micro["sequences"].shape)
-    with pytest.raises(InvalidArgumentError, match=rf"log_probs has shape .*need \({shape[0]},"):
-        micro.response_logprobs(torch.zeros(shape[0] + 1, *shape[1:]))
+    with pytest.raises(InvalidArgumentError, match=rf"output has shape .*need \({shape[0]},"):
+        micro.at_responses(torch.zeros(shape[0] + 1, *shape[1:]))
     with pytest.raises(InvalidArgumentError, match="output has shape"):
         micro.unpad(torch.zeros(shape[0] + 1, 9))
     if not micro.is_packed:
@@ -409,12 +409,12 @@ def test_bytes_that_are_no_message_are_refused(spoil: Callable[[bytes], bytes]) 
         piece_of(spoil(message_of(b"abc", is_zstd=False)))
 
 
-def test_token_logprobs_are_those_of_the_next_token() -> None:
-    logits, sequences = torch.randn(2, 5, 7, dtype=torch.float64), torch.randint(0, 7, (2, 5), dtype=torch.int32)
-    found = token_logprobs(logits, sequences)
-    expected = logits.log_softmax(-1)
-    for row in range(2):
-        for place in range(4):
-            assert found[row, place].item() == pytest.approx(expected[row, place, sequences[row, place + 1]].item())
-    assert found[:, -1].tolist() == [0.0, 0.0]
-    torch.testing.assert_close(token_logprobs(logits[0], sequences[0]), found[0])
+def test_logprobs_are_those_of_each_response_token_as_the_token_before_it_predicts_it() -> None:
+    micro = next(shard_of().micro_batches())
+    tokens = micro["sequences"].long()
+    logits = torch.randn(*tokens.shape, int(tokens.max()) + 1, dtype=torch.float64)
+    logprobs, expected = micro.logprobs(logits), logits.log_softmax(-1)
+    width, response = tokens.shape[1], micro["response_mask"].shape[1]
+    for row, column in micro["response_mask"].nonzero().tolist():
+        place = width - response + column
+        assert logprobs[row, column].item() == pytest.approx(expected[row, place - 1, tokens[row, place]].item())

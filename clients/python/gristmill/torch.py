@@ -186,50 +186,38 @@ class Rows:
         return (self["attention_mask"].long().cumsum(-1) - 1).clamp_(min=0)
 
     def logprobs(self, logits: torch.Tensor) -> torch.Tensor:
-        """The log probability of each token of `advantages` and the other response tensors, shaped as these.
+        """Computes the log-probability of each token of `advantages` and the other response tensors, in their shape.
 
-        logits: shaped as `sequences`, and the vocabulary, of a causal model. Differentiable. Values outside of
-        `response_mask` mean nothing.
+        logits: of a causal model, shaped as `sequences` with the vocabulary as last dimension. Works for every layout.
+        Differentiable; the vocabulary's log-softmax is not stored. Values outside of `response_mask` mean nothing.
+
+            logprobs = micro.logprobs(model(micro["sequences"], position_ids=micro.position_ids()))
+            loss = -(logprobs * micro["advantages"] * micro["loss_mask"]).sum()
         """
         self._check_shape(logits, "logits", tuple(self["sequences"].shape))
         if self.is_tree:
             return self.tree.logprobs(logits, self["sequences"])
-        return self.response_logprobs(token_logprobs(logits, self["sequences"]))
+        return self.at_responses(_next_logprobs(logits, self["sequences"]))
 
-    def before_responses(self, output: torch.Tensor) -> torch.Tensor:
-        """The part of per-token model output that stands before each token of the response tensors, such as the entropy
-        with which it was chosen, or a critic's value; shaped as these.
+    def at_responses(self, output: torch.Tensor) -> torch.Tensor:
+        """Selects, for each token of the response tensors, the model's output at the token before it, where a causal
+        model predicts it: an entropy, a critic's value, a log-probability of the next token.
 
-        output: shaped as `sequences`, further dimensions allowed.
+        output: shaped as `sequences`; further dimensions may follow. Returns it in the shape of `advantages`, and the
+        further dimensions. Padded, this is `output[:, -max_response - 1 : -1]`; packed, each value moves one token to
+        the right, and the first gets 0; in a tree each token gets its parent's output. Values outside of
+        `response_mask` mean nothing.
         """
-        if not self.is_tree:
-            return self.response_logprobs(output)
         self._check_shape(output, "output", tuple(self["sequences"].shape))
-        return self.tree.at_parents(output)
-
-    def response_logprobs(self, log_probs: torch.Tensor) -> torch.Tensor:
-        """The part of per-token model output that belongs to `advantages`, `loss_mask` and the other response tensors.
-
-        log_probs: shaped as `sequences`, further dimensions allowed; at each position that of the *next* token given
-            all up to it, as a causal model gives it (the last position predicts a token that is not there).
-        Padded, this is `log_probs[:, -max_response - 1 : -1]`, (rows, max_response, ...); packed, each value moves to
-        the token that it is of, (tokens, ...), and the first position gets 0. Values outside of `response_mask` mean
-        nothing. With `layout: prefix_tree` several tokens may follow one, which has no *next* token: use `logprobs`,
-        or `before_responses` for what does not depend on it; raises FailedPreconditionError.
-        """
         if self.is_tree:
-            raise FailedPreconditionError(
-                "with layout: prefix_tree a token may have several next tokens, so it has no log_probs of the next; "
-                "use micro.logprobs(logits), or micro.before_responses(output) for other outputs"
-            )
-        self._check_shape(log_probs, "log_probs", tuple(self["sequences"].shape))
+            return self.tree.at_parents(output)
         if self.is_packed:
-            return torch.cat([torch.zeros_like(log_probs[:1]), log_probs[:-1]])
+            return torch.cat([torch.zeros_like(output[:1]), output[:-1]])
         response = self["response_mask"].shape[1]
-        if response < log_probs.shape[1]:
-            return log_probs[:, -response - 1 : -1]
+        if response < output.shape[1]:
+            return output[:, -response - 1 : -1]
         # Rounded up to one width, there is no column before the response; a prompt takes it, so none is needed.
-        return torch.cat([torch.zeros_like(log_probs[:, :1]), log_probs[:, :-1]], dim=1)
+        return torch.cat([torch.zeros_like(output[:, :1]), output[:, :-1]], dim=1)
 
     def unpad(self, output: torch.Tensor) -> list[torch.Tensor]:
         """Cuts per-token output into each row's response: its last `response_len` tokens.
@@ -238,7 +226,7 @@ class Rows:
             aligned as `response_mask` is; packed or a tree: (tokens, ...). Padding rows give an empty tensor.
         Returns views, of a tree copies, one a row. Raises InvalidArgumentError naming both shapes.
 
-            old = micro.unpad(micro.response_logprobs(log_probs))     # old[i]: the log probs of row i's response
+            old = micro.unpad(micro.logprobs(logits))     # old[i]: the logprobs of row i's response
         """
         if self.is_tree:
             self._check_shape(output, "output", tuple(self["sequences"].shape))
@@ -379,13 +367,8 @@ class Shard(Rows):
         self._ack()
 
 
-def token_logprobs(logits: torch.Tensor, sequences: torch.Tensor) -> torch.Tensor:
-    """The log probability, at each position, of the token after it, as `Rows.response_logprobs` takes it.
-
-    logits: (..., tokens, vocabulary) of a causal model. sequences: (..., tokens) of any integer dtype.
-    Returns (..., tokens) of the logits' dtype, differentiable; 0 at the last position, which predicts nothing that is
-    there. The vocabulary's log-softmax is not kept.
-    """
+def _next_logprobs(logits: torch.Tensor, sequences: torch.Tensor) -> torch.Tensor:
+    """The log-probability, at each position, of the token after it; 0 at the last position. Padded or packed."""
     following = sequences[..., 1:].long().unsqueeze(-1)
     chosen = logits[..., :-1, :].gather(-1, following).squeeze(-1)
     known = chosen - logits[..., :-1, :].logsumexp(-1)

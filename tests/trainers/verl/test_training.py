@@ -18,7 +18,7 @@ from verl.trainer.ppo.core_algos import compute_gae_advantage_return
 
 from gristmill import NotFoundError, RolloutClient
 from gristmill._wire.addresses import Position
-from gristmill.torch import Conversion, Shard, parse_shard, token_logprobs
+from gristmill.torch import Conversion, Shard, parse_shard
 from tests.on_loop import Service
 from tests.trainers.verl import tiny_model
 from tests.trainers.verl.main_ppo import MainPpo, weights
@@ -271,7 +271,7 @@ def logprobs_of(policy: Qwen2ForCausalLM, sequences: list[list[int]], like: torc
     found = torch.zeros(like.shape)
     for row, sequence in enumerate(sequences):
         tokens, length = torch.tensor([sequence]), int(like[row].nonzero().max()) + 1
-        found[row, :length] = token_logprobs(policy(tokens).logits, tokens)[0, -length - 1 : -1]
+        found[row, :length] = policy(tokens).logits[0, :-1].log_softmax(-1).gather(-1, tokens[0, 1:, None])[-length:, 0]
     return found
 
 

@@ -64,7 +64,7 @@ class BatchCore(Generic[S]):
         """The shards of the whole batch, each once in plan order, for what must be known before the first optimizer
         step. They cannot be acknowledged, and may be read again afterwards.
 
-            old = {shard.position.mini_batch: [old_log_probs(micro) for micro in shard.micro_batches()]
+            old = {shard.position.mini_batch: [old_logprobs(micro) for micro in shard.micro_batches()]
                    for shard in batch.forward()}
 
         While the batch waits for columns they are its forward shards: without these, and without advantages, returns

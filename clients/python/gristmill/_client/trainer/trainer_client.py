@@ -47,8 +47,8 @@ class TrainerClient(TrainerCore[Batch]):
         for batch in trainer:                                    # waits; ends when the run is finished
             for shard in batch.mini_batches():                   # one optimizer step each
                 for micro in shard.micro_batches():
-                    log_probs = micro.response_logprobs(model(micro["sequences"], micro.position_ids()))
-                    loss = -(log_probs * micro["advantages"] * micro["loss_mask"]).sum()
+                    logprobs = micro.logprobs(model(micro["sequences"], micro.position_ids()))
+                    loss = -(logprobs * micro["advantages"] * micro["loss_mask"]).sum()
                     (loss * dp_size).backward()                  # DDP and FSDP average: see below
                 optimizer.step()
                 optimizer.zero_grad()
