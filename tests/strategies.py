@@ -9,6 +9,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from gristmill._wire.column_spec import DTYPES, ColumnSpec, specs_of
+from gristmill_service.config import MERGE_MODES
 
 Row = dict[str, Any]
 
@@ -95,7 +96,7 @@ def settings_for(draw: st.DrawFn, /, rows: list[Row], *, samples: int = 3, **fix
         "n_samples_per_prompt": samples,
         "policy_mini_batch_size": draw(st.sampled_from(sizes)),
         "step_wise": True,
-        "merge": draw(st.sampled_from(["none", "prefix", "tree"])),
+        "merge": draw(st.sampled_from(list(MERGE_MODES))),
         "trajectory_score": draw(st.sampled_from(["last_step", "sum"])),
         "advantage_estimator": draw(st.sampled_from(["grpo", "rloo", "maxrl"])),
         "grpo_norm_by_std": draw(st.booleans()),

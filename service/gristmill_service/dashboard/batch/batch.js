@@ -148,7 +148,7 @@ export class BatchView {
 }
 
 function facts(told) {
-  const merged = told.merge === "none" ? some(told.rows, "row") : `${some(told.rows_received, "row")} merged into ${count(told.rows)}`;
+  const merged = told.merges ? `${some(told.rows_received, "row")} merged into ${count(told.rows)}` : some(told.rows, "row");
   const { tokens = 0, distinct_tokens: distinct = tokens, padding_rows = 0, padding_share = 0, barrier_ratio = 1 } = told.metrics;
   const dropped = told.dropped_uids ? ` · ${told.dropped_uids} groups dropped` : "";
   const columns = told.columns.length ? ` · with ${told.columns.join(", ")}` : "";

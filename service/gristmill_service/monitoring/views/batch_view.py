@@ -44,7 +44,7 @@ class BatchPicture(Document):
     models: list[Model]
     layout: str
     pad_width: str
-    merge: str
+    merges: bool = Field(description="Whether the run's merge mode joins steps.")
     prompts: int
     rows_received: int
     rows: int
@@ -63,7 +63,8 @@ class BatchPicture(Document):
 class BatchBreaks(Document):
     run: str
     batch: int
-    merge: str
+    merges: bool = Field(description="Whether the run's merge mode joins steps.")
+    branches: bool = Field(description="Whether a step may join any earlier one, not the one before it alone.")
     in_all: int = Field(description="Steps that joined none, but for each trajectory's first.")
     rows_received: int
     rows: int
@@ -130,7 +131,7 @@ class BatchView:
             models=list(config.models),
             layout=config.layout,
             pad_width=config.pad_width,
-            merge=config.merge,
+            merges=config.merging.joins,
             prompts=plan.prompts,
             rows_received=plan.rows_received,
             rows=plan.rows,
@@ -150,7 +151,8 @@ class BatchView:
         return BatchBreaks(
             run=self._run,
             batch=self._batch,
-            merge=self._config.merge,
+            merges=self._config.merging.joins,
+            branches=self._config.merging.branches,
             in_all=self._rows.breaks_in_all,
             rows_received=self._plan.rows_received,
             rows=self._plan.rows,
