@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 
 import httpx
 import pytest
 
-from tests.on_loop import Service
+from tests.on_loop import Service, on_loop
 
 
 def test_a_slow_disk_holds_up_no_call(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,3 +35,19 @@ def test_a_slow_disk_holds_up_no_call(service: Service, monkeypatch: pytest.Monk
     finally:
         answers.set()
     assert get("readyz").status_code == 200
+
+
+def test_who_asks_between_an_answer_and_its_reader_disturbs_nobody(service: Service) -> None:
+    runs = service._target.runs
+
+    async def ask() -> None:
+        looking = runs._looking = asyncio.get_running_loop().create_future()
+        later: list[asyncio.Task[None]] = []
+        looking.add_done_callback(lambda _: later.append(asyncio.create_task(runs.look())))
+        first = asyncio.create_task(runs.look())
+        await asyncio.sleep(0)
+        looking.set_result("")
+        await first
+        await asyncio.gather(*later)
+
+    on_loop(ask)

@@ -386,9 +386,11 @@ class Runs:
         the answer; where there is none within 2 s, that is the reason."""
         if self._looking is None or self._looking.done():
             self._looking = asyncio.ensure_future(asyncio.to_thread(self._store.unhealthy_reason))
-        done, _ = await asyncio.wait([self._looking], timeout=_PATIENCE_S)
+        # Another caller may look again before this one goes on.
+        looking = self._looking
+        await asyncio.wait([looking], timeout=_PATIENCE_S)
         silent = f"what stores the runs has not answered for {_PATIENCE_S:g} s"
-        self._store_reason = self._looking.result() if done else silent
+        self._store_reason = looking.result() if looking.done() else silent
 
     async def _adopt(self) -> None:
         """Takes over what nobody owns any more, and opens again what is not certain."""
