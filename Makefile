@@ -6,13 +6,14 @@ PEERS := .venv-peers
 TRAINERS := trl skyrl verl transformers
 ENVIRONMENTS := verifiers
 PACKAGES := $(TRAINERS) $(ENVIRONMENTS)
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile
 # The one place that has it.
 VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"$$/\1/p' clients/python/gristmill/__init__.py)
 # Hashes of every file that the image installs, for Python 3.11 to 3.13 and every architecture.
 LOCK := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate --no-header \
 	--no-emit-package colorama
 
-.PHONY: help setup axe pictures demo test test-trainers test-environments $(PACKAGES:%=test-%) check docs manifests bench bench-peers bench-trl bench-skyrl bench-verl chaos fuzz protos format clean
+.PHONY: help setup axe pictures demo test test-slow test-all test-trainers test-environments $(PACKAGES:%=test-%) check docs manifests bench bench-peers bench-trl bench-skyrl bench-verl chaos fuzz protos format clean
 .PHONY: requirements version chart-version dist release-check image-test baseline formats
 
 help:  ## Show this help
@@ -41,8 +42,14 @@ pictures: setup  ## Take pictures of every view of the page: build/pictures, and
 demo: setup  ## Watch a small multi-turn RL run train through gristmill (under 4 minutes)
 	$(BIN)/python clients/demo
 
-test: setup  ## Run the tests
-	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile
+test: setup  ## Run all tests but the slow ones: 5 minutes on two cores
+	$(PYTEST) -m "not slow" --durations 10 --durations-min 5
+
+test-slow: setup  ## Run the slow tests: those that start processes or wait for real time
+	$(PYTEST) -m slow
+
+test-all: setup  ## Run all tests, slow ones too
+	$(PYTEST)
 
 test-trainers: $(TRAINERS:%=test-%)  ## Train with the real TRL, SkyRL and verl through their adapters, and models of transformers on trees
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from tests.on_loop import Service
 
 _run_numbers = itertools.count()
+
+# Tests run side by side, one per core: torch's threads would wait for one another, and each spins while it waits.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Laws are about values, not about how fast a busy machine draws and checks them; hangs end by pytest's timeout. The
 # gate draws the same examples each time, so that it judges the change; people's runs go on looking for new ones.
@@ -40,6 +44,47 @@ for _part in ("connect", "read", "write", "pool"):
 # Where the tests run in a shell's background, SIGINT is ignored, and would be in every process that they start and
 # interrupt as a person does.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+TESTS = Path(__file__).parent
+# Tests in these folders, and tests that use these fixtures, start processes or wait for real time.
+SLOW_FOLDERS = {"chaos", "demo", "deploy", "faults", "fuzz", "image", "offline", "page", "release", "serve"}
+SLOW_FIXTURES = {"start_service", "service_process"}
+# These run each in a virtual environment of its own, by targets of their own.
+OTHER_TARGETS = {"trainers", "environments"}
+# Of the processors' time: a busy machine makes a test wait, but does not make it compute more.
+MAX_FAST_S = 8.0
+
+
+def folder_of(item: pytest.Item) -> str:
+    """Return the folder of `tests` that a test is in, or its file's name at the top."""
+    return item.path.relative_to(TESTS).parts[0]
+
+
+# Before pytest deselects tests by their markers.
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+    """Mark tests slow by their folder and fixtures: CONTRIBUTING.md says which tier a test belongs to."""
+    for item in items:
+        if folder_of(item) in SLOW_FOLDERS or not SLOW_FIXTURES.isdisjoint(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.slow)
+
+
+def processor_time() -> float:
+    """Return the seconds of processor time that this process and its children that ended have used."""
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Fail a test that computes for long without the marker `slow`, so that `make test` stays fast."""
+    start = processor_time()
+    yield
+    used = processor_time() - start
+    if used > MAX_FAST_S and item.get_closest_marker("slow") is None and folder_of(item) not in OTHER_TARGETS:
+        pytest.fail(
+            f"the test used {used:.1f} s of processor time, over {MAX_FAST_S:.0f} s; shorten it or mark it slow"
+        )
 
 
 @pytest.fixture(scope="module")
