@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 from contextlib import suppress
@@ -71,7 +70,7 @@ class Run:
             except GristmillError as error:
                 _log.warning("run %r: what is recorded waits for the service: %s", self.name, error)
                 await asyncio.sleep(_PAUSE_S)
-        if not json.loads(status.config_json).get("step_wise"):
+        if not status.config["step_wise"]:
             raise WrongCall(f"run {self.name!r} has no steps; create it with step_wise: true, and merge: tree")
         self._announced(status.policy_version)
         self._is_known = True

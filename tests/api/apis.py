@@ -151,9 +151,8 @@ class GrpcApi:
     def get(self, run: str) -> Json:
         status = self._call(self.runs.GetRun, run_pb2.GetRunRequest(run=run)).status
         names = [field.name for field in status.DESCRIPTOR.fields]
-        found = {
-            name: getattr(status, name) for name in names if name not in ("config_json", "ranks", "models", "health")
-        }
+        left = ("config_json", "resolved_config_json", "ranks", "models", "health")
+        found = {name: getattr(status, name) for name in names if name not in left}
         found["tags"] = {
             tag: {name: getattr(own, name) for name in ("open", "complete", "sealed", "dropped")}
             for tag, own in status.tags.items()
@@ -164,7 +163,9 @@ class GrpcApi:
             models[rank.model - 1]["next"].append(_place(rank.next))
         for one in models:
             one["model"] = ("policy", "critic")[one["model"] - 1]
-        return {**found, "config": json.loads(status.config_json), "models": models}
+        found["config"] = json.loads(status.config_json)
+        found["resolved_config"] = json.loads(status.resolved_config_json)
+        return {**found, "models": models}
 
     def groups(self, run: str) -> list[Json]:
         pages = self._call(self.runs.ListGroups, run_pb2.ListGroupsRequest(run=run))

@@ -127,7 +127,7 @@ class Rank:
 
     def _epochs(self) -> int:
         status = self._transport.call(self._transport.runs.GetRun, run_pb2.GetRunRequest(run=self._run)).status
-        return int(json.loads(status.config_json).get("update_epochs_per_batch", 1))
+        return int(json.loads(status.resolved_config_json)["update_epochs_per_batch"])
 
     def _train_one(self, position: Position, following: Position) -> None:
         self._trained.append(Trained(position, effects_of(self._pull(position))))

@@ -12,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import save
 
-from gristmill._client.rollout.groups import Group
+from gristmill import Group, GroupState
 from gristmill._wire.addresses import Position
 from tests.chaos.contents import SAMPLES, Contents, digest
 from tests.chaos.expected import expected_effects
@@ -43,7 +43,7 @@ def with_columns(launches: Sequence[int] = (7, 7), **changed: Any) -> Verdict:
         if not sample:
             own[0] = own[0]._replace(**changed)
         ranks.append([Trained(Position(0, epoch, 0), own) for epoch in range(2)])
-    return verify(WITH_COLUMNS, 2, [log], [Group(FORKED, 0, "sealed", 0, "")], [ranks])
+    return verify(WITH_COLUMNS, 2, [log], [Group(FORKED, 0, GroupState.SEALED, 0, "")], [ranks])
 
 
 def test_columns_that_went_well_are_clean_and_counted() -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 
-from gristmill._client.rollout.groups import Group
+from gristmill import Group, GroupState
 from gristmill._wire.addresses import Position
 from tests.chaos.__main__ import share
 from tests.chaos.campaign import Report, rollbacks_of
@@ -58,7 +58,7 @@ def training() -> list[list[Trained]]:
 
 
 def groups() -> list[Group]:
-    return [Group(uid, 0, "sealed", index // 2, "") for index, uid in enumerate(UIDS)]
+    return [Group(uid, 0, GroupState.SEALED, index // 2, "") for index, uid in enumerate(UIDS)]
 
 
 def judged(**changed: Any) -> Verdict:
@@ -132,7 +132,7 @@ def test_a_trajectory_that_was_aborted_may_not_be_trained() -> None:
     )
     log = WorkerLog(Path("unused"), {(uid, 0): 0, (uid, 1): 0}, {uid})
     log.rows += [(uid, 1 - sample, row["step"], 0, "ACCEPTED") for row in CONTENTS.rows(uid, 1 - sample, 0)]
-    given: dict[str, Any] = {"logs": [log], "groups": [Group(uid, 0, "sealed", 0, "")]}
+    given: dict[str, Any] = {"logs": [log], "groups": [Group(uid, 0, GroupState.SEALED, 0, "")]}
     own = [Trained(Position(0, epoch, 0), effects_of(uid, 1 - sample)) for epoch in range(2)]
     assert judged(launches=[[own]], **given).is_clean
     both = [step._replace(effects=[*step.effects, *effects_of(uid, sample)]) for step in own]
@@ -164,10 +164,11 @@ def test_an_attempt_that_was_superseded_may_not_be_trained() -> None:
     assert judged(logs=[log], launches=[ranks]).is_clean
 
 
-@pytest.mark.parametrize(("state", "reason"), [("dropped", "timeout"), ("dropped", ""), ("open", ""), ("complete", "")])
-def test_a_whole_group_that_is_not_in_a_batch_is_lost(
-    state: Literal["dropped", "open", "complete"], reason: str
-) -> None:
+@pytest.mark.parametrize(
+    ("state", "reason"),
+    [(GroupState.DROPPED, "timeout"), (GroupState.DROPPED, ""), (GroupState.OPEN, ""), (GroupState.COMPLETE, "")],
+)
+def test_a_whole_group_that_is_not_in_a_batch_is_lost(state: GroupState, reason: str) -> None:
     found = groups()
     found[0] = Group(UIDS[0], 0, state, None, reason)
     ranks = [
@@ -184,7 +185,7 @@ def test_what_was_dropped_may_not_be_trained() -> None:
     log = worker_log()
     log.done.discard(UIDS[0])
     found = groups()
-    found[0] = Group(UIDS[0], 0, "dropped", None, "finished")
+    found[0] = Group(UIDS[0], 0, GroupState.DROPPED, None, "finished")
     assert judged(logs=[log], groups=found).wrong
 
 
@@ -267,7 +268,7 @@ def test_a_rollback_is_reported_where_the_generation_grows_for_it_alone() -> Non
 
 def failed(trained: int = 0, reason: str = "batch_failed", **changed: Any) -> dict[str, Any]:
     """The first batch has failed, when so many of its positions were trained, and the ranks have stepped over it."""
-    found = [group if group.batch else Group(group.uid, 0, "dropped", None, reason) for group in groups()]
+    found = [group if group.batch else Group(group.uid, 0, GroupState.DROPPED, None, reason) for group in groups()]
     ranks = [[*steps[:trained], *(step for step in steps if step.position.batch)] for steps in training()]
     given: dict[str, Any] = {"reported": {0: "rows of it are lost"}, "stepped_over": [0], "are_allowed": True}
     return {"groups": found, "launches": [ranks], "failures": Failures(**given | changed)}

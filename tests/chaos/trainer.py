@@ -267,7 +267,7 @@ class Trainer:
         if answer.state != trainer_pb2.BATCH_STATE_PUBLISHED:
             return furthest
         count = sum(part["model"] == "policy" for part in json.loads(answer.plan_json)["mini_batches"])
-        epochs = json.loads(self._status().config_json).get("update_epochs_per_batch", 1)
+        epochs = json.loads(self._status().resolved_config_json)["update_epochs_per_batch"]
         return Position(furthest.batch + 1) if furthest[1:] == (epochs - 1, count - 1) else furthest
 
     def _acknowledged(self) -> list[Position]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import product, zip_longest
 from math import isclose
 
-from gristmill._client.rollout.groups import Group
+from gristmill import Group, GroupState
 from gristmill._wire.addresses import Position
 from tests.chaos.contents import SAMPLES, Contents
 from tests.chaos.expected import expected_effects
@@ -49,7 +49,7 @@ class Failures:
 
     def excuse(self, group: Group) -> bool:
         """Whether the service reports that it lost the group's rows, and may."""
-        return self.are_allowed and group.state == "dropped" and group.reason in REPORTED_LOST
+        return self.are_allowed and group.state is GroupState.DROPPED and group.reason in REPORTED_LOST
 
 
 @dataclass
@@ -123,7 +123,7 @@ def verify(
     verdict.wrong += [
         f"{uid}: trained although {known[uid].state if uid in known else 'nobody knows it'}"
         for uid in sorted(trained)
-        if uid not in known or not (known[uid].state == "sealed" or _has_failed(known[uid], failures))
+        if uid not in known or not (known[uid].state is GroupState.SEALED or _has_failed(known[uid], failures))
     ]
     verdict.skipped += _skipped(contents, epochs, known.values(), effects)
     all_effects = [effect for per_epoch in effects for found in per_epoch.values() for effect in found]
@@ -206,7 +206,7 @@ def _skipped(
     """Sealed groups of which an epoch trained nothing."""
     for group in groups:
         expected = [sample for sample in range(SAMPLES) if not contents.is_aborted(group.uid, sample)]
-        if group.state != "sealed" or not expected:
+        if group.state is not GroupState.SEALED or not expected:
             continue
         for epoch in range(epochs):
             found = effects[epoch] if epoch < len(effects) else {}
@@ -246,12 +246,12 @@ def _check_group(
     if group is None:
         verdict.lost.append(f"{uid}: rows of it were accepted, and the service knows no such group")
         return
-    if group.state == "dropped":
+    if group.state is GroupState.DROPPED:
         everything_aborted = all(contents.is_aborted(uid, sample) for sample in range(SAMPLES))
         if not group.reason or (uid in log.done and not everything_aborted):
             verdict.lost.append(f"{uid}: was handed over whole, and dropped: {group.reason!r}")
         return
-    if group.state != "sealed":
+    if group.state is not GroupState.SEALED:
         verdict.lost.append(f"{uid}: is {group.state} at the end")
         return
     for sample in range(SAMPLES):

@@ -32,7 +32,12 @@ class OneRun(run_pb2_grpc.RunServiceServicer, trainer_pb2_grpc.TrainerServiceSer
     def GetRun(self, request: run_pb2.GetRunRequest, context: grpc.ServicerContext) -> run_pb2.GetRunResponse:
         place = run_pb2.RankProgress(model=run_pb2.MODEL_POLICY, next=run_pb2.Position(batch=4))
         status = run_pb2.RunStatus(
-            run=request.run, config_json="{}", ranks=[place], run_id=self.run_id, generation=self.generation
+            run=request.run,
+            resolved_config_json='{"dp_size": 1, "update_epochs_per_batch": 1, "columns": []}',
+            ranks=[place],
+            models=[run_pb2.ModelProgress(model=run_pb2.MODEL_POLICY)],
+            run_id=self.run_id,
+            generation=self.generation,
         )
         return run_pb2.GetRunResponse(status=status)
 
@@ -175,4 +180,4 @@ def test_a_state_ahead_of_its_run_drops_what_it_steps_over_for_the_reason_given_
             trainer.load_state_dict(ahead)
         trainer.load_state_dict(ahead, give_up_reason="trained elsewhere")
         assert train(trainer, 1) == ["c"]
-        assert dict(client.status().groups_dropped) == {"trained elsewhere": 2}
+        assert client.status().groups_dropped == {"trained elsewhere": 2}

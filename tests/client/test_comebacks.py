@@ -276,6 +276,6 @@ def test_a_trainer_that_goes_on_makes_room_for_the_next_batch(
                 for step in range(2):
                     trajectory.step([1, step], [3], reward=float(sample), is_last_step=step == 1)
         assert {str(end.result(30)) for end in ends} == {str(([1] if starts_late else [0, 1], 2))}
-        assert dict(client.status().groups_dropped) == {"batch_failed": 2}
+        assert client.status().groups_dropped == {"batch_failed": 2}
         for rank in ranks:
             rank.close()

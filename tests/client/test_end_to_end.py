@@ -98,7 +98,7 @@ def test_processes_of_one_rank_read_the_same_shard_and_one_acknowledges(
         for mine, theirs in zip(one.mini_batches(), other.mini_batches(), strict=True):
             assert mine["sequences"].equal(theirs["sequences"])
             theirs.ack()
-            assert client.status().ranks[0].next.mini_batch == mine.position.mini_batch
+            assert client.status().models["policy"].next[0].mini_batch == mine.position.mini_batch
             mine.ack()
         assert first.position == second.position == Position(1)
 

@@ -40,7 +40,7 @@ def test_ranks_under_torch_distributed_resume_and_train_as_one(service: Service,
             with client.trajectory(uid, 0) as trajectory:
                 trajectory.step([1], [2], reward=1.0, is_last_step=True)
         client.finish()
-        before = client.status().models[0].incarnation
+        before = client.status().models["policy"].incarnation
         common = (size, Path(directory) / "rendezvous", service.grpc_address, run_name, answers)
         ranks = [context.Process(target=_train, args=(rank, *common)) for rank in range(size)]
         for process in ranks:
@@ -48,7 +48,7 @@ def test_ranks_under_torch_distributed_resume_and_train_as_one(service: Service,
         for process in ranks:
             process.join(60)
         assert [process.exitcode for process in ranks] == [0, 0]
-        assert client.status().models[0].incarnation == before + 1
+        assert client.status().models["policy"].incarnation == before + 1
     (_, one, there), (_, other, here) = sorted(answers.get() for _ in range(size))
     assert one == other
     assert there == here == (3, 0, 0)

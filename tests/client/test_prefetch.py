@@ -200,7 +200,7 @@ def test_opening_ahead_acknowledges_nothing(service: Service, run_name: str, ope
         shards = next(iter(trainer)).mini_batches()
         next(shards)
         opened.until(2)
-        assert Position.of(client.status().ranks[0].next) == trainer.position == Position(0)
+        assert client.status().models["policy"].next[0] == trainer.position == Position(0)
 
 
 def test_an_error_that_is_met_ahead_is_raised_when_its_shard_is_asked_for(

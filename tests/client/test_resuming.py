@@ -78,12 +78,12 @@ def test_ranks_of_one_launch_resume_together_wherever_a_crash_left_them(
     with trainer_of(service, client, 0) as ahead:
         next(next(iter(ahead)).mini_batches()).ack()
     ranks = [trainer_of(service, client, rank) for rank in range(2)]
-    before = client.status().models[0].incarnation
+    before = client.status().models["policy"].incarnation
     assert [trainer.position for trainer in ranks] == [Position(0, 0, 1), Position(0, 0, 0)]
     for trainer in ranks:
         trainer.load_state_dict({}, launch="job-7 restart-1")
     assert [trainer.position for trainer in ranks] == [Position(0, 0, 0)] * 2
-    assert client.status().models[0].incarnation == before + 1
+    assert client.status().models["policy"].incarnation == before + 1
     for trainer in ranks:
         trainer.close()
 

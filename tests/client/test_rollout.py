@@ -279,7 +279,7 @@ def test_a_group_without_room_holds_up_nobody_else(faulty: FaultyService, client
     assert faulty.entered.wait(60)
     for index in range(20):
         assert client.submit([row(f"u{index}")]) == [RowOutcome.ACCEPTED]
-    assert trajectory.is_kept
+    assert not trajectory.is_dropped
     faulty.full_uids.clear()
     client.flush()
     assert len(faulty.rows) == 21
@@ -368,7 +368,7 @@ def test_a_dropped_trajectory_tells_its_worker_to_stop(faulty: FaultyService, cl
     with client.trajectory("a", 0) as trajectory:
         trajectory.step([1], [2])
         client.flush()
-        assert not trajectory.is_kept
+        assert trajectory.is_dropped
         assert trajectory.step([1, 2, 3], [4]) is False
     assert len(faulty.calls) == 1
 

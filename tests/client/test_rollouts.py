@@ -19,6 +19,7 @@ from gristmill import (
     TrainerClient,
 )
 from gristmill._client.rollout import requests
+from gristmill._wire.column_spec import specs_of
 from gristmill.converters import from_skyrl
 from gristmill.v1 import rollout_pb2
 from tests.client.faces import FACES, connecting
@@ -62,6 +63,16 @@ def test_a_reward_that_is_none_is_refused(client: RolloutClient, reward: Any) ->
         client.set_reward("a", 0, reward)
 
 
+def test_the_status_has_every_setting_with_the_defaults_that_the_service_fills_in(client: RolloutClient) -> None:
+    columns = [{"name": "teacher", "dtype": "bfloat16", "scope": "response", "fill": -1.0}]
+    client.create_run(CONFIG | {"columns": columns})
+    config = client.status().config
+    assert {name: config[name] for name in CONFIG if name != "micro_batch"} | {"micro_batch": {"size": 1}} == CONFIG
+    assert config["micro_batch"]["size"] == 1
+    assert (config["dp_size"], config["lambda"], config["max_buffered_batches"]) == (1, 1.0, 4)
+    assert specs_of(config["columns"]) == specs_of(columns)
+
+
 def test_a_whole_generator_output_is_taken_once(client: RolloutClient, trainer: TrainerClient) -> None:
     client.create_run(CONFIG)
     output = {
@@ -102,8 +113,8 @@ def test_a_higher_attempt_supersedes_and_the_earlier_worker_is_told(client: Roll
     client.flush()
     first.step([1, 2], [3])
     client.flush()
-    assert second.is_kept
-    assert not first.is_kept
+    assert not second.is_dropped
+    assert first.is_dropped
     assert first.step([1, 2, 3], [4]) is False
 
 
@@ -166,7 +177,7 @@ def test_groups_of_their_own_size_go_on_without_what_comes_late(service: Service
                 client.flush()
         late.step([1, 2], [3], reward=1.0, is_last_step=True)
         client.flush()
-        assert not late.is_kept
+        assert late.is_dropped
     with TrainerClient(service.grpc_address, run_name, 0, timeout_s=20) as trainer:
         trained = [shard.tensors["sample"].tolist() for shard in next(iter(trainer)).mini_batches()]
     assert trained == [[1, 2, 3], [0, 1]]
@@ -225,7 +236,7 @@ def test_rows_of_a_group_without_room_wait_until_there_is(
     for shard in next(iter(trainer)).mini_batches():
         shard.ack()
     client.flush()
-    assert late.is_kept
+    assert not late.is_dropped
     client.begin_groups(["p3"])
     with (
         RolloutClient(service.grpc_address, client.run, timeout_s=2.5) as hasty,

@@ -17,9 +17,10 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from gristmill._client.connection.credentials import Credentials
     from gristmill._client.rollout.delivery import RowOutcome
-    from gristmill._client.rollout.groups import Group
+    from gristmill._client.rollout.groups import Group, GroupState
     from gristmill._client.rollout.rollout_client import RolloutClient
     from gristmill._client.rollout.trajectory import Trajectory
+    from gristmill._client.run_status import Finding, ModelProgress, RunHealth, RunStatus, TagGroups
     from gristmill._client.trainer.all_ranks import AllRanksClient, MiniBatch, WholeBatch
     from gristmill._client.trainer.trainer_batch import Batch
     from gristmill._client.trainer.trainer_client import TrainerClient
@@ -51,18 +52,24 @@ __all__ = [
     "Credentials",
     "DeadlineExceededError",
     "FailedPreconditionError",
+    "Finding",
     "GristmillError",
     "Group",
+    "GroupState",
     "InvalidArgumentError",
     "MicroBatch",
     "MiniBatch",
+    "ModelProgress",
     "NotFoundError",
     "PermissionDeniedError",
     "ResourceExhaustedError",
     "RolloutClient",
     "RowOutcome",
+    "RunHealth",
+    "RunStatus",
     "Shard",
     "StaleIncarnationError",
+    "TagGroups",
     "TrainerClient",
     "Trajectory",
     "UnauthenticatedError",
@@ -78,10 +85,16 @@ _MODULES = {
     "Batch": "_client.trainer.trainer_batch",
     "Credentials": "_client.connection.credentials",
     "Group": "_client.rollout.groups",
+    "GroupState": "_client.rollout.groups",
     "MicroBatch": "torch",
     "MiniBatch": "_client.trainer.all_ranks",
     "RolloutClient": "_client.rollout.rollout_client",
     "RowOutcome": "_client.rollout.delivery",
+    "Finding": "_client.run_status",
+    "ModelProgress": "_client.run_status",
+    "RunHealth": "_client.run_status",
+    "RunStatus": "_client.run_status",
+    "TagGroups": "_client.run_status",
     "Shard": "torch",
     "TrainerClient": "_client.trainer.trainer_client",
     "Trajectory": "_client.rollout.trajectory",

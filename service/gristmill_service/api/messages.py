@@ -157,11 +157,12 @@ def groups_to(views: Iterable[GroupAnswer]) -> run_pb2.ListGroupsResponse:
 
 
 def status_to(status: RunStatus, assessment: Assessment) -> run_pb2.RunStatus:
-    same = ("run", "config_json", "policy_version", "finished", "groups_open", "groups_complete", "groups_room")
+    same = ("run", "config_json", "resolved_config_json", "policy_version", "finished")
+    groups = ("groups_open", "groups_complete", "groups_room")
     counts = ("batches_sealed", "batches_published", "batches_freed", "row_bytes", "shard_bytes")
     rows = ("rows_accepted", "rows_duplicate", "groups_dropped", "failed_batches", "run_id", "generation")
     return run_pb2.RunStatus(
-        **{name: getattr(status, name) for name in (*same, *counts, *rows)},
+        **{name: getattr(status, name) for name in (*same, *groups, *counts, *rows)},
         ranks=[
             run_pb2.RankProgress(model=_MODEL_NUMBERS[progress.model], rank=rank, next=position_to(position))
             for progress in status.models

@@ -350,9 +350,8 @@ class Run:
 
     def status_of(self, state: State) -> RunStatus:
         """For `read`."""
-        config_json = self.config.model_dump_json(exclude_defaults=True)
         room = self._writer.room().groups
-        return status(state, self.name, self.run_id, config_json=config_json, room=room, duplicates=self._duplicates)
+        return status(state, self.name, self.run_id, config=self.config, room=room, duplicates=self._duplicates)
 
     async def groups(self) -> list[GroupAnswer]:
         """Every group that was ever admitted; the decided ones first."""

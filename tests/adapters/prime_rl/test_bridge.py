@@ -28,11 +28,11 @@ def roll_out(rollouts: RolloutClient, count: int, **changes: Any) -> None:
 
 
 def places(rollouts: RolloutClient) -> set[Position]:
-    return {Position.of(place.next) for place in rollouts.status().ranks}
+    return set(rollouts.status().models["policy"].next)
 
 
 def committed(rollouts: RolloutClient) -> Position:
-    return Position.of(rollouts.status().models[0].committed)
+    return rollouts.status().models["policy"].committed
 
 
 def test_a_run_is_trained_a_mini_batch_a_step(rollouts: RolloutClient, bridge: Start, trainer: Trainer) -> None:

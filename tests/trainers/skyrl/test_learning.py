@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from statistics import fmean
 
@@ -39,4 +38,4 @@ def test_the_policy_learns(service: Service, run_name: str, tmp_path: Path, is_a
         assert status.batches_freed == STEPS
         staleness = [log["gristmill/staleness_max"] for log in logs]
         assert max(staleness) > 0 if is_async else max(staleness) == 0
-        assert json.loads(status.config_json)["merge"] == "prefix"
+        assert status.config["merge"] == "prefix"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +106,7 @@ def test_what_advantages_depend_on_is_written_back(
     trained(directory, "ours", GristmillPPOTrainer, CASES[case], 1, gristmill=Gristmill(service.grpc_address, run_name))
     with RolloutClient(service.grpc_address, run_name) as client:
         status = client.status()
-    declared = json.loads(status.config_json)["columns"]
+    declared = status.config["columns"]
     assert {column["name"] for column in declared if column["source"] == "trainer"} == columns
     assert status.batches_freed == 1, "trained, which it is only with them"
 

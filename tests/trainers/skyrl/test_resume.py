@@ -97,7 +97,7 @@ def test_a_training_goes_on_with_other_ranks(service: Service, run_name: str, tm
     assert [log["step"] for log in resumed.logs] == [4, 5]
     with RolloutClient(service.grpc_address, run_name) as client:
         status = client.status()
-    assert (status.batches_freed, json.loads(status.config_json)["dp_size"]) == (5, 2)
+    assert (status.batches_freed, status.config["dp_size"]) == (5, 2)
 
 
 @pytest.mark.usefixtures("ray_address")

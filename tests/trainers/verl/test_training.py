@@ -69,7 +69,7 @@ def run_exists(client: RolloutClient) -> bool:
 
 def trained(client: RolloutClient) -> int:
     """Batches that all ranks have acknowledged."""
-    return min(place.next.batch for place in client.status().ranks)
+    return min(position.batch for position in client.status().models["policy"].next)
 
 
 # --- A run that learns

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -85,10 +84,8 @@ class RunShape:
 
     @classmethod
     async def of(cls, client: AsyncRolloutClient) -> RunShape:
-        config = json.loads((await client.status()).config_json)
-        return cls(
-            config["n_samples_per_prompt"], config.get("surplus", 0), config.get("advantage_estimator") == "none"
-        )
+        config = (await client.status()).config
+        return cls(config["n_samples_per_prompt"], config["surplus"], config["advantage_estimator"] == "none")
 
 
 @dataclass
@@ -217,7 +214,7 @@ class Feeder(Generic[T]):
                 continue
             if RowOutcome.SUPERSEDED not in outcomes:
                 break
-        kept = all(outcome.is_kept for outcome in outcomes)
+        kept = all(outcome.is_stored for outcome in outcomes)
         if kept:
             self.progress.trajectories += 1
             self.progress.reward += steps[-1]["reward"]

@@ -295,6 +295,7 @@ class RunStatus(google.protobuf.message.Message):
     GENERATION_FIELD_NUMBER: builtins.int
     HEALTH_FIELD_NUMBER: builtins.int
     TAGS_FIELD_NUMBER: builtins.int
+    RESOLVED_CONFIG_JSON_FIELD_NUMBER: builtins.int
     run: builtins.str
     config_json: builtins.str
     policy_version: builtins.int
@@ -321,6 +322,8 @@ class RunStatus(google.protobuf.message.Message):
     """Grows by one whenever the run's log was found shorter than what had been promised: what was accepted or
     acknowledged last may be lost then.
     """
+    resolved_config_json: builtins.str
+    """The settings of `config_json` and, filled in, the defaults of all others."""
     @property
     def groups_dropped(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
         """Groups dropped so far, by reason."""
@@ -368,9 +371,10 @@ class RunStatus(google.protobuf.message.Message):
         generation: builtins.int = ...,
         health: global___RunHealth | None = ...,
         tags: collections.abc.Mapping[builtins.str, global___TagGroups] | None = ...,
+        resolved_config_json: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["health", b"health"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["batches_freed", b"batches_freed", "batches_published", b"batches_published", "batches_sealed", b"batches_sealed", "config_json", b"config_json", "failed_batches", b"failed_batches", "finished", b"finished", "generation", b"generation", "groups_complete", b"groups_complete", "groups_dropped", b"groups_dropped", "groups_open", b"groups_open", "groups_room", b"groups_room", "health", b"health", "models", b"models", "policy_version", b"policy_version", "ranks", b"ranks", "row_bytes", b"row_bytes", "rows_accepted", b"rows_accepted", "rows_duplicate", b"rows_duplicate", "run", b"run", "run_id", b"run_id", "shard_bytes", b"shard_bytes", "tags", b"tags"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["batches_freed", b"batches_freed", "batches_published", b"batches_published", "batches_sealed", b"batches_sealed", "config_json", b"config_json", "failed_batches", b"failed_batches", "finished", b"finished", "generation", b"generation", "groups_complete", b"groups_complete", "groups_dropped", b"groups_dropped", "groups_open", b"groups_open", "groups_room", b"groups_room", "health", b"health", "models", b"models", "policy_version", b"policy_version", "ranks", b"ranks", "resolved_config_json", b"resolved_config_json", "row_bytes", b"row_bytes", "rows_accepted", b"rows_accepted", "rows_duplicate", b"rows_duplicate", "run", b"run", "run_id", b"run_id", "shard_bytes", b"shard_bytes", "tags", b"tags"]) -> None: ...
 
 global___RunStatus = RunStatus
 

@@ -285,7 +285,8 @@ class RunState(BaseModel):
     run: str
     run_id: str = Field(description="Made when the run was created; another run of the same name has another one.")
     generation: int = Field(description="How often the run's log was found shorter than promised, plus 1.")
-    config: dict[str, Any]
+    config: dict[str, Any] = Field(description="The settings that are not the defaults.")
+    resolved_config: dict[str, Any] = Field(description="Every setting, with the defaults filled in.")
     policy_version: int
     finished: bool
     groups_open: int

@@ -39,11 +39,12 @@ async def list_runs(api: ApiDep) -> models.RunNames:
 async def get_run(run: RunName, api: ApiDep) -> models.RunState:
     """A run's state."""
     status, _ = await calls.get_run(api, run)
-    same = models.RunState.model_fields.keys() - {"config", "models", "tags"}
+    same = models.RunState.model_fields.keys() - {"config", "resolved_config", "models", "tags"}
     values = {name: getattr(status, name) for name in same}
     return models.RunState(
         **values,
         config=orjson.loads(status.config_json),
+        resolved_config=orjson.loads(status.resolved_config_json),
         models=[_model(progress) for progress in status.models],
         tags={tag: models.TagGroups.model_validate(groups) for tag, groups in status.tags.items()},
     )

@@ -154,12 +154,14 @@ class ModelProgress:
 
 @dataclass(frozen=True, slots=True)
 class RunStatus:
-    """run_id: made when the run was created. generation: how often its log was found shorter than promised, plus 1."""
+    """run_id: made when the run was created. generation: how often its log was found shorter than promised, plus 1.
+    config_json: the settings that are not the defaults. resolved_config_json: all settings."""
 
     run: str
     run_id: str
     generation: int
     config_json: str
+    resolved_config_json: str
     policy_version: int
     finished: bool
     groups_open: int

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
+from gristmill._client.run_status import RunStatus
 from gristmill._wire.column_spec import ColumnSpec, by_name, specs_of
 from gristmill.errors import GristmillError, InvalidArgumentError
-from gristmill.v1 import run_pb2
 
 T = TypeVar("T")
 
@@ -51,9 +50,7 @@ class DeclaredColumns:
     ask: gives the run's state. share: is told the names of the shared ones.
     """
 
-    def __init__(
-        self, ask: Callable[[], Awaitable[run_pb2.RunStatus]], share: Callable[[frozenset[str]], None]
-    ) -> None:
+    def __init__(self, ask: Callable[[], Awaitable[RunStatus]], share: Callable[[frozenset[str]], None]) -> None:
         self._ask, self._share = ask, share
         self._known: Declared | None = None
         self._was_refused = False
@@ -99,7 +96,7 @@ class DeclaredColumns:
             self._known, self._was_refused = None, True
 
     async def _anew(self) -> Declared:
-        return self._know(Declared.of(json.loads((await self._ask()).config_json)))
+        return self._know(Declared.of((await self._ask()).config))
 
     def _know(self, declared: Declared) -> Declared:
         self._known = declared

@@ -38,8 +38,8 @@ class RowOutcome(enum.Enum):
     """A higher attempt of its trajectory exists."""
 
     @property
-    def is_kept(self) -> bool:
-        """Whether further steps of the trajectory are of use."""
+    def is_stored(self) -> bool:
+        """Whether the service has the row; where it has not, further steps of the trajectory are of no use."""
         return self in (RowOutcome.ACCEPTED, RowOutcome.DUPLICATE)
 
 

@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal, NamedTuple
+from enum import StrEnum
+from typing import NamedTuple
 
 from gristmill.v1 import run_pb2
 
-GroupState = Literal["open", "complete", "sealed", "dropped"]
+
+class GroupState(StrEnum):
+    """How far a prompt group is."""
+
+    OPEN = "open"
+    """Admitted, and samples are missing."""
+    COMPLETE = "complete"
+    """Every sample has its last step and its reward; the group is not part of a batch yet."""
+    SEALED = "sealed"
+    """Part of a batch."""
+    DROPPED = "dropped"
+    """Given up; `Group.reason` says why."""
+
 
 _STATES: dict[int, GroupState] = {
-    run_pb2.GROUP_STATE_OPEN: "open",
-    run_pb2.GROUP_STATE_COMPLETE: "complete",
-    run_pb2.GROUP_STATE_SEALED: "sealed",
-    run_pb2.GROUP_STATE_DROPPED: "dropped",
+    run_pb2.GROUP_STATE_OPEN: GroupState.OPEN,
+    run_pb2.GROUP_STATE_COMPLETE: GroupState.COMPLETE,
+    run_pb2.GROUP_STATE_SEALED: GroupState.SEALED,
+    run_pb2.GROUP_STATE_DROPPED: GroupState.DROPPED,
 }
 
 
@@ -34,7 +47,7 @@ class Group(NamedTuple):
     @property
     def is_consumed(self) -> bool:
         """Whether it need not be sampled again: it is in a batch, or dropped."""
-        return self.state in ("sealed", "dropped")
+        return self.state in (GroupState.SEALED, GroupState.DROPPED)
 
 
 def groups_of(pages: Iterable[run_pb2.ListGroupsResponse]) -> list[Group]:
@@ -43,4 +56,5 @@ def groups_of(pages: Iterable[run_pb2.ListGroupsResponse]) -> list[Group]:
 
 def _group(found: run_pb2.GroupStatus) -> Group:
     state = _STATES[found.state]
-    return Group(found.uid, found.round, state, found.batch if state == "sealed" else None, found.reason, found.tag)
+    batch = found.batch if state is GroupState.SEALED else None
+    return Group(found.uid, found.round, state, batch, found.reason, found.tag)

@@ -331,7 +331,7 @@ class Outbox:
         entry.delivery.pending -= 1
         entry.delivery.outcomes[entry.index] = outcome
         if outcome is not _ACCEPTED:
-            entry.delivery.is_kept &= outcome.is_kept
+            entry.delivery.is_kept &= outcome.is_stored
 
     def _extract(self, is_meant: Callable[[PendingRow], bool], *, parked: bool = True) -> list[PendingRow]:
         """Removes the queued rows that are meant, in order."""

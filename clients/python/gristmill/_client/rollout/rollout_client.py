@@ -18,9 +18,9 @@ from gristmill._client.rollout.groups import Group
 from gristmill._client.rollout.rollout_core import RolloutCore
 from gristmill._client.rollout.sender import Sender
 from gristmill._client.rollout.trajectory import Trajectory
+from gristmill._client.run_status import RunStatus
 from gristmill._wire.steps import UNKNOWN
 from gristmill.errors import GristmillError
-from gristmill.v1 import run_pb2
 
 _log = logging.getLogger("gristmill")
 
@@ -88,8 +88,8 @@ class RolloutClient:
         """
         return block_on(self._core.create_run(config))
 
-    def status(self) -> run_pb2.RunStatus:
-        """The run's state, as `RunStatus` in the contract. Raises NotFoundError when there is no such run."""
+    def status(self) -> RunStatus:
+        """The run's state and settings. Raises NotFoundError when there is no such run."""
         return block_on(self._core.status())
 
     def finish(self) -> int:

@@ -19,6 +19,7 @@ from gristmill._client.rollout.prefix_dedup import RequestEncoder
 from gristmill._client.rollout.sender import Sender
 from gristmill._client.rollout.step_writer import StepWriter
 from gristmill._client.rollout.trajectory import AsyncTrajectory
+from gristmill._client.run_status import RunStatus, status_of
 from gristmill._wire.rows import columns_of, extra_names
 from gristmill._wire.steps import UNKNOWN, TrajectoryKey
 from gristmill._wire.tables import ValueColumns
@@ -47,10 +48,9 @@ class RolloutCore:
         self._declared.created(config)
         return list(answer.warnings)
 
-    async def status(self) -> run_pb2.RunStatus:
+    async def status(self) -> RunStatus:
         request = run_pb2.GetRunRequest(run=self.run)
-        status: run_pb2.RunStatus = (await self._connection.ask(self._connection.runs.GetRun, request)).status
-        return status
+        return status_of((await self._connection.ask(self._connection.runs.GetRun, request)).status)
 
     async def finish(self) -> int:
         await self.flush()

@@ -55,7 +55,7 @@ class AsyncTrajectory:
 
     def __repr__(self) -> str:
         count = self._writer.next_step
-        state = "ended" if self._writer.is_ended else "open" if self.is_kept else "not kept by the service"
+        state = "ended" if self._writer.is_ended else "dropped" if self.is_dropped else "open"
         return f"<AsyncTrajectory {self.key}: {count} step{'s' * (count != 1)}, {state}>"
 
     @property
@@ -63,8 +63,8 @@ class AsyncTrajectory:
         return self._writer.key
 
     @property
-    def is_kept(self) -> bool:
-        return self._delivery.is_kept
+    def is_dropped(self) -> bool:
+        return not self._delivery.is_kept
 
     async def step(
         self,
@@ -84,7 +84,7 @@ class AsyncTrajectory:
         if error := self._sender.take_error(self._delivery):
             self._declared.forget_if_refused(error)
             raise error
-        if not self.is_kept:
+        if self.is_dropped:
             return False
         given = checked_names(columns, self.key)
 
@@ -107,7 +107,7 @@ class AsyncTrajectory:
 
         await self._sender.put(await self._declared.used(given.keys(), table_of), self._delivery)
         self._writer.written(is_last_step)
-        return self.is_kept
+        return not self.is_dropped
 
     async def extend(self, observation_ids: Any, response_ids: Any, **fields: Unpack[StepFields]) -> bool:
         return await self.step(self._writer.extended(observation_ids), response_ids, **fields)
@@ -129,7 +129,7 @@ class AsyncTrajectory:
                 is_last_step=is_last_step and ends,
                 policy_version=policy_version,
             )
-        return self.is_kept
+        return not self.is_dropped
 
     async def abort(self, reason: str) -> None:
         self._writer.is_ended = True
@@ -143,7 +143,7 @@ class AsyncTrajectory:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._writer.is_ended or not self.is_kept:
+        if self._writer.is_ended or self.is_dropped:
             return
         if error is None:
             await self.abort("ended without a last step")
@@ -177,10 +177,10 @@ class Trajectory:
         return self._awaited.key
 
     @property
-    def is_kept(self) -> bool:
-        """False as soon as the service is known to have no use for further steps: the trajectory's group was dropped,
-        aborted, or sealed without it, or a higher attempt supersedes it. Costs no call."""
-        return self._awaited.is_kept
+    def is_dropped(self) -> bool:
+        """Whether the service is known to drop further steps: the trajectory's group was dropped, aborted, or sealed
+        without it, or a higher attempt supersedes it. Makes no call."""
+        return self._awaited.is_dropped
 
     def step(
         self,
@@ -197,7 +197,7 @@ class Trajectory:
         advantage: Any = None,
         columns: Mapping[str, Any] | None = None,
     ) -> bool:
-        """Hands over the next step and returns `is_kept`: on False, stop working on the trajectory.
+        """Hands over the next step; returns False where the trajectory `is_dropped`: then stop working on it.
 
         The arrays may be lists, NumPy arrays, or CPU tensors; they are copied, so the caller may go on changing them.
         loss_mask: one 0 or 1 a response token; all 1 when not given.
@@ -248,7 +248,7 @@ class Trajectory:
     def record(
         self, completion: Any, *, reward: Any = None, is_last_step: bool = False, policy_version: int | None = None
     ) -> bool:
-        """Hands over what an engine answered, as a step for each choice, and returns `is_kept`.
+        """Hands over an engine's answer, as a step for each choice; returns False where the trajectory `is_dropped`.
 
         completion: a chat completion, completion or response with its token ids, as an object of the `openai` package,
             a mapping, or the list of a stream's chunks; `gristmill.completions` says what to ask the engine for. What

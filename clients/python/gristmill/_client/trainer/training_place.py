@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gristmill._client.connection.transport import Transport
+from gristmill._client.run_status import RunStatus, status_of
 from gristmill._client.trainer.checkpoint import Checkpoint, checkpoint_of
 from gristmill._wire.addresses import MODELS, Position
 from gristmill._wire.column_spec import ColumnSpec, specs_of
@@ -155,29 +155,24 @@ class TrainingPlace(ABC):
             )
         self._ranks = self._own_ranks(self._dp_size)
         self._run_id, self._generation = status.run_id, status.generation
-        number = MODELS[self.model]
-        for progress in status.models:
-            if progress.model == number:
-                self._incarnation = progress.incarnation
-        places = [
-            Position.of(place.next) for place in status.ranks if place.model == number and place.rank in self._ranks
-        ]
-        if not places:
+        progress = status.models.get(self.model)
+        if progress is None:
             raise InvalidArgumentError(f"run {self.run!r} has no {self.model}; create it with critic_mini_batch_size")
-        found = min(places)
-        if found.batch - 1 in status.failed_batches:
-            self._went_past = Position(found.batch - 1, self._epochs)
-        return found
+        self._incarnation = progress.incarnation
+        furthest_behind = min(progress.next[rank] for rank in self._ranks)
+        if furthest_behind.batch - 1 in status.failed_batches:
+            self._went_past = Position(furthest_behind.batch - 1, self._epochs)
+        return furthest_behind
 
-    def _read_run(self, dp_size: int | None) -> run_pb2.RunStatus:
+    def _read_run(self, dp_size: int | None) -> RunStatus:
         """The run's state. dp_size: what it is to have; None: what it has."""
         answer: run_pb2.GetRunResponse = self._transport.call(
             self._transport.runs.GetRun, run_pb2.GetRunRequest(run=self.run)
         )
-        config = json.loads(answer.status.config_json)
-        self._epochs, self._dp_size = config.get("update_epochs_per_batch", 1), dp_size or config.get("dp_size", 1)
-        self._declare(specs_of(config.get("columns", ())))
-        return answer.status
+        status = status_of(answer.status)
+        self._epochs, self._dp_size = status.config["update_epochs_per_batch"], dp_size or status.config["dp_size"]
+        self._declare(specs_of(status.config["columns"]))
+        return status
 
     def ack(self, position: Position, following: Position) -> None:
         """Called by `ack`. `following` is the position after it."""

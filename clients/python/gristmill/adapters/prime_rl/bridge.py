@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
-from typing import Any
 
 from gristmill import AllRanksClient, RolloutClient
 from gristmill._wire.column_spec import specs_of
@@ -19,9 +17,6 @@ from gristmill.adapters.prime_rl.transports import Files, Transport
 from gristmill.errors import InvalidArgumentError
 
 _log = logging.getLogger("gristmill")
-
-_DEFAULTS: dict[str, Any] = {"layout": "left_padded", "loss_reduction": "none", "columns": []}
-"""What a run's settings are where they do not say it."""
 
 
 class Bridge:
@@ -101,7 +96,7 @@ class Bridge:
     def _columns(self) -> list[str]:
         """The declared columns that prime-rl takes; checks that it can train the run."""
         with RolloutClient(self._address, self._run) as client:
-            config = _DEFAULTS | json.loads(client.status().config_json)
+            config = client.status().config
         for name, needed, reason in (
             ("layout", "packed", "prime-rl has all rows of a micro-batch on one axis"),
             ("loss_reduction", "none", "prime-rl divides by the trained tokens of a mini-batch itself"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -57,10 +56,9 @@ class Session:
     def _as_created(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """A run that there is may have another dp_size: resuming cuts its batches anew."""
         try:
-            found = json.loads(self._rollouts.status().config_json)
+            return {**settings, "dp_size": self._rollouts.status().config["dp_size"]}
         except NotFoundError:
             return dict(settings)
-        return {**settings, "dp_size": found.get("dp_size", 1)}
 
     @property
     def policy(self) -> AllRanksClient:

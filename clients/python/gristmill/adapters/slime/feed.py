@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -52,7 +51,7 @@ class Feed:
             warnings = self._rollouts.create_run(settings)
         except AlreadyExistsError:
             # It may be of a trainer with other ranks, for which what is not trained is cut anew.
-            ranks = json.loads(self._rollouts.status().config_json).get("dp_size", 1)
+            ranks = self._rollouts.status().config["dp_size"]
             warnings = self._rollouts.create_run(settings | {"dp_size": ranks})
         for warning in warnings:
             _log.warning("run %r: %s", self.options.run, warning)
@@ -83,10 +82,10 @@ class Feed:
     def _drop_unsealed(self) -> None:
         """Of a start that died, samples that are in no batch are sampled again: slime's data source went back, too."""
         for group in self._rollouts.groups():
-            if group.state in ("open", "complete"):
+            if not group.is_consumed:
                 self._rollouts.abort_group(group.uid, round=group.round, reason="slime began again")
         # The numbers of slime's groups are its own in each start.
-        self._start = self._rollouts.status().models[0].incarnation
+        self._start = self._rollouts.status().models["policy"].incarnation
 
     def begin(self, rollout_id: int) -> None:
         """Says that slime's next rollout begins, from the weights that all before it made."""

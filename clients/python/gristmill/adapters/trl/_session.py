@@ -72,8 +72,7 @@ class Session:
     def _as_created(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """The settings with the number of ranks that the run has: it is cut anew for others when they load their state,
         but for nothing else."""
-        config = json.loads(self.rollouts.status().config_json)
-        return dict(settings) | {"dp_size": config.get("dp_size", 1)}
+        return dict(settings) | {"dp_size": self.rollouts.status().config["dp_size"]}
 
     @property
     def position(self) -> Position:
@@ -82,7 +81,7 @@ class Session:
     @cached_property
     def incarnation(self) -> int:
         """How often the run's trainer was started, up to this session."""
-        return max(model.incarnation for model in self.rollouts.status().models)
+        return max(model.incarnation for model in self.rollouts.status().models.values())
 
     def batches(self) -> Iterator[Batch]:
         return iter(self._trainer)
@@ -129,7 +128,7 @@ class Session:
         found = self.rollouts.status()
         if found.batches_sealed > self.position.batch or found.finished:
             return False
-        limit = json.loads(found.config_json).get("max_buffered_batches", _BUFFERED_BATCHES)
+        limit = found.config["max_buffered_batches"]
         takes_none = found.batches_sealed - found.batches_freed >= limit
         return takes_none or found.groups_open + found.groups_complete + found.groups_room < train_batch_size
 

@@ -163,7 +163,7 @@ class GristmillTrainer(PPOTrainer):  # type: ignore[misc]
                 warnings = rollouts.create_run(settings)
             except AlreadyExistsError:
                 # It may be of a trainer with other ranks, for which what is not trained is cut anew.
-                ranks = json.loads(rollouts.status().config_json).get("dp_size", 1)
+                ranks = rollouts.status().config["dp_size"]
                 warnings = rollouts.create_run(settings | {"dp_size": ranks})
         for warning in warnings:
             _log.warning("run %r: %s", run, warning)

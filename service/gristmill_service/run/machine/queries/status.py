@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from gristmill_service.config import RunConfig
 from gristmill_service.run.machine.answers import GroupAnswer, ModelProgress, RunStatus, TagGroups
 from gristmill_service.run.machine.decisions import progress
 from gristmill_service.run.machine.events import GroupKey
 from gristmill_service.run.machine.state import State
 
 
-def status(state: State, run: str, run_id: str, *, config_json: str, room: int, duplicates: int) -> RunStatus:
+def status(state: State, run: str, run_id: str, *, config: RunConfig, room: int, duplicates: int) -> RunStatus:
     """duplicates: rows that came again, which is no event of the run."""
     return RunStatus(
         run=run,
         run_id=run_id,
         generation=state.generation,
-        config_json=config_json,
+        config_json=config.model_dump_json(exclude_defaults=True),
+        resolved_config_json=config.model_dump_json(),
         policy_version=state.policy_version,
         finished=state.finished,
         groups_open=len(state.open) - len(state.complete),

@@ -1,0 +1,131 @@
+"""The state of a run, as `RolloutClient.status` returns it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gristmill._wire.addresses import MODELS, Position
+from gristmill.v1 import run_pb2
+
+_NAMES = {number: name for name, number in MODELS.items()}
+_SAME = (
+    *("run", "run_id", "generation", "policy_version", "finished", "groups_open", "groups_complete", "groups_room"),
+    *("batches_sealed", "batches_published", "batches_freed", "row_bytes", "shard_bytes"),
+    *("rows_accepted", "rows_duplicate"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelProgress:
+    """The progress of one model's training.
+
+    committed: what is before it is freed once all ranks have acknowledged it. incarnation: grows by one with each
+    resume. next: for each rank the next position to acknowledge.
+    """
+
+    committed: Position
+    incarnation: int
+    next: tuple[Position, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TagGroups:
+    """The number of groups of one tag: incomplete, complete but not sealed, sealed into a batch, and dropped."""
+
+    open: int
+    complete: int
+    sealed: int
+    dropped: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A reason why the run is slow or at a halt. level: failed, stuck, slow or note. for_s: since when, None where that
+    is not known."""
+
+    level: str
+    text: str
+    for_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class RunHealth:
+    """The service's judgment of a run. state: failed, stuck, training, collecting, idle or finished. summary: the
+    state's reason in one sentence. findings: the worst first. still_s: seconds since anything last happened."""
+
+    state: str
+    summary: str
+    findings: tuple[Finding, ...]
+    still_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RunStatus:
+    """The state of a run.
+
+    run_id: distinguishes the run from another one that is created later under its name. generation: grows by one when
+        the service found less of the run than it had acknowledged.
+    config: every setting of the run, defaults filled in by the service.
+    finished: whether `finish` was called.
+    groups_open, groups_complete, groups_room: incomplete groups, complete ones that are not sealed, and how many more
+        are admitted now.
+    batches_sealed, batches_published, batches_freed: counted from 0; batches_sealed is the number of the next batch.
+    row_bytes, shard_bytes: what the service stores now.
+    groups_dropped: their number by reason.
+    models: the progress of `policy`, and of `critic` where the run has one.
+    failed_batches: why batches could not be made, by number.
+    tags: the groups of each tag.
+    """
+
+    run: str
+    run_id: str
+    generation: int
+    config: Mapping[str, Any]
+    policy_version: int
+    finished: bool
+    groups_open: int
+    groups_complete: int
+    groups_room: int
+    batches_sealed: int
+    batches_published: int
+    batches_freed: int
+    row_bytes: int
+    shard_bytes: int
+    rows_accepted: int
+    rows_duplicate: int
+    groups_dropped: Mapping[str, int]
+    models: Mapping[str, ModelProgress]
+    failed_batches: Mapping[int, str]
+    tags: Mapping[str, TagGroups]
+    health: RunHealth
+
+
+def status_of(message: run_pb2.RunStatus) -> RunStatus:
+    """Reads the service's answer."""
+    return RunStatus(
+        **{name: getattr(message, name) for name in _SAME},
+        config=json.loads(message.resolved_config_json),
+        groups_dropped=dict(message.groups_dropped),
+        models={_NAMES[progress.model]: _progress(progress, message) for progress in message.models},
+        failed_batches=dict(message.failed_batches),
+        tags={tag: TagGroups(own.open, own.complete, own.sealed, own.dropped) for tag, own in message.tags.items()},
+        health=_health(message.health),
+    )
+
+
+def _progress(progress: run_pb2.ModelProgress, message: run_pb2.RunStatus) -> ModelProgress:
+    ranks = sorted((rank for rank in message.ranks if rank.model == progress.model), key=lambda rank: rank.rank)
+    return ModelProgress(
+        Position.of(progress.committed), progress.incarnation, tuple(Position.of(rank.next) for rank in ranks)
+    )
+
+
+def _health(health: run_pb2.RunHealth) -> RunHealth:
+    findings = (
+        Finding(finding.level, finding.text, finding.for_s if finding.HasField("for_s") else None)
+        for finding in health.findings
+    )
+    return RunHealth(health.state, health.summary, tuple(findings), health.still_s)
