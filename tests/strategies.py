@@ -1,5 +1,5 @@
 """Hypothesis strategies: batches of rollouts with turns that extend each other, break the prefix, go on from an earlier
-turn, or come back tokenised anew at the end."""
+turn, or come back retokenized at the end."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def next_prompts(draw: st.DrawFn, rows: list[Row]) -> list[int]:
     """A prompt behind these steps: mostly the last one's sequence and an observation."""
     sequences: list[list[int]] = [row["prompt_token_ids"] + row["response_ids"] for row in rows]
     before, observation = sequences[-1], draw(st.lists(TOKENS, max_size=3))
-    match draw(st.sampled_from(["extends", "extends", "extends", "breaks", "forks", "tokenised anew"])):
+    match draw(st.sampled_from(["extends", "extends", "extends", "breaks", "forks", "retokenized"])):
         case "extends":
             return before + observation
         case "breaks":
@@ -132,8 +132,8 @@ def settings_for(draw: st.DrawFn, /, rows: list[Row], *, samples: int = 3, **fix
     if draw(st.booleans()):
         config |= {"vpp_size": 2, "microbatch_group_size": draw(st.integers(1, 3))}
     config |= fixed
-    if config["merge"] != "none" and "retokenised_tail" not in fixed:
-        config["retokenised_tail"] = draw(st.sampled_from([0, 0, 1, 3, 2**63 - 1]))
+    if config["merge"] != "none" and "retokenized_tail" not in fixed:
+        config["retokenized_tail"] = draw(st.sampled_from([0, 0, 1, 3, 2**63 - 1]))
     return config
 
 

@@ -22,6 +22,7 @@ from gristmill_service.config import (
     RunConfig,
     parse_config,
     read_config,
+    stored_config,
     warnings_of,
     with_dp_size,
 )
@@ -48,7 +49,7 @@ def test_defaults_are_those_of_the_specification() -> None:
         update_epochs_per_batch=1,
         step_wise=False,
         merge="none",
-        retokenised_tail=0,
+        retokenized_tail=0,
         trajectory_score="last_step",
         advantage_estimator="grpo",
         grpo_norm_by_std=True,
@@ -122,8 +123,8 @@ def test_a_required_setting_that_is_missing_is_named(name: str) -> None:
         ({"merge": "suffix"}, "merge"),
         ({"merge": "prefix"}, "merge: prefix joins the steps .* set step_wise: true or merge: none"),
         ({"merge": "tree"}, "merge: tree joins the steps .* set step_wise: true or merge: none"),
-        ({"retokenised_tail": 4, "step_wise": True}, "retokenised_tail: 4 .* merge is none; set merge: prefix or tree"),
-        ({"retokenised_tail": -1, "step_wise": True, "merge": "tree"}, "retokenised_tail: .* got -1"),
+        ({"retokenized_tail": 4, "step_wise": True}, "retokenized_tail: 4 .* merge is none; set merge: prefix or tree"),
+        ({"retokenized_tail": -1, "step_wise": True, "merge": "tree"}, "retokenized_tail: .* got -1"),
         ({"loss_reduction": "seq_mean_token_sum_norm"}, "set max_seq_len"),
         ({"min_samples": 5}, "min_samples: 5 exceeds n_samples_per_prompt: 4"),
         ({"max_samples_per_prompt": 3}, "max_samples_per_prompt: 3 is less than n_samples_per_prompt: 4"),
@@ -476,3 +477,10 @@ def test_shares_of_groups_are_counted_in_decimals() -> None:
     shares = {"a": {"min": 0.7}, "b": {"min": 0.2}, "c": {"min": 0.1}}
     config = parse_config(GOOD | {"train_batch_size": 10, "tag_shares": shares})
     assert config.tag_groups(10) == {"a": 7, "b": 2, "c": 1}
+
+
+def test_a_stored_configuration_may_have_the_setting_that_was_spelled_retokenised_tail() -> None:
+    stored = parse_config(GOOD | {"step_wise": True, "merge": "prefix", "retokenized_tail": 2}).model_dump_json()
+    before = stored.replace("retokenized", "retokenised")
+    assert before != stored
+    assert stored_config(before.encode()) == stored_config(stored.encode())

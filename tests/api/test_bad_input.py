@@ -133,7 +133,7 @@ WRONG_CONFIGS: dict[str, tuple[Any, tuple[str, ...]]] = {
         {**CONFIG, "columns": [{"name": "x", "dtype": "int8", "scope": "items", "source": "trainer"}]},
         ("columns: 'x'", "set scope: row or response"),
     ),
-    "a tail of nothing": ({**CONFIG, "merge": "none", "retokenised_tail": 2}, ("retokenised_tail: 2", "merge is none")),
+    "a tail of nothing": ({**CONFIG, "merge": "none", "retokenized_tail": 2}, ("retokenized_tail: 2", "merge is none")),
 }
 
 

@@ -78,7 +78,7 @@ def test_tokens_attend_to_themselves_and_their_ancestors(random: Random, block_s
 def test_paths_are_the_rows_and_unpad_gives_their_responses(random: Random) -> None:
     rows = trees.rollouts(random)
     config = trees.settings(random, rows)
-    expected = naive.merged(rows, config["merge"], config.get("retokenised_tail", 0))
+    expected = naive.merged(rows, config["merge"], config.get("retokenized_tail", 0))
     for micro in micro_batches(rows, config):
         responses = micro.unpad(micro["sequences"])
         for index, number in enumerate(micro["row"].tolist()):

@@ -79,7 +79,7 @@ def test_unpad_inverts_every_layout(rows_and_settings: tuple[list[Row], dict[str
     rows, config = rows_and_settings
     responses = [
         (last["prompt_token_ids"] + last["response_ids"])[len(first["prompt_token_ids"]) :]
-        for row in naive.merged(rows, config["merge"], config.get("retokenised_tail", 0))
+        for row in naive.merged(rows, config["merge"], config.get("retokenized_tail", 0))
         for first, last in [(row.steps[0], row.steps[-1])]
     ]
     for data in shard_bytes(rows, config):

@@ -329,7 +329,7 @@ def test_a_tree_is_planned_with_its_paths_and_laid_out(config: Path, file: Path,
     config.write_text(json.dumps(CONFIG | {"merge": "tree"}))
     plan = json.loads(run("plan", file, "--config", config).stdout)
     assert plan["steps"] == [[0, 1], [0, 2]] * 4
-    config.write_text(json.dumps(CONFIG | {"merge": "tree", "retokenised_tail": 1}))
+    config.write_text(json.dumps(CONFIG | {"merge": "tree", "retokenized_tail": 1}))
     done = run("batch", file, "--config", config, "--out", tmp_path / "out")
     written = json.loads((tmp_path / "out" / "batch-00000" / "plan.json").read_text())
     assert written["steps"] == [[0, 1, 2]] * 4

@@ -59,14 +59,14 @@ CONFIG: dict[str, Any] = {
 CONFIGS: dict[str, dict[str, Any]] = {
     "as it is": {},
     "not merged": {"merge": "none"},
-    "a tree": {"merge": "tree", "retokenised_tail": 3},
-    "tokenised anew": {"retokenised_tail": 3},
+    "a tree": {"merge": "tree", "retokenized_tail": 3},
+    "retokenized": {"retokenized_tail": 3},
     "a width a batch": {"pad_width": "batch", "pad_to_multiple_of": 64},
     "a width a mini-batch": {"pad_width": "mini_batch"},
     "a width a micro-batch": {"pad_width": "micro_batch"},
     "packed": {"layout": "packed"},
     "a prefix tree": {"layout": "prefix_tree", "merge": "none", "flops": {"linear": 1.0, "quadratic": 0.001}},
-    "a prefix tree of paths": {"layout": "prefix_tree", "merge": "tree", "retokenised_tail": 3},
+    "a prefix tree of paths": {"layout": "prefix_tree", "merge": "tree", "retokenized_tail": 3},
     "by tokens, balanced": {"micro_batch": {"max_tokens": 24_000}, "balance": "tokens"},
     "groups dropped": {"micro_batch": {"max_tokens": 24_000}, "on_misaligned": "drop_trailing", "dp_size": 7},
     "mini-batches of rows": {"mini_batch_unit": "sequence", "policy_mini_batch_size": 12},
@@ -183,7 +183,7 @@ def test_a_prompt_that_ends_too_early_is_told_as_such(service: Service, client: 
     assert (found["index"], found["before"], found["was"], found["now"]) == (3, [1, 2, 3], [4], [])
 
 
-@pytest.mark.parametrize("merge", [{"merge": "prefix"}, {"merge": "tree"}, {"merge": "tree", "retokenised_tail": 900}])
+@pytest.mark.parametrize("merge", [{"merge": "prefix"}, {"merge": "tree"}, {"merge": "tree", "retokenized_tail": 900}])
 @pytest.mark.parametrize("size", [1, 3, 64, 10_000])
 def test_it_does_not_matter_how_many_rows_are_read_at_a_time(size: int, merge: dict[str, Any]) -> None:
     steps, config = agents(), parse_config({**CONFIG, **merge})

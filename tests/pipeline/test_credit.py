@@ -93,7 +93,7 @@ def plain_credit(rows: list[Row], config: dict[str, Any]) -> dict[tuple[str, int
 
 def trained_tokens(batch: BuiltBatch, rows: list[Row], config: dict[str, Any], model: str = "policy") -> dict[Any, Any]:
     """Advantage, return and mini-batch of each trained token of the shards, by its trajectory, step and place."""
-    groups = naive.merged(rows, config["merge"], config.get("retokenised_tail", 0))
+    groups = naive.merged(rows, config["merge"], config.get("retokenized_tail", 0))
     found: dict[Any, Any] = {}
     for shard in batch.shards:
         if shard.address.model != model:
@@ -117,7 +117,7 @@ def trained_tokens(batch: BuiltBatch, rows: list[Row], config: dict[str, Any], m
 
 
 def without_realigned(rows: list[Row], config: dict[str, Any]) -> list[Row]:
-    return naive.without_realigned(rows, config["merge"], config.get("retokenised_tail", 0))
+    return naive.without_realigned(rows, config["merge"], config.get("retokenized_tail", 0))
 
 
 def whitened(values: np.ndarray) -> np.ndarray:

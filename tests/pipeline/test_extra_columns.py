@@ -93,7 +93,7 @@ def own_values(spec: ColumnSpec, shard: Any) -> list[Any]:
 
 
 def check_batch(batch: BuiltBatch, rows: list[Row], config: dict[str, Any]) -> None:
-    groups = naive.merged(rows, config["merge"], config.get("retokenised_tail", 0))
+    groups = naive.merged(rows, config["merge"], config.get("retokenized_tail", 0))
     for shard in batch.shards:
         tensors, _ = naive.read_shard(shard)
         for spec in specs_of(config["columns"]):
@@ -269,7 +269,7 @@ def test_in_a_tree_a_step_joins_the_next_best_that_no_column_keeps_apart() -> No
 
 
 def test_of_a_tail_that_was_tokenised_anew_no_value_of_a_column_has_to_be_equal() -> None:
-    config = CONFIG | {"retokenised_tail": 1, "columns": [{"name": "x", "dtype": "int8", "scope": "token"}]}
+    config = CONFIG | {"retokenized_tail": 1, "columns": [{"name": "x", "dtype": "int8", "scope": "token"}]}
     config["columns"][0]["merge"] = "equal"
     specs = specs_of(config["columns"])
     rows = three_steps([1], [1, 9])
@@ -279,7 +279,7 @@ def test_of_a_tail_that_was_tokenised_anew_no_value_of_a_column_has_to_be_equal(
 
 
 def test_a_step_of_which_nothing_stands_may_have_its_values_with_the_step_before() -> None:
-    config = CONFIG | {"retokenised_tail": 2, "columns": [{"name": "x", "dtype": "int8", "scope": "token"}]}
+    config = CONFIG | {"retokenized_tail": 2, "columns": [{"name": "x", "dtype": "int8", "scope": "token"}]}
     specs = specs_of(config["columns"])
     # The last prompt replaces the whole response of the step before, and the end of what that was given.
     rows = three_steps([1], [1, 3], [1, 9])

@@ -28,7 +28,7 @@ def built(rows: list[Row], config: dict[str, Any]) -> BuiltBatch:
 
 
 def merged(rows: list[Row], config: dict[str, Any]) -> list[naive.Merged]:
-    return naive.merged(rows, config["merge"], config.get("retokenised_tail", 0))
+    return naive.merged(rows, config["merge"], config.get("retokenized_tail", 0))
 
 
 @SLOW
@@ -141,7 +141,7 @@ def test_merging_never_changes_scores_advantages_or_trained_tokens(drawn: tuple[
 
 
 @SLOW
-@given(batches_and_settings(retokenised_tail=3))
+@given(batches_and_settings(retokenized_tail=3))
 def test_a_token_is_trained_once_or_counted_as_realigned(drawn: tuple[list[Row], dict[str, Any]]) -> None:
     rows, config = drawn
     config["merge"] = "tree" if config["merge"] == "none" else config["merge"]
@@ -168,7 +168,7 @@ def test_the_plan_of_a_tree_lists_the_steps_of_each_row(drawn: tuple[list[Row], 
 @given(batches_and_settings(merge="prefix"), st.integers(0, 3))
 def test_a_tree_without_forks_is_what_prefix_makes(drawn: tuple[list[Row], dict[str, Any]], tail: int) -> None:
     rows, config = drawn
-    config["retokenised_tail"] = tail
+    config["retokenized_tail"] = tail
     tree, prefix = ([row.steps for row in naive.merged(rows, merge, tail)] for merge in ("tree", "prefix"))
     assume(tree == prefix)
     assert _bytes(rows, config | {"merge": "tree"}) == _bytes(rows, config)

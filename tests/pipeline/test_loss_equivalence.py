@@ -278,7 +278,7 @@ def test_tails_that_were_tokenised_anew_leave_the_loss_of_all_other_tokens(merge
             # One token beyond the vocabulary's last, so that it differs from whatever was sampled.
             row["prompt_token_ids"] = row["prompt_token_ids"].copy()
             row["prompt_token_ids"][-rng.randint(1, 4)] = VOCABULARY
-    config = settings(layout=layout, loss_reduction="token_mean", merge=merge, retokenised_tail=4)
+    config = settings(layout=layout, loss_reduction="token_mean", merge=merge, retokenized_tail=4)
     plan = build_batch(from_rows(rows), parse_config(config), run="r", batch=0).plan
     assert plan.counts["realigned_loss_tokens"] > 0
     found, _ = through_gristmill(rows, config)

@@ -37,7 +37,7 @@ def built(rows: list[Row], config: dict[str, Any]) -> BuiltBatch:
 
 
 def merged(rows: list[Row], config: dict[str, Any]) -> list[naive.Merged]:
-    return naive.merged(rows, config["merge"], config.get("retokenised_tail", 0))
+    return naive.merged(rows, config["merge"], config.get("retokenized_tail", 0))
 
 
 @LAW
@@ -345,7 +345,7 @@ def test_lengths_alone_are_not_planned() -> None:
 @LAW
 @given(RANDOM)
 def test_a_token_has_the_declared_values_of_the_row_that_brings_it(random: Random) -> None:
-    rows, config = drawn(random, merge="none", retokenised_tail=0)
+    rows, config = drawn(random, merge="none", retokenized_tail=0)
     config["columns"] = [
         {"name": "routes", "dtype": "int16", "scope": "token", "shape": [2]},
         {"name": "teacher", "dtype": "float32", "scope": "response", "fill": 5},

@@ -113,7 +113,7 @@ class TestShards:
     @given(versioned())
     def test_each_token_has_its_version_and_all_else_is_unknown(self, drawn: tuple[list[Row], dict[str, Any]]) -> None:
         rows, config = drawn
-        groups = naive.merged(rows, config["merge"], config.get("retokenised_tail", 0))
+        groups = naive.merged(rows, config["merge"], config.get("retokenized_tail", 0))
         given_any = any("policy_versions" in one for one in rows)
         for shard in build_batch(from_rows(rows), parse_config(config), run="r", batch=0).shards:
             for found in naive.shard_rows(shard):

@@ -25,7 +25,7 @@ Step = tuple[list[int], list[int]]
 
 
 def tree(*steps: Step, tail: int = 0, **more: Any) -> BuiltBatch:
-    return built(trajectory(*steps), merge="tree", retokenised_tail=tail, **more)
+    return built(trajectory(*steps), merge="tree", retokenized_tail=tail, **more)
 
 
 def column(batch: BuiltBatch, name: str) -> list[list[float]]:
@@ -92,7 +92,7 @@ def test_forks_are_no_mismatches() -> None:
 @pytest.mark.parametrize("merge", ["prefix", "tree"])
 def test_a_tail_that_was_tokenised_anew_stands_as_observation(merge: str) -> None:
     steps = ([1], [2, 3, 4]), ([1, 2, 7, 5], [6])
-    batch = built(trajectory(*steps), merge=merge, retokenised_tail=2)
+    batch = built(trajectory(*steps), merge=merge, retokenized_tail=2)
     assert column(batch, "sequences") == [[1, 2, 7, 5, 6]]
     assert column(batch, "loss_mask") == [[1, 0, 0, 1]]
     assert column(batch, "rollout_logprobs") == [[-1, 0, 0, -1]]
@@ -101,7 +101,7 @@ def test_a_tail_that_was_tokenised_anew_stands_as_observation(merge: str) -> Non
     assert batch.plan.merge_mismatches == []
     assert batch.plan.mini_batches[0].loss_tokens == 2
     for tail in (0, 1):
-        apart = built(trajectory(*steps), merge=merge, retokenised_tail=tail)
+        apart = built(trajectory(*steps), merge=merge, retokenized_tail=tail)
         assert apart.plan.rows == 2
         assert apart.plan.merge_mismatches[0].index == 2
         assert apart.plan.counts.get("realigned_tokens") == (0 if tail else None)
@@ -110,7 +110,7 @@ def test_a_tail_that_was_tokenised_anew_stands_as_observation(merge: str) -> Non
 def test_realigned_tokens_that_the_client_masked_are_told_apart() -> None:
     rows = trajectory(([1], [2, 3, 4]), ([1, 2, 9], [6]))
     rows[0]["loss_mask"] = [1, 0, 1]
-    counts = built(rows, retokenised_tail=2).plan.counts
+    counts = built(rows, retokenized_tail=2).plan.counts
     assert (counts["realigned_tokens"], counts["realigned_loss_tokens"]) == (2, 1)
 
 
@@ -122,7 +122,7 @@ def test_a_prompt_that_ends_within_the_tail_joins_too() -> None:
 
 def test_a_tail_longer_than_the_response_cuts_the_one_before_it() -> None:
     steps = ([1], [2, 3]), ([1, 2, 3, 4], [5]), ([1, 2, 9], [6])
-    batch = built(trajectory(*steps), retokenised_tail=3)
+    batch = built(trajectory(*steps), retokenized_tail=3)
     assert column(batch, "sequences") == [[1, 2, 9, 6]]
     assert column(batch, "loss_mask") == [[1, 0, 1]]
     assert batch.plan.counts["realigned_tokens"] == 2
@@ -133,12 +133,12 @@ def test_a_tail_longer_than_the_response_cuts_the_one_before_it() -> None:
 
 def test_the_prompt_with_which_a_row_begins_is_never_cut() -> None:
     steps = ([1, 2], [3]), ([1, 9], [4])
-    assert built(trajectory(*steps), retokenised_tail=100).plan.rows == 2
+    assert built(trajectory(*steps), retokenized_tail=100).plan.rows == 2
     assert tree(*steps, tail=100).plan.rows == 2
     # Behind another step the row's prompt is that one's, and a later prompt may be cut as all else.
     behind = ([1], [2]), ([1, 2, 3], [4]), ([1, 7], [5])
-    assert built(trajectory(*behind), retokenised_tail=3).plan.rows == 1
-    assert built(trajectory(*behind[1:]), retokenised_tail=3).plan.rows == 2
+    assert built(trajectory(*behind), retokenized_tail=3).plan.rows == 1
+    assert built(trajectory(*behind[1:]), retokenized_tail=3).plan.rows == 2
 
 
 def test_of_sequences_with_as_much_in_common_the_one_that_is_cut_least_is_joined() -> None:
@@ -162,7 +162,7 @@ def test_a_reward_with_the_kl_in_it_stands_on_the_last_token_that_is_kept() -> N
         row["ref_logprobs"] = [-2.0] * len(row["response_ids"])
     config = {
         "train_batch_size": 1, "n_samples_per_prompt": 1, "policy_mini_batch_size": 1, "micro_batch": {"size": 1},
-        "step_wise": True, "merge": "prefix", "retokenised_tail": 1, "kl_from": "rollout_logprobs",
+        "step_wise": True, "merge": "prefix", "retokenized_tail": 1, "kl_from": "rollout_logprobs",
         "columns": [{"name": "ref_logprobs", "dtype": "float32", "scope": "response"}],
         "kl_in_reward": {"coef": 0.5, "estimator": "k1"},
     }  # fmt: skip
@@ -203,7 +203,7 @@ def test_rows_are_those_of_the_rules_token_by_token(random: Random, merge: str, 
     given_rows = [row for sample in range(8) for row in forked(random, sample)]
     config = parse_config(
         {"train_batch_size": 1, "n_samples_per_prompt": 8, "policy_mini_batch_size": 1, "micro_batch": {"size": 1}}
-        | {"step_wise": True, "merge": merge, "retokenised_tail": tail}
+        | {"step_wise": True, "merge": merge, "retokenized_tail": tail}
     )
     received = receive(from_rows(given_rows), config)
     rows = merge_rows(received, config)

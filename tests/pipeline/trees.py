@@ -1,5 +1,5 @@
 """Batches whose rows share their beginnings: groups with a common prompt, turns that go on, fork, break and come back
-tokenised anew, of few kinds of tokens, so that samples also begin alike by chance."""
+retokenized, of few kinds of tokens, so that samples also begin alike by chance."""
 
 from __future__ import annotations
 
@@ -91,5 +91,5 @@ def settings(random: Random, rows: list[Row], **fixed: Any) -> dict[str, Any]:
     config |= {"balance": balance} | ({"flops": {"linear": 1.0, "quadratic": 0.5}} if balance == "flops" else {})
     config |= fixed
     if config["merge"] != "none":
-        config.setdefault("retokenised_tail", random.choice([0, 0, 1, 3]))
+        config.setdefault("retokenized_tail", random.choice([0, 0, 1, 3]))
     return config

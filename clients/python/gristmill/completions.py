@@ -1,4 +1,4 @@
-"""What an engine sampled, read from its answer to a call of the OpenAI API. Nothing is tokenised: an answer that does
+"""What an engine sampled, read from its answer to a call of the OpenAI API. Nothing is tokenized: an answer that does
 not carry its token ids is refused.
 
 Engines give them when a call asks for them:

@@ -3,7 +3,7 @@
 Owns every rule that can be decided before a rollout is seen. Reads no file but the one that it is given.
 """
 
-from gristmill_service.config.parsing import parse_config, read_config, with_dp_size
+from gristmill_service.config.parsing import parse_config, read_config, stored_config, with_dp_size
 from gristmill_service.config.rules import MOST_TAGS, warnings_of
 from gristmill_service.config.run_config import (
     MERGE_MODES,
@@ -30,6 +30,7 @@ __all__ = [
     "RunConfig",
     "parse_config",
     "read_config",
+    "stored_config",
     "warnings_of",
     "with_dp_size",
 ]

@@ -90,6 +90,12 @@ def read_config(path: Path) -> RunConfig:
     return parse_config(mapping, str(path))
 
 
+def stored_config(config: bytes) -> RunConfig:
+    """Parses the configuration that a run's log was created with."""
+    # Logs of before the first release have the British spelling.
+    return parse_config(json.loads(config.replace(b'"retokenised_tail":', b'"retokenized_tail":')))
+
+
 def with_dp_size(config: RunConfig, dp_size: int) -> RunConfig:
     """The same settings for so many ranks. Raises InvalidArgumentError where the others do not allow it."""
     if dp_size == config.dp_size:

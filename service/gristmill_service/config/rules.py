@@ -32,11 +32,11 @@ def check(config: RunConfig) -> None:
             f"merge: {config.merge} joins the steps of a trajectory, but step_wise is false (one step each); "
             "set step_wise: true or merge: none"
         )
-    if config.retokenised_tail and not config.merging.joins:
+    if config.retokenized_tail and not config.merging.joins:
         modes = " or ".join(name for name, mode in MERGE_MODES.items() if mode.joins)
         raise InvalidArgumentError(
-            f"retokenised_tail: {config.retokenised_tail} has an effect only where steps merge, and merge is "
-            f"{config.merge}; set merge: {modes}, or leave retokenised_tail out"
+            f"retokenized_tail: {config.retokenized_tail} has an effect only where steps merge, and merge is "
+            f"{config.merge}; set merge: {modes}, or leave retokenized_tail out"
         )
     if config.loss_reduction == "seq_mean_token_sum_norm" and config.max_seq_len is None:
         raise InvalidArgumentError("loss_reduction: seq_mean_token_sum_norm divides by max_seq_len; set max_seq_len")

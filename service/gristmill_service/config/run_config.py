@@ -155,7 +155,7 @@ class RunConfig(BaseModel):
     update_epochs_per_batch: Count = 1
     step_wise: bool = False
     merge: MergeName = "none"
-    retokenised_tail: Annotated[int, Field(ge=0, le=INT64_MAX)] = 0
+    retokenized_tail: Annotated[int, Field(ge=0, le=INT64_MAX)] = 0
     trajectory_score: Literal["last_step", "sum"] = "last_step"
     advantage_estimator: EstimatorName = "grpo"
     grpo_norm_by_std: bool = True

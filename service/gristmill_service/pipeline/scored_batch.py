@@ -167,7 +167,7 @@ def _drop_stale(
 
 
 def _realigned(received: Received, rows: Rows, config: RunConfig) -> dict[str, int]:
-    if not config.retokenised_tail:
+    if not config.retokenized_tail:
         return {}
     tokens, loss_tokens = realigned_tokens(rows, received.steps.loss_mask)
     return {"realigned_tokens": tokens, "realigned_loss_tokens": loss_tokens}

@@ -27,7 +27,7 @@ from gristmill.errors import (
     UnavailableError,
 )
 from gristmill_service.access.held import ANY, Held, Most
-from gristmill_service.config import RunConfig, parse_config, warnings_of
+from gristmill_service.config import RunConfig, parse_config, stored_config, warnings_of
 from gristmill_service.pipeline import build_batch as build_with_pipeline
 from gristmill_service.pipeline.scheduling.plan import ShardAddress
 from gristmill_service.process_tuning import started_pool
@@ -342,7 +342,7 @@ class Runs:
 
     async def _start(self, name: str, log: RunLog) -> Run:
         try:
-            run = await Run.open(name, parse_config(json.loads(log.config)), log, self._shared)
+            run = await Run.open(name, stored_config(log.config), log, self._shared)
             # Whoever shuts the service down does not know of it.
             self._check_serving()
         except BaseException:

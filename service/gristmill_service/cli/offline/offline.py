@@ -214,7 +214,7 @@ def _warn(counts: dict[str, int]) -> None:
         )
     if counts.get("realigned_tokens"):
         messages.print(
-            f"[yellow]warning:[/] {counts['realigned_tokens']} sampled tokens came back as others (retokenised_tail) "
+            f"[yellow]warning:[/] {counts['realigned_tokens']} sampled tokens came back as others (retokenized_tail) "
             f"and are not trained; {counts['realigned_loss_tokens']} of them had loss_mask 1"
         )
 

@@ -28,7 +28,7 @@ class Joins:
 
     parents: int64 (steps,), the earlier step of its trajectory that it continues; -1 where it joins none.
     commons: int64 (steps,), with how many tokens of that one's sequence its prompt begins: with all of them, or, where
-        their tail was tokenised anew, fewer. 0 where it joins none.
+        their tail was retokenized, fewer. 0 where it joins none.
     are_plain: every step that joins one joins all of the one before it.
     """
 
@@ -66,7 +66,7 @@ def _none(received: Received, config: RunConfig) -> Joins:
 def _before(received: Received, config: RunConfig) -> Joins:
     """The step before or none."""
     settled = joins_before(received, config.columns)
-    return _searched(received, settled, config) if config.retokenised_tail else _plain(received, settled)
+    return _searched(received, settled, config) if config.retokenized_tail else _plain(received, settled)
 
 
 def _any_earlier(received: Received, config: RunConfig) -> Joins:
@@ -89,7 +89,7 @@ def _plain(received: Received, settled: NDArray[np.bool_]) -> Joins:
 def _searched(received: Received, settled: NDArray[np.bool_], config: RunConfig) -> Joins:
     """Returns the joins of the settled steps, each with the one before it, and of the others as far as they have any.
 
-    All of a sequence but its last `retokenised_tail` tokens has to be in the prompt, and all of the prompt with which
+    All of a sequence but its last `retokenized_tail` tokens has to be in the prompt, and all of the prompt with which
     that path begins: it is the row's. No column that keeps steps apart (`merge: equal`) may differ.
     """
     steps, plain = received.steps, _plain(received, settled)
@@ -221,7 +221,7 @@ class _Search:
         """Returns the steps that this one may join, the longest first: each one's length, and how many of its tokens
         are needed. The last of these is the same in the prompt."""
         starts, lengths = self._tokens.starts[earliest:step], self._tokens.lengths[earliest:step]
-        needed = np.maximum(lengths - self._config.retokenised_tail, self._roots[earliest:step])
+        needed = np.maximum(lengths - self._config.retokenized_tail, self._roots[earliest:step])
         fits = np.flatnonzero(needed <= self._prompts[step])
         ends, values = needed[fits] - 1, self._tokens.values
         fits = fits[values[starts[fits] + ends] == values[self._tokens.starts[step] + ends]]
@@ -250,7 +250,7 @@ def mismatch(received: Received, step: int, config: RunConfig) -> Mismatch:
     prompt = steps.tokens[step][: steps.prompt_lengths[step]]
     earlier = range(first if config.merging.branches else step - 1, step)
     index, before = max((common_prefix(steps.tokens[other], prompt), other) for other in earlier)
-    is_enough = index >= steps.tokens.lengths[before] - config.retokenised_tail
+    is_enough = index >= steps.tokens.lengths[before] - config.retokenized_tail
     column = differing(config.columns, steps, before, step, index) if is_enough else ""
     return Mismatch(trajectory, step - first, before - first, len(prompt) if column else index, column)
 
