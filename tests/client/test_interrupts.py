@@ -1,4 +1,4 @@
-"""Ctrl-C in the midst of submissions: what is under way is sent again, and closing ends."""
+"""Ctrl-C while a caller waits for its rows: they arrive all the same, and closing the client ends."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ import signal
 import threading
 import time
 from contextlib import suppress
-from typing import Any
 
 import numpy as np
 import pytest
 
 from gristmill import RolloutClient
-from gristmill._client.connection.sigint import DeferSigint
 from tests.on_loop import Service
 from tests.serving import StartService
 from tests.strategies import Row
@@ -41,62 +39,7 @@ def rows_of(uid: str, length: int = 2) -> list[Row]:
     ]
 
 
-def test_an_interrupt_waits_for_the_end_of_the_block() -> None:
-    done = []
-
-    def work() -> None:
-        with DeferSigint():
-            signal.raise_signal(signal.SIGINT)
-            done.append(True)
-
-    with pytest.raises(KeyboardInterrupt):
-        work()
-    assert done
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def test_a_second_interrupt_is_not_waited_with() -> None:
-    def work() -> None:
-        with DeferSigint():
-            signal.raise_signal(signal.SIGINT)
-            signal.raise_signal(signal.SIGINT)
-            pytest.fail("it was waited with")
-
-    with pytest.raises(KeyboardInterrupt):
-        work()
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def test_a_second_interrupt_before_the_block_has_begun_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    install = signal.signal
-
-    def install_then_interrupts(number: int, handler: Any) -> Any:
-        found = install(number, handler)
-        if handler is not signal.default_int_handler:
-            signal.raise_signal(signal.SIGINT)
-            signal.raise_signal(signal.SIGINT)
-        return found
-
-    monkeypatch.setattr(signal, "signal", install_then_interrupts)
-    with pytest.raises(KeyboardInterrupt), DeferSigint():
-        pytest.fail("it was waited with")
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def test_another_thread_is_left_alone() -> None:
-    found = []
-
-    def look() -> None:
-        with DeferSigint():
-            found.append(signal.getsignal(signal.SIGINT))
-
-    thread = threading.Thread(target=look)
-    thread.start()
-    thread.join()
-    assert found == [signal.default_int_handler]
-
-
-def test_rows_that_an_interrupt_met_on_their_way_arrive_with_the_next_flush(service: Service, run_name: str) -> None:
+def test_rows_of_an_interrupted_call_arrive_with_the_next_flush(service: Service, run_name: str) -> None:
     """Interrupts at random moments, as from a terminal."""
     stopped = threading.Event()
 

@@ -31,7 +31,6 @@ from gristmill import (
     Trajectory,
     UnavailableError,
 )
-from gristmill._client.connection.channels import Begun
 from gristmill.converters import from_skyrl
 from tests.client.faces import FACES, Connect, connecting
 from tests.client.faulty import Fault, FaultyService, refuse, serving, unavailable
@@ -187,33 +186,28 @@ def test_large_messages_of_a_generator_output_are_under_way_together(
     assert len(faulty.calls) > 3
 
 
-def test_each_table_is_sent_when_it_is_made_while_earlier_ones_are_answered(
+def test_the_first_tables_are_sent_before_the_last_ones_are_made(
     faulty: FaultyService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    happened = list[str]()
     with serving(faulty) as address, RolloutClient(address, "run", max_batch_bytes=1 << 20) as client:
-        sender, begin = client._core.sender, client._transport.begin_submit_rows
-        add = sender._add
+        sender = client._core.sender
+        add, added = sender._add, 0
 
-        def answered(request: bytes, timeout: float) -> Begun:
-            happened.append("sent")
-            begun = begin(request, timeout=timeout)
-            while not begun.is_done():
+        async def add_when_the_one_before_is_sent(*arguments: Any) -> bool:
+            nonlocal added
+            deadline = time.monotonic() + 60
+            while len(faulty.calls) < added and time.monotonic() < deadline:
                 time.sleep(0.001)
-            return begun
-
-        async def added(*arguments: Any) -> bool:
-            happened.append("made")
+            assert len(faulty.calls) == added
+            added += 1
             return await add(*arguments)
 
-        monkeypatch.setattr(client._transport, "begin_submit_rows", answered)
-        monkeypatch.setattr(sender, "_add", added)
+        monkeypatch.setattr(sender, "_add", add_when_the_one_before_is_sent)
         prompt = np.zeros(1 << 19, np.int32)
         client.submit(
             row(f"u{index}", prompt_token_ids=prompt, response_ids=[1, 2], loss_mask=[1, 1]) for index in range(6)
         )
-
-    assert happened == ["made", "sent"] * 6
+        assert added == 6
 
 
 # Faults.

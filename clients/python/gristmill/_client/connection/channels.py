@@ -194,12 +194,6 @@ class Replicas:
             if turn == self._turn:
                 self._turn += 1
 
-    def reconnect(self) -> None:
-        """Connects anew from the next call on. For after an interrupt in the midst of a call: gRPC may hold locks of
-        its channel for ever then, so that it cannot even be closed."""
-        with self._lock:
-            self._before, self._made = [], {}
-
     def take_all(self) -> list[Any]:
         """The channels that there are to close; no more are made."""
         with self._lock:

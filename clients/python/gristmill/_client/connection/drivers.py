@@ -1,8 +1,7 @@
-"""Two ways to run one client: its calls block their thread, or they are awaited in an event loop.
+"""Run a client in threads, where calls block, or in an event loop, where they are awaited.
 
-The core of a client is written once, as coroutines that take from their driver all that differs: calls, pauses, a lock,
-who waits for whom, and the worker that sends. Driven by `Blocking` such a coroutine never suspends, so that `block_on`
-runs it to its end in one go.
+A client's core is written once, as coroutines. They take from a driver what differs: calls, pauses, a lock, waiting,
+and the worker that sends. With the driver `Blocking` such a coroutine never suspends, so that `block_on` can run it.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from typing import Any, Protocol, TypeVar
 
 from gristmill._client.connection.channels import AsyncChannels, Channels, Replicas
 from gristmill._client.connection.credentials import Credentials
-from gristmill._client.connection.sigint import DeferSigint
 
 T = TypeVar("T")
 
@@ -24,63 +22,53 @@ Join = Callable[[], Awaitable[None]]
 
 
 class Signal(Protocol):
-    """Wakes those who wait for a change. To wait and to notify, hold the driver's lock."""
+    """Wakes waiting callers when something changed. Hold the driver's lock to wait and to notify."""
 
     async def wait(self, seconds: float | None) -> None:
-        """Returns after `notify_all`, after the seconds, or early."""
+        """Returns after `notify_all` or after the seconds; it may also return early."""
 
     def notify_all(self) -> None: ...
 
 
 class Driver(Protocol):
-    """All of a client that differs between threads and tasks."""
-
-    @property
-    def waiters_send(self) -> bool:
-        """Whether who waits for rows sends them itself. A thread does, as no other has to wake up for it then. A task
-        does not: it may be cancelled, and would take the rows of others along."""
+    """What differs between threads and tasks."""
 
     @property
     def lock(self) -> AbstractContextManager[Any]:
-        """Held while state is read or changed that several share, never during a call."""
+        """Guards shared state. It is not held during a call."""
 
     def channels(self, address: str, credentials: Credentials) -> Replicas: ...
 
     def signal(self) -> Signal: ...
 
     def start(self, work: Work) -> Join:
-        """Starts the worker; what is returned waits for its end."""
-
-    def uninterrupted(self) -> AbstractContextManager[Any]:
-        """Ctrl-C within the block is raised at its end."""
+        """Starts the worker. Returns a function that waits for its end."""
 
     async def call(self, method: Callable[..., Any], *request: Any, **options: Any) -> Any: ...
 
     def collecting(self, stream: Callable[..., Any]) -> Callable[..., Any]:
-        """The method of a stream as one that gives all of its messages at once."""
+        """Turns a method that streams messages into one that returns a list of them."""
 
     async def pause(self, seconds: float, closed: threading.Event) -> None: ...
 
 
 def block_on(coroutine: Coroutine[Any, Any, T]) -> T:
-    """The result of a coroutine that never suspends."""
+    """Runs a coroutine that never suspends, and returns its result."""
     try:
         coroutine.send(None)
     except StopIteration as stop:
         result: T = stop.value
         return result
-    raise RuntimeError("a blocking client awaits what does not block")
+    raise RuntimeError("a coroutine of a blocking client suspended; its driver has to block instead")
 
 
 class Blocking:
-    """Thread-safe."""
+    """For threads. Thread-safe."""
 
-    waiters_send = True
     channels = Channels
-    uninterrupted = DeferSigint
 
     def __init__(self) -> None:
-        # Taken itself, never through a condition: there, Ctrl-C may come when it is taken and nobody gives it back.
+        # Take the lock itself, not a condition: Ctrl-C within Condition.__enter__ would leave it locked.
         self.lock = threading.Lock()
 
     def signal(self) -> Signal:
@@ -115,11 +103,9 @@ class _ThreadSignal:
 
 
 class Awaited:
-    """For one event loop, that of the calls. Its tasks need no lock: none is interrupted between two awaits."""
+    """For the tasks of one event loop. They need no lock, because none is interrupted between two awaits."""
 
-    waiters_send = False
     channels = AsyncChannels
-    uninterrupted = nullcontext
 
     def __init__(self) -> None:
         self.lock = nullcontext()

@@ -86,9 +86,6 @@ class Connection:
                 return await self.driver.call(method, request, timeout=retry.attempt_s(wait_s))
             except grpc.RpcError as call:
                 pause_s = retry.pause_s(failure_of(call, self.address))
-            except KeyboardInterrupt:
-                self.channels.reconnect()
-                raise
             await self.sleep(pause_s)
 
     async def ask_until(self, ask: Callable[[float], Awaitable[T]], is_final: Callable[[T], bool], wait_s: float) -> T:

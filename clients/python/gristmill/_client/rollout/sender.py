@@ -1,12 +1,11 @@
-"""The sending of a client's rows: a worker, and those who wait for it. Owns the lock around the outbox."""
+"""Send a client's rows with one worker. Callers add rows and wait for the worker's progress."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,30 +19,31 @@ from gristmill._client.rollout.delivery import Delivery, PendingRow, outcomes_of
 from gristmill._client.rollout.outbox import Limits, Outbox
 from gristmill._client.rollout.prefix_dedup import RequestEncoder
 from gristmill._wire.steps import Steps, TrajectoryKey
-from gristmill.errors import GristmillError, UnavailableError
+from gristmill.errors import GristmillError
 
 _log = logging.getLogger("gristmill")
 
 
 @dataclass(slots=True, eq=False)
-class Call:
-    """One under way: its rows, and the call itself."""
+class _Call:
+    """A message under way: its rows, and the call."""
 
     entries: list[PendingRow]
-    begun: Begun | None = None
+    begun: Begun
 
 
-Calls = deque[Call]
-
-# The next are written and sent while the service reads the first.
-_MOST_CALLS = 3
-# A smaller request is on its way in less time than it takes to begin a call and come back to it.
+# The worker encodes and sends the next messages while the service reads the first.
+_MAX_CALLS = 3
+# A smaller request takes less time than starting a call in the background and returning to it.
 _LARGE_BYTES = 1 << 20
-_INTERRUPTED = Failure(UnavailableError("interrupted"), may_retry=True)
 
 
 class Sender:
-    """As safe for threads as the connection's driver is. The worker starts with the first rows that need it."""
+    """Owns the outbox and the lock around it. As thread-safe as the connection's driver.
+
+    The worker starts with the first rows. A caller that is interrupted while it waits leaves its rows to the worker:
+    they are sent all the same, and `flush` reports their errors.
+    """
 
     def __init__(self, connection: Connection, encoder: RequestEncoder, limits: Limits) -> None:
         self._connection = connection
@@ -59,93 +59,89 @@ class Sender:
     async def submit(self, tables: Iterable[Steps]) -> Delivery:
         """Returns when every row of the tables has an outcome or an error.
 
-        After an error of the tables themselves, the rows before it are waited for all the same.
+        If the tables themselves raise an error, it waits for the rows before it first.
         """
-        delivery, calls = Delivery(), Calls()
+        delivery = Delivery()
         try:
             for table in tables:
-                await self._add(table, delivery, calls)
-                with self._lock:
-                    self._outbox.flush()
-                if self._driver.waiters_send:
-                    with self._driver.uninterrupted():
-                        await self._step(calls, is_waiting=False)
-                else:
-                    self._wake_worker()
+                await self._add(table, delivery)
+                self._send_now()
         except GristmillError:
-            await self._until(lambda: not delivery.pending, calls)
+            await self._until(lambda: not delivery.pending)
             raise
-        except BaseException:
-            self._abandon(calls)
-            raise
-        await self._until(lambda: not delivery.pending, calls)
+        await self._until(lambda: not delivery.pending)
         return delivery
 
     async def put(self, table: Steps, delivery: Delivery) -> None:
-        """Takes the rows over; waits while too many are pending."""
-        if await self._add(table, delivery, Calls()) or self._join_worker is None:
+        """Adds rows, and waits only while too many are pending."""
+        if await self._add(table, delivery):
             self._wake_worker()
 
     async def wait_for(self, is_meant: Callable[[TrajectoryKey], bool]) -> None:
-        """Returns when the rows that were put of the trajectories meant have an outcome or an error."""
-        with self._lock:
-            self._outbox.flush()
-        await self._until(lambda: not self._outbox.is_sending(is_meant), Calls())
+        """Returns when all rows of the matching trajectories have an outcome or an error."""
+        self._send_now()
+        await self._until(lambda: not self._outbox.is_sending(is_meant))
 
     def withdraw(self, is_meant: Callable[[TrajectoryKey], bool]) -> None:
-        """Takes back, as dropped, the rows that are not being sent at this moment."""
+        """Removes the rows of the matching trajectories that are not under way. Their outcome is DROPPED."""
         with self._lock:
             self._outbox.withdraw(is_meant)
-            self._announce()
+            self._notify()
 
     async def flush(self) -> None:
-        """Returns when everything put before has an outcome. Raises the errors of rows that nobody took yet."""
-        with self._lock:
-            last = self._outbox.flush()
-        await self._until(lambda: self._outbox.is_concluded(last), Calls())
+        """Returns when all rows added so far have an outcome. Raises errors of rows that no caller has taken yet."""
+        last = self._send_now()
+        await self._until(lambda: self._outbox.is_concluded(last))
         with self._lock:
             error = self._outbox.take_errors()
         if error is not None:
             raise error
 
     def take_error(self, delivery: Delivery) -> GristmillError | None:
-        """Why rows of the delivery were not taken. Who calls raises it, so that `flush` does not again."""
+        """Returns the error of a delivery's rows, if any. The caller raises it, so that `flush` does not."""
         if not delivery.failures:
             return None
         with self._lock:
             return self._outbox.take_error(delivery)
 
     async def close(self) -> None:
-        """Ends the worker when everything is sent or given up. Idempotent; nothing may be put afterwards."""
+        """Ends the worker when all rows are sent or have failed. Idempotent; no rows may be added afterwards."""
         with self._lock:
             self._closing = True
             self._outbox.flush()
-            self._announce()
+            self._notify()
         if self._connection.fork_guard.is_here() and self._join_worker is not None:
             await self._join_worker()
 
-    async def _add(self, table: Steps, delivery: Delivery, calls: Calls) -> bool:
-        """Adds the rows once there is room. Returns whether that may have made a message due earlier."""
+    async def _add(self, table: Steps, delivery: Delivery) -> bool:
+        """Adds the rows when the outbox has capacity. Returns whether the worker has to look at them."""
         self._connection.check_usable()
         while True:
             with self._lock:
                 if self._closing:
                     raise self._connection.closed_error()
                 if self._outbox.has_room(table):
-                    return self._outbox.add(table, delivery, time.monotonic())
-            await self._until(lambda: self._closing or self._outbox.has_room(table), calls)
+                    return self._outbox.add(table, delivery, time.monotonic()) or self._join_worker is None
+            await self._until(lambda: self._closing or self._outbox.has_room(table))
 
-    async def _until(self, is_done: Callable[[], bool], calls: Calls) -> None:
-        """Returns when the condition holds, which is tested with the lock held."""
-        if self._driver.waiters_send:
-            await self._work_until(is_done, self._progress, calls)
-            return
-        if self._join_worker is not None:
+    async def _until(self, is_done: Callable[[], bool]) -> None:
+        """Returns when the condition is true. Tests it with the lock held."""
+        with self._lock:
+            while not is_done():
+                await self._progress.wait(None)
+
+    def _send_now(self) -> int:
+        """Makes all rows due. Returns the number of the last one."""
+        with self._lock:
+            last = self._outbox.flush()
+        if self._outbox.pending_rows:
             self._wake_worker()
-        while not is_done():
-            await self._progress.wait(None)
+        return last
 
-    # The worker.
+    def _notify(self) -> None:
+        """Wakes callers and the worker. Call it with the lock held."""
+        self._progress.notify_all()
+        self._work.notify_all()
 
     def _wake_worker(self) -> None:
         with self._lock:
@@ -153,101 +149,72 @@ class Sender:
             if self._join_worker is None:
                 self._join_worker = self._driver.start(self._send_all)
 
+    # The worker.
+
     async def _send_all(self) -> None:
+        """Sends rows until the client is closed and none are pending."""
+        calls = deque[_Call]()
         try:
-            await self._work_until(lambda: self._closing and not self._outbox.pending_rows, self._work, Calls())
+            while True:
+                with self._lock:
+                    if self._closing and not self._outbox.pending_rows:
+                        break
+                    pause_s = self._outbox.due_in(time.monotonic())
+                    if not calls and (pause_s is None or pause_s > 0):
+                        await self._work.wait(pause_s)
+                        continue
+                await self._step(calls)
         finally:
             if lost := self._outbox.pending_rows:
                 _log.error("%d rows of run %r were not delivered: the client was not closed", lost, self._encoder.run)
 
-    async def _work_until(self, is_done: Callable[[], bool], changed: Signal, calls: Calls) -> None:
-        """Sends what is due until the condition holds; `changed` announces when it may. None of the calls is under way
-        then."""
-        try:
-            while True:
-                with self._lock:
-                    if is_done():
-                        break
-                    pause_s = self._outbox.due_in(time.monotonic())
-                    if not calls and (pause_s is None or pause_s > 0):
-                        await changed.wait(pause_s)
-                        continue
-                with self._driver.uninterrupted():
-                    await self._step(calls)
-            while calls:
-                with self._driver.uninterrupted():
-                    await self._finish(calls.popleft())
-        except BaseException:
-            self._abandon(calls)
-            raise
-
-    async def _step(self, calls: Calls, *, is_waiting: bool = True) -> None:
-        """Ends the first calls if they are answered, and begins the one that is due, if one more may be under way; else
-        waits for the first, where anybody waits."""
-        while calls and (begun := calls[0].begun) is not None and begun.is_done():
+    async def _step(self, calls: deque[_Call]) -> None:
+        """Handles answers that have arrived, and sends the next message; if there is none, waits for an answer."""
+        while calls and calls[0].begun.is_done():
             await self._finish(calls.popleft())
         entries: list[PendingRow] = []
-        if len(calls) < _MOST_CALLS:
+        if len(calls) < _MAX_CALLS:
             with self._lock:
                 if entries := self._outbox.next_message(time.monotonic()):
-                    # What is taken leaves room for more.
+                    # The outbox has capacity for more rows now.
                     self._progress.notify_all()
         if entries:
             await self._begin(entries, calls)
-        elif calls and is_waiting:
+        elif calls:
             await self._finish(calls.popleft())
 
-    def _abandon(self, calls: Calls) -> None:
-        """After an interrupt: whether the rows arrived is not known; whoever works next sends them again."""
-        for call in calls:
-            self._on_failure(call, _INTERRUPTED)
-        calls.clear()
+    async def _begin(self, entries: list[PendingRow], calls: deque[_Call]) -> None:
+        """Sends a message: a large one in the background, while the next is encoded; a small one is faster without."""
 
-    async def _begin(self, entries: list[PendingRow], calls: Calls) -> None:
-        """A large message is on its way while the next one is written; a small one is waited for, which is faster."""
-        call = Call(entries)
-        with self._reporting(call):
+        async def send() -> Any:
             request = self._encoder.encode(entries)
             timeout_s = self._outbox.attempt_s(entries, time.monotonic())
             if len(request) < _LARGE_BYTES:
-                answer = await self._driver.call(self._connection.submit_rows, request, timeout=timeout_s)
-                self._on_answer(call, answer)
-            else:
-                call.begun = self._connection.begin_submit_rows(request, timeout=timeout_s)
-                calls.append(call)
+                return await self._driver.call(self._connection.submit_rows, request, timeout=timeout_s)
+            calls.append(_Call(entries, self._connection.begin_submit_rows(request, timeout=timeout_s)))
+            return None
 
-    async def _finish(self, call: Call) -> None:
-        assert call.begun is not None, "it is under way"
-        with self._reporting(call):
-            self._on_answer(call, await self._driver.call(call.begun.answer))
+        await self._handle(entries, send())
 
-    def _on_answer(self, call: Call, response: Any) -> None:
-        outcomes = outcomes_of(response, call.entries)
-        with self._lock:
-            self._outbox.on_outcomes(call.entries, outcomes)
-            self._announce()
+    async def _finish(self, call: _Call) -> None:
+        await self._handle(call.entries, self._driver.call(call.begun.answer))
 
-    def _on_failure(self, call: Call, failure: Failure) -> None:
-        with self._lock:
-            self._outbox.on_failure(call.entries, failure, time.monotonic())
-            self._announce()
-
-    @contextmanager
-    def _reporting(self, call: Call) -> Iterator[None]:
-        """Whatever happens, the rows have an error or are sent again, and the others go on."""
+    async def _handle(self, entries: list[PendingRow], answer: Awaitable[Any]) -> None:
+        """Passes the answer, if it is not None, or the error to the outbox."""
         try:
-            yield
+            response = await answer
+            outcomes = None if response is None else outcomes_of(response, entries)
         except grpc.RpcError as error:
-            self._on_failure(call, failure_of(error, self._connection.address))
-        except Exception as error:  # noqa: BLE001
-            self._on_failure(call, Failure(GristmillError(f"{type(error).__name__}: {error}")))
-        except BaseException as interrupt:
-            if isinstance(interrupt, KeyboardInterrupt):
-                self._connection.channels.reconnect()
-            self._on_failure(call, _INTERRUPTED)
-            raise
+            self._on_failure(entries, failure_of(error, self._connection.address))
+        except Exception as error:  # noqa: BLE001 - the rows get an error, and the worker continues with the others
+            self._on_failure(entries, Failure(GristmillError(f"{type(error).__name__}: {error}")))
+        else:
+            if outcomes is not None:
+                with self._lock:
+                    self._outbox.on_outcomes(entries, outcomes)
+                    self._notify()
 
-    def _announce(self) -> None:
-        """Wakes those who wait for these rows, and those who may send the next. With the lock held."""
-        self._progress.notify_all()
-        self._work.notify_all()
+    def _on_failure(self, entries: list[PendingRow], failure: Failure) -> None:
+        with self._lock:
+            self._outbox.on_failure(entries, failure, time.monotonic())
+            self._notify()
