@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.terminal import gristmill
+from tests.cli.terminal import gristmill_process
+
+pytestmark = pytest.mark.slow
 
 _HIDES = """
 import sys
@@ -56,12 +58,14 @@ def test_a_module_of_our_own_that_is_missing_is_no_matter_of_extras() -> None:
 
 def test_a_shell_completes_commands_and_flags() -> None:
     for typed, completed in (("gristmill runs de", {"delete"}), ("gristmill status --js", {"--json"})):
-        asked = gristmill(_GRISTMILL_COMPLETE="complete_bash", COMP_WORDS=typed, COMP_CWORD=str(typed.count(" ")))
+        asked = gristmill_process(
+            _GRISTMILL_COMPLETE="complete_bash", COMP_WORDS=typed, COMP_CWORD=str(typed.count(" "))
+        )
         assert set(asked.stdout.split()) == completed
 
 
 def test_a_refusal_is_one_line_in_a_pipe_however_long(tmp_path: Path) -> None:
-    told = gristmill("runs", "create", "any", "--config", tmp_path / f"{'long' * 60}.yaml").stderr
+    told = gristmill_process("runs", "create", "any", "--config", tmp_path / f"{'long' * 60}.yaml").stderr
     assert told.startswith("refused: ")
     assert len(told.splitlines()) == 1
 

@@ -74,6 +74,7 @@ def test_a_run_is_deleted_by_who_says_yes(service: Service, run_name: str) -> No
     assert (again.returncode, "does not exist" in again.stderr) == (1, True)
 
 
+@pytest.mark.slow
 def test_on_a_terminal_it_asks(service: Service, run_name: str) -> None:
     create(service.grpc_address, run_name)
     for answer, status in (("n\n", 1), ("y\n", 0)):

@@ -6,12 +6,15 @@ import signal
 from pathlib import Path
 
 import httpx
+import pytest
 
 from gristmill import RolloutClient
 from tests.cli.rollouts import FAILS, create, fill, train
 from tests.cli.terminal import followed, gristmill
 from tests.on_loop import Service
 from tests.serving import ServiceProcess, StartService
+
+pytestmark = pytest.mark.slow
 
 SOON = ("--json", "--interval", "0.05")
 

@@ -22,6 +22,7 @@ def test_without_a_terminal_it_prints_what_there_is_once(service: Service, run_n
     assert run_name in [run["run"] for run in json.loads(line)["runs"]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keys", ["q", "\x03"], ids=["q", "ctrl-c"])
 def test_it_goes_on_until_it_is_ended_and_leaves_the_terminal_as_it_was(
     service: Service, run_name: str, keys: str

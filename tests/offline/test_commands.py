@@ -1,4 +1,4 @@
-"""`gristmill plan`, `batch` and `show`, as a person runs them: real processes, real files."""
+"""`gristmill plan`, `batch` and `show` on real files; one test of each starts a process, as a person does."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,8 @@ import pyarrow.parquet as pq
 import pytest
 from safetensors import safe_open
 
+from tests.cli.terminal import GRISTMILL, gristmill, gristmill_process
 from tests.strategies import Row
-
-GRISTMILL = str(Path(sys.executable).with_name("gristmill"))
 
 CONFIG = {
     "train_batch_size": 2,
@@ -70,12 +68,10 @@ def file(tmp_path: Path) -> Path:
 
 
 def run(*arguments: object, expect: int = 0) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run([GRISTMILL, *map(str, arguments)], capture_output=True, text=True, timeout=240)
-    assert done.returncode == expect, done.stderr
-    assert "Traceback" not in done.stderr
-    return done
+    return gristmill(*arguments, expect=expect)
 
 
+@pytest.mark.slow
 def test_a_plan_is_utf_8_whatever_the_terminal_takes(
     config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,11 +179,12 @@ def test_a_lengths_file_is_planned_and_not_laid_out(config: Path, tmp_path: Path
     assert "use gristmill plan" in run("batch", file, "--config", config, "--out", tmp_path / "o", expect=1).stderr
 
 
+@pytest.mark.slow
 def test_show_prints_rows_tokens_padding_and_loss_tokens_of_each_shard(
     config: Path, file: Path, tmp_path: Path
 ) -> None:
     run("batch", file, "--config", config, "--out", tmp_path / "out")
-    shown = run("show", tmp_path / "out").stdout
+    shown = gristmill_process("show", tmp_path / "out").stdout
     assert "batch-00001/policy-001/rank-001.safetensors" in shown
     header, first = shown.splitlines()[:2]
     assert header.split() == ["shard", "rows", "padding", "rows", "tokens", "padding", "share", "loss", "tokens"]
@@ -364,6 +361,7 @@ def summary_lines(told: str) -> dict[str, str]:
     return {name: " ".join(figures.split()) for name, figures in found}
 
 
+@pytest.mark.slow
 def test_a_plan_whose_reader_has_enough_ends_quietly(config: Path, file: Path) -> None:
     file.write_text(lines(rollouts(400)))
     command = f"{GRISTMILL} plan {file} --config {config} | head -c 10"
@@ -388,6 +386,7 @@ def test_help_teaches_with_an_example() -> None:
         assert "Example: gristmill" in run(command, "--help").stdout
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_a_batch_without_a_traceback_or_a_half_written_batch(config: Path, tmp_path: Path) -> None:
     file = tmp_path / "rollouts.jsonl"
     os.mkfifo(file)

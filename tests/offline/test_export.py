@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +10,9 @@ import pytest
 from safetensors.numpy import load
 
 from gristmill import RolloutClient
+from tests.cli.terminal import gristmill, gristmill_process
 from tests.on_loop import Service
 
-GRISTMILL = str(Path(sys.executable).with_name("gristmill"))
 CONFIG = {
     "train_batch_size": 2,
     "n_samples_per_prompt": 2,
@@ -24,10 +22,6 @@ CONFIG = {
     "step_wise": True,
     "merge": "prefix",
 }
-
-
-def gristmill(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([GRISTMILL, *map(str, arguments)], capture_output=True, text=True, timeout=240, check=False)
 
 
 def fill(address: str, run: str, **settings: object) -> None:
@@ -78,11 +72,12 @@ def test_an_exported_batch_is_laid_out_as_the_service_did(
         assert all((ours[name] == theirs[name]).all() for name in ours)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_exported_is_told_in_one_line_and_leaves_no_file(
     service: Service, run_name: str, tmp_path: Path
 ) -> None:
     out = tmp_path / "rollouts.jsonl"
-    refused = gristmill("export", run_name, 0, "--out", out, "--address", service.grpc_address)
+    refused = gristmill_process("export", run_name, 0, "--out", out, "--address", service.grpc_address)
     assert refused.returncode == 1
     assert refused.stderr.startswith("refused: run ")
     assert "does not exist" in refused.stderr
