@@ -89,6 +89,26 @@ def test_clients_import_nothing_of_the_service(package: str) -> None:
     assert found == []
 
 
+LAYERS = ("_wire", "_torch", "_client", "torch", "_converters", "adapters")
+"""The client package from the bottom up: each may import those before it."""
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_layer_of_the_client_imports_none_above_it(layer: str) -> None:
+    package = ROOT / "clients" / "python" / "gristmill"
+    alone = package / f"{layer}.py"
+    paths = [alone] if alone.exists() else sorted((package / layer).rglob("*.py"))
+    above = LAYERS[LAYERS.index(layer) + 1 :]
+    upward = [
+        f"{path.relative_to(package)} imports {module}"
+        for path in paths
+        for module in imports(path)
+        if module.startswith("gristmill.") and module.split(".")[1] in above
+    ]
+    assert paths
+    assert upward == []
+
+
 def test_the_service_never_imports_torch() -> None:
     found = [
         f"{path.relative_to(SERVICE)} imports {module}"

@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 
 from gristmill import TrainerClient
 from gristmill._client.trainer.shards.pull import stream
+from gristmill._torch.shard_files import map_shard
 from gristmill._wire.addresses import Position, ShardAddress
-from gristmill.torch import map_shard
 from tests.bench.figures import Figure, paired, seconds
 from tests.bench.other_side import OtherSide, other_side
 from tests.bench.pipeline import TMPFS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import pkgutil
 import re
 import subprocess
@@ -39,20 +40,28 @@ def test_all_is_the_public_surface() -> None:
         "Credentials",
         "DeadlineExceededError",
         "FailedPreconditionError",
+        "Finding",
         "GristmillError",
         "Group",
+        "GroupState",
         "InvalidArgumentError",
         "MicroBatch",
         "MiniBatch",
+        "ModelProgress",
         "NotFoundError",
         "PermissionDeniedError",
+        "Position",
         "ResourceExhaustedError",
         "RolloutClient",
         "RowOutcome",
+        "RunHealth",
+        "RunStatus",
         "Shard",
         "StaleIncarnationError",
+        "TagGroups",
         "TrainerClient",
         "Trajectory",
+        "TrajectoryKey",
         "UnauthenticatedError",
         "UnavailableError",
         "UnsupportedError",
@@ -63,6 +72,22 @@ def test_all_is_the_public_surface() -> None:
 @pytest.mark.parametrize("name", gristmill.__all__)
 def test_every_public_name_is_there(name: str) -> None:
     assert getattr(gristmill, name).__name__ == name
+
+
+@pytest.mark.parametrize("name", ["gristmill", "gristmill.completions", "gristmill.converters", "gristmill.torch"])
+def test_a_public_module_shows_exactly_what_its_all_names(name: str) -> None:
+    module = importlib.import_module(name)
+    shown = {
+        one
+        for one, value in vars(module).items()
+        if not one.startswith("_")
+        and (str(getattr(value, "__module__", "")).startswith("gristmill") or isinstance(value, str))
+    }
+    for one in module.__all__:
+        getattr(module, one)
+    # Errors are public in a module of their own.
+    assert shown - vars(errors).keys() <= set(module.__all__)
+    assert module.__all__ == sorted(module.__all__, key=lambda one: (not one.isupper(), one))
 
 
 def test_every_error_of_the_tree_is_public() -> None:

@@ -17,10 +17,12 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from gristmill import FailedPreconditionError, InvalidArgumentError
+from gristmill._torch.conversion import Conversion
+from gristmill._torch.shard_files import map_shard, parse_shard
 from gristmill._wire.addresses import Position, ShardAddress, is_mappable
 from gristmill._wire.codecs.shard_messages import message_of, piece_of
 from gristmill._wire.rows import from_rows
-from gristmill.torch import Conversion, Shard, map_shard, open_shard, parse_shard
+from gristmill.torch import Shard, load_shard
 from gristmill.v1 import trainer_pb2
 from gristmill_service.config import parse_config
 from gristmill_service.pipeline import build_batch
@@ -252,7 +254,7 @@ def test_a_dtype_of_no_tensor_is_refused_naming_those_that_there_are(tmp_path: P
     path = tmp_path / "shard.safetensors"
     path.write_bytes(shard_bytes(ROWS, CONFIG)[0])
     with pytest.raises(InvalidArgumentError, match="dtypes names 'mask'; known are the kinds tokens, masks, floats, "):
-        open_shard(path, dtypes={"mask": torch.int64})
+        load_shard(path, dtypes={"mask": torch.int64})
 
 
 def test_a_response_as_wide_as_the_sequence_gets_a_column_before_it() -> None:
@@ -295,7 +297,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_a_shard_file_is_opened_by_its_path(path: Path) -> None:
-    shard = open_shard(path)
+    shard = load_shard(path)
     assert shard.is_mapped
     assert shard["sequences"].equal(shard_of()["sequences"])
     assert shard.metadata == shard_of().metadata
@@ -305,16 +307,16 @@ def test_a_shard_file_is_opened_by_its_path(path: Path) -> None:
 
 def test_writing_to_a_mapped_tensor_changes_no_file(path: Path) -> None:
     before = path.read_bytes()
-    shard = open_shard(path)
+    shard = load_shard(path)
     shard["sequences"].zero_()
     next(shard.micro_batches())["advantages"].fill_(3.0)
     assert shard["advantages"].sum() > 0
     assert path.read_bytes() == before
-    assert open_shard(path)["sequences"].any()
+    assert load_shard(path)["sequences"].any()
 
 
 def test_a_mapped_shard_outlives_its_file(path: Path) -> None:
-    shard, expected = open_shard(path), shard_of()
+    shard, expected = load_shard(path), shard_of()
     path.unlink()
     assert shard["sequences"].equal(expected["sequences"])
 
@@ -335,7 +337,7 @@ def test_mapping_copies_nothing_and_takes_under_a_millisecond_at_any_size(tmp_pa
     before, times = anonymous_kib(), []
     for _ in range(20):
         start = time.thread_time()
-        shard = open_shard(path)
+        shard = load_shard(path)
         next(shard.micro_batches())
         times.append(time.thread_time() - start)
     assert int(shard["sequences"].sum()) == 1 << 27
@@ -358,7 +360,7 @@ def test_mapping_copies_nothing_and_takes_under_a_millisecond_at_any_size(tmp_pa
 def test_a_truncated_or_foreign_file_is_refused_by_name(path: Path, spoil: Callable[[bytes], bytes]) -> None:
     path.write_bytes(spoil(path.read_bytes()))
     with pytest.raises(InvalidArgumentError, match=r"rank-000\.safetensors .*(is no shard|is not a whole shard)"):
-        open_shard(path)
+        load_shard(path)
     with pytest.raises(InvalidArgumentError, match="over the wire"):
         parse_shard(np.fromfile(path, np.uint8), "over the wire")
 

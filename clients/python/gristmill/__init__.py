@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from gristmill._client.trainer.all_ranks import AllRanksClient, MiniBatch, WholeBatch
     from gristmill._client.trainer.trainer_batch import Batch
     from gristmill._client.trainer.trainer_client import TrainerClient
+    from gristmill._wire.addresses import Position
+    from gristmill._wire.steps import TrajectoryKey
     from gristmill.aio import AsyncRolloutClient, AsyncTrajectory
     from gristmill.errors import (
         AlreadyExistsError,
@@ -62,6 +64,7 @@ __all__ = [
     "ModelProgress",
     "NotFoundError",
     "PermissionDeniedError",
+    "Position",
     "ResourceExhaustedError",
     "RolloutClient",
     "RowOutcome",
@@ -72,6 +75,7 @@ __all__ = [
     "TagGroups",
     "TrainerClient",
     "Trajectory",
+    "TrajectoryKey",
     "UnauthenticatedError",
     "UnavailableError",
     "UnsupportedError",
@@ -88,6 +92,7 @@ _MODULES = {
     "GroupState": "_client.rollout.groups",
     "MicroBatch": "torch",
     "MiniBatch": "_client.trainer.all_ranks",
+    "Position": "_wire.addresses",
     "RolloutClient": "_client.rollout.rollout_client",
     "RowOutcome": "_client.rollout.delivery",
     "Finding": "_client.run_status",
@@ -98,6 +103,7 @@ _MODULES = {
     "Shard": "torch",
     "TrainerClient": "_client.trainer.trainer_client",
     "Trajectory": "_client.rollout.trajectory",
+    "TrajectoryKey": "_wire.steps",
     "WholeBatch": "_client.trainer.all_ranks",
 }
 

@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 
 from gristmill.errors import InvalidArgumentError
 
+__all__ = ["HOW_TO_ASK", "ChunkReader", "Sampled", "logprobs_of", "sampled"]
+
 HOW_TO_ASK = (
     "ask the engine for them: return_token_ids and logprobs with vLLM 0.10.2 or newer, return_input_ids_in_sglext, "
     "return_output_ids_in_sglext and logprobs with SGLang"

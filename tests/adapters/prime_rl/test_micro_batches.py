@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 
 from gristmill import FailedPreconditionError, InvalidArgumentError
+from gristmill._torch.conversion import Conversion
+from gristmill._torch.shard_files import parse_shard
 from gristmill._wire.addresses import Position
 from gristmill._wire.column_spec import specs_of
 from gristmill._wire.rows import from_rows
 from gristmill.adapters.prime_rl import Encoding
 from gristmill.adapters.prime_rl.micro_batches import MicroBatch, check_columns
-from gristmill.torch import Conversion, Shard, parse_shard
+from gristmill.torch import Shard
 from gristmill_service.config import parse_config
 from gristmill_service.pipeline import build_batch
 from gristmill_service.pipeline.layout.iovec import join

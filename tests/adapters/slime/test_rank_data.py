@@ -8,12 +8,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from gristmill._torch.conversion import Conversion
+from gristmill._torch.shard_files import parse_shard
 from gristmill._wire.addresses import Position
 from gristmill._wire.rows import from_rows
 from gristmill.adapters.slime.rank_data import ADVANTAGES, RETURNS, rank_data
 from gristmill.adapters.slime.settings import Options, run_settings
 from gristmill.converters import from_slime
-from gristmill.torch import Conversion, Shard, parse_shard
+from gristmill.torch import Shard
 from gristmill_service.config import parse_config
 from gristmill_service.pipeline import build_batch
 from gristmill_service.pipeline.layout.iovec import join

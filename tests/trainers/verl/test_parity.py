@@ -16,10 +16,12 @@ import torch
 from verl.protocol import BatchData
 from verl.utils import tensordict_utils
 
+from gristmill._torch.conversion import Conversion
+from gristmill._torch.shard_files import parse_shard
 from gristmill._wire.addresses import Position
 from gristmill._wire.rows import from_rows
 from gristmill.adapters.verl.tensor_dicts import MiniBatchData
-from gristmill.torch import Conversion, Shard, parse_shard
+from gristmill.torch import Shard
 from gristmill_service.config import parse_config
 from gristmill_service.pipeline import build_batch
 from gristmill_service.pipeline.layout.iovec import join

@@ -17,8 +17,10 @@ from transformers import Qwen2ForCausalLM
 from verl.trainer.ppo.core_algos import compute_gae_advantage_return
 
 from gristmill import NotFoundError, RolloutClient
+from gristmill._torch.conversion import Conversion
+from gristmill._torch.shard_files import parse_shard
 from gristmill._wire.addresses import Position
-from gristmill.torch import Conversion, Shard, parse_shard
+from gristmill.torch import Shard
 from tests.on_loop import Service
 from tests.trainers.verl import tiny_model
 from tests.trainers.verl.main_ppo import MainPpo, weights

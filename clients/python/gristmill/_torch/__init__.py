@@ -1,1 +1,8 @@
-"""What `gristmill.torch` offers for `layout: prefix_tree`."""
+"""Shards as torch tensors: `gristmill.torch` shows the public part."""
+
+from __future__ import annotations
+
+try:
+    import torch as torch
+except ImportError as missing:
+    raise ImportError(f"shards are read by PyTorch ({missing}): pip install gristmill[torch]") from missing

@@ -18,10 +18,8 @@ from typing import Any, NamedTuple
 import grpc
 
 from gristmill._client.connection.credentials import Credentials
+from gristmill._wire.codecs.submit_codec import MESSAGE_BYTES
 from gristmill.errors import FailedPreconditionError, InvalidArgumentError
-
-MESSAGE_BYTES = 64 << 20
-"""The largest message that is sent or taken."""
 
 REQUEST_ID = "x-request-id"
 """Metadata of every call, and what a failed call's error has as `request_id`."""

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from itertools import islice, takewhile
 from math import inf
 
-from gristmill._client.connection.channels import MESSAGE_BYTES
 from gristmill._client.connection.failures import Failure, with_message
 from gristmill._client.connection.retries import Backoff
 from gristmill._client.rollout.delivery import (
@@ -27,6 +26,7 @@ from gristmill._client.rollout.delivery import (
     form_of,
     row_sizes,
 )
+from gristmill._wire.codecs.submit_codec import MESSAGE_BYTES
 from gristmill._wire.columns import Int64s
 from gristmill._wire.named_tuples import made_of
 from gristmill._wire.steps import Steps, TrajectoryKey

@@ -11,11 +11,11 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from gristmill._client.connection.channels import MESSAGE_BYTES
 from gristmill._client.rollout.outbox import Limits
 from gristmill._client.rollout.prefix_dedup import RequestEncoder
 from gristmill._client.rollout.step_writer import plain
 from gristmill._wire.codecs import submit_codec
+from gristmill._wire.codecs.submit_codec import MESSAGE_BYTES
 from gristmill._wire.steps import INT32_MAX, Steps, TrajectoryKey, check_tag
 from gristmill.errors import InvalidArgumentError
 from gristmill.v1 import rollout_pb2, run_pb2

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, Generic, Protocol, TypeVar
 
+from gristmill._torch.rows import Shard
 from gristmill._wire.addresses import Position
-from gristmill.torch import Shard
 
 S = TypeVar("S")
 S_co = TypeVar("S_co", covariant=True)

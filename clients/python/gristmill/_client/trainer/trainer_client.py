@@ -9,9 +9,9 @@ from gristmill._client.connection.credentials import Credentials
 from gristmill._client.connection.transport import TIMEOUT_S
 from gristmill._client.trainer.trainer_batch import Batch
 from gristmill._client.trainer.trainer_core import TrainerCore
+from gristmill._torch.rows import Shard
 from gristmill._wire.addresses import Position
 from gristmill.errors import InvalidArgumentError
-from gristmill.torch import Shard
 
 if TYPE_CHECKING:
     import torch

@@ -22,12 +22,13 @@ from gristmill._client.trainer.shards.chosen_columns import ChosenColumns
 from gristmill._client.trainer.shards.pull import Opened
 from gristmill._client.trainer.shards.shard_reader import ShardReader, Wanted
 from gristmill._client.trainer.training_place import TrainingPlace
+from gristmill._torch.conversion import Conversion
+from gristmill._torch.rows import Shard
 from gristmill._wire.addresses import MODELS, Position
 from gristmill._wire.codecs.row_codec import decode
 from gristmill._wire.column_spec import ColumnSpec, tensor_names
 from gristmill._wire.rows import to_rows
 from gristmill.errors import BatchFailedError, FailedPreconditionError, InvalidArgumentError
-from gristmill.torch import Conversion, Shard
 from gristmill.v1 import run_pb2, trainer_pb2
 
 if TYPE_CHECKING:

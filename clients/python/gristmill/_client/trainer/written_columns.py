@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from gristmill._torch.rows import Shard
 from gristmill._wire.codecs import columns_codec
 from gristmill._wire.column_spec import ColumnSpec
 from gristmill._wire.columns import Array
 from gristmill.errors import InvalidArgumentError
-from gristmill.torch import Shard
 from gristmill.v1 import trainer_pb2
 
 

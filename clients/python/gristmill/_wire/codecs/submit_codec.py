@@ -12,7 +12,6 @@ from typing import NamedTuple
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from gristmill._client.connection.channels import MESSAGE_BYTES
 from gristmill._wire.codecs import row_codec
 from gristmill._wire.codecs.varints import LENGTH_BYTES, read_varint, varint
 from gristmill._wire.codecs.zstd_frames import zstandard
@@ -20,6 +19,9 @@ from gristmill._wire.columns import Array, Int64s, Ragged, bytes_of
 from gristmill._wire.steps import Steps
 from gristmill.errors import InvalidArgumentError
 from gristmill.v1 import rollout_pb2, rows_pb2
+
+MESSAGE_BYTES = 64 << 20
+"""The largest message that clients and the service send or accept."""
 
 Buffer = bytes | memoryview
 

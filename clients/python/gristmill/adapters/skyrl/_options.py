@@ -20,4 +20,4 @@ class Gristmill:
     address: str
     run: str
     settings: Mapping[str, Any] = field(default_factory=dict)
-    timeout_s: float = 60.0
+    timeout_s: float = 120.0

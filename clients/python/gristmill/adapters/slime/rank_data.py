@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from gristmill._client.trainer.shards.jagged_rows import Part
+from gristmill._torch.jagged import Part
 from gristmill.torch import Shard
 
 ADVANTAGES, RETURNS = "gristmill_advantages", "gristmill_returns"

@@ -29,4 +29,4 @@ class Gristmill:
     settings: Mapping[str, Any] = field(default_factory=dict)
     old_logprobs: Literal["rollout", "trainer"] = "rollout"
     publish_weights: Callable[[Any, int], None] | None = None
-    timeout_s: float = 60.0
+    timeout_s: float = 120.0

@@ -63,7 +63,7 @@ class GristmillRolloutWorker(TrainerCallback):  # type: ignore[misc]
     """
 
     def __init__(
-        self, address: str, run: str, args: Any, settings: Mapping[str, Any] | None = None, timeout_s: float = 60.0
+        self, address: str, run: str, args: Any, settings: Mapping[str, Any] | None = None, timeout_s: float = 120.0
     ) -> None:
         self._address, self._run, self._timeout_s = address, run, timeout_s
         self._settings = async_run_settings(args, settings)

@@ -16,7 +16,7 @@ from tensordict import TensorDict
 from verl.protocol import DataProtoFuture
 from verl.utils import tensordict_utils
 
-from gristmill._client.trainer.shards.jagged_rows import Jagged, Places, offsets_of, response_lengths, stretches
+from gristmill._torch.jagged import Jagged, Places, offsets_of, response_lengths, stretches
 from gristmill.torch import Shard
 
 # By verl's names ours, what of each row, and verl's dtype.

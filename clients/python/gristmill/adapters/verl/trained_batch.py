@@ -12,7 +12,7 @@ from verl.trainer.ppo.core_algos import agg_loss
 from verl.trainer.ppo.metric_utils import compute_data_metrics, compute_throughout_metrics, compute_timing_metrics
 from verl.utils.debug.metrics import calculate_debug_metrics
 
-from gristmill._client.trainer.shards.jagged_rows import Jagged, join
+from gristmill._torch.jagged import Jagged, join
 from gristmill.adapters.verl.tensor_dicts import MiniBatchData
 
 _SHOWN = (

@@ -20,7 +20,7 @@ from verl.utils.py_functional import append_to_dict, rename_dict
 from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry
 
 from gristmill import AllRanksClient, RolloutClient, WholeBatch
-from gristmill._client.trainer.shards.jagged_rows import Jagged
+from gristmill._torch.jagged import Jagged
 from gristmill._wire.addresses import Position
 from gristmill.adapters.verl.run_settings import bypasses_old_logprobs, run_config
 from gristmill.adapters.verl.tensor_dicts import MiniBatchData, RankParts

@@ -9,7 +9,7 @@ from gristmill._wire.column_spec import ColumnSpec, by_name, tensor_names
 from gristmill.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
-    from gristmill.torch import Tensors
+    from gristmill._torch.shard_files import Tensors
 
 
 class ChosenColumns:

@@ -7,22 +7,19 @@ import io
 from collections.abc import Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gristmill._client.connection.transport import Transport
+from gristmill._torch.device_copies import Copies
+from gristmill._torch.shard_files import Tensors, map_shard, parse_shard
 from gristmill._wire.addresses import ShardAddress, is_mappable, read_header
 from gristmill._wire.codecs.shard_messages import piece_of
 from gristmill._wire.codecs.zstd_frames import DamagedFrameError, decompressed, is_available
 from gristmill.errors import InvalidArgumentError, UnavailableError
-from gristmill.torch import Tensors, map_shard, parse_shard
 from gristmill.v1 import trainer_pb2
-
-if TYPE_CHECKING:
-    # Imported at run time, it would ask for torch before `gristmill.torch` can say how to install it.
-    from gristmill._client.trainer.shards.device_copies import Copies
 
 # A stream that brings less than this is given up and made again.
 _SLOWEST_BYTES_PER_S = 5e6

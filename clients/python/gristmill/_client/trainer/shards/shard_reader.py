@@ -11,6 +11,7 @@ from gristmill._client.trainer.kept_columns import KeptColumns
 from gristmill._client.trainer.shards.chosen_columns import ChosenColumns
 from gristmill._client.trainer.shards.prefetch import Prefetch
 from gristmill._client.trainer.shards.pull import Opened, ReplacedError, map_published, stream
+from gristmill._torch.conversion import Conversion
 from gristmill._wire.addresses import MODELS, Position, ShardAddress
 from gristmill.errors import (
     DeadlineExceededError,
@@ -20,7 +21,6 @@ from gristmill.errors import (
     ResourceExhaustedError,
     UnavailableError,
 )
-from gristmill.torch import Conversion
 from gristmill.v1 import trainer_pb2
 
 _WITHDRAWN_PAUSE_S = 0.1

@@ -1,0 +1,61 @@
+"""Moves a shard's tensors to a device and a dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from gristmill._torch.device_copies import Copies, Copy, side_stream
+from gristmill._torch.shard_files import Tensors
+from gristmill._wire.column_spec import SHARD_TENSORS
+from gristmill.errors import InvalidArgumentError
+
+_KINDS = {
+    "tokens": ("sequences",),
+    "masks": ("attention_mask", "response_mask", "loss_mask"),
+    "floats": ("rewards", "advantages", "returns", "rollout_logprobs"),
+}
+
+
+class Conversion:
+    """Moves tensors to a device and a dtype when they are used.
+
+    device: None leaves them where they are, in the mapped file.
+    dtypes: by tensor, such as `loss_mask` or a declared column, and for those not named by kind, `tokens`, `masks` and
+        `floats`; the others keep what the file has, int32, uint8 and float32 of these kinds.
+    """
+
+    def __init__(
+        self, device: torch.device | str | None = None, dtypes: Mapping[str, torch.dtype] | None = None
+    ) -> None:
+        given = dict(dtypes or {})
+        self._device = device
+        self._side = side_stream(device)
+        self._used: set[str] = set()
+        self._named = given.keys() - _KINDS.keys()
+        of_kinds = {name: given[kind] for kind, names in _KINDS.items() if kind in given for name in names}
+        self._dtypes = of_kinds | {name: given[name] for name in self._named}
+
+    def check(self, declared: Iterable[str]) -> None:
+        """Raises InvalidArgumentError where a dtype is of no tensor. declared: those that columns of the run make."""
+        known = [*SHARD_TENSORS, *declared]
+        if unknown := sorted(self._named.difference(known)):
+            raise InvalidArgumentError(
+                f"dtypes names {unknown[0]!r}; known are the kinds {', '.join(_KINDS)}, and the tensors "
+                f"{', '.join(known)}"
+            )
+
+    def begin(self, tensors: Tensors) -> Copies:
+        """Begins to copy those that were used of earlier shards; none where they are not copied to a GPU."""
+        if self._side is None:
+            return {}
+        used = self._used.copy()
+        return {name: self._side.begin(raw) for name, raw in tensors.items() if name.rpartition("/")[2] in used}
+
+    def __call__(self, name: str, tensor: torch.Tensor, copy: Copy | None = None) -> torch.Tensor:
+        """The tensor itself where there is nothing to convert. copy: of it, where one was begun."""
+        if self._side is not None:
+            self._used.add(name.rpartition("/")[2])
+            tensor = (copy or self._side.begin(tensor)).awaited()
+        return tensor.to(device=self._device, dtype=self._dtypes.get(name))

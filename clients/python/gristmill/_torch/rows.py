@@ -1,0 +1,350 @@
+"""Rows of a shard with their tensors: cut into micro-batches, and a model's output taken back to rows."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from gristmill._torch.conversion import Conversion
+from gristmill._torch.device_copies import Copies
+from gristmill._torch.jagged import Jagged, Part, jagged
+from gristmill._torch.jagged import join as join_jagged
+from gristmill._torch.shard_files import Tensors, map_shard
+from gristmill._torch.token_tree import TokenTree
+from gristmill._wire.addresses import Position
+from gristmill.errors import FailedPreconditionError, InvalidArgumentError
+
+# Metadata with one value a row, also within loss_denominators.
+_OF_ROWS = (
+    *("uids", "rounds", "stop_reasons", "response_lengths"),
+    *("row_tokens", "prompt_tokens", "trajectory_tokens"),
+)
+
+
+class Rows:
+    """Rows of a shard with their tensors: a micro-batch, or a whole shard.
+
+    Tensors are had by name, as in `rows["sequences"]`: converted when first used, else views of the mapped file.
+    Writing to them changes nobody's data but this process's.
+
+    metadata: `uids`, `stop_reasons`, `loss_denominators` and what else the shard says; lists with one value a row hold
+        these rows' values.
+    """
+
+    def __init__(
+        self, tensors: Tensors, metadata: dict[str, Any], convert: Conversion, copies: Copies | None = None
+    ) -> None:
+        self._raw = tensors
+        self._copies: Copies = copies or {}
+        self._convert = convert
+        self._converted: Tensors = {}
+        self.metadata = metadata
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self._size()}>"
+
+    def _size(self) -> str:
+        """How many rows there are, and how they stand, for a person."""
+        padding = int((self._raw["is_padding"] != 0).sum())
+        rows = f"{len(self)} rows{f', {padding} of them padding' if padding else ''}"
+        if (sequences := self._raw.get("sequences")) is None:
+            return rows
+        shape = "packed" if self.is_packed else "padded to"
+        return f"{rows}, {shape} {sequences.shape[-1]} tokens"
+
+    def __len__(self) -> int:
+        """Rows, padding rows included."""
+        return len(self._raw["row"])
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._raw
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """Raises KeyError naming the tensors that there are."""
+        if name not in self._converted:
+            if name not in self._raw:
+                raise KeyError(f"no tensor {name!r}; there are {', '.join(sorted(self._raw))}")
+            self._converted[name] = self._convert(name, self._raw[name], self._copies.get(name))
+        return self._converted[name]
+
+    @property
+    def tensors(self) -> Tensors:
+        """All tensors by name, converted."""
+        return {name: self[name] for name in self._raw}
+
+    @property
+    def returns(self) -> torch.Tensor:
+        """The returns of `gae` and `reinforce++`; with other estimators the advantages, which they equal."""
+        return self["returns" if "returns" in self else "advantages"]
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the rows stand on one token axis, cut by `cu_seqlens`, instead of one a line with padding."""
+        return "cu_seqlens" in self._raw
+
+    @property
+    def is_tree(self) -> bool:
+        """Whether the rows stand on one token axis on which what they share stands once."""
+        return "parents" in self._raw
+
+    @cached_property
+    def tree(self) -> TokenTree:
+        """Which token attends to which on the shared axis. Raises FailedPreconditionError where there is none."""
+        if not self.is_tree:
+            raise FailedPreconditionError("these rows have no tree; only micro-batches of layout: prefix_tree have one")
+        # What is read number by number stays in this machine's memory.
+        return TokenTree(
+            self["parents"], *(self._raw[name] for name in ("segment_starts", "segment_parents", "row_ends"))
+        )
+
+    def position_ids(self) -> torch.Tensor:
+        """Each token's place in its row; int64, shaped as `sequences`. 0 on padding, which nothing attends to."""
+        if self.is_packed or self.is_tree:
+            return self["position_ids"].long()
+        return (self["attention_mask"].long().cumsum(-1) - 1).clamp_(min=0)
+
+    def logprobs(self, logits: torch.Tensor) -> torch.Tensor:
+        """Computes the log-probability of each token of `advantages` and the other response tensors, in their shape.
+
+        logits: of a causal model, shaped as `sequences` with the vocabulary as last dimension. Works for every layout.
+        Differentiable; the vocabulary's log-softmax is not stored. Values outside of `response_mask` mean nothing.
+
+            logprobs = micro.logprobs(model(micro["sequences"], position_ids=micro.position_ids()))
+            loss = -(logprobs * micro["advantages"] * micro["loss_mask"]).sum()
+        """
+        self._check_shape(logits, "logits", tuple(self["sequences"].shape))
+        if self.is_tree:
+            return self.tree.logprobs(logits, self["sequences"])
+        return self.at_responses(_next_logprobs(logits, self["sequences"]))
+
+    def at_responses(self, output: torch.Tensor) -> torch.Tensor:
+        """Selects, for each token of the response tensors, the model's output at the token before it, where a causal
+        model predicts it: an entropy, a critic's value, a log-probability of the next token.
+
+        output: shaped as `sequences`; further dimensions may follow. Returns it in the shape of `advantages`, and the
+        further dimensions. Padded, this is `output[:, -max_response - 1 : -1]`; packed, each value moves one token to
+        the right, and the first gets 0; in a tree each token gets its parent's output. Values outside of
+        `response_mask` mean nothing.
+        """
+        self._check_shape(output, "output", tuple(self["sequences"].shape))
+        if self.is_tree:
+            return self.tree.at_parents(output)
+        if self.is_packed:
+            return torch.cat([torch.zeros_like(output[:1]), output[:-1]])
+        response = self["response_mask"].shape[1]
+        if response < output.shape[1]:
+            return output[:, -response - 1 : -1]
+        # Rounded up to one width, there is no column before the response; a prompt takes it, so none is needed.
+        return torch.cat([torch.zeros_like(output[:, :1]), output[:, :-1]], dim=1)
+
+    def unpad(self, output: torch.Tensor) -> list[torch.Tensor]:
+        """Cuts per-token output into each row's response: its last `response_len` tokens.
+
+        output: (rows, width, ...) with any width that holds the responses, such as max_response or max_total, right-
+            aligned as `response_mask` is; packed or a tree: (tokens, ...). Padding rows give an empty tensor.
+        Returns views, of a tree copies, one a row. Raises InvalidArgumentError naming both shapes.
+
+            old = micro.unpad(micro.logprobs(logits))     # old[i]: the logprobs of row i's response
+        """
+        if self.is_tree:
+            self._check_shape(output, "output", tuple(self["sequences"].shape))
+            paths = [self.tree.path(row) for row in range(len(self))]
+            lengths = self.metadata["response_lengths"]
+            return [output[path[len(path) - length :]] for path, length in zip(paths, lengths, strict=True)]
+        if self.is_packed:
+            self._check_shape(output, "output", tuple(self["sequences"].shape))
+            edges = self._raw["cu_seqlens"].tolist()
+            mask = self._raw["response_mask"] != 0
+            lengths = [int(mask[start:end].sum()) for start, end in pairwise(edges)]
+            return [output[end - length : end] for end, length in zip(edges[1:], lengths, strict=True)]
+        lengths = (self._raw["response_mask"] != 0).sum(-1).tolist()
+        self._check_shape(output, "output", (len(self),))
+        width = output.shape[1] if output.ndim > 1 else 0
+        if width < max(lengths):
+            raise InvalidArgumentError(
+                f"output has shape {tuple(output.shape)} and the longest response {max(lengths)} tokens; give its "
+                "whole width"
+            )
+        # Not [-length:], which for a length of 0 takes all.
+        return [row[width - length :] for row, length in zip(output, lengths, strict=True)]
+
+    def jagged(self, name: str, part: Part = "row") -> Jagged:
+        """A tensor with a value a token, of all rows in order without the padding: (tokens, ...) values, and offsets.
+
+        name: such as `sequences`, `advantages`, `position_ids`, or a column of scope `token` or `response`.
+        part: what of each row: all its tokens, its prompt, or its response. Padded, what stands at responses alone has
+            no other part; packed, it has 0, or the column's `fill`, on prompts.
+        The response of a padding row is its last token, though `response_mask` is 0 there, so that no row is empty.
+        Raises KeyError for a name that there is not, and InvalidArgumentError for a tensor or a part without tokens,
+        and where rows share tokens (`layout: prefix_tree`).
+
+            input_ids = shard.jagged("sequences").nested()                    # torch.nested, layout torch.jagged
+            advantages = shard.jagged("advantages", "response").nested()
+        """
+        return jagged(self, name, part)
+
+    @staticmethod
+    def _check_shape(values: torch.Tensor, name: str, expected: tuple[int, ...]) -> None:
+        if tuple(values.shape[: len(expected)]) != expected:
+            raise InvalidArgumentError(
+                f"{name} has shape {tuple(values.shape)}; these rows need {expected}, and further axes may follow"
+            )
+
+
+class MicroBatch(Rows):
+    """Rows that go through the model together; made by `Shard.micro_batches`."""
+
+
+class Shard(Rows):
+    """One rank's rows of one mini-batch; made by `Batch`.
+
+    position: which mini-batch, in training order. is_mapped: whether it is shared memory, not a copy. is_forward:
+    whether it lacks columns that trainers have to write, and what depends on them.
+    """
+
+    def __init__(
+        self,
+        tensors: Tensors,
+        metadata: dict[str, Any],
+        convert: Conversion,
+        position: Position,
+        *,
+        is_mapped: bool,
+        ack: Callable[[], None] | None = None,
+        copies: Copies | None = None,
+        is_forward: bool = False,
+    ) -> None:
+        super().__init__(tensors, metadata, convert, copies)
+        self.position = position
+        self.is_mapped, self.is_forward = is_mapped, is_forward
+        self._ack = ack
+
+    def __repr__(self) -> str:
+        count = len(self.metadata["micro_batches"])
+        kind = "forward " if self.is_forward else ""
+        return (
+            f"<Shard {self.position} rank {self.metadata['rank']}: {kind}{self._size()}, "
+            f"{count} micro-batch{'es' * (count != 1)}>"
+        )
+
+    @property
+    def is_per_micro_batch(self) -> bool:
+        """Whether each micro-batch has tensors of its own (packed, or as wide as its own longest row)."""
+        return "sequences" not in self._raw
+
+    def micro_batches(self) -> Iterator[MicroBatch]:
+        """The shard's micro-batches in order, as views. Every rank has the same number of them."""
+        of_rows, own_of = self._by_micro_batch()
+        places = self.metadata["micro_batches"]
+        # Rows stand in micro-batch order, so that a micro-batch is a slice. Together slices are made in half the time.
+        with_items, sizes = _with_items(of_rows), [len(positions) for positions in places]
+        slices = {name: raw.split_with_sizes(sizes) for name, raw in of_rows.items() if name not in with_items}
+        for index, positions in enumerate(places):
+            begin, end = positions[0], positions[-1] + 1
+            prefix = f"micro_batch_{index:03d}"
+            own = own_of.get(prefix, {})
+            cut = {name: of_micro_batches[index] for name, of_micro_batches in slices.items()}
+            copies = {name: self._copies[name].rows(begin, end) for name in cut if name in self._copies}
+            copies |= {name: self._copies[f"{prefix}/{name}"] for name in own if f"{prefix}/{name}" in self._copies}
+            tensors = cut | _items(with_items, begin, end) | own
+            yield MicroBatch(tensors, _metadata_of(self.metadata, begin, end), self._convert, copies)
+
+    def _by_micro_batch(self) -> tuple[Tensors, dict[str, Tensors]]:
+        """The tensors with a line a row of the shard, and by micro-batch those of its own."""
+        of_rows: Tensors = {}
+        own: dict[str, Tensors] = {}
+        for path, raw in self._raw.items():
+            prefix, _, name = path.rpartition("/")
+            (own.setdefault(prefix, {}) if prefix else of_rows)[name] = raw
+        return of_rows, own
+
+    def jagged(self, name: str, part: Part = "row") -> Jagged:
+        """As that of any rows; over all micro-batches, also where each has tensors of its own."""
+        if self.is_per_micro_batch:
+            return join_jagged(micro.jagged(name, part) for micro in self.micro_batches())
+        return super().jagged(name, part)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self._raw and self.is_per_micro_batch and f"micro_batch_000/{name}" in self._raw:
+            raise KeyError(f"this shard has a {name!r} for each micro-batch; take it from micro_batches()")
+        return super().__getitem__(name)
+
+    def ack(self) -> None:
+        """Says that the optimizer step on this mini-batch is made: the rank moves on to the next.
+
+        Idempotent, and safe to repeat. Without checkpoints (`auto_commit`) this also commits: what lies before is freed
+        once every rank is past it, and a crash then loses what the optimizer learned from it. Mini-batches are
+        acknowledged in order; raises FailedPreconditionError for one ahead of the rank's next, and
+        StaleIncarnationError when another start of the trainer has taken over.
+        """
+        if self._ack is None:
+            raise FailedPreconditionError(
+                f"{self.position}: this shard was read outside of the training order; acknowledge the shards of "
+                "mini_batches()"
+            )
+        self._ack()
+
+
+def _next_logprobs(logits: torch.Tensor, sequences: torch.Tensor) -> torch.Tensor:
+    """The log-probability, at each position, of the token after it; 0 at the last position. Padded or packed."""
+    following = sequences[..., 1:].long().unsqueeze(-1)
+    chosen = logits[..., :-1, :].gather(-1, following).squeeze(-1)
+    known = chosen - logits[..., :-1, :].logsumexp(-1)
+    return torch.nn.functional.pad(known, (0, 1))
+
+
+def load_shard(
+    path: str | os.PathLike[str],
+    *,
+    device: torch.device | str | None = None,
+    dtypes: Mapping[str, torch.dtype] | None = None,
+) -> Shard:
+    """Maps a shard file, for instance one of `gristmill batch`. It cannot be acknowledged.
+
+    Raises OSError when it cannot be read, InvalidArgumentError when it is no whole shard.
+
+        for micro in load_shard("shards/batch-00000/policy-000/rank-000.safetensors").micro_batches():
+            train(micro["sequences"], micro["attention_mask"], micro.position_ids())
+    """
+    tensors, metadata = map_shard(os.fspath(path))
+    convert = Conversion(device, dtypes)
+    convert.check(name.rpartition("/")[2] for name in tensors)
+    position = Position(metadata["batch"], 0, metadata["mini_batch"])
+    return Shard(tensors, metadata, convert, position, is_mapped=True)
+
+
+def _with_items(tensors: Tensors) -> Tensors:
+    """The columns with any number of items a row, and their offsets."""
+    found: Tensors = {}
+    for name, items in tensors.items():
+        if (of_rows := tensors.get(f"{name}_offsets")) is not None and of_rows.dtype == torch.int64:
+            found |= {name: items, f"{name}_offsets": of_rows}
+    return found
+
+
+def _items(tensors: Tensors, begin: int, end: int) -> Tensors:
+    """The columns of `items` scope, cut to these rows."""
+    found: Tensors = {}
+    for name, items in tensors.items():
+        if (of_rows := tensors.get(f"{name}_offsets")) is not None:
+            offsets = of_rows[begin : end + 1]
+            found[name] = items[int(offsets[0]) : int(offsets[-1])]
+            found[f"{name}_offsets"] = offsets - offsets[0]
+    return found
+
+
+def _metadata_of(metadata: dict[str, Any], begin: int, end: int) -> dict[str, Any]:
+    """The metadata, in which lists with one value a row hold only these rows'."""
+    return {
+        name: value[begin:end]
+        if name in _OF_ROWS
+        else _metadata_of(value, begin, end)
+        if isinstance(value, dict)
+        else value
+        for name, value in metadata.items()
+    }
