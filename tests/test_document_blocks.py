@@ -91,8 +91,8 @@ def test_what_trainers_write_back_is_written_as_told(service: Service, run_name:
         names = {
             "trainer": trainer,
             "critic": computed,
-            "old_log_probs": computed,
-            "ref_log_probs": computed,
+            "old_logprobs": computed,
+            "ref_logprobs": computed,
         }
         run(blocks("columns.md", "python")[2], service, run_name, names)
     assert service.runs.get(run_name).status().batches_freed == 1
