@@ -120,8 +120,31 @@ def test_a_machine_has_three_quarters_of_the_connections(serve: Serve, wires: Ca
     running = serve(8)
     others = [wires(running, "127.0.0.2") for _ in range(2)]
     greedy = [wires(running) for _ in range(20)]
+    for wire in greedy:
+        # The system gives silent ones to the service a second later, in no order.
+        wire.sendall(b"GET /")
     assert all(map(hangs_up, greedy[:14]))
     assert all(map(is_open, [*others, *greedy[14:]]))
+
+
+def test_connections_that_say_nothing_and_are_closed_again_are_never_served(
+    serve: Serve, wires: Callable[..., socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = serve()
+    served: list[connections.Connection] = []
+    monkeypatch.setattr(connections.Connection, "open", lambda connection, *_: served.append(connection))
+
+    def are_served() -> bool:
+        served.clear()
+        opened = [wires(running) for _ in range(20)]
+        time.sleep(0.05)
+        for wire in opened:
+            wire.close()
+        time.sleep(0.05)
+        return bool(served)
+
+    # A machine that stands still for a second may serve them, not each time.
+    assert not all(are_served() for _ in range(5))
 
 
 def test_bodies_that_come_slowly_and_answers_that_nobody_reads_give_way(

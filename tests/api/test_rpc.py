@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from pydantic import ByteSize
 
+from gristmill._wire.codecs import submit_codec
 from gristmill.v1 import rollout_pb2, run_pb2, trainer_pb2
 from gristmill_service.settings import Settings
 from tests.api.apis import CONFIG, GrpcApi, Refused, group, refused, row, rows_message
@@ -44,6 +47,29 @@ def test_a_token_buffer_of_the_wrong_size_is_refused_with_both(grpc_api: GrpcApi
     error = refused(caught.value)
     assert error.code == "INVALID_ARGUMENT"
     assert "tokens has 19 bytes" in error.message
+
+
+def test_requests_that_grow_when_they_are_expanded_are_expanded_one_at_a_time(
+    grpc_api: GrpcApi, run_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expand, count = submit_codec.decompressed, [0]
+    free = threading.Lock()
+
+    def expanded(frame: bytes, most_bytes: int) -> bytes:
+        assert free.acquire(blocking=False), "another is being expanded"
+        try:
+            count[0] += 1
+            time.sleep(0.02)
+            return expand(frame, most_bytes)
+        finally:
+            free.release()
+
+    monkeypatch.setattr(submit_codec, "decompressed", expanded)
+    bomb = submit_codec.compressed(bytes(8 << 20))
+    submit = grpc_api.channel.unary_unary("/gristmill.v1.RolloutService/SubmitRows")
+    calls = [submit.future(bomb, timeout=60) for _ in range(8)]
+    assert {refused(call.exception()).code for call in calls} == {"INVALID_ARGUMENT"}
+    assert count == [8]
 
 
 def test_a_batch_comes_with_the_shard_that_is_wanted_first(grpc_api: GrpcApi, run_name: str) -> None:

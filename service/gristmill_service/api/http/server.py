@@ -123,6 +123,9 @@ def _bind(address: str) -> socket.socket:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             # Else the system would take megabytes of an answer that nobody reads, and each connection has one's work.
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
+            # Else one that is opened and closed again at once would often cost as much as a request: accepted before it
+            # is closed. So it is accepted when its first bytes are there, or after a second or two.
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, 1)
             listener.bind(where)
             listener.listen(socket.SOMAXCONN)
         except OSError:

@@ -37,6 +37,7 @@ from gristmill_service.api.errors import ErrorResponse, refusal
 from gristmill_service.api.rpc.forwarding import Forwarding
 from gristmill_service.api.rpc.methods import Method, Parse
 from gristmill_service.api.rpc.spans import describe, spanned
+from gristmill_service.one_by_one import OneByOne
 from gristmill_service.storage.run_store import OwnedElsewhereError
 
 _log = structlog.get_logger(__name__)
@@ -44,6 +45,8 @@ _log = structlog.get_logger(__name__)
 _ID = request_ids.HEADER
 _ZSTD = b"\x28\xb5\x2f\xfd"
 """What a frame of zstd begins with: a request that has it may be much larger than it looks."""
+_SEARCHED_BYTES = 1 << 20
+"""Of a request, for a frame: what comes later expands to little more than was sent."""
 
 _core_task: ContextVar[asyncio.Task[Any] | None] = ContextVar("gristmill_core_task", default=None)
 
@@ -153,6 +156,8 @@ class Handling:
 
     def __init__(self, api: ApiContext, forwarding: Forwarding) -> None:
         self._api, self._forwarding = api, forwarding
+        # A few bytes may expand to as much as a message: however many come, there is one of them at a time.
+        self._expand = OneByOne()
 
     def handler(self, method: Method) -> grpc.RpcMethodHandler:
         """The handler of a method."""
@@ -242,10 +247,12 @@ class Handling:
         return slot
 
     async def _parsed(self, method: Method, slot: Slot, data: bytes) -> Any:
-        nbytes = len(data)
-        if nbytes <= SMALL_BYTES and (method.is_large or _ZSTD in data):
-            nbytes = SMALL_BYTES + 1
+        nbytes, is_zstd = len(data), data.find(_ZSTD, 0, _SEARCHED_BYTES) >= 0
+        if method.is_large or is_zstd:
+            nbytes = max(nbytes, SMALL_BYTES + 1)
         slot.came(nbytes)
+        if is_zstd:
+            return await self._expand(parsed, data, method.parse)
         return await calls.of_size(nbytes, parsed, data, method.parse)
 
     def _check(self, method: Method, slot: Slot, request: Any) -> None:
