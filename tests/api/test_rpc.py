@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,9 +17,12 @@ from pydantic import ByteSize
 
 from gristmill._wire.codecs import submit_codec
 from gristmill.v1 import rollout_pb2, run_pb2, trainer_pb2
+from gristmill_service.access.tokens import create_token
+from gristmill_service.api.admission import Admission
 from gristmill_service.settings import Settings
 from tests.api.apis import CONFIG, GrpcApi, Refused, group, refused, row, rows_message
 from tests.on_loop import Service
+from tests.run.harness import wait_until
 from tests.serving import FREE_PORTS
 
 SERVICES = {"gristmill.v1.RunService", "gristmill.v1.RolloutService", "gristmill.v1.TrainerService"}
@@ -70,6 +74,32 @@ def test_requests_that_grow_when_they_are_expanded_are_expanded_one_at_a_time(
     calls = [submit.future(bomb, timeout=60) for _ in range(8)]
     assert {refused(call.exception()).code for call in calls} == {"INVALID_ARGUMENT"}
     assert count == [8]
+
+
+def test_a_refusal_that_is_delayed_keeps_nothing_of_its_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, expanded = tmp_path / "tokens.yaml", list[weakref.ref[memoryview]]()
+    metadata = (("authorization", f"Bearer {create_token(path, 'w', ['worker'], ['*'], None)}"),)
+    service = Service(Settings(**FREE_PORTS, store="memory", shutdown_grace_s=5, tokens_file=path))
+    service.start()
+
+    def expand(frame: bytes, most_bytes: int) -> memoryview:
+        data = memoryview(bytes(100))
+        expanded.append(weakref.ref(data))
+        return data
+
+    monkeypatch.setattr(submit_codec, "decompressed", expand)
+    monkeypatch.setattr(Admission, "throttle_s", lambda admission, caller: 2.0)
+    try:
+        with grpc.insecure_channel(service.grpc_address) as channel:
+            submit = channel.unary_unary("/gristmill.v1.RolloutService/SubmitRows")
+            call = submit.future(submit_codec.compressed(b""), timeout=60, metadata=metadata)
+            wait_until(lambda: bool(expanded) and expanded[0]() is None)
+            assert not call.done(), "it is still delayed"
+            assert refused(call.exception()).code == "INVALID_ARGUMENT"
+    finally:
+        service.stop()
 
 
 def test_a_batch_comes_with_the_shard_that_is_wanted_first(grpc_api: GrpcApi, run_name: str) -> None:

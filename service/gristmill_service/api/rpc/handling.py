@@ -301,6 +301,8 @@ class Handling:
             if refused.code == "INTERNAL":
                 _log.error("call failed", call=method.name, exc_info=error)
             _log.debug("call refused", call=method.name, code=refused.code, reason=refused.message)
+        # Its frames have the request, expanded too, which would stay for as long as the refusal is delayed.
+        error.__context__ = error.__cause__ = error.__traceback__ = None
         if method.call and not self._api.gate.is_open:
             self._api.admission.refused(call.throttled, status.name, call.nbytes)
             if delay_s := self._api.admission.throttle_s(call.throttled):
