@@ -1,4 +1,4 @@
-"""The recorder's HTTP application: which path is what."""
+"""The recorder's HTTP application: route calls by path."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from gristmill.errors import GristmillError, InvalidArgumentError, UnavailableError
-from gristmill_recorder.calls import FORMS, Calls, read_body, read_document
+from gristmill_recorder.calls import FORMS, Calls, read_body, read_document, unchanged
 from gristmill_recorder.engine import Engine, query_of, request_headers
-from gristmill_recorder.exchange import unchanged
 from gristmill_recorder.metrics import Metrics
 from gristmill_recorder.names import TrajectoryName, split
 from gristmill_recorder.refusals import Busy, Conflict, RefusalError, UnknownPath, WrongCall
@@ -23,7 +22,7 @@ from gristmill_recorder.settings import RecorderSettings
 _log = logging.getLogger("gristmill.recorder")
 
 _PASSED_ON = frozenset(("v1/embeddings", "v1/messages/count_tokens", "v1/rerank", "v1/score", "tokenize", "detokenize"))
-"""What samples nothing: it is answered by the engine, unrecorded. So is every GET below `v1/models`."""
+"""Calls that sample nothing. The engine answers them, unrecorded, and every GET below `v1/models`."""
 _MODELS = "v1/models"
 _REASON_LENGTH = 200
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
@@ -32,7 +31,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class RecorderApp:
-    """is_ready: whether calls are taken; False once it is stopping."""
+    """Routes calls. is_ready: False once the recorder is stopping."""
 
     def __init__(self, settings: RecorderSettings, runs: Runs, engine: Engine, metrics: Metrics) -> None:
         self._settings, self._runs, self._engine, self._metrics = settings, runs, engine, metrics
@@ -63,7 +62,7 @@ class RecorderApp:
             raise WrongCall(str(error)) from None
         if request.method == "POST" and rest in FORMS:
             return await self._calls.answer(request, _named(name), rest)
-        # An agent's base URL ends with /v1, with which it may be built.
+        # Agents may build this path from their base URL, which ends with /v1.
         end = rest.removeprefix("v1/")
         if request.method == "POST" and end == "finish":
             return await self._finish(request, _named(name))
@@ -73,7 +72,7 @@ class RecorderApp:
         if is_of_models or (request.method == "POST" and rest in _PASSED_ON):
             return await self._pass_on(request, rest)
         raise UnknownPath(
-            f"{request.method} {path}: not known; recorded are POST {', '.join(FORMS)}, passed on "
+            f"{request.method} {path}: unknown path; recorded are POST {', '.join(FORMS)}, passed on "
             f"{', '.join(sorted(_PASSED_ON))} and GET {_MODELS}, and a trajectory ends by POST .../finish or .../abort"
         )
 
@@ -84,9 +83,9 @@ class RecorderApp:
             ended = await self._runs.finish(name, reward, self._settings.finish_wait_s)
         except GristmillError as error:
             raise Busy(str(error)) from None
-        told = {"steps": ended.steps, "outcome": ended.outcome or "waiting for the service"}
+        answer = {"steps": ended.steps, "outcome": ended.outcome or "waiting for the service"}
         return web.Response(
-            status=200 if ended.outcome else 202, body=orjson.dumps(told), content_type="application/json"
+            status=200 if ended.outcome else 202, body=orjson.dumps(answer), content_type="application/json"
         )
 
     async def _abort(self, request: web.Request, name: TrajectoryName) -> web.Response:
@@ -111,7 +110,7 @@ class RecorderApp:
 
     async def _ready(self, request: web.Request) -> web.Response:
         if not self.is_ready:
-            raise Busy("the recorder is stopping; send new calls elsewhere or later")
+            raise Busy("the recorder is stopping; retry later, or call another recorder")
         return web.json_response({"status": "ready"})
 
     async def _scraped(self, request: web.Request) -> web.Response:
@@ -128,15 +127,15 @@ def _named(name: TrajectoryName | None) -> TrajectoryName:
 
 
 def _only(document: dict[str, object], name: str) -> object:
-    """The value of the one field that there may be."""
+    """Returns the value of the only field that the document may have."""
     if unknown := sorted(document.keys() - {name}):
-        raise WrongCall(f"unknown field {unknown[0]}; known is {name}")
+        raise WrongCall(f"unknown field {unknown[0]}; the only one is {name}")
     return document.get(name)
 
 
-def _reward(given: object) -> float | None:
-    if given is None:
+def _reward(value: object) -> float | None:
+    if value is None:
         return None
-    if isinstance(given, bool) or not isinstance(given, (int, float)) or not abs(given) <= _FLOAT32_MAX:
-        raise WrongCall(f"reward is {given!r}; give one number that float32 holds, or none for one that comes later")
-    return float(given)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= _FLOAT32_MAX:
+        raise WrongCall(f"reward is {value!r}; give one number within float32, or none for one that comes later")
+    return float(value)

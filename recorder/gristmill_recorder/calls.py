@@ -1,23 +1,35 @@
-"""The calls that are recorded: their limits, their trajectories, and what is counted of them."""
+"""Answer the calls that are recorded: ask the engine, record what it sampled, then answer the agent.
+
+The last byte of an answer is sent only after its tokens are in the journal.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
 import orjson
-from aiohttp import web
+from aiohttp import ClientResponse, web
 
-from gristmill_recorder.engine import Engine
-from gristmill_recorder.exchange import AgentGoneError, Exchange
-from gristmill_recorder.forms.forms import Asking, ChatForm, Document, Form, ResponsesForm
+from gristmill.completions import Sampled, sampled
+from gristmill.errors import FailedPreconditionError, InvalidArgumentError
+from gristmill_recorder.engine import Engine, answer_headers, query_of, request_headers
+from gristmill_recorder.forms.forms import Asking, ChatForm, Document, EventSplitter, Form, ResponsesForm, Stream
 from gristmill_recorder.forms.messages import MessagesForm
 from gristmill_recorder.metrics import Metrics
 from gristmill_recorder.names import HEADER, TrajectoryName
-from gristmill_recorder.refusals import Busy, EngineAway, EngineSlow, TooLarge, WrongCall
+from gristmill_recorder.refusals import (
+    Busy,
+    EngineAway,
+    EngineSlow,
+    NotRecorded,
+    RefusalError,
+    TooLarge,
+    WrongCall,
+)
 from gristmill_recorder.runs import Runs
 from gristmill_recorder.settings import RecorderSettings
 
@@ -29,7 +41,7 @@ FORMS: dict[str, Callable[[Document, Asking], Form]] = {
     "v1/responses": ResponsesForm,
     "v1/messages": MessagesForm,
 }
-"""By their paths."""
+"""The forms of calls by path."""
 
 
 class Calls:
@@ -39,7 +51,7 @@ class Calls:
         self._under_way = 0
 
     async def answer(self, request: web.BaseRequest, name: TrajectoryName, path: str) -> web.StreamResponse:
-        """Raises RefusalError where it is not answered; then nothing was recorded."""
+        """Answers a call. Raises RefusalError if it cannot; then nothing was recorded."""
         began = time.perf_counter()
         with self._counted(), self._runs.recording(name).calling() as recording:
             document = await read_document(request)
@@ -66,19 +78,19 @@ class Calls:
             self._metrics.cut.labels("engine").inc()
             if not exchange.response.prepared:
                 raise
-            # As the agent would see it without a recorder: the answer has no end.
+            # The agent sees what it would see without a recorder: an answer without an end.
             if request.transport is not None:
                 request.transport.abort()
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
-        """Within the limits."""
+        """Counts a call as under way within the block. Raises Busy if a limit is reached."""
         settings, metrics = self._settings, self._metrics
         if self._under_way >= settings.max_calls:
             raise Busy(f"{self._under_way} calls are under way; try again later, or raise --max-calls")
         if metrics.row_bytes.total >= settings.max_row_bytes:
             raise Busy(
-                "too many steps wait for the service; see whether it runs and has room, or raise --max-row-bytes"
+                "too many steps wait for the service; check that it runs and has capacity, or raise --max-row-bytes"
             )
         self._under_way += 1
         metrics.under_way.set(self._under_way)
@@ -90,12 +102,12 @@ class Calls:
 
 
 async def read_document(request: web.BaseRequest) -> Document:
-    """The body, which is a JSON object. Raises WrongCall and TooLarge."""
+    """Reads the body as a JSON object. Raises WrongCall and TooLarge."""
     body = await read_body(request)
     try:
         document = orjson.loads(body)
     except orjson.JSONDecodeError as error:
-        raise WrongCall(f"the request is no JSON: {error}") from None
+        raise WrongCall(f"the request is not JSON: {error}; send a JSON object") from None
     if not isinstance(document, dict):
         raise WrongCall(f"the request is a {type(document).__name__}; give a JSON object")
     return document
@@ -109,10 +121,155 @@ async def read_body(request: web.BaseRequest) -> bytes:
 
 
 def _version(request: web.BaseRequest, announced: int) -> int:
-    """The policy version that samples the call: as the agent says, else as the trainer announced last."""
+    """Returns the policy version that samples the call: the agent's header, or the last that the trainer announced."""
     text = request.headers.get(VERSION)
     if text is None:
         return announced
     if not (text.isascii() and text.isdigit()):
         raise WrongCall(f"{VERSION} is {text!r}; give a number from 0 on")
     return int(text)
+
+
+Record = Callable[[Sequence[Sampled]], None]
+"""Records samples. When it returns, they survive the process."""
+
+_STREAM = "text/event-stream"
+_REMEDY = "the recorder asks for what it needs: check --engine, and that the engine's version gives token ids"
+
+
+class AgentGoneError(Exception):
+    """The agent closed its connection."""
+
+
+class Exchange:
+    """One call. engine_s: seconds spent waiting for the engine. most_bytes: limit of an answer, or a stream's event."""
+
+    def __init__(self, request: web.BaseRequest, form: Form, record: Record, most_bytes: int) -> None:
+        self._request, self._form, self._record, self._most_bytes = request, form, record, most_bytes
+        self.response = web.StreamResponse()
+        self.engine_s = 0.0
+
+    async def run(self, engine: Engine) -> None:
+        """Answers the agent. The handler returns `response` in any case, also if it was sent already.
+
+        Raises AgentGoneError and RefusalError, without recording anything. Once parts of a stream were sent, it raises
+        only EngineAway and EngineSlow of the refusals: others are reported within the stream.
+        """
+        headers = request_headers(self._request)
+        if key := headers.pop("x-api-key", None):
+            # Anthropic's libraries send the key here; engines read it where OpenAI's libraries send it.
+            headers.setdefault("authorization", f"Bearer {key}")
+        headers["content-type"] = "application/json"
+        try:
+            body = orjson.dumps(self._form.request)
+        except TypeError as error:
+            raise WrongCall(f"the request cannot be written as JSON again: {error}; nest it less deeply") from None
+        asked = time.perf_counter()
+        async with engine.call("POST", self._form.path, query_of(self._request), headers, body) as answer:
+            self.engine_s += time.perf_counter() - asked
+            if answer.status != 200:
+                self.response = await unchanged(answer)
+            elif (encoding := answer.headers.get("content-encoding", "identity")) != "identity":
+                raise NotRecorded(
+                    f"the engine's answer is encoded as {encoding} which the call does not accept; check the engine"
+                )
+            elif answer.content_type == _STREAM:
+                await self._stream(answer)
+            else:
+                await self._whole(answer)
+
+    async def _whole(self, answer: ClientResponse) -> None:
+        body = bytearray()
+        async for part in self._parts(answer):
+            body += part
+            if len(body) > self._most_bytes:
+                raise NotRecorded(f"the engine's answer has more than {self._most_bytes} bytes; raise --max-body-bytes")
+        with _recordable():
+            document = orjson.loads(body)
+            samples = sampled(document)
+            answered = orjson.dumps(self._form.whole(document))
+            # Recorded last: an answer that fails before must not be recorded.
+            self._record(samples)
+        self.response = web.Response(body=answered, headers=answer_headers(answer))
+        # Sent here, not when the handler returns, so that the call is counted after its answer.
+        await self._write_eof()
+
+    async def _stream(self, answer: ClientResponse) -> None:
+        self.response = web.StreamResponse(headers=answer_headers(answer))
+        try:
+            await self._events(answer, self._form.stream())
+        except RefusalError as refusal:
+            if not self.response.prepared or isinstance(refusal, (EngineAway, EngineSlow)):
+                raise
+            await self._write(refusal.event())
+        await self._write_eof()
+
+    async def _events(self, answer: ClientResponse, stream: Stream) -> None:
+        """Forwards events. Those from the completing one on are held back until the answer is recorded."""
+        splitter, held, is_recorded = EventSplitter(self._most_bytes), bytearray(), False
+        async for received in self._parts(answer):
+            ready = bytearray()
+            for event in splitter.feed(received):
+                with _recordable():
+                    part = stream.read(event)
+                (held if stream.is_complete else ready).extend(part)
+            await self._write(ready)
+            if stream.is_over and stream.is_complete and not is_recorded:
+                is_recorded = True
+                await self._end(stream, held)
+        if not is_recorded:
+            await self._end(stream, held)
+
+    async def _end(self, stream: Stream, held: bytearray) -> None:
+        if not stream.has_failed:
+            if not stream.is_complete:
+                raise EngineAway("the engine ended its stream before the answer was complete; make the call again")
+            with _recordable():
+                self._record(stream.sampled())
+        await self._write(held)
+
+    async def _parts(self, answer: ClientResponse) -> AsyncIterator[bytes]:
+        asked = time.perf_counter()
+        async for part in answer.content.iter_any():
+            self.engine_s += time.perf_counter() - asked
+            yield part
+            asked = time.perf_counter()
+        self.engine_s += time.perf_counter() - asked
+
+    async def _write(self, data: bytes | bytearray) -> None:
+        if not data:
+            return
+        try:
+            if not self.response.prepared:
+                await self.response.prepare(self._request)
+            await self.response.write(bytes(data))
+        except ConnectionError:
+            raise AgentGoneError from None
+
+    async def _write_eof(self) -> None:
+        try:
+            if not self.response.prepared:
+                await self.response.prepare(self._request)
+            await self.response.write_eof()
+        except ConnectionError:
+            raise AgentGoneError from None
+
+
+async def unchanged(answer: ClientResponse) -> web.Response:
+    """Forwards the engine's answer unchanged: errors, and answers that are not recorded."""
+    return web.Response(status=answer.status, body=await answer.read(), headers=answer_headers(answer))
+
+
+@contextmanager
+def _recordable() -> Iterator[None]:
+    """Raises NotRecorded if the engine's answer cannot be read within the block."""
+    try:
+        yield
+    except InvalidArgumentError as error:
+        raise NotRecorded(f"{error}; {_REMEDY}") from None
+    except FailedPreconditionError as error:
+        raise NotRecorded(str(error)) from None
+    except (orjson.JSONDecodeError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise NotRecorded(
+            f"the engine's answer does not follow its API: {type(error).__name__}: {error}; check --upstream"
+        ) from None

@@ -1,14 +1,15 @@
-"""What was answered and is not delivered yet, in a file that outlives the process.
+"""Store recorded steps in a file until the service has them.
 
-An SQLite database in WAL mode. A change is in the operating system's memory when its method returns, which survives the
-death of the process; `sync`, called each second in a thread of its own, brings it to the disk, so that the death of the
-machine costs a second at most. No change waits for the disk.
+The file is an SQLite database in WAL mode. When a method returns, its change is in the operating system's memory, which
+survives the process. `sync`, called each second in its own thread, writes changes to the disk: if the machine dies, at
+most a second is lost. No change waits for the disk.
 """
 
 from __future__ import annotations
 
 import fcntl
 import sqlite3
+import struct
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -17,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from gristmill.completions import Sampled
 from gristmill.errors import FailedPreconditionError, InvalidArgumentError, UnavailableError
 from gristmill_recorder.names import TrajectoryName
-from gristmill_recorder.rows import Row
 
 _LAYOUT = 1
 _TABLES = """
@@ -40,7 +42,7 @@ CREATE TABLE steps (
     PRIMARY KEY (trajectory, step)
 );
 """
-# A prompt is as many tokens as it shares with the step before, and the rest: a conversation is written once.
+# A prompt is stored as the number of tokens shared with the step before, and the rest: a conversation is stored once.
 _STEPS = (
     "SELECT step, shared, rest, response, logprobs, stop_reason, policy_version FROM steps WHERE trajectory = ? "
     "ORDER BY step"
@@ -48,11 +50,78 @@ _STEPS = (
 
 
 @dataclass(slots=True)
-class Entry:
-    """A trajectory as the journal has it.
+class Row:
+    """A step, stored until the service has it.
 
-    id: 0 before it is there. next_step: how many steps it has. delivered: how many of these the service has, as far as
-    was seen. rows: the others. is_ended, reward: what its end said. outcome: what became of it, "" while it is open.
+    prompt, response: int32 token ids. logprobs: float32, one per response token; None if rows have none. reward: None
+    is pending. is_last: whether the trajectory ends with this step.
+    """
+
+    step: int
+    prompt: NDArray[np.int32]
+    response: NDArray[np.int32]
+    logprobs: NDArray[np.float32] | None
+    stop_reason: str
+    policy_version: int
+    reward: float | None = 0.0
+    is_last: bool = False
+
+    @classmethod
+    def of(cls, choice: Sampled, step: int, policy_version: int, *, has_logprobs: bool) -> Row:
+        """Makes a step of a sample. Raises InvalidArgumentError for invalid token ids or logprobs."""
+        logprobs = None
+        try:
+            prompt, response = _numbers("i", choice.prompt_token_ids), _numbers("i", choice.response_ids)
+            if has_logprobs and choice.rollout_logprobs is not None:
+                logprobs = _numbers("f", choice.rollout_logprobs)
+        except (TypeError, OverflowError, struct.error) as error:
+            raise InvalidArgumentError(f"the answer's token ids or logprobs are no such numbers: {error}") from None
+        if not len(prompt) or min(prompt.min(), response.min()) < 0:
+            raise InvalidArgumentError(
+                "the answer has an empty prompt, or token ids below 0; check the engine's version"
+            )
+        if has_logprobs and (logprobs is None or len(logprobs) != len(response) or not np.isfinite(logprobs).all()):
+            raise InvalidArgumentError(
+                "the answer does not have one finite logprob a token; start the recorder with --no-logprobs if the "
+                "engine gives none"
+            )
+        return cls(step, prompt, response, logprobs, choice.stop_reason, policy_version)
+
+    @property
+    def nbytes(self) -> int:
+        logprobs = 0 if self.logprobs is None else self.logprobs.nbytes
+        return int(self.prompt.nbytes + self.response.nbytes + logprobs)
+
+    def shared(self, prompt: NDArray[np.int32]) -> int:
+        """Returns how many leading tokens a later prompt shares with this step's prompt and response."""
+        own = _common(self.prompt, prompt)
+        return own if own < len(self.prompt) else own + _common(self.response, prompt[own:])
+
+    def fields(self, name: TrajectoryName) -> dict[str, Any]:
+        """Returns the row to submit. The response is trained; everything else is in the prompt."""
+        fields = {
+            "uid": name.uid,
+            "round": name.round,
+            "sample": name.sample,
+            "attempt": name.attempt,
+            "step": self.step,
+            "is_last_step": self.is_last,
+            "prompt_token_ids": self.prompt,
+            "response_ids": self.response,
+            "loss_mask": np.ones(len(self.response), np.uint8),
+            "reward": self.reward,
+            "stop_reason": self.stop_reason,
+            "policy_version": self.policy_version,
+        }
+        return fields if self.logprobs is None else {**fields, "rollout_logprobs": self.logprobs}
+
+
+@dataclass(slots=True)
+class Entry:
+    """A trajectory in the journal.
+
+    id: 0 until the first step is written. next_step: the number of steps. delivered: how many of them the service has
+    acknowledged; rows: the others. is_ended, reward: set by its end. outcome: its result, "" while it is open.
     """
 
     name: TrajectoryName
@@ -66,11 +135,11 @@ class Entry:
 
 
 class Journal:
-    """For one thread, except for `sync`. One process at a time has it: another one is refused."""
+    """For one thread, except `sync`. One process at a time can open it."""
 
     def __init__(self, path: Path) -> None:
-        """Raises UnavailableError where the file cannot be had, InvalidArgumentError where it is no journal, which is
-        left as it is."""
+        """Opens the journal. Raises UnavailableError if the file cannot be opened or locked, InvalidArgumentError if it
+        is not a journal; the file is unchanged then."""
         with ExitStack() as opened:
             opened.enter_context(_locked(path))
             try:
@@ -85,15 +154,15 @@ class Journal:
             self._opened = opened.pop_all()
 
     def find(self, name: TrajectoryName) -> Entry | None:
-        """The trajectory of that name without its rows."""
-        found = self._database.execute(
+        """Returns the trajectory without its rows."""
+        records = self._database.execute(
             f"{_FIND} WHERE run = ? AND uid = ? AND sample = ? AND round = ? AND attempt = ?", name
         )
-        entry = found.fetchone()
-        return None if entry is None else _entry(entry)
+        record = records.fetchone()
+        return None if record is None else _entry(record)
 
     def open(self) -> Iterator[Entry]:
-        """The trajectories that are not closed, with the rows that are left of them: for a start."""
+        """Yields the trajectories that are not closed, with the rows that are not delivered."""
         for found in self._database.execute(f"{_FIND} WHERE closed_at IS NULL ORDER BY id").fetchall():
             entry = _entry(found)
             before: Row | None = None
@@ -104,11 +173,11 @@ class Journal:
             yield entry
 
     def append(self, entry: Entry, rows: Sequence[Row], before: Row | None) -> None:
-        """The next steps of a trajectory, all or none; the first make it. Completes the entry's `id` and `next_step`.
+        """Appends the next steps of a trajectory, all or none, and updates the entry's `id` and `next_step`.
 
-        before: the step before them, if there is one.
+        before: the step before them, if any.
         """
-        # An answer waits for this, and one statement is a change by itself.
+        # An answer waits for this: one statement needs no transaction.
         is_single = entry.id and len(rows) == 1
         with self._kept() if is_single else self._changing():
             id_ = entry.id or self._make(entry.name)
@@ -124,19 +193,19 @@ class Journal:
         return made.lastrowid
 
     def deliver(self, entry: Entry) -> None:
-        """Takes note of the entry's `delivered`, so that these steps are not delivered again after a restart."""
+        """Stores the entry's `delivered`, so that a restart does not deliver these steps again."""
         with self._kept():
             self._database.execute("UPDATE trajectories SET delivered = ? WHERE id = ?", (entry.delivered, entry.id))
 
     def end(self, trajectory: int, reward: float | None) -> None:
-        """No more steps come."""
+        """Stores that the trajectory has ended."""
         with self._changing():
             self._database.execute(
                 "UPDATE trajectories SET is_ended = 1, reward = ? WHERE id = ?", (reward, trajectory)
             )
 
     def close_trajectory(self, trajectory: int, outcome: str, *, keeps_rows: bool) -> None:
-        """Nothing is left to do for it. keeps_rows: for a person to look at, until `forget`."""
+        """Stores the outcome of a trajectory. keeps_rows: keep its steps for inspection until `forget`."""
         with self._changing():
             self._database.execute(
                 "UPDATE trajectories SET outcome = ?, closed_at = ?, next_step = "
@@ -147,7 +216,7 @@ class Journal:
                 self._database.execute("DELETE FROM steps WHERE trajectory = ?", (trajectory,))
 
     def forget(self, before: float) -> None:
-        """Removes what was closed before this time."""
+        """Removes the trajectories that were closed before this time."""
         with self._changing():
             self._database.execute(
                 "DELETE FROM steps WHERE trajectory IN (SELECT id FROM trajectories WHERE closed_at < ?)", (before,)
@@ -155,7 +224,7 @@ class Journal:
             self._database.execute("DELETE FROM trajectories WHERE closed_at < ?", (before,))
 
     def sync(self) -> None:
-        """Brings all changes to the disk. May be called in another thread, which changes do not wait for."""
+        """Writes all changes to the disk. May be called in another thread; changes do not wait for it."""
         self._disk.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
 
     def close(self) -> None:
@@ -164,7 +233,7 @@ class Journal:
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """Several statements as one change. Raises FailedPreconditionError as `_kept`."""
+        """Runs several statements as one transaction. Raises FailedPreconditionError like `_kept`."""
         with self._kept():
             self._database.execute("BEGIN")
             yield
@@ -172,19 +241,19 @@ class Journal:
 
     @contextmanager
     def _kept(self) -> Iterator[None]:
-        """One change. Raises FailedPreconditionError where the disk does not take it; then nothing of it was kept."""
+        """Raises FailedPreconditionError if a change within the block cannot be written; then none of it was."""
         try:
             yield
         except sqlite3.Error as error:
             if self._database.in_transaction:
                 self._database.execute("ROLLBACK")
             raise FailedPreconditionError(
-                f"the journal cannot be written: {error}; make room on its disk: a call that is not "
+                f"the journal cannot be written: {error}; free space on its disk: a call that is not "
                 "recorded is not answered"
             ) from None
 
 
-# How many steps there are is noted when they go; until then they say it.
+# next_step is stored when the steps are removed; until then it is read from them.
 _FIND = (
     "SELECT id, run, uid, sample, round, attempt, "
     "max(next_step, (SELECT coalesce(max(step) + 1, 0) FROM steps WHERE trajectory = id)), "
@@ -251,3 +320,16 @@ def _row(found: tuple[Any, ...], before: Row | None) -> Row:
         prompt = np.concatenate([np.concatenate([before.prompt, before.response])[:shared], prompt])
     values = None if logprobs is None else np.frombuffer(logprobs, np.float32)
     return Row(step, prompt, sampled, values, stop_reason, policy_version)
+
+
+def _numbers(code: str, values: Sequence[float]) -> NDArray[Any]:
+    """Converts values to int32 (code "i") or float32 ("f"). Raises struct.error and OverflowError for other values,
+    where NumPy would cut 1.5 to 1."""
+    return np.frombuffer(struct.pack(f"{len(values)}{code}", *values), np.dtype(code))
+
+
+def _common(first: NDArray[np.int32], second: NDArray[np.int32]) -> int:
+    """Returns the length of the common prefix."""
+    length = min(len(first), len(second))
+    differs = first[:length] != second[:length]
+    return int(differs.argmax()) if differs.any() else length

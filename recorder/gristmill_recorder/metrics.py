@@ -1,4 +1,4 @@
-"""What Prometheus scrapes of a recorder."""
+"""The recorder's metrics for Prometheus."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from gristmill_recorder.rows import Row
+from gristmill_recorder.journal import Row
 
 _ADDED = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5, 2.5)
 _CALLS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 
 
 class RowBytes:
-    """total: of the steps that are held."""
+    """total: bytes of the steps that the service does not have yet."""
 
     total = 0
 
 
 class Metrics:
-    """docs/recorder.md says what each is."""
+    """docs/recorder.md describes each."""
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
@@ -27,43 +27,45 @@ class Metrics:
         def name(of: str) -> str:
             return f"gristmill_recorder_{of}"
 
-        self.calls = Counter(
-            name("calls"), "Calls that were answered, by API and status.", ("api", "status"), registry=registry
-        )
+        self.calls = Counter(name("calls"), "Answered calls by API and status.", ("api", "status"), registry=registry)
         self.call_seconds = Histogram(
-            name("call_seconds"), "From a call to its answer's last byte.", ("api",), buckets=_CALLS, registry=registry
+            name("call_seconds"),
+            "From a call to its answer's last byte.",
+            ("api",),
+            buckets=_CALLS,
+            registry=registry,
         )
         self.added_seconds = Histogram(
-            name("added_seconds"), "Of that, what the recorder took.", ("api",), buckets=_ADDED, registry=registry
+            name("added_seconds"), "The recorder's share of this time.", ("api",), buckets=_ADDED, registry=registry
         )
         self.journal_seconds = Histogram(
-            name("journal_seconds"), "One append to the journal.", buckets=_ADDED, registry=registry
+            name("journal_seconds"), "Time of one append to the journal.", buckets=_ADDED, registry=registry
         )
-        self.under_way = Gauge(name("calls_under_way"), "Calls that the engine has not answered.", registry=registry)
+        self.under_way = Gauge(name("calls_under_way"), "Calls that are not answered yet.", registry=registry)
         self.cut = Counter(
             name("cut_calls"), "Calls whose connection was lost, by side; not recorded.", ("side",), registry=registry
         )
         self.refused = Counter(
             name("refused_calls"), "Calls that the recorder refused, by reason.", ("reason",), registry=registry
         )
-        self.steps = Counter(name("steps"), "Steps that were recorded.", registry=registry)
-        self.tokens = Counter(name("tokens"), "Tokens that were recorded, by kind.", ("kind",), registry=registry)
+        self.steps = Counter(name("steps"), "Recorded steps.", registry=registry)
+        self.tokens = Counter(name("tokens"), "Recorded tokens by kind.", ("kind",), registry=registry)
         self.row_bytes = RowBytes()
         held = Gauge(name("row_bytes"), "Bytes of steps that the service does not have yet.", registry=registry)
         held.set_function(lambda: self.row_bytes.total)
         self.open = Gauge(name("open_trajectories"), "Trajectories that are being recorded.", registry=registry)
         self.policy_version = Gauge(
             name("policy_version"),
-            "That the trainer announced last, as far as is known here.",
+            "The last version that the trainer announced, as known to the recorder.",
             ("run",),
             registry=registry,
         )
         self.closed = Counter(
-            name("closed_trajectories"), "Trajectories that are over, by outcome.", ("outcome",), registry=registry
+            name("closed_trajectories"), "Closed trajectories by outcome.", ("outcome",), registry=registry
         )
         self.delivery_failures = Counter(
             name("delivery_failures"),
-            "Submissions that the service did not take, by code.",
+            "Submissions that the service refused, by code.",
             ("code",),
             registry=registry,
         )
@@ -77,7 +79,7 @@ class Metrics:
             self.row_bytes.total += row.nbytes
 
     def answered(self, api: str, status: int, took_s: float, engine_s: float) -> None:
-        """A call, and how much of its time was the engine's."""
+        """Counts an answered call, and the recorder's share of its time."""
         self.calls.labels(api, str(status)).inc()
         self.call_seconds.labels(api).observe(took_s)
         self.added_seconds.labels(api).observe(max(0.0, took_s - engine_s))

@@ -1,4 +1,4 @@
-"""Which trajectory a call belongs to: its URL says it, or its headers do."""
+"""Read the trajectory of a call from its URL or its headers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _INT32_MAX = 2**31 - 1
 
 
 class TrajectoryName(NamedTuple):
-    """One trajectory of a run. attempt: one more than before when it is sampled anew."""
+    """A trajectory of a run. attempt: increased by one when it is sampled again."""
 
     run: str
     uid: str
@@ -31,34 +31,34 @@ class TrajectoryName(NamedTuple):
 
 
 def split(path: str, headers: Mapping[str, str]) -> tuple[TrajectoryName | None, str]:
-    """The trajectory that a call names, None where it names none, and the rest of its path, as `v1/chat/completions`.
+    """Returns the trajectory that a call names, or None, and the rest of its path, such as `v1/chat/completions`.
 
-    path: as the request has it, with its escapes: a uid may hold a `/` as `%2F`. It begins with
-        `/runs/RUN/uid/UID/sample/N`, and may go on with `/round/N` and `/attempt/N`. Without these, the headers
-        `x-gristmill-run`, `-uid`, `-sample`, `-round` and `-attempt` count.
-    Raises InvalidArgumentError naming what is wrong.
+    path: the raw path with its escapes: a uid may contain a `/` as `%2F`. It begins with `/runs/RUN/uid/UID/sample/N`,
+        and may continue with `/round/N` and `/attempt/N`. Without these, the headers `x-gristmill-run`, `-uid`,
+        `-sample`, `-round` and `-attempt` are read.
+    Raises InvalidArgumentError naming the invalid part.
     """
-    given: dict[str, str] = {}
+    values: dict[str, str] = {}
     parts = path.lstrip("/").split("/")
-    while len(parts) > 1 and parts[0] in _KEYS and parts[0] not in given:
-        given[parts[0]] = unquote(parts[1])
+    while len(parts) > 1 and parts[0] in _KEYS and parts[0] not in values:
+        values[parts[0]] = unquote(parts[1])
         parts = parts[2:]
     rest = "/".join(parts)
-    if not given:
+    if not values:
         names = {key: headers.get(f"{HEADER}{key.removesuffix('s') if key == 'runs' else key}") for key in _KEYS}
-        given = {key: value for key, value in names.items() if value is not None}
-    return (_name(given) if given else None), rest
+        values = {key: value for key, value in names.items() if value is not None}
+    return (_name(values) if values else None), rest
 
 
-def _name(given: Mapping[str, str]) -> TrajectoryName:
+def _name(values: Mapping[str, str]) -> TrajectoryName:
     for key in ("runs", "uid", "sample"):
-        if not given.get(key):
+        if not values.get(key):
             raise InvalidArgumentError(
                 f"the call names no {key.removesuffix('s')}; give a base URL that ends as in {_EXAMPLE}, or the "
                 f"headers {HEADER}run, {HEADER}uid and {HEADER}sample"
             )
-    numbers = {key: _number(key, given.get(key, "0")) for key in _NUMBERS}
-    return TrajectoryName(given["runs"], given["uid"], numbers["sample"], numbers["round"], numbers["attempt"])
+    numbers = {key: _number(key, values.get(key, "0")) for key in _NUMBERS}
+    return TrajectoryName(values["runs"], values["uid"], numbers["sample"], numbers["round"], numbers["attempt"])
 
 
 def _number(key: str, text: str) -> int:

@@ -1,7 +1,7 @@
-"""One trajectory that is being recorded: its steps are numbered, journalled, and delivered to the service in order.
+"""Record one trajectory: number its steps, append them to the journal, and deliver them to the service in order.
 
-The step that was answered last is held back until another one follows or the trajectory ends, as only the end tells
-which step is the last. All else is delivered as it comes, by a task of the trajectory's own while there is anything.
+The newest step is held back until another one follows or the trajectory ends, because a row says whether it is the
+last one. A background task of the trajectory delivers the others.
 """
 
 from __future__ import annotations
@@ -22,16 +22,15 @@ from gristmill.errors import (
     InvalidArgumentError,
     NotFoundError,
 )
-from gristmill_recorder.journal import Entry, Journal
+from gristmill_recorder.journal import Entry, Journal, Row
 from gristmill_recorder.metrics import Metrics
 from gristmill_recorder.refusals import CallsUnderWay, Conflict, TrajectoryOver
-from gristmill_recorder.rows import Row
 
 _log = logging.getLogger("gristmill.recorder")
 
-_MOST_ROWS = 64
+_MAX_ROWS = 64
 _PAUSE_S = 1.0
-# All else passes: the service is away, has no room, or is repaired.
+# Other errors pass: the service is unreachable, or has no capacity.
 _LASTING = (AlreadyExistsError, FailedPreconditionError, InvalidArgumentError, NotFoundError)
 _OVER = {
     RowOutcome.SEALED: "sealed: its group went into a batch without it",
@@ -42,7 +41,7 @@ ACCEPTED, ABORTED, REFUSED = "accepted", "aborted", "refused"
 
 
 class Recording:
-    """For one event loop. In the journal from its first answer on. on_closed: called once nothing is left to do."""
+    """A trajectory. For one event loop. on_closed: called when everything is delivered or given up."""
 
     def __init__(
         self,
@@ -65,7 +64,7 @@ class Recording:
 
     @property
     def outcome(self) -> str:
-        """What became of it, "" while it is open."""
+        """The result of the trajectory, "" while it is open."""
         return self._entry.outcome
 
     @property
@@ -74,7 +73,7 @@ class Recording:
 
     @contextmanager
     def calling(self) -> Iterator[Recording]:
-        """A call of the trajectory is under way within the block. Raises TrajectoryOver where it would be of no use."""
+        """Marks a call as under way within the block. Raises TrajectoryOver if the trajectory is closed."""
         self._check_open()
         self.calls += 1
         try:
@@ -86,10 +85,10 @@ class Recording:
                 self._on_closed(self)
 
     def record(self, choices: Sequence[Sampled], policy_version: int, *, has_logprobs: bool) -> None:
-        """Takes what one call sampled, a step a choice. When it returns the steps are in the journal.
+        """Records one step per choice of a call. When it returns, the steps are in the journal.
 
-        Raises GristmillError where the answer lacks something or the journal cannot be written, and TrajectoryOver
-        where the trajectory was closed meanwhile; then nothing was recorded.
+        Raises GristmillError if the answer is incomplete or the journal cannot be written, and TrajectoryOver if the
+        trajectory was closed in the meantime; then nothing was recorded.
         """
         self._check_open()
         first = self._entry.next_step
@@ -103,20 +102,20 @@ class Recording:
             self._journal.append(self._entry, rows, self._waiting[-1] if self._waiting else None)
         self._waiting += rows
         self._metrics.recorded(rows)
-        # Once the answer is sent, which waits for this.
+        # Delivered later: the answer waits for this method.
         asyncio.get_running_loop().call_soon(self.deliver)
 
     async def finish(self, reward: float | None, wait_s: float) -> None:
-        """Ends the trajectory with its last step's reward, None for one that `set_reward` gives later. Idempotent.
+        """Ends the trajectory with its last step's reward, or None if `set_reward` sets it later. Idempotent.
 
-        Returns when the service has it, or after wait_s: then it is delivered later, whatever becomes of the caller.
-        Raises Conflict where it ended with another reward, or calls are under way.
+        Returns when the service has the trajectory, or after wait_s; then it is delivered later. Raises Conflict if the
+        trajectory ended with another reward, or calls are under way.
         """
         if self._entry.is_ended:
             check_same_end(self._entry, reward)
         else:
             if self.calls:
-                raise CallsUnderWay(f"{self.name}: {self.calls} calls are under way; finish it when they are answered")
+                raise CallsUnderWay(f"{self.name}: {self.calls} calls are under way; finish it after their answers")
             self._journal.end(self._entry.id, reward)
             self._entry.is_ended, self._entry.reward = True, reward
             self.deliver()
@@ -124,45 +123,45 @@ class Recording:
             await asyncio.wait_for(self._over.wait(), wait_s)
 
     def check_not_ended(self) -> None:
-        """Raises Conflict where it has ended, so that it cannot be given up here."""
+        """Raises Conflict if the trajectory has ended, so that only the service can abort it."""
         if self._entry.is_ended:
             raise Conflict(f"{self.name}: it has ended with {self.steps} steps; abort it in the service")
 
     def give_up(self) -> None:
-        """Nothing of it is recorded or delivered from now on."""
+        """Stops recording and delivering the trajectory."""
         self._close(ABORTED)
 
     async def stop(self) -> None:
-        """Ends the delivery. What was not delivered stays in the journal."""
+        """Stops the delivery. Other rows stay in the journal."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait((self._task,))
 
     def is_abandoned(self, since: float) -> bool:
-        """Whether its agent was not heard of since then, and is expected to be."""
+        """Whether the agent was silent since then, although the trajectory has not ended."""
         return not self.calls and not self._entry.is_ended and self.used_at < since
 
     @property
     def is_idle(self) -> bool:
-        """Whether all that can be delivered is."""
+        """Whether everything that can be delivered is delivered."""
         return self._task is None
 
     def _check_open(self) -> None:
         if self._entry.is_ended:
-            raise TrajectoryOver(f"{self.name}: it has ended; sample it anew under the next attempt (.../attempt/N/v1)")
+            raise TrajectoryOver(f"{self.name}: it has ended; sample it again as the next attempt (.../attempt/N/v1)")
         if self._entry.outcome:
             raise over(self._entry)
 
     def _due(self) -> list[Row]:
-        """The rows that may go now: all but the last one, until the end says that it is the last."""
+        """Returns the rows to deliver now: all but the newest, until the trajectory has ended."""
         most = len(self._waiting) - (not self._entry.is_ended)
-        rows = [self._waiting[position] for position in range(min(most, _MOST_ROWS))]
+        rows = [self._waiting[position] for position in range(min(most, _MAX_ROWS))]
         if self._entry.is_ended and len(rows) == len(self._waiting):
             rows[-1].is_last, rows[-1].reward = True, self._entry.reward
         return rows
 
     def deliver(self) -> None:
-        """Has what may go delivered, in the background."""
+        """Starts the delivery in the background, if there is anything to deliver."""
         if self._task is None and self._due():
             self._task = asyncio.create_task(self._send(), name=f"deliver {self.name}")
 
@@ -203,7 +202,7 @@ class Recording:
         try:
             self._journal.deliver(self._entry)
         except FailedPreconditionError as error:
-            # After a restart they are delivered again, which changes nothing.
+            # After a restart they are delivered again, as duplicates.
             _log.error("%s: %s", self.name, error)
 
     def _close(self, outcome: str) -> None:
@@ -213,7 +212,7 @@ class Recording:
             if self._entry.id:
                 self._journal.close_trajectory(self._entry.id, outcome, keeps_rows=outcome.startswith(REFUSED))
         except FailedPreconditionError as error:
-            # After a restart it is delivered again, which changes nothing.
+            # After a restart it is delivered again, as a duplicate.
             _log.error("%s: %s", self.name, error)
         self._entry.outcome = outcome
         for row in self._waiting:
@@ -225,13 +224,13 @@ class Recording:
 
 
 def over(entry: Entry) -> TrajectoryOver:
-    """Why calls of a closed trajectory are of no use."""
+    """Returns the refusal of calls of a closed trajectory."""
     if entry.is_ended and entry.outcome == ACCEPTED:
-        return TrajectoryOver(f"{entry.name}: it has ended; sample it anew under the next attempt (.../attempt/N/v1)")
-    return TrajectoryOver(f"{entry.name}: it is over, {entry.outcome}; stop working on it")
+        return TrajectoryOver(f"{entry.name}: it has ended; sample it again as the next attempt (.../attempt/N/v1)")
+    return TrajectoryOver(f"{entry.name}: it is closed, {entry.outcome}; stop working on it")
 
 
 def check_same_end(entry: Entry, reward: float | None) -> None:
-    """Raises Conflict where a trajectory has ended with another reward."""
+    """Raises Conflict if a trajectory has ended with another reward."""
     if entry.reward != reward:
         raise Conflict(f"{entry.name}: it has ended with the reward {entry.reward}, and now {reward}; it ends once")

@@ -1,5 +1,4 @@
-"""What the recorder itself answers where it does not answer with the engine's words: in the form that the agent's
-library reads, with what was wrong and the remedy."""
+"""The recorder's own error answers, in the form that agents' libraries read, with the problem and the remedy."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ import orjson
 
 
 class RefusalError(Exception):
-    """A call that the engine does not answer. Libraries call again by themselves where there is a `retry_after_s`."""
+    """A call that the recorder refuses. Agents' libraries retry if there is a `retry_after_s`."""
 
     status: ClassVar[int] = 400
     kind: ClassVar[str] = "invalid_request_error"
@@ -17,22 +16,22 @@ class RefusalError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        found = {"content-type": "application/json", "x-should-retry": "true" if self.retry_after_s else "false"}
-        return found if self.retry_after_s is None else {**found, "retry-after": f"{self.retry_after_s:g}"}
+        headers = {"content-type": "application/json", "x-should-retry": "true" if self.retry_after_s else "false"}
+        return headers if self.retry_after_s is None else {**headers, "retry-after": f"{self.retry_after_s:g}"}
 
     @property
     def body(self) -> dict[str, Any]:
-        """As OpenAI's and Anthropic's libraries read it, each its own part."""
-        told = {"message": str(self), "type": self.kind, "param": None, "code": f"gristmill_{type(self).__name__}"}
-        return {"type": "error", "error": told}
+        """The document. OpenAI's and Anthropic's libraries read different parts of it."""
+        error = {"message": str(self), "type": self.kind, "param": None, "code": f"gristmill_{type(self).__name__}"}
+        return {"type": "error", "error": error}
 
     def event(self) -> bytes:
-        """In place of the rest of a stream, which both libraries raise."""
+        """The event that replaces the rest of a stream. Both libraries raise it."""
         return b"event: error\ndata: " + orjson.dumps(self.body) + b"\n\n"
 
 
 class WrongCall(RefusalError):  # noqa: N818 - the name is a code in the answer
-    """What was asked for cannot be recorded, and would not be trained."""
+    """The call cannot be recorded, so that it would not be trained."""
 
 
 class UnknownPath(RefusalError):  # noqa: N818
@@ -46,7 +45,7 @@ class Busy(RefusalError):  # noqa: N818
 
 
 class Conflict(RefusalError):  # noqa: N818
-    """The end of a trajectory that does not fit what was recorded."""
+    """The end of a trajectory contradicts what was recorded."""
 
     status = 409
 
@@ -56,7 +55,7 @@ class CallsUnderWay(Conflict):
 
 
 class TrajectoryOver(RefusalError):  # noqa: N818
-    """No more calls of this trajectory are of use."""
+    """The trajectory has ended or was dropped; further calls are useless."""
 
     status = 410
 
@@ -66,7 +65,7 @@ class TooLarge(RefusalError):  # noqa: N818
 
 
 class NotRecorded(RefusalError):  # noqa: N818
-    """The engine answered, and the answer could not be recorded: it is not passed on."""
+    """The engine's answer could not be recorded, and is not forwarded."""
 
     status, kind = 502, "api_error"
 

@@ -1,4 +1,4 @@
-"""The runs that a recorder records for, and the trajectories of each that are open."""
+"""The runs of a recorder, and their open trajectories."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _UNKNOWN_VERSION = -1
 
 
 class Run:
-    """policy_version: that the trainer announced last, -1 as long as nothing is known."""
+    """A run. policy_version: the last one that the trainer announced, -1 while it is unknown."""
 
     def __init__(self, name: str, client: AsyncRolloutClient, metrics: Metrics) -> None:
         self.name, self.client = name, client
@@ -44,8 +44,8 @@ class Run:
         self._watch: asyncio.Task[None] | None = None
 
     async def check(self) -> None:
-        """Returns when the service has said that it takes what would be recorded, or was silent for a while: what is
-        recorded waits for it. Raises WrongCall where it does not take it."""
+        """Returns when the service has confirmed that the run accepts steps, or did not answer within a few seconds;
+        steps wait for it then. Raises WrongCall if the run does not accept them."""
         if self._is_known:
             return
         if self._learning is None:
@@ -54,7 +54,7 @@ class Run:
         learning = self._learning
         await asyncio.wait((learning,), timeout=max(0.0, self._patient_until - time.monotonic()))
         if learning.done():
-            # A run that is not there may be made before the next call.
+            # The run may be created before the next call.
             self._learning = None
             learning.result()
 
@@ -66,9 +66,9 @@ class Run:
             except NotFoundError as error:
                 raise WrongCall(f"{error}; create the run before its agents start") from None
             except (PermissionDeniedError, UnauthenticatedError) as error:
-                raise WrongCall(f"the recorder's token does not do for run {self.name!r}: {error}") from None
+                raise WrongCall(f"the recorder's token is not permitted for run {self.name!r}: {error}") from None
             except GristmillError as error:
-                _log.warning("run %r: what is recorded waits for the service: %s", self.name, error)
+                _log.warning("run %r: recorded steps wait for the service: %s", self.name, error)
                 await asyncio.sleep(_PAUSE_S)
         if not status.config["step_wise"]:
             raise WrongCall(f"run {self.name!r} has no steps; create it with step_wise: true, and merge: tree")
@@ -83,7 +83,7 @@ class Run:
             except DeadlineExceededError:
                 continue
             except GristmillError as error:
-                _log.info("run %r: its policy version is not known now: %s", self.name, error)
+                _log.info("run %r: policy version unknown: %s", self.name, error)
                 await asyncio.sleep(_PAUSE_S)
 
     def _announced(self, version: int) -> None:
@@ -100,14 +100,14 @@ class Run:
 
 
 class Ended(NamedTuple):
-    """outcome: what became of the trajectory, "" where the service does not have all of it yet."""
+    """An ended trajectory. outcome: "" while the service does not have all of its steps."""
 
     steps: int
     outcome: str
 
 
 class Runs:
-    """All of a recorder's. For one event loop."""
+    """All runs of a recorder. For one event loop."""
 
     def __init__(self, address: str, journal: Journal, metrics: Metrics) -> None:
         self._address, self._journal, self._metrics = address, journal, metrics
@@ -115,7 +115,7 @@ class Runs:
         self._open: dict[TrajectoryName, Recording] = {}
 
     def resume(self) -> int:
-        """Goes on with what the journal has; returns how many trajectories that are."""
+        """Continues the open trajectories of the journal. Returns their number."""
         for entry in self._journal.open():
             self._add(entry).deliver()
         return len(self._open)
@@ -127,7 +127,7 @@ class Runs:
         return self._runs[name]
 
     def recording(self, name: TrajectoryName) -> Recording:
-        """The trajectory, which begins with its first call. Raises TrajectoryOver where it is closed."""
+        """Returns the trajectory, and starts it with its first call. Raises TrajectoryOver if it is closed."""
         if (known := self._open.get(name)) is not None:
             return known
         if (entry := self._journal.find(name)) is not None:
@@ -135,7 +135,7 @@ class Runs:
         return self._add(Entry(name))
 
     async def finish(self, name: TrajectoryName, reward: float | None, wait_s: float) -> Ended:
-        """As `Recording.finish`. Raises Conflict also where no call was recorded, or the service refused the steps."""
+        """Like `Recording.finish`. Raises Conflict also if no call was recorded, or the service refused the steps."""
         if (known := self._open.get(name)) is not None and known.steps:
             await known.finish(reward, wait_s)
             ended = Ended(known.steps, known.outcome)
@@ -144,40 +144,40 @@ class Runs:
                 check_same_end(entry, reward)
             ended = Ended(entry.next_step, entry.outcome)
         else:
-            raise Conflict(f"{name}: no call was recorded, so that there is nothing to train; abort it")
+            raise Conflict(f"{name}: no call was recorded; abort it")
         if ended.outcome.startswith(REFUSED):
             raise Conflict(f"{name}: {ended.outcome}")
         return ended
 
     async def abort(self, name: TrajectoryName, reason: str) -> None:
-        """Gives the trajectory up, here and in the service, where its group goes on without it. Idempotent."""
+        """Aborts the trajectory, here and in the service, where its group continues without it. Idempotent."""
         if (known := self._open.get(name)) is not None:
             known.check_not_ended()
         client = self.run(name.run).client
         try:
             await client.abort_trajectory(name.uid, name.sample, round=name.round, reason=reason)
         except NotFoundError:
-            # Nothing was delivered: the service has to hear of the group, or it would wait for this sample later.
+            # No step was delivered. Without the abort, the group would wait for this sample later.
             if not await client.begin_groups([name.uid], name.round, wait_s=0.0):
-                raise Busy(f"{name}: there is no room for its group now; abort it later") from None
+                raise Busy(f"{name}: the service has no capacity for its group now; abort it later") from None
             await client.abort_trajectory(name.uid, name.sample, round=name.round, reason=reason)
         if known is not None:
             known.give_up()
 
     async def abandon(self, idle_s: float) -> None:
-        """Aborts trajectories of which nothing was heard for so long: their groups would wait for them for ever."""
+        """Aborts trajectories that are silent for idle_s: their groups would wait for them forever."""
         late = time.monotonic() - idle_s
-        for recording in [one for one in self._open.values() if one.is_abandoned(late)]:
-            _log.warning("%s: aborted, as no call and no end came for %g s", recording.name, idle_s)
+        for recording in [open_ for open_ in self._open.values() if open_.is_abandoned(late)]:
+            _log.warning("%s: aborted after %g s without a call or an end", recording.name, idle_s)
             try:
                 await self.abort(recording.name, f"the agent was silent for {idle_s:g} s")
             except GristmillError as error:
                 _log.warning("%s: could not be aborted in the service: %s", recording.name, error)
 
     async def close(self, grace_s: float) -> None:
-        """Delivers what may go, for so long. All else stays in the journal."""
+        """Delivers steps for at most grace_s. The others stay in the journal."""
         end = time.monotonic() + grace_s
-        while time.monotonic() < end and not all(one.is_idle for one in self._open.values()):
+        while time.monotonic() < end and not all(recording.is_idle for recording in self._open.values()):
             await asyncio.sleep(0.02)
         for recording in [*self._open.values()]:
             await recording.stop()
@@ -186,12 +186,12 @@ class Runs:
 
     def _add(self, entry: Entry) -> Recording:
         client = self.run(entry.name.run).client
-        made = self._open[entry.name] = Recording(entry, self._journal, client, self._metrics, self._forget)
+        recording = self._open[entry.name] = Recording(entry, self._journal, client, self._metrics, self._forget)
         self._metrics.open.set(len(self._open))
-        return made
+        return recording
 
     def _forget(self, recording: Recording) -> None:
-        # Another one may have its name by now.
+        # A new recording may have the name by now.
         if self._open.get(recording.name) is recording:
             del self._open[recording.name]
         self._metrics.open.set(len(self._open))

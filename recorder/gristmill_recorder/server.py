@@ -1,4 +1,4 @@
-"""One recorder in one process, until it is asked to stop."""
+"""Run a recorder in this process until a signal asks it to stop."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from gristmill_recorder.settings import RecorderSettings
 _log = logging.getLogger("gristmill.recorder")
 
 _SYNC_S = 1.0
-_HOUSEKEEPING_S = 60.0
+_UPKEEP_S = 60.0
 
 
 async def serve(settings: RecorderSettings) -> None:
-    """Answers agents until SIGTERM or SIGINT; a second one ends the process at once.
+    """Answers agents until SIGTERM or SIGINT; a second signal ends the process at once.
 
-    Then calls that are under way are answered, and what may go is delivered, within the grace; all else waits in the
-    journal for the next start. Raises GristmillError where the journal or the address cannot be had.
+    Before it returns, it answers the calls under way and delivers steps, within the grace. The others stay in the
+    journal for the next start. Raises GristmillError if the journal or the address cannot be opened.
     """
     asked = _stop_asked()
-    # What is wrong with the service's address or the certificates for it is told now, not with the first call.
+    # Report a wrong address or certificate of the service now, not with the first call.
     await AsyncRolloutClient(settings.address, "any").close()
     journal, metrics = Journal(settings.journal), Metrics()
     runs = Runs(settings.address, journal, metrics)
     engine = Engine(settings)
     app = RecorderApp(settings, runs, engine, metrics)
     if left := runs.resume():
-        _log.info("%d trajectories go on where they stopped", left)
-    tasks = [asyncio.create_task(_sync(journal)), asyncio.create_task(_keep_house(runs, journal, settings))]
+        _log.info("%d trajectories continue", left)
+    tasks = [asyncio.create_task(_sync(journal)), asyncio.create_task(_run_upkeep(runs, journal, settings))]
     try:
         runner = await _listening(app, settings)
         print(f"gristmill record is ready: {_url(settings, runner)} in front of {settings.upstream}", flush=True)
@@ -96,8 +96,8 @@ async def _sync(journal: Journal) -> None:
         await asyncio.to_thread(journal.sync)
 
 
-async def _keep_house(runs: Runs, journal: Journal, settings: RecorderSettings) -> None:
+async def _run_upkeep(runs: Runs, journal: Journal, settings: RecorderSettings) -> None:
     while True:
         journal.forget(time.time() - settings.keep_closed_s)
         await runs.abandon(settings.idle_abort_s)
-        await asyncio.sleep(min(_HOUSEKEEPING_S, settings.idle_abort_s))
+        await asyncio.sleep(min(_UPKEEP_S, settings.idle_abort_s))

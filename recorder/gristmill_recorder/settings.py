@@ -21,50 +21,55 @@ class RecorderSettings(BaseSettings):
     )
 
     upstream: str = Field(description="The engine's URL, without the /v1: http://vllm:8000.")
-    engine: Literal["vllm", "sglang"] = Field("vllm", description="Whose way of asking for token ids the engine has.")
+    engine: Literal["vllm", "sglang"] = Field("vllm", description="The engine's API for token ids.")
     address: str = Field(
-        "127.0.0.1:50051", description="The service: HOST:PORT or unix:/PATH, several replicas with commas between."
+        "127.0.0.1:50051", description="The service: HOST:PORT or unix:/PATH, or several replicas, separated by commas."
     )
     listen: str = Field("127.0.0.1:8090", description="HOST:PORT for the agents; port 0 picks a free one.")
     insecure: bool = Field(
         False,
-        description="Listen beyond this machine: on a network where whoever reaches the port may record and end "
-        "trajectories.",
+        description="Listen beyond this machine. Everyone who can reach the port can record and end trajectories.",
     )
     journal: Path = Field(
         Path("gristmill-record.sqlite3"),
-        description="Where answers are kept until the service has them: a file on a disk of this machine.",
+        description="The file that stores answers until the service has them, on a disk of this machine.",
     )
     logprobs: bool = Field(
-        True, description="Whether rows have logprobs: all rows of a run do, or none. /v1/responses has none."
+        True, description="Whether rows have logprobs: all rows of a run have them, or none. /v1/responses has none."
     )
     max_body_bytes: ByteSize = Field(
-        ByteSize(64 << 20), gt=0, description="The largest request, and the largest answer (64MiB, or bytes)."
+        ByteSize(64 << 20), gt=0, description="Limit of a request, and of an answer (64MiB, or bytes)."
     )
-    max_calls: PositiveInt = Field(4096, description="Calls that may be under way at once; others are told to retry.")
+    max_calls: PositiveInt = Field(4096, description="Limit of calls under way; beyond it agents must retry.")
     max_row_bytes: ByteSize = Field(
-        ByteSize(4 << 30), gt=0, description="Steps that may wait for the service; beyond it calls are told to retry."
+        ByteSize(4 << 30),
+        gt=0,
+        description="Limit of the steps that wait for the service; beyond it agents must retry.",
     )
     connect_timeout_s: float = Field(10.0, gt=0, description="Seconds for a connection to the engine.")
     silence_timeout_s: float = Field(
         1800.0, gt=0, description="Seconds that the engine may be silent before or within an answer."
     )
     finish_wait_s: float = Field(
-        30.0, ge=0, description="Seconds that an end waits for the service; it is kept and delivered in any case."
+        30.0,
+        ge=0,
+        description="Seconds that finish waits for the service; the end is stored and delivered in any case.",
     )
-    idle_abort_s: float = Field(21600.0, gt=0, description="A trajectory without calls and end for so long is aborted.")
+    idle_abort_s: float = Field(
+        21600.0, gt=0, description="Abort a trajectory after this many seconds without a call or an end."
+    )
     keep_closed_s: float = Field(
         86400.0,
         gt=0,
-        description="How long the journal remembers what became of a trajectory, so that ends may repeat.",
+        description="Seconds that the journal stores the outcome of a trajectory, so that finish may be repeated.",
     )
     shutdown_grace_s: float = Field(
-        30.0, ge=0, description="Seconds that SIGTERM leaves for calls under way and for delivering what they left."
+        30.0, ge=0, description="Seconds after SIGTERM for calls under way and for delivering steps."
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="The least level that is logged."
     )
-    log_format: Literal["human", "json"] = Field("human", description="human, or json: one object a line.")
+    log_format: Literal["human", "json"] = Field("human", description="human, or json, one object per line.")
 
     @field_validator("upstream")
     @classmethod
@@ -73,7 +78,9 @@ class RecorderSettings(BaseSettings):
             raise ValueError("expected http://HOST:PORT or https://HOST")
         where = urlsplit(upstream)
         if not where.hostname or "@" in where.netloc or where.port == 0 or where.query or where.fragment:
-            raise ValueError("expected http://HOST:PORT or https://HOST alone: agents' own keys go on to the engine")
+            raise ValueError(
+                "expected http://HOST:PORT or https://HOST alone: agents' own keys are forwarded to the engine"
+            )
         return upstream.rstrip("/").removesuffix("/v1")
 
     @field_validator("listen")

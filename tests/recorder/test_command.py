@@ -24,7 +24,7 @@ GRISTMILL = str(Path(sys.executable).with_name("gristmill"))
     [
         ({}, "--upstream or GRISTMILL_RECORD_UPSTREAM is needed: The engine's URL"),
         ({"upstream": "vllm:8000"}, "--upstream: upstream is 'vllm:8000': expected http://HOST:PORT"),
-        ({"upstream": "http://me:secret@vllm"}, "agents' own keys go on to the engine"),
+        ({"upstream": "http://me:secret@vllm"}, "agents' own keys are forwarded to the engine"),
         ({"upstream": "http://vllm:99999"}, "--upstream: upstream is 'http://vllm:99999'"),
         ({"listen": "8090"}, "--listen: listen is '8090': expected HOST:PORT"),
         ({"listen": "0.0.0.0:0", "upstream": "http://vllm"}, "listen: 0.0.0.0:0 is reached from other machines"),
@@ -70,4 +70,4 @@ def test_it_shows_the_service_the_token_of_its_environment(
     assert bytes(trained(service.grpc_address, "mine")[0].trained[:-1]) == b"hi"
     document = {"model": "toy", "messages": [{"role": "user", "content": "say hi"}]}
     status, told = post(f"{recorder.base('others')}/v1/chat/completions", document)
-    assert (status, "token does not do for run 'others'" in told["error"]["message"]) == (400, True)
+    assert (status, "token is not permitted for run 'others'" in told["error"]["message"]) == (400, True)

@@ -69,7 +69,7 @@ def test_a_library_tries_again_by_itself_and_the_last_answer_counts_once(
         ({"echo": True}, "echo is set"),
         ({"use_beam_search": True}, "use_beam_search is set"),
         ({"include_reasoning": False}, "would hide token ids"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "records tokens alone"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "records only tokens"),
     ],
 )
 def test_what_would_not_be_recorded_as_it_was_sampled_is_refused_before_the_engine_is_asked(
@@ -149,7 +149,7 @@ def test_an_end_may_be_repeated_and_calls_after_it_are_refused(recorder: Recorde
         assert recorder.finish(run, 0.5) == recorder.finish(run, 0.5) == ended
         status, message = told(post(f"{recorder.base(run)}/finish", {"reward": 0.75}))
         assert (status, "the reward 0.5, and now 0.75" in message) == (409, True)
-        with pytest.raises(openai.APIStatusError, match="sample it anew under the next attempt") as raised:
+        with pytest.raises(openai.APIStatusError, match="sample it again as the next attempt") as raised:
             client.chat.completions.create(**body("say more"))
     assert raised.value.status_code == 410
 
@@ -164,7 +164,7 @@ def test_a_trajectory_that_the_service_has_no_use_for_tells_its_agent_to_stop(
         while (answer := chat(recorder, run, body("say three")))[0] == 200:
             pass
     assert answer[0] == 410
-    assert "it is over, dropped" in answer[1]["error"]["message"]
+    assert "it is closed, dropped" in answer[1]["error"]["message"]
     assert post(f"{recorder.base(run)}/finish", {"reward": 1.0})[1]["outcome"].startswith("dropped")
 
 

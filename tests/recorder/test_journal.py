@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 
 from gristmill import FailedPreconditionError, InvalidArgumentError, UnavailableError
 from gristmill.completions import Sampled
-from gristmill_recorder.journal import Entry, Journal
+from gristmill_recorder.journal import Entry, Journal, Row
 from gristmill_recorder.names import TrajectoryName
-from gristmill_recorder.rows import Row
 
 NAME = TrajectoryName("run", "uid", 0, 0, 0)
 

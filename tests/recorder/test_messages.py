@@ -122,10 +122,10 @@ def test_errors_reach_the_library_as_its_own(recorder: Recorder, run: str, strea
 @pytest.mark.parametrize(
     ("more", "problem"),
     [
-        ({"messages": [user([{"type": "image", "source": {}}])]}, "records tokens alone"),
-        ({"messages": [user([{"type": "tool_result", "content": [{"type": "image"}]}])]}, "records tokens alone"),
+        ({"messages": [user([{"type": "image", "source": {}}])]}, "records only tokens"),
+        ({"messages": [user([{"type": "tool_result", "content": [{"type": "image"}]}])]}, "records only tokens"),
         ({"messages": [user([{"type": "thing"}])]}, "a part of type thing"),
-        ({"messages": 3}, "not as Anthropic's API has it"),
+        ({"messages": 3}, "does not follow Anthropic's API"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "give an input_schema"),
         ({"tool_choice": {"type": "some"}}, "tool_choice has the type 'some'"),
     ],

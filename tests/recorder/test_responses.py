@@ -47,7 +47,7 @@ def test_an_engines_error_passes(plain: Recorder, run: str) -> None:
     ("more", "problem"),
     [
         ({"background": True}, "background is set"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "records tokens alone"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "records only tokens"),
     ],
 )
 def test_what_cannot_be_recorded_is_refused(plain: Recorder, run: str, more: dict[str, Any], problem: str) -> None:

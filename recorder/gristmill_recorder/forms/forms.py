@@ -1,28 +1,69 @@
-"""How a call asks the engine for token ids, and what of the answer the agent gets: what it would have got without.
+"""Translate calls and answers, so that the engine returns token ids and the agent gets the answer without them.
 
-A form is made of one call, knows its API, and reads its answer, whole or streamed.
+A form is made from one call, knows its API, and reads its answer, whole or streamed.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple, Protocol
 
 import orjson
 
 from gristmill.completions import ChunkReader, Sampled, sampled
 from gristmill.errors import InvalidArgumentError
-from gristmill_recorder.forms.events import Event
-from gristmill_recorder.refusals import WrongCall
+from gristmill_recorder.refusals import NotRecorded, WrongCall
 
 Document = dict[str, Any]
 DONE = b"[DONE]"
+
+_END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
+_END_LENGTH = 4
 
 _MEDIA = ("image", "audio", "video", "file")
 _IDS, _SGLANG_IDS = "return_token_ids", ("return_input_ids_in_sglext", "return_output_ids_in_sglext")
 
 
+class Event(NamedTuple):
+    """A server-sent event (https://html.spec.whatwg.org/multipage/server-sent-events.html).
+
+    raw: all of it, with the empty line at its end. data: its `data` lines, joined.
+    """
+
+    raw: bytes
+    data: bytes
+
+
+class EventSplitter:
+    """Splits a stream into events of at most most_bytes each."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._rest = bytearray()
+        self._most_bytes = most_bytes
+
+    def feed(self, received: bytes) -> Iterator[Event]:
+        """Yields the events that these bytes complete."""
+        # An event may arrive in a thousand parts: do not search the earlier ones for its end again.
+        seen, start = max(0, len(self._rest) - _END_LENGTH), 0
+        self._rest += received
+        for end in _END.finditer(self._rest, seen):
+            yield _event(bytes(self._rest[start : end.end()]))
+            start = end.end()
+        del self._rest[:start]
+        if len(self._rest) > self._most_bytes:
+            raise NotRecorded(f"the engine sent an event of more than {self._most_bytes} bytes; raise --max-body-bytes")
+
+
+def _event(raw: bytes) -> Event:
+    if raw.startswith(b"data: ") and raw.count(b"\n") == 2 and b"\r" not in raw:
+        return Event(raw, raw[6:-2])
+    lines = [line[5:] for line in raw.splitlines() if line.startswith(b"data:")]
+    return Event(raw, b"\n".join(line.removeprefix(b" ") for line in lines))
+
+
 class Asking(NamedTuple):
-    """What an engine is asked for."""
+    """What the recorder asks of the engine."""
 
     engine: Literal["vllm", "sglang"]
     logprobs: bool
@@ -33,44 +74,41 @@ class Stream(Protocol):
 
     @property
     def is_complete(self) -> bool:
-        """Whether every choice has ended: from here on the agent's part is held back until the answer is recorded."""
+        """Whether every choice has ended. From here on events are held back until the answer is recorded."""
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing comes any more."""
+        """Whether the stream has ended."""
 
     @property
     def has_failed(self) -> bool:
-        """Whether the engine said that it failed; there is nothing to record."""
+        """Whether the engine reported an error, so that there is nothing to record."""
 
     def read(self, event: Event) -> bytes:
-        """What the agent gets in place of the event. Raises InvalidArgumentError where token ids lack."""
+        """Returns what the agent gets for the event. Raises InvalidArgumentError if token ids are missing."""
 
     def sampled(self) -> list[Sampled]:
-        """Raises InvalidArgumentError as `gristmill.completions.sampled`."""
+        """Returns the samples. Raises InvalidArgumentError like `gristmill.completions.sampled`."""
 
 
 class Form(Protocol):
-    """One call. api: its name in metrics. path: where the engine has it."""
+    """A call. api: its name in metrics. path: its path at the engine."""
 
     api: str
     path: str
 
     @property
     def request(self) -> Document:
-        """The body for the engine."""
+        """The request body for the engine."""
 
     def whole(self, answer: Document) -> Document:
-        """What the agent gets of an answer that is not streamed, from which nothing else is read afterwards."""
+        """Returns what the agent gets for an answer that is not streamed. It may change the answer in place."""
 
     def stream(self) -> Stream: ...
 
 
 class ChatForm:
-    """`/v1/chat/completions` and `/v1/completions`.
-
-    Raises WrongCall for what would not be recorded as it was sampled.
-    """
+    """`/v1/chat/completions` and `/v1/completions`. Raises WrongCall for calls that cannot be recorded as sampled."""
 
     def __init__(self, api: str, document: Document, asking: Asking) -> None:
         self.api, self.path = api, f"v1/{api}"
@@ -96,7 +134,7 @@ class ChatForm:
         if is_sglang and self._is_chat:
             more |= dict.fromkeys(_SGLANG_IDS, True)
         if self._asking.logprobs and not self._keeps_logprobs:
-            # Of the sampled token alone; SGLang takes 0 for none.
+            # The logprob of the sampled token alone; SGLang takes 0 for none.
             more["logprobs"] = True if self._is_chat else int(is_sglang)
         return {**self._document, **more}
 
@@ -108,7 +146,7 @@ class ChatForm:
         return ChatStream(self)
 
     def strip_chunk(self, chunk: Document) -> Document | None:
-        """None where it has nothing that the agent asked for."""
+        """Returns the agent's part of a chunk, or None if it has none."""
         had_extension = "sglext" in chunk
         self._strip(chunk)
         is_empty = had_extension and "sglext" not in chunk and not chunk.get("choices") and not chunk.get("usage")
@@ -116,7 +154,7 @@ class ChatForm:
 
     @property
     def comes_first(self) -> bool:
-        """Whether a stream's first chunk has the prompt's token ids, as vLLM's has."""
+        """Whether a stream's first chunk has the prompt's token ids, as with vLLM."""
         return self._asking.engine == "vllm"
 
     def _strip(self, answer: Document) -> None:
@@ -136,7 +174,7 @@ class ChatForm:
 
 
 class ChatStream:
-    """Chunks of a completion."""
+    """The chunks of a completion."""
 
     def __init__(self, form: ChatForm) -> None:
         self._form, self._reader = form, ChunkReader()
@@ -158,7 +196,7 @@ class ChatStream:
         return b"" if kept is None else b"data: " + orjson.dumps(kept) + b"\n\n"
 
     def read_chunk(self, event: Event) -> Document | None:
-        """The event's chunk, None where it is none."""
+        """Returns the event's chunk, or None if it has none."""
         if event.data == DONE:
             self.is_over = True
         if not event.data.startswith(b"{"):
@@ -176,7 +214,7 @@ class ChatStream:
 
 
 class ResponsesForm:
-    """`/v1/responses`, where vLLM gives token ids, but not the logprobs of all of them."""
+    """`/v1/responses`, for which vLLM returns token ids, but not all logprobs."""
 
     api, path = "responses", "v1/responses"
 
@@ -186,9 +224,9 @@ class ResponsesForm:
                 "an answer of /v1/responses does not have the logprobs of all its tokens; use chat completions, or "
                 "start the recorder with --no-logprobs and --engine vllm"
             )
-        _refuse(document, "background", "it is not answered here")
-        if not isinstance(given := document.get("input"), str):
-            refuse_media(given)
+        _refuse(document, "background", "its answer cannot be recorded")
+        if not isinstance(items := document.get("input"), str):
+            refuse_media(items)
         self._document, self._keeps = document, bool(document.get("enable_response_messages"))
 
     @property
@@ -206,7 +244,7 @@ class ResponsesForm:
 
 
 class ResponseStream:
-    """Events of a response, of which the last has it whole."""
+    """The events of a response. The last one has the whole response."""
 
     def __init__(self, form: ResponsesForm) -> None:
         self._form, self._answer = form, dict[str, Any]()
@@ -219,29 +257,29 @@ class ResponseStream:
     def read(self, event: Event) -> bytes:
         if not event.data.startswith(b"{"):
             return event.raw
-        found: Document = orjson.loads(event.data)
-        kind = found.get("type", "")
+        content: Document = orjson.loads(event.data)
+        kind = content.get("type", "")
         if kind in ("error", "response.failed"):
             self.has_failed = True
         if kind in ("response.completed", "response.incomplete"):
-            self._sampled = sampled(found["response"])
+            self._sampled = sampled(content["response"])
             self.is_complete = self.is_over = True
-        if "response" not in found:
+        if "response" not in content:
             return event.raw
-        self._form.whole(found["response"])
-        return f"event: {kind}\n".encode() + b"data: " + orjson.dumps(found) + b"\n\n"
+        self._form.whole(content["response"])
+        return f"event: {kind}\n".encode() + b"data: " + orjson.dumps(content) + b"\n\n"
 
 
 def refuse_media(items: Any) -> None:
-    """Rows hold tokens. Training without the images that a call had would be wrong without a sign of it."""
+    """Raises WrongCall for images, audio and files: the row would be trained without them."""
     for item in items if isinstance(items, list) else ():
         content = item.get("content") if isinstance(item, dict) else None
         for part in content if isinstance(content, list) else ():
             kind = str(part.get("type", "")) if isinstance(part, dict) else ""
             if any(medium in kind for medium in _MEDIA):
                 raise WrongCall(
-                    f"a message has a part of type {kind}, and the recorder records tokens alone; submit such rows "
-                    "with columns for their images by the client"
+                    f"a message has a part of type {kind}, but the recorder records only tokens; submit such "
+                    "rows by the client, with columns for their images"
                 )
 
 
@@ -255,11 +293,11 @@ def _wants_logprobs(document: Document) -> bool:
     return asked is not None and asked is not False
 
 
-def _count(given: Any) -> int:
-    """How many choices are asked for; the engine refuses what is no number."""
-    return given if isinstance(given, int) and given > 0 else 1
+def _count(n: Any) -> int:
+    """Returns the number of choices. The engine refuses a value that is not a number."""
+    return n if isinstance(n, int) and n > 0 else 1
 
 
 def _prompts(prompt: Any) -> int:
-    """How many there are in one call of `/v1/completions`."""
+    """Returns the number of prompts in one call of `/v1/completions`."""
     return len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1
