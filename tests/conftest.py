@@ -47,8 +47,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 TESTS = Path(__file__).parent
 # Tests in these folders, and tests that use these fixtures, start processes or wait for real time.
-SLOW_FOLDERS = {"chaos", "demo", "deploy", "faults", "fuzz", "image", "page", "release", "serve"}
-SLOW_FIXTURES = {"start_service", "service_process"}
+SLOW_FOLDERS = {"chaos", "demo", "deploy", "faults", "fuzz", "image", "release"}
+SLOW_FIXTURES = {"browser", "service_process", "start_recorder", "start_service"}
 # These run each in a virtual environment of its own, by targets of their own.
 OTHER_TARGETS = {"trainers", "environments"}
 # Of the processors' time: a busy machine makes a test wait, but does not make it compute more.

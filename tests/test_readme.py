@@ -113,15 +113,16 @@ def test_every_setting_of_a_run_is_in_one_table_once() -> None:
     assert sorted(name for name, _ in documented_defaults()) == sorted(SETTINGS)
 
 
-@pytest.mark.parametrize(("name", "documented"), list(documented_defaults()))
-def test_the_tables_of_settings_have_the_default(name: str, documented: str) -> None:
-    number = re.fullmatch(r"(\d+(?:e-\d+)?)( GiB)?", documented)
-    meant = (float(number[1]) * (2**30 if number[2] else 1),) if number else _WORDS.get(documented, (documented,))
-    assert SETTINGS[name].default in meant
+def is_documented_as(default: object, text: str) -> bool:
+    number = re.fullmatch(r"(\d+(?:e-\d+)?)( GiB)?", text)
+    meant = (float(number[1]) * (2**30 if number[2] else 1),) if number else _WORDS.get(text, (text,))
+    return default in meant
 
 
-@pytest.mark.parametrize("command", sorted(set(re.findall(r"^(?:    )?gristmill (\w+)", README, re.MULTILINE))))
-def test_every_command_that_is_named_exists(command: str) -> None:
-    gristmill = Path(sys.executable).with_name("gristmill")
-    done = subprocess.run([gristmill, command, "--help"], capture_output=True, text=True)
-    assert done.returncode == 0
+def test_the_tables_of_settings_have_the_defaults() -> None:
+    wrong = [
+        (name, text, SETTINGS[name].default)
+        for name, text in documented_defaults()
+        if not is_documented_as(SETTINGS[name].default, text)
+    ]
+    assert wrong == []

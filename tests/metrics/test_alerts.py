@@ -14,6 +14,8 @@ from tests.metrics.promtool import RULES, check_alert, promtool
 from tests.metrics.recording import Recording
 from tests.run.harness import BuildBatch, group_rows
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 RUN, POLICY, INSTANCE = {"run": "run"}, {"run": "run", "model": "policy"}, {"instance": "one:8080"}
 

@@ -16,6 +16,8 @@ from tests.recorder.engine import Engine
 from tests.recorder.recorders import StartRecorder, create_run, post, trained
 from tests.serving import StartService
 
+pytestmark = pytest.mark.slow
+
 GRISTMILL = str(Path(sys.executable).with_name("gristmill"))
 
 

@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import openai
+import pytest
 
 from gristmill_recorder.journal import Journal
 from tests.on_loop import Service
 from tests.recorder.engine import END, Engine, prompt_of
 from tests.recorder.recorders import StartRecorder, batches, create_run, post, trained
 from tests.serving import StartService
+
+pytestmark = pytest.mark.slow
 
 AWAY = "127.0.0.1:9"
 

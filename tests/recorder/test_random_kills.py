@@ -15,9 +15,13 @@ from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
+import pytest
+
 from tests.recorder.engine import END, Engine
 from tests.recorder.recorders import StartRecorder, batches, create_run
 from tests.serving import StartService
+
+pytestmark = pytest.mark.slow
 
 AGENTS, TRAJECTORIES, TURNS, KILLS = 6, 4, 3, 3
 RUN = "my-run"

@@ -25,6 +25,8 @@ from tests.redis.cluster import RedisCluster
 from tests.redis.servers import HOST, RedisServer, Sentinel, SentinelServer, StartRedis, free_port, wait_until
 from tests.run.harness import row, table
 
+pytestmark = pytest.mark.slow
+
 PREFIX = "test"
 LEASE_S = 1.5
 

@@ -20,6 +20,8 @@ from tests.api.apis import CONFIG, GrpcApi, group, row, rows_message
 from tests.redis.servers import RedisServer
 from tests.serving import ServiceProcess, StartService
 
+pytestmark = pytest.mark.slow
+
 ID = "x-request-id"
 MADE = re.compile(r"[0-9a-f]{8}-[0-9a-f]+")
 

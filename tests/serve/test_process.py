@@ -20,6 +20,8 @@ from gristmill_service.settings import Settings
 from tests.api.apis import CONFIG, Api, GrpcApi, HttpApi, Refused, group, row
 from tests.serving import ServiceProcess, StartService
 
+pytestmark = pytest.mark.slow
+
 COMMAND = [str(Path(sys.executable).with_name("gristmill")), "serve"]
 
 

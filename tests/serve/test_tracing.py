@@ -22,6 +22,8 @@ from tests.redis.servers import RedisServer
 from tests.serve.collector import Collector
 from tests.serving import ServiceProcess, StartService
 
+pytestmark = pytest.mark.slow
+
 ROLLOUTS = "gristmill.v1.RolloutService/"
 TRAINERS = "gristmill.v1.TrainerService/"
 STAGES = ["gather", "validate", "merge", "advantage", "schedule", "layout", "plan", "publish"]
