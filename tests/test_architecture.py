@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import inspect
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -117,3 +119,25 @@ def test_the_service_never_imports_torch() -> None:
         if module.split(".")[0] == "torch" or module.startswith(("gristmill.torch", "gristmill._torch"))
     ]
     assert found == []
+
+
+ADAPTERS = ROOT / "clients" / "python" / "gristmill" / "adapters"
+
+
+def test_adapters_use_what_every_user_can() -> None:
+    found = [
+        f"{path.relative_to(ADAPTERS)} imports {module}"
+        for path in sorted(ADAPTERS.rglob("*.py"))
+        for module in imports(path)
+        if module.startswith("gristmill._")
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize("trainer", ["prime_rl", "skyrl", "slime", "trl", "verl"])
+def test_an_adapter_has_private_modules_and_public_names(trainer: str) -> None:
+    package = import_module(f"gristmill.adapters.{trainer}")
+    assert {"Gristmill", "run_settings"} <= set(package.__all__)
+    assert all(path.stem.startswith("_") for path in (ADAPTERS / trainer).glob("*.py"))
+    parameters = list(inspect.signature(package.run_settings).parameters)
+    assert parameters == ["config", "gristmill", "dp_size", "pad_token_id"]

@@ -83,8 +83,8 @@ def _rounds() -> list[Spent]:
         theirs = trainer_of(RayPPOTrainer, Path(directory), **_SIZES)
         named = {"gristmill": Gristmill(service.grpc_address, "bench")}
         ours = trainer_of(GristmillPPOTrainer, Path(directory), named, **_SIZES)
-        ours._session = Session(ours._gristmill, ours._settings(RANKS), auto_commit=True)
-        ours._session.resume(None)
+        ours._session = Session(ours._gristmill, ours._settings(RANKS), dp_size=RANKS, auto_commit=True)
+        ours._session.restart(None)
         output, uids = _output()
         rounds = []
         for _ in range(ROUNDS + 1):
@@ -118,7 +118,7 @@ def _step(trainer: Any, clock: Clock, output: dict[str, Any], uids: list[str]) -
     """A step as SkyRL's loop makes it: its own part of it is left out."""
     trainer.global_step += 1
     with clock.on("ours"):
-        trainer._session.submit(trainer._parts(output, uids))
+        trainer._submit(trainer._parts(output, uids))
         data = trainer.convert_to_training_input(output, uids)
         data = trainer.compute_advantages_and_returns(data)
         trainer._normalize_advantages(data)

@@ -34,8 +34,9 @@ from verl.utils import tensordict_utils
 from verl.utils.ray_utils import parallel_put
 from verl.utils.transferqueue_utils import _meta_to_realdata
 
-from gristmill import AllRanksClient, RolloutClient
-from gristmill.adapters.verl.run_settings import run_config
+from gristmill import RolloutClient
+from gristmill.adapters._core.session import RunSession
+from gristmill.adapters.verl import Gristmill, run_settings
 from tests.bench.figures import Figure, merge
 from tests.bench.processes import served
 
@@ -187,10 +188,11 @@ def rounds() -> Iterator[tuple[tuple[float, float], tuple[float, float]]]:
     with initialize_config_dir(str(files("verl") / "trainer" / "config"), version_base=None):
         config = compose("ppo_trainer", OVERRIDES)
     with served() as service, RolloutClient(service.grpc_address, "bench") as client:
-        client.create_run(run_config(config, RANKS))
+        gristmill = Gristmill(service.grpc_address, "bench")
+        settings = run_settings(config, gristmill, dp_size=RANKS)
         ours, theirs = trainer_of(get_trainer_cls("gristmill"), config), trainer_of(PPOTrainerSync, config)
-        with AllRanksClient(service.grpc_address, "bench", dp_size=RANKS) as shards:
-            ours._clients, ours._batches = {"policy": shards}, {"policy": iter(shards)}
+        with RunSession(gristmill, settings, dp_size=RANKS, auto_commit=True) as ours._session:
+            ours._session.resume(None)
             for number in range(ROUNDS):
                 rows = rollouts(number)
                 client.begin_groups(list(dict.fromkeys(row["uid"] for row in rows)))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from gristmill import RolloutClient
-from gristmill.adapters.prime_rl import Bridge
+from gristmill.adapters.prime_rl import Bridge, Gristmill
 from tests.adapters.prime_rl.trainer import Trainer
 from tests.on_loop import Service
 
@@ -97,7 +97,7 @@ def bridge(service: Service, run_name: str, tmp_path: Path) -> Iterator[Callable
 
     def start(**options: Any) -> Running:
         given: dict[str, Any] = {"dp_size": DP_SIZE, "checkpoint_dir": tmp_path / "checkpoints"} | options
-        started.append(Running(Bridge(service.grpc_address, run_name, tmp_path, **given)))
+        started.append(Running(Bridge(Gristmill(service.grpc_address, run_name), tmp_path, **given)))
         return started[-1]
 
     yield start

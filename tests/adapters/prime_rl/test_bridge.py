@@ -11,7 +11,7 @@ import pytest
 
 from gristmill import FailedPreconditionError, InvalidArgumentError, RolloutClient
 from gristmill._wire.addresses import Position
-from gristmill.adapters.prime_rl.run_directory import LEDGER, rank_file
+from gristmill.adapters.prime_rl._run_directory import LEDGER, rank_file
 from tests.adapters.prime_rl.conftest import CONFIG, Running, eventually, group, trained
 from tests.adapters.prime_rl.trainer import Trainer
 from tests.on_loop import Service
@@ -231,7 +231,7 @@ def test_a_directory_of_another_run_is_refused_naming_the_remedy(
     first.stop()
     service.runs.delete(rollouts.run)
     roll_out(rollouts, 2)
-    with pytest.raises(FailedPreconditionError, match=r"gristmill.json is of run .* remove it to go on"):
+    with pytest.raises(FailedPreconditionError, match=r"gristmill.json is of run .* remove it to continue"):
         bridge().finished()
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import yaml
 
-from gristmill.adapters.prime_rl.micro_batches import COLUMNS, MicroBatch
+from gristmill.adapters.prime_rl._micro_batches import COLUMNS, MicroBatch
 from gristmill_service.config import parse_config
 
 GUIDE = (Path(__file__).parents[3] / "docs/trainers/prime_rl.md").read_text(encoding="utf-8")

@@ -13,10 +13,9 @@ from gristmill import FailedPreconditionError, InvalidArgumentError
 from gristmill._torch.conversion import Conversion
 from gristmill._torch.shard_files import parse_shard
 from gristmill._wire.addresses import Position
-from gristmill._wire.column_spec import specs_of
 from gristmill._wire.rows import from_rows
 from gristmill.adapters.prime_rl import Encoding
-from gristmill.adapters.prime_rl.micro_batches import MicroBatch, check_columns
+from gristmill.adapters.prime_rl._micro_batches import MicroBatch, check_columns
 from gristmill.torch import Shard
 from gristmill_service.config import parse_config
 from gristmill_service.pipeline import build_batch
@@ -109,11 +108,11 @@ def test_what_prime_rl_cannot_train_is_refused_naming_the_remedy() -> None:
 )
 def test_a_column_that_prime_rl_would_read_as_something_else_is_refused(column: dict[str, Any], reason: str) -> None:
     with pytest.raises(InvalidArgumentError, match=reason):
-        check_columns(specs_of([{"dtype": "float32", **column}]))
+        check_columns([{"dtype": "float32", **column}])
 
 
 def test_columns_of_other_names_are_prime_rl_s_no_business() -> None:
-    check_columns(specs_of([{"name": "difficulty", "dtype": "float32", "scope": "row"}]))
+    check_columns([{"name": "difficulty", "dtype": "float32", "scope": "row"}])
 
 
 def test_the_golden_files_are_small() -> None:

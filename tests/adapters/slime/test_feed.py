@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gristmill import FailedPreconditionError, RolloutClient
-from gristmill.adapters.slime.feed import LEDGER, Feed
+from gristmill.adapters.slime._feed import LEDGER, Feed
 from tests.adapters.slime.samples import PARALLEL, DataSource, arguments, generate
 from tests.client.converters.stand_ins import Sample
 from tests.on_loop import Service
@@ -132,7 +132,7 @@ def test_samples_that_are_in_no_batch_are_dropped_and_sampled_again(start: Start
     again = start()
     assert sorted(tokens(roll_out(again, args, 0, DataSource(args)))) == sorted(given(args, 0))
     with RolloutClient(service.grpc_address, args.gristmill["run"]) as client:
-        assert [group.reason for group in client.groups() if group.state == "dropped"] == ["slime began again"] * 3
+        assert [group.reason for group in client.groups() if group.state == "dropped"] == ["trainer_restarted"] * 3
 
 
 def test_a_checkpoint_before_what_is_committed_is_refused_naming_the_remedy(

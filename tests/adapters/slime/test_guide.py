@@ -10,7 +10,7 @@ from pathlib import Path
 
 import yaml
 
-from gristmill.adapters.slime.settings import ADVANTAGE_FUNCTION, Options, run_settings
+from gristmill.adapters.slime._settings import ADVANTAGE_FUNCTION, options_of, run_settings
 from gristmill_service.config import parse_config
 from tests.adapters.slime.golden import GOLDEN
 from tests.adapters.slime.samples import PARALLEL, arguments
@@ -21,7 +21,7 @@ GUIDE = (Path(__file__).parents[3] / "docs/trainers/slime.md").read_text(encodin
 def test_the_options_give_a_run() -> None:
     (options,) = re.findall(r"<!-- slime-config -->\n```yaml\n(.*?)```", GUIDE, re.DOTALL)
     args = arguments(**yaml.safe_load(options))
-    assert parse_config(run_settings(args, PARALLEL, Options.of(args))).merge == "prefix"
+    assert parse_config(run_settings(args, options_of(args), dp_size=PARALLEL["dp_size"])).merge == "prefix"
 
 
 def test_every_key_of_the_train_data_is_told_of() -> None:

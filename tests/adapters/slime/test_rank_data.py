@@ -12,19 +12,19 @@ from gristmill._torch.conversion import Conversion
 from gristmill._torch.shard_files import parse_shard
 from gristmill._wire.addresses import Position
 from gristmill._wire.rows import from_rows
-from gristmill.adapters.slime.rank_data import ADVANTAGES, RETURNS, rank_data
-from gristmill.adapters.slime.settings import Options, run_settings
+from gristmill.adapters.slime import Gristmill, run_settings
+from gristmill.adapters.slime._rank_data import ADVANTAGES, RETURNS, rank_data
 from gristmill.converters import from_slime
 from gristmill.torch import Shard
 from gristmill_service.config import parse_config
 from gristmill_service.pipeline import build_batch
 from gristmill_service.pipeline.layout.iovec import join
 from tests.adapters.slime.golden import GOLDEN, plain
-from tests.adapters.slime.samples import PARALLEL, DataSource, arguments, generate
+from tests.adapters.slime.samples import DataSource, arguments, generate
 from tests.client.converters.stand_ins import Sample, Status
 from tests.strategies import Row
 
-OPTIONS = Options("here", "run")
+OPTIONS = Gristmill("here", "run")
 
 
 def rollout(args: Any) -> list[Row]:
@@ -48,13 +48,13 @@ def mini_batches(rows: list[Row], settings: dict[str, Any]) -> list[list[Shard]]
 def train_data(changes: dict[str, Any] | None = None, **settings: Any) -> list[dict[str, Any]]:
     """changes: of slime's arguments. settings: of the run."""
     args = arguments(sample_type=Sample, **(changes or {}))
-    made = run_settings(args, PARALLEL, Options("here", "run", settings=settings))
+    made = run_settings(args, Gristmill("here", "run", settings=settings), dp_size=2)
     return rank_data(mini_batches(rollout(args), made), per_token=True)
 
 
 def test_a_rank_s_data_are_slime_s_own() -> None:
     args = arguments(sample_type=Sample)
-    ours = rank_data(mini_batches(rollout(args), run_settings(args, PARALLEL, OPTIONS)))
+    ours = rank_data(mini_batches(rollout(args), run_settings(args, OPTIONS, dp_size=2)))
     assert [plain(rank) for rank in ours] == json.loads(GOLDEN.read_text())
 
 
@@ -91,7 +91,7 @@ def test_merged_rows_share_their_rollout_s_denominator() -> None:
         Sample(0, 1, rollout_id=0, tokens=[9, 2, 3, 4], response_length=2, reward=1.0, status=Status.COMPLETED),
         Sample(0, 2, rollout_id=2, tokens=[1, 2, 5], response_length=1, reward=0.0, status=Status.COMPLETED),
     ]
-    shards = mini_batches(from_slime(turns), run_settings(args, PARALLEL, OPTIONS))
+    shards = mini_batches(from_slime(turns), run_settings(args, OPTIONS, dp_size=2))
     rows: dict[int, tuple[int, float]] = {}
     for rank in rank_data(shards):
         sums = rank["rollout_mask_sums"].tolist()
@@ -120,7 +120,7 @@ def test_routed_experts_lack_the_last_token_s_and_are_distinct_in_padding_rows()
     rows = [row | {"rollout_routed_experts": given[: len(row["prompt_token_ids"]) + 1]} for row in rollout(args)[:1]]
     rows[0] |= {"prompt_token_ids": [1, 2, 3], "response_ids": [4], "loss_mask": [1], "rollout_logprobs": [-1.0]}
     rows[0]["rollout_routed_experts"] = given
-    first, second = rank_data(mini_batches(rows, run_settings(args, PARALLEL, OPTIONS)))
+    first, second = rank_data(mini_batches(rows, run_settings(args, OPTIONS, dp_size=2)))
     assert torch.equal(first["rollout_routed_experts"][0], torch.from_numpy(given[:-1]))
     assert second["rollout_routed_experts"][0].tolist() == [[[0, 1, 2], [0, 1, 2]]]
 
@@ -133,7 +133,7 @@ def test_images_are_a_mapping_a_row_and_none_where_there_are_none() -> None:
     args = arguments(sample_type=Sample, rollout_batch_size=1, global_batch_size=2)
     rows = rollout(args)
     rows[0] |= {"pixel_values": [[0.5, 1.0]] * 4, "image_grid_thw": [[1, 2, 2]]}
-    settings = run_settings(args, PARALLEL, Options("here", "run", settings={"columns": columns}))
+    settings = run_settings(args, Gristmill("here", "run", settings={"columns": columns}), dp_size=2)
     ranks = rank_data(mini_batches(rows, settings), images=["pixel_values", "image_grid_thw"])
     given, lacking = ranks[0]["multimodal_train_inputs"][0], ranks[1]["multimodal_train_inputs"][0]
     assert given["pixel_values"].tolist() == [[0.5, 1.0]] * 4

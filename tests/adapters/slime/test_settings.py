@@ -7,15 +7,16 @@ from typing import Any
 import pytest
 
 from gristmill import InvalidArgumentError
-from gristmill.adapters.slime.settings import Options, run_settings
+from gristmill.adapters.slime import Gristmill, run_settings
+from gristmill.adapters.slime._settings import options_of
 from gristmill_service.config import parse_config
 from tests.adapters.slime.samples import PARALLEL, arguments
 
-OPTIONS = Options("here", "run")
+OPTIONS = Gristmill("here", "run")
 
 
-def settings(options: Options = OPTIONS, **changes: Any) -> dict[str, Any]:
-    return run_settings(arguments(**changes), PARALLEL, options)
+def settings(options: Gristmill = OPTIONS, **changes: Any) -> dict[str, Any]:
+    return run_settings(arguments(**changes), options, dp_size=PARALLEL["dp_size"])
 
 
 def test_the_run_is_scheduled_as_slime_would() -> None:
@@ -27,8 +28,8 @@ def test_the_run_is_scheduled_as_slime_would() -> None:
 
 
 def test_parallel_sizes_are_those_of_the_train_actors() -> None:
-    parallel = {"dp_size": 4, "cp_size": 2, "vpp_size": 2, "microbatch_group_size_per_vp_stage": 3}
-    made = run_settings(arguments(), parallel, OPTIONS)
+    parallel = {"cp_size": 2, "vpp_size": 2, "microbatch_group_size_per_vp_stage": 3}
+    made = run_settings(arguments(train_parallel_config=parallel), OPTIONS, dp_size=4)
     assert (made["dp_size"], made["cp_size"], made["vpp_size"], made["microbatch_group_size"]) == (4, 2, 2, 3)
 
 
@@ -42,14 +43,14 @@ def test_batches_between_two_checkpoints_find_room() -> None:
 
 
 def test_the_user_s_settings_go_before_what_is_only_a_default() -> None:
-    made = settings(Options("here", "run", settings={"merge": "prefix", "balance": "flops", "step_wise": True}))
+    made = settings(Gristmill("here", "run", settings={"merge": "prefix", "balance": "flops", "step_wise": True}))
     assert (made["merge"], made["balance"]) == ("prefix", "flops")
 
 
 def test_columns_are_declared_that_slime_s_training_reads() -> None:
     own = {"name": "difficulty", "dtype": "float32", "scope": "row"}
     made = settings(
-        Options("here", "run", settings={"columns": [own]}),
+        Gristmill("here", "run", settings={"columns": [own]}),
         use_rollout_routing_replay=True,
         num_layers=48,
         moe_router_topk=8,
@@ -67,17 +68,17 @@ def test_columns_are_declared_that_slime_s_training_reads() -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"advantage_estimator": "ppo"}, "--advantage-estimator is ppo, and gristmill computes advantages"),
+        ({"advantage_estimator": "ppo"}, "--advantage-estimator: 'ppo' computes advantages"),
         ({"use_critic": True}, "--use-critic"),
-        ({"rewards_normalization": False}, "--disable-rewards-normalization"),
-        ({"normalize_advantages": True}, "--normalize-advantages .*whiten: batch"),
+        ({"rewards_normalization": False}, "leave --disable-rewards-normalization out"),
+        ({"normalize_advantages": True}, "--normalize-advantages: True .*whiten: batch"),
         ({"custom_reward_post_process_path": "a.b"}, "--custom-reward-post-process-path"),
         ({"custom_convert_samples_to_train_data_path": "a.b"}, "--custom-convert-samples-to-train-data-path"),
-        ({"global_batch_size": 3}, "--global-batch-size is 3 and --n-samples-per-prompt 2"),
+        ({"global_batch_size": 3}, "--global-batch-size: 3 .* a multiple of --n-samples-per-prompt, 2"),
         ({"rollout_top_p": 0.9}, "--rollout-top-p"),
         ({"log_passrate": True}, "--log-passrate"),
         ({"debug_rollout_only": True}, "--debug-rollout-only"),
-        ({"save_interval": 5, "rollout_global_dataset": False}, "--disable-rollout-global-dataset"),
+        ({"save_interval": 5, "rollout_global_dataset": False}, "leave --disable-rollout-global-dataset out"),
     ],
 )
 def test_arguments_without_an_equal_are_refused_naming_the_remedy(changes: dict[str, Any], reason: str) -> None:
@@ -88,34 +89,26 @@ def test_arguments_without_an_equal_are_refused_naming_the_remedy(changes: dict[
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        ({"dp_size": 8}, "dp_size follows from slime's arguments, where it is 2"),
-        ({"loss_reduction": "token_mean"}, "loss_reduction follows from slime's arguments, where it is 'none'"),
+        ({"dp_size": 8}, "dp_size follows from slime's configuration, where it is 2"),
+        ({"loss_reduction": "token_mean"}, "loss_reduction is fixed at 'none', because slime divides its loss itself"),
         ({"advantage_estimator": "gae"}, "--custom-advantage-function-path gristmill.adapters.slime.advantages"),
         ({"update_epochs_per_batch": 2}, "slime makes one pass"),
         ({"critic_mini_batch_size": 2}, "slime's critic is not supported"),
-        ({"surplus": 1}, "it is for rollouts: workers"),
+        ({"surplus": 1}, "rollouts='workers'"),
         ({"zero_variance_filter": "replace"}, "use mask"),
     ],
 )
 def test_settings_that_contradict_slime_are_refused(given: dict[str, Any], reason: str) -> None:
     with pytest.raises(InvalidArgumentError, match=reason):
-        settings(Options("here", "run", settings=given))
+        settings(Gristmill("here", "run", settings=given))
 
 
 def test_workers_of_one_s_own_may_sample_more() -> None:
     given = {"surplus": 1, "zero_variance_filter": "replace"}
-    assert settings(Options("here", "run", rollouts="workers", settings=given))["surplus"] == 1
+    assert settings(Gristmill("here", "run", rollouts="workers", settings=given))["surplus"] == 1
 
 
-@pytest.mark.parametrize(
-    ("given", "reason"),
-    [
-        (None, "its file has no mapping `gristmill`"),
-        ({"address": "here"}, "gristmill: run must be given"),
-        ({"address": "here", "run": "r", "port": 1}, "unknown option 'port'; known are address, run, rollouts"),
-        ({"address": "here", "run": "r", "rollouts": "both"}, "rollouts is 'both'; give slime or workers"),
-    ],
-)
-def test_options_are_checked(given: Any, reason: str) -> None:
-    with pytest.raises(InvalidArgumentError, match=reason):
-        Options.of(arguments(gristmill=given))
+def test_the_options_are_in_the_custom_configuration() -> None:
+    assert options_of(arguments(gristmill={"address": "here", "run": "r"})) == Gristmill("here", "r")
+    with pytest.raises(InvalidArgumentError, match="--custom-config-path: gristmill is missing"):
+        options_of(arguments())

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from gristmill.adapters.slime import advantages
-from gristmill.adapters.slime.manager import swap
-from gristmill.adapters.slime.rank_data import rank_data
-from gristmill.adapters.slime.settings import ADVANTAGE_FUNCTION, run_settings
+from gristmill.adapters.slime import advantages, run_settings
+from gristmill.adapters.slime._manager import swap
+from gristmill.adapters.slime._rank_data import rank_data
+from gristmill.adapters.slime._settings import ADVANTAGE_FUNCTION
 from tests.adapters.slime.golden import GOLDEN, plain, slime_s_own
 from tests.adapters.slime.samples import PARALLEL, arguments
 from tests.adapters.slime.test_rank_data import OPTIONS, mini_batches, rollout, train_data
@@ -45,7 +45,7 @@ def test_the_golden_file_is_slime_s() -> None:
 def test_every_rank_s_data_are_slime_s_own_whatever_the_sizes(cap: int, global_batch_size: int) -> None:
     changes = {"rollout_batch_size": 16, "global_batch_size": global_batch_size, "max_tokens_per_gpu": cap}
     args = arguments(sample_type=Sample, **changes)
-    ours = rank_data(mini_batches(rollout(args), run_settings(args, PARALLEL, OPTIONS)))
+    ours = rank_data(mini_batches(rollout(args), run_settings(args, OPTIONS, dp_size=2)))
     assert [plain(rank) for rank in ours] == [plain(rank) for rank in slime_s_own(SOURCE, **changes)]
 
 

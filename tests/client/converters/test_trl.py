@@ -51,6 +51,17 @@ def test_uids_may_be_given_row_by_row() -> None:
     ]
 
 
+def test_samples_may_be_numbered_and_end_tokens_give_stop_reasons() -> None:
+    rows = convert(uids=["a", "a", "b", "b"], num_generations=None, samples=[6, 7, 0, 1], end_tokens=[1])
+    assert told(rows, "uid", "sample", "stop_reason") == [
+        ("a", 6, "stop"),
+        ("a", 7, "stop"),
+        ("b", 0, "stop"),
+        ("b", 1, "length"),
+    ]
+    assert "stop_reason" not in convert()[0]
+
+
 def test_advantages_are_given_on_request_a_row_or_a_token() -> None:
     output = trl_output()
     assert told(convert(advantages=True), "advantage") == output["advantages"].tolist()
@@ -99,6 +110,7 @@ def test_images_are_cut_by_row_and_token_types_with_the_tokens() -> None:
         ({"uids": ["a", "a"]}, "uid 'a' names two groups; a prompt that comes twice is another round"),
         ({"uids": ["a"], "num_generations": None}, "uids has 1 entries for 4 rows"),
         ({"uids": [1.5, "a"]}, r"uids\[0\]: its group is named 1.5"),
+        ({"samples": [0]}, "samples has 1 entries for 4 rows"),
         ({"rewards": [1.0]}, r"rewards has the shape \(1,\)"),
         ({"rewards": np.ones((4, 2))}, "weigh and sum the reward functions'"),
         ({"rewards": [1.0, float("nan"), 1.0, 1.0]}, "row 1: its reward is nan"),

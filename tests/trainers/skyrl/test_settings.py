@@ -17,7 +17,7 @@ ADDRESS = "127.0.0.1:1"
 
 
 def settings_of(own: dict[str, Any] | None = None, **overrides: Any) -> dict[str, Any]:
-    gristmill = Gristmill(ADDRESS, "my-run", own or {})
+    gristmill = Gristmill(ADDRESS, "my-run", settings=own or {})
     return run_settings(config(Path("/unused"), **overrides), gristmill, dp_size=2, pad_token_id=7)
 
 
@@ -71,7 +71,10 @@ def test_what_skyrl_has_no_name_for_is_set_beside() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"trainer__algorithm__advantage_estimator": "mine"}, "advantage_estimator: 'mine' is SkyRL's alone"),
+        (
+            {"trainer__algorithm__advantage_estimator": "mine"},
+            "advantage_estimator: 'mine' is not an estimator of the service",
+        ),
         ({"trainer__algorithm__loss_reduction": "token_mean_legacy"}, "use token_mean, sequence_mean"),
         ({"trainer__algorithm__advantage_batch_normalize": True}, "settings={'whiten': 'batch'}"),
         ({"trainer__algorithm__dynamic_sampling__type": "filter"}, "zero_variance_filter=true"),
@@ -102,8 +105,8 @@ def test_what_a_run_cannot_do_is_refused(overrides: dict[str, Any], message: str
     ("own", "message"),
     [
         ({"train_batch_size": 8}, "train_batch_size follows from SkyRL's configuration, where it is 4"),
-        ({"layout": "packed"}, "layout is fixed at 'left_padded'"),
-        ({"surplus": 1}, "surplus chooses among groups"),
+        ({"layout": "packed"}, "layout is fixed at 'left_padded', because SkyRL's workers take padded rows"),
+        ({"surplus": 1}, "surplus: 1 chooses among groups"),
         ({"stale": "drop"}, "use count or mask"),
     ],
 )

@@ -22,7 +22,7 @@ from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 from gristmill import FailedPreconditionError, InvalidArgumentError, RolloutClient
-from gristmill.adapters.trl import GristmillRolloutWorker, async_run_settings
+from gristmill.adapters.trl import Gristmill, GristmillRolloutWorker, async_run_settings
 from tests.on_loop import Service
 from tests.trainers.trl.play import SAMPLES, Rollout, policy, replayed, rollouts, submit, tokenizer, weights
 
@@ -154,9 +154,10 @@ def test_an_async_trainer_trains_a_run_as_it_trains_the_same_samples(
     service: Service, run_name: str, args: AsyncGRPOConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = {"step_wise": True, "merge": "prefix", "seal_order": "admission"}
-    worker = GristmillRolloutWorker(service.grpc_address, run_name, args, settings)
+    gristmill = Gristmill(service.grpc_address, run_name, settings=settings)
+    worker = GristmillRolloutWorker(gristmill, args)
     with RolloutClient(service.grpc_address, run_name) as client:
-        client.create_run(async_run_settings(args, settings))
+        client.create_run(async_run_settings(args, gristmill))
         submit(client, KNOWN, turns=True, version=1)
     ours = train(args, tmp_path, worker, monkeypatch)
     theirs = train(args, tmp_path, Given(own_samples()), monkeypatch)
@@ -179,7 +180,7 @@ def wait_for_the_end(worker: GristmillRolloutWorker) -> None:
 
 
 def test_a_worker_that_is_no_callback_is_refused(service: Service, run_name: str, args: AsyncGRPOConfig) -> None:
-    worker = GristmillRolloutWorker(service.grpc_address, run_name, args)
+    worker = GristmillRolloutWorker(Gristmill(service.grpc_address, run_name), args)
     with pytest.raises(FailedPreconditionError, match="callbacks=\\[worker\\]"):
         worker.start()
 
@@ -187,7 +188,7 @@ def test_a_worker_that_is_no_callback_is_refused(service: Service, run_name: str
 def test_a_run_without_log_probabilities_ends_training_with_the_reason(
     service: Service, run_name: str, args: AsyncGRPOConfig
 ) -> None:
-    worker = GristmillRolloutWorker(service.grpc_address, run_name, args)
+    worker = GristmillRolloutWorker(Gristmill(service.grpc_address, run_name), args)
     worker.on_train_begin(None, None, None)
     worker.start()
     with RolloutClient(service.grpc_address, run_name) as client:
@@ -200,7 +201,7 @@ def test_a_run_without_log_probabilities_ends_training_with_the_reason(
 
 
 def test_a_finished_run_is_said_to_be_finished(service: Service, run_name: str, args: AsyncGRPOConfig) -> None:
-    worker = GristmillRolloutWorker(service.grpc_address, run_name, args)
+    worker = GristmillRolloutWorker(Gristmill(service.grpc_address, run_name), args)
     worker.on_train_begin(None, None, None)
     worker.start()
     worker.check_health(60)
@@ -212,6 +213,7 @@ def test_a_finished_run_is_said_to_be_finished(service: Service, run_name: str, 
 
 
 def test_what_would_contradict_trls_own_batching_is_refused(args: AsyncGRPOConfig) -> None:
-    assert async_run_settings(args, {"max_buffered_batches": 3})["max_buffered_batches"] == 3
-    with pytest.raises(InvalidArgumentError, match="train_batch_size must be 1, because AsyncGRPOTrainer decides"):
-        async_run_settings(args, {"train_batch_size": 4})
+    larger = Gristmill("here:1", "run", settings={"max_buffered_batches": 3})
+    assert async_run_settings(args, larger)["max_buffered_batches"] == 3
+    with pytest.raises(InvalidArgumentError, match="train_batch_size is fixed at 1, because AsyncGRPOTrainer decides"):
+        async_run_settings(args, Gristmill("here:1", "run", settings={"train_batch_size": 4}))

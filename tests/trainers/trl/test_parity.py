@@ -80,9 +80,11 @@ def by_workers(
 ) -> Weights:
     """The weights after training on what workers submitted."""
     named = {"reward_funcs": None, "train_dataset": None, "rollout_func": None}
-    gristmill = Gristmill(service.grpc_address, run, "workers", **options)
+    gristmill = Gristmill(service.grpc_address, run, rollouts="workers", **options)
     with RolloutClient(service.grpc_address, run) as client:
-        client.create_run(run_settings(config(directory, **more), gristmill, tokenizer().pad_token_id))
+        client.create_run(
+            run_settings(config(directory, **more), gristmill, dp_size=1, pad_token_id=tokenizer().pad_token_id)
+        )
         submit(client, KNOWN, turns=turns)
     return trained(GristmillGRPOTrainer, directory, more, gristmill=gristmill, **named)
 

@@ -42,7 +42,8 @@ def test_turns_that_workers_submit_are_trained_by_two_ranks_as_by_trl(
     gristmill: dict[str, Any] = {"address": service.grpc_address, "run": run_name, "rollouts": "workers"}
     gristmill |= {"settings": settings, "old_logprobs": "trainer"}
     with RolloutClient(service.grpc_address, run_name) as client:
-        own = run_settings(config(tmp_path, **more), Gristmill(**gristmill), tokenizer().pad_token_id)
+        pad_token_id = tokenizer().pad_token_id
+        own = run_settings(config(tmp_path, **more), Gristmill(**gristmill), dp_size=1, pad_token_id=pad_token_id)
         # As the two ranks' configuration says it, which here is one rank's.
         both = {"dp_size": 2, "train_batch_size": 4, "policy_mini_batch_size": 4}
         client.create_run(own | both)

@@ -26,10 +26,12 @@ GUIDE = (ROOT / "docs/trainers/trl.md").read_text()
 
 def fed_by_workers(service: Service, run_name: str, directory: Path, **options: Any) -> Any:
     """A trainer that takes up to ten batches of a run that has two, and is finished."""
-    gristmill = Gristmill(service.grpc_address, run_name, "workers", {"step_wise": True, "merge": "prefix"}, **options)
+    gristmill = Gristmill(
+        service.grpc_address, run_name, rollouts="workers", settings={"step_wise": True, "merge": "prefix"}, **options
+    )
     args = config(directory, max_steps=10)
     with RolloutClient(service.grpc_address, run_name) as client:
-        client.create_run(run_settings(args, gristmill, pad_token_id=0))
+        client.create_run(run_settings(args, gristmill, dp_size=1, pad_token_id=0))
         submit(client, rollouts(prompts=8), turns=True)
         client.finish()
     return GristmillGRPOTrainer(model=policy(), args=args, processing_class=tokenizer(), gristmill=gristmill)
@@ -58,10 +60,10 @@ def test_a_version_is_not_announced_where_nothing_hands_its_weights_over(
 def test_rows_without_the_log_probabilities_that_the_loss_needs_are_refused(
     service: Service, run_name: str, tmp_path: Path
 ) -> None:
-    gristmill = Gristmill(service.grpc_address, run_name, "workers")
+    gristmill = Gristmill(service.grpc_address, run_name, rollouts="workers")
     args = config(tmp_path, gradient_accumulation_steps=1)
     with RolloutClient(service.grpc_address, run_name) as client:
-        client.create_run(run_settings(args, gristmill, pad_token_id=0))
+        client.create_run(run_settings(args, gristmill, dp_size=1, pad_token_id=0))
         for sample in range(4):
             with client.trajectory("p", sample) as trajectory:
                 trajectory.step([2, 3], [4, 1], reward=float(sample), is_last_step=True)
@@ -78,20 +80,22 @@ def own(service: Service, run_name: str, directory: Path, settings: dict[str, An
 
 def test_a_run_that_was_trained_is_not_begun_anew(service: Service, run_name: str, tmp_path: Path) -> None:
     own(service, run_name, tmp_path, {}, max_steps=1).train()
-    with pytest.raises(FailedPreconditionError, match=r"is at batch 1 .* resume from its checkpoint"):
+    with pytest.raises(FailedPreconditionError, match=r"was trained up to batch 1 .* resume from the last checkpoint"):
         own(service, run_name, tmp_path, {}, max_steps=1).train()
 
 
 def test_a_checkpoint_is_made_before_the_run_is_full(service: Service, run_name: str, tmp_path: Path) -> None:
     own(service, run_name, tmp_path, {"max_buffered_batches": 2}, max_steps=5, save_strategy="steps").train()
-    places = {path.parent.name: json.loads(path.read_text())["batch"] for path in tmp_path.glob("*/gristmill.json")}
+    places = {
+        path.parent.name: json.loads(path.read_text())["policy"]["batch"] for path in tmp_path.glob("*/gristmill.json")
+    }
     assert places == {"checkpoint-2": 2, "checkpoint-4": 4, "checkpoint-5": 5}
 
 
 def test_a_checkpoint_that_is_not_this_trainers_is_refused(service: Service, run_name: str, tmp_path: Path) -> None:
     own(service, run_name, tmp_path, {}, max_steps=1, save_strategy="steps").train()
     (tmp_path / "checkpoint-1" / "gristmill.json").unlink()
-    with pytest.raises(InvalidArgumentError, match=r"gristmill\.json: cannot read where training was"):
+    with pytest.raises(InvalidArgumentError, match=r"gristmill\.json: cannot read the position in the run"):
         own(service, run_name, tmp_path, {}, max_steps=2).train(resume_from_checkpoint=True)
 
 
@@ -127,7 +131,7 @@ def test_the_guides_trainer_of_workers_rollouts_trains(service: Service, run_nam
     # The workers' part, before the trainer waits for it.
     exec(code[: code.index("trainer =")], names)
     with RolloutClient(service.grpc_address, run_name) as client:
-        client.create_run(run_settings(names["config"], names["gristmill"], tokenizer().pad_token_id))
+        client.create_run(run_settings(names["config"], names["gristmill"], dp_size=1, pad_token_id=0))
         submit(client, rollouts(prompts=4), turns=True)
     exec(code, names)
     assert pushed == [0, 1]
@@ -141,7 +145,7 @@ def test_the_guides_worker_is_one_of_trls(service: Service, run_name: str, tmp_p
         made.update(named)
         return SimpleNamespace(train=lambda: None)
 
-    names = {"args": args, "model": "m", "more": {}, "AsyncGRPOTrainer": trainer}
+    names = {"Gristmill": Gristmill, "args": args, "model": "m", "more": {}, "AsyncGRPOTrainer": trainer}
     exec(snippet("async", service.grpc_address, run_name), names)
     assert made["callbacks"] == [made["rollout_worker"]]
 

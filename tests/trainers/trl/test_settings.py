@@ -13,12 +13,12 @@ from gristmill_service.config import parse_config
 from tests.trainers.trl.play import config, policy, prompts_of, replayed, rollouts, tokenizer
 
 OWN = Gristmill("127.0.0.1:1", "run")
-WORKERS = Gristmill("127.0.0.1:1", "run", "workers")
+WORKERS = Gristmill("127.0.0.1:1", "run", rollouts="workers")
 
 
 def test_a_configuration_of_trl_is_a_run_of_the_service(tmp_path: Path) -> None:
     args = config(tmp_path, num_iterations=2, steps_per_generation=8, pad_to_multiple_of=8, scale_rewards="none")
-    settings = run_settings(args, OWN, pad_token_id=3)
+    settings = run_settings(args, OWN, dp_size=1, pad_token_id=3)
     assert settings == {
         "train_batch_size": 8,
         "policy_mini_batch_size": 4,
@@ -40,13 +40,13 @@ def test_a_configuration_of_trl_is_a_run_of_the_service(tmp_path: Path) -> None:
 
 
 def test_completions_that_were_cut_off_are_masked_by_the_run(tmp_path: Path) -> None:
-    settings = run_settings(config(tmp_path, mask_truncated_completions=True), OWN, pad_token_id=0)
+    settings = run_settings(config(tmp_path, mask_truncated_completions=True), OWN, dp_size=1, pad_token_id=0)
     assert settings["overlong_filter"] == ["length"]
 
 
 def test_a_run_holds_what_is_trained_between_two_checkpoints(tmp_path: Path) -> None:
     args = config(tmp_path, save_strategy="steps", save_steps=6, steps_per_generation=8)
-    assert run_settings(args, OWN, pad_token_id=0)["max_buffered_batches"] == 5
+    assert run_settings(args, OWN, dp_size=1, pad_token_id=0)["max_buffered_batches"] == 5
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_a_run_holds_what_is_trained_between_two_checkpoints(tmp_path: Path) -> 
         ({"steps_per_generation": 8}, WORKERS, []),
         (
             {"steps_per_generation": 8},
-            Gristmill("127.0.0.1:1", "run", "workers", old_logprobs="trainer"),
+            Gristmill("127.0.0.1:1", "run", rollouts="workers", old_logprobs="trainer"),
             [("old_per_token_logps", "trainer")],
         ),
     ],
@@ -66,14 +66,14 @@ def test_a_run_holds_what_is_trained_between_two_checkpoints(tmp_path: Path) -> 
 def test_log_probabilities_that_the_loss_needs_are_columns(
     tmp_path: Path, more: dict[str, Any], gristmill: Gristmill, columns: list[tuple[str, str]]
 ) -> None:
-    found = run_settings(config(tmp_path, **more), gristmill, pad_token_id=0).get("columns", [])
+    found = run_settings(config(tmp_path, **more), gristmill, dp_size=1, pad_token_id=0).get("columns", [])
     assert [(column["name"], column["source"]) for column in found] == columns
 
 
 def test_columns_that_workers_bring_stand_beside_those_of_the_loss(tmp_path: Path) -> None:
     verdicts = {"name": "verdict", "dtype": "int32", "scope": "row"}
-    gristmill = Gristmill("127.0.0.1:1", "run", "workers", settings={"columns": [verdicts]})
-    settings = run_settings(config(tmp_path, beta=0.1), gristmill, pad_token_id=0)
+    gristmill = Gristmill("127.0.0.1:1", "run", rollouts="workers", settings={"columns": [verdicts]})
+    settings = run_settings(config(tmp_path, beta=0.1), gristmill, dp_size=1, pad_token_id=0)
     assert [column["name"] for column in settings["columns"]] == ["ref_per_token_logps", "verdict"]
     parse_config(settings)
 
@@ -82,28 +82,28 @@ def test_columns_that_workers_bring_stand_beside_those_of_the_loss(tmp_path: Pat
     ("more", "gristmill", "message"),
     [
         ({"loss_type": "bnpo"}, OWN, "loss_type: 'bnpo' divides by the tokens of each micro-batch.* use 'dapo'"),
-        ({"scale_rewards": "batch"}, OWN, "scale_rewards: 'batch' has no equal.* use 'group' or 'none'"),
+        ({"scale_rewards": "batch"}, OWN, "scale_rewards: 'batch' is not supported.* use 'group' or 'none'"),
         (
             {"multi_objective_aggregation": "normalize_then_sum"},
             OWN,
-            "multi_objective_aggregation: 'normalize_then_sum' has no equal",
+            "multi_objective_aggregation: 'normalize_then_sum' is not supported",
         ),
         ({"gradient_accumulation_steps": 1, "num_generations": 2, "per_device_train_batch_size": 3,
-          "steps_per_generation": 2}, OWN, "an optimizer step has 3 rows.* a multiple of 6 rows"),
-        ({"steps_per_generation": 2}, OWN, "steps_per_generation: 2 is no multiple of gradient_accumulation_steps: 4"),
-        ({"max_steps": -1}, WORKERS, "max_steps is not set"),
-        ({}, Gristmill("a:1", "run", settings={"dp_size": 2}), "dp_size follows from GRPOConfig, where it is 1"),
-        ({}, Gristmill("a:1", "run", settings={"tag_shares": {"math": {"min": 0.5}}}), "let workers generate"),
+          "steps_per_generation": 2}, OWN, "gives an optimizer step 3 rows.* a multiple of 6 rows"),
+        ({"steps_per_generation": 2}, OWN, "steps_per_generation: 2 ends .* gradient_accumulation_steps: 4"),
+        ({"max_steps": -1}, WORKERS, "max_steps: -1 does not say how long training is"),
+        ({}, Gristmill("a:1", "run", settings={"dp_size": 2}), "dp_size follows from TRL's .* where it is 1"),
+        ({}, Gristmill("a:1", "run", settings={"tag_shares": {"math": {"min": 0.5}}}), "let workers sample"),
         ({}, Gristmill("a:1", "run", settings={"zero_variance_filter": "replace"}), "use mask, or let workers"),
         (
             {},
-            Gristmill("a:1", "run", "workers", settings={"columns": [{"name": "values", "source": "trainer"}]}),
-            "columns of source: trainer are those of log-probabilities",
+            Gristmill("a", "run", rollouts="workers", settings={"columns": [{"name": "v", "source": "trainer"}]}),
+            "has a column of source: trainer, and the adapter computes only log-probabilities",
         ),
         (
             {"beta": 0.1},
             Gristmill("a:1", "run", settings={"loss_reduction": "trajectory_mean"}),
-            "loss_reduction: trajectory_mean is in the advantages",
+            "loss_reduction: 'trajectory_mean' is in the advantages",
         ),
     ],
 )  # fmt: skip
@@ -112,7 +112,7 @@ def test_what_the_service_has_no_equal_for_is_refused_with_what_to_do(
 ) -> None:
     args = config(tmp_path, **more)
     with pytest.raises(InvalidArgumentError, match=message):
-        run_settings(args, gristmill, pad_token_id=0)
+        run_settings(args, gristmill, dp_size=1, pad_token_id=0)
 
 
 def test_a_trainer_refuses_before_it_loads_a_model(tmp_path: Path) -> None:

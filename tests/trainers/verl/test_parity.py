@@ -20,7 +20,7 @@ from gristmill._torch.conversion import Conversion
 from gristmill._torch.shard_files import parse_shard
 from gristmill._wire.addresses import Position
 from gristmill._wire.rows import from_rows
-from gristmill.adapters.verl.tensor_dicts import MiniBatchData
+from gristmill.adapters.verl._tensor_dicts import MiniBatchData
 from gristmill.torch import Shard
 from gristmill_service.config import parse_config
 from gristmill_service.pipeline import build_batch

@@ -29,7 +29,7 @@ def test_importing_verl_registers_the_trainer_where_its_trainers_are_looked_for(
     )
     before, after = printed.strip().splitlines()[-2:]
     # The namespace and this module: neither the client, nor verl's trainers earlier than without it.
-    assert "gristmill.adapters.verl.plugin" in before
+    assert "gristmill.adapters.verl._plugin" in before
     assert "gristmill.torch" not in before
     assert "gristmill._client" not in before
     assert before.endswith("False")
@@ -47,7 +47,7 @@ def test_a_trainer_that_cannot_be_loaded_leaves_verls_own() -> None:
     assert printed.strip().splitlines()[-1] == "['colocate_async', 'separate_async', 'sync']"
 
 
-@pytest.mark.parametrize("module", ["gristmill.adapters.verl", "gristmill.adapters.verl.plugin"])
+@pytest.mark.parametrize("module", ["gristmill.adapters.verl", "gristmill.adapters.verl._plugin"])
 def test_it_is_harmless_without_verl(module: str) -> None:
     printed = python(
         f"import sys; sys.modules['verl'] = None; import {module}\nprint('torch' in sys.modules, 'ray' in sys.modules)"

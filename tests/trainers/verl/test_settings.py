@@ -13,7 +13,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from gristmill import InvalidArgumentError
-from gristmill.adapters.verl.run_settings import run_config
+from gristmill.adapters.verl import Gristmill, run_settings
 from gristmill_service.config import RunConfig, parse_config
 from tests.trainers.verl.verl_settings import CPU, RUN, batches, compose_config
 
@@ -35,7 +35,12 @@ def run_of(*overrides: str, dp_size: int = 2) -> RunConfig:
     for override in overrides:
         name, _, value = override.removeprefix("+").partition("=")
         OmegaConf.update(config, name, yaml.safe_load(value), force_add=True)
-    return parse_config(run_config(config, dp_size))
+    return parse_config(settings_of(config, dp_size))
+
+
+def settings_of(config: Any, dp_size: int) -> dict[str, Any]:
+    gristmill = Gristmill.of(config.trainer.v1.gristmill, "trainer.v1.gristmill")
+    return run_settings(config, gristmill, dp_size=dp_size)
 
 
 def test_the_guides_settings_make_a_run_and_few_of_them_are_gristmills() -> None:
@@ -44,7 +49,7 @@ def test_the_guides_settings_make_a_run_and_few_of_them_are_gristmills() -> None
     python, flag, module, *overrides = shlex.split(found[1].replace("\\\n", " "))
     assert (python, flag, module) == ("python", "-m", "verl.trainer.main_ppo")
     assert len([setting for setting in overrides if "gristmill" in setting]) <= 10, "what a user writes"
-    run = parse_config(run_config(compose_config(overrides), dp_size=8))
+    run = parse_config(settings_of(compose_config(overrides), dp_size=8))
     assert (run.train_batch_size, run.n_samples_per_prompt, run.policy_mini_batch_size) == (256, 8, 64)
     assert (run.merge, run.balance, run.micro_batch.max_tokens) == ("prefix", "tokens", 16384)
     assert run.max_buffered_batches > 20
@@ -92,31 +97,36 @@ def test_batches_that_a_checkpoint_has_not_yet_leave_room_for_more() -> None:
 
 
 REFUSED: list[tuple[list[str], str]] = [
-    (["algorithm.adv_estimator=opo"], r"algorithm.adv_estimator: opo is not followed; the service computes grpo, .*"),
-    ([*KL, "algorithm.kl_penalty=abs"], r"algorithm.kl_penalty: abs is not followed; .* choose one of these"),
-    ([*KL, "algorithm.kl_ctrl.type=adaptive"], r"algorithm.kl_ctrl.type: adaptive .* use fixed"),
+    (
+        ["algorithm.adv_estimator=opo"],
+        r"algorithm.adv_estimator: 'opo' is not an estimator of the service; use grpo, .*",
+    ),
+    ([*KL, "algorithm.kl_penalty=abs"], r"algorithm.kl_penalty: 'abs' is not supported in rewards; use kl, "),
+    ([*KL, "algorithm.kl_ctrl.type=adaptive"], r"algorithm.kl_ctrl.type: 'adaptive' .* use fixed"),
     (["algorithm.filter_groups.enable=True"], r"filter_groups.enable: True .*zero_variance_filter=replace"),
     (["algorithm.rollout_correction.rollout_is=token"], r"rollout_correction: .*'token'.* or set bypass_mode=True"),
-    (["algorithm.use_pf_ppo=True"], r"algorithm.use_pf_ppo: True is not followed; .* set False"),
-    (["actor_rollout_ref.actor.strategy=veomni"], r"actor.strategy: veomni .* use fsdp, fsdp2, megatron"),
-    (["actor_rollout_ref.actor.shuffle=True"], r"actor.shuffle: True is not followed; .* set False"),
+    (["algorithm.use_pf_ppo=True"], r"algorithm.use_pf_ppo: True samples rows, .* set it to False"),
+    (["actor_rollout_ref.actor.strategy=veomni"], r"actor.strategy: 'veomni' .* use fsdp, fsdp2, megatron"),
+    (["actor_rollout_ref.actor.shuffle=True"], r"actor.shuffle: True moves rows, .* set it to False"),
     (["actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm"], r"loss_agg_mode: .*loss_scale_factor"),
-    (["actor_rollout_ref.actor.checkpoint.async_save=True"], r"checkpoint.async_save: True .* set False"),
-    (["actor_rollout_ref.actor.use_prefix_grouper=True"], r"use_prefix_grouper: True .* set False"),
-    ([*GAE, "critic.ppo_epochs=2"], r"critic.ppo_epochs: 2 is not followed; .* set 1"),
+    (["actor_rollout_ref.actor.checkpoint.async_save=True"], r"checkpoint.async_save: True .* set it to False"),
+    (["actor_rollout_ref.actor.use_prefix_grouper=True"], r"use_prefix_grouper: True .* set it to False"),
+    ([*GAE, "critic.ppo_epochs=2"], r"critic.ppo_epochs: 2 differs from the actor's, .* set it to 1"),
     ([*GAE, "critic.ppo_micro_batch_size_per_gpu=1"], r"critic.ppo_micro_batch_size_per_gpu: 1 .* lower actor_rollout"),
-    (["critic.enable=True"], r"critic.enable: True is not followed; .*adv_estimator=gae"),
-    (["trainer.total_training_steps=null"], r"trainer.total_training_steps: None .* how many batches"),
-    (["trainer.val_before_train=True"], r"val_before_train, .* rollout workers validate; set False, False and -1"),
-    (["trainer.rollout_data_dir=/tmp"], r"trainer.rollout_data_dir: /tmp .* gristmill export"),
-    (["reward.reward_model.enable=True"], r"reward_model.enable: True .* rollouts come with their rewards"),
+    (["critic.enable=True"], r"critic.enable: True .*adv_estimator=gae"),
+    (["trainer.total_training_steps=null"], r"trainer.total_training_steps: None .* the number of batches"),
+    (["trainer.val_before_train=True"], r"val_before_train: True .* rollout workers validate; set it to False"),
+    (["trainer.test_freq=5"], r"trainer.test_freq: 5 .* set it to -1"),
+    (["trainer.v1.gristmill.rollouts=trainer"], r"does not support 'trainer'; use 'workers'"),
+    (["trainer.rollout_data_dir=/tmp"], r"trainer.rollout_data_dir: '/tmp' .* gristmill export"),
+    (["reward.reward_model.enable=True"], r"reward_model.enable: True .* come with their rewards"),
     (
         ["+trainer.v1.gristmill.settings={dp_size: 4}"],
-        r"settings.dp_size is 4, and verl's own configuration says 2",
+        r"settings: dp_size follows from verl's configuration, where it is 2",
     ),
-    (["+trainer.v1.gristmill.settings={loss_reduction: token_mean}"], r"settings.loss_reduction: .*loss_agg_mode"),
-    (["+trainer.v1.gristmill.settings={layout: packed}"], r"settings.layout: .*the run is packed; leave it out"),
-    (["+trainer.v1.gristmill.settings={columns: []}"], r"settings.columns: .*no columns of a run's own"),
+    (["+trainer.v1.gristmill.settings={loss_reduction: token_mean}"], r"settings: loss_reduction: .*loss_agg_mode"),
+    (["+trainer.v1.gristmill.settings={layout: packed}"], r"settings: layout is fixed at 'packed', .*; leave it out"),
+    (["+trainer.v1.gristmill.settings={columns: []}"], r"settings: columns: .*get no other columns"),
 ]
 
 
@@ -127,7 +137,7 @@ def test_what_a_run_cannot_follow_is_refused_with_the_remedy(overrides: list[str
 
 
 def test_all_that_is_not_followed_is_named_at_once() -> None:
-    with pytest.raises(InvalidArgumentError, match=r"use_pf_ppo: True .*; .*actor.shuffle: True"):
+    with pytest.raises(InvalidArgumentError, match=r"(?s)use_pf_ppo: True .*\n- .*actor.shuffle: True"):
         run_of("algorithm.use_pf_ppo=True", "actor_rollout_ref.actor.shuffle=True")
 
 

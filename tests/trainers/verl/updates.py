@@ -22,7 +22,7 @@ from verl.utils import tensordict_utils
 from verl.workers.engine_workers import ActorRolloutRefWorker
 from verl.workers.utils.padding import response_from_nested
 
-from gristmill.adapters.verl.workers import MiniBatchActorWorker
+from gristmill.adapters.verl._workers import MiniBatchActorWorker
 
 _WHOLE = StateDictOptions(full_state_dict=True)
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gristmill._wire.columns import Array, Int64s
 from gristmill.errors import InvalidArgumentError
@@ -35,7 +34,6 @@ class Padded:
                 f"{where}: row {int(gaps.argmax())}: {name} is not one run of ones across the end of the prompt and "
                 "the beginning of the response; prompts are padded on the left and responses on the right"
             )
-        self._prompt_on, self._response_on = prompt_on, response_on
         self.prompt_lengths: Int64s = np.count_nonzero(prompt_on, axis=1).astype(np.int64)
         self.response_lengths: Int64s = np.count_nonzero(response_on, axis=1).astype(np.int64)
         self._first = (self._prompt_width - self.prompt_lengths).tolist()
@@ -53,16 +51,6 @@ class Padded:
         """What a response's tensor has on padding."""
         found: Array = values[row][self._end[row] :]
         return found
-
-    def responses(self, values: Array, rows: slice, dtype: Any) -> Array:
-        """What a tensor as wide as the responses has of these rows, one behind the other without the padding."""
-        return _present(values[rows].astype(dtype, copy=False), self._response_on[rows])
-
-    def sequences(self, prompts: Array, responses: Array, rows: slice, dtype: Any) -> Array:
-        """What two tensors have of these rows, each with its prompt and then its response, without the padding."""
-        parts = (prompts[rows], responses[rows])
-        joined = np.concatenate(parts, axis=1, dtype=dtype, casting="unsafe")
-        return _present(joined, np.concatenate([self._prompt_on[rows], self._response_on[rows]], axis=1))
 
     def column(self, values: Array, row: int) -> Array:
         """A tensor's values of one row: of its tokens or its response where it is as wide as those, else as it is."""
@@ -93,11 +81,6 @@ class Ragged:
 
     def column(self, values: Sequence[Any], row: int) -> Any:
         return values[row]
-
-
-def _present(values: Array, is_on: NDArray[np.bool_]) -> Array:
-    """The values where the mask is on, row by row; a view where it is so everywhere."""
-    return values.reshape(-1, *values.shape[2:]) if is_on.all() else values[is_on]
 
 
 def check_shape(name: str, values: Array, shape: tuple[int, int], where: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +55,8 @@ def from_trl(
     uids: Sequence[str | int],
     rewards: Any,
     num_generations: int | None = None,
+    samples: Sequence[int] | None = None,
+    end_tokens: Iterable[int] = (),
     advantages: bool = False,
     tags: Sequence[str | None] | None = None,
     round: int = 0,
@@ -70,6 +72,10 @@ def from_trl(
 
     uids: each row's prompt; with `num_generations` each group's, whose rows stand together, as TRL's sampler has them.
     rewards: one number a row, of which the output has none: what `_calculate_rewards` returns, weighed and summed.
+    samples: each row's number among the samples of its prompt; counted if not given. Give them if the output has only
+        some of a prompt's samples, as on one of several ranks.
+    end_tokens: token ids that end a completion which was not cut off, such as `trainer.eos_token_ids`: rows then have
+        a `stop_reason`, `stop` or `length`.
     advantages: whether rows get TRL's too, for a run with `advantage_estimator: none`.
     tags: one a row, such as a column of the inputs.
     columns: tensors as wide as the completion or as prompt and completion lose their padding too; those of images are
@@ -85,6 +91,8 @@ def from_trl(
         rewards_of(rewards, count).tolist(),
         tagged(tags, count, _WHAT),
     )
+    numbers = samples_as_they_come(names) if samples is None else aligned("samples", samples, count, _WHAT)
+    ends = frozenset(end_tokens)
     return [
         {
             "uid": uid,
@@ -97,9 +105,10 @@ def from_trl(
             "reward": scores[row],
             **found.fields(row, advantages),
             **found.columns(row),
+            **(found.stop_reason(row, ends) if ends else {}),
             **own_tags[row],
         }
-        for row, (uid, sample) in enumerate(zip(names, samples_as_they_come(names), strict=True))
+        for row, (uid, sample) in enumerate(zip(names, numbers, strict=True))
     ]
 
 
@@ -145,6 +154,10 @@ class TrlOutput:
         if advantages:
             fields["advantage"] = _advantage(tensors, padding, row)
         return fields
+
+    def stop_reason(self, row: int, ends: Collection[int]) -> Row:
+        last = self.padding.response(self.tensors["completion_ids"], row)[-1]
+        return {"stop_reason": "stop" if int(last) in ends else "length"}
 
     def columns(self, row: int) -> Row:
         return {

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import inf
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from gristmill._client.rollout.step_writer import plain
 from gristmill._wire.codecs import submit_codec
 from gristmill._wire.codecs.submit_codec import MESSAGE_BYTES
 from gristmill._wire.steps import INT32_MAX, Steps, TrajectoryKey, check_tag
+from gristmill._wire.tables import ValueColumns
 from gristmill.errors import InvalidArgumentError
 from gristmill.v1 import rollout_pb2, run_pb2
 
@@ -49,15 +50,7 @@ def encoder(run: str, compression: str | None) -> RequestEncoder:
     return RequestEncoder(check_run(run), compression is not None)
 
 
-class RowTables(Protocol):
-    """Rows that tables are made of: `ValueColumns` of Python's values, or what holds them in arrays."""
-
-    def tables(self, most_rows: int, most_bytes: int) -> Iterator[Steps]:
-        """The rows as checked tables of at most so much, unless one row has more; no table is made before it is asked
-        for."""
-
-
-def tables(rows: RowTables, limits: Limits) -> Iterator[Steps]:
+def tables(rows: ValueColumns, limits: Limits) -> Iterator[Steps]:
     """The rows as tables that fill a message each, which also holds their names."""
     return rows.tables(limits.message_rows, limits.message_bytes * 7 // 8)
 

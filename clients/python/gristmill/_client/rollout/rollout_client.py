@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -12,7 +12,6 @@ from gristmill._client.connection.credentials import Credentials
 from gristmill._client.connection.drivers import block_on
 from gristmill._client.connection.transport import TIMEOUT_S, Transport
 from gristmill._client.rollout import requests
-from gristmill._client.rollout.declared_columns import Declared
 from gristmill._client.rollout.delivery import RowOutcome
 from gristmill._client.rollout.groups import Group
 from gristmill._client.rollout.rollout_core import RolloutCore
@@ -190,12 +189,6 @@ class RolloutClient:
         the trajectories.
         """
         return block_on(self._core.submit(rows))
-
-    def _submit_tables(
-        self, names: Collection[str], make: Callable[[Declared], requests.RowTables]
-    ) -> list[RowOutcome]:
-        """For adapters, whose rows stand in arrays: as `RolloutCore._submit_tables`."""
-        return block_on(self._core._submit_tables(names, make))
 
     def set_reward(self, uid: str, sample: int, reward: Any, *, round: int = 0, step: int | None = None) -> bool:
         """Gives a reward that was pending: one number, or one per response token; returns whether this call set it.

@@ -5,7 +5,7 @@ Owns their order and their waits; the rules of batching are the outbox's. `Rollo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -146,14 +146,8 @@ class RolloutCore:
         def columns(declared: Declared) -> ValueColumns:
             return columns_of(rows, step_wise=False, columns=declared.columns)
 
-        return await self._submit_tables(extra_names(rows), columns)
-
-    async def _submit_tables(
-        self, names: Collection[str], make: Callable[[Declared], requests.RowTables]
-    ) -> list[RowOutcome]:
-        """As `submit`. make: the rows, given what the run declares. names: of its columns that they have."""
-        rows = await self._declared.used(names, make)
-        delivery = await self.sender.submit(requests.tables(rows, self._limits))
+        tables = requests.tables(await self._declared.used(extra_names(rows), columns), self._limits)
+        delivery = await self.sender.submit(tables)
         if error := self.sender.take_error(delivery):
             self._declared.forget_if_refused(error)
             raise error

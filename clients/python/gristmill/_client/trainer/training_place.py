@@ -138,11 +138,24 @@ class TrainingPlace(ABC):
         """The run took the ranks' position in this generation, so that its next checkpoints are of that."""
         self._generation = max(self._generation, generation)
 
-    def announce_policy_version(self, version: int) -> None:
-        """Tells rollout workers which version to sample from, once its weights can be had. One rank calls it; versions
-        never go back. Idempotent."""
+    def announce_policy_version(self, version: int, *, keep_later: bool = False) -> None:
+        """Announce the policy version that rollout workers can sample from, once its weights can be loaded. Idempotent;
+        one rank calls it.
+
+        keep_later: do nothing if a later version was announced, as when a trainer resumes from an earlier checkpoint
+            and makes versions again. Otherwise FailedPreconditionError is raised, because versions never go back.
+        """
+        if keep_later and version <= self._announced_version():
+            return
         request = run_pb2.AnnouncePolicyVersionRequest(run=self.run, version=version)
         self._transport.call(self._transport.runs.AnnouncePolicyVersion, request)
+
+    def _announced_version(self) -> int:
+        request = run_pb2.WaitPolicyVersionRequest(run=self.run, at_least=0, wait_s=0.0)
+        answer: run_pb2.WaitPolicyVersionResponse = self._transport.call(
+            self._transport.runs.WaitPolicyVersion, request
+        )
+        return answer.version
 
     def _start(self) -> Position:
         """Checks the run against what these ranks expect, and returns their place: that of the one furthest behind."""

@@ -1,4 +1,4 @@
-"""`python -m gristmill.adapters.prime_rl`: the bridge as a process beside prime-rl's trainer."""
+"""`python -m gristmill.adapters.prime_rl`: the bridge as a process next to prime-rl's trainer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import signal
 import sys
 from pathlib import Path
 
-from gristmill.adapters.prime_rl import Bridge, Encoding, Files, Zmq
+from gristmill.adapters.prime_rl import Bridge, Encoding, Files, Gristmill, Zmq
 from gristmill.errors import GristmillError
 
 
@@ -23,8 +23,7 @@ def main() -> int:
             else Files(output_dir, options.dp_size)
         )
         bridge = Bridge(
-            options.address,
-            options.run,
+            Gristmill.of_flags(options),
             output_dir,
             dp_size=options.dp_size,
             checkpoint_dir=None if options.no_checkpoints else options.checkpoint_dir or output_dir / "checkpoints",
@@ -44,23 +43,22 @@ def main() -> int:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m gristmill.adapters.prime_rl",
-        description="Feeds prime-rl's trainer with the mini-batches of a gristmill run, in its orchestrator's place.",
+        description="Sends the mini-batches of a gristmill run to prime-rl's trainer, instead of its orchestrator.",
     )
     add = parser.add_argument
-    add("address", help="the service, host:port; several replicas with commas between")
-    add("--run", required=True, help="the run's name")
+    Gristmill.add_flags(parser)
     add("--output-dir", required=True, type=Path, help="prime-rl's run directory, its trainer's output_dir")
     add("--dp-size", required=True, type=int, help="prime-rl's data-parallel ranks")
     add("--transport", choices=("filesystem", "zmq"), default="filesystem", help="prime-rl's rollout_transport.type")
-    add("--host", default="127.0.0.1", help="where to listen, with zmq")
+    add("--host", default="127.0.0.1", help="the address to listen at, with zmq")
     add("--port", type=int, default=5555, help="the first of two ports, with zmq; prime-rl's rollout_transport.port")
     add("--processes-per-rank", type=int, default=1, help="the trainer's world size over its dp size, with zmq")
     add("--no-checkpoints", action="store_true", help="prime-rl writes no checkpoints: it has no [ckpt]")
     add("--checkpoint-dir", type=Path, help="prime-rl's checkpoints; OUTPUT_DIR/checkpoints unless given")
     add("--resume-step", type=int, help="prime-rl's resume.step; the newest checkpoint unless given")
-    add("--temperature", type=float, default=1.0, help="of sampling, where rows have no column `temperatures`")
-    add("--env-name", default="rollouts", help="the environment of groups that have no tag")
-    add("--pad-to-multiple-of", type=int, default=1, help="tokens of each micro-batch; prime-rl's model.cp")
+    add("--temperature", type=float, default=1.0, help="of sampling, for rows without a column `temperatures`")
+    add("--env-name", default="rollouts", help="the environment of groups without a tag")
+    add("--pad-to-multiple-of", type=int, default=1, help="of the tokens in each micro-batch; prime-rl's model.cp")
     return parser.parse_args()
 
 

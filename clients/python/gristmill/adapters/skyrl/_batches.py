@@ -1,8 +1,8 @@
-"""A batch's shards as SkyRL's `TrainingInputBatch`: one row after another, by mini-batch and rank."""
+"""A batch's shards as SkyRL's `TrainingInputBatch`: rows in the order of mini-batches and ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from skyrl.backends.skyrl_train.training_batch import TrainingInputBatch
 
 from gristmill import MiniBatch, Shard
 
-# Under SkyRL's names and dtypes, which are the shards' names.
+# SkyRL's dtypes; its names are those of shards.
 _DTYPES = {
     "sequences": torch.int64,
     "attention_mask": torch.int64,
@@ -25,12 +25,12 @@ _ALWAYS = ("sequences", "attention_mask", "response_mask", "loss_mask", "rollout
 
 
 class BatchRows:
-    """Where the rows of a batch stand in a `TrainingInputBatch`.
+    """The rows of a batch and their places in a `TrainingInputBatch`.
 
-    Each rank has as many rows of a mini-batch as the others, so that SkyRL's equal chunks are the ranks' shards: where
-    micro-batches are cut by tokens, ranks with fewer rows get further padding rows.
+    All ranks have the same number of rows of a mini-batch, so that SkyRL's equal chunks are the ranks' shards: if
+    micro-batches are cut by tokens, ranks with fewer rows get more padding rows.
 
-    mini_batches: the batch's, each with a shard a rank; all shards have one width.
+    mini_batches: of the batch, each with a shard for every rank; all shards have one width.
     """
 
     def __init__(self, mini_batches: Sequence[MiniBatch]) -> None:
@@ -54,40 +54,40 @@ class BatchRows:
         return all(name in shard for shard, _ in self._places)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A tensor of the shards over all rows; 0 on padding rows that were added here. Converted as it is copied."""
-        sample = self._places[0][0][name]
-        # Memory that is written once, row by row, is not filled before.
+        """Return a tensor of all rows in SkyRL's dtype; 0 on padding rows that were added here."""
+        first = self._places[0][0][name]
+        # Without added rows, every element is written below.
         make = torch.zeros if self._has_added else torch.empty
-        found = make((len(self), *sample.shape[1:]), dtype=_DTYPES.get(name, sample.dtype))
+        rows = make((len(self), *first.shape[1:]), dtype=_DTYPES.get(name, first.dtype))
         for shard, begin in self._places:
-            found[begin : begin + len(shard)] = shard[name]
-        return found
+            rows[begin : begin + len(shard)] = shard[name]
+        return rows
 
     def uids(self) -> list[str]:
-        found = ["padding"] * len(self)
+        uids = ["padding"] * len(self)
         for shard, begin in self._places:
-            found[begin : begin + len(shard)] = shard.metadata["uids"]
-        return found
+            uids[begin : begin + len(shard)] = shard.metadata["uids"]
+        return uids
 
-    def of_shards(self, values: torch.Tensor) -> Iterator[tuple[Shard, torch.Tensor]]:
-        """What was computed for all rows, (rows, ...), cut into the shards."""
+    def by_shard(self, columns: Mapping[str, torch.Tensor]) -> Iterator[tuple[Shard, dict[str, torch.Tensor]]]:
+        """Cut values of all rows, each (rows, ...), into those of each shard."""
         for shard, begin in self._places:
-            yield shard, values[begin : begin + len(shard)]
+            yield shard, {name: values[begin : begin + len(shard)] for name, values in columns.items()}
 
     def training_input(self, columns: Sequence[str] = ()) -> TrainingInputBatch:
-        """What SkyRL's forward passes need. columns: the run's own, which workers find under their names."""
+        """Return the input of SkyRL's forward passes. columns: of the run, passed to workers under their names."""
         tensors: dict[str, Any] = {name: self.tensor(name) if name in self else None for name in (*_ALWAYS, *columns)}
-        # SkyRL's loop passes them on to steps whose work is the service's.
+        # Required by SkyRL's loop, and read only by steps that the service does instead.
         tensors["rewards"] = torch.zeros(1, 1).expand_as(tensors["loss_mask"])
         if self._has_added:
-            # A row that attends to nothing gives NaN: these are two tokens long, as the service's are.
+            # A row that attends to nothing gives NaN: these have two tokens, like the service's padding rows.
             tensors["attention_mask"][tensors["attention_mask"].sum(-1) == 0, -2:] = 1
         batch = TrainingInputBatch(tensors)
         batch.metadata = self.metadata() | {"uids": self.uids()}
         return batch
 
     def metadata(self) -> dict[str, Any]:
-        """What SkyRL's steps read beside the tensors. Its critic's forward pass is of the policy's rows."""
+        """Return what SkyRL's steps read in addition to the tensors. The critic's pass uses the policy's rows."""
         return {
             "response_length": self._places[0][0]["response_mask"].shape[1],
             "policy_mini_batch_boundaries": self.boundaries,

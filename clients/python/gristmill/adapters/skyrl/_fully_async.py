@@ -1,4 +1,4 @@
-"""SkyRL's fully asynchronous trainer: it samples while it trains."""
+"""SkyRL's fully asynchronous trainer, which samples while it trains."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from gristmill.adapters.skyrl._trainer import GristmillPPOTrainer
 
 
 class GristmillFullyAsyncPPOTrainer(GristmillPPOTrainer, FullyAsyncRayPPOTrainer):  # type: ignore[misc]
-    """`FullyAsyncRayPPOTrainer` on the batches of a run, as GristmillPPOTrainer is `RayPPOTrainer`.
+    """`FullyAsyncRayPPOTrainer` on the batches of a run; see GristmillPPOTrainer.
 
-    Each group has the version of the weights that sampled it; the run counts those that are staler than SkyRL allows.
+    Each group has the version of the weights that sampled it; the run counts groups that are staler than SkyRL allows.
     """
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
@@ -24,10 +24,10 @@ class GristmillFullyAsyncPPOTrainer(GristmillPPOTrainer, FullyAsyncRayPPOTrainer
         self._groups: list[GeneratedOutputGroup] = []
 
     async def _collect_generation_mini_batch(self, generation_output_group_buffer: Any, *more: Any) -> Any:
-        """After a restart, first the groups of the batches that the run holds."""
-        if not self._held:
+        """Collect a mini-batch; after a restart, first the groups of the batches that the run has."""
+        if not self._stored:
             return await super()._collect_generation_mini_batch(generation_output_group_buffer, *more)
-        chosen = _Chosen(generation_output_group_buffer, set(self._held[0]))
+        chosen = _Chosen(generation_output_group_buffer, set(self._stored[0]))
         try:
             return await super()._collect_generation_mini_batch(chosen, *more)
         finally:
@@ -51,7 +51,7 @@ class GristmillFullyAsyncPPOTrainer(GristmillPPOTrainer, FullyAsyncRayPPOTrainer
 
 
 class _Chosen:
-    """A buffer of groups that gives those of some prompts, in their order, and keeps the others."""
+    """A buffer that returns only the groups of some prompts, and keeps the others for later."""
 
     def __init__(self, buffer: asyncio.Queue[GeneratedOutputGroup], uids: set[str]) -> None:
         self._buffer, self._uids = buffer, uids

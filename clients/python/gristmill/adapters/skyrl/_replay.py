@@ -1,4 +1,4 @@
-"""Rollouts that the run holds already, given again in place of sampling them: after a restart."""
+"""Returns rollouts that the run already has instead of sampling them again, after a restart."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from gristmill.adapters.skyrl._session import Rows
 
 
 class Replay(GeneratorInterface):  # type: ignore[misc]
-    """Gives the rollouts of the prompts that are held, each once, and has the rest sampled.
+    """A generator that returns stored rollouts, each once, and samples the others.
 
-    generator: the trainer's own. held: rollouts by uid, those of a prompt that was sampled again in their order.
-    on_end: called when there are no more.
+    generator: the trainer's own. stored: rollouts by uid, in order if a prompt was sampled several times. on_end:
+    called when all stored rollouts were returned.
     """
 
     def __init__(
-        self, generator: GeneratorInterface, held: dict[str, list[Rows]], step_wise: bool, on_end: Callable[[], None]
+        self, generator: GeneratorInterface, stored: dict[str, list[Rows]], step_wise: bool, on_end: Callable[[], None]
     ) -> None:
-        self._generator, self._held, self._step_wise, self._on_end = generator, held, step_wise, on_end
+        self._generator, self._stored, self._step_wise, self._on_end = generator, stored, step_wise, on_end
 
     async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
         uids = list(dict.fromkeys(trajectory.instance_id for trajectory in input_batch["trajectory_ids"] or ()))
         metadata = input_batch["batch_metadata"]
         is_training = metadata is None or metadata.training_phase == "train"
-        if not is_training or not uids or not all(self._held.get(uid) for uid in uids):
+        if not is_training or not uids or not all(self._stored.get(uid) for uid in uids):
             return await self._generator.generate(input_batch)
-        rows = [row for uid in uids for row in self._held[uid].pop(0)]
-        if not any(self._held.values()):
+        rows = [row for uid in uids for row in self._stored[uid].pop(0)]
+        if not any(self._stored.values()):
             self._on_end()
         return generator_output(rows, self._step_wise)
 
 
 def generator_output(rows: Sequence[dict[str, Any]], step_wise: bool) -> GeneratorOutput:
-    """Rows as they were submitted, as a generator gave them."""
+    """Return submitted rows as the generator's output that they came from."""
     output: dict[str, Any] = {
         "prompt_token_ids": [row["prompt_token_ids"] for row in rows],
         "response_ids": [row["response_ids"] for row in rows],
@@ -48,5 +48,5 @@ def generator_output(rows: Sequence[dict[str, Any]], step_wise: bool) -> Generat
         "is_last_step": [row["is_last_step"] for row in rows] if step_wise else None,
         "rollout_metrics": None,
     }
-    # Makes the metrics, too.
+    # Also computes the metrics.
     return concatenate_generator_outputs([output], step_wise=step_wise)

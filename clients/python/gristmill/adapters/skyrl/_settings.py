@@ -1,100 +1,190 @@
-"""The settings of a run, as SkyRL's configuration means them. What has no equal there is refused, with what to do.
-
-Reads the configuration by its names and imports nothing of SkyRL.
-"""
+"""The settings of a run, derived from SkyRL's configuration. Imports nothing of SkyRL."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-from gristmill.adapters.skyrl._options import Gristmill
-from gristmill.adapters.skyrl._refusals import refusals
-from gristmill.errors import InvalidArgumentError
+from gristmill.adapters._core.options import Gristmill
+from gristmill.adapters._core.settings import (
+    Configured,
+    Default,
+    Derived,
+    Fixed,
+    Refuse,
+    RefuseSetting,
+    Row,
+    Same,
+    SettingsTable,
+    is_given,
+    is_on,
+    written_column,
+)
 
+WRITTEN = {"old_logprobs": "action_log_probs", "ref_logprobs": "base_action_log_probs", "values": "values"}
+"""SkyRL's names of the columns that are written back."""
+
+_ALGORITHM = "trainer.algorithm"
+_ESTIMATORS = ("grpo", "rloo", "maxrl", "gae", "reinforce++")
 _PER_TOKEN = ("gae", "reinforce++")
+_REDUCTIONS = ("token_mean", "sequence_mean", "seq_mean_token_sum_norm", "prompt_mean")
+_KL_ESTIMATORS = ("k1", "k2", "k3")
+_TOLERANCE = 1e-6
+"""SkyRL's default: scores of a group that differ by less count as equal. The service compares exact sums."""
 _BATCHES_AHEAD = 2
-"""Beside the batches since the last checkpoint: the one that is trained, and the next."""
-
-# Not SkyRL's to say, and needed as they are: one width a batch, rows of a rank one after another, its order of prompts.
-_FIXED: dict[str, Any] = {
-    "layout": "left_padded",
-    "pad_width": "batch",
-    "on_misaligned": "pad",
-    "seal_order": "admission",
-}
+"""Batches that a run stores in addition to those since the last checkpoint: the one in training, and the next."""
 
 
-def run_settings(cfg: Any, gristmill: Gristmill, *, dp_size: int, pad_token_id: int) -> dict[str, Any]:
-    """The settings with which a trainer of this configuration creates its run, for `RolloutClient.create_run`.
+def run_settings(config: Any, gristmill: Gristmill, *, dp_size: int, pad_token_id: int = 0) -> dict[str, Any]:
+    """Return the settings with which a trainer of this configuration creates its run, for `create_run`.
 
-    cfg: a `SkyRLTrainConfig`. dp_size: data-parallel ranks of the policy. pad_token_id: the tokenizer's.
-    Raises InvalidArgumentError for all that the service cannot do as SkyRL does it, and for settings that contradict.
+    config: a `SkyRLTrainConfig`. dp_size: data-parallel ranks of the policy. pad_token_id: the tokenizer's.
+    Raises InvalidArgumentError that names everything that a run cannot do as SkyRL does it, with the remedies.
     """
-    if problems := list(refusals(cfg, gristmill.settings)):
-        raise InvalidArgumentError("; ".join(problems))
-    derived = _derived(cfg) | _FIXED | {"dp_size": dp_size, "pad_token_id": pad_token_id}
-    for name in gristmill.settings.keys() & derived.keys():
-        where = "is fixed at" if name in _FIXED else "follows from SkyRL's configuration, where it is"
-        raise InvalidArgumentError(f"settings: {name} {where} {derived[name]!r}; leave it out, or change it there")
-    columns = [*_written_columns(cfg), *gristmill.settings.get("columns", ())]
-    return _defaults(cfg) | dict(gristmill.settings) | derived | ({"columns": columns} if columns else {})
+    return _TABLE.settings(Configured(config, gristmill, dp_size, pad_token_id))
 
 
-def makes_checkpoints(cfg: Any) -> bool:
-    """Whether batches are kept until a checkpoint has them."""
-    return bool(cfg.trainer.ckpt_interval > 0)
+def makes_checkpoints(config: Any) -> bool:
+    """Return whether batches are stored until a checkpoint includes them."""
+    return bool(config.trainer.ckpt_interval > 0)
 
 
-def _derived(cfg: Any) -> dict[str, Any]:
-    trainer, algorithm, generator = cfg.trainer, cfg.trainer.algorithm, cfg.generator
-    found: dict[str, Any] = {
-        "train_batch_size": trainer.train_batch_size,
-        "n_samples_per_prompt": generator.n_samples_per_prompt,
-        "policy_mini_batch_size": trainer.policy_mini_batch_size,
-        "update_epochs_per_batch": trainer.update_epochs_per_batch,
-        "step_wise": generator.step_wise_trajectories,
-        "advantage_estimator": algorithm.advantage_estimator,
-        "loss_reduction": algorithm.loss_reduction,
-        "zero_variance_filter": "mask" if algorithm.zero_variance_filter else False,
-        "micro_batch": (
-            {"max_tokens": trainer.max_tokens_per_microbatch}
-            if trainer.max_tokens_per_microbatch > 0
-            else {"size": trainer.micro_train_batch_size_per_gpu}
-        ),
-    }
-    if algorithm.max_seq_len is not None:
-        found["max_seq_len"] = algorithm.max_seq_len
-    if algorithm.advantage_estimator == "grpo":
-        found["grpo_norm_by_std"] = algorithm.grpo_norm_by_std
-    if algorithm.advantage_estimator in _PER_TOKEN:
-        # SkyRL's own estimators whiten what they return.
-        found |= {"gamma": algorithm.gamma, "whiten": "batch"}
-    if algorithm.advantage_estimator == "gae":
-        found["lambda"] = algorithm.lambd
-    if algorithm.use_kl_in_reward:
-        found["kl_in_reward"] = {"coef": algorithm.kl_loss_coef, "estimator": algorithm.kl_estimator_type}
-    if cfg.trainer.critic.model.path:
-        found["critic_mini_batch_size"] = trainer.critic_mini_batch_size
-    return found
+def _estimator(c: Configured) -> str:
+    return str(c["trainer.algorithm.advantage_estimator"])
 
 
-def _defaults(cfg: Any) -> dict[str, Any]:
-    """What the settings of the adapter may say otherwise."""
-    found: dict[str, Any] = {"merge": "prefix" if cfg.generator.merge_stepwise_output else "none"}
-    if makes_checkpoints(cfg):
-        found["max_buffered_batches"] = cfg.trainer.ckpt_interval + _BATCHES_AHEAD
-    if cfg.trainer.fully_async.enabled:
-        # Counted, as SkyRL logs them.
-        found["max_staleness"] = cfg.trainer.fully_async.max_staleness_steps
-    return found
+def _has_kl(c: Configured) -> bool:
+    return bool(c["trainer.algorithm.use_kl_in_reward"])
 
 
-def _written_columns(cfg: Any) -> Iterator[dict[str, Any]]:
-    """What advantages depend on and SkyRL's forward passes compute."""
-    algorithm = cfg.trainer.algorithm
-    names = ["old_logprobs", "ref_logprobs"] if algorithm.use_kl_in_reward else []
-    if algorithm.advantage_estimator == "gae":
-        names.append("values")
-    for name in names:
-        yield {"name": name, "dtype": "float32", "scope": "response", "source": "trainer"}
+def _micro_batch(c: Configured) -> dict[str, int]:
+    if c["trainer.max_tokens_per_microbatch"] > 0:
+        return {"max_tokens": c["trainer.max_tokens_per_microbatch"]}
+    return {"size": c["trainer.micro_train_batch_size_per_gpu"]}
+
+
+def _kl_in_reward(c: Configured) -> dict[str, Any] | None:
+    if not _has_kl(c):
+        return None
+    return {"coef": c["trainer.algorithm.kl_loss_coef"], "estimator": c["trainer.algorithm.kl_estimator_type"]}
+
+
+def _written_columns(c: Configured) -> list[dict[str, Any]]:
+    """Declare what advantages depend on and SkyRL's forward passes compute."""
+    names = ["old_logprobs", "ref_logprobs"] if _has_kl(c) else []
+    return [written_column(name) for name in (*names, *(["values"] if _estimator(c) == "gae" else []))]
+
+
+_ROWS: tuple[Row, ...] = (
+    Same("train_batch_size", "trainer.train_batch_size"),
+    Same("n_samples_per_prompt", "generator.n_samples_per_prompt"),
+    Same("policy_mini_batch_size", "trainer.policy_mini_batch_size"),
+    Same("critic_mini_batch_size", "trainer.critic_mini_batch_size", when=lambda c: c["trainer.critic.model.path"]),
+    Same("update_epochs_per_batch", "trainer.update_epochs_per_batch"),
+    Same("step_wise", "generator.step_wise_trajectories"),
+    Same("advantage_estimator", f"{_ALGORITHM}.advantage_estimator"),
+    Same("grpo_norm_by_std", f"{_ALGORITHM}.grpo_norm_by_std", when=lambda c: _estimator(c) == "grpo"),
+    Same("gamma", f"{_ALGORITHM}.gamma", when=lambda c: _estimator(c) in _PER_TOKEN),
+    Same("lambda", f"{_ALGORITHM}.lambd", when=lambda c: _estimator(c) == "gae"),
+    # SkyRL's own estimators whiten what they return.
+    Derived("whiten", lambda c: "batch" if _estimator(c) in _PER_TOKEN else None),
+    Same("loss_reduction", f"{_ALGORITHM}.loss_reduction"),
+    Same("max_seq_len", f"{_ALGORITHM}.max_seq_len"),
+    Derived("zero_variance_filter", lambda c: "mask" if c[f"{_ALGORITHM}.zero_variance_filter"] else False),
+    Derived("micro_batch", _micro_batch),
+    Derived("kl_in_reward", _kl_in_reward),
+    Fixed("layout", "left_padded", "SkyRL's workers take padded rows"),
+    Fixed("pad_width", "batch", "SkyRL has one width for a batch"),
+    Fixed("on_misaligned", "pad", "SkyRL gives every rank the same number of rows"),
+    Fixed("seal_order", "admission", "a batch has the groups that SkyRL sampled for it"),
+    Default("merge", lambda c: "prefix" if c["generator.merge_stepwise_output"] else "none"),
+    Default(
+        "max_buffered_batches",
+        lambda c: c["trainer.ckpt_interval"] + _BATCHES_AHEAD if makes_checkpoints(c.config) else None,
+    ),
+    # Counted, as SkyRL logs them.
+    Default(
+        "max_staleness",
+        lambda c: c["trainer.fully_async.max_staleness_steps"] if c["trainer.fully_async.enabled"] else None,
+    ),
+    Refuse(
+        f"{_ALGORITHM}.advantage_estimator",
+        lambda value, _: value not in _ESTIMATORS,
+        "is not an estimator of the service",
+        f"use {', '.join(_ESTIMATORS)}",
+    ),
+    Refuse(
+        f"{_ALGORITHM}.loss_reduction",
+        lambda value, _: value not in _REDUCTIONS,
+        "depends on how a mini-batch is cut into micro-batches",
+        f"use {', '.join(_REDUCTIONS)}",
+    ),
+    Refuse(
+        f"{_ALGORITHM}.advantage_batch_normalize",
+        is_on,
+        "takes its mean over padding too",
+        "set it to False and settings={'whiten': 'batch'}, which takes it over trained tokens",
+    ),
+    Refuse(
+        f"{_ALGORITHM}.zero_variance_filter_tol",
+        lambda value, c: c[f"{_ALGORITHM}.zero_variance_filter"] and value > _TOLERANCE,
+        "is not supported: the service masks groups of equal scores",
+        f"use at most {_TOLERANCE}, and round the rewards in the environment",
+    ),
+    Refuse(
+        f"{_ALGORITHM}.dynamic_sampling.type",
+        is_on,
+        "chooses groups, which the service does",
+        "leave it None and set trainer.algorithm.zero_variance_filter=true, which masks them",
+    ),
+    Refuse(
+        f"{_ALGORITHM}.kl_ctrl.type",
+        lambda value, c: _has_kl(c) and value != "fixed",
+        "changes the coefficient during training, and a run has one",
+        "use 'fixed'",
+    ),
+    Refuse(
+        f"{_ALGORITHM}.kl_estimator_type",
+        lambda value, c: _has_kl(c) and value not in _KL_ESTIMATORS,
+        "is not supported in rewards",
+        f"use {', '.join(_KL_ESTIMATORS)}",
+    ),
+    Refuse(
+        "trainer.critic.model.path",
+        lambda value, c: value and _estimator(c) != "gae",
+        "computes values that this advantage_estimator does not use",
+        "leave it None, or use advantage_estimator 'gae'",
+    ),
+    Refuse(
+        "generator.vision_language_generator",
+        is_on,
+        "makes images, which the adapter does not pass to SkyRL's workers",
+        "train on text only",
+    ),
+    Refuse(
+        "trainer.fully_async.sample_full_batch",
+        is_on,
+        "drops groups before the service has them",
+        "set it to False and keep zero_variance_filter, which masks them",
+    ),
+    Refuse("trainer.fully_async.simulate_training", is_on, "trains nothing", "use SkyRL's own trainer"),
+    *(
+        Refuse(
+            f"trainer.{model}.megatron_config.async_dist_ckpt_save",
+            is_on,
+            "writes checkpoints in the background, and batches are freed when a checkpoint is written: a crash "
+            "would lose them",
+            "set it to False",
+        )
+        for model in ("policy", "critic")
+    ),
+    RefuseSetting("mini_batch_unit", is_given, "is not supported: SkyRL counts prompts", "leave it out"),
+    RefuseSetting(
+        "kl_from",
+        lambda value, c: _has_kl(c) and value != "old_logprobs",
+        "is not supported: SkyRL takes the KL of its own forward pass",
+        "leave it out",
+    ),
+)
+
+
+_TABLE = SettingsTable("SkyRL", _ROWS, rollouts=("trainer",), columns=_written_columns)

@@ -1,10 +1,20 @@
-"""slime on gristmill's batches. Needs slime, with its Megatron, Ray and SGLang.
+"""slime on gristmill's batches. Written for slime 0.3, and never run with slime's trainer.
 
     python -m gristmill.adapters.slime path/to/slime/train.py --custom-config-path gristmill.yaml ...
 
-runs slime's own script, with its arguments, and a RolloutManager whose train data are the run's batches.
+runs slime's own script with its arguments, and a RolloutManager whose train data are the run's batches.
 """
 
-from gristmill.adapters.slime.credit import advantages
+from typing import TYPE_CHECKING
 
-__all__ = ["advantages"]
+from gristmill.adapters._core.lazy import importer
+from gristmill.adapters._core.options import Gristmill
+from gristmill.adapters.slime._settings import run_settings
+
+if TYPE_CHECKING:
+    from gristmill.adapters.slime._credit import advantages
+    from gristmill.adapters.slime._manager import swap
+
+__all__ = ["Gristmill", "advantages", "run_settings", "swap"]
+
+__getattr__ = importer(__name__, {"advantages": "_credit", "swap": "_manager"}, "pip install 'gristmill[torch]'")

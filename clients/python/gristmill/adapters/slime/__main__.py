@@ -1,4 +1,4 @@
-"""`python -m gristmill.adapters.slime train.py ...`: a script of slime's, its arguments, on gristmill's batches."""
+"""`python -m gristmill.adapters.slime train.py ...`: runs a script of slime on gristmill's batches."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from gristmill.adapters.slime.manager import swap
+from gristmill.adapters.slime import swap
 
 
 def main() -> None:

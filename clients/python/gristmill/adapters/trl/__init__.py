@@ -1,4 +1,4 @@
-"""TRL's `GRPOTrainer` and `AsyncGRPOTrainer` on gristmill's shards. Needs TRL 1.16, and PyTorch.
+"""TRL's `GRPOTrainer` and `AsyncGRPOTrainer` on gristmill's shards. Tested with TRL 1.16.
 
 from gristmill.adapters.trl import Gristmill, GristmillGRPOTrainer
 
@@ -9,13 +9,21 @@ trainer = GristmillGRPOTrainer(
 trainer.train()
 """
 
-from gristmill.adapters.trl._options import Gristmill
+from typing import TYPE_CHECKING
+
+from gristmill.adapters._core.lazy import importer
+from gristmill.adapters._core.options import Gristmill
+from gristmill.adapters.trl._async_settings import async_run_settings
 from gristmill.adapters.trl._settings import run_settings
 
-try:
+if TYPE_CHECKING:
     from gristmill.adapters.trl._trainer import GristmillGRPOTrainer
-    from gristmill.adapters.trl._worker import GristmillRolloutWorker, async_run_settings
-except ImportError as missing:
-    raise ImportError(f"this adapter is TRL's ({missing}): pip install 'trl>=1.16' 'gristmill[torch]'") from missing
+    from gristmill.adapters.trl._worker import GristmillRolloutWorker
 
 __all__ = ["Gristmill", "GristmillGRPOTrainer", "GristmillRolloutWorker", "async_run_settings", "run_settings"]
+
+__getattr__ = importer(
+    __name__,
+    {"GristmillGRPOTrainer": "_trainer", "GristmillRolloutWorker": "_worker"},
+    "pip install 'trl==1.16.*' 'gristmill[torch]'",
+)

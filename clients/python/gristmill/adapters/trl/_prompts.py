@@ -1,4 +1,4 @@
-"""The prompts of TRL's data set, in the order in which it would generate for them, from any batch on."""
+"""The prompts of TRL's data set in TRL's order, from any batch on."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from gristmill.errors import InvalidArgumentError
 
 
 class Prompts:
-    """loader: TRL's, which gives a rank its rows of one generation, a batch of the run, after another. sampler: the
+    """Reads prompts batch by batch.
+
+    loader: TRL's, which returns a rank's rows of one generation, a batch of the run, after another. sampler: the
     loader's, which draws a new order for every epoch.
 
-    Prompts at the end of an epoch that fill no batch are left out. Raises InvalidArgumentError where none is filled.
+    Prompts at the end of an epoch that do not fill a batch are left out. Raises InvalidArgumentError if no batch is
+    filled.
     """
 
     def __init__(self, loader: Any, sampler: Any) -> None:
@@ -28,11 +31,11 @@ class Prompts:
             )
 
     def __len__(self) -> int:
-        """Batches of an epoch."""
+        """Return the batches of an epoch."""
         return len(self._loader)
 
     def batches(self, number: int) -> Iterator[Any]:
-        """This rank's rows of each batch from this one to the end of its epoch; number: in the whole training."""
+        """Yield this rank's rows of each batch, from one to the end of its epoch. number: in the whole training."""
         epoch, first = divmod(number, len(self))
         while self._drawn < epoch:
             next(iter(self._sampler), None)

@@ -1,22 +1,23 @@
-"""Rows of a shard as the samples that `AsyncGRPOTrainer` takes from its queue."""
+"""Converts rows of a shard to the samples that `AsyncGRPOTrainer` takes from its queue."""
 
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
-from gristmill._wire.columns import Array
 from gristmill.errors import InvalidArgumentError
 from gristmill.torch import Shard
 
 
 def samples_of(shard: Shard, first_group: int) -> list[RolloutSample]:
-    """One for every row that has trained tokens. Their prompt and completion as messages are left empty: TRL shows them
-    in traces, and a row has tokens.
+    """Return a sample for every row with trained tokens. Its prompt and completion as messages, which TRL shows in
+    traces, are empty, because a row has only tokens.
 
-    first_group: the number of the shard's first prompt group; the others' follow as they come.
+    first_group: the number of the shard's first prompt group; the others follow.
     Raises InvalidArgumentError for rows without log-probabilities of the sampler, or with several advantages.
     """
     if not any(name.endswith("rollout_logprobs") for name in shard.tensors):
@@ -30,12 +31,12 @@ def samples_of(shard: Shard, first_group: int) -> list[RolloutSample]:
     )
     uids, rounds = shard.metadata["uids"], shard.metadata["rounds"]
     groups = {group: first_group + place for place, group in enumerate(dict.fromkeys(zip(uids, rounds, strict=True)))}
-    found = []
+    samples = []
     for row, ((begin, end), (start, stop)) in enumerate(zip(pairwise(edges), pairwise(ends), strict=True)):
         mask, length = trained[start:stop] != 0, end - begin
         if not mask.any():
             continue
-        found.append(
+        samples.append(
             RolloutSample(
                 prompt=[],
                 completion=[],
@@ -48,20 +49,20 @@ def samples_of(shard: Shard, first_group: int) -> list[RolloutSample]:
                 metrics={"reward": float(rewards[start:stop].sum())},
             )
         )
-    return found
+    return samples
 
 
-def _numpy(shard: Shard, name: str, part: str) -> tuple[Array, list[int]]:
-    found = shard.jagged(name, part)  # type: ignore[arg-type]
-    return found.values.numpy(), found.offsets.tolist()
+def _numpy(shard: Shard, name: str, part: Literal["row", "response"]) -> tuple[NDArray[Any], list[int]]:
+    rows = shard.jagged(name, part)
+    return rows.values.numpy(), rows.offsets.tolist()
 
 
-def _after_prompt(values: Array, length: int) -> Array:
-    """A response's values, behind zeros for the row's other tokens."""
+def _after_prompt(values: NDArray[Any], length: int) -> NDArray[Any]:
+    """Return a response's values after zeros for the row's other tokens."""
     return np.concatenate([np.zeros(length - len(values), values.dtype), values])
 
 
-def _single(advantages: Array, shard: Shard, uid: str) -> float:
+def _single(advantages: NDArray[Any], shard: Shard, uid: str) -> float:
     if (advantages != advantages[0]).any():
         raise InvalidArgumentError(
             f"{shard.position}: a row of {uid!r} has an advantage for each token, and AsyncGRPOTrainer takes one a "

@@ -1,8 +1,8 @@
-"""TRL's `GRPOTrainer`, whose batches gristmill schedules and scores.
+"""TRL's `GRPOTrainer` on batches that the service schedules and scores.
 
-The seams are TRL's: `get_train_dataloader` gives shards, one an optimizer step; `training_step` trains a shard's
-micro-batches one after another with TRL's own step and loss; `_calculate_rewards` tells the rewards of what TRL
-generated. All else, generation, logging, checkpoints and evaluation among it, is TRL's.
+The adapter overrides methods of TRL: `get_train_dataloader` returns shards, one for each optimizer step;
+`training_step` trains a shard's micro-batches with TRL's own step and loss; `_calculate_rewards` returns the rewards
+of what TRL generated. Generation, logging, checkpoints and evaluation are TRL's.
 """
 
 from __future__ import annotations
@@ -20,25 +20,26 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 from trl import GRPOTrainer
 
-from gristmill import Batch, FailedPreconditionError, InvalidArgumentError, Shard
-from gristmill._wire.addresses import Position
-from gristmill.adapters.trl import _settings
+from gristmill import FailedPreconditionError, InvalidArgumentError, Shard
+from gristmill.adapters._core.checkpoint import read_states
+from gristmill.adapters._core.options import Gristmill
+from gristmill.adapters._core.versions import check_version
 from gristmill.adapters.trl._generations import Generations
-from gristmill.adapters.trl._inputs import LOSS_WEIGHT, Inputs, Normaliser, tokens_a_step, training_inputs
+from gristmill.adapters.trl._inputs import LOSS_WEIGHT, Inputs, Normalizer, tokens_per_step, training_inputs
 from gristmill.adapters.trl._logprobs import write_columns
-from gristmill.adapters.trl._options import Gristmill
 from gristmill.adapters.trl._prompts import Prompts
 from gristmill.adapters.trl._session import Session
+from gristmill.adapters.trl._settings import loss_columns, run_settings, steps_per_batch
 
 
 class GristmillGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
-    """`GRPOTrainer` with the same arguments and one more: which run it trains.
+    """`GRPOTrainer` with the same arguments and one more: the run that it trains.
 
-    gristmill: the run, and who makes its rollouts. Where workers do, `reward_funcs` and `train_dataset` may be left
+    gristmill: the run, and whether TRL or workers sample. With workers, `reward_funcs` and `train_dataset` may be left
         out.
 
-    Raises InvalidArgumentError for what of `GRPOConfig` the service has no equal for, saying what to set instead,
-    before a model is loaded.
+    Raises InvalidArgumentError for a `GRPOConfig` that a run cannot follow, and UnsupportedError for a version of TRL
+    that was not tested, before a model is loaded.
     """
 
     def __init__(
@@ -51,39 +52,42 @@ class GristmillGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         gristmill: Gristmill,
         **named: Any,
     ) -> None:
+        check_version("TRL", "trl", ["1.16"])
         if args is not None:
-            _settings.check(args, gristmill)
+            run_settings(args, gristmill, dp_size=args.world_size)
             args = copy(args)
         if gristmill.rollouts == "workers":
-            reward_funcs = _scored_by_workers if reward_funcs is None else reward_funcs
+            reward_funcs = _no_rewards if reward_funcs is None else reward_funcs
             train_dataset = Dataset.from_dict({"prompt": [""]}) if train_dataset is None else train_dataset
         elif train_dataset is not None and not isinstance(train_dataset, Dataset):
             raise InvalidArgumentError(
-                f"train_dataset is a {type(train_dataset).__name__}, which cannot be continued where a checkpoint left "
-                "it; give a datasets.Dataset"
+                f"train_dataset is a {type(train_dataset).__name__}, which cannot be continued from a checkpoint; give "
+                "a datasets.Dataset"
             )
         super().__init__(model, reward_funcs, args, train_dataset, *more, **named)
         self.gristmill = gristmill
-        self.run_settings = _settings.run_settings(self.args, gristmill, self._tokenizer.pad_token_id)
-        self._columns = _settings.loss_columns(self.args, gristmill)
-        self._steps_a_batch = _settings.steps_a_batch(self.args)
+        dp_size = self.accelerator.num_processes
+        pad_token_id = self._tokenizer.pad_token_id
+        self.run_settings = run_settings(self.args, gristmill, dp_size=dp_size, pad_token_id=pad_token_id)
+        self._columns = loss_columns(self.args, gristmill)
+        self._steps_per_batch = steps_per_batch(self.args, dp_size)
         self._trl_accumulation: int = self.args.gradient_accumulation_steps
-        # A shard is what `Trainer` takes for a batch, and one is an optimizer step; the service knows where to go on.
+        # `Trainer` takes a shard for a batch, and one is an optimizer step; the service knows the position.
         self.args.gradient_accumulation_steps, self.args.ignore_data_skip = 1, True
         self._session: Session | None = None
         self._prompt_sampler: Any = None
         self._rewards: torch.Tensor | None = None
         self._shard: Shard | None = None
-        self._tokens_a_step = 0.0
-        self._normaliser = Normaliser(
+        self._tokens_per_step = 0.0
+        self._normalizer = Normalizer(
             self.args.loss_type,
             self.args.steps_per_generation,
-            self.accelerator.num_processes,
+            dp_size,
             is_scaled=self.run_settings.get("loss_reduction", "none") != "none",
         )
         self.add_callback(_Steps(self))
 
-    # A session lasts as long as a `train()`.
+    # A session lasts for one `train()`.
 
     @property
     def session(self) -> Session:
@@ -92,14 +96,15 @@ class GristmillGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         return self._session
 
     def _inner_training_loop(self, *args: Any, resume_from_checkpoint: Any = None, **named: Any) -> Any:
+        states = None if resume_from_checkpoint is None else read_states(resume_from_checkpoint)
         self._session = Session(
             self.gristmill,
             self.run_settings,
             self.accelerator,
-            checkpoint=resume_from_checkpoint,
             auto_commit=self.args.save_strategy == SaveStrategy.NO,
         )
         try:
+            self._session.resume(states, only_new_run=self.gristmill.rollouts != "workers")
             return super()._inner_training_loop(*args, resume_from_checkpoint=resume_from_checkpoint, **named)
         finally:
             self._session.close()
@@ -107,88 +112,76 @@ class GristmillGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         directory = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        saved = self.session.save(directory)
+        saved = self.session.save_checkpoint(directory)
         super()._save_checkpoint(model, trial)
         self.session.commit(saved)
 
-    def begun(self) -> None:
-        """Called when the weights are those that training begins with."""
-        if (
-            self.gristmill.rollouts == "trainer"
-            and self.state.global_step == 0
-            and self.session.position != Position(0)
-        ):
-            raise FailedPreconditionError(
-                f"run {self.gristmill.run!r} is at {self.session.position}, and training begins anew; resume from its "
-                "checkpoint (resume_from_checkpoint=True), or name another run"
-            )
-        self._publish_weights()
+    def publish_weights(self) -> None:
+        """Publish and announce the weights that training starts with, or those after a batch."""
+        version = self.session.position.batch
+        if self.gristmill.publish_weights is not None:
+            self.gristmill.publish_weights(self, version)
+        if self.gristmill.publish_weights is not None or self.gristmill.rollouts != "workers":
+            self.session.announce(version)
 
-    def stepped(self) -> bool:
-        """Called when the optimizer has made its step on a shard; returns whether a checkpoint has to be made now."""
+    def end_step(self) -> bool:
+        """Acknowledge the shard that the optimizer made its step on; return whether a checkpoint is needed now."""
         assert self._shard is not None
         self._shard.ack()
         if self.session.position.batch == self._shard.position.batch:
             return False
-        self._publish_weights()
+        self.publish_weights()
         return self.session.needs_commit(self.run_settings["train_batch_size"])
 
-    def _publish_weights(self) -> None:
-        version = self.session.position.batch
-        if self.gristmill.publish_weights is not None:
-            self.gristmill.publish_weights(self, version)
-        if self.gristmill.publish_weights is not None or self.gristmill.rollouts == "trainer":
-            self.session.announce(version)
-
     def get_total_train_batch_size(self, args: Any) -> int:
-        """The rows of an optimizer step, for `Trainer`'s log."""
+        """Return the rows of an optimizer step, for `Trainer`'s log."""
         return int(super().get_total_train_batch_size(args)) * self._trl_accumulation
 
-    # What is trained.
+    # Batches.
 
     def get_train_dataloader(self) -> _Shards:
-        """One shard an optimizer step. Not prepared by accelerate, which would open one ahead of its turn."""
+        """Return shards, one for each optimizer step. Not prepared by accelerate, which would open one too early."""
         if self.gristmill.rollouts == "workers":
             return _Shards(self._submitted)
         loader = super().get_train_dataloader()
         assert self._prompt_sampler is not None
         prompts = Prompts(loader, self._prompt_sampler)
-        return _CountedShards(lambda: self._generated(prompts), len(prompts) * self._steps_a_batch)
+        return _CountedShards(lambda: self._generated(prompts), len(prompts) * self._steps_per_batch)
 
     def _get_train_sampler(self, dataset: Any = None) -> Any:
-        """TRL's, which repeats a generation's prompts for every step that trains it: here it is wanted once."""
+        """Return TRL's sampler without its repetitions of a generation's prompts for every step that trains it."""
         self._prompt_sampler = super()._get_train_sampler(dataset)
         self._prompt_sampler.repeat_count = 1
         return self._prompt_sampler
 
     def _submitted(self) -> Iterator[Shard]:
-        """Shards of what workers submitted, to the end of the run."""
-        for batch in self.session.batches():
-            self._log_rewards(batch)
-            yield from self._mini_batches(batch)
+        """Yield shards of the workers' rollouts, to the end of the run."""
+        for batches in self.session.batches():
+            self._log_rewards(batches["policy"])
+            yield from self._mini_batches(batches["policy"])
         self.control.should_training_stop = True
 
     def _generated(self, prompts: Prompts) -> Iterator[Shard]:
-        """Shards of an epoch, each batch generated as its turn comes."""
-        batches, generations = self.session.batches(), self._new_generations()
+        """Yield shards of an epoch, and generate each batch before it is trained."""
+        generations = self._new_generations()
         for inputs in prompts.batches(self.session.position.batch):
             position = self.session.position
             is_generated = self._generate_batch(generations, position, inputs)
-            if (batch := next(batches, None)) is None:
+            if (batches := self.session.next_batch()) is None:
                 self.control.should_training_stop = True
                 return
             if not is_generated:
-                self._log_rewards(batch)
-            yield from self._mini_batches(batch)
+                self._log_rewards(batches["policy"])
+            yield from self._mini_batches(batches["policy"])
 
-    def _generate_batch(self, generations: Generations, position: Position, inputs: Any) -> bool:
-        """Has TRL generate a batch and submits it, unless the run has it from before the trainer was killed; returns
-        whether it was generated. Random numbers are a batch's own, so that the batches after are the same either way.
+    def _generate_batch(self, generations: Generations, position: Any, inputs: Any) -> bool:
+        """Let TRL generate a batch and submit it, unless the run has it from before the trainer was killed; return
+        whether it was generated. Each batch has its own random numbers, so that later batches are the same either way.
 
         inputs: of this rank's rows.
         """
         number = position.batch
-        if position != Position(number):
+        if position.epoch or position.mini_batch:
             return False
         self._seed(number)
         self.model_wrapped.train()
@@ -213,8 +206,8 @@ class GristmillGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
 
     @contextmanager
     def _as_trl_generates(self) -> Iterator[None]:
-        """TRL asks its accumulation whether the weights change before a row is trained. Completions that were cut off
-        stay whole: the run masks them, and TRL would leave no trace of where they end."""
+        """Set what TRL's generation reads. From the accumulation it infers whether the weights change before a row is
+        trained. Completions that were cut off stay whole: the run masks them, and TRL would remove where they end."""
         self.args.gradient_accumulation_steps, self.mask_truncated_completions = self._trl_accumulation, False
         try:
             yield
@@ -226,29 +219,28 @@ class GristmillGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         set_seed(self.args.seed + batch * self.accelerator.num_processes, device_specific=True)
 
     def _calculate_rewards(self, *args: Any, **named: Any) -> torch.Tensor:
-        found: torch.Tensor = super()._calculate_rewards(*args, **named)
-        self._rewards = found
-        return found
+        self._rewards = super()._calculate_rewards(*args, **named)
+        return self._rewards
 
     def _own_rewards(self, rows: int) -> torch.Tensor:
-        """The rewards of this rank's rows, (rows,): the weighted sum of what functions gave it, NaN where none did."""
+        """Return this rank's rewards, (rows,): the weighted sums of the reward functions, NaN if none scored a row."""
         assert self._rewards is not None
         first = rows * self.accelerator.process_index
-        found = self._rewards[first : first + rows]
-        total: torch.Tensor = (found * self.reward_weights.to(found.device)).nansum(1)
-        return total.masked_fill(found.isnan().all(1), torch.nan)
+        scores = self._rewards[first : first + rows]
+        total: torch.Tensor = (scores * self.reward_weights.to(scores.device)).nansum(1)
+        return total.masked_fill(scores.isnan().all(1), torch.nan)
 
-    def _mini_batches(self, batch: Batch) -> Iterator[Shard]:
+    def _mini_batches(self, batch: Any) -> Iterator[Shard]:
         if batch.awaits:
             write_columns(self, self.session, batch)
-        for name, value in batch.plan["metrics"].items():
-            self._metrics["train"][f"gristmill/{name}"].append(value)
-        self._tokens_a_step = tokens_a_step(batch.plan)
+        for name, value in self.session.metrics().items():
+            self._metrics["train"][name].append(value)
+        self._tokens_per_step = tokens_per_step(batch.plan)
         for self._shard in batch.mini_batches():
             yield self._shard
 
-    def _log_rewards(self, batch: Batch) -> None:
-        """What TRL logs of rollouts as it generates them, where it did not."""
+    def _log_rewards(self, batch: Any) -> None:
+        """Log what TRL logs when it generates, for rollouts that it did not generate now."""
         metrics, logged = batch.plan["metrics"], self._metrics["train"]
         self.state.num_input_tokens_seen += metrics.get("tokens", 0)
         logged["num_tokens"] = [self.state.num_input_tokens_seen]
@@ -259,13 +251,14 @@ class GristmillGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     # An optimizer step.
 
     def training_step(self, model: Any, inputs: Shard, num_items_in_batch: Any = None) -> torch.Tensor:
-        """The gradients of a shard, and its loss: TRL's step for each micro-batch, as `Trainer` makes it for several
+        """Compute a shard's gradients and return its loss: TRL's step for each micro-batch, as `Trainer` makes it for
         batches that accumulate."""
         count = len(inputs.metadata["micro_batches"])
-        # TRL logs a step's time when it has made as many as accumulate.
+        # TRL logs a step's time after as many steps as accumulate.
         self._step, self.current_gradient_accumulation_steps = 0, count
         losses = []
-        for index, micro in enumerate(training_inputs(inputs, self._columns, self._normaliser, self._tokens_a_step), 1):
+        micro_batches = training_inputs(inputs, self._columns, self._normalizer, self._tokens_per_step)
+        for index, micro in enumerate(micro_batches, 1):
             self.accelerator.gradient_state._set_sync_gradients(index == count)
             with self._accumulating(model, is_last=index == count):
                 losses.append(super().training_step(model, micro, num_items_in_batch))
@@ -279,7 +272,7 @@ class GristmillGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         return waiting
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
-        """A micro-batch is ready as it is; for evaluation TRL generates."""
+        """Return a micro-batch unchanged; for evaluation, TRL generates."""
         return generation_batch if self.model.training else super()._prepare_inputs(generation_batch)
 
     def _compute_loss(self, model: Any, inputs: Inputs) -> torch.Tensor:
@@ -290,7 +283,7 @@ class GristmillGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
 
 
 class _Shards:
-    """What `Trainer` iterates in place of a data loader, once an epoch."""
+    """Replaces the data loader, which `Trainer` iterates once for each epoch."""
 
     def __init__(self, epoch: Callable[[], Iterator[Shard]]) -> None:
         self._epoch = epoch
@@ -300,7 +293,7 @@ class _Shards:
 
 
 class _CountedShards(_Shards):
-    """With as many an epoch as the data set gives."""
+    """Shards whose number in an epoch follows from the data set."""
 
     def __init__(self, epoch: Callable[[], Iterator[Shard]], count: int) -> None:
         super().__init__(epoch)
@@ -311,30 +304,30 @@ class _CountedShards(_Shards):
 
 
 class _Steps(TrainerCallback):  # type: ignore[misc]
-    """Tells the trainer of its own steps: between the optimizer's and the checkpoint's there is no other seam."""
+    """Calls the trainer between an optimizer step and the checkpoint, where it has no method to override."""
 
     def __init__(self, trainer: GristmillGRPOTrainer) -> None:
         self._trainer = trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._trainer.begun()
+        self._trainer.publish_weights()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
-        control.should_save |= self._trainer.stepped()
+        control.should_save |= self._trainer.end_step()
         return control
 
 
 @contextmanager
 def _uneven_rows(accelerator: Any) -> Iterator[None]:
-    """Within it `gather` takes one number a row of ranks with different rows, as TRL's clip ratios are: NaN stands for
-    those that a rank lacks, which TRL leaves out of minima and maxima."""
+    """Let `gather` take one number per row from ranks with different numbers of rows, as TRL's clip ratios are. Missing
+    numbers are NaN, which TRL leaves out of minima and maxima."""
     gather = accelerator.gather
 
     def gathered(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.dim() == 1:
             tensor = accelerator.pad_across_processes(tensor, pad_index=torch.nan)
-        found: torch.Tensor = gather(tensor)
-        return found
+        result: torch.Tensor = gather(tensor)
+        return result
 
     accelerator.gather = gathered
     try:
@@ -343,6 +336,6 @@ def _uneven_rows(accelerator: Any) -> Iterator[None]:
         del accelerator.gather
 
 
-def _scored_by_workers(prompts: list[Any], **_: Any) -> list[float]:
-    """A reward function for TRL, which wants one; nothing is scored here."""
+def _no_rewards(prompts: list[Any], **_: Any) -> list[float]:
+    """Replaces the reward function that TRL requires: workers score."""
     return [0.0] * len(prompts)

@@ -1,10 +1,17 @@
-"""verl's trainer on gristmill's shards: `trainer.v1.trainer_mode=gristmill`, without a line of verl's code changed.
+"""verl's trainer on gristmill's shards: `trainer.v1.trainer_mode=gristmill`. Tested with verl 0.9.1.
 
-`import verl` finds `plugin` by the entry point group `verl.plugins`. The other modules need verl:
-
-- `run_settings`: the run that verl's configuration describes, or why there is none;
-- `tensor_dicts`: a mini-batch's shards as the TensorDict that verl's workers train;
-- `trainer`, `workers`: verl's trainer and workers, where they differ.
-
-docs/trainers/verl.md is the guide.
+`import verl` finds the trainer by the entry point group `verl.plugins`; docs/trainers/verl.md is the guide.
 """
+
+from typing import TYPE_CHECKING
+
+from gristmill.adapters._core.lazy import importer
+from gristmill.adapters._core.options import Gristmill
+from gristmill.adapters.verl._settings import run_settings
+
+if TYPE_CHECKING:
+    from gristmill.adapters.verl._trainer import GristmillTrainer
+
+__all__ = ["Gristmill", "GristmillTrainer", "run_settings"]
+
+__getattr__ = importer(__name__, {"GristmillTrainer": "_trainer"}, "pip install 'verl==0.9.1' 'gristmill[torch]'")

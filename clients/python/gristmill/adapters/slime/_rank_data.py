@@ -1,22 +1,20 @@
-"""A batch's shards as slime's train data: of each rank what `RolloutManager._split_train_data_by_dp` makes, with the
-service's partition and micro-batches in the place of slime's (slime/ray/rollout.py of slime 0.3.1)."""
+"""A batch's shards as slime's train data: what `RolloutManager._split_train_data_by_dp` makes for each rank, with the
+service's partition and micro-batches (slime/ray/rollout.py of slime 0.3.1)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from gristmill._torch.jagged import Part
+from gristmill.adapters.slime._settings import ROUTED_EXPERTS, TEACHER_LOGPROBS
 from gristmill.torch import Shard
 
 ADVANTAGES, RETURNS = "gristmill_advantages", "gristmill_returns"
-"""Per-token credit, which `gristmill.adapters.slime.advantages` takes from the train data."""
-TEACHER_LOGPROBS, ROUTED_EXPERTS = "teacher_log_probs", "rollout_routed_experts"
-"""Columns, called as slime calls them."""
+"""Advantages of tokens, which `gristmill.adapters.slime.advantages` takes from the train data."""
 
-# Tensors of responses by their name in slime and in shards; those that a shard lacks are left out.
+# By slime's name the shards' name of each tensor of responses; those that a shard does not have are left out.
 _OF_RESPONSES = {
     "loss_masks": ("loss_mask", torch.int32),
     "rollout_log_probs": ("rollout_logprobs", torch.float32),
@@ -32,16 +30,16 @@ Data = dict[str, Any]
 
 
 def rank_data(mini_batches: MiniBatches, *, images: Sequence[str] = (), per_token: bool = False) -> list[Data]:
-    """Returns the train data of each rank, in the order of ranks.
+    """Return the train data of each rank, in the order of ranks.
 
-    Lists have an element a row, over all mini-batches, each of which is a training step: `tokens` int64 (tokens,),
+    Lists have one element per row, over all mini-batches, each of which is a training step: `tokens` int64 (tokens,),
     `loss_masks` int32 (response,), `rollout_log_probs` float32 (response,), `rewards` the advantage on the row's last
-    token, and so on. `partition` says where each row stands in `total_lengths` and `raw_reward`, which are of the whole
-    batch: trained rows in the plan's order, padding rows behind them. The response of a padding row is one token, which
-    is not trained.
+    token, and so on. `partition` has each row's index in `total_lengths` and `raw_reward`, which are of the whole
+    batch: trained rows in the plan's order, then padding rows. The response of a padding row is one token that is not
+    trained.
 
-    images: columns of scope `items`, which become `multimodal_train_inputs`. per_token: whether the advantages and
-    returns of tokens go with it.
+    images: columns of scope `items`, which become `multimodal_train_inputs`. per_token: whether to include advantages
+    and returns of tokens.
     """
     order = _Order(mini_batches)
     ranks = [_of_rank([shards[rank] for shards in mini_batches], order, images) for rank in range(len(mini_batches[0]))]
@@ -55,7 +53,7 @@ def rank_data(mini_batches: MiniBatches, *, images: Sequence[str] = (), per_toke
 
 
 class _Order:
-    """Where the rows of a whole batch stand, and which trajectories they are of; padding rows have one each."""
+    """The places of a whole batch's rows and the numbers of their trajectories, one for each padding row."""
 
     def __init__(self, mini_batches: MiniBatches) -> None:
         keys = [key for shards in mini_batches for shard in shards for key in _keys(shard)]
@@ -73,14 +71,14 @@ class _Order:
     def trajectories(self, shard: Shard, places: list[int]) -> list[int]:
         """places: of the shard's rows."""
         return [
-            # Behind those of all rows, of which there are no more than there are rows.
+            # Larger than the number of any real trajectory: there are no more of these than real rows.
             self._trajectories[trajectory] if row >= 0 else place
             for (row, trajectory), place in zip(_keys(shard), places, strict=True)
         ]
 
 
 def _keys(shard: Shard) -> list[tuple[int, tuple[str, int, int]]]:
-    """Each row's number and trajectory."""
+    """Return each row's number and trajectory."""
     trajectories = zip(shard.metadata["uids"], shard.metadata["rounds"], shard["sample"].tolist(), strict=True)
     return list(zip(shard["row"].tolist(), trajectories, strict=True))
 
@@ -102,8 +100,8 @@ def _of_rank(shards: Sequence[Shard], order: _Order, images: Sequence[str]) -> D
 
 
 def _of_rows(shard: Shard, images: Sequence[str]) -> dict[str, list[Any]]:
-    """What there is one a row."""
-    found: dict[str, list[Any]] = {
+    """Return the lists with one element per row."""
+    data: dict[str, list[Any]] = {
         "tokens": _rows(shard, "sequences", "row", torch.int64),
         "source_names": [tag or "unknown" for tag in shard.metadata.get("tags", [""] * len(shard))],
         "truncated": [int(reason == "length") for reason in shard.metadata["stop_reasons"]],
@@ -113,22 +111,24 @@ def _of_rows(shard: Shard, images: Sequence[str]) -> dict[str, list[Any]]:
     }
     for name, (ours, dtype) in _OF_RESPONSES.items():
         if _has(shard, ours):
-            found[name] = _rows(shard, ours, "response", dtype)
-    found["response_lengths"] = [len(mask) for mask in found["loss_masks"]]
-    found["rewards"] = _last(found[ADVANTAGES])
+            data[name] = _rows(shard, ours, "response", dtype)
+    data["response_lengths"] = [len(mask) for mask in data["loss_masks"]]
+    data["rewards"] = _last(data[ADVANTAGES])
     if _has(shard, ROUTED_EXPERTS):
-        found[ROUTED_EXPERTS] = _routed_experts(shard)
+        data[ROUTED_EXPERTS] = _routed_experts(shard)
     if images:
-        found["multimodal_train_inputs"] = _images(shard, images)
-    return found
+        data["multimodal_train_inputs"] = _images(shard, images)
+    return data
 
 
 def _has(shard: Shard, name: str) -> bool:
     return name in shard or f"micro_batch_000/{name}" in shard
 
 
-def _rows(shard: Shard, name: str, part: Part, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
-    """This part of each row, in memory of its own: it goes to another process."""
+def _rows(
+    shard: Shard, name: str, part: Literal["row", "response"], dtype: torch.dtype | None = None
+) -> list[torch.Tensor]:
+    """Return this part of each row, in memory of its own, because it is sent to another process."""
     values, offsets = shard.jagged(name, part)
     rows = torch.split(values.to(dtype=dtype), offsets.diff().tolist())
     return [row.clone() for row in rows]
@@ -139,8 +139,8 @@ def _last(rows: Sequence[torch.Tensor]) -> list[float]:
 
 
 def _routed_experts(shard: Shard) -> list[torch.Tensor]:
-    """The experts of each token but the last, which predicts nothing. A padding row has the first top_k: a replayed
-    router wants distinct ones."""
+    """Return the experts of each token but the last, which predicts nothing. A padding row has the first top_k, because
+    a replayed router needs distinct ones."""
     rows = [row[:-1] for row in _rows(shard, ROUTED_EXPERTS, "row")]
     for row, is_padding in zip(rows, shard["is_padding"].tolist(), strict=True):
         if is_padding:
@@ -149,7 +149,7 @@ def _routed_experts(shard: Shard) -> list[torch.Tensor]:
 
 
 def _images(shard: Shard, names: Sequence[str]) -> list[dict[str, torch.Tensor] | None]:
-    """By row; None where a row has none."""
+    """Return each row's images, None for a row without any."""
     edges = {name: shard[f"{name}_offsets"].tolist() for name in names}
     rows = [
         {name: shard[name][edges[name][row] : edges[name][row + 1]].clone() for name in names}

@@ -1,4 +1,4 @@
-"""verl's workers, but for one thing: an update is one optimizer step, and the learning rate moves on once a batch."""
+"""verl's workers, where an update is one optimizer step and the learning rate changes once a batch."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from tensordict import TensorDict
 from verl.utils import tensordict_utils
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
-# Said of each update: whether it is the batch's last.
+# The key of whether an update is its batch's last.
 LAST_OF_BATCH = "gristmill_last_of_batch"
 
 
 class MiniBatchWorker(TrainingWorker):  # type: ignore[misc]
-    """Trains a mini-batch a call. verl's takes a whole batch, and moves the learning rate after each call."""
+    """Trains one mini-batch in a call. verl's trains a whole batch, and changes the learning rate after each call."""
 
     def train_batch(self, data: TensorDict) -> TensorDict:
         if (last := tensordict_utils.pop(data, key=LAST_OF_BATCH, default=None)) is not None:
@@ -20,6 +20,6 @@ class MiniBatchWorker(TrainingWorker):  # type: ignore[misc]
 
 
 class MiniBatchActorWorker(ActorRolloutRefWorker):  # type: ignore[misc]
-    """verl's worker of actor and reference, around that one."""
+    """verl's worker of actor and reference, with that worker inside."""
 
     actor_worker_cls = MiniBatchWorker

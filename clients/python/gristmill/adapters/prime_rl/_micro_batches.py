@@ -1,8 +1,8 @@
-"""prime-rl's micro-batches, as bytes on its wire (`src/prime_rl/transports/rollouts/types.py` of prime-rl 0.8.0)."""
+"""prime-rl's micro-batches, encoded as in `src/prime_rl/transports/rollouts/types.py` of prime-rl 0.8.0."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -11,13 +11,12 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from gristmill._wire.column_spec import ColumnSpec
 from gristmill.errors import FailedPreconditionError, InvalidArgumentError
 from gristmill.torch import MicroBatch as Rows
 from gristmill.torch import Shard
 
 STREAMS = ("ref_logprobs", "rl_weights", "ce_weights", "ref_kl_weights")
-"""Columns of scope `response` that prime-rl takes a number a token of."""
+"""Columns of scope `response` of which prime-rl takes a number for each token."""
 TEMPERATURES = "temperatures"
 ROUTED_EXPERTS = "routed_experts"
 COLUMNS = (*STREAMS, TEMPERATURES, ROUTED_EXPERTS)
@@ -37,9 +36,9 @@ class RoutedExperts(msgspec.Struct, array_like=True, gc=False, omit_defaults=Tru
 
 
 class MicroBatch(msgspec.Struct, array_like=True, gc=False, omit_defaults=True):
-    """Rows that go through prime-rl's model together, one after another on one axis of tokens.
+    """Rows that go through prime-rl's model together, joined on one axis of tokens.
 
-    Lists have an element a token, on the token itself, but `sequence_lengths` and `seq_lens`, the rows' lengths.
+    Lists have one element per token, at the token itself; `sequence_lengths` and `seq_lens` have the rows' lengths.
     """
 
     input_ids: list[int]
@@ -53,7 +52,7 @@ class MicroBatch(msgspec.Struct, array_like=True, gc=False, omit_defaults=True):
     seq_lens: list[int]
     ref_logprobs: list[float] | None = None
     routed_experts: RoutedExperts | None = None
-    # Of images, which are not supported.
+    # For images, which are not supported.
     mm_kwargs: dict[str, Any] | None = None
     mm_token_type_ids: list[int] | None = None
     rl_weights: list[float] | None = None
@@ -63,11 +62,11 @@ class MicroBatch(msgspec.Struct, array_like=True, gc=False, omit_defaults=True):
 
 @dataclass(frozen=True)
 class Encoding:
-    """How shards become prime-rl's micro-batches.
+    """Encodes shards as prime-rl's micro-batches.
 
-    temperature: at which tokens were sampled, where rows do not have a column `temperatures`.
-    env_name: of groups without a tag; of others the tag is the name of their environment.
-    pad_to_multiple_of: tokens of each micro-batch, as context parallelism needs it: its size.
+    temperature: of sampling, for rows without a column `temperatures`.
+    env_name: the environment of groups without a tag; a tag is the name of its groups' environment.
+    pad_to_multiple_of: of the tokens in each micro-batch; for context parallelism its size.
     """
 
     temperature: float = 1.0
@@ -82,9 +81,9 @@ class Encoding:
         _check_env_name(self.env_name)
 
     def encode(self, shard: Shard) -> bytes:
-        """What prime-rl reads as one rank's step: its micro-batches in msgpack.
+        """Return one rank's step: its micro-batches in msgpack.
 
-        Raises FailedPreconditionError for a shard that is not packed or lacks the sampler's log-probabilities, and
+        Raises FailedPreconditionError for a shard that is not packed or has no log-probabilities of the sampler, and
         InvalidArgumentError for values that prime-rl cannot train.
         """
         where = f"{shard.position} rank {shard.metadata['rank']}"
@@ -126,26 +125,26 @@ class Encoding:
         )
 
     def _temperatures(self, rows: Rows, edges: list[int], where: str) -> list[float]:
-        """Each token's. prime-rl divides the logits at a token by that token's, though they are of the next: so tokens
-        before a response, and observations, have that of what is sampled after them."""
+        """Return each token's temperature. prime-rl divides the logits at a token by that token's, though they predict
+        the next: tokens before a response, and observations, get that of the token sampled after them."""
         if TEMPERATURES not in rows:
             return [self.temperature] * edges[-1]
-        given: NDArray[Any] = rows[TEMPERATURES].double().numpy()
-        if len(given) == len(rows):
-            given = np.repeat(given, np.diff(edges))
+        column: NDArray[Any] = rows[TEMPERATURES].double().numpy()
+        if len(column) == len(rows):
+            column = np.repeat(column, np.diff(edges))
         sampled = rows["loss_mask"].numpy() != 0
-        if not (given[sampled] > 0).all():
+        if not (column[sampled] > 0).all():
             raise InvalidArgumentError(
-                f"{where}: {TEMPERATURES} has {given[sampled].min()} on a token that is trained, and logits are "
+                f"{where}: {TEMPERATURES} has {column[sampled].min()} on a token that is trained, and logits are "
                 "divided by it; give the temperature that sampled the token"
             )
-        found = np.where(given > 0, given, self.temperature)
+        temperatures = np.where(column > 0, column, self.temperature)
         for begin, end in pairwise(edges):
-            is_given = (given[begin:end] > 0).nonzero()[0]
-            if is_given.size:
-                following = is_given[np.searchsorted(is_given, np.arange(end - begin)).clip(max=is_given.size - 1)]
-                found[begin:end] = given[begin:end][following]
-        values: list[float] = found.tolist()
+            known = (column[begin:end] > 0).nonzero()[0]
+            if known.size:
+                following = known[np.searchsorted(known, np.arange(end - begin)).clip(max=known.size - 1)]
+                temperatures[begin:end] = column[begin:end][following]
+        values: list[float] = temperatures.tolist()
         return values
 
     def _env_names(self, rows: Rows, edges: list[int]) -> list[str]:
@@ -158,23 +157,24 @@ class Encoding:
         return [name for name, length in zip(names, lengths, strict=True) for _ in range(length)]
 
 
-def check_columns(columns: Iterable[ColumnSpec]) -> None:
-    """Refuses declared columns that prime-rl would read as something else."""
+def check_columns(columns: Iterable[Mapping[str, Any]]) -> None:
+    """Refuse declared columns that prime-rl would read as something else."""
     for column in columns:
-        if column.scope == "items":
+        name, scope, shape = column["name"], column["scope"], column.get("shape", ())
+        if scope == "items":
             raise InvalidArgumentError(
-                f"columns: {column.name} has scope items, as images have, and prime-rl needs images in the same "
-                "micro-batches on every rank, which this bridge does not do; leave the column out"
+                f"columns: {name} has scope items, as images have, and prime-rl needs images in the same micro-batches "
+                "on every rank, which this bridge does not do; leave the column out"
             )
-        form = _FORMS.get(column.name)
-        if form is not None and (column.scope not in form.scopes or len(column.shape) != form.axes):
+        form = _FORMS.get(name)
+        if form is not None and (scope not in form.scopes or len(shape) != form.axes):
             raise InvalidArgumentError(
-                f"columns: {column} does not fit prime-rl; declare scope {' or '.join(form.scopes)}, and a shape of "
-                f"{form.axes} axes"
+                f"columns: {name} of scope {scope} and shape {list(shape)} does not fit prime-rl; declare scope "
+                f"{' or '.join(form.scopes)}, and a shape of {form.axes} axes"
             )
-        if column.name in _LOSS_WEIGHTS and column.fill:
+        if name in _LOSS_WEIGHTS and column.get("fill", 0):
             raise InvalidArgumentError(
-                f"columns: {column.name} has fill {column.fill}, with which prime-rl would train prompts and padding; "
+                f"columns: {name} has fill {column['fill']}, with which prime-rl would train prompts and padding; "
                 "leave fill out"
             )
 
@@ -190,7 +190,7 @@ _FORMS = {
     ROUTED_EXPERTS: _Form(("token",), 2),
 }
 _LOSS_WEIGHTS = ("ce_weights", "ref_kl_weights")
-"""Whose losses have no other mask."""
+"""The weights whose losses have no other mask."""
 
 
 def _routed_experts(rows: Rows, padding: int) -> RoutedExperts | None:

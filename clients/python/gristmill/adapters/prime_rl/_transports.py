@@ -1,4 +1,4 @@
-"""How a step reaches prime-rl's trainer ranks: by files, or by ZMQ."""
+"""Send a step to the ranks of prime-rl's trainer, by files or by ZMQ."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from gristmill.adapters._ledger import write_whole
-from gristmill.adapters.prime_rl.run_directory import rank_file, rank_files
+from gristmill.adapters._core.checkpoint import write_atomically
+from gristmill.adapters.prime_rl._run_directory import rank_file, rank_files
 from gristmill.errors import InvalidArgumentError
 
 _log = logging.getLogger("gristmill")
@@ -19,24 +19,24 @@ _SUBSCRIBES = b"\x01"
 
 
 class Transport(Protocol):
-    """Where steps go. keeps_steps: whether what was sent outlives the bridge and the trainer."""
+    """Sends steps to the trainer. keeps_steps: whether a sent step survives the bridge and the trainer."""
 
     keeps_steps: bool
 
     def begin(self, is_stopped: Callable[[], bool]) -> None:
-        """Returns when the trainer's ranks can be sent to."""
+        """Return when the trainer's ranks can receive."""
 
     def send(self, step: int, ranks: Sequence[bytes]) -> None:
-        """Sends a step, an encoded list of micro-batches to each rank."""
+        """Send a step: an encoded list of micro-batches to each rank."""
 
     def lacks(self, step: int) -> bool:
-        """Whether a step that was sent is not there any more, and has to be sent again."""
+        """Return whether a sent step was removed, and has to be sent again."""
 
     def forget(self, after: int) -> None:
-        """Takes back what was sent of the steps after one: other mini-batches come in their place."""
+        """Remove the sent steps after one, because they will have other mini-batches."""
 
-    def trainer_began_anew(self) -> bool:
-        """Whether the trainer was started again since `begin`."""
+    def has_trainer_restarted(self) -> bool:
+        """Return whether the trainer restarted since `begin`."""
 
     def close(self) -> None: ...
 
@@ -44,7 +44,7 @@ class Transport(Protocol):
 class Files:
     """prime-rl's `filesystem` transport: `rollouts/step_N/rank_R.bin` in its run directory.
 
-    A file appears whole, and stays.
+    A file is written atomically, and stays.
     """
 
     keeps_steps = True
@@ -57,17 +57,17 @@ class Files:
 
     def send(self, step: int, ranks: Sequence[bytes]) -> None:
         for path, data in zip(self._paths(step), ranks, strict=True):
-            write_whole(path, data)
+            write_atomically(path, data)
 
     def lacks(self, step: int) -> bool:
-        # prime-rl's launcher removes the directories of steps that it thinks are of an earlier start.
+        # prime-rl's launcher removes the directories of steps that it takes for those of an earlier start.
         return not all(path.exists() for path in self._paths(step))
 
     def forget(self, after: int) -> None:
         for path in rank_files(self._output_dir, after):
             path.unlink(missing_ok=True)
 
-    def trainer_began_anew(self) -> bool:
+    def has_trainer_restarted(self) -> bool:
         return False
 
     def close(self) -> None:
@@ -79,12 +79,12 @@ class Files:
 
 class Zmq:
     """prime-rl's `zmq` transport: on `port` each process of the trainer subscribes to its rank's steps, and on the next
-    port it says once, when it starts, that it will.
+    port it reports once, when it starts, that it does.
 
-    Messages name no step and are not kept: the bridge and the trainer begin together, at the trainer's checkpoint.
+    Messages name no step and are not stored: the bridge and the trainer start together, at the trainer's checkpoint.
 
-    host, port: where to listen, as prime-rl's `rollout_transport` has them.
-    processes_per_rank: of the trainer, its world size over `dp_size`.
+    host, port: the address to listen at, as in prime-rl's `rollout_transport`.
+    processes_per_rank: the trainer's world size divided by `dp_size`.
     """
 
     keeps_steps = False
@@ -97,7 +97,7 @@ class Zmq:
         self._topics = [b"data_rank|%d|" % rank for rank in range(dp_size)]
         self._processes = processes_per_rank
         self._context = zmq.Context()
-        # Subscribers cannot tell it from a PUB socket, and it sees them come: what is sent before is lost.
+        # To subscribers it is a PUB socket; it also reports subscriptions: messages sent before one are lost.
         self._publisher = self._context.socket(zmq.XPUB)
         self._publisher.setsockopt(zmq.XPUB_VERBOSE, 1)
         self._ready = self._context.socket(zmq.PULL)
@@ -113,7 +113,7 @@ class Zmq:
             ) from None
 
     def begin(self, is_stopped: Callable[[], bool]) -> None:
-        _log.info("waiting for prime-rl's trainer to begin, at %s", self._endpoint)
+        _log.info("waiting for prime-rl's trainer to start, at %s", self._endpoint)
         subscribed: Counter[bytes] = Counter()
         ready: Counter[bytes] = Counter()
         while not is_stopped() and any(
@@ -136,7 +136,7 @@ class Zmq:
     def forget(self, after: int) -> None:
         pass
 
-    def trainer_began_anew(self) -> bool:
+    def has_trainer_restarted(self) -> bool:
         return bool(self._ready.poll(0))
 
     def close(self) -> None:

@@ -1,18 +1,19 @@
-"""One start of prime-rl's trainer: from the checkpoint that it goes on from, step by step."""
+"""One start of prime-rl's trainer: the steps after the checkpoint that it resumes from."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from threading import Event
+from typing import Any
 
-from gristmill import AllRanksClient, MiniBatch
-from gristmill.adapters._ledger import Ledger
-from gristmill.adapters.prime_rl.micro_batches import Encoding
-from gristmill.adapters.prime_rl.run_directory import Steps
-from gristmill.adapters.prime_rl.transports import Transport
+from gristmill.adapters._core.checkpoint import Ledger
+from gristmill.adapters._core.session import RunSession
+from gristmill.adapters.prime_rl._micro_batches import Encoding
+from gristmill.adapters.prime_rl._run_directory import Steps
+from gristmill.adapters.prime_rl._transports import Transport
 from gristmill.errors import BatchFailedError, FailedPreconditionError
 
 _log = logging.getLogger("gristmill")
@@ -21,20 +22,20 @@ _POLL_S = 0.05
 _NO_STEP = -1
 
 
-class BeganAnewError(Exception):
-    """The trainer was started again, and goes on from a checkpoint."""
+class TrainerRestartedError(Exception):
+    """The trainer restarted, and continues from a checkpoint."""
 
 
 class StoppedError(Exception):
-    """The bridge is asked to end."""
+    """The bridge was stopped."""
 
 
 @dataclass(frozen=True)
 class Trainer:
-    """What is known of prime-rl's trainer, from its run directory.
+    """prime-rl's trainer, as its run directory shows it.
 
-    weights: those that it broadcast. checkpoints: None where it writes none. resume_step: the checkpoint that it was
-    told to resume from, None: the newest.
+    weights: the steps whose weights it has broadcast. checkpoints: None if it writes none. resume_step: the checkpoint
+    that it resumes from; None: the newest.
     """
 
     weights: Steps
@@ -42,8 +43,11 @@ class Trainer:
     resume_step: int | None = None
 
     def begin(self, *, keeps_steps: bool) -> int:
-        """The step after which the trainer begins, or, where steps that were sent outlive both it and the bridge, is
-        given steps again. What it wrote in an earlier start does not count any more where that has to be told apart."""
+        """Return the step after which the trainer starts.
+
+        keeps_steps: whether sent steps survive the trainer and the bridge. Otherwise weights that the trainer broadcast
+            in an earlier start are ignored, because it is sent their steps again.
+        """
         if not keeps_steps:
             self.weights.forget()
         if self.checkpoints is None:
@@ -55,18 +59,18 @@ class Trainer:
 
 
 class Session:
-    """Hands mini-batches over. Steps count from 1, as prime-rl's; step 0 is what training begins with."""
+    """Sends mini-batches. Steps count from 1, as prime-rl's; step 0 has the weights that training starts with."""
 
     def __init__(
         self,
-        client: AllRanksClient,
+        run: RunSession,
         transport: Transport,
         trainer: Trainer,
         ledger: Ledger,
         encoding: Encoding,
         stopped: Event,
     ) -> None:
-        self._client, self._transport, self._trainer, self._ledger = client, transport, trainer, ledger
+        self._run, self._transport, self._trainer, self._ledger = run, transport, trainer, ledger
         self._encoding, self._stopped = encoding, stopped
         self._trained = trainer.begin(keeps_steps=transport.keeps_steps)
         self._broadcast = _NO_STEP
@@ -74,71 +78,76 @@ class Session:
         self._committed = self._step
 
     def train(self, thread: Executor) -> None:
-        """Hands over all mini-batches, each when the one before is trained. thread: where batches are waited for,
-        while the trainer is watched here; what is submitted last ends when the client is closed."""
+        """Send all mini-batches, each when the one before is trained.
+
+        thread: waits for batches, while the trainer is watched here; its last wait ends when the run's session is
+            closed.
+        """
         mini_batches = self._mini_batches()
         while True:
-            found = thread.submit(next, mini_batches, None)
-            self._wait_until(found.done)
-            mini_batch = found.result()
+            following = thread.submit(next, mini_batches, None)
+            self._wait_until(following.done)
+            mini_batch = following.result()
             if mini_batch is None:
                 break
-            self._hand_over(mini_batch)
+            self._train_step(mini_batch)
         if self._trainer.checkpoints is not None:
             _log.info("the run is finished; waiting for prime-rl's checkpoint of step %d", self._step)
             self._wait_until(lambda: self._committed >= self._step)
 
+    def _state(self) -> Mapping[str, Any]:
+        return self._run.states()["policy"]
+
     def _resume(self) -> int:
-        """Puts the run back to what is committed, and returns the step that this is."""
-        self._client.load_state_dict({})
-        state = self._client.state_dict()
+        """Put the run to its committed position, and return the step there."""
+        self._run.resume(None)
+        state = self._state()
         step = self._ledger.step_at(state)
         if step is not None and step > self._trained and self._trainer.checkpoints is not None:
             raise FailedPreconditionError(
-                f"run {self._client.run!r} is committed up to step {step}, and prime-rl resumes from step "
+                f"run {self._run.run!r} is committed up to step {step}, and prime-rl resumes from step "
                 f"{self._trained}: the steps between them are freed. Resume from a checkpoint of step {step} or later, "
-                f"or remove {self._ledger.path} to go on after step {self._trained} with other rollouts"
+                f"or remove {self._ledger.path} to continue after step {self._trained} with other rollouts"
             )
         if step is None or step > self._trained:
-            # The first start, or a trainer without checkpoints that begins anew, on what is left.
+            # The first start, or a trainer without checkpoints that starts again, with the batches that are left.
             self._transport.forget(after=self._trained)
             self._trainer.weights.forget(after=self._trained)
-            self._ledger.begin(self._trained, state)
+            self._ledger.start(self._trained, state)
             return self._trained
         return step
 
-    def _mini_batches(self) -> Iterator[MiniBatch]:
+    def _mini_batches(self) -> Iterator[Any]:
         while True:
             try:
-                for batch in self._client:
-                    yield from batch.mini_batches()
+                for batch in self._run.batches():
+                    yield from batch["policy"].mini_batches()
                 return
             except BatchFailedError as error:
-                _log.error("%s; going on behind it", error)
+                _log.error("%s; continuing with the next batch", error)
 
-    def _hand_over(self, mini_batch: MiniBatch) -> None:
-        """Has prime-rl train one more step, unless its checkpoint has it already, and acknowledges it."""
+    def _train_step(self, mini_batch: Any) -> None:
+        """Make prime-rl train one more step, unless its checkpoint already includes it, and acknowledge it."""
         step = self._step + 1
         if step > self._trained:
             self._send(step, mini_batch)
             self._wait_until(lambda: self._broadcast >= step, lambda: self._send_again(step, mini_batch))
         mini_batch.ack()
         self._step = step
-        self._ledger.record(step, self._client.state_dict())
+        self._ledger.record(step, self._state())
         if self._trainer.checkpoints is None:
             self._commit(step)
 
-    def _send(self, step: int, mini_batch: MiniBatch) -> None:
+    def _send(self, step: int, mini_batch: Any) -> None:
         self._transport.send(step, [self._encoding.encode(shard) for shard in mini_batch])
         _log.info("step %d sent: %s", step, mini_batch.position)
 
-    def _send_again(self, step: int, mini_batch: MiniBatch) -> None:
+    def _send_again(self, step: int, mini_batch: Any) -> None:
         if self._transport.lacks(step):
             self._send(step, mini_batch)
 
     def _wait_until(self, is_over: Callable[[], bool], meanwhile: Callable[[], None] = lambda: None) -> None:
-        """Watches the trainer until then. Commits in the meantime too: until then a batch that is waited for may find
-        no room."""
+        """Watch the trainer until then. Commits meanwhile: the run may have no capacity for the next batch before."""
         while not is_over():
             self._watch()
             meanwhile()
@@ -148,23 +157,17 @@ class Session:
     def _watch(self) -> None:
         newest = self._trainer.weights.newest()
         version = _NO_STEP if newest is None else newest
-        if version < self._broadcast or self._transport.trainer_began_anew():
-            raise BeganAnewError
+        if version < self._broadcast or self._transport.has_trainer_restarted():
+            raise TrainerRestartedError
         if version > self._broadcast:
             self._broadcast = version
-            self._announce(version)
+            self._run.announce(version)
         if self._trainer.checkpoints is not None:
             saved = self._trainer.checkpoints.newest(up_to=self._step)
             if saved is not None and saved > self._committed:
                 self._commit(saved)
 
-    def _announce(self, version: int) -> None:
-        try:
-            self._client.announce_policy_version(version)
-        except FailedPreconditionError:
-            _log.info("policy version %d is trained again: rollout workers were told of a later one", version)
-
     def _commit(self, step: int) -> None:
-        self._client.commit(self._ledger.of(step))
+        self._run.commit({"policy": self._ledger.state_after(step)})
         self._committed = step
         self._ledger.forget_before(step)

@@ -1,15 +1,15 @@
-"""slime's RolloutManager with the run's batches in the place of its own schedule."""
+"""slime's RolloutManager with the run's batches instead of slime's schedule."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from gristmill.adapters.slime.feed import Feed
+from gristmill.adapters.slime._feed import Feed
 
 
 class FromGristmill:
-    """The methods that go before slime's in `RolloutManager` (slime/ray/rollout.py); mixed in by `swap`."""
+    """The methods that replace those of slime's `RolloutManager` (slime/ray/rollout.py); mixed in by `swap`."""
 
     args: Any
     data_source: Any
@@ -18,30 +18,30 @@ class FromGristmill:
     _feed: Feed | None = None
 
     def generate(self, rollout_id: int) -> Any:
-        """Boxes with the train data of each rank, as slime's train actors take them."""
+        """Return boxes with the train data of each rank, as slime's train actors take them."""
         if self._feed is None:
             self._feed = Feed(self.args, self.train_parallel_config, rollout_id)
         self._feed.begin(rollout_id)
-        if self._feed.options.rollouts == "slime":
+        if self._feed.is_sampled_by_slime:
             if not self._feed.has_batch:
                 return super().generate(rollout_id)  # type: ignore[misc]
-            # Its prompts are not to be sampled again.
+            # Skips the batch's prompts: they are not sampled again.
             self.data_source.get_samples(self.args.rollout_batch_size)
         self.rollout_id = rollout_id
         return self._split_train_data_by_dp(None)
 
     def _convert_samples_to_train_data(self, samples: Any) -> None:
-        """slime calls it with what its rollout function returned."""
+        """Submit what slime's rollout function returned."""
         assert self._feed is not None, "generate makes it"
         self._feed.submit(samples, self.rollout_id)
 
     def _split_train_data_by_dp(self, data: None) -> list[Any]:
-        """slime calls it with what the method above returned."""
+        """Return the next batch; slime passes what the method above returned."""
         assert self._feed is not None, "generate makes it"
         return [self._boxed(rank) for rank in self._feed.next(self.rollout_id)]
 
     def _boxed(self, rank: dict[str, Any]) -> Any:
-        """As slime puts a rank's data where the rank fetches it."""
+        """Put a rank's data where the rank fetches it, as slime does."""
         import ray
         from slime.utils.misc import Box
 
@@ -61,10 +61,10 @@ class FromGristmill:
 
 
 def swap() -> None:
-    """Puts a RolloutManager that is fed by gristmill in the place of slime's, for what is imported afterwards.
+    """Replace slime's RolloutManager by one that trains the run's batches.
 
-    slime has an argument for the functions that it calls, and none for this class; `create_rollout_manager` looks it up
-    in its module when it is called.
+    Call it before `create_rollout_manager`, which looks the class up in its module: slime has arguments that replace
+    its functions, and none that replaces this class.
     """
     import ray
     import slime.ray.rollout as module

@@ -1,4 +1,4 @@
-"""A batch while it is trained: what was computed of it before its updates, and verl's metrics of it afterwards."""
+"""A batch in training: the values that were computed before its updates, and verl's metrics of it afterwards."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from verl.trainer.ppo.core_algos import agg_loss
 from verl.trainer.ppo.metric_utils import compute_data_metrics, compute_throughout_metrics, compute_timing_metrics
 from verl.utils.debug.metrics import calculate_debug_metrics
 
-from gristmill._torch.jagged import Jagged, join
-from gristmill.adapters.verl.tensor_dicts import MiniBatchData
+from gristmill.adapters.verl._tensor_dicts import MiniBatchData, joined
+from gristmill.torch import Jagged
 
 _SHOWN = (
     "response_mask",
@@ -28,23 +28,21 @@ _SHOWN = (
 
 
 class TrainedBatch:
-    """plan: the service's. computed: by mini-batch, what workers gave for its responses before the first update, under
-    verl's names."""
+    """computed: by mini-batch, what workers computed for its responses before the first update, by verl's names."""
 
-    def __init__(self, plan: dict[str, Any]) -> None:
-        self.plan = plan
+    def __init__(self) -> None:
         self.computed: dict[int, dict[str, Jagged]] = {}
         self._parts: list[MiniBatchData] = []
 
     def add(self, mini_batch: int, part: MiniBatchData) -> None:
-        """Gives a mini-batch of the policy what was computed of it."""
+        """Add a mini-batch of the policy, and to it the values that were computed for it."""
         part.add(self.computed.get(mini_batch, {}))
         if len(self._parts) == mini_batch:
             # The first of its epochs.
             self._parts.append(part)
 
     def metrics(self, actor: DictConfig, timing_raw: dict[str, float], n_gpus: int) -> dict[str, Any]:
-        """The metrics that verl makes of a batch's rows, without padding. actor: verl's settings of it."""
+        """Return the metrics that verl computes of a batch's rows, without padding. actor: verl's settings of it."""
         real = torch.cat([part.is_real for part in self._parts])
         lengths = torch.cat([part.lengths for part in self._parts])[real]
         responses = torch.cat([part["responses"].lengths for part in self._parts])[real]
@@ -56,27 +54,26 @@ class TrainedBatch:
             "returns": data.get("returns", data["advantages"]),
             "prompt_length": prompts.float(),
             "response_length": responses.float(),
-            # Read for their widths alone.
+            # Only their widths are read.
             "prompts": torch.zeros(1).expand(len(prompts), int(prompts.max())),
             "responses": torch.zeros(1).expand(len(responses), data["response_mask"].shape[1]),
         }
         batch = DataProto(
             batch=TensorDict(data, batch_size=len(lengths)), meta_info={"global_token_num": lengths.tolist()}
         )
-        found: dict[str, Any] = compute_data_metrics(batch=batch, use_critic="values" in data)
-        found |= compute_timing_metrics(batch=batch, timing_raw=timing_raw)
-        found |= compute_throughout_metrics(batch=batch, timing_raw=timing_raw, n_gpus=n_gpus)
+        metrics: dict[str, Any] = compute_data_metrics(batch=batch, use_critic="values" in data)
+        metrics |= compute_timing_metrics(batch=batch, timing_raw=timing_raw)
+        metrics |= compute_throughout_metrics(batch=batch, timing_raw=timing_raw, n_gpus=n_gpus)
         if "entropy" in data:
-            found["actor/entropy"] = agg_loss(
+            metrics["actor/entropy"] = agg_loss(
                 loss_mat=data["entropy"],
                 loss_mask=data["response_mask"],
                 loss_agg_mode=actor.loss_agg_mode,
                 loss_scale_factor=actor.loss_scale_factor,
             ).item()
             if "rollout_log_probs" in data:
-                found |= calculate_debug_metrics(batch)
-        found |= {f"gristmill/{name}": value for name, value in self.plan["metrics"].items()}
-        return found
+                metrics |= calculate_debug_metrics(batch)
+        return metrics
 
     def _padded(self, name: str) -> torch.Tensor:
-        return join(part[name] for part in self._parts).nested().to_padded_tensor(0.0)
+        return joined(part[name] for part in self._parts).nested().to_padded_tensor(0.0)

@@ -1,5 +1,7 @@
-"""Registers the trainer with verl, once verl's trainers are there. `import verl` imports this module in every process,
-workers too: it imports nothing of its own, and verl's trainers are imported no earlier than without it."""
+"""Registers the trainer with verl when verl's trainers are imported.
+
+`import verl` imports this module in every process, workers too: it imports neither the clients nor verl's trainers.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,11 @@ from types import ModuleType
 _log = logging.getLogger("gristmill")
 
 _TRAINERS = "verl.trainer.ppo.v1"
-_ADAPTER = "gristmill.adapters.verl.trainer"
+_ADAPTER = "gristmill.adapters.verl._trainer"
 
 
 class _AfterTrainers(MetaPathFinder):
-    """Finds the package of verl's trainers as it is found without it, and registers ours when it has been imported."""
+    """Finds the package of verl's trainers as usual, and registers the adapter when it has been imported."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != _TRAINERS or self not in sys.meta_path:
@@ -41,12 +43,12 @@ def _register() -> None:
     try:
         import_module(_ADAPTER)
     except (ImportError, AttributeError) as error:
-        # Whoever uses another trainer of verl's has nothing to do with what is missing here.
+        # verl's other trainers work without it.
         _log.warning("trainer.v1.trainer_mode=gristmill is not available: %s", error)
 
 
 def install() -> None:
-    """Registers the trainer now where verl's trainers are imported already, else when they are."""
+    """Register the trainer now if verl's trainers are imported already, otherwise when they are."""
     if _TRAINERS in sys.modules:
         _register()
     elif not any(isinstance(finder, _AfterTrainers) for finder in sys.meta_path):

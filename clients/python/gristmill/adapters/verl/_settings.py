@@ -1,0 +1,261 @@
+"""The settings of a run, derived from verl's configuration. Imports nothing of verl."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gristmill.adapters._core.options import Gristmill
+from gristmill.adapters._core.settings import (
+    Configured,
+    Default,
+    Derived,
+    Fixed,
+    Refuse,
+    RefuseSetting,
+    Row,
+    Same,
+    SettingsTable,
+    is_given,
+    is_on,
+    written_column,
+)
+
+OPTIONS = "trainer.v1.gristmill"
+"""Where the options of the adapter are in verl's configuration."""
+
+WRITTEN = {"old_logprobs": "old_log_probs", "ref_logprobs": "ref_log_prob", "values": "values"}
+"""verl's names of the columns that are written back."""
+
+_ACTOR = "actor_rollout_ref.actor"
+_ESTIMATORS = {
+    "grpo": "grpo",
+    "grpo_vectorized": "grpo",
+    "rloo": "rloo",
+    "rloo_vectorized": "rloo",
+    "gae": "gae",
+    "reinforce_plus_plus": "reinforce++",
+}
+_PER_TOKEN = ("gae", "reinforce++")
+# verl.trainer.ppo.core_algos.kl_penalty
+_KL_ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+_STRATEGIES = ("fsdp", "fsdp2", "megatron")
+_BATCHES_AHEAD = 2
+"""Batches that a run stores in addition to those since the last checkpoint."""
+
+
+def run_settings(config: Any, gristmill: Gristmill, *, dp_size: int, pad_token_id: int = 0) -> dict[str, Any]:
+    """Return the settings with which a trainer of this configuration creates its run, for `create_run`.
+
+    config: verl's, as Hydra composes `ppo_trainer`. gristmill: also `Gristmill.of(config.trainer.v1.gristmill, ...)`.
+    dp_size: data-parallel ranks of the actor. pad_token_id: the tokenizer's.
+    Raises InvalidArgumentError that names everything that a run cannot do as verl does it, with the remedies.
+    """
+    return _TABLE.settings(Configured(config, gristmill, dp_size, pad_token_id))
+
+
+def needs_critic(config: Any) -> bool:
+    """Return whether verl trains a critic, as verl decides it."""
+    enabled = config["critic"]["enable"]
+    return config["algorithm"]["adv_estimator"] == "gae" if enabled is None else bool(enabled)
+
+
+def bypasses_old_logprobs(config: Any) -> bool:
+    """Return whether the sampler's log-probabilities replace those of the policy before the update."""
+    correction = config["algorithm"].get("rollout_correction") or {}
+    return bool(correction.get("bypass_mode", False))
+
+
+def _estimator(c: Configured) -> str | None:
+    return _ESTIMATORS.get(c["algorithm.adv_estimator"])
+
+
+def _has_kl(c: Configured) -> bool:
+    return bool(c["algorithm.use_kl_in_reward"])
+
+
+def _micro_batch(c: Configured) -> dict[str, Any]:
+    if c[f"{_ACTOR}.use_dynamic_bsz"]:
+        return {"max_tokens": c[f"{_ACTOR}.ppo_max_token_len_per_gpu"]}
+    return {"size": c[f"{_ACTOR}.ppo_micro_batch_size_per_gpu"], "full": True}
+
+
+def _cp_size(c: Configured) -> int:
+    is_megatron = c[f"{_ACTOR}.strategy"] == "megatron"
+    size = c[f"{_ACTOR}.megatron.context_parallel_size" if is_megatron else f"{_ACTOR}.ulysses_sequence_parallel_size"]
+    return int(size)
+
+
+def _kl_in_reward(c: Configured) -> dict[str, Any] | None:
+    if not _has_kl(c):
+        return None
+    return {"coef": c["algorithm.kl_ctrl.kl_coef"], "estimator": _KL_ESTIMATORS.get(c["algorithm.kl_penalty"])}
+
+
+def _kl_from(c: Configured) -> str | None:
+    if not _has_kl(c):
+        return None
+    return "rollout_logprobs" if bypasses_old_logprobs(c.config) else "old_logprobs"
+
+
+def _max_buffered_batches(c: Configured) -> int | None:
+    save_freq: int = c["trainer.save_freq"]
+    return save_freq + _BATCHES_AHEAD if save_freq > _BATCHES_AHEAD else None
+
+
+def _written_columns(c: Configured) -> list[dict[str, Any]]:
+    """Declare what advantages depend on and verl's workers compute."""
+    names = []
+    if _has_kl(c):
+        names += ["ref_logprobs"] if bypasses_old_logprobs(c.config) else ["old_logprobs", "ref_logprobs"]
+    if c["algorithm.adv_estimator"] == "gae":
+        names.append("values")
+    return [written_column(name) for name in names]
+
+
+def _corrects_before_advantages(value: Any, _: Configured) -> bool:
+    correction = value or {}
+    corrects = correction.get("rollout_is") is not None or correction.get("rollout_rs") is not None
+    return corrects and not correction.get("bypass_mode")
+
+
+def _is_smaller_than_the_actors(size: str) -> Refuse:
+    """Refuse a critic whose micro-batches are smaller than the actor's, which it trains."""
+
+    def is_smaller(value: Any, c: Configured) -> bool:
+        is_used = needs_critic(c.config) and (size == "ppo_max_token_len_per_gpu") == bool(
+            c[f"{_ACTOR}.use_dynamic_bsz"]
+        )
+        return is_used and value is not None and value < c[f"{_ACTOR}.{size}"]
+
+    return Refuse(
+        f"critic.{size}", is_smaller, "is less than the actor's, whose micro-batches the critic trains",
+        f"lower {_ACTOR}.{size} to it",
+    )  # fmt: skip
+
+
+_ROWS: tuple[Row, ...] = (
+    Same("train_batch_size", "data.train_batch_size"),
+    Same("n_samples_per_prompt", "actor_rollout_ref.rollout.n"),
+    Same("policy_mini_batch_size", f"{_ACTOR}.ppo_mini_batch_size"),
+    Same("critic_mini_batch_size", "critic.ppo_mini_batch_size", when=lambda c: needs_critic(c.config)),
+    Same("update_epochs_per_batch", f"{_ACTOR}.ppo_epochs"),
+    Derived("advantage_estimator", _estimator),
+    Derived("micro_batch", _micro_batch),
+    Derived("cp_size", _cp_size),
+    Same("grpo_norm_by_std", "algorithm.norm_adv_by_std_in_grpo", when=lambda c: _estimator(c) == "grpo"),
+    Same("gamma", "algorithm.gamma", when=lambda c: _estimator(c) in _PER_TOKEN),
+    Derived("whiten", lambda c: "batch" if _estimator(c) in _PER_TOKEN else None),
+    Same("lambda", "algorithm.lam", when=lambda c: _estimator(c) == "gae"),
+    Derived("kl_in_reward", _kl_in_reward),
+    Derived("kl_from", _kl_from),
+    Fixed("layout", "packed", "verl's workers take rows without padding"),
+    Default("step_wise", lambda c: True),
+    Default("max_buffered_batches", _max_buffered_batches),
+    RefuseSetting("columns", is_given, "is not supported: verl's workers get no other columns", "leave it out"),
+    RefuseSetting(
+        "loss_reduction",
+        is_given,
+        "is not supported: verl reduces losses itself",
+        f"leave it out, and set {_ACTOR}.loss_agg_mode",
+    ),
+    Refuse(
+        "algorithm.adv_estimator",
+        lambda value, _: value not in _ESTIMATORS,
+        "is not an estimator of the service",
+        f"use {', '.join(_ESTIMATORS)}",
+    ),
+    Refuse(
+        "algorithm.kl_penalty",
+        lambda value, c: _has_kl(c) and value not in _KL_ESTIMATORS,
+        "is not supported in rewards",
+        f"use {', '.join(_KL_ESTIMATORS)}",
+    ),
+    Refuse(
+        "algorithm.kl_ctrl.type",
+        lambda value, c: _has_kl(c) and value != "fixed",
+        "changes the coefficient during training, and a run has one",
+        "use fixed",
+    ),
+    Refuse(
+        "algorithm.filter_groups.enable",
+        is_on,
+        "chooses groups, which the service does",
+        f"set it to False and {OPTIONS}.settings.zero_variance_filter=replace",
+    ),
+    Refuse(
+        "algorithm.rollout_correction",
+        _corrects_before_advantages,
+        "weighs and rejects tokens before advantages are computed",
+        "leave rollout_is and rollout_rs null, or set bypass_mode=True, which corrects in the loss",
+    ),
+    Refuse("algorithm.use_pf_ppo", is_on, "samples rows, and a run trains each row once an epoch", "set it to False"),
+    Refuse(
+        f"{_ACTOR}.strategy",
+        lambda value, _: value not in _STRATEGIES,
+        "is a strategy whose context parallelism the adapter does not know",
+        f"use {', '.join(_STRATEGIES)}",
+    ),
+    Refuse(f"{_ACTOR}.shuffle", is_on, "moves rows, and the service cuts mini-batches", "set it to False"),
+    Refuse(
+        f"{_ACTOR}.loss_agg_mode",
+        lambda value, c: value == "seq-mean-token-sum-norm" and c.get(f"{_ACTOR}.loss_scale_factor") is None,
+        "divides by the width of each micro-batch",
+        f"set {_ACTOR}.loss_scale_factor",
+    ),
+    Refuse(
+        f"{_ACTOR}.checkpoint.async_save",
+        is_on,
+        "writes checkpoints in the background, and batches are freed when a checkpoint is written",
+        "set it to False",
+    ),
+    Refuse(
+        f"{_ACTOR}.use_prefix_grouper",
+        is_on,
+        "needs a group's rows on one rank, and the service may place them on several",
+        "set it to False",
+    ),
+    Refuse(
+        "critic.enable",
+        lambda value, c: value and c["algorithm.adv_estimator"] != "gae",
+        "computes values that only gae uses",
+        "leave it null, or set algorithm.adv_estimator=gae",
+    ),
+    Refuse(
+        "critic.ppo_epochs",
+        lambda value, c: needs_critic(c.config) and value != c[f"{_ACTOR}.ppo_epochs"],
+        "differs from the actor's, and both train a batch equally often",
+        lambda c: f"set it to {c[f'{_ACTOR}.ppo_epochs']}",
+    ),
+    Refuse(
+        "critic.shuffle",
+        lambda value, c: value and needs_critic(c.config),
+        "moves rows, and the service cuts mini-batches",
+        "set it to False",
+    ),
+    _is_smaller_than_the_actors("ppo_max_token_len_per_gpu"),
+    _is_smaller_than_the_actors("ppo_micro_batch_size_per_gpu"),
+    Refuse(
+        "trainer.total_training_steps",
+        lambda value, _: value is None,
+        "does not say how long training is, and there is no data set",
+        "set the number of batches",
+    ),
+    *(
+        Refuse(f"trainer.{name}", when, "needs an inference engine, and rollout workers validate", f"set it to {off}")
+        for name, when, off in (
+            ("val_before_train", is_on, False),
+            ("val_only", is_on, False),
+            ("test_freq", lambda value, _: value > 0, -1),
+        )
+    ),
+    Refuse(
+        "trainer.rollout_data_dir",
+        is_on,
+        "would stay empty: rollouts come from workers",
+        "leave it null; gristmill export writes rollouts",
+    ),
+    Refuse("reward.reward_model.enable", is_on, "would score rollouts that come with their rewards", "set it to False"),
+    Refuse("distillation.enabled", is_on, "needs rollouts of verl's own", "set it to False"),
+)
+
+_TABLE = SettingsTable("verl", _ROWS, rollouts=("workers",), columns=_written_columns)
