@@ -31,6 +31,7 @@ def _train(rank: int, size: int, rendezvous: str, address: str, run: str, answer
         distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_ranks_under_torch_distributed_resume_and_train_as_one(service: Service, run_name: str) -> None:
     context = multiprocessing.get_context("spawn")
     answers, size = context.SimpleQueue(), 2

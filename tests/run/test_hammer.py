@@ -117,6 +117,7 @@ def disturb(run: Run, stopped: threading.Event) -> None:
             continue
 
 
+@pytest.mark.slow
 def test_whatever_many_threads_do_every_row_ends_once_and_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     log, store, stopped = RecordingLog(), MemoryShardStore(), threading.Event()
     ledger = MemoryRunStore()

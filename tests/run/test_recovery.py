@@ -386,6 +386,7 @@ class TestOtherRanks:
         assert set(shards) == {ShardAddress("policy", 0, 0)}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @given(st.data())
 def test_whenever_it_dies_every_row_is_in_one_batch_or_dropped_once(

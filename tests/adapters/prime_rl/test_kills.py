@@ -62,6 +62,7 @@ def trained_steps(output_dir: Path) -> int:
     return max((int(path.parent.name[5:]) for path in output_dir.glob("broadcasts/*/STABLE")), default=0)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_a_killed_bridge_and_a_killed_trainer_change_no_weights(
     service: Service, rollouts: RolloutClient, produced: None, stack: ExitStack, tmp_path: Path
