@@ -45,7 +45,7 @@ class Settings(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Estimator:
-    """settings: by their names in a configuration, those that have no effect with estimators that do not list them.
+    """settings: the settings, by their names in a configuration, that other estimators do not read.
     columns: response columns that it is computed of, which the run has to declare."""
 
     name: str
@@ -77,8 +77,8 @@ class TokenEstimator(Estimator):
 
 
 def flat(scores: Float64s) -> NDArray[np.bool_]:
-    """Tells of each group whether it has two or more trajectories and all scores are equal. scores: (..., trajectories
-    of each); the result: (...)."""
+    """Returns for each group whether it has two or more trajectories and all scores are equal. scores: (...,
+    trajectories of each); the result: (...)."""
     equal: NDArray[np.bool_] = (scores == scores[..., :1]).all(axis=-1)
     return equal if scores.shape[-1] > 1 else np.zeros_like(equal)
 
@@ -187,7 +187,7 @@ def _sum_pieces(sums: Float64s, bounds: Int64s, decay: float) -> None:
     runs = np.repeat(np.arange(len(lengths)), counts)
     from_end = PIECE * (np.arange(len(runs)) - np.repeat(np.cumsum(counts) - counts, counts))
     sizes = np.minimum(PIECE, lengths[runs] - from_end)
-    # Longest first: those that still have numbers at a place from their ends come before those that have none.
+    # Longest first: pieces that still have numbers at a place from their ends come before pieces that have none.
     order = np.argsort(-sizes, kind="stable")
     at = (bounds[1:][runs] - 1 - from_end)[order]
     active = len(sizes) - np.cumsum(np.bincount(sizes))[:-1]

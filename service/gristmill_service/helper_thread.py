@@ -16,7 +16,7 @@ R = TypeVar("R")
 
 @cache
 def _helper() -> ThreadPoolExecutor:
-    """There is one for all batches: more would take cores from the trainer that the service runs beside. It lives on,
+    """Returns the one thread for all batches: more would take cores from the trainer on the same machine. It lives on,
     because starting a thread takes milliseconds where all cores are busy."""
     return ThreadPoolExecutor(1, "gristmill-helper")
 
@@ -36,7 +36,7 @@ def in_two_threads(tasks: Iterable[T], do: Callable[[T], R]) -> list[R]:
     any more when it returns or raises.
     """
     listed = list(tasks)
-    missing, found, failed = iter(enumerate(listed)), dict[int, R](), dict[int, BaseException]()
+    missing, results, failed = iter(enumerate(listed)), dict[int, R](), dict[int, BaseException]()
 
     def work() -> None:
         # Both threads take the next one from the same list, which is one step of the interpreter.
@@ -44,7 +44,7 @@ def in_two_threads(tasks: Iterable[T], do: Callable[[T], R]) -> list[R]:
             if failed and min(failed) < number:
                 return
             try:
-                found[number] = do(task)
+                results[number] = do(task)
             except BaseException as error:  # noqa: BLE001 - raised below, by the thread that asked
                 failed[number] = error
                 return
@@ -58,4 +58,4 @@ def in_two_threads(tasks: Iterable[T], do: Callable[[T], R]) -> list[R]:
             wait([helping])
     if failed:
         raise failed[min(failed)]
-    return [found[number] for number in range(len(listed))]
+    return [results[number] for number in range(len(listed))]

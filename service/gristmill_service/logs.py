@@ -10,7 +10,6 @@ from typing import Any
 import structlog
 
 from gristmill_service import tracing
-from gristmill_service.api import request_ids
 
 
 def configure_logs(level: str, form: str) -> None:
@@ -52,7 +51,7 @@ def configure_logs(level: str, form: str) -> None:
 
 def _add_ids(_: object, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
     """Adds the ids of the call that is being answered and of its trace, where there are any."""
-    for name, found in (("request_id", request_ids.current()), ("trace_id", tracing.trace_id())):
-        if found:
-            event.setdefault(name, found)
+    for name, value in (("request_id", tracing.request_id()), ("trace_id", tracing.trace_id())):
+        if value:
+            event.setdefault(name, value)
     return event

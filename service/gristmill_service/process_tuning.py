@@ -28,7 +28,7 @@ _GC_THRESHOLDS = (10_000, 50, 50)
 def tune_process() -> None:
     """Tunes this process to serve. Memory is tuned with glibc alone: other C libraries have no `mallopt`."""
     _reuse_memory()
-    # A connection takes a descriptor, and what stores runs needs some, too.
+    # Every connection uses a file descriptor, and so do the run stores.
     now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _DESCRIPTORS if most == resource.RLIM_INFINITY else min(_DESCRIPTORS, most)
     if now != resource.RLIM_INFINITY and now < wanted:
@@ -36,7 +36,7 @@ def tune_process() -> None:
     # A thread that computes gives way to the event loop after 0.5 ms instead of Python's 5.
     sys.setswitchinterval(_SWITCH_S)
     # Every row is a few small tuples that live until their batch is freed: collecting would look at them again and
-    # again, and there is little to find. One collection of so many objects takes some 3 ms.
+    # again, and there is little to find. One collection of that many objects takes some 3 ms.
     gc.set_threshold(*_GC_THRESHOLDS)
 
 

@@ -14,7 +14,7 @@ from gristmill._wire.steps import Steps
 
 
 def json_lines(steps: Steps, columns: Sequence[ColumnSpec]) -> Iterator[bytes]:
-    """Each row as one line. columns: those that the run declares."""
+    """Yields each row as one line. columns: that the run declares."""
     # JSON has no NaN; Python's writer, which is slower, writes it as readers of these files take it.
     write: Callable[[Any], bytes] = _with_nonfinite if any(one.allow_nonfinite for one in columns) else orjson.dumps
     for row in to_rows(steps, columns):

@@ -17,8 +17,7 @@ import structlog
 
 from gristmill.errors import NotFoundError, UnavailableError
 from gristmill_service.access.certificates import Certificates, PeerCertificates
-from gristmill_service.access.gate import Gate
-from gristmill_service.access.quotas import most_a_run
+from gristmill_service.access.gate import Gate, limits_of_each_run
 from gristmill_service.api.admission import Admission, Limits
 from gristmill_service.api.context import ApiContext
 from gristmill_service.api.http.app import make_app
@@ -71,7 +70,7 @@ class Service:
             make_monitor=Monitor,
             max_row_bytes=int(settings.max_row_bytes),
             max_runs=settings.max_runs,
-            most_a_run=most_a_run(settings),
+            limits_of_each=limits_of_each_run(settings),
         )
         opened.push_async_callback(self.runs.close, 0.0)
         await self.runs.start()

@@ -80,7 +80,7 @@ class Settings(BaseSettings):
         description="Further names that lead to the HTTP API, or patterns such as *.example.org, with commas between, "
         "where no tokens are asked for: requests for others may be a browser's, for a page of somebody else's. "
         "Addresses, this machine's "
-        "names and those of private networks (gristmill, NAME.local, NAME.internal, NAME.svc) need not be told.",
+        "names and those of private networks (gristmill, NAME.local, NAME.internal, NAME.svc) need not be listed.",
     )
     store: Literal["shared_memory", "memory", "redis"] = Field(
         "shared_memory",
@@ -168,7 +168,8 @@ class Settings(BaseSettings):
     )
     max_streams: PositiveInt = Field(
         256,
-        description="How many gRPC streams (ReadShard, ExportBatch) may be open at a time; others are told to retry.",
+        description="How many gRPC streams (ReadShard, ExportBatch) may be open at a time; callers of others have to "
+        "retry.",
     )
     tokenizer: Path | None = Field(
         None,
@@ -183,7 +184,7 @@ class Settings(BaseSettings):
     jwks: str | None = Field(
         None,
         description="The keys that sign callers' JSON web tokens, such as those of Kubernetes' service accounts: a "
-        "file, or a URL. Their subjects' roles stand in tokens_file.",
+        "file, or a URL. The roles of their subjects are in tokens_file.",
     )
     jwks_ca_file: Path | None = Field(
         None, description="The authority that signed the certificate of that URL's host. None: public authorities."
@@ -194,7 +195,7 @@ class Settings(BaseSettings):
         None,
         pattern="^[A-Za-z0-9-]+$",
         description="The header in which a proxy in front of the HTTP API names the person who signed in there, such "
-        "as X-Forwarded-User. The proxy must remove this header from what clients send. Roles of people stand in "
+        "as X-Forwarded-User. The proxy must remove this header from what clients send. Roles of people are in "
         "tokens_file, under subjects.",
     )
     proxy_addresses: str = Field(
@@ -269,11 +270,11 @@ class Settings(BaseSettings):
                 "replicas that share runs in Redis read each other's shards there, and a lease there fences who "
                 "publishes; change one of them"
             )
-        for name, listens, told in (
+        for name, listens, advertised in (
             ("advertise_grpc_address", self.grpc_address, self.advertise_grpc_address),
             ("advertise_http_url", self.http_address, self.advertise_http_url),
         ):
-            if self.run_store == "redis" and told is None and listens.startswith(_EVERYWHERE):
+            if self.run_store == "redis" and advertised is None and listens.startswith(_EVERYWHERE):
                 raise ValueError(
                     f"{name} is needed with run_store: redis, because other services cannot reach this one at "
                     f"{listens}; give the address at which they can"
@@ -307,10 +308,10 @@ class Settings(BaseSettings):
     @property
     def store_directories(self) -> dict[str, Path]:
         """The directories of the run's and the shards' stores, by their names."""
-        found = {"journal": self.journal_dir}
+        directories = {"journal": self.journal_dir}
         if name := SHARD_STORES[self.shard_store].directory:
-            found[self.shard_store] = getattr(self, name)
-        return {name: path for name, path in found.items() if path is not None}
+            directories[self.shard_store] = getattr(self, name)
+        return {name: path for name, path in directories.items() if path is not None}
 
     @field_validator("grpc_address", "http_address")
     @classmethod
@@ -355,7 +356,7 @@ def _is_of_this_machine(address: str) -> bool:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Host and port of `HOST:PORT`; an IPv6 host stands in brackets."""
+    """Returns host and port of `HOST:PORT`; an IPv6 host is in brackets."""
     host, _, port = address.rpartition(":")
     if not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
         raise ValueError("expected HOST:PORT with a port of 0..65535")

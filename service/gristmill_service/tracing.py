@@ -1,4 +1,6 @@
-"""Traces over OTLP where OpenTelemetry's variables name an endpoint. Where none does, its SDK is not imported.
+"""Request ids and traces, by which a call is followed through logs and services.
+
+Traces are sent over OTLP where OpenTelemetry's variables name an endpoint. Where none does, its SDK is not imported.
 
 Each call is a span in the trace that the caller's W3C `traceparent` names. Each batch that is made is a trace of its
 own, with its stages as spans, linked to the call that completed the batch. docs/decisions/0009 says why OpenTelemetry's
@@ -7,9 +9,13 @@ instrumentation of gRPC and ASGI is not used.
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
+import secrets
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
 from importlib.util import find_spec
 from typing import Any
 
@@ -22,9 +28,35 @@ _EXPORTER = "opentelemetry.exporter.otlp.proto.grpc"
 # How long the last export may take; a collector that is away must not hold a shutdown up.
 _FLUSH_MS = 2_000
 
+REQUEST_ID = "x-request-id"
+"""The name of a request id in gRPC metadata and among HTTP headers."""
+
+# One word in a log, a header and a shell.
+_VALID_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
+_PREFIX, _numbers = secrets.token_hex(4), itertools.count(1)
+_request_id: ContextVar[str] = ContextVar("gristmill_request_id", default="")
+
 _tracer: Any = None
 # By run and batch: the span of the call that sealed the batch, until the batch is made.
 _sealed_in: dict[tuple[str, int], Any] = {}
+
+
+def begin_request(metadata: Iterable[tuple[str, str | bytes]]) -> str:
+    """Returns the id of a call: the caller's where its metadata have a valid one, else a new one. It is the current id
+    of this task from now on: sent back to the caller, passed on to the run's owner, and added to every logged line."""
+    request_id = ""
+    for key, value in metadata:
+        if key == REQUEST_ID:
+            request_id = value if isinstance(value, str) else value.decode("latin-1")
+    if not request_id or _VALID_ID.fullmatch(request_id) is None:
+        request_id = f"{_PREFIX}-{next(_numbers):x}"
+    _request_id.set(request_id)
+    return request_id
+
+
+def request_id() -> str:
+    """Returns the id of the call that is being answered; empty outside of calls."""
+    return _request_id.get()
 
 
 def configure_tracing(environment: Mapping[str, str] = os.environ) -> Callable[[], None]:
@@ -59,8 +91,8 @@ def span(name: str, **attributes: str | int) -> AbstractContextManager[Any]:
     """A span within the current one; nothing where tracing is off."""
     if _tracer is None:
         return nullcontext()
-    found: AbstractContextManager[Any] = _tracer.start_as_current_span(name, attributes=_named(attributes))
-    return found
+    stage: AbstractContextManager[Any] = _tracer.start_as_current_span(name, attributes=_named(attributes))
+    return stage
 
 
 def call_span(name: str, metadata: Iterable[tuple[str, str | bytes]], **attributes: str | int) -> Any:
@@ -113,8 +145,9 @@ def making_span(run: str, batch: int) -> AbstractContextManager[Any]:
     call = _sealed_in.pop((run, batch), None)
     links = [Link(call)] if call is not None and call.is_valid else []
     attributes = _named({"run": run, "batch": batch})
-    found: AbstractContextManager[Any] = _tracer.start_as_current_span("make batch", attributes=attributes, links=links)
-    return found
+    batch_span: AbstractContextManager[Any]
+    batch_span = _tracer.start_as_current_span("make batch", attributes=attributes, links=links)
+    return batch_span
 
 
 def carried() -> dict[str, str]:

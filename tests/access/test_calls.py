@@ -20,8 +20,7 @@ from gristmill._client.connection.credentials import Credentials
 from gristmill.errors import PermissionDeniedError, UnauthenticatedError
 from gristmill.v1 import rollout_pb2, run_pb2, run_pb2_grpc, trainer_pb2
 from gristmill_service.access.roles import CALLS, OPEN_CALLS, ROLES
-from gristmill_service.api.http import rollouts, runs, trainers
-from gristmill_service.api.http.page import page, page_details, session
+from gristmill_service.api.http import page, rollouts, runs, trainers
 from tests.access.conftest import Guarded
 
 METHODS: list[MethodDescriptor] = [
@@ -30,7 +29,7 @@ METHODS: list[MethodDescriptor] = [
     for service in contract.DESCRIPTOR.services_by_name.values()
     for method in service.methods
 ]
-ROUTERS = (runs.router, rollouts.router, trainers.router, page.router, page_details.router, page.page, session.router)
+ROUTERS = (runs.router, rollouts.router, trainers.router, page.router, page.page)
 ROUTES = [route for router in ROUTERS for route in router.routes if isinstance(route, APIRoute)]
 FILLED = {"run": "r", "batch": "0", "model": "policy", "mini_batch": "0", "row": "0", "rank": "0", "name": "app.js"}
 FILLED |= {"sample": "0", "step": "0"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import httpx
 from structlog.testing import capture_logs
 
-from gristmill_service.access.refusal_log import RefusalLog
+from gristmill_service.access.gate import RefusalLog
 from tests.access.conftest import Guarded
 
 

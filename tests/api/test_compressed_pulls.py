@@ -22,8 +22,8 @@ from gristmill_service.api.context import ApiContext
 from gristmill_service.api.long_poll import LongPoll
 from gristmill_service.api.rpc.server import GrpcServer
 from gristmill_service.monitoring.metrics import Metrics
+from gristmill_service.off_loop import each
 from gristmill_service.pipeline import BuiltBatch, build_batch
-from gristmill_service.run.off_loop import each
 from gristmill_service.settings import Settings
 from gristmill_service.storage.memory import MemoryShardStore
 from gristmill_service.storage.redis.shard_store import RedisShardStore

@@ -13,7 +13,7 @@ import pytest
 from gristmill.errors import InvalidArgumentError, UnavailableError
 from gristmill_service.api.admission import Admission, Limits, Slot
 from gristmill_service.api.long_poll import LONGEST_WAIT_S, LongPoll, Question, checked_wait
-from gristmill_service.run.machine.queries.conditions import Condition, Topic
+from gristmill_service.run.waiters import Condition, Topic
 
 
 class Counter:

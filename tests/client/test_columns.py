@@ -23,7 +23,7 @@ from gristmill.converters import from_skyrl
 from gristmill.torch import MicroBatch, Shard
 from gristmill.v1 import rows_pb2
 from gristmill_service.run import run as run_module
-from gristmill_service.run.machine.row_keys import RowKeys
+from gristmill_service.run.machine.described_rows import RowKeys
 from tests.cli.terminal import gristmill
 from tests.client.faces import Connect
 from tests.on_loop import Service

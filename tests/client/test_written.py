@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,7 @@ from gristmill import (
     TrainerClient,
 )
 from gristmill.torch import MicroBatch, Shard
-from gristmill_service.run.machine.commands.command import Command, View
-from gristmill_service.run.machine.events import BatchWithdrawn, ColumnsDropped, Event
-from gristmill_service.run.machine.state import State
+from gristmill_service.run.machine.events import BatchWithdrawn, ColumnsDropped
 from tests.api.apis import group
 from tests.on_loop import Service
 from tests.serving import StartService
@@ -203,16 +201,6 @@ def test_a_trainer_that_is_started_again_writes_anew(service: Service, run_name:
         check(shard)
 
 
-class Lose(Command[None]):
-    """What follows where a store has lost what was written for the first batch."""
-
-    def decide(self, view: View) -> Sequence[Event]:
-        return [ColumnsDropped(0), BatchWithdrawn(0)]
-
-    def answer(self, state: State) -> None:
-        pass
-
-
 @pytest.mark.parametrize("trained", [0, 1])
 def test_a_rank_that_waits_for_what_it_wrote_is_told_that_it_is_lost_and_writes_it_again(
     trained: int, service: Service, run_name: str, trainers: Trainers, monkeypatch: pytest.MonkeyPatch
@@ -227,7 +215,8 @@ def test_a_rank_that_waits_for_what_it_wrote_is_told_that_it_is_lost_and_writes_
     for shard in islice(training, trained):
         shard.ack()
         found.append(shard.position.mini_batch)
-    service.runs.get(run_name)._execute(Lose())
+    # As where the store has lost the written columns of the first batch.
+    service.runs.get(run_name)._execute(lambda view: ([ColumnsDropped(0), BatchWithdrawn(0)], lambda after: None))
     with pytest.raises(
         FailedPreconditionError, match=r"batch 0 mini-batch 0 rank 0: \w+ was written, and the service's"
     ):

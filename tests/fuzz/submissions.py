@@ -14,7 +14,7 @@ from gristmill._wire.codecs.submit_codec import Submission, compressed, encode
 from gristmill._wire.rows import from_rows
 from gristmill._wire.steps import Steps, check
 from gristmill.v1 import rollout_pb2
-from gristmill_service.run.machine.row_digests import row_digests
+from gristmill_service.run.machine.described_rows import row_digests
 from tests.fuzz.mutate import changed_bytes, changed_message
 from tests.fuzz.targets import Target
 from tests.run.harness import Bench

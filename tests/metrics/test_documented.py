@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gristmill._wire.rows import from_rows
-from gristmill_service.access.quotas import Usage
+from gristmill_service.access.quotas import QuotaUsage
 from gristmill_service.monitoring.metrics import Metrics
 from gristmill_service.monitoring.metrics.registry import Watched
 from gristmill_service.monitoring.metrics.run_stats import run_stats
@@ -49,7 +49,7 @@ def busy() -> Metrics:
             lambda: {"own": 1, "lost": 0, "elsewhere": 0, "nobody": 0},
             lambda: "the disk is full",
             lambda: {"rows": (1_000_000, 8 << 30)},
-            lambda: [Usage("max_run_rows", "run", bench.run.name, 3, 10)],
+            lambda: [QuotaUsage("max_run_rows", "run", bench.run.name, 3, 10)],
         )
     )
     return metrics

@@ -9,7 +9,7 @@ from gristmill_service.monitoring.health.health import health
 from gristmill_service.monitoring.metrics.run_stats import run_stats
 from gristmill_service.pipeline import build_batch
 from gristmill_service.run.machine.answers import Position
-from gristmill_service.run.machine.commands.trainer_commands import Checkpoint
+from gristmill_service.run.machine.decisions.resume import Checkpoint
 from gristmill_service.storage.memory import MemoryShardStore
 from tests.metrics.scraping import scraped
 from tests.run.harness import Bench, BuildBatch, group_rows, row

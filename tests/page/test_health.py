@@ -16,7 +16,7 @@ from gristmill_service.monitoring.collectors.run_monitor import Monitor
 from gristmill_service.monitoring.health.health import Overview, RunHealth, health, timeline
 from gristmill_service.pipeline.scheduling.plan import ShardAddress
 from gristmill_service.run.machine.answers import BatchState
-from gristmill_service.run.machine.commands.trainer_commands import Checkpoint
+from gristmill_service.run.machine.decisions.resume import Checkpoint
 from gristmill_service.storage.memory import MemoryShardStore
 from tests.on_loop import Run, Runs, Service, on_loop
 from tests.page import stage

@@ -10,7 +10,7 @@ from typing import Any
 
 from gristmill_service.monitoring.views.batch_view import BatchView, BatchViewCache
 from gristmill_service.pipeline import build_batch
-from gristmill_service.run.machine.commands.trainer_commands import Checkpoint
+from gristmill_service.run.machine.decisions.resume import Checkpoint
 from gristmill_service.storage.memory import MemoryShardStore
 from tests.on_loop import on_loop
 from tests.run.harness import Bench, group_rows, wait_until

@@ -33,13 +33,12 @@ from gristmill_service.pipeline.scheduling.plan import ShardAddress
 from gristmill_service.pipeline.scheduling.schedule import MisalignedError
 from gristmill_service.pipeline.scored_batch import StageTimer
 from gristmill_service.pipeline.written import ShardForm, Written, WrittenRows
+from gristmill_service.run.capacity import RowBudget, ShardRoom
 from gristmill_service.run.machine.answers import ColumnPlace, RewardUpdate
 from gristmill_service.run.machine.codec import decode_state
 from gristmill_service.run.machine.state import State, apply
-from gristmill_service.run.row_budget import RowBudget
 from gristmill_service.run.rows.row_buffer import RowBuffer
 from gristmill_service.run.run import Run, Shared
-from gristmill_service.run.shard_room import ShardRoom
 from gristmill_service.storage.shard_store import ShardLocation, ShardSource, ShardStore
 from tests.on_loop import Run as OnLoopRun
 from tests.on_loop import on_loop

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from gristmill.errors import FailedPreconditionError, InvalidArgumentError, ResourceExhaustedError
+from gristmill_service.run.capacity import RowBudget
 from gristmill_service.run.machine.answers import Position
 from gristmill_service.run.machine.decisions.admission import with_overdraft
-from gristmill_service.run.machine.decisions.ingest import ROW_OVERHEAD_BYTES
-from gristmill_service.run.row_budget import RowBudget
+from gristmill_service.run.machine.described_rows import ROW_OVERHEAD_BYTES
 from tests.run.harness import Bench, group_rows, key, row
 
 NAMES = list("abcdefghij")

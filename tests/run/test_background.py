@@ -8,7 +8,7 @@ import pytest
 
 from gristmill.errors import UnavailableError
 from gristmill_service.run.machine.answers import BatchState, Position
-from gristmill_service.run.machine.commands.trainer_commands import Checkpoint
+from gristmill_service.run.machine.decisions.resume import Checkpoint
 from tests.run.harness import Bench, BuildBatch, Shelf, group_rows, row
 
 

@@ -16,11 +16,9 @@ from gristmill._wire.rows import from_rows
 from gristmill._wire.steps import Steps
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.run.machine.answers import RewardUpdate
-from gristmill_service.run.machine.decisions.ingest import describe_rows
+from gristmill_service.run.machine.described_rows import RowDigests, RowKeys, describe_rows, row_digests
 from gristmill_service.run.machine.events import StoredRow
 from gristmill_service.run.machine.groups import Group
-from gristmill_service.run.machine.row_digests import RowDigests, row_digests
-from gristmill_service.run.machine.row_keys import RowKeys
 from gristmill_service.run.rows import row_gathering
 from gristmill_service.run.rows.row_buffer import PickedRow, RowBuffer, compacted, not_held
 from gristmill_service.run.rows.row_gathering import gather

@@ -10,7 +10,7 @@ import pytest
 
 from gristmill.errors import FailedPreconditionError, InvalidArgumentError, StaleIncarnationError, UnavailableError
 from gristmill_service.run.machine.answers import BatchState, Position
-from gristmill_service.run.machine.commands.trainer_commands import Checkpoint
+from gristmill_service.run.machine.decisions.resume import Checkpoint
 from gristmill_service.run.machine.events import GenerationBegan
 from gristmill_service.storage.run_store import Replay
 from tests.pipeline.written import column

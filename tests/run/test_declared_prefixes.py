@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from gristmill._wire.rows import from_rows, to_rows
 from gristmill._wire.steps import TrajectoryKey
 from gristmill.errors import InvalidArgumentError, NotFoundError, PrefixUnknownError, UnavailableError
-from gristmill_service.run.machine.decisions.ingest import ROW_OVERHEAD_BYTES
+from gristmill_service.run.machine.described_rows import ROW_OVERHEAD_BYTES
 from gristmill_service.run.machine.events import GroupDropped, GroupKey, RowName, RowRef, StoredRow
 from gristmill_service.run.machine.groups import Group
 from gristmill_service.run.rows import declared_prefixes, row_gathering

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.pipeline import build_batch
 from gristmill_service.run.machine.answers import RewardUpdate
-from gristmill_service.run.machine.decisions.ingest import ROW_OVERHEAD_BYTES
+from gristmill_service.run.machine.described_rows import ROW_OVERHEAD_BYTES
 from gristmill_service.run.machine.events import GroupKey
 from gristmill_service.storage.memory import MemoryShardStore
 from tests.metrics.scraping import scraped

@@ -14,7 +14,7 @@ from gristmill._wire.steps import TrajectoryKey
 from gristmill.errors import GristmillError
 from gristmill_service.config import RunConfig
 from gristmill_service.run.machine.answers import BatchState, Position, RewardUpdate
-from gristmill_service.run.machine.commands.trainer_commands import Checkpoint
+from gristmill_service.run.machine.decisions.resume import Checkpoint
 from gristmill_service.run.machine.decisions.sealing import missing_tags
 from gristmill_service.run.machine.events import (
     COLUMNS,

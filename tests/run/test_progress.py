@@ -9,7 +9,7 @@ import pytest
 from gristmill.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError, StaleIncarnationError
 from gristmill_service.config import Model
 from gristmill_service.run.machine.answers import BatchState, Moved, Position, Resumed
-from gristmill_service.run.machine.commands.trainer_commands import Checkpoint
+from gristmill_service.run.machine.decisions.resume import Checkpoint
 from tests.run.harness import Bench, group_rows
 
 
@@ -111,7 +111,7 @@ def test_a_commit_before_the_committed_changes_nothing_and_one_past_the_end_is_r
     assert bench.run.commit("policy", Position(0, 0, 1), 0).position == Position(1)
     with pytest.raises(FailedPreconditionError, match="past the last sealed batch, number 1"):
         bench.run.commit("policy", Position(2, 0, 1), 0)
-    with pytest.raises(InvalidArgumentError, match="not negative"):
+    with pytest.raises(InvalidArgumentError, match="is not a valid position"):
         bench.run.commit("policy", Position(0, -1), 0)
 
 

@@ -30,7 +30,7 @@ from gristmill_service.pipeline.layout.iovec import join
 from gristmill_service.pipeline.scheduling.plan import ShardAddress
 from gristmill_service.run.machine.answers import BatchState, Outcome, Position, RewardUpdate
 from gristmill_service.run.machine.codec import decode_state, encode_event, encode_state, record_of
-from gristmill_service.run.machine.commands.trainer_commands import Checkpoint
+from gristmill_service.run.machine.decisions.resume import Checkpoint
 from gristmill_service.run.machine.events import BatchSealed
 from gristmill_service.run.machine.state import State, apply
 from gristmill_service.storage.journal.run_store import JournalRunStore

@@ -15,8 +15,8 @@ from structlog.testing import capture_logs
 
 from gristmill.errors import FailedPreconditionError, UnavailableError
 from gristmill_service.monitoring.collectors.run_monitor import Monitor
+from gristmill_service.run import waiters as conditions
 from gristmill_service.run.machine.answers import BatchState, Outcome
-from gristmill_service.run.machine.queries import conditions
 from gristmill_service.storage.journal.run_log import JournalRunLog
 from gristmill_service.storage.journal.run_store import JournalRunStore
 from gristmill_service.storage.memory import MemoryRunLog, MemoryRunStore, MemoryShardStore

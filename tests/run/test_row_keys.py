@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from gristmill._wire.named_tuples import made_of
 from gristmill._wire.steps import TrajectoryKey
+from gristmill_service.run.machine.described_rows import RowKeys
 from gristmill_service.run.machine.events import RowName, RowRef, StoredRow
-from gristmill_service.run.machine.row_keys import RowKeys, by_group
+from gristmill_service.run.machine.groups import by_group
 from tests.run.harness import row, table
 
 NAMES = st.lists(st.tuples(st.integers(0, 1), st.sampled_from("ab"), st.integers(0, 2), st.integers(0, 1)), min_size=1)

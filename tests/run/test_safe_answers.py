@@ -13,8 +13,8 @@ import pytest
 
 from gristmill.errors import AlreadyExistsError, GristmillError, UnavailableError
 from gristmill_service.run.machine.answers import BatchState, Position, RewardUpdate, Sealed
-from gristmill_service.run.machine.commands.rollout_commands import SealBatch
-from gristmill_service.run.machine.commands.trainer_commands import Checkpoint
+from gristmill_service.run.machine.decisions import sealing
+from gristmill_service.run.machine.decisions.resume import Checkpoint
 from gristmill_service.run.machine.events import GroupKey
 from tests.on_loop import on_loop
 from tests.pipeline.written import column
@@ -236,7 +236,7 @@ class TestNothingIsRemovedOrBuiltBeforeItsEventIsSafe:
             # Before what waited for this record goes on.
             if not sealed:
                 held.hold()
-                sealed.append(writer.execute(SealBatch(None)))
+                sealed.append(writer.execute(lambda view: sealing.seal_batch(view.state, view.config, None)))
 
         writer.commits._end = end_and_seal
         bench.builders.build()

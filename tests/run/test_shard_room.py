@@ -13,9 +13,9 @@ from gristmill_service.config import RunConfig
 from gristmill_service.monitoring.collectors.run_monitor import Monitor
 from gristmill_service.pipeline.scored_batch import StageTimer
 from gristmill_service.pipeline.written import Written
+from gristmill_service.run.capacity import ShardRoom
 from gristmill_service.run.machine.answers import BatchState, Position
-from gristmill_service.run.machine.commands.trainer_commands import Checkpoint
-from gristmill_service.run.shard_room import ShardRoom
+from gristmill_service.run.machine.decisions.resume import Checkpoint
 from tests.on_loop import Runs
 from tests.run.harness import CONFIG, Bench, BuildBatch, Built, Shelf, group_rows, table, wait_until
 from tests.run.test_served_bytes import PATIENCE_S, await_batch

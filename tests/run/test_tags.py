@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from gristmill.errors import InvalidArgumentError, ResourceExhaustedError
 from gristmill_service.monitoring.health.health import health
 from gristmill_service.run.machine.answers import Position, TagGroups
-from gristmill_service.run.machine.commands.trainer_commands import Checkpoint
+from gristmill_service.run.machine.decisions.resume import Checkpoint
 from gristmill_service.run.machine.events import BatchSealed, GroupKey, TagWait
-from gristmill_service.run.machine.queries.conditions import there_is_room
+from gristmill_service.run.waiters import there_is_room
 from tests.metrics.scraping import scraped
 from tests.on_loop import on_loop
 from tests.run.harness import Bench, BuildBatch, group_rows, key, row
@@ -153,10 +153,10 @@ class TestShares:
         bench = Bench(**SHARES)
         complete(bench, a="code", b="code")
         for bench.now in (0.5, 5.0, 10.4):
-            bench.run.tick()
+            bench.let_pass(0.0)
         assert not bench.sealed
         bench.now = 10.5
-        bench.run.tick()
+        bench.let_pass(0.0)
         assert bench.log.events[-1] == BatchSealed(0, (GroupKey(0, "a"), GroupKey(0, "b")), 0, ("math",))
         assert scraped([bench.run]).of("gristmill_tag_short_batches_total") == {"math": 1}
         assert bench.state.tag_wait is None
@@ -164,15 +164,15 @@ class TestShares:
     def test_the_wait_begins_anew_with_each_batch_and_is_over_when_nothing_could_be_sealed(self) -> None:
         bench = Bench(**SHARES)
         complete(bench, a="code", b="code")
-        bench.run.tick()
+        bench.let_pass(0.0)
         bench.submit(row("a", 0, attempt=1, last=False))
         bench.now = 20.0
-        bench.run.tick()
+        bench.let_pass(0.0)
         assert bench.log.events[-1] == TagWait(None)
         bench.submit(row("a", 0, 1, attempt=1, reward=5.0))
-        bench.run.tick()
+        bench.let_pass(0.0)
         bench.now = 29.9
-        bench.run.tick()
+        bench.let_pass(0.0)
         assert not bench.sealed
         assert bench.replayed() == bench.state
 
@@ -182,7 +182,7 @@ class TestShares:
         woken: list[str] = []
         bench.run.wait(there_is_room("code"), lambda: woken.append("code"))
         for bench.now in (0.0, 10.0):
-            bench.run.tick()
+            bench.let_pass(0.0)
         assert woken == ["code"]
         complete(bench, a="code", b="code")
         assert bench.log.events[-1] == BatchSealed(0, (GroupKey(0, "a"), GroupKey(0, "b")), 0, ("math",))
@@ -192,7 +192,7 @@ class TestShares:
         bench = Bench(tag_shares=SHARES["tag_shares"])
         complete(bench, a="code", b="code")
         bench.now = 1e6
-        bench.run.tick()
+        bench.let_pass(0.0)
         assert not bench.sealed
 
     def test_an_explicit_seal_and_the_end_take_what_there_is_first_of_the_tags(self) -> None:

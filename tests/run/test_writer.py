@@ -20,12 +20,12 @@ from gristmill.errors import (
     UnavailableError,
 )
 from gristmill_service.monitoring.collectors.run_monitor import Monitor
+from gristmill_service.run import waiters as conditions
+from gristmill_service.run.capacity import RowBudget
 from gristmill_service.run.machine.answers import Outcome, Position
 from gristmill_service.run.machine.codec import decode_events
-from gristmill_service.run.machine.commands.trainer_commands import Checkpoint
+from gristmill_service.run.machine.decisions.resume import Checkpoint
 from gristmill_service.run.machine.events import RowsStored, RunFinished
-from gristmill_service.run.machine.queries import conditions
-from gristmill_service.run.row_budget import RowBudget
 from gristmill_service.storage.memory import MemoryShardStore
 from gristmill_service.storage.run_store import LogLostError
 from tests.on_loop import Runs
@@ -107,7 +107,6 @@ def test_a_refused_call_hurts_none_that_is_logged_with_it() -> None:
     stored = [row for event in bench.log.events if isinstance(event, RowsStored) for row in event.rows]
     assert [row.trajectory.uid for row in stored] == ["first", "u0", "u1", "u3"]
     assert set(bench.log.tables) == {row.ref.table for row in stored}, "a refused request's rows are not kept"
-    assert bench.run._writer._staged == {}
 
 
 @pytest.mark.parametrize("error", [UnavailableError("the log is full"), LogLostError("another process decides")])
@@ -245,7 +244,7 @@ def test_a_value_that_no_log_can_hold_is_refused_and_the_run_goes_on(monkeypatch
     with pytest.raises(InvalidArgumentError, match="launch is '\\\\ud800', which is not valid Unicode"):
         bench.run.resume("policy", Checkpoint(None), "\ud800")
     monkeypatch.setattr(
-        "gristmill_service.run.machine.commands.trainer_commands.PolicyVersionAnnounced", lambda _: RunFinished
+        "gristmill_service.run.machine.decisions.progress.PolicyVersionAnnounced", lambda _: RunFinished
     )
     with pytest.raises(InvalidArgumentError, match="cannot be written to the run's log"):
         bench.run.announce(1)

@@ -19,7 +19,7 @@ from gristmill_service.config import parse_config
 from gristmill_service.pipeline import build_batch
 from gristmill_service.run.machine.answers import BatchState, ColumnPlace, Position
 from gristmill_service.run.machine.codec import encode_state
-from gristmill_service.run.machine.commands.trainer_commands import Checkpoint
+from gristmill_service.run.machine.decisions.resume import Checkpoint
 from gristmill_service.storage.journal.run_store import JournalRunStore
 from gristmill_service.storage.memory import MemoryShardStore
 from gristmill_service.storage.run_store import Replay, RunStore

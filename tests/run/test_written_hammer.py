@@ -25,7 +25,7 @@ from gristmill.errors import (
 from gristmill_service.monitoring.collectors.run_monitor import Monitor
 from gristmill_service.pipeline.scheduling.plan import ShardAddress
 from gristmill_service.run.machine.answers import BatchState
-from gristmill_service.run.machine.commands.trainer_commands import Checkpoint
+from gristmill_service.run.machine.decisions.resume import Checkpoint
 from gristmill_service.storage.memory import MemoryShardStore
 from tests.on_loop import Run, Runs
 from tests.pipeline.written import column
@@ -104,7 +104,6 @@ def test_whoever_writes_what_a_batch_is_made_of_one_incarnations_values_each_onc
     held = sum(column.nbytes for batch in run._writer.state.batches.values() for column in batch.written.values())
     rows = sum(group.nbytes for batch in run._writer.state.batches.values() for group in batch.groups)
     assert run.status().row_bytes == held + rows
-    assert not run._writer._staged
     runs.close(PATIENCE_S)
 
 

@@ -13,8 +13,8 @@ import pytest
 from gristmill._wire.steps import Steps
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.run.machine.codec import decode_events
+from gristmill_service.run.machine.described_rows import row_digests
 from gristmill_service.run.machine.events import RowsStored, StoredRow
-from gristmill_service.run.machine.row_digests import row_digests
 from gristmill_service.storage.journal import database
 from gristmill_service.storage.journal.run_store import JournalRunStore
 from gristmill_service.storage.row_tables import steps_of

@@ -7,22 +7,25 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from gristmill.errors import PermissionDeniedError
-from gristmill_service.access.held import ANY, Most
+from gristmill_service.access.quotas import NO_LIMITS, Limits
 from gristmill_service.access.roles import CALLS, OPEN_CALLS, Role
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """runs: patterns of run names, as a shell's. rank: the only rank that a trainer may be; None: any. max_runs, most:
-    what the runs of these names may be and hold in all, for the caller to add to them. max_requests: its calls that may
-    be answered at once. None: any number."""
+    """A caller and its permissions.
+
+    runs: patterns of run names, as a shell's. rank: the only rank that a trainer may be; None: any. max_runs, limits:
+    how many runs of these names there may be, and what they may hold in all, for the caller to add to them.
+    max_requests: its calls that may be answered at once. None: any number.
+    """
 
     name: str
     roles: frozenset[Role]
     runs: tuple[str, ...] = ("*",)
     rank: int | None = None
     max_runs: int | None = None
-    most: Most = ANY
+    limits: Limits = NO_LIMITS
     max_requests: int | None = None
 
     def sees(self, run: str) -> bool:
@@ -57,10 +60,10 @@ _current: ContextVar[Caller] = ContextVar("gristmill_caller", default=EVERYONE_I
 
 
 def begin(caller: Caller) -> None:
-    """The caller is the current one until the next call of the thread or task."""
+    """Makes the caller the current one of this task."""
     _current.set(caller)
 
 
 def current() -> Caller:
-    """Whose call is being answered."""
+    """Returns the caller whose call is being answered."""
     return _current.get()

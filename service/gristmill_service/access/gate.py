@@ -1,8 +1,10 @@
-"""Says who calls, by the token that a call shows, what the caller may do, and logs who did what. On the event loop."""
+"""Identifies callers by the tokens that their calls show, checks what they may do, and logs who did what. On the event
+loop."""
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from ipaddress import ip_address, ip_network
 from pathlib import Path
@@ -18,18 +20,8 @@ from gristmill.errors import (
 )
 from gristmill_service.access import caller
 from gristmill_service.access.caller import ANYONE, EVERYONE_IS_ADMIN, Caller
-from gristmill_service.access.held import ANY, Quota
 from gristmill_service.access.passed_on import PeerSecret
-from gristmill_service.access.quotas import (
-    Runs,
-    Usage,
-    check_runs,
-    most_a_run,
-    quota_of,
-    usage_of_caller,
-    usage_of_runs,
-)
-from gristmill_service.access.refusal_log import RefusalLog
+from gristmill_service.access.quotas import NO_LIMITS, NO_USAGE, Limits, Quota, QuotaUsage, Runs, Usage
 from gristmill_service.access.roles import AUDITED, OPEN_CALLS
 from gristmill_service.access.tokens import Callers, read_callers
 from gristmill_service.access.web_tokens import WebTokens
@@ -43,16 +35,30 @@ _BEARER = "bearer "
 _MOST_CHARACTERS = 16 << 10
 _MOST_KNOWN = 4096
 
+_EACH_S = 1.0
+_MOST_KINDS = 256
+_OTHERS = ("others", "various", "various")
+_MOST_OF_A_NAME = 200
+
+
+def limits_of_each_run(settings: Settings) -> Limits:
+    """Returns what the service lets any one run hold."""
+    return Limits(settings.max_run_groups, settings.max_run_rows, settings.max_run_row_bytes)
+
 
 class Gate:
-    """Without a file of tokens everyone may do everything."""
+    """Without a file of tokens everyone may do everything.
+
+    is_open: whether that is so. counts_calls: whether calls of tokens or runs are limited in number.
+    """
 
     def __init__(self, settings: Settings, runs: Runs) -> None:
-        """runs: what callers' quotas are of. Raises InvalidArgumentError for a file that cannot be read."""
+        """runs: those that quotas count. Raises InvalidArgumentError for a file that cannot be read."""
         self._runs, self._refusals, self.secret = runs, RefusalLog(), PeerSecret()
-        self._most_a_run, self._most_calls_a_run = most_a_run(settings), settings.max_run_requests
+        self._limits_of_run, self._most_calls_of_run = limits_of_each_run(settings), settings.max_run_requests
         self.counts_calls = settings.tokens_file is not None or settings.max_run_requests is not None
         self._file = None if settings.tokens_file is None else _CallersFile(settings.tokens_file)
+        self.is_open = self._file is None
         self._proxy = None
         if settings.proxy_user_header is not None:
             networks = [ip_network(address.strip()) for address in settings.proxy_addresses.split(",")]
@@ -63,12 +69,8 @@ class Gate:
                 settings.jwks, settings.jwt_issuer or "", settings.jwt_audience or "", settings.jwks_ca_file
             )
 
-    @property
-    def is_open(self) -> bool:
-        return self._file is None
-
     def user_of_proxy(self, headers: Mapping[str, str], address: str) -> Caller | None:
-        """The caller that a proxy at this address names, where one is to be believed and names any.
+        """Returns the caller that a trusted proxy at this address names; None where there is none.
 
         Raises UnauthenticatedError for a user whom the file does not name.
         """
@@ -92,8 +94,8 @@ class Gate:
             raise
 
     def known(self, authorization: str | None) -> Caller | None:
-        """The caller of a call with this header; ANYONE where it has none; None for a web token, which `identify`
-        verifies. Raises UnauthenticatedError for a token that is not known."""
+        """Returns the caller of a call with this header; ANYONE where it has none; None for a web token, which
+        `identify` verifies. Raises UnauthenticatedError for an unknown token."""
         if self._file is None:
             return EVERYONE_IS_ADMIN
         if not authorization:
@@ -111,8 +113,8 @@ class Gate:
         raise error
 
     async def identify(self, authorization: str | None) -> Caller:
-        """As `known`, also for web tokens, whose issuer may be asked for its keys: that takes seconds where it does not
-        answer. Raises UnavailableError where it does not."""
+        """Returns the caller as `known` does, also for web tokens, whose issuer may be asked for its keys. Raises
+        UnavailableError where it does not answer, after seconds."""
         if (identity := self.known(authorization)) is not None:
             return identity
         assert self._web_tokens is not None
@@ -125,20 +127,43 @@ class Gate:
             raise
 
     def quota(self) -> Callable[[], Quota] | None:
-        """What the runs of the current caller hold and may; None where nothing limits it."""
+        """Returns a function that gives the quota of the current caller's runs; None where it has no limits."""
+        if self._file is None:
+            return None
         identity = caller.current()
-        return None if identity.most == ANY else quota_of(identity, self._runs)
+        if identity.limits == NO_LIMITS:
+            return None
+        whose = f"the runs of {identity.name} ({', '.join(identity.runs)}) hold"
+        return lambda: Quota(self._usage(identity), identity.limits, whose, "max_{} of the token", is_of_run=False)
 
-    def usage(self, calls: Mapping[tuple[str, str], int]) -> Iterator[Usage]:
-        """How much is taken of each quota that is set: those of runs, and those of static tokens. calls: how many there
-        are of each ("caller" or "run", name)."""
-        yield from usage_of_runs(self._most_a_run, self._runs)
-        if self._most_calls_a_run is not None:
+    def usage(self, calls: Mapping[tuple[str, str], int]) -> Iterator[QuotaUsage]:
+        """Yields how much is taken of each quota that is set: those of runs, and those of static tokens. calls: how
+        many there are of each ("caller" or "run", name)."""
+        if self._limits_of_run != NO_LIMITS:
+            for name, usage in self._runs.usage().items():
+                yield from _taken("max_run_", "run", name, usage, self._limits_of_run)
+        if self._most_calls_of_run is not None:
             for (of, name), count in calls.items():
                 if of == "run":
-                    yield Usage("max_run_requests", of, name, count, self._most_calls_a_run)
+                    yield QuotaUsage("max_run_requests", of, name, count, self._most_calls_of_run)
         for entry in () if self._file is None else self._file.callers().tokens:
-            yield from usage_of_caller(entry.caller(entry.name), self._runs, calls.get(("caller", entry.name), 0))
+            identity = entry.caller(entry.name)
+            if identity.max_runs is not None:
+                count = sum(map(identity.sees, self._runs.usage()))
+                yield QuotaUsage("max_runs", "caller", entry.name, count, identity.max_runs)
+            if identity.max_requests is not None:
+                count = calls.get(("caller", entry.name), 0)
+                yield QuotaUsage("max_requests", "caller", entry.name, count, identity.max_requests)
+            if identity.limits != NO_LIMITS:
+                yield from _taken("max_", "caller", entry.name, self._usage(identity), identity.limits)
+
+    def _usage(self, identity: Caller) -> Usage:
+        """Returns what all runs of the caller have stored."""
+        total = NO_USAGE
+        for name, usage in self._runs.usage().items():
+            if identity.sees(name):
+                total = total.plus(usage)
+        return total
 
     def flush_log(self) -> None:
         """Logs how many lines the audit log left out."""
@@ -163,24 +188,69 @@ class Gate:
 
     async def check_runs(self, run: str) -> None:
         """Raises ResourceExhaustedError where the current caller may have no more runs than there are."""
-        try:
-            await check_runs(caller.current(), run, self._runs)
-        except ResourceExhaustedError as error:
+        identity = caller.current()
+        if identity.max_runs is None:
+            return
+        own = [name for name in await self._runs.names() if identity.sees(name)]
+        if run not in own and len(own) >= identity.max_runs:
+            error = ResourceExhaustedError(
+                f"{identity.name} may have {identity.max_runs} runs of the names {', '.join(identity.runs)}, and there "
+                f"are {len(own)}; delete one, or raise max_runs of the token"
+            )
             self.note_refusal("create_run", error, run)
-            raise
+            raise error
 
     def note_refusal(self, call: str, error: GristmillError, run: str | None, rank: int | None = None) -> None:
         """Logs that a call of the current caller was refused."""
         self._refusals.note(caller.current().name, call, error.code, run, rank)
 
     def visible(self, runs: Iterable[str]) -> list[str]:
-        """The runs that the current caller may know of."""
+        """Returns the runs that the current caller may know of."""
         identity = caller.current()
         return [run for run in runs if identity.sees(run)]
 
 
+def _taken(prefix: str, of: str, name: str, usage: Usage, limits: Limits) -> Iterator[QuotaUsage]:
+    for kind, used, limit in zip(Limits._fields, usage, limits, strict=True):
+        if limit is not None:
+            yield QuotaUsage(prefix + kind, of, name, used, limit)
+
+
+class RefusalLog:
+    """Logs refused calls: one line per second for each caller, call and status, and how many were left out in between,
+    so that they cannot fill a disk. Beyond many kinds, the others share a line."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._due: dict[tuple[str, str, str], float] = {}
+        self._left_out: dict[tuple[str, str, str], int] = {}
+        self._swept = 0.0
+
+    def note(self, caller: str, call: str, code: str, run: str | None, rank: int | None) -> None:
+        now = self._clock()
+        if now >= self._swept + _EACH_S:
+            self._swept = now
+            self.flush()
+            self._due = {kind: due for kind, due in self._due.items() if due > now}
+        kind = (caller, call, code)
+        if kind not in self._due and len(self._due) >= _MOST_KINDS:
+            kind = _OTHERS
+        if now < self._due.get(kind, 0.0):
+            self._left_out[kind] = self._left_out.get(kind, 0) + 1
+            return
+        self._due[kind] = now + _EACH_S
+        # Cut: a caller that is refused may send names of megabytes.
+        _log.warning("refused", caller=caller, call=call, code=code, target=run and run[:_MOST_OF_A_NAME], rank=rank)
+
+    def flush(self) -> None:
+        """Logs how many were left out."""
+        for (name, call, code), count in self._left_out.items():
+            _log.warning("refused, lines left out", caller=name, call=call, code=code, count=count)
+        self._left_out = {}
+
+
 class _CallersFile:
-    """Read again when it changes. One that became unreadable leaves the callers of before."""
+    """The file of tokens, read again when it changes. When it becomes unreadable, the previous callers stay."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -196,7 +266,7 @@ class _CallersFile:
         return self._callers
 
     def known(self, authorization: str) -> Caller | None:
-        """The caller whose static token this header shows."""
+        """Returns the caller whose static token this header shows."""
         callers = self.callers()
         if (identity := self._known.get(authorization)) is not None:
             return identity

@@ -1,18 +1,47 @@
-"""What a caller's runs may be and hold in all, as the caller's token says."""
+"""Quotas: how much a run, or all runs of a caller, have stored, and the limits of that."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple, Protocol
-
-from gristmill.errors import ResourceExhaustedError
-from gristmill_service.access.caller import Caller
-from gristmill_service.access.held import ANY, NOTHING, Held, Most, Quota
-from gristmill_service.settings import Settings
 
 
 class Usage(NamedTuple):
-    """How much of a quota is taken. of: "run" or "caller"; name: whose."""
+    """groups: prompt groups that are open or in a batch that is not freed. rows: their rows. row_bytes: what these take
+    in memory."""
+
+    groups: int = 0
+    rows: int = 0
+    row_bytes: int = 0
+
+    def plus(self, other: Usage) -> Usage:
+        return Usage(self.groups + other.groups, self.rows + other.rows, self.row_bytes + other.row_bytes)
+
+
+class Limits(NamedTuple):
+    """Limits of a `Usage`; None: any number."""
+
+    groups: int | None = None
+    rows: int | None = None
+    row_bytes: int | None = None
+
+
+NO_USAGE, NO_LIMITS = Usage(), Limits()
+
+
+class Quota(NamedTuple):
+    """whose: the beginning of an error's sentence, such as "run 'a' holds". setting: the name of the setting, with {}
+    in place of `groups`, `rows` or `row_bytes`. is_of_run: whether it is one run's."""
+
+    usage: Usage
+    limits: Limits
+    whose: str
+    setting: str
+    is_of_run: bool
+
+
+class QuotaUsage(NamedTuple):
+    """How much of a quota is taken, for metrics. of: "run" or "caller"; name: of that."""
 
     quota: str
     of: str
@@ -22,64 +51,8 @@ class Usage(NamedTuple):
 
 
 class Runs(Protocol):
-    """The runs that there are. With Redis, `held` is about those that this process owns."""
+    """The runs that quotas count. With Redis, `usage` is about those that this process owns."""
 
     async def names(self) -> Iterable[str]: ...
 
-    def held(self) -> Mapping[str, Held]: ...
-
-
-def most_a_run(settings: Settings) -> Most:
-    """What the service lets any one run hold."""
-    return Most(settings.max_run_groups, settings.max_run_rows, settings.max_run_row_bytes)
-
-
-async def check_runs(identity: Caller, run: str, runs: Runs) -> None:
-    """Raises ResourceExhaustedError where the caller would create a run more than its token lets there be: of those
-    whose names it is for."""
-    if identity.max_runs is None:
-        return
-    own = [name for name in await runs.names() if identity.sees(name)]
-    if run not in own and len(own) >= identity.max_runs:
-        raise ResourceExhaustedError(
-            f"{identity.name} may have {identity.max_runs} runs of the names {', '.join(identity.runs)}, and there are "
-            f"{len(own)}; delete one, or raise max_runs of the token"
-        )
-
-
-def quota_of(identity: Caller, runs: Runs) -> Callable[[], Quota]:
-    """What all runs hold that the caller's token is for, asked whenever something is to be added to them."""
-    whose = f"the runs of {identity.name} ({', '.join(identity.runs)}) hold"
-
-    return lambda: Quota(_held(identity, runs), identity.most, whose, "max_{} of the token", is_of_run=False)
-
-
-def _held(identity: Caller, runs: Runs) -> Held:
-    held = NOTHING
-    for name, of_run in runs.held().items():
-        if identity.sees(name):
-            held = held.with_more(of_run)
-    return held
-
-
-def usage_of_caller(identity: Caller, runs: Runs, in_flight: int) -> Iterator[Usage]:
-    """How much is taken of the caller's quotas."""
-    if identity.max_runs is not None:
-        yield Usage("max_runs", "caller", identity.name, sum(map(identity.sees, runs.held())), identity.max_runs)
-    if identity.max_requests is not None:
-        yield Usage("max_requests", "caller", identity.name, in_flight, identity.max_requests)
-    if identity.most != ANY:
-        yield from _usage("max_", "caller", identity.name, _held(identity, runs), identity.most)
-
-
-def usage_of_runs(most: Most, runs: Runs) -> Iterator[Usage]:
-    """How much is taken of what each run may hold, where that is limited."""
-    if most != ANY:
-        for name, held in runs.held().items():
-            yield from _usage("max_run_", "run", name, held, most)
-
-
-def _usage(prefix: str, of: str, name: str, held: Held, most: Most) -> Iterator[Usage]:
-    for kind, used, limit in zip(Most._fields, held, most, strict=True):
-        if limit is not None:
-            yield Usage(prefix + kind, of, name, used, limit)
+    def usage(self) -> Mapping[str, Usage]: ...

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError
 
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.access.caller import Caller
-from gristmill_service.access.held import Most
+from gristmill_service.access.quotas import Limits
 from gristmill_service.access.roles import Role
 from gristmill_service.validation_messages import complaint, problems
 
@@ -42,8 +42,10 @@ class _Entry(BaseModel):
     max_requests: Annotated[int, Field(ge=1)] | None = None
 
     def caller(self, name: str) -> Caller:
-        most = Most(self.max_groups, self.max_rows, self.max_row_bytes)
-        return Caller(name, frozenset(self.roles), tuple(self.runs), self.rank, self.max_runs, most, self.max_requests)
+        limits = Limits(self.max_groups, self.max_rows, self.max_row_bytes)
+        return Caller(
+            name, frozenset(self.roles), tuple(self.runs), self.rank, self.max_runs, limits, self.max_requests
+        )
 
 
 class TokenEntry(_Entry):

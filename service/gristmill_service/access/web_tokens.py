@@ -15,7 +15,7 @@ from gristmill_service.access.tokens import Callers
 
 # No HMAC: its key would be the public one.
 _ALGORITHMS = ["RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA"]
-# Clocks of a cluster differ by so much.
+# The clocks of a cluster may differ by this.
 _LEEWAY_S = 10
 _KEEP_S = 300.0
 # Tokens of keys that nobody has do not have the issuer asked more often.
@@ -24,7 +24,7 @@ _PAUSE_S = 5.0
 
 class WebTokens:
     """jwks: a file, or the URL where the issuer publishes its keys, which are asked for again when a new one signs.
-    ca_file: the authority that signed the certificate of that URL's host; None: those that Python knows."""
+    ca_file: the authority that signed the certificate of that URL's host; None: the authorities that Python knows."""
 
     def __init__(self, jwks: str, issuer: str, audience: str, ca_file: Path | None = None) -> None:
         try:

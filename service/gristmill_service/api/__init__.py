@@ -1,1 +1,1 @@
-"""The two front doors, gRPC and HTTP. They translate calls to a run's methods and back, and nothing more."""
+"""The two APIs, gRPC and HTTP. They translate requests to the functions of `calls`, and their answers back."""

@@ -1,6 +1,6 @@
-"""Admission of calls over gRPC and HTTP: what a caller may occupy at a time, and how often it may be wrong.
+"""Admission of calls over gRPC and HTTP: what a caller may occupy at a time, and how many wrong calls it may make.
 
-A front end takes a `Slot` for a call before it reads anything of it, and closes the slot when the answer has left.
+An API takes a `Slot` for a call before it reads anything of it, and closes the slot when the answer has left.
 Slots are bounded for each caller and in all, and so is what they hold: large requests, unsent answers, waits. No caller
 can have all of a total. Everything here is used on the event loop only.
 """
@@ -21,7 +21,7 @@ Kind = Literal["call", "stream", "probe"]
 """probe: health and reflection, which need no token."""
 
 SMALL_BYTES = 256 << 10
-"""A request of at most this size is held without a place for large requests."""
+"""A request of at most this size needs no place for large requests."""
 REQUEST_S, SEND_S = 20.0, 60.0
 """Seconds in which a request has to come, or to get its place; and in which an answer has to make progress."""
 LEAST_BYTES_PER_S = 64 << 10
@@ -71,8 +71,8 @@ class Limits(NamedTuple):
 
 
 class _Shared:
-    """A number of things that callers share. what, rule: for the error of a caller that
-    gets none. most_each: for one caller."""
+    """A number of things that callers share. what, rule: for the error of a caller that gets none. most_each: how many
+    one caller may have."""
 
     def __init__(self, most: int, what: str, rule: str, most_each: int | None = None) -> None:
         self.most, self._what, self._rule = most, what, rule
@@ -81,8 +81,8 @@ class _Shared:
         self._waiting: dict[str, deque[tuple[int, asyncio.Future[None]]]] = {}
 
     def take(self, caller: str, n: int = 1, *, is_next: bool = False) -> bool:
-        """Takes n where there are as many, and no call of the caller waits for them, or it is the next of these. More
-        than one caller may have are taken by one who has none."""
+        """Takes n if that many are left and no other call of the caller waits for them. A caller that has none may take
+        more than its share. is_next: whether it is the next of the calls that wait."""
         own = self.by_caller.get(caller, 0)
         if (own and own + n > self._most_each) or self.total + min(n, self._most_each) > self.most:
             return False
@@ -102,7 +102,7 @@ class _Shared:
         return ResourceExhaustedError(f"{self.total} {self._what}, {own} of this caller, and {self._rule}", _RETRY_S)
 
     async def wait(self, caller: str, n: int = 1) -> None:
-        """Takes n when there are as many. Callers who have fewer go first."""
+        """Takes n when that many are left. Callers that have fewer go first."""
         granted = asyncio.get_running_loop().create_future()
         entry = n, granted
         self._waiting.setdefault(caller, deque()).append(entry)
@@ -118,7 +118,7 @@ class _Shared:
             raise
 
     def give(self, caller: str, n: int = 1) -> None:
-        """Gives n back, to those who wait."""
+        """Gives n back, to calls that wait."""
         self.total -= n
         left = self.by_caller[caller] - n
         if left:
@@ -140,7 +140,7 @@ class _Shared:
 
 
 class Admission:
-    """All slots. Callers are told apart by their names; without tokens by the machines that they call from."""
+    """All slots. Callers are distinguished by their names; without tokens by the machines that they call from."""
 
     def __init__(self, limits: Limits | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self.limits, self.clock = limits or Limits(), clock
@@ -187,24 +187,24 @@ class Admission:
         paid_at = max(now, self._paid_at.pop(caller, now)) + cost_s / _WRONG_SHARE
         self._paid_at[caller] = min(paid_at, now + _MOST_S / _WRONG_SHARE)
         if len(self._paid_at) > _MOST_CALLERS:
-            owed = sorted((paid_at, name) for name, paid_at in self._paid_at.items() if paid_at > now)
-            self._paid_at = {name: paid_at for paid_at, name in owed[-_MOST_CALLERS // 2 :]}
+            unpaid = sorted((paid_at, name) for name, paid_at in self._paid_at.items() if paid_at > now)
+            self._paid_at = {name: paid_at for paid_at, name in unpaid[-_MOST_CALLERS // 2 :]}
 
     def throttle_s(self, caller: str) -> float:
         """Returns how long a refusal of this caller is to be delayed, with its slot taken: 0 for nearly all."""
-        return min(self._owed_s(caller), _LONGEST_DELAY_S) if caller in self._paid_at else 0.0
+        return min(self._wait_s(caller), _LONGEST_DELAY_S) if caller in self._paid_at else 0.0
 
     def check(self, caller: str) -> None:
         """Raises ResourceExhaustedError for a caller whose allowance for wrong calls is used up: its call is refused
         before it is read."""
-        if caller in self._paid_at and (owed_s := self._owed_s(caller)) > _LONGEST_DELAY_S:
+        if caller in self._paid_at and (wait_s := self._wait_s(caller)) > _LONGEST_DELAY_S:
             raise ResourceExhaustedError(
                 "too many calls of this caller were refused lately, so the service did not read this one; see why "
-                f"they were refused, and retry in {owed_s:.0f} s",
-                retry_after_s=owed_s,
+                f"they were refused, and retry in {wait_s:.0f} s",
+                retry_after_s=wait_s,
             )
 
-    def _owed_s(self, caller: str) -> float:
+    def _wait_s(self, caller: str) -> float:
         return max(0.0, self._paid_at[caller] - self.clock() - _FREE_S / _WRONG_SHARE)
 
     def counts(self) -> Mapping[tuple[str, str], int]:
@@ -224,8 +224,8 @@ class Admission:
 
 
 class Slot:
-    """A call's place. caller: whose it is. end: see `Admission.enter`. due: when it is ended unless it goes on; None:
-    the service is at work for it, or the front end times its request."""
+    """The slot of a call. caller: that the slot counts for. end: see `Admission.enter`. due: when the call is ended
+    unless it makes progress; None: the service works on it, or the API times its request."""
 
     __slots__ = ("_admission", "_has_place", "_held", "_is_open", "_kind", "_limits", "_waits", "caller", "due", "end")
 
@@ -238,7 +238,7 @@ class Slot:
         self._is_open = True
 
     def move(self, caller: str) -> None:
-        """Makes it the slot of a caller whose name is known now. Raises as `enter`."""
+        """Moves the slot to a caller whose name is known now. Raises as `enter`."""
         if caller != self.caller:
             counts = self._admission.by_kind[self._kind]
             if not counts.take(caller):
@@ -268,8 +268,8 @@ class Slot:
         self._limits = tuple(keys)
 
     async def place(self) -> None:
-        """Takes a place for a large request, whose bytes may come now. Where there is none it waits for one, and takes
-        that of a caller with more places whose bytes have not come yet: theirs that has waited longest is ended.
+        """Takes a place for a large request, whose bytes may come now. Where there is none it waits for one, and ends
+        the request of a caller with more places whose bytes have not come for longest.
 
         Raises ResourceExhaustedError where there is none within 20 s. Does nothing where the slot has a place.
         """
@@ -298,8 +298,8 @@ class Slot:
             longest.end_now()
 
     def came(self, nbytes: int) -> None:
-        """The whole request of n bytes has come: a small one gives its place back, a large one keeps it until the slot
-        is closed."""
+        """Notes that the whole request of n bytes has come: a small one gives its place back, a large one keeps it
+        until the slot is closed."""
         self.due = None
         self._admission.coming.discard(self)
         if self._has_place and nbytes <= SMALL_BYTES:
@@ -307,12 +307,12 @@ class Slot:
             self._admission.requests.give(self.caller)
 
     def wait(self) -> bool:
-        """Makes it a call that waits. Returns False where there are too many: it is to be answered at once."""
+        """Counts the call as one that waits. Returns False where there are too many: answer it at once."""
         self._waits = self._waits or self._admission.waits.take(self.caller)
         return self._waits
 
     def stop_waiting(self) -> None:
-        """It waits no more."""
+        """Ends `wait`."""
         if self._waits:
             self._waits = False
             self._admission.waits.give(self.caller)
@@ -339,7 +339,7 @@ class Slot:
             self.end()
 
     def close(self, _: object = None) -> None:
-        """Gives back all that it has. A second call does nothing."""
+        """Gives everything back. A second call does nothing."""
         if not self._is_open:
             return
         self._is_open, self.end, admission = False, None, self._admission

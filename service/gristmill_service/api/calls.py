@@ -1,7 +1,7 @@
-"""Every call of the contract as one function, without gRPC or HTTP: both front ends translate, and call these.
+"""The calls of the contract, a function each, without gRPC or HTTP: both APIs translate requests, and call these.
 
-The front ends have identified the caller, and checked that it may make the call for this run and rank. Functions that
-may wait take the call's slot.
+The APIs have identified the caller, and checked that it may make the call for this run and rank. Functions that may
+wait take the call's slot.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from gristmill._wire.steps import Steps, TrajectoryKey
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.api.admission import SMALL_BYTES, Slot
 from gristmill_service.api.context import ApiContext
-from gristmill_service.api.questions import ask_batch, ask_groups, ask_policy_version, ask_shard
+from gristmill_service.api.long_poll import Question
 from gristmill_service.api.shard_columns import compressed, file_with
-from gristmill_service.config import Model, RunConfig
+from gristmill_service.config import Model
 from gristmill_service.monitoring.health.health import Assessment, assess_run
 from gristmill_service.pipeline.scheduling.plan import ShardAddress
+from gristmill_service.run import waiters
 from gristmill_service.run.machine.answers import (
+    Admission,
     Admissions,
     BatchAnswer,
     BatchState,
@@ -35,13 +37,16 @@ from gristmill_service.run.machine.answers import (
     Sealed,
     ShardAnswer,
 )
-from gristmill_service.run.machine.commands.trainer_commands import Checkpoint
+from gristmill_service.run.machine.decisions.admission import check_group_count
+from gristmill_service.run.machine.decisions.resume import Checkpoint
+from gristmill_service.run.run import Run
 
 T = TypeVar("T")
 
 
 class ShardQuery(NamedTuple):
-    """A rank's shard. position: None for its next. is_forward: whether the forward shard is wanted, too."""
+    """The shard that a rank wants. position: None for its next. is_forward: whether the forward shard is wanted,
+    too."""
 
     model: Model
     rank: int
@@ -98,7 +103,14 @@ async def announce_policy_version(api: ApiContext, run: str, version: int) -> No
 
 
 async def wait_policy_version(api: ApiContext, slot: Slot, run: str, at_least: int, wait_s: float) -> int:
-    return await api.long_poll.ask(ask_policy_version(await api.runs.get(run), at_least), wait_s, slot)
+    opened = await api.runs.get(run)
+    question = Question(
+        opened,
+        lambda: waiters.version_is_reached(at_least),
+        opened.policy_version,
+        lambda version: version >= at_least,
+    )
+    return await api.long_poll.ask(question, wait_s, slot)
 
 
 # --- Rollout workers
@@ -114,33 +126,47 @@ async def begin_groups(
     tags: Sequence[str],
     wait_s: float,
 ) -> Admissions:
-    question = ask_groups(await api.runs.get(run), round_, uids, n_samples, tags, api.gate.quota())
+    """Admits the uids that there is capacity for. Answers when the first uid that got none at the first reading is
+    admitted, or where the caller's quota leaves none, which no event of the run changes."""
+    opened, find_quota = await api.runs.get(run), api.gate.quota()
+    # Before they are copied.
+    check_group_count(len(uids))
+    uids, n_samples, tags = list(uids), list(n_samples), list(tags)
+    waits_for: list[int] = []
+
+    def is_settled(answer: Admissions) -> bool:
+        if not waits_for:
+            waits_for.extend(index for index, one in enumerate(answer.admissions) if one is Admission.NO_ROOM)
+        return not waits_for or not answer.waits or answer.admissions[waits_for[0]] is not Admission.NO_ROOM
+
+    question = Question(
+        opened,
+        lambda: waiters.there_is_room(tags[waits_for[0]] if waits_for and tags else ""),
+        lambda: opened.begin_groups(round_, uids, n_samples, tags, find_quota),
+        is_settled,
+    )
     return await api.long_poll.ask(question, wait_s, slot)
 
 
-async def submit_rows(api: ApiContext, run: str, nbytes: int, read: Callable[[RunConfig], Sent]) -> list[Outcome]:
-    """read: reads the rows of the request, which has n bytes; called in the pool where these are many. The run comes
-    first, so that what an unknown run is sent is not decoded."""
+async def submit_rows(api: ApiContext, run: str, nbytes: int, read: Callable[[Run], Sent]) -> list[Outcome]:
+    """read: reads the rows of the request, which has n bytes; called in the pool where these are many. The run is
+    looked up first, so that a request for an unknown run is not decoded."""
     opened = await api.runs.get(run)
-
-    def rows() -> tuple[Steps, Prefixes | None]:
-        sent = read(opened.config)
-        _check_size(sent, api.max_message_bytes)
-        return opened.checked(sent), sent.prefixes
-
-    steps, prefixes = await of_size(nbytes, rows)
+    steps, prefixes = await of_size(nbytes, _checked_rows, opened, read, api.max_message_bytes)
     return await opened.submit(steps, prefixes, api.gate.quota())
 
 
-def _check_size(sent: Sent, most_bytes: int) -> None:
-    """Raises InvalidArgumentError where the rows would be too large a request if they had come whole, so that a few
-    bytes cannot ask for more."""
-    size = 0 if sent.prefixes is None else 4 * int(sent.steps.tokens.total + sent.prefixes.lengths.sum())
-    if size > most_bytes:
-        raise InvalidArgumentError(
-            f"the rows' tokens and prefixes have {size} bytes together, and max_message_bytes is {most_bytes}; send "
-            "fewer rows per request, or raise the setting"
-        )
+def _checked_rows(run: Run, read: Callable[[Run], Sent], most_bytes: int) -> tuple[Steps, Prefixes | None]:
+    sent = read(run)
+    if sent.prefixes is not None:
+        # A few bytes must not ask for more than a request of whole rows could.
+        size = 4 * int(sent.steps.tokens.total + sent.prefixes.lengths.sum())
+        if size > most_bytes:
+            raise InvalidArgumentError(
+                f"the rows' tokens and prefixes have {size} bytes together, and max_message_bytes is {most_bytes}; "
+                "send fewer rows per request, or raise the setting"
+            )
+    return run.checked(sent), sent.prefixes
 
 
 async def set_rewards(api: ApiContext, run: str, rewards: Sequence[RewardUpdate]) -> int:
@@ -174,15 +200,26 @@ async def get_batch(
 ) -> tuple[BatchAnswer, ShardAnswer | None]:
     """wanted: the shard of this batch that is answered with it, once it is published; its position's batch is this."""
     opened = await api.runs.get(run)
-    answer = await api.long_poll.ask(ask_batch(opened, batch, ranks, trains), wait_s, slot)
+    question = Question(
+        opened,
+        lambda: waiters.batch_is_settled(batch),
+        lambda: opened.batch(batch, ranks, trains),
+        lambda answer: answer.state is not BatchState.PENDING,
+    )
+    answer = await api.long_poll.ask(question, wait_s, slot)
     if wanted is None or answer.state is not BatchState.PUBLISHED:
         return answer, None
     return answer, await opened.shard(wanted.model, wanted.rank, wanted.position, wanted.incarnation)
 
 
 async def get_shard(api: ApiContext, slot: Slot, run: str, wanted: ShardQuery, wait_s: float) -> ShardAnswer:
-    model, rank, position, incarnation, is_forward = wanted
-    question = ask_shard(await api.runs.get(run), model, rank, position, incarnation, is_forward=is_forward)
+    opened = await api.runs.get(run)
+    question = Question(
+        opened,
+        lambda: waiters.shard_is_settled(*wanted),
+        lambda: opened.shard(*wanted),
+        lambda answer: answer.state is not BatchState.PENDING,
+    )
     return await api.long_poll.ask(question, wait_s, slot)
 
 

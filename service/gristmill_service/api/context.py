@@ -1,4 +1,4 @@
-"""The parts of the service that both APIs use. No word of gRPC or HTTP."""
+"""The parts of the service that both APIs use."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ from gristmill_service.api.admission import Admission
 from gristmill_service.api.long_poll import LongPoll
 from gristmill_service.monitoring.metrics import Metrics
 from gristmill_service.monitoring.views.token_texts import TokenTexts
-from gristmill_service.one_by_one import OneByOne
+from gristmill_service.off_loop import OneByOne
 from gristmill_service.run.runs import Runs
 
 
 @dataclass(slots=True)
 class ApiContext:
-    """host_names: patterns of names that lead to the HTTP API. not_ready: why new work should go elsewhere; empty when
-    ready. encode_groups: encodes parts of lists of groups, which is much Python. grpc_address: where this
-    process takes gRPC calls. token_texts: what tokens say; None without a tokenizer."""
+    """The parts that a call needs.
+
+    host_names: patterns of names that lead to the HTTP API. not_ready: why new work should go elsewhere; empty when
+    ready. encode_groups: encodes lists of groups, a part at a time, which takes much Python. grpc_address: where this
+    process takes gRPC calls. token_texts: the texts of tokens; None without a tokenizer.
+    """
 
     runs: Runs
     admission: Admission

@@ -1,18 +1,20 @@
-"""How an error leaves the service: the one table of gRPC and HTTP statuses, and what goes with a status.
+"""Errors as answers: the one table of gRPC and HTTP statuses, and what goes with a status.
 
-Owns no wording: messages are those of the errors themselves, except of the unexpected ones, which stay in the log.
+Messages are those of the errors themselves, except of unexpected ones, whose messages stay in the log.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import grpc
+from starlette.responses import JSONResponse
 
 from gristmill.errors import BatchFailedError, GristmillError, ResourceExhaustedError
 
-# ALREADY_EXISTS is HTTP's conflict; FAILED_PRECONDITION gets 412, so that the status alone tells the two apart.
+# ALREADY_EXISTS is HTTP's conflict; FAILED_PRECONDITION gets 412, so that the status alone distinguishes the two.
 STATUSES: dict[str, tuple[grpc.StatusCode, int]] = {
     "INVALID_ARGUMENT": (grpc.StatusCode.INVALID_ARGUMENT, 422),
     "NOT_FOUND": (grpc.StatusCode.NOT_FOUND, 404),
@@ -25,6 +27,9 @@ STATUSES: dict[str, tuple[grpc.StatusCode, int]] = {
     "PERMISSION_DENIED": (grpc.StatusCode.PERMISSION_DENIED, 403),
     "INTERNAL": (grpc.StatusCode.INTERNAL, 500),
 }
+
+TOO_LARGE = 413
+CLOSE = {"Connection": "close"}
 
 INTERNAL_MESSAGE = "internal error; the service's log has the details"
 UNAVAILABLE_RETRY_S = 0.5
@@ -104,3 +109,17 @@ def _shortened(message: str) -> str:
     """Leaves out the middle of a message that repeats a large value: its end often has the remedy."""
     half = _MESSAGE_CHARACTERS // 2
     return message if len(message) <= _MESSAGE_CHARACTERS else f"{message[:half]} ... {message[-half:]}"
+
+
+def error_response(error: Exception, headers: Mapping[str, str] | None = None) -> JSONResponse:
+    """Returns the HTTP answer to a call that raised this error. headers: sent with those of the error itself."""
+    refused = refusal(error)
+    headers = {**refused.headers, **(headers or {})}
+    if refused.http_status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return JSONResponse(refused.body, refused.http_status, headers)
+
+
+def error_body(code: str, type_: str, message: str) -> dict[str, object]:
+    """Returns the body of an HTTP answer whose status none of our errors has."""
+    return {"error": {"code": code, "type": type_, "message": message}}

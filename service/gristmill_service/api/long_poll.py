@@ -14,7 +14,7 @@ from typing import Generic, Protocol, TypeVar
 
 from gristmill.errors import InvalidArgumentError, UnavailableError
 from gristmill_service.api.admission import Slot
-from gristmill_service.run.machine.queries.conditions import Condition
+from gristmill_service.run.waiters import Condition
 
 T = TypeVar("T")
 Wake = Callable[[], None]

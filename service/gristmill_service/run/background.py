@@ -1,6 +1,6 @@
-"""The work of one run that follows from what happened: building batches, and removing what is not needed any more.
+"""Background tasks of one run: they build batches and remove what is not needed any more.
 
-It reads the state, and is never in the way of the call that caused it.
+They read the state, and never delay the call that caused them.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import structlog
 from gristmill.errors import GristmillError, UnavailableError
 from gristmill_service import tracing
 from gristmill_service.run.batch_builder import BatchBuilder
-from gristmill_service.run.machine.decisions.failures import remedy
+from gristmill_service.run.capacity import ShardRoom
+from gristmill_service.run.machine.status import remedy
 from gristmill_service.run.rows.row_buffer import compacted
-from gristmill_service.run.shard_room import ShardRoom
 from gristmill_service.run.writer import Effects, SparseTable, Writer
 from gristmill_service.storage.row_tables import held, steps_of
 from gristmill_service.storage.run_store import RunLog
@@ -70,8 +70,8 @@ class Background:
             self._start(self._compact(table))
 
     def try_again(self) -> None:
-        """Goes on with what could not be done before."""
-        if self._is_blocked_batch_due:
+        """Retries what could not be done before."""
+        if self._builder.blocked_reason and self._clock() >= self._builder.retry_at:
             self._build()
         self._free()
 
@@ -99,10 +99,6 @@ class Background:
 
     # --- Building
 
-    @property
-    def _is_blocked_batch_due(self) -> bool:
-        return bool(self._builder.blocked_reason) and self._clock() >= self._builder.retry_at
-
     def _build(self) -> None:
         if self._building is not None and not self._building.done():
             self._builds_again = True
@@ -113,7 +109,7 @@ class Background:
         self._builds_again = True
         while self._builds_again:
             self._builds_again = False
-            # Behind the batches of other runs that wait for a builder.
+            # Queues behind batches of other runs that wait for a builder.
             if await self._builder.build(self._build):
                 self._builds_again = True
 
@@ -129,12 +125,12 @@ class Background:
         failed: list[int] = []
         while self._freed and not self._writer.is_deleted:
             batch = self._freed.pop(0)
-            # Of a record that may be later than this task.
+            # The record that frees this batch may be later than the one that started this task.
             await self._writer.commits.safe()
             try:
                 await asyncio.to_thread(self._store.free, self._name, batch)
             except (GristmillError, OSError) as error:
-                # The trainer that acknowledged is not to blame.
+                # The trainer that acknowledged must not see it.
                 failed.append(batch)
                 _log.warning(
                     "shards could not be removed; trying again later", run=self._name, batch=batch, reason=str(error)
@@ -148,7 +144,7 @@ class Background:
             await asyncio.to_thread(self._log.remove, tables)
 
     async def _compact(self, table: SparseTable) -> None:
-        """Copies the rows that are needed out of a table that is mostly not."""
+        """Copies the needed rows out of a table of which most are not."""
 
         def copy() -> tuple[Any, dict[int, int]]:
             steps, index = compacted(steps_of(table.stored), table.live)

@@ -1,4 +1,4 @@
-"""Sealed batches become shards: computed on a builder's thread, published, and recorded; or tried again, or failed."""
+"""Builds sealed batches: computes shards on a builder's thread, publishes and records them; or retries, or fails."""
 
 from __future__ import annotations
 
@@ -31,15 +31,14 @@ from gristmill_service.pipeline.scheduling.plan import ShardAddress
 from gristmill_service.pipeline.scheduling.schedule import MisalignedError
 from gristmill_service.pipeline.written import ShardForm, Written
 from gristmill_service.process_tuning import give_back_memory
+from gristmill_service.run.capacity import ShardRoom
 from gristmill_service.run.machine.answers import ColumnPlace
-from gristmill_service.run.machine.commands.trainer_commands import RecordBatch, WithdrawBatch
-from gristmill_service.run.machine.decisions import progress
+from gristmill_service.run.machine.decisions import progress, sealing
 from gristmill_service.run.machine.events import BatchFailed, BatchPublished, WrittenColumn
 from gristmill_service.run.machine.state import Batch, State
 from gristmill_service.run.monitor import RunMonitor
 from gristmill_service.run.rows.row_buffer import PickedRow, RowBuffer, not_held
 from gristmill_service.run.rows.row_gathering import Load, gather
-from gristmill_service.run.shard_room import ShardRoom
 from gristmill_service.run.writer import Writer
 from gristmill_service.run.written_columns import values_of
 from gristmill_service.storage.row_tables import Stored, steps_of
@@ -218,8 +217,8 @@ class BatchBuilder:
         self._monitor.building(job.number)
         try:
             with self._monitor.timed("gather"):
-                let_go = (lambda: _release(job, release)) if self._may_release(job) else None
-                steps = gather(job.rows, job.token_rewards, self._loaded(job.rows), let_go)
+                on_copied = (lambda: _release(job, release)) if self._may_release(job) else None
+                steps = gather(job.rows, job.token_rewards, self._loaded(job.rows), on_copied)
             built = self._pipeline(
                 steps,
                 job.config,
@@ -269,13 +268,13 @@ class BatchBuilder:
     def _written(self, job: _Job) -> Written | None:
         if job.written is None:
             return None
-        found: dict[ShardAddress, dict[str, Array]] = {}
+        written: dict[ShardAddress, dict[str, Array]] = {}
         for place, column in job.written.items():
             table = job.tables[column.table]
             stored = self._log.get(column.table) if table is None else table
             values = values_of(steps_of(stored), place.column)
-            found.setdefault(ShardAddress("policy", place.mini_batch, place.rank), {})[place.column] = values
-        return found
+            written.setdefault(ShardAddress("policy", place.mini_batch, place.rank), {})[place.column] = values
+        return written
 
     def _keep(self, number: int, plan: bytes, forms: Mapping[ShardAddress, ShardForm]) -> None:
         others = self._writer.state.batches.keys() - {number}
@@ -289,7 +288,9 @@ class BatchBuilder:
         given up, the run was deleted, or the trainer came back, with other ranks or to write columns again."""
         is_recorded = False
         try:
-            is_recorded = self._writer.execute(RecordBatch(event, job.config, job.written))
+            is_recorded = self._writer.execute(
+                lambda view: sealing.record_batch(view.state, event, job.config.dp_size, job.written), is_internal=True
+            )
         finally:
             if not is_recorded and not self._writer.is_lost:
                 self.plans.pop(event.batch, None)
@@ -297,7 +298,7 @@ class BatchBuilder:
                     await self._discard(event.batch)
         if not is_recorded:
             # Its forward shards, which count again, were replaced.
-            self._writer.execute(WithdrawBatch(event.batch))
+            self._writer.execute(lambda view: sealing.withdraw_batch(view.state, event.batch), is_internal=True)
         elif isinstance(event, BatchPublished):
             _log_publication(self._name, job, event, time.monotonic() - started)
 

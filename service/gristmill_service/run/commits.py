@@ -33,25 +33,24 @@ class Commits:
         self._is_appending = False
         self._error: Exception | None = None
 
-    @property
-    def are_safe(self) -> bool:
-        """Whether all that was added is safe."""
-        return self._safe == self._added
-
     def add(self, events: Sequence[EncodedEvent], tables: Mapping[int, Steps]) -> None:
         """Appends these events, and the tables of rows that they refer to."""
         if not self._log.reads_rows:
-            # In memory there is nothing to append to.
+            # A run in memory has no log to append to.
             return
         self._events += events
         self._tables |= tables
-        self._go_on()
+        self._added += 1
+        if not self._is_appending and self._error is None:
+            self._is_appending = True
+            # Soon, so that commands of the same moment share the append.
+            asyncio.get_running_loop().call_soon(self._begin)
 
     def compact(self, snapshot: Callable[[], bytes | None]) -> None:
         """Has a snapshot of the state take the place of the log, together with the next append. snapshot: returns None
         where there is none any more."""
         self._snapshot = snapshot
-        self._go_on()
+        self.add((), {})
 
     async def safe(self) -> None:
         """Returns when all that was added by now is as safe as the settings ask. Raises UnavailableError where that
@@ -71,19 +70,12 @@ class Commits:
             self._waiting.append((self._added, future))
             await asyncio.wait([future])
 
-    def _go_on(self) -> None:
-        self._added += 1
-        if not self._is_appending and self._error is None:
-            self._is_appending = True
-            # Soon, so that commands of the same moment share the append.
-            asyncio.get_running_loop().call_soon(self._begin)
-
     def _begin(self) -> None:
         events, tables, make_snapshot, number = self._events, self._tables, self._snapshot, self._added
         self._events, self._tables, self._snapshot = [], {}, None
         loop = asyncio.get_running_loop()
         try:
-            # Of the state as these events leave it: later ones are not in the log yet.
+            # The state as these events leave it: later events are not in the log yet.
             snapshot = None if make_snapshot is None else make_snapshot()
             appending = loop.run_in_executor(self._threads, self._append, events, tables, snapshot)
         except Exception as error:  # noqa: BLE001 - a defect, and nobody may wait for ever
@@ -100,7 +92,7 @@ class Commits:
             except LogLostError:
                 raise
             except UnavailableError as error:
-                # The log stays as it is, only longer.
+                # The log stays valid, only longer.
                 _log.warning("log not compacted", run_id=self._log.run_id, reason=str(error))
 
     def _end(self, number: int, error: BaseException | None) -> None:
@@ -108,28 +100,23 @@ class Commits:
         if error is not None:
             self._error = error if isinstance(error, Exception) else UnavailableError(repr(error))
             while self._waiting:
-                _resolve(self._waiting.popleft()[1], _lost(self._error))
+                future = self._waiting.popleft()[1]
+                if not future.done():
+                    future.set_exception(_lost(self._error))
+                    # Else asyncio logs it where the caller has gone.
+                    future.exception()
             self._on_lost()
             return
         self._safe = number
         while self._waiting and self._waiting[0][0] <= number:
-            _resolve(self._waiting.popleft()[1])
+            future = self._waiting.popleft()[1]
+            if not future.done():
+                future.set_result(None)
         if number < self._added:
             self._is_appending = True
             self._begin()
 
 
 def _lost(error: Exception) -> UnavailableError:
-    # One for each caller: a shared one would gather the frames of all of them.
+    # One for each caller: a shared one would collect the frames of all of them.
     return UnavailableError(f"{error}; the run is read again from its store: retry")
-
-
-def _resolve(future: asyncio.Future[None], error: Exception | None = None) -> None:
-    if future.done():
-        return
-    if error is None:
-        future.set_result(None)
-    else:
-        future.set_exception(error)
-        # Who has gone does not look at it.
-        future.exception()

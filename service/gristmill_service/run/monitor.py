@@ -1,4 +1,4 @@
-"""What a run tells to whoever watches it: metrics and history are told of what happens, and decide nothing."""
+"""The monitor of a run: metrics and history are notified of what happens, and decide nothing."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from gristmill_service.run.machine.state import State
 
 
 class RunMonitor(Protocol):
-    """One run's. Nothing here may raise. Calls with a state come one at a time, from the run's writer, with the state
-    as it is then; the others come from any thread."""
+    """The monitor of one run. Its methods must not raise. Calls with a state come one at a time, from the run's writer;
+    the others come from any thread."""
 
     def applied(self, event: Event, state: State, released: int, tokens: Callable[[], int]) -> None:
         """An event happened, and the state has it. released: how many rows nothing refers to any more; tokens: counts
@@ -30,10 +30,10 @@ class RunMonitor(Protocol):
         """A worker asked to begin groups."""
 
     def asked_for_shard(self, state: State, model: Model, rank: int) -> None:
-        """A rank asked for its next shard, or for another. Comes with the state locked, from any thread."""
+        """A rank asked for its next shard, or for another."""
 
     def gave_shard(self, model: Model, rank: int, nbytes: int) -> None:
-        """A rank was told where a published shard of so many bytes is."""
+        """A rank was given the location of a published shard of n bytes."""
 
     def received(self, outcomes: Sequence[Outcome], steps: Steps) -> None:
         """A request's rows, by what became of them."""
@@ -42,8 +42,8 @@ class RunMonitor(Protocol):
         """Measures what it is around as a stage of building a batch."""
 
     def building(self, batch: int) -> None:
-        """The batch's turn has come."""
+        """The building of the batch begins."""
 
     def built(self, batch: int, stats: Callable[[], Figures]) -> Figures | None:
-        """The batch will be published for the first time, with this. Returns what is to be kept of it for good, None
-        where that cannot be told."""
+        """The batch will be published for the first time, with these figures. Returns the figures that the log keeps;
+        None where they cannot be computed."""

@@ -14,8 +14,8 @@ from gristmill_service.storage.run_store import RunLog
 
 
 async def read_open_row(writer: Writer, log: RunLog, key: GroupKey, sample: int, step: int) -> Steps:
-    """The row of the sample's current attempt, alone in a table, without rewards of tokens; its reward is NaN while it
-    is pending.
+    """Returns the row of the sample's current attempt, alone in a table, without rewards of tokens; its reward is NaN
+    while it is pending.
 
     Raises NotFoundError where the group is not open or the row has not come, also where it is removed meanwhile.
     """
@@ -43,10 +43,10 @@ def _find(state: State, key: GroupKey, sample: int, step: int) -> StoredRow:
 
 
 def what_became_of(state: State, key: GroupKey) -> str:
-    """Why this group is not among those that are open."""
-    found = state.closed.get(key)
-    if found is None:
+    """Returns why this group is not open."""
+    outcome = state.closed.get(key)
+    if outcome is None:
         return "no group of this uid and round was begun"
-    if isinstance(found, int):
-        return f"it was sealed into batch {found}; look at its rows there"
-    return f"it was dropped ({found}), and its rows are gone"
+    if isinstance(outcome, int):
+        return f"it was sealed into batch {outcome}; look at its rows there"
+    return f"it was dropped ({outcome}), and its rows are gone"

@@ -10,11 +10,10 @@ from typing import ParamSpec, TypeVar
 import structlog
 
 from gristmill.errors import NotFoundError, UnavailableError
+from gristmill_service.off_loop import each
 from gristmill_service.pipeline.scheduling.plan import ShardAddress
 from gristmill_service.run.machine.answers import BatchState
-from gristmill_service.run.machine.commands.trainer_commands import WithdrawBatch
-from gristmill_service.run.machine.decisions import progress
-from gristmill_service.run.off_loop import each
+from gristmill_service.run.machine.decisions import progress, sealing
 from gristmill_service.run.writer import Writer
 from gristmill_service.storage.shard_store import ShardLocation, ShardsLostError, ShardStore
 
@@ -103,5 +102,5 @@ class PublishedBatches:
 
     def _withdraw(self, batch: int, reason: str) -> None:
         # It may be there again: then it is built once more, to the same bytes.
-        if self._writer.execute(WithdrawBatch(batch)):
-            _log.warning("shards are lost, and the batch is built again", run=self._name, batch=batch, reason=reason)
+        if self._writer.execute(lambda view: sealing.withdraw_batch(view.state, batch), is_internal=True):
+            _log.warning("shards lost, batch rebuilding", run=self._name, batch=batch, reason=reason)

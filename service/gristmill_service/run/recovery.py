@@ -1,4 +1,4 @@
-"""A run as its log describes it: its state, and what became of the rows that it speaks of."""
+"""Recovers a run from its log: its state, and what follows from rows and shards that are lost."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator
 from gristmill._wire.steps import Steps
 from gristmill_service.config import RunConfig
 from gristmill_service.run.machine.codec import decode_events, decode_state
+from gristmill_service.run.machine.described_rows import row_digests
 from gristmill_service.run.machine.events import (
     COLUMNS,
     BatchFailed,
@@ -18,7 +19,6 @@ from gristmill_service.run.machine.events import (
     StoredRow,
 )
 from gristmill_service.run.machine.groups import Group
-from gristmill_service.run.machine.row_digests import row_digests
 from gristmill_service.run.machine.state import State, apply
 from gristmill_service.run.rows.row_buffer import RowBuffer
 from gristmill_service.storage.run_store import RunLog
@@ -40,13 +40,13 @@ def replayed(log: RunLog, config: RunConfig) -> tuple[State, GenerationBegan | N
 def recovered(
     state: State, rows: RowBuffer, log: RunLog, is_stored: Callable[[int], bool], shared: Collection[str] = ()
 ) -> list[Event]:
-    """Fills the buffer with the rows that the state needs, and returns what follows from those that are lost, and from
-    batches whose shards are not stored any more. shared: as `row_digests` has it."""
+    """Fills the buffer with the rows that the state needs. Returns what follows from lost rows, and from batches whose
+    shards are not stored any more. shared: as `row_digests` has it."""
     needed = Needed(state, shared)
     lost = log.retain(needed.tables, needed.is_whole)
     for number, held in needed.tables.items():
         rows.add(number, None, max(held) + 1, held)
-    # How forward shards stand is known to the process alone that built them.
+    # The form of forward shards is known only to the process that built them.
     published = [
         number
         for number, batch in state.batches.items()
@@ -58,14 +58,14 @@ def recovered(
 
 
 def _rollback(state: State, generation: int) -> GenerationBegan:
-    """The event that records that the log was found shorter than promised. generation: the one that was told then, 0
+    """Returns the event that records that the log is shorter than promised. generation: the one that was promised, 0
     where it is not known: the log may have lost its beginning, and no other may have its number."""
     reached = {model: max(own.furthest, own.committed) for model, own in state.models.items()}
     return GenerationBegan(max(state.generation, generation) + 1, reached)
 
 
 class Needed:
-    """The rows that a state speaks of, by the table that they are in."""
+    """The rows that a state refers to, by the table that they are in."""
 
     def __init__(self, state: State, shared: Collection[str]) -> None:
         self._shared = shared
@@ -76,7 +76,7 @@ class Needed:
             self.tables |= {column.table: {COLUMNS: column.check} for column in batch.written.values()}
 
     def is_whole(self, number: int, steps: Steps) -> bool:
-        """Whether the table's rows are those that were accepted."""
+        """Returns whether the table has the rows that were accepted."""
         rows = self.tables[number]
         if len(steps) <= max(rows):
             return False
@@ -90,7 +90,7 @@ def losses(state: State, lost: Collection[int]) -> list[Event]:
         return []
     dropped: list[Event] = [GroupDropped(key, ROWS_LOST) for key, group in state.open.items() if _touches(group, lost)]
     failed = [
-        BatchFailed(number, "rows of it are lost, though the log tells of them: the journal's disk or Redis lost them")
+        BatchFailed(number, "rows of it are lost, though the log refers to them: the journal's disk or Redis lost them")
         for number, batch in state.batches.items()
         if any(_touches(group, lost) for group in batch.groups)
     ]
@@ -103,8 +103,8 @@ def losses(state: State, lost: Collection[int]) -> list[Event]:
 
 
 def withdrawn(state: State, kept: Collection[int]) -> list[Event]:
-    """Batches that are to be built anew, for their shards did not outlast the process that published them. kept: those
-    that are not."""
+    """Returns the events that have batches built again, because their shards did not outlast the process that published
+    them. kept: batches whose shards are there."""
     return [
         BatchWithdrawn(number) for number, batch in state.batches.items() if batch.is_published and number not in kept
     ]

@@ -25,6 +25,7 @@ from gristmill_service.pipeline.scheduling.plan import ShardAddress
 from gristmill_service.run import recovery
 from gristmill_service.run.background import Background
 from gristmill_service.run.batch_builder import BatchBuilder, BuildBatch
+from gristmill_service.run.capacity import RowBudget, ShardRoom
 from gristmill_service.run.machine.answers import (
     Admission,
     Admissions,
@@ -41,26 +42,20 @@ from gristmill_service.run.machine.answers import (
     Sealed,
     ShardAnswer,
 )
-from gristmill_service.run.machine.commands import rollout_commands, trainer_commands
-from gristmill_service.run.machine.commands.command import Command, FindQuota
-from gristmill_service.run.machine.commands.trainer_commands import Checkpoint
-from gristmill_service.run.machine.decisions import columns, progress
-from gristmill_service.run.machine.decisions.admission import Room
-from gristmill_service.run.machine.events import Event, GroupKey, NewGroup
-from gristmill_service.run.machine.queries.conditions import Condition
-from gristmill_service.run.machine.queries.status import all_groups, status
-from gristmill_service.run.machine.row_digests import values_digest
-from gristmill_service.run.machine.row_keys import RowKeys
-from gristmill_service.run.machine.state import State
+from gristmill_service.run.machine.decisions import aborts, admission, columns, ingest, progress, rewards, sealing
+from gristmill_service.run.machine.decisions.admission import FindQuota, Room
+from gristmill_service.run.machine.decisions.resume import Checkpoint, resume
+from gristmill_service.run.machine.described_rows import RowKeys, values_digest
+from gristmill_service.run.machine.events import Event, GroupKey
+from gristmill_service.run.machine.state import Decision, State
+from gristmill_service.run.machine.status import all_groups, status
 from gristmill_service.run.monitor import RunMonitor
 from gristmill_service.run.open_rows import read_open_row
 from gristmill_service.run.published_batches import HAVE_SHARDS, PublishedBatches
-from gristmill_service.run.request_limits import check_begun, check_submitted
-from gristmill_service.run.row_budget import RowBudget
-from gristmill_service.run.rows.declared_prefixes import Prepared, TokenSums, prepare, steps_before
+from gristmill_service.run.rows.declared_prefixes import NO_COLUMNS, Prepared, TokenSums, prepare, steps_before
 from gristmill_service.run.rows.row_buffer import RowBuffer
-from gristmill_service.run.shard_room import ShardRoom
-from gristmill_service.run.writer import Effects, Writer
+from gristmill_service.run.waiters import Condition
+from gristmill_service.run.writer import NO_TABLES, Effects, Writer
 from gristmill_service.run.written_columns import SentColumns, loaded, table_of, written_before
 from gristmill_service.storage.run_store import LogLostError, RunLog
 from gristmill_service.storage.shard_store import ShardStore, is_published
@@ -71,6 +66,8 @@ _logs = logging.getLogger(__name__).isEnabledFor
 
 # The digests of more bytes are computed in a thread: the hop takes about a tenth of a millisecond.
 _LARGE_BYTES = 1 << 20
+# While a request is decided and logged, other calls wait.
+_MOST_ROWS = 1 << 14
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -155,80 +152,82 @@ class Run:
         uids: Sequence[str],
         n_samples: Sequence[int] = (),
         tags: Sequence[str] = (),
-        quota: FindQuota | None = None,
+        find_quota: FindQuota | None = None,
     ) -> Admissions:
-        """n_samples: of how many samples each is made, 0 for as many as the run says; tags: the environment or task of
-        each, or "". Either may be empty. quota: the caller's, where it has one."""
-        check_begun(round_, uids)
-        for name, given in (("n_samples", n_samples), ("tags", tags)):
-            if len(given) not in (0, len(uids)):
-                raise InvalidArgumentError(
-                    f"{name} has {len(given)} entries for {len(uids)} uids; give one each, or none"
-                )
-        sizes, names = n_samples or [0] * len(uids), tags or [""] * len(uids)
-        wanted = [
-            NewGroup(GroupKey(round_, uid), samples, tag) for uid, samples, tag in zip(uids, sizes, names, strict=True)
-        ]
-        begun = await self._execute(rollout_commands.BeginGroups(wanted, quota))
+        """Admits groups, as many as there is room for.
+
+        n_samples: how many samples make each group, 0 for as many as the run says. tags: the environment or task of
+        each, or "". Either may be empty. find_quota: the caller's, where it has one.
+        """
+        wanted = admission.new_groups(round_, uids, n_samples, tags)
+        begun = await self._execute(lambda view: admission.begin_groups(view, wanted, find_quota))
         self.monitor.asked_for_groups(Admission.NO_ROOM not in begun.admissions)
         return begun
 
     def checked(self, sent: Sent) -> Steps:
-        """Rows as they came, if each obeys the rules that concern it alone. Raises InvalidArgumentError."""
-        left_out = None if sent.prefixes is None else sent.prefixes.lengths
-        return check_extras(check(sent.steps), self.config.columns, left_out)
+        """Returns the rows of a request, if each obeys the rules that concern it alone. Raises InvalidArgumentError."""
+        steps, config = check(sent.steps), self._writer.config
+        if len(steps) > _MOST_ROWS:
+            raise InvalidArgumentError(
+                f"the request has {len(steps)} rows, and {_MOST_ROWS} are the most; send several requests"
+            )
+        if steps.extras or config.columns:
+            check_extras(steps, config.columns, None if sent.prefixes is None else sent.prefixes.lengths)
+            check_credit_columns(steps, config)
+        return steps
 
     async def submit(
-        self, steps: Steps, prefixes: Prefixes | None = None, quota: FindQuota | None = None
+        self, steps: Steps, prefixes: Prefixes | None = None, find_quota: FindQuota | None = None
     ) -> list[Outcome]:
-        """Stores the rows as they were sent. Returns what became of each.
+        """Stores rows that were `checked`, as they were sent. Returns what became of each.
 
-        prefixes: the tokens with which the rows begin that were left out, because the steps before have them. quota:
-        the caller's, where it has one. Raises PrefixUnknownError where such a step is not there.
+        prefixes: the first tokens of rows that were left out, because the steps before have them. find_quota: the
+        caller's, where it has one. Raises PrefixUnknownError where such a step is not there.
         """
-        if not len(steps):
+        if not steps.uids:
             return []
-        check_submitted(steps)
         self._writer.check_open()
         self._log.check()
-        check_credit_columns(steps, self.config)
-        prepared = await self._prepared(steps, prefixes)
-        with self._writer.staged([steps]) as (number,):
-            rows = prepared.rows(number)
-            outcomes = await self._execute(rollout_commands.TakeRows(steps, rows, quota))
-        self._sums.note(rows, outcomes, prepared.sums)
+        table = next(self._writer.table_numbers)
+        rows, sums = await self._prepared(table, steps, prefixes)
+        outcomes = await self._execute(lambda view: ingest.take_rows(view, steps, rows, find_quota), {table: steps})
+        self._sums.note(rows, outcomes, sums)
         self._duplicates += outcomes.count(Outcome.DUPLICATE)
         self.monitor.received(outcomes, steps)
         if _logs(logging.DEBUG):
             _log_submission(self.name, steps, outcomes)
         return outcomes
 
-    async def _prepared(self, steps: Steps, prefixes: Prefixes | None) -> Prepared:
-        keys, shared = RowKeys.of(steps), self.config.shared_columns
-        before = steps_before(self._writer.state, self._writer.rows, self._sums, keys, prefixes)
+    async def _prepared(self, table: int, steps: Steps, prefixes: Prefixes | None) -> Prepared:
+        keys, writer = RowKeys.of(steps), self._writer
+        shared = writer.config.shared_columns if writer.config.columns else NO_COLUMNS
+        before = {} if prefixes is None else steps_before(writer.state, writer.rows, self._sums, keys, prefixes)
         reads_rows = any(step.picked is not None for step in before.values())
         if reads_rows:
             # What is read must be in the log.
-            await self._safe()
+            await writer.commits.safe()
         if reads_rows or 4 * steps.tokens.total > _LARGE_BYTES:
-            return await asyncio.to_thread(prepare, steps, keys, prefixes, before, shared, self._log.get)
-        return prepare(steps, keys, prefixes, before, shared, self._log.get)
+            return await asyncio.to_thread(prepare, table, steps, keys, prefixes, before, shared, self._log.get)
+        return prepare(table, steps, keys, prefixes, before, shared, self._log.get)
 
-    async def set_rewards(self, rewards: Sequence[RewardUpdate]) -> int:
-        digests = [b"" if update.token_values is None else values_digest(update.token_values) for update in rewards]
-        return await self._execute(rollout_commands.SetRewards(rewards, digests))
+    async def set_rewards(self, updates: Sequence[RewardUpdate]) -> int:
+        digests = [b"" if update.token_values is None else values_digest(update.token_values) for update in updates]
+        return await self._execute(lambda view: rewards.set_rewards(view.state, updates, digests))
 
     async def abort_trajectories(self, trajectories: Sequence[TrajectoryKey], reason: str) -> int:
-        return await self._execute(rollout_commands.AbortTrajectories(trajectories, reason))
+        return await self._execute(
+            lambda view: aborts.abort_trajectories(view.state, view.config, trajectories, reason)
+        )
 
     async def abort_groups(self, round_: int, uids: Sequence[str], reason: str) -> int:
-        return await self._execute(rollout_commands.AbortGroups([GroupKey(round_, uid) for uid in uids], reason))
+        keys = [GroupKey(round_, uid) for uid in uids]
+        return await self._execute(lambda view: aborts.abort_groups(view.state, keys, reason))
 
     async def seal(self, batch: int | None) -> Sealed:
-        return await self._execute(rollout_commands.SealBatch(batch))
+        return await self._execute(lambda view: sealing.seal_batch(view.state, view.config, batch))
 
     async def finish(self) -> int:
-        return await self._execute(rollout_commands.FinishRun())
+        return await self._execute(lambda view: sealing.finish(view.state, view.config))
 
     # --- Trainer ranks
 
@@ -236,37 +235,37 @@ class Run:
         return await self._read(lambda state: state.policy_version)
 
     async def announce(self, version: int) -> None:
-        await self._execute(trainer_commands.AnnounceVersion(version))
+        await self._execute(lambda view: progress.announce(view.state, version))
 
     async def batch(self, number: int, ranks: Collection[int] = (), trains: Model | None = None) -> BatchAnswer:
         """ranks: for whose shards the answer says which columns they lack; none: for all. trains: the model whose ranks
         want to train the batch; None: the caller only reads."""
 
-        def find(state: State) -> tuple[BatchState, list[ColumnPlace]]:
-            found = progress.batch_state(state, number)
-            if trains is not None and found is BatchState.PENDING:
+        def look_up(state: State) -> tuple[BatchState, list[ColumnPlace]]:
+            batch_state = progress.batch_state(state, number)
+            if trains is not None and batch_state is BatchState.PENDING:
                 progress.check_not_ahead(state, trains, ranks, number)
-            return found, state.missing(number, ranks) if found is BatchState.FORWARD else []
+            return batch_state, state.missing(number, ranks) if batch_state is BatchState.FORWARD else []
 
-        batch_state, awaits = await self._read(find)
+        batch_state, awaits = await self._read(look_up)
         if batch_state not in HAVE_SHARDS:
             return BatchAnswer(batch_state)
         plan = self._builder.plans.get(number) or await self._published.plan(number)
         return BatchAnswer(BatchState.PENDING) if plan is None else BatchAnswer(batch_state, plan, awaits)
 
     async def shard(
-        self, model: Model, rank: int, position: Position | None, incarnation: int, *, is_forward: bool = False
+        self, model: Model, rank: int, position: Position | None, incarnation: int, is_forward: bool = False
     ) -> ShardAnswer:
         """is_forward: whether the forward shard is wanted, too, while the batch waits for columns."""
 
-        def find(state: State) -> tuple[BatchState, Position, int]:
+        def look_up(state: State) -> tuple[BatchState, Position, int]:
             progress.check_caller(state, model, rank, incarnation)
             self.monitor.asked_for_shard(state, model, rank)
             wanted = progress.next_of(state, model, rank) if position is None else position
-            found = progress.shard_state(state, model, rank, wanted, is_forward=is_forward)
-            return found, wanted, state.models[model].incarnation
+            batch_state = progress.shard_state(state, model, rank, wanted, is_forward=is_forward)
+            return batch_state, wanted, state.models[model].incarnation
 
-        batch_state, wanted, current = await self._read(find)
+        batch_state, wanted, current = await self._read(look_up)
         if batch_state not in HAVE_SHARDS:
             return ShardAnswer(batch_state, wanted, incarnation=current)
         address = ShardAddress(model, wanted.mini_batch, rank)
@@ -312,27 +311,44 @@ class Run:
         while lacking is None:
             self._writer.check_open()
             state, forms = self._writer.state, self._builder.forms.get(batch, {})
-            siblings = columns.beside(state, batch, sent.digests)
+            siblings = columns.written_siblings(state, batch, sent.digests)
             new = columns.unwritten(state, batch, incarnation, sent.digests)
             others = loaded(written_before(batch, state, self._writer.rows), self._log)
             # What is read must be in the log.
-            await self._safe()
+            await self._writer.commits.safe()
             values = await asyncio.to_thread(sent.values, new, forms, others)
-            tables = [table_of(place.column, own) for place, own in values.items()]
-            with self._writer.staged(tables) as numbers:
-                written = sent.described(values, numbers)
-                lacking = await self._execute(trainer_commands.WriteColumns(batch, incarnation, written, siblings))
+            lacking = await self._write(batch, incarnation, sent, values, siblings)
         return lacking
 
+    async def _write(
+        self,
+        batch: int,
+        incarnation: int,
+        sent: SentColumns,
+        values: Mapping[ColumnPlace, Array],
+        siblings: frozenset[ColumnPlace],
+    ) -> int | None:
+        numbers = [next(self._writer.table_numbers) for _ in values]
+        columns_of = zip(numbers, values.items(), strict=True)
+        tables = {number: table_of(place.column, own) for number, (place, own) in columns_of}
+        written = sent.described(values, numbers)
+        return await self._execute(
+            lambda view: columns.write_columns(view.state, batch, incarnation, written, siblings), tables
+        )
+
     async def acknowledge(self, model: Model, rank: int, position: Position, incarnation: int, commit: bool) -> Moved:
-        return await self._execute(trainer_commands.Acknowledge(model, rank, position, incarnation, commit))
+        return await self._execute(
+            lambda view: progress.acknowledge(view.state, model, rank, position, incarnation, commit)
+        )
 
     async def commit(self, model: Model, position: Position, incarnation: int) -> Moved:
-        return await self._execute(trainer_commands.Commit(model, position, incarnation))
+        return await self._execute(lambda view: progress.commit(view.state, model, position, incarnation))
 
     async def resume(self, model: Model, checkpoint: Checkpoint, launch: str, dp_size: int = 0) -> Resumed:
         """dp_size: 0 for as many ranks as before."""
-        return await self._execute(trainer_commands.Resume(model, checkpoint, launch, dp_size, self.run_id))
+        return await self._execute(
+            lambda view: resume(view.state, view.config, model, checkpoint, launch, dp_size, self.run_id)
+        )
 
     # --- Everyone
 
@@ -385,12 +401,12 @@ class Run:
     def tick(self) -> None:
         """Closes or drops the groups whose time is over, and goes on with what could not be done before."""
         if self.is_lost:
-            self._writer.wake_all()
+            self._writer.waiters.wake_all()
             return
         self._writer.wake_for_room()
         has_timeouts = self.config.group_timeout_s is not None or self.config.tag_timeout_s is not None
         if has_timeouts and self._writer.state.open and self._writer.closed is None:
-            self._writer.execute(rollout_commands.CloseStragglers())
+            self._writer.execute(aborts.close_stragglers)
         self._background.try_again()
 
     async def flush(self) -> None:
@@ -437,26 +453,21 @@ class Run:
 
     # --- Inside
 
-    async def _execute(self, command: Command[T]) -> T:
-        """The command of a caller. Its answer is safe when this returns."""
+    async def _execute(self, decide: Callable[[Writer], Decision[T]], tables: Mapping[int, Steps] = NO_TABLES) -> T:
+        """Decides a caller's call. Its answer is safe when this returns."""
         self._writer.check_open()
         try:
-            return self._writer.execute(command)
+            return self._writer.execute(decide, tables)
         finally:
             # Also before a refusal, which may be for what is not in the log yet.
-            await self._safe()
+            await self._writer.commits.safe()
 
     async def _read(self, function: Callable[[State], T]) -> T:
-        """What a caller reads is safe, too: nobody learns of what may be lost."""
+        """Reads the state for a caller. The answer is safe, too: no caller learns of what may be lost."""
         self._writer.check_open()
         try:
             return function(self._writer.state)
         finally:
-            await self._safe()
-
-    async def _safe(self) -> None:
-        # A coroutine that needs not wait is not begun.
-        if not self._writer.commits.are_safe:
             await self._writer.commits.safe()
 
 

@@ -1,7 +1,7 @@
 """The runs of this process: created, opened, taken over, deleted; and the timers that work for them.
 
-Runs are stored in a run store: those that it has when the service starts go on where they stopped. A run that cannot be
-read is set aside, and the others serve.
+Runs are stored in a run store. Its runs continue where they stopped when the service starts. A run that cannot be read
+is set aside, and the others are served.
 """
 
 from __future__ import annotations
@@ -26,16 +26,15 @@ from gristmill.errors import (
     ResourceExhaustedError,
     UnavailableError,
 )
-from gristmill_service.access.held import ANY, Held, Most
+from gristmill_service.access.quotas import NO_LIMITS, Limits, Usage
 from gristmill_service.config import RunConfig, parse_config, stored_config, warnings_of
+from gristmill_service.off_loop import each, finished
 from gristmill_service.pipeline import build_batch as build_with_pipeline
 from gristmill_service.pipeline.scheduling.plan import ShardAddress
 from gristmill_service.process_tuning import started_pool
 from gristmill_service.run.batch_builder import BuildBatch
-from gristmill_service.run.off_loop import each, finished
-from gristmill_service.run.row_budget import RowBudget
+from gristmill_service.run.capacity import RowBudget, ShardRoom
 from gristmill_service.run.run import MakeMonitor, Run, Shared
-from gristmill_service.run.shard_room import ShardRoom
 from gristmill_service.storage.memory import MemoryRunStore
 from gristmill_service.storage.run_store import OwnedElsewhereError, RunLog, RunStore
 from gristmill_service.storage.shard_store import ShardsLostError, ShardStore
@@ -59,7 +58,7 @@ class Runs:
 
     make_monitor(clock, now): of each run; now is the run's own time.
     max_row_bytes: how many bytes the rows of all runs together may hold. max_runs: how many runs there may be.
-    most_a_run: what any one of them may hold.
+    limits_of_each: what any one of them may hold.
     """
 
     def __init__(
@@ -72,11 +71,11 @@ class Runs:
         build_batch: BuildBatch = build_with_pipeline,
         max_row_bytes: int = _MAX_ROW_BYTES,
         max_runs: int = _MAX_RUNS,
-        most_a_run: Most = ANY,
+        limits_of_each: Limits = NO_LIMITS,
     ) -> None:
         self._shards, self._clock = shard_store, clock
         self._store = run_store or MemoryRunStore()
-        self._budget, self._max_runs = RowBudget(max_row_bytes, most_a_run), max_runs
+        self._budget, self._max_runs = RowBudget(max_row_bytes, limits_of_each), max_runs
         self._builders = started_pool(_BUILDERS, "gristmill-build")
         self._log_threads = started_pool(_LOG_THREADS, "gristmill-log")
         self._shared = Shared(
@@ -145,7 +144,7 @@ class Runs:
         """Raises NotFoundError where there is no such run, OwnedElsewhereError where another process has it, and
         FailedPreconditionError where it cannot be read."""
         run = self._runs.get(name)
-        if run is not None and (self._is_closing or run.is_deleted or not run.is_lost):
+        if run is not None and (not run.is_lost or run.is_deleted or self._is_closing):
             return run
         if run is None and not self._store.is_shared and name not in self._unreadable:
             raise await self._unknown(name)
@@ -171,11 +170,11 @@ class Runs:
         return await run.read_shard_frames(batch, address)
 
     def unhealthy_reason(self) -> str:
-        """Why batches or calls have to wait for what stores them, as `look` found last; empty when all is well."""
+        """Returns why batches or calls have to wait for a store, as `look` found last; empty when all is well."""
         return self._store_reason or next((run.blocked_reason for run in self.own() if run.blocked_reason), "")
 
     async def is_owner(self, name: str, grpc_address: str) -> bool:
-        """Whether the process there owns the run, as far as can be told."""
+        """Returns whether the process there owns the run, as far as is known here."""
         try:
             await self.get(name)
         except OwnedElsewhereError as elsewhere:
@@ -187,7 +186,7 @@ class Runs:
         return False
 
     async def names(self) -> list[str]:
-        """The names of all runs, also of those that other processes own and those that cannot be read."""
+        """Returns the names of all runs, with those of other processes and those that cannot be read."""
         own = {*self._runs, *self._unreadable}
         return sorted(own.union(await asyncio.to_thread(self._store.names)) if self._store.is_shared else own)
 
@@ -200,9 +199,9 @@ class Runs:
         """The runs that are set aside because they cannot be read, with the reasons."""
         return {name: str(error) for name, error in self._unreadable.items()}
 
-    def held(self) -> Mapping[str, Held]:
-        """What each run of this process holds."""
-        return self._budget.by_run()
+    def usage(self) -> Mapping[str, Usage]:
+        """Returns what each run of this process has stored."""
+        return self._budget.usage()
 
     @property
     def row_room(self) -> tuple[int, int]:
@@ -337,13 +336,13 @@ class Runs:
         await run.close(UnavailableError(f"run {name!r} is read again from where it is stored; ask again"))
         run.abandon_build()
         await run.wait_idle()
-        # It stays named until another takes its place: whoever asks meanwhile comes here, and waits.
+        # It stays named until another takes its place: calls for it come here meanwhile, and wait.
         await run.close_log()
 
     async def _start(self, name: str, log: RunLog) -> Run:
         try:
             run = await Run.open(name, stored_config(log.config), log, self._shared)
-            # Whoever shuts the service down does not know of it.
+            # A shutdown that began meanwhile does not know of it.
             self._check_serving()
         except BaseException:
             await asyncio.to_thread(log.close)

@@ -1,4 +1,4 @@
-"""What trainers write, as bytes and as tables of the run's log."""
+"""Columns that trainers write, as bytes and as tables of the run's log."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from gristmill_service.pipeline.layout.columns import safetensors_name
 from gristmill_service.pipeline.scheduling.plan import ShardAddress
 from gristmill_service.pipeline.written import ShardForm
 from gristmill_service.run.machine.answers import ColumnPlace
+from gristmill_service.run.machine.described_rows import row_digests
 from gristmill_service.run.machine.events import WrittenColumn
-from gristmill_service.run.machine.row_digests import row_digests
 from gristmill_service.run.machine.state import State
 from gristmill_service.run.rows.row_buffer import RowBuffer
 from gristmill_service.storage.row_tables import Stored, steps_of
@@ -45,8 +45,8 @@ class SentColumns:
     ) -> None:
         self._where = f"run {run!r}: batch {batch} mini-batch {address.mini_batch} rank {address.rank}"
         self._address, self._config = address, config
-        found = _by_column(tensors, config.written_columns, self._where)
-        self._columns = {ColumnPlace(address.mini_batch, address.rank, sent.spec.name): sent for sent in found}
+        columns = _by_column(tensors, config.written_columns, self._where)
+        self._columns = {ColumnPlace(address.mini_batch, address.rank, sent.spec.name): sent for sent in columns}
 
     @property
     def digests(self) -> dict[ColumnPlace, bytes]:
@@ -155,7 +155,7 @@ def values_of(table: Steps, name: str) -> Array:
 
 def _by_column(tensors: Mapping[str, Array], columns: Sequence[ColumnSpec], where: str) -> list[_Sent]:
     written = by_name(columns)
-    found: dict[str, dict[str, Array]] = {}
+    by_column: dict[str, dict[str, Array]] = {}
     for name in sorted(tensors):
         column = name.rpartition("/")[2]
         if column not in written:
@@ -164,10 +164,10 @@ def _by_column(tensors: Mapping[str, Array], columns: Sequence[ColumnSpec], wher
                 f"{where}: {name[:200]!r} belongs to no column that trainers of this run write; these are {known}; "
                 "declare the column with source: trainer"
             )
-        found.setdefault(column, {})[name] = tensors[name]
-    if not found:
+        by_column.setdefault(column, {})[name] = tensors[name]
+    if not by_column:
         raise InvalidArgumentError(f"{where}: the request has no tensor; write at least one column")
-    return [_Sent(written[name], own, _digest(own)) for name, own in found.items()]
+    return [_Sent(written[name], own, _digest(own)) for name, own in by_column.items()]
 
 
 def _digest(tensors: Mapping[str, Array]) -> bytes:

@@ -19,21 +19,17 @@ import gristmill
 from gristmill.errors import GristmillError, InvalidArgumentError, UnavailableError
 from gristmill_service.access.certificates import PeerCertificates
 from gristmill_service.api.context import ApiContext
-from gristmill_service.api.errors import STATUSES, refusal
-from gristmill_service.api.http import models, rollouts, runs, trainers
-from gristmill_service.api.http.answers import TOO_LARGE, error_body, error_response
+from gristmill_service.api.errors import STATUSES, TOO_LARGE, error_body, error_response, refusal
+from gristmill_service.api.http import models, page, rollouts, runs, trainers
 from gristmill_service.api.http.dependencies import ApiDep
 from gristmill_service.api.http.forwarding import Forwarding
 from gristmill_service.api.http.guards.admitted import Admitted
 from gristmill_service.api.http.guards.bodies import Bodies
-from gristmill_service.api.http.guards.host_names import HostNames
+from gristmill_service.api.http.guards.browsers import ErrorsInBody, HostNames, SameOrigin
 from gristmill_service.api.http.guards.identified import Identified, authorize
 from gristmill_service.api.http.guards.observed import Observed
-from gristmill_service.api.http.guards.same_origin import SameOrigin
-from gristmill_service.api.http.page import page, page_details, session
-from gristmill_service.api.http.page.errors_in_body import ErrorsInBody
 from gristmill_service.monitoring.views.batch_view import BatchViewCache
-from gristmill_service.one_by_one import OneByOne
+from gristmill_service.off_loop import OneByOne
 from gristmill_service.storage.run_store import OwnedElsewhereError
 from gristmill_service.validation_messages import complaint, problems, shown
 
@@ -68,7 +64,7 @@ def make_app(api: ApiContext, peers: PeerCertificates | None = None) -> FastAPI:
         dependencies=[Depends(authorize)],
     )
     app.state.api, app.state.batch_views, app.state.json_rows = api, BatchViewCache(), OneByOne()
-    for router in (session.router, runs.router, rollouts.router, trainers.router, page.router, page_details.router):
+    for router in (runs.router, rollouts.router, trainers.router, page.router):
         app.include_router(router, responses=errors)
     app.include_router(page.page)
     _add_probes(app)

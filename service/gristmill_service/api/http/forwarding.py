@@ -1,6 +1,6 @@
 """Passes a request on to the process that owns its run, and that process' answer back, as they are.
 
-A request is passed on once: where it arrives at the wrong process again, its caller is told to retry.
+A request is passed on once: where it arrives at the wrong process again, its caller has to retry.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from gristmill.errors import UnavailableError
 from gristmill_service import tracing
 from gristmill_service.access import passed_on
 from gristmill_service.access.certificates import PeerCertificates
-from gristmill_service.api import request_ids
-from gristmill_service.api.http.answers import error_response
+from gristmill_service.api.errors import error_response
 from gristmill_service.api.http.guards.admitted import address_of
 from gristmill_service.api.http.guards.bodies import BODY
 from gristmill_service.api.long_poll import LONGEST_WAIT_S
@@ -29,7 +28,7 @@ _DROPPED = frozenset(
     {"host", "content-length", "content-encoding", "transfer-encoding", "connection", "date", "server", "prefer"}
 )
 # And what a peer alone may say, and what was looked at here: it is about this process' own host name.
-_MINE = _DROPPED | {passed_on.MARK, passed_on.CAME_FROM, request_ids.HEADER, "origin", "sec-fetch-site"}
+_MINE = _DROPPED | {passed_on.MARK, passed_on.CAME_FROM, tracing.REQUEST_ID, "origin", "sec-fetch-site"}
 
 
 class Forwarding:
@@ -84,7 +83,7 @@ def _headers(request: Request, secret: str) -> list[tuple[bytes, bytes]]:
     added = {
         passed_on.MARK: secret,
         passed_on.CAME_FROM: address_of(request.scope),
-        request_ids.HEADER: request_ids.current(),
+        tracing.REQUEST_ID: tracing.request_id(),
         **tracing.carried(),
     }
     kept = [(name, value) for name, value in request.headers.raw if name.decode("latin-1") not in {*_MINE, *added}]

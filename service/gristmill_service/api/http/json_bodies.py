@@ -41,15 +41,15 @@ def most_bytes(path: str) -> int:
 def rows_of(body: bytes) -> list[Any]:
     """The rows of a document `{"rows": [...]}`, each read on its own. Raises InvalidArgumentError for another one."""
     try:
-        found = _decoder.decode(body).rows
+        rows = _decoder.decode(body).rows
     except msgspec.ValidationError:
         raise InvalidArgumentError(
             'the body must be an object with the one field rows, a list: {"rows": [...]}'
         ) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         return _rows_of_python(body, error)
-    _check_count(len(found))
-    return [_read(row, number) for number, row in enumerate(found)]
+    _check_count(len(rows))
+    return [_read(row, number) for number, row in enumerate(rows)]
 
 
 def _read(row: msgspec.Raw, number: int) -> Any:

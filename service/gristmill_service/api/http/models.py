@@ -83,8 +83,8 @@ class GroupsBegun(BaseModel):
 
 
 class Row(BaseModel):
-    """One LLM call. Per-token lists have one entry a response token. The run's declared columns stand beside these
-    fields under their names."""
+    """One LLM call. Per-token lists have one entry a response token. The run's declared columns are further
+    fields with their names."""
 
     model_config = ConfigDict(extra="allow")
 

@@ -17,7 +17,7 @@ from gristmill_service.api.http import models
 from gristmill_service.api.http.dependencies import ApiDep, RunDep, RunName, SlotDep
 from gristmill_service.api.http.json_bodies import rows_of
 from gristmill_service.config import RunConfig
-from gristmill_service.one_by_one import OneByOne
+from gristmill_service.off_loop import OneByOne
 from gristmill_service.run.machine.answers import RewardUpdate
 
 router = APIRouter(prefix="/v1/runs/{run}", tags=["rollouts"])
@@ -63,7 +63,7 @@ async def submit_rows(request: Request, run: RunDep, api: ApiDep) -> models.Rows
     if kind == PROTOBUF:
         outcomes = await calls.submit_rows(api, run.name, len(body), lambda _: _from_protobuf(body))
     elif len(body) <= _SMALL_BYTES:
-        outcomes = await calls.submit_rows(api, run.name, 0, lambda config: _from_json(config, body))
+        outcomes = await calls.submit_rows(api, run.name, 0, lambda opened: _from_json(opened.config, body))
     else:
         # A parsed document takes tens of times its bytes.
         one_by_one: OneByOne = request.app.state.json_rows

@@ -22,7 +22,7 @@ from gristmill_service.config import Model
 from gristmill_service.pipeline.scheduling.plan import ShardAddress
 from gristmill_service.rollout_lines import json_lines
 from gristmill_service.run.machine.answers import Position, ShardAnswer
-from gristmill_service.run.machine.commands.trainer_commands import Checkpoint
+from gristmill_service.run.machine.decisions.resume import Checkpoint
 
 T = TypeVar("T")
 
@@ -45,7 +45,7 @@ async def get_batch(
     slot: SlotDep,
     batch: models.Int64,
     wait_s: _Wait = 0.0,
-    rank: Annotated[list[models.Int32], Query(description="Of whose shards awaits tells; else of all.")] = [],  # noqa: B006
+    rank: Annotated[list[models.Int32], Query(description="The ranks whose columns `awaits` names; none: all.")] = [],  # noqa: B006
     trains: Annotated[
         Model | None,
         Query(description="Whose trainer asks; after a rollback it is refused what lies behind these ranks' next."),

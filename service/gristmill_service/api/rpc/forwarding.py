@@ -15,7 +15,6 @@ from gristmill.errors import UnavailableError
 from gristmill_service import tracing
 from gristmill_service.access import passed_on
 from gristmill_service.access.gate import AUTHORIZATION
-from gristmill_service.api import request_ids
 from gristmill_service.storage.run_store import OwnedElsewhereError
 
 _LONGEST_S = 60.0
@@ -98,7 +97,7 @@ def _metadata(owner: OwnedElsewhereError, context: Any) -> tuple[tuple[str, str]
     """What is passed on carries the id that its caller knows, the caller's own token, and its trace."""
     shown = ((key, value) for key, value in context.invocation_metadata() if key == AUTHORIZATION)
     mine = (passed_on.MARK, owner.secret), (passed_on.CAME_FROM, context.peer())
-    return *mine, (request_ids.HEADER, request_ids.current()), *shown, *tracing.carried().items()
+    return *mine, (tracing.REQUEST_ID, tracing.request_id()), *shown, *tracing.carried().items()
 
 
 def _left(context: Any) -> float:

@@ -1,7 +1,7 @@
-"""The way of a gRPC call: admission, request, identity, permission, answer; errors become statuses.
+"""Handles gRPC calls: admission, identity, request, permission, answer; errors become statuses.
 
-Methods are registered as those of streams of requests, so that a handler runs before a message is read. Nothing of a
-call is read before it has a slot and its caller is known.
+Methods are registered as taking streams of requests, so that a handler runs before a message is read. Nothing of a call
+is read before it has a slot and its caller is known.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from contextvars import ContextVar, copy_context
 from typing import Any, NoReturn
@@ -30,23 +30,24 @@ from gristmill_service import tracing
 from gristmill_service.access import caller, passed_on
 from gristmill_service.access.caller import ANYONE, EVERYONE_IS_ADMIN, Caller
 from gristmill_service.access.gate import AUTHORIZATION
-from gristmill_service.api import calls, request_ids
+from gristmill_service.api import calls
 from gristmill_service.api.admission import REQUEST_S, SMALL_BYTES, Slot
 from gristmill_service.api.context import ApiContext
 from gristmill_service.api.errors import ErrorResponse, refusal
 from gristmill_service.api.rpc.forwarding import Forwarding
 from gristmill_service.api.rpc.methods import Method, Parse
-from gristmill_service.api.rpc.spans import describe, spanned
-from gristmill_service.one_by_one import OneByOne
+from gristmill_service.off_loop import OneByOne
 from gristmill_service.storage.run_store import OwnedElsewhereError
 
 _log = structlog.get_logger(__name__)
 
-_ID = request_ids.HEADER
 _ZSTD = b"\x28\xb5\x2f\xfd"
 """What a frame of zstd begins with: a request that has it may be much larger than it looks."""
 _SEARCHED_BYTES = 1 << 20
 """Of a request, for a frame: what comes later expands to little more than was sent."""
+
+_ATTRIBUTES = ("run", "batch", "mini_batch", "rank")
+_Answer = Callable[[Any, Any], Awaitable[Any]]
 
 _core_task: ContextVar[asyncio.Task[Any] | None] = ContextVar("gristmill_core_task", default=None)
 
@@ -173,12 +174,12 @@ class Handling:
                 raise error.with_traceback(None) from None
 
         make = grpc.stream_stream_rpc_method_handler if method.is_stream else grpc.stream_unary_rpc_method_handler
-        return make(spanned(method.path, answer) if tracing.is_on() else answer)
+        return make(_spanned(method.path, answer) if tracing.is_on() else answer)
 
     async def _answer(self, method: Method, context: Any) -> bytes:
         start, status, api = time.monotonic(), "CANCELLED", self._api
         metadata = context.invocation_metadata()
-        context.set_trailing_metadata(((_ID, request_ids.begin(metadata)),))
+        context.set_trailing_metadata(((tracing.REQUEST_ID, tracing.begin_request(metadata)),))
         call = Call(context)
         try:
             slot = await self._enter(method, call, metadata)
@@ -186,9 +187,16 @@ class Handling:
             data = await call.read()
             if data is None:
                 raise InvalidArgumentError("the call has no request message; send one")
-            request = await self._parsed(method, slot, data)
+            nbytes, is_zstd = len(data), data.find(_ZSTD, 0, _SEARCHED_BYTES) >= 0
+            if method.is_large or is_zstd:
+                nbytes = max(nbytes, SMALL_BYTES + 1)
+            slot.came(nbytes)
+            if is_zstd:
+                request = await self._expand(parsed, data, method.parse)
+            else:
+                request = await calls.of_size(nbytes, parsed, data, method.parse)
             if tracing.is_on():
-                describe(request)
+                _describe(request)
             if method.call and api.gate.counts_calls:
                 self._check(method, slot, request)
             try:
@@ -221,7 +229,7 @@ class Handling:
         """Takes a slot, and finds out who calls. Raises ResourceExhaustedError where the caller has too many or was
         wrong too often, UnauthenticatedError, and UnavailableError for a mark that only a peer may show."""
         gate, admission, shown = self._api.gate, self._api.admission, dict(metadata)
-        if not method.call:
+        if not method.call or (gate.is_open and passed_on.MARK not in shown):
             return call.take(admission.enter(call.machine, method.kind))
         identity: Caller | None = ANYONE
         refused: GristmillError | None = None
@@ -245,15 +253,6 @@ class Handling:
             slot.move(call.identified(await gate.identify(shown[AUTHORIZATION])))
         admission.check(call.throttled)
         return slot
-
-    async def _parsed(self, method: Method, slot: Slot, data: bytes) -> Any:
-        nbytes, is_zstd = len(data), data.find(_ZSTD, 0, _SEARCHED_BYTES) >= 0
-        if method.is_large or is_zstd:
-            nbytes = max(nbytes, SMALL_BYTES + 1)
-        slot.came(nbytes)
-        if is_zstd:
-            return await self._expand(parsed, data, method.parse)
-        return await calls.of_size(nbytes, parsed, data, method.parse)
 
     def _check(self, method: Method, slot: Slot, request: Any) -> None:
         """Raises as `Gate.check` and `Slot.count`."""
@@ -317,7 +316,7 @@ class Handling:
 
 
 def parsed(data: bytes, parse: Parse) -> Any:
-    """Returns the request. Raises InvalidArgumentError: gRPC itself would answer INTERNAL for what is none."""
+    """Returns the request. Raises InvalidArgumentError where it is malformed; gRPC itself would answer INTERNAL."""
     try:
         return parse(data)
     except DecodeError as error:
@@ -329,7 +328,7 @@ def parsed(data: bytes, parse: Parse) -> Any:
 def _of_owner(error: Any) -> tuple[grpc.StatusCode, str, tuple[tuple[str, str], ...]]:
     """The refusal of the process that a call was passed on to."""
     code, details = error.code(), error.details()
-    trailers = tuple((key, value) for key, value in error.trailing_metadata() or () if key != _ID)
+    trailers = tuple((key, value) for key, value in error.trailing_metadata() or () if key != tracing.REQUEST_ID)
     if any(key == "gristmill-error" for key, _ in trailers) or code is grpc.StatusCode.CANCELLED:
         return code, details, trailers
     # Not its own word: it went away, or hangs.
@@ -346,3 +345,31 @@ def machine_of(connection: str) -> str:
     if kind == "ipv6":
         return address.rpartition(":")[0].removeprefix("%5B").removesuffix("%5D")
     return connection
+
+
+def _spanned(path: str, answer: _Answer) -> _Answer:
+    """Puts a span around a handler."""
+    service, _, method = path.removeprefix("/").partition("/")
+
+    async def within_span(requests: object, context: Any) -> Any:
+        span = tracing.call_span(path.removeprefix("/"), context.invocation_metadata())
+        span.set_attributes({"rpc.system": "grpc", "rpc.service": service, "rpc.method": method})
+        with tracing.within(span):
+            try:
+                return await answer(requests, context)
+            finally:
+                # The code of a call that went well is None.
+                code = context.code() or grpc.StatusCode.OK
+                status = {"rpc.grpc.status_code": code.value[0], "gristmill.request_id": tracing.request_id()}
+                span.set_attributes(status)
+                if code is not grpc.StatusCode.OK:
+                    tracing.fail(span, code.name)
+
+    return within_span
+
+
+def _describe(request: object) -> None:
+    """Adds what the request is about to the current span."""
+    for name in _ATTRIBUTES:
+        if isinstance(value := getattr(request, name, None), str | int):
+            tracing.describe(**{name: value})

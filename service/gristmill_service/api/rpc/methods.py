@@ -2,30 +2,63 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from dataclasses import asdict
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
+
+import numpy as np
 
 import gristmill
 from gristmill._wire.codecs import row_codec
 from gristmill._wire.codecs.columns_codec import ColumnsRequest
 from gristmill._wire.codecs.shard_messages import message_of
 from gristmill._wire.codecs.submit_codec import Submission
+from gristmill._wire.columns import Array
+from gristmill._wire.steps import TrajectoryKey
+from gristmill.errors import InvalidArgumentError
 from gristmill.v1 import rollout_pb2, run_pb2, trainer_pb2
 from gristmill_service.access import caller
-from gristmill_service.api import calls, messages
+from gristmill_service.api import calls
 from gristmill_service.api.admission import Kind, Slot
 from gristmill_service.api.context import ApiContext
+from gristmill_service.config import Model
+from gristmill_service.monitoring.health.health import Assessment
 from gristmill_service.pipeline.scheduling.plan import ShardAddress
-from gristmill_service.run.machine.answers import BatchState, GroupAnswer
-from gristmill_service.run.machine.commands.trainer_commands import Checkpoint
+from gristmill_service.run.machine.answers import (
+    Admissions,
+    BatchAnswer,
+    BatchState,
+    ColumnPlace,
+    GroupAnswer,
+    GroupState,
+    Position,
+    RewardUpdate,
+    RunStatus,
+    ShardAnswer,
+)
+from gristmill_service.run.machine.decisions.resume import Checkpoint
 
 _GROUPS_AT_ONCE = 2048
 # Large enough to be fast, small enough for clients that keep gRPC's limit of 4 MiB per message.
 _PIECE_BYTES = 1 << 20
 
 Parse = Callable[[bytes], Any]
+
+_MODELS: dict[int, Model] = {
+    run_pb2.MODEL_UNSPECIFIED: "policy",
+    run_pb2.MODEL_POLICY: "policy",
+    run_pb2.MODEL_CRITIC: "critic",
+}
+_MODEL_NUMBERS: dict[Model, Any] = {"policy": run_pb2.MODEL_POLICY, "critic": run_pb2.MODEL_CRITIC}
+_GROUP_STATES: dict[GroupState, Any] = {
+    "open": run_pb2.GROUP_STATE_OPEN,
+    "complete": run_pb2.GROUP_STATE_COMPLETE,
+    "sealed": run_pb2.GROUP_STATE_SEALED,
+    "dropped": run_pb2.GROUP_STATE_DROPPED,
+}
 
 
 class Method(NamedTuple):
@@ -71,14 +104,14 @@ def methods(api: ApiContext) -> Iterator[Method]:
 
 
 async def create_run(api: ApiContext, slot: Slot, request: run_pb2.CreateRunRequest) -> run_pb2.CreateRunResponse:
-    config = messages.config_mapping(request.config_json)
+    config = _config(request.config_json)
     warnings, created = await calls.create_run(api, request.run, config)
     return run_pb2.CreateRunResponse(warnings=warnings, created=created)
 
 
 async def get_run(api: ApiContext, slot: Slot, request: run_pb2.GetRunRequest) -> run_pb2.GetRunResponse:
     status, assessment = await calls.get_run(api, request.run)
-    return run_pb2.GetRunResponse(status=messages.status_to(status, assessment))
+    return run_pb2.GetRunResponse(status=_status(status, assessment))
 
 
 async def get_health(api: ApiContext, slot: Slot, request: run_pb2.GetHealthRequest) -> run_pb2.GetHealthResponse:
@@ -97,7 +130,7 @@ async def list_groups(api: ApiContext, slot: Slot, request: run_pb2.ListGroupsRe
 
 
 def _encoded_groups(groups: list[GroupAnswer]) -> bytes:
-    return messages.groups_to(groups).SerializeToString()
+    return _groups(groups).SerializeToString()
 
 
 async def finish_run(api: ApiContext, slot: Slot, request: run_pb2.FinishRunRequest) -> run_pb2.FinishRunResponse:
@@ -132,25 +165,28 @@ async def begin_groups(
     begun = await calls.begin_groups(
         api, slot, request.run, request.round, request.uids, request.n_samples, request.tags, request.wait_s
     )
-    return messages.admissions_to(begun)
+    return _admissions(begun)
 
 
 async def submit_rows(api: ApiContext, slot: Slot, request: Submission) -> rollout_pb2.SubmitRowsResponse:
-    outcomes = await calls.submit_rows(api, request.run, request.nbytes, lambda config: request.rows())
-    return rollout_pb2.SubmitRowsResponse(outcomes=messages.outcomes_to(outcomes))
+    outcomes = await calls.submit_rows(api, request.run, request.nbytes, lambda run: request.rows())
+    # Nearly always all rows of a request have one outcome, and reading an enum's value takes a while.
+    is_one = bool(outcomes) and outcomes.count(outcomes[0]) == len(outcomes)
+    numbers: list[Any] = [outcomes[0].value] * len(outcomes) if is_one else [outcome.value for outcome in outcomes]
+    return rollout_pb2.SubmitRowsResponse(outcomes=numbers)
 
 
 async def set_rewards(
     api: ApiContext, slot: Slot, request: rollout_pb2.SetRewardsRequest
 ) -> rollout_pb2.SetRewardsResponse:
-    rewards = [messages.reward_of(reward) for reward in request.rewards]
+    rewards = [_reward(reward) for reward in request.rewards]
     return rollout_pb2.SetRewardsResponse(changed=await calls.set_rewards(api, request.run, rewards))
 
 
 async def abort_trajectories(
     api: ApiContext, slot: Slot, request: rollout_pb2.AbortTrajectoriesRequest
 ) -> rollout_pb2.AbortTrajectoriesResponse:
-    keys = [messages.key_of(key) for key in request.trajectories]
+    keys = [_key(key) for key in request.trajectories]
     changed = await calls.abort_trajectories(api, request.run, keys, request.reason)
     return rollout_pb2.AbortTrajectoriesResponse(changed=changed)
 
@@ -178,17 +214,17 @@ async def get_batch(api: ApiContext, slot: Slot, request: trainer_pb2.GetBatchRe
         # It is what GetShard answers, which a rank's token is bound to.
         api.gate.check(caller.current(), "get_shard", request.run, request.shard.rank)
         wanted = _query(request.shard, request.batch)
-    trains = messages.model_of(request.trains) if request.trains else None
+    trains = _model(request.trains) if request.trains else None
     batch, shard = await calls.get_batch(
         api, slot, request.run, request.batch, request.ranks, trains, request.wait_s, wanted
     )
     if batch.state is not BatchState.PUBLISHED:
-        return messages.batch_to(batch).SerializeToString()
+        return _batch(batch).SerializeToString()
     encoded = _published_batch(batch.plan)
     if shard is None:
         return encoded
     # One message behind another is the message that has the fields of both.
-    return encoded + trainer_pb2.GetBatchResponse(shard=messages.shard_to(shard)).SerializeToString()
+    return encoded + trainer_pb2.GetBatchResponse(shard=_shard(shard)).SerializeToString()
 
 
 @lru_cache(maxsize=1)
@@ -200,22 +236,20 @@ def _published_batch(plan: bytes) -> bytes:
 
 
 async def get_shard(api: ApiContext, slot: Slot, request: trainer_pb2.GetShardRequest) -> trainer_pb2.GetShardResponse:
-    return messages.shard_to(await calls.get_shard(api, slot, request.run, _query(request), request.wait_s))
+    return _shard(await calls.get_shard(api, slot, request.run, _query(request), request.wait_s))
 
 
 def _query(request: trainer_pb2.GetShardRequest, batch: int | None = None) -> calls.ShardQuery:
     """batch: the one whose shard is wanted, where the request is part of one for a batch."""
-    position = messages.optional_position(request)
+    position = _optional_position(request)
     if batch is not None:
-        position = messages.position_of(request.position)._replace(batch=batch)
-    return calls.ShardQuery(
-        messages.model_of(request.model), request.rank, position, request.incarnation, request.forward
-    )
+        position = _position(request.position)._replace(batch=batch)
+    return calls.ShardQuery(_model(request.model), request.rank, position, request.incarnation, request.forward)
 
 
 async def read_shard(api: ApiContext, slot: Slot, request: trainer_pb2.ReadShardRequest) -> AsyncIterator[bytes]:
     """Without a message object for each piece."""
-    address = ShardAddress(messages.model_of(request.model), request.mini_batch, request.rank)
+    address = ShardAddress(_model(request.model), request.mini_batch, request.rank)
     columns = list(request.columns) if request.chooses_columns else None
     shard = await calls.read_shard(api, request.run, request.batch, address, columns, accepts_zstd=request.accepts_zstd)
     async for piece in shard.pieces:
@@ -243,30 +277,179 @@ async def write_columns(api: ApiContext, slot: Slot, request: ColumnsRequest) ->
 async def acknowledge(
     api: ApiContext, slot: Slot, request: trainer_pb2.AcknowledgeRequest
 ) -> trainer_pb2.AcknowledgeResponse:
-    model, position = messages.model_of(request.model), messages.position_of(request.position)
+    model, position = _model(request.model), _position(request.position)
     moved = await calls.acknowledge(
         api, request.run, model, request.rank, position, request.incarnation, request.commit
     )
-    return trainer_pb2.AcknowledgeResponse(next=messages.position_to(moved.position), generation=moved.generation)
+    return trainer_pb2.AcknowledgeResponse(next=_position_message(moved.position), generation=moved.generation)
 
 
 async def commit(api: ApiContext, slot: Slot, request: trainer_pb2.CommitRequest) -> trainer_pb2.CommitResponse:
-    model, position = messages.model_of(request.model), messages.position_of(request.position)
+    model, position = _model(request.model), _position(request.position)
     moved = await calls.commit(api, request.run, model, position, request.incarnation)
-    return trainer_pb2.CommitResponse(committed=messages.position_to(moved.position), generation=moved.generation)
+    return trainer_pb2.CommitResponse(committed=_position_message(moved.position), generation=moved.generation)
 
 
 async def resume(api: ApiContext, slot: Slot, request: trainer_pb2.ResumeRequest) -> trainer_pb2.ResumeResponse:
-    checkpoint = Checkpoint(
-        messages.optional_position(request), request.run_id, request.generation, request.give_up_reason
-    )
-    model, dp_size = messages.model_of(request.model), messages.dp_size_of(request.dp_size)
+    checkpoint = Checkpoint(_optional_position(request), request.run_id, request.generation, request.give_up_reason)
+    model, dp_size = _model(request.model), _dp_size(request.dp_size)
     resumed = await calls.resume(api, request.run, model, checkpoint, request.launch, dp_size)
     return trainer_pb2.ResumeResponse(
         incarnation=resumed.incarnation,
-        position=messages.position_to(resumed.position),
+        position=_position_message(resumed.position),
         run_id=resumed.run_id,
         generation=resumed.generation,
+    )
+
+
+# --- Between messages and values. Raises InvalidArgumentError.
+
+
+def _config(config_json: str) -> Any:
+    try:
+        # Not orjson, which makes floats of integers beyond 64 bits: the error names the value that was given.
+        return json.loads(config_json)
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgumentError(f"config_json is not JSON: {error}; give the run's settings as an object") from None
+
+
+def _model(number: int) -> Model:
+    if number not in _MODELS:
+        raise InvalidArgumentError(f"model is {number}; known are {', '.join(get_args(Model))}")
+    return _MODELS[number]
+
+
+def _position(message: run_pb2.Position) -> Position:
+    return Position(message.batch, message.epoch, message.mini_batch)
+
+
+def _optional_position(message: Any) -> Position | None:
+    """Returns the `position` field of a request; None where it is unset."""
+    return _position(message.position) if message.HasField("position") else None
+
+
+def _dp_size(number: int) -> int:
+    if number < 0:
+        raise InvalidArgumentError(
+            f"dp_size is {number}; give the trainer's number of data-parallel ranks, or 0 to keep it as it was"
+        )
+    return number
+
+
+def _key(message: rollout_pb2.TrajectoryKey) -> TrajectoryKey:
+    return TrajectoryKey(message.round, message.uid, message.sample)
+
+
+def _reward(message: rollout_pb2.Reward) -> RewardUpdate:
+    key = _key(message.trajectory)
+    values = message.token_values
+    if message.HasField("value") == bool(values):
+        raise InvalidArgumentError(f"{key}: a reward needs exactly one of value and token_values")
+    return RewardUpdate(
+        trajectory=key,
+        step=message.step if message.HasField("step") else None,
+        value=message.value if message.HasField("value") else None,
+        token_values=_token_values(values, key) if values else None,
+    )
+
+
+def _token_values(values: bytes, key: TrajectoryKey) -> Array:
+    if len(values) % 8:
+        raise InvalidArgumentError(f"{key}: token_values has {len(values)} bytes; send float64, one a response token")
+    return np.frombuffer(values, np.float64)
+
+
+def _position_message(position: Position) -> run_pb2.Position:
+    return run_pb2.Position(batch=position.batch, epoch=position.epoch, mini_batch=position.mini_batch)
+
+
+def _admissions(view: Admissions) -> rollout_pb2.BeginGroupsResponse:
+    numbers: list[Any] = [admission.value for admission in view.admissions]
+    return rollout_pb2.BeginGroupsResponse(
+        admissions=numbers,
+        retry_after_s=view.retry_after_s,
+        reason=view.reason,
+    )
+
+
+def _batch(view: BatchAnswer) -> trainer_pb2.GetBatchResponse:
+    return trainer_pb2.GetBatchResponse(
+        state=view.state.value,  # type: ignore[arg-type]
+        plan_json=view.plan.decode(),
+        awaits=_awaits(view.awaits),
+    )
+
+
+def _awaits(places: Iterable[ColumnPlace]) -> list[trainer_pb2.AwaitedColumn]:
+    return [trainer_pb2.AwaitedColumn(**place._asdict()) for place in places]
+
+
+def _shard(view: ShardAnswer) -> trainer_pb2.GetShardResponse:
+    location = view.location
+    return trainer_pb2.GetShardResponse(
+        state=view.state.value,  # type: ignore[arg-type]
+        position=None if view.position is None else _position_message(view.position),
+        size_bytes=0 if location is None else location.size,
+        shared_memory_path="" if location is None else location.shared_memory_path or "",
+        incarnation=view.incarnation,
+    )
+
+
+def _groups(views: Iterable[GroupAnswer]) -> run_pb2.ListGroupsResponse:
+    return run_pb2.ListGroupsResponse(
+        groups=[
+            run_pb2.GroupStatus(
+                uid=view.uid,
+                round=view.round,
+                state=_GROUP_STATES[view.state],
+                batch=0 if view.batch is None else view.batch,
+                reason=view.reason,
+                tag=view.tag,
+            )
+            for view in views
+        ]
+    )
+
+
+def _status(status: RunStatus, assessment: Assessment) -> run_pb2.RunStatus:
+    same = ("run", "config_json", "resolved_config_json", "policy_version", "finished")
+    groups = ("groups_open", "groups_complete", "groups_room")
+    counts = ("batches_sealed", "batches_published", "batches_freed", "row_bytes", "shard_bytes")
+    rows = ("rows_accepted", "rows_duplicate", "groups_dropped", "failed_batches", "run_id", "generation")
+    return run_pb2.RunStatus(
+        **{name: getattr(status, name) for name in (*same, *groups, *counts, *rows)},
+        ranks=[
+            run_pb2.RankProgress(model=_MODEL_NUMBERS[progress.model], rank=rank, next=_position_message(position))
+            for progress in status.models
+            for rank, position in enumerate(progress.next)
+        ],
+        models=[
+            run_pb2.ModelProgress(
+                model=_MODEL_NUMBERS[progress.model],
+                committed=_position_message(progress.committed),
+                incarnation=progress.incarnation,
+            )
+            for progress in status.models
+        ],
+        tags={tag: run_pb2.TagGroups(**asdict(groups)) for tag, groups in status.tags.items()},
+        health=_health_to(assessment),
+    )
+
+
+def _health_to(assessment: Assessment) -> run_pb2.RunHealth:
+    history = assessment.facts.history
+    return run_pb2.RunHealth(
+        state=assessment.state,
+        summary=assessment.summary,
+        findings=[
+            run_pb2.Finding(
+                level=finding.level,
+                text=finding.text,
+                for_s=None if finding.since is None else max(0.0, history.now - finding.since),
+            )
+            for finding in assessment.findings
+        ],
+        still_s=max(0.0, history.now - history.last_event),
     )
 
 

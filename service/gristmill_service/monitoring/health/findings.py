@@ -22,8 +22,8 @@ from gristmill_service.monitoring.health.run_facts import (
     seconds,
 )
 from gristmill_service.run.machine.answers import Position
-from gristmill_service.run.machine.decisions.failures import remedy
 from gristmill_service.run.machine.state import GIVEN_UP
+from gristmill_service.run.machine.status import remedy
 
 HealthState = Literal["failed", "stuck", "training", "collecting", "idle", "finished"]
 """docs/page.md defines them."""

@@ -19,7 +19,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 import gristmill
-from gristmill_service.access.quotas import Usage
+from gristmill_service.access.quotas import QuotaUsage
 from gristmill_service.monitoring.metrics.run_stats import RunStats, gauge
 from gristmill_service.monitoring.metrics.storage_timing import StoreMetrics
 
@@ -44,7 +44,7 @@ class Watched:
     leases: Callable[[], Mapping[str, int]] = dict
     unhealthy_reason: Callable[[], str] = str
     room: Callable[[], Mapping[str, tuple[int, int]]] = dict
-    quotas: Callable[[], Iterable[Usage]] = tuple
+    quotas: Callable[[], Iterable[QuotaUsage]] = tuple
 
 
 class Metrics:

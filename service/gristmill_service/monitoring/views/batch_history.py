@@ -11,7 +11,7 @@ from pydantic import Field
 from gristmill_service.monitoring.documents import Document
 from gristmill_service.pipeline.figures import Figures, GroupCounts
 from gristmill_service.run.machine.batch_records import total
-from gristmill_service.run.machine.decisions.failures import remedy
+from gristmill_service.run.machine.status import remedy
 from gristmill_service.run.run import Run
 
 SHOWN_FAILURES = 100

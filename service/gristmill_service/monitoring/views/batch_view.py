@@ -26,7 +26,7 @@ from gristmill_service.monitoring.views.batch_summary import (
 )
 from gristmill_service.monitoring.views.row_view import SHOWN_TOKENS, RowTokens, key_of, rows_of, tokens_of
 from gristmill_service.monitoring.views.shard_bars import LARGEST, MiniBatchPicture, ShardBars
-from gristmill_service.one_by_one import OneByOne
+from gristmill_service.off_loop import OneByOne
 from gristmill_service.pipeline.plan_document import MiniBatchDocument, PlanDocument, decode_plan
 from gristmill_service.run.machine.answers import BatchState
 from gristmill_service.run.run import Run

@@ -1,4 +1,4 @@
-"""What a run answers: plain values that the front doors translate, and nothing else."""
+"""The answers of a run: plain values, which the APIs translate."""
 
 from __future__ import annotations
 

@@ -51,9 +51,9 @@ def record_of(events: Sequence[EncodedEvent]) -> bytes:
 def decode_events(record: bytes) -> list[Event]:
     """Raises InvalidArgumentError for what this version does not read."""
     try:
-        version, found = _record.decode(record)
+        version, events = _record.decode(record)
         _check(version)
-        return [_decoders[kind].decode(fields) for kind, fields in found]
+        return [_decoders[kind].decode(fields) for kind, fields in events]
     except (msgspec.MsgspecError, UnicodeDecodeError, KeyError) as error:
         raise InvalidArgumentError(f"a record of the run's log cannot be read: {error!r}") from None
 

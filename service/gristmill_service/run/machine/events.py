@@ -111,6 +111,14 @@ class RowSchema:
     token_advantages: bool | None = None
 
 
+ROW_KINDS = {
+    "logprobs": {True: "rollout_logprobs", False: "no rollout_logprobs"},
+    "token_rewards": {True: "one reward per response token", False: "one reward a step"},
+    "token_advantages": {True: "one advantage per response token", False: "one advantage a trajectory"},
+}
+"""What each field of a `RowSchema` says of a row, for errors."""
+
+
 @dataclass(frozen=True, slots=True)
 class Event:
     """Something that was decided."""

@@ -5,9 +5,9 @@ Changed by `state.apply` only. Every change is O(1) a row and cannot fail: what 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import groupby, islice
 from typing import NamedTuple
 
 from gristmill._wire.steps import UNKNOWN
@@ -15,8 +15,11 @@ from gristmill_service.run.machine.events import GroupKey, RowName, RowRef, SetR
 
 
 class Released(NamedTuple):
-    """What an event lets go. refs: tables' rows that nothing needs any more. rows, tokens: of rows that are no part of
-    a group any more, some of which may be kept for others that begin as they do."""
+    """The rows that an event releases.
+
+    refs: rows of tables that nothing needs any more. rows, tokens: how many rows are no part of a group any more, and
+    their tokens; some may be kept as the beginnings of other rows.
+    """
 
     refs: list[RowRef]
     rows: int = 0
@@ -24,7 +27,7 @@ class Released(NamedTuple):
 
     @classmethod
     def of(cls, parts: Sequence[Released]) -> Released:
-        """All of these together."""
+        """Adds up these parts."""
         refs = [ref for part in parts for ref in part.refs]
         return cls(refs, sum(part.rows for part in parts), sum(part.tokens for part in parts))
 
@@ -92,7 +95,7 @@ class Group:
 
     @property
     def sampled(self) -> int:
-        """How many trajectories are sampled, those that are left out too."""
+        """How many trajectories are sampled, with those that may be left out."""
         return self.samples + self.surplus
 
     @property
@@ -106,21 +109,21 @@ class Group:
         return 0 < done <= self.samples and done + len(self.aborted) == self.samples + self.surplus
 
     def left_out(self) -> list[int]:
-        """The samples that are not needed, because enough of the others are complete."""
+        """Returns the samples that are not needed, because enough of the others are complete."""
         if self.done < self.samples or self.is_complete:
             return []
         kept = set(islice(self.finished, self.samples))
         return [sample for sample in range(self.sampled) if sample not in kept and sample not in self.aborted]
 
     def store(self, row: StoredRow) -> Released:
-        """Takes a row in; lets go of the rows of lower attempts that it replaces."""
+        """Stores a row; releases the rows of lower attempts that it replaces."""
         sample = row.trajectory.sample
         trajectory = before = self.trajectories.get(sample)
         if trajectory is None or trajectory.attempt < row.attempt:
             trajectory = self.trajectories[sample] = Trajectory(row.attempt)
         trajectory.store(row)
         self.nbytes += row.nbytes
-        # What it replaces is looked at when it is here: it may begin as a row that is replaced.
+        # Release the old attempt only after storing the new row, which may begin with a row of it.
         released = NOTHING if before is None or before is trajectory else self._forget(sample, before)
         if trajectory.is_complete:
             self.finished.setdefault(sample)
@@ -134,14 +137,14 @@ class Group:
         self.nbytes += len(reward.token_values)
 
     def abort(self, sample: int, reason: str) -> Released:
-        """Gives a trajectory up; lets go of its rows."""
+        """Aborts a trajectory; releases its rows."""
         trajectory = self.trajectories.pop(sample, None)
         released = NOTHING if trajectory is None else self._forget(sample, trajectory)
         self.aborted[sample] = reason
         return released
 
     def close(self, reason: str) -> Released:
-        """Gives up every trajectory that is not complete; lets go of their rows."""
+        """Aborts every trajectory that is not complete; releases their rows."""
         released = []
         for sample in range(self.sampled):
             trajectory = self.trajectories.get(sample)
@@ -150,18 +153,18 @@ class Group:
         return Released.of(released)
 
     def ordered_rows(self) -> Iterator[StoredRow]:
-        """Its rows by sample, then step: their order in a batch, however they came."""
+        """Yields its rows by sample, then step: their order in a batch, however they came."""
         for sample in sorted(self.trajectories):
             yield from self.trajectories[sample].ordered_rows()
 
     def stored_rows(self) -> Iterator[StoredRow]:
-        """Its rows in no particular order, and those that are kept for them."""
+        """Yields its rows in no particular order, and the rows that are kept for them."""
         for trajectory in self.trajectories.values():
             yield from trajectory.rows.values()
         yield from self.kept.values()
 
     def find(self, name: RowName) -> StoredRow:
-        """The row of that name, which is in the group or kept for a row of it."""
+        """Returns the row of that name, which is in the group or kept for a row of it."""
         trajectory = self.trajectories.get(name.sample)
         is_own = trajectory is not None and trajectory.attempt == name.attempt
         return trajectory.rows[name.step] if trajectory is not None and is_own else self.kept[name]
@@ -170,17 +173,17 @@ class Group:
         return [row.ref for row in self.stored_rows()]
 
     def released(self) -> Released:
-        """All of it."""
+        """Releases the whole group."""
         rows = [row for trajectory in self.trajectories.values() for row in trajectory.rows.values()]
         return Released(self.refs(), len(rows), sum(row.tokens for row in rows))
 
     def oldest_version(self) -> int | None:
-        """The oldest policy version that sampled a row of it, None when none is known."""
+        """Returns the oldest policy version that sampled a row of it; None when none is known."""
         versions = (row.version for row in self.ordered_rows() if row.version != UNKNOWN)
         return min(versions, default=None)
 
     def _forget(self, sample: int, trajectory: Trajectory) -> Released:
-        """Lets go of a trajectory that is no part of the group any more; keeps what other rows begin as."""
+        """Releases a trajectory that is no part of the group any more, but for rows with which others begin."""
         self.finished.pop(sample, None)
         left = self.kept | {row.name: row for row in trajectory.rows.values()}
         self.kept = {}
@@ -193,3 +196,9 @@ class Group:
         self.nbytes -= sum(row.nbytes for row in left.values())
         gone = trajectory.rows.values()
         return Released([row.ref for row in left.values()], len(gone), sum(row.tokens for row in gone))
+
+
+def by_group(rows: Iterable[StoredRow]) -> Iterator[tuple[GroupKey, list[StoredRow]]]:
+    """Yields each group's consecutive rows; a group may come again."""
+    for key, same in groupby(rows, lambda row: row.trajectory[:2]):
+        yield GroupKey(*key), list(same)

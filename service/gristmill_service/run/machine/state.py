@@ -1,13 +1,14 @@
 """The fold: a run's state is what its log's events, applied in order, make of an empty state.
 
 `apply` is the one place where state changes. It never fails and never decides; decisions (`ingest`, `admission`,
-`sealing`, `progress`, ...) read the state and return events. It holds no tokens and no clock.
+`sealing`, `progress`, ...) read the state and return events. The state has no tokens and no clock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from gristmill_service.config import Model, RunConfig
 from gristmill_service.pipeline.figures import Figures
@@ -46,8 +47,7 @@ from gristmill_service.run.machine.events import (
     TrajectoryAborted,
     WrittenColumn,
 )
-from gristmill_service.run.machine.groups import NOTHING, Group, Released
-from gristmill_service.run.machine.row_keys import by_group
+from gristmill_service.run.machine.groups import NOTHING, Group, Released, by_group
 
 START = Position(0)
 GIVEN_UP = "given up: "
@@ -63,7 +63,7 @@ class Batch:
 
     awaits: the columns that trainers have to write for each of the policy's shards before it can be trained: what is
         published of it are forward shards while there are any. written: what they wrote; it is kept, like rows, for
-        shards that have to be built anew.
+        shards that have to be built again.
     """
 
     policy_version: int
@@ -136,9 +136,9 @@ class State:
     failed: why batches could not be built. One that is in `batches`, too, is kept: for another number of ranks it may
         be built.
     freed: batches before this number are freed, or failed and not kept.
-    groups_sealed: groups in all sealed batches but those that failed and are not kept.
+    groups_sealed: groups in all sealed batches, without failed ones that are not kept.
     completions, completed_bytes: how often a group became complete, and the bytes of all those together.
-    now: the run's own time when it was last told, in seconds.
+    now: the run's own time of the last event that has one, in seconds.
     generation: how often the log was found shorter than promised, plus 1. rollbacks: for each such time, how far each
         model's ranks are known to have come then.
     records: of all batches that were published, oldest first.
@@ -242,8 +242,14 @@ class State:
         return sum(batch.prompts for batch in self.batches.values())
 
 
+T = TypeVar("T")
+Decision = tuple[Sequence[Event], Callable[[State], T]]
+"""What a decision about a call returns: the events, and a function that makes the call's answer from the state, once
+the events and all that follows from them are applied."""
+
+
 def apply(state: State, event: Event) -> Released:
-    """Changes the state as the event says. Returns what it lets go."""
+    """Changes the state as the event says. Returns the rows that this releases."""
     match event:
         case RowsStored():
             return _store_rows(state, event)
@@ -299,17 +305,17 @@ def apply(state: State, event: Event) -> Released:
 
 
 def _store_rows(state: State, event: RowsStored) -> Released:
-    released: list[Released] = []
+    parts: list[Released] = []
     for key, rows in by_group(event.rows):
         group = state.open[key]
         before = group.nbytes
         for row in rows:
-            if (let_go := group.store(row)) is not NOTHING:
-                released.append(let_go)
+            if (released := group.store(row)) is not NOTHING:
+                parts.append(released)
             _note_completion(state, group)
         state.row_bytes += group.nbytes - before
     state.rows_accepted += len(event.rows)
-    return Released.of(released)
+    return Released.of(parts) if parts else NOTHING
 
 
 def _set_rewards(state: State, event: RewardsSet) -> None:
@@ -353,9 +359,9 @@ def _count_tag(
         counts.dropped += dropped
 
 
-def _close(state: State, group: Group, found: int | str) -> None:
-    """found: the batch that it was sealed into, or why it was dropped."""
-    state.closed[group.key] = found
+def _close(state: State, group: Group, outcome: int | str) -> None:
+    """outcome: the batch that the group was sealed into, or why it was dropped."""
+    state.closed[group.key] = outcome
     if group.tag:
         state.closed_tags[group.key] = group.tag
 

@@ -18,17 +18,15 @@ from gristmill._wire.codecs.row_codec import Prefixes
 from gristmill._wire.steps import Steps, TrajectoryKey
 from gristmill.errors import InvalidArgumentError, NotFoundError, PrefixUnknownError, UnavailableError
 from gristmill_service.run.machine.answers import Outcome
-from gristmill_service.run.machine.decisions.ingest import describe_rows
+from gristmill_service.run.machine.described_rows import RowDigests, RowKeys, describe_rows
 from gristmill_service.run.machine.events import GroupKey, RowName, RowRef, StoredRow
-from gristmill_service.run.machine.row_digests import RowDigests
-from gristmill_service.run.machine.row_keys import RowKeys
 from gristmill_service.run.machine.state import State
 from gristmill_service.run.rows.row_buffer import PickedRow, RowBuffer
 from gristmill_service.run.rows.row_gathering import Load, Tables, columns_of, tokens_of
 
 # Each takes about 1 kB.
 _MOST_SUMS = 16_384
-_NO_COLUMNS = frozenset[str]()
+NO_COLUMNS = frozenset[str]()
 
 
 class TokenSum(NamedTuple):
@@ -40,17 +38,13 @@ class TokenSum(NamedTuple):
     tokens: int
     checksum: int
     state: xxh3_128
-    columns: frozenset[str] = _NO_COLUMNS
+    columns: frozenset[str] = NO_COLUMNS
 
-    def plus(self, tokens: memoryview, columns: frozenset[str] = _NO_COLUMNS) -> TokenSum:
+    def plus(self, tokens: memoryview, columns: frozenset[str] = NO_COLUMNS) -> TokenSum:
         """The sum of these tokens (int32) after the others, of a row with these columns."""
         state = self.state.copy()
         state.update(tokens)
         return TokenSum(self.tokens + len(tokens), zlib.crc32(tokens, self.checksum), state, columns)
-
-    @property
-    def digest(self) -> bytes:
-        return self.state.digest()
 
 
 _NOTHING = TokenSum(0, 0, xxh3_128())
@@ -90,30 +84,17 @@ class StepBefore(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """Rows that may be stored as they were sent.
+    """Rows as the state knows them once they are stored. sums: of each row that does not end its trajectory, for
+    `TokenSums.note`."""
 
-    token_digests: of all tokens of each row. parents: of each row, the step that has the tokens it was sent without.
-    sums: of each row that does not end its trajectory, for `TokenSums.note`.
-    """
-
-    steps: Steps
-    keys: RowKeys
-    digests: RowDigests
-    token_digests: Sequence[bytes]
-    parents: Sequence[RowName | None]
+    rows: list[StoredRow]
     sums: Sequence[TokenSum | None]
-
-    def rows(self, table: int) -> list[StoredRow]:
-        """The rows as the state knows them, if they are stored as this table."""
-        return describe_rows(self.steps, self.keys, table, self.digests, self.token_digests, self.parents)
 
 
 def steps_before(
-    state: State, rows: RowBuffer, sums: TokenSums, keys: RowKeys, prefixes: Prefixes | None
+    state: State, rows: RowBuffer, sums: TokenSums, keys: RowKeys, prefixes: Prefixes
 ) -> dict[int, StepBefore]:
     """Finds the step before each row that was sent without its first tokens, where the run has it."""
-    if prefixes is None:
-        return {}
     # Later steps of a request may share less than all of an earlier one.
     are_alone = len({*keys.trajectories}) == len(keys.trajectories)
     before: dict[int, StepBefore] = {}
@@ -141,6 +122,7 @@ def _step_before(state: State, key: TrajectoryKey, name: RowName) -> StoredRow |
 
 
 def prepare(
+    table: int,
     steps: Steps,
     keys: RowKeys,
     prefixes: Prefixes | None,
@@ -148,46 +130,42 @@ def prepare(
     shared: Collection[str],
     load: Load,
 ) -> Prepared:
-    """Digests the rows of a request as if all were sent whole, and checks what was left out.
+    """Describes the rows of a request as the state will know them, with the digests of whole rows; checks the prefixes
+    that were left out.
 
-    prefixes: what was left out of each row; None where nothing was. before: of `steps_before`. shared: the columns
-    whose values a row may lack for tokens that were left out. load: reads a stored table. Raises PrefixUnknownError
-    naming a row whose step before the run does not have or cannot read, has other tokens, or lacks such values.
+    table: the number under which the rows will be stored. prefixes: what was left out of each row; None where nothing
+    was. before: of `steps_before`. shared: the columns whose values a row may lack for tokens that were left out. load:
+    reads a stored table. Raises PrefixUnknownError naming a row whose step before the run does not have or cannot read,
+    has other tokens, or lacks such values.
     """
     assert (steps.prefix_lengths is None) == (prefixes is None), "what was left out comes with its checksums"
-    sent, columns = steps.tokens.memory(), _columns(steps, shared)
+    sent = steps.tokens.memory()
+    columns = _columns(steps, shared) if steps.extras else [NO_COLUMNS] * len(sent)
     declared = None if prefixes is None else _Declared(steps, keys, prefixes, before, columns, load)
     digests: list[bytes] = []
     sums: list[TokenSum | None] = []
     for row, is_last in enumerate(steps.is_last_steps.tolist()):
         beginning = None if declared is None else declared.beginning(row)
         total = None
-        if is_last:
-            digests.append(_digest(beginning, sent[row]))
+        if is_last and beginning is None:
+            # Most rows that nothing follows need no sum.
+            digests.append(xxh3_128_digest(sent[row]))
         else:
             total = (beginning or _NOTHING).plus(sent[row], columns[row])
-            digests.append(total.digest)
-            if declared is not None:
+            digests.append(total.state.digest())
+            if declared is not None and not is_last:
                 declared.add(row, total)
-        sums.append(total)
-    parents = [None] * len(steps) if declared is None else declared.parents
-    return Prepared(steps, keys, RowDigests(steps, shared), digests, parents, sums)
-
-
-def _digest(beginning: TokenSum | None, tokens: memoryview) -> bytes:
-    """The digest of a row that nothing follows. Most have no beginning, and need no sum."""
-    if beginning is None:
-        return xxh3_128_digest(tokens)
-    state = beginning.state.copy()
-    state.update(tokens)
-    return state.digest()
+        sums.append(None if is_last else total)
+    parents = [None] * len(sent) if declared is None else declared.parents
+    rows = describe_rows(steps, keys, table, RowDigests(steps, shared), digests, parents)
+    return Prepared(rows, sums)
 
 
 def _columns(steps: Steps, shared: Collection[str]) -> list[frozenset[str]]:
     """The shared declared columns that each row has."""
     extras = {name: steps.extras[name].given.tolist() for name in steps.extras.keys() & shared}
     if not extras:
-        return [_NO_COLUMNS] * len(steps)
+        return [NO_COLUMNS] * len(steps)
     return [frozenset(name for name, given in extras.items() if given[row]) for row in range(len(steps))]
 
 
@@ -269,7 +247,7 @@ class _Declared:
         pieces: list[memoryview] = []
         source = self._sources[row]
         while isinstance(source, int):
-            # Those that an earlier row of the request lacks stand further before.
+            # Tokens that an earlier row of the request lacks are further before.
             length = self._lengths[source]
             if count > length:
                 pieces.append(self._sent[source][: count - length])

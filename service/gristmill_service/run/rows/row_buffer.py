@@ -71,13 +71,16 @@ def not_held(picked: Iterable[PickedRow]) -> set[int]:
 
 
 class RowBuffer:
-    """Tables of rows, each until the last of its rows is released. needed: how many rows are needed."""
+    """Tables of rows, each until the last of its rows is released.
+
+    needed: how many rows are needed. empty, sparse: tables for `take_empty` and `take_sparse`.
+    """
 
     def __init__(self) -> None:
         self.needed = 0
         self._tables: dict[int, _Table] = {}
-        self._sparse: set[int] = set()
-        self._empty: list[int] = []
+        self.sparse: set[int] = set()
+        self.empty: list[int] = []
 
     def __len__(self) -> int:
         """The rows of all tables, needed or not."""
@@ -89,8 +92,8 @@ class RowBuffer:
         places = None if is_whole else {row: row for row in rows}
         self.needed += len(rows) - (COLUMNS in rows)
         added = self._tables[number] = _Table(stored, size, places)
-        if added.is_sparse:
-            self._sparse.add(number)
+        if places is not None and added.is_sparse:
+            self.sparse.add(number)
 
     def release(self, refs: Iterable[RowRef]) -> None:
         for ref in refs:
@@ -100,14 +103,14 @@ class RowBuffer:
             self.needed -= ref.row != COLUMNS
             if not table.places:
                 self.drop(ref.table)
-                self._empty.append(ref.table)
+                self.empty.append(ref.table)
             elif table.is_sparse:
-                self._sparse.add(ref.table)
+                self.sparse.add(ref.table)
 
     def drop(self, number: int) -> None:
         """Removes the table."""
         del self._tables[number]
-        self._sparse.discard(number)
+        self.sparse.discard(number)
 
     def unload(self, numbers: Iterable[int]) -> None:
         """Leaves these tables to the log, if they are on the heap."""
@@ -116,7 +119,7 @@ class RowBuffer:
             if table is None or table.stored is None:
                 continue
             table.stored, table.places = None, None if table.places is None else {row: row for row in table.places}
-            self._sparse.discard(number)
+            self.sparse.discard(number)
 
     def pick(self, groups: Iterable[tuple[Group, Iterable[StoredRow]]]) -> list[PickedRow]:
         """Returns what `gather` needs of these rows of groups, in any thread."""
@@ -152,13 +155,13 @@ class RowBuffer:
 
     def take_empty(self) -> list[int]:
         """Returns the tables that became empty since the last call."""
-        empty, self._empty = self._empty, []
+        empty, self.empty = self.empty, []
         return empty
 
     def take_sparse(self) -> list[tuple[int, Stored, dict[int, int]]]:
         """Returns the tables on the heap of which at most half the rows are needed: they take more memory than is
         accounted for."""
-        sparse, self._sparse = self._sparse, set()
+        sparse, self.sparse = self.sparse, set()
         return [
             (number, table.stored, dict(table.live))
             for number in sparse

@@ -42,22 +42,22 @@ _ITEM = 4
 
 # Larger columns are mapped: their pages come as they are written, and go with the last array that views them.
 _LEAST_BYTES = 256 << 10
-# Tables are released in parts of at least so many bytes, and in at most so many parts.
+# Tables are released in parts of at least this size, and in at most this many parts.
 _PART_BYTES, _MOST_PARTS = 16 << 20, 5
 
 
 def gather(
-    picked: Sequence[PickedRow], token_rewards: bool, load: Load, let_go: Callable[[], None] | None = None
+    picked: Sequence[PickedRow], token_rewards: bool, load: Load, on_copied: Callable[[], None] | None = None
 ) -> Steps:
     """Returns the rows as one table, in this order, with the rewards that came later and their groups' tags.
 
-    Token data is copied once. let_go: called after each part of a large batch is copied: from then on nothing here
+    Token data is copied once. on_copied: called after each part of a large batch is copied: from then on nothing here
     refers to the tables of these rows, and `picked` is not read any more. Raises InvalidArgumentError where tables
     are not as the state knows their rows.
     """
     tables, stored = Tables(load), [one.row for one in picked]
     rows = [tables.row(one) for one in picked]
-    numbers, parts = _numbers(stored), [len(rows)] if let_go is None else _parts(rows, stored)
+    numbers, parts = _numbers(stored), [len(rows)] if on_copied is None else _parts(rows, stored)
     # Most rows have the same columns.
     copying, kinds = _Copying(), [*{id(row.columns): row.columns for row in rows}.values()]
     ragged = {"tokens": _tokens(picked, rows, tables, copying)} | _of_responses(rows, kinds, numbers, copying)
@@ -70,8 +70,8 @@ def gather(
     del tables, rows
     for end in parts:
         copying.go_on(end)
-        if let_go is not None and len(parts) > 1:
-            let_go()
+        if on_copied is not None and len(parts) > 1:
+            on_copied()
     return steps_from(uids, given, numbers, ragged, extras)
 
 

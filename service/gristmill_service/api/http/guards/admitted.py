@@ -9,15 +9,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gristmill.errors import ResourceExhaustedError
 from gristmill_service.api.admission import Admission, Slot
-from gristmill_service.api.errors import STATUSES
-from gristmill_service.api.http.answers import CLOSE, TOO_LARGE, error_response
+from gristmill_service.api.errors import CLOSE, STATUSES, TOO_LARGE, error_response
 from gristmill_service.api.http.guards.connections import ABORT
 
 SLOT = "gristmill.slot"
 """The key under which a request's scope has its slot. Probes have none: they are answered whatever else comes."""
 
 THROTTLED = "gristmill.throttled"
-"""The key under which it has the text that tells apart whose wrong calls are counted together."""
+"""The key under which it has the name under which wrong calls are counted."""
 
 HELD = "gristmill.held"
 """The key under which a handler notes how many bytes it holds until its whole answer has left."""
@@ -28,10 +27,10 @@ _CODES = {status: code for code, (_, status) in STATUSES.items()} | {TOO_LARGE: 
 
 
 class Admitted:
-    """ASGI middleware that takes a slot, and delays the refusals of a caller who has been wrong too often."""
+    """ASGI middleware that takes a slot, and delays the errors of a caller that made too many wrong calls."""
 
     def __init__(self, app: ASGIApp, admission: Admission, *, throttles: bool) -> None:
-        """throttles: not where no tokens are asked for, since callers can then hardly be told apart."""
+        """throttles: whether wrong calls are counted; not without tokens, where callers cannot be distinguished."""
         self._app, self._admission, self._throttles = app, admission, throttles
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

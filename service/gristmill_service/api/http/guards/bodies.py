@@ -13,15 +13,15 @@ from gristmill.errors import DeadlineExceededError, GristmillError, InvalidArgum
 from gristmill_service.access import caller
 from gristmill_service.access.caller import ANYONE
 from gristmill_service.api.admission import LEAST_BYTES_PER_S, REQUEST_S, SMALL_BYTES, Slot
-from gristmill_service.api.http.answers import CLOSE, TOO_LARGE, error_body, error_response
+from gristmill_service.api.errors import CLOSE, TOO_LARGE, error_body, error_response
 from gristmill_service.api.http.guards.admitted import SLOT
 from gristmill_service.api.http.json_bodies import check_size, most_bytes
-from gristmill_service.one_by_one import OneByOne
+from gristmill_service.off_loop import OneByOne
 
 _MOST_OF_ANYONE = 64 << 10
 _NO_JSON = frozenset(["application/x-protobuf", "application/octet-stream"])
 BODY = "gristmill.body"
-"""The key under which a request's scope has its body, decompressed, for whoever passes the request on."""
+"""The key under which a request's scope has its body, decompressed, for passing the request on."""
 
 
 class Bodies:
@@ -104,7 +104,7 @@ class Bodies:
         return b"".join(pieces)
 
     def _most(self) -> int:
-        """Callers who are not known sign in, which takes little."""
+        """Returns the limit for the caller: an unknown one only signs in, which takes little."""
         return min(self._limit, _MOST_OF_ANYONE) if caller.current() is ANYONE else self._limit
 
     def _check_size(self, size: int) -> None:
@@ -130,18 +130,18 @@ def _cut(size: int) -> InvalidArgumentError:
 
 
 def _decompressed(body: bytes, most: int) -> bytes:
-    """Returns at most so many bytes."""
+    """Returns at most this many bytes."""
     decompressor = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
     try:
-        found = decompressor.decompress(body, most)
+        data = decompressor.decompress(body, most)
     except zlib.error as error:
         raise InvalidArgumentError(f"content-encoding is gzip, and the body is not: {error}; send gzip") from None
-    if len(found) == most:
-        return found
+    if len(data) == most:
+        return data
     if not decompressor.eof:
         raise InvalidArgumentError(f"the gzip body ends early, after {len(body)} bytes; send all of it")
     if decompressor.unused_data:
         raise InvalidArgumentError(
             f"the gzip body has {len(decompressor.unused_data)} bytes after its end; send one gzip stream"
         )
-    return found
+    return data

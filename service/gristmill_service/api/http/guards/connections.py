@@ -47,7 +47,7 @@ class Connections:
         self._most, self._share = most, max(1, int(most * _MOST_OF_A_MACHINE))
         self._count = 0
         self._counts: dict[str, int] = {}
-        # Those that wait for their peers, the longest first.
+        # Connections that wait for their peers, the longest first.
         self._waiting: OrderedDict[Connection, None] = OrderedDict()
         self._waiting_of: dict[str, OrderedDict[Connection, None]] = {}
 
@@ -237,7 +237,7 @@ class Connection(H11Protocol):
 
 class Listener:
     """Accepts connections, one each time round the loop: however many come, others' calls are answered between them.
-    Those that their peers have closed again meanwhile cost little, and are dropped some at a time.
+    Connections that their peers have closed meanwhile cost little, and are dropped several at a time.
 
     make(address): makes the connection. context: of TLS; None: in clear text.
     """

@@ -1,4 +1,4 @@
-"""Who calls over HTTP, and whether the call is theirs to make."""
+"""Identity and permission of HTTP requests."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from gristmill_service.access.caller import ANYONE, EVERYONE_IS_ADMIN, Caller
 from gristmill_service.access.gate import AUTHORIZATION, Gate
 from gristmill_service.access.roles import OPEN_CALLS
 from gristmill_service.api.admission import Admission
+from gristmill_service.api.errors import error_response
 from gristmill_service.api.http import models
-from gristmill_service.api.http.answers import error_response
 from gristmill_service.api.http.guards.admitted import SLOT, THROTTLED, address_of
 from gristmill_service.api.http.guards.bodies import BODY
 
@@ -26,13 +26,14 @@ _RANK = TypeAdapter(models.Int32)
 COOKIE = "gristmill_token"
 """What a browser that signed in sends in place of the header."""
 
-# Of the other calls run and rank stand in the path or the query.
+# Other calls name run and rank in the path or the query.
 _NAMED_IN_BODY = frozenset(["create_run", "acknowledge"])
 
 
 class Identified:
-    """ASGI middleware that finds out who calls before anything of a body is read. Only what anyone may call is read for
-    a caller who shows no token. Of a request that a replica passed on, the caller's address takes the replica's place.
+    """ASGI middleware that identifies the caller before anything of a body is read. Only what anyone may call is read
+    for a caller who shows no token. Of a request that a replica passed on, the caller's address takes the replica's
+    place.
     """
 
     def __init__(self, app: ASGIApp, gate: Gate, admission: Admission) -> None:
@@ -44,9 +45,9 @@ class Identified:
             return
         try:
             self._begin_passed_on(scope)
-            found = await self._identify(scope)
-            caller.begin(found)
-            self._admit(scope, found)
+            identity = await self._identify(scope)
+            caller.begin(identity)
+            self._admit(scope, identity)
         except GristmillError as error:
             await error_response(error)(scope, receive, send)
             return
@@ -76,19 +77,20 @@ class Identified:
         shown = _shown(headers)
         if not shown and (user := self._gate.user_of_proxy(headers, address_of(scope))):
             return user
-        found = await self._gate.identify(shown)
-        if found is ANYONE:
-            self._gate.check(found, "docs", None, None)
-        return found
+        identity = await self._gate.identify(shown)
+        if identity is ANYONE:
+            self._gate.check(identity, "docs", None, None)
+        return identity
 
-    def _admit(self, scope: Scope, found: Caller) -> None:
-        """Gives the slot to the caller. Raises ResourceExhaustedError where it has too many, or was wrong too often."""
+    def _admit(self, scope: Scope, identity: Caller) -> None:
+        """Gives the slot to the caller. Raises ResourceExhaustedError where it has too many, or made too many wrong
+        calls."""
         address = address_of(scope)
-        is_known = found is not ANYONE and found is not EVERYONE_IS_ADMIN
-        scope[SLOT].move(found.name if is_known else address)
+        is_known = identity is not ANYONE and identity is not EVERYONE_IS_ADMIN
+        scope[SLOT].move(identity.name if is_known else address)
         if is_known:
             # Workers of other machines that show the same token are not throttled with it.
-            scope[THROTTLED] = f"{found.name} {address}"
+            scope[THROTTLED] = f"{identity.name} {address}"
         self._admission.check(scope[THROTTLED])
 
 
@@ -128,10 +130,10 @@ def _fields(body: bytes) -> dict[str, object]:
     """Read as the handlers' models are, so that no body says one thing here and another one there. What is no object is
     refused where it is read whole."""
     try:
-        found = json.loads(body)
+        document = json.loads(body)
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return document if isinstance(document, dict) else {}
 
 
 def _rank(value: object) -> int | None:

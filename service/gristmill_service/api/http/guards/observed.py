@@ -9,7 +9,6 @@ from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gristmill_service import tracing
-from gristmill_service.api import request_ids
 from gristmill_service.monitoring.metrics import Metrics
 
 # As nginx says: the caller was gone before the answer began.
@@ -28,7 +27,7 @@ class Observed:
             await self._app(scope, receive, send)
             return
         headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]]
-        request_id, start, status, span = request_ids.begin(headers), time.monotonic(), _HUNG_UP, None
+        request_id, start, status, span = tracing.begin_request(headers), time.monotonic(), _HUNG_UP, None
         if tracing.is_on() and scope["path"].startswith("/v1/"):
             span = tracing.call_span(f"HTTP {scope['method']}", headers, request_id=request_id)
 
@@ -37,7 +36,7 @@ class Observed:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 # Replaces the header of a process that the request was passed on to.
-                MutableHeaders(scope=message)[request_ids.HEADER] = request_id
+                MutableHeaders(scope=message)[tracing.REQUEST_ID] = request_id
             await send(message)
 
         with nullcontext() if span is None else tracing.within(span):

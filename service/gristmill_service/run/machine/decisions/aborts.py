@@ -1,4 +1,4 @@
-"""What is given up: trajectories and groups that clients abort, and stragglers. Reads the state, returns events.
+"""Trajectories and groups that clients abort, and stragglers. Reads the state, returns events.
 
 A request is judged whole before anything of it happens.
 """
@@ -11,10 +11,11 @@ from itertools import takewhile
 from gristmill._wire.steps import TrajectoryKey, check_length, check_text
 from gristmill.errors import NotFoundError
 from gristmill_service.config import RunConfig
-from gristmill_service.run.machine.decisions.row_rules import check_sample
+from gristmill_service.run.machine.decisions.admission import View, check_sample
+from gristmill_service.run.machine.decisions.sealing import tag_timeout
 from gristmill_service.run.machine.events import Event, GroupClosed, GroupDropped, GroupKey, TrajectoryAborted
 from gristmill_service.run.machine.groups import Group
-from gristmill_service.run.machine.state import State
+from gristmill_service.run.machine.state import Decision, State
 
 _UNNAMED_REASON = "aborted"
 _LONGEST_REASON = 200
@@ -22,8 +23,8 @@ _LONGEST_REASON = 200
 
 def abort_trajectories(
     state: State, config: RunConfig, trajectories: Sequence[TrajectoryKey], reason: str
-) -> tuple[list[TrajectoryAborted], list[GroupDropped]]:
-    """The trajectories given up by this, and the groups of which nothing is left then."""
+) -> Decision[int]:
+    """Aborts trajectories, and drops the groups of which nothing is left. Answers how many were not aborted before."""
     aborted: dict[TrajectoryKey, None] = {}
     touched: dict[GroupKey, Group] = {}
     for trajectory in trajectories:
@@ -37,20 +38,27 @@ def abort_trajectories(
     for trajectory in aborted:
         left[GroupKey(trajectory.round, trajectory.uid)] -= 1
     reason = checked_reason(reason)
-    return (
-        [TrajectoryAborted(trajectory, reason) for trajectory in aborted],
-        [GroupDropped(key, reason) for key, samples in left.items() if not samples],
-    )
+    events = [TrajectoryAborted(trajectory, reason) for trajectory in aborted]
+    dropped = [GroupDropped(key, reason) for key, samples in left.items() if not samples]
+    return [*events, *dropped], lambda _: len(aborted)
 
 
-def abort_groups(state: State, keys: Sequence[GroupKey], reason: str) -> list[GroupDropped]:
+def abort_groups(state: State, keys: Sequence[GroupKey], reason: str) -> Decision[int]:
+    """Drops these groups. Answers how many of them were open."""
     opened = [key for key in dict.fromkeys(keys) if _open_group(state, key) is not None]
     reason = checked_reason(reason)
-    return [GroupDropped(key, reason) for key in opened]
+    return [GroupDropped(key, reason) for key in opened], lambda _: len(opened)
 
 
-def timeouts(state: State, config: RunConfig, now: float) -> list[Event]:
-    """Stragglers: groups admitted longer than `group_timeout_s` ago that are not complete."""
+def close_stragglers(view: View) -> Decision[None]:
+    """Closes or drops the groups whose time is over; where there are none, releases a batch that has waited long enough
+    for `tag_shares`."""
+    events = _timeouts(view.state, view.config, view.now())
+    return events or tag_timeout(view.state, view.config, view.room(), view.now()), lambda _: None
+
+
+def _timeouts(state: State, config: RunConfig, now: float) -> list[Event]:
+    """Returns what becomes of incomplete groups that were admitted longer than `group_timeout_s` ago."""
     if config.group_timeout_s is None:
         return []
     limit = now - config.group_timeout_s
@@ -63,7 +71,7 @@ def timeouts(state: State, config: RunConfig, now: float) -> list[Event]:
 
 
 def checked_reason(reason: str) -> str:
-    """Reasons are counted by name, so that they are names and not reports."""
+    """Returns the reason. Raises InvalidArgumentError for one that is no short name: groups are counted by it."""
     remedy = "give a short name of the problem, because groups are counted by it"
     check_length(reason, _LONGEST_REASON, "reason", remedy)
     check_text(reason, "reason")
@@ -71,7 +79,7 @@ def checked_reason(reason: str) -> str:
 
 
 def _open_group(state: State, key: GroupKey) -> Group | None:
-    """None where it is sealed or dropped, so that giving it up changes nothing."""
+    """Returns the group; None where it is sealed or dropped, so that aborting it changes nothing."""
     group = state.open.get(key)
     if group is None and key not in state.closed:
         raise NotFoundError(

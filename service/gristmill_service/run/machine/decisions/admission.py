@@ -1,187 +1,445 @@
-"""How many prompt groups may be admitted, and why no more: what paces producers."""
+"""Prompt groups that begin: how many may be admitted and why no more, which is what paces producers; their sizes and
+tags.
+
+Also the limits of bytes and of quotas, which rows of groups that have begun meet, too.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from gristmill_service.config import RunConfig
-from gristmill_service.run.machine.answers import Admission
-from gristmill_service.run.machine.decisions.row_rules import NamedTags
-from gristmill_service.run.machine.events import GroupKey, NewGroup
-from gristmill_service.run.machine.state import State
+from gristmill._wire.steps import TrajectoryKey, check_tag, check_uid
+from gristmill.errors import FailedPreconditionError, InvalidArgumentError, ResourceExhaustedError
+from gristmill_service.access.quotas import Limits, Quota
+from gristmill_service.config import MOST_TAGS, RunConfig
+from gristmill_service.pipeline.rows.validate import sizes_of
+from gristmill_service.run.machine.answers import Admission, Admissions
+from gristmill_service.run.machine.events import GroupKey, GroupsAdmitted, GroupTagged, NewGroup, StoredRow
+from gristmill_service.run.machine.groups import Group
+from gristmill_service.run.machine.state import Decision, State, TagGroups
 
 RETRY_AFTER_S = 0.5
 
 UNBOUNDED = 1 << 31
+# While a request is decided and logged, other calls wait.
+_MOST_GROUPS = 1 << 15
 _LEAST_OVERDRAFT = 1 << 20
+_QUOTA_WORDS = {"groups": "prompt groups", "rows": "rows", "row_bytes": "bytes of rows"}
+
+FindQuota = Callable[[], Quota]
+"""Returns what the runs of a caller hold now, and may hold."""
+
+
+class View(Protocol):
+    """The run, for decisions that need more than its state and configuration."""
+
+    @property
+    def state(self) -> State: ...
+
+    @property
+    def config(self) -> RunConfig: ...
+
+    def room(self) -> Room:
+        """Returns the groups that may be admitted now."""
+
+    def bytes_left(self) -> BytesLeft:
+        """Returns the bytes that rows of admitted groups may still take."""
+
+    def quota(self) -> Quota | None:
+        """Returns what the service lets the run hold; None where it sets no limit."""
+
+    def now(self) -> float:
+        """Returns the run's own time, in seconds."""
 
 
 class Room(NamedTuple):
-    """reason: what sets the limit, for a person who is refused. kept: of these groups, those that only groups of a tag
-    may be, so that what comes first does not take the room of what `tag_shares` waits for. waits: whether the run can
-    tell when there is more of it."""
+    """How many more groups may be admitted.
+
+    reason: the limit, for the error of a caller that gets no more. reserved: how many of these groups are reserved for
+    each tag, so that early groups cannot take what `tag_shares` waits for. waits: whether the run notices when there is
+    more capacity.
+    """
 
     groups: int
     reason: str
-    kept: Mapping[str, int] = MappingProxyType({})
+    reserved: Mapping[str, int] = MappingProxyType({})
     waits: bool = True
 
     def within(self, other: Room) -> Room:
-        """Where both are limits. What is kept is this one's."""
-        return self if self.groups <= other.groups else other._replace(kept=self.kept)
+        """Returns the tighter of both limits, with the groups that this one reserves."""
+        return self if self.groups <= other.groups else other._replace(reserved=self.reserved)
 
     def groups_of(self, tag: str) -> int:
-        """Groups of a tag, or of none, that may be admitted now."""
-        return max(0, self.groups - sum(self.kept.values()) + self.kept.get(tag, 0))
+        """Returns how many groups of a tag, or of none, may be admitted now."""
+        if not self.reserved:
+            return max(0, self.groups)
+        return max(0, self.groups - sum(self.reserved.values()) + self.reserved.get(tag, 0))
 
     def less(self, tag: str) -> Room:
-        """What is left after one more of the tag."""
-        if not self.kept:
-            return Room(self.groups - 1, self.reason, self.kept, self.waits)
-        kept = {name: count - (name == tag) for name, count in self.kept.items()}
-        return self._replace(groups=self.groups - 1, kept={name: count for name, count in kept.items() if count})
+        """Returns what is left after one more group of the tag."""
+        left = {name: count - (name == tag) for name, count in self.reserved.items()}
+        return self._replace(groups=self.groups - 1, reserved={name: count for name, count in left.items() if count})
 
     def reason_for(self, tag: str) -> str:
-        if self.groups <= 0 or not self.kept:
+        if self.groups <= 0 or not self.reserved:
             return self.reason
         return (
-            f"the {self.groups} groups that may begin are reserved for the tags {', '.join(map(repr, self.kept))} "
+            f"the {self.groups} groups that may begin are reserved for the tags {', '.join(map(repr, self.reserved))} "
             "(tag_shares)"
         )
 
 
 class BytesLeft(NamedTuple):
-    """Bytes that rows of groups which are admitted may still take. reason: what sets the limit, for a person who is
-    refused."""
+    """The bytes that rows of admitted groups may still take. reason: the limit, for the error."""
 
     nbytes: int
     reason: str
 
 
-def with_overdraft(limit: int) -> int:
-    """What rows may take where admission stops at `limit`. What admitted groups bring is an estimate: a quarter more
-    lets batches that are under way be filled, and beyond that even their rows wait."""
-    return limit + limit // 4 + _LEAST_OVERDRAFT
+# --- Beginning groups
+
+
+def new_groups(round_: int, uids: Sequence[str], n_samples: Sequence[int], tags: Sequence[str]) -> list[NewGroup]:
+    """Returns the groups that a request names. Raises InvalidArgumentError for groups that cannot be named, or are too
+    many."""
+    check_group_count(len(uids))
+    if round_ < 0:
+        raise InvalidArgumentError(f"round is {round_}; give 0 or more")
+    if "" in uids:
+        raise InvalidArgumentError(f"uids[{list(uids).index('')}] is empty; name each prompt")
+    for uid in uids:
+        check_uid(uid)
+    for name, values in (("n_samples", n_samples), ("tags", tags)):
+        if len(values) not in (0, len(uids)):
+            raise InvalidArgumentError(f"{name} has {len(values)} entries for {len(uids)} uids; give one each, or none")
+    sizes, names = n_samples or [0] * len(uids), tags or [""] * len(uids)
+    return [NewGroup(GroupKey(round_, uid), size, tag) for uid, size, tag in zip(uids, sizes, names, strict=True)]
+
+
+def check_group_count(count: int) -> None:
+    """Raises InvalidArgumentError for too many groups in a request."""
+    if count > _MOST_GROUPS:
+        raise InvalidArgumentError(f"the call begins {count} groups, and {_MOST_GROUPS} are the most; send fewer")
+
+
+def begin_groups(view: View, wanted: Sequence[NewGroup], find_quota: FindQuota | None) -> Decision[Admissions]:
+    """Admits as many of these groups as there is room for, in order.
+
+    wanted: with a size of their own, or 0 for the run's, and their tags. find_quota: the caller's, where it has one.
+    """
+    state, config = view.state, view.config
+    check_sizes(state, wanted, config)
+    tags = NamedTags(state)
+    for key, _, tag in wanted:
+        if key not in state.closed:
+            tags.name(key, tag, str(key))
+    room = Room(len(wanted), "") if state.finished else room_of_caller(view, find_quota)
+    admissions: list[Admission] = []
+    admitted: dict[GroupKey, NewGroup] = {}
+    left, refused = room, None
+    for key, samples, _ in wanted:
+        closed = state.closed.get(key)
+        if closed is not None:
+            is_dropped = isinstance(closed, str) or state.is_dropped(closed)
+            admissions.append(Admission.DROPPED if is_dropped else Admission.SEALED)
+        elif key in state.open or key in admitted:
+            admissions.append(Admission.ADMITTED)
+        elif left.groups_of(tag := tags.names.get(key, "")):
+            left = left.less(tag)
+            admitted[key] = NewGroup(key, samples or config.n_samples_per_prompt, tag)
+            admissions.append(Admission.ADMITTED)
+        else:
+            refused = key if refused is None else refused
+            admissions.append(Admission.NO_ROOM)
+    if admitted and state.finished:
+        raise finished()
+    answer = Admissions(admissions)
+    if refused is not None:
+        answer = Admissions(admissions, RETRY_AFTER_S, room.reason_for(tags.names.get(refused, "")), room.waits)
+    begun = [GroupsAdmitted(tuple(admitted.values()), view.now())] if admitted else []
+    return [*begun, *tags.events(admitted.values())], lambda _: answer
+
+
+def check_room(view: View, begun: Sequence[NewGroup], find_quota: FindQuota | None) -> None:
+    """Raises ResourceExhaustedError where there is no room for groups that begin with their rows."""
+    left = room = room_of_caller(view, find_quota)
+    for refused in begun:
+        if not left.groups_of(refused.tag):
+            break
+        left = left.less(refused.tag)
+    else:
+        return
+    most = view.config.max_buffered_batches * view.config.train_batch_size
+    if len(begun) > most:
+        raise InvalidArgumentError(
+            f"{begun[0].key}: the request begins {len(begun)} prompt groups at once, and "
+            f"max_buffered_batches allows {most}; begin fewer in one request"
+        )
+    raise ResourceExhaustedError(
+        f"{begun[0].key}: no room for {len(begun)} more prompt groups, {room.groups_of(refused.tag)} may "
+        f"be admitted: {room.reason_for(refused.tag)}",
+        RETRY_AFTER_S,
+    )
+
+
+def finished() -> FailedPreconditionError:
+    return FailedPreconditionError("the run is finished and takes no more rollouts; create another run")
+
+
+# --- Limits of groups
+
+
+def room_of_caller(view: View, find_quota: FindQuota | None) -> Room:
+    """Returns the groups that a caller with this quota may begin now."""
+    return view.room() if find_quota is None else view.room().within(quota_room(find_quota()))
 
 
 def room(state: State, config: RunConfig, service_bytes: int) -> Room:
-    """Groups that may be admitted now. service_bytes: what the service's other runs leave for rows of this one."""
-    bounds = [_by_batches(state, config), _by_bytes(state, config), _by_service(state, service_bytes)]
-    kept = _kept(state, config)
-    needed = max(config.train_batch_size - len(state.open), sum(kept.values()))
+    """Returns the groups that may be admitted now. service_bytes: what the service's other runs leave for rows of this
+    one."""
+    promised, buffered = row_bytes_promised(state), len(state.open) + state.groups_buffered
+    bounds = {
+        "batches": config.max_buffered_batches * config.train_batch_size - buffered,
+        "bytes": _groups_in(state, config.max_buffered_bytes - promised - state.shard_bytes),
+        "service": _groups_in(state, service_bytes - promised),
+    }
+    reserved = lacking_tags(state, config, lambda counts: counts.open) if config.tag_shares else {}
+    needed = max(config.train_batch_size - len(state.open), sum(reserved.values()))
     if needed > 0 and not state.batches:
         # Nothing is held that could be freed: without these groups the next batch could never be filled.
-        bounds = [Room(max(bound.groups, needed), bound.reason) for bound in bounds]
+        bounds = {name: max(groups, needed) for name, groups in bounds.items()}
     if config.max_staleness is not None:
-        bounds.append(_by_staleness(state, config, config.max_staleness))
-    least = min(bounds, key=lambda bound: bound[:2])
-    return Room(max(0, least.groups), least.reason, kept)
+        # What is accepted plus running stays within (max_staleness + version + 1) batches (AReaL, Fu et al. 2025).
+        batches = config.max_staleness + state.policy_version + 1
+        bounds["staleness"] = batches * config.train_batch_size - len(state.open) - state.groups_sealed
+    name = min(bounds, key=bounds.__getitem__)
+    match name:
+        case "batches":
+            reason = (
+                f"max_buffered_batches: {config.max_buffered_batches} batches of train_batch_size: "
+                f"{config.train_batch_size} are held; the trainer has to commit one, or raise the setting"
+            )
+        case "bytes":
+            reason = (
+                f"{state.row_bytes + state.shard_bytes} bytes are held and {promised - state.row_bytes} reserved of "
+                f"max_buffered_bytes: {config.max_buffered_bytes}; the trainer has to commit a batch, or raise the "
+                "setting"
+            )
+        case "service":
+            reason = (
+                f"{promised} bytes of rows are held or reserved of the {max(0, service_bytes)} that the service's "
+                "other runs leave; batches have to be sealed, or raise the service's max_row_bytes"
+            )
+        case _:
+            reason = (
+                f"max_staleness: {config.max_staleness} at policy version {state.policy_version} allows {batches} "
+                "batches in all; the trainer has to announce a newer version"
+            )
+    return Room(max(0, bounds[name]), reason, reserved)
 
 
-def _kept(state: State, config: RunConfig) -> dict[str, int]:
-    """The groups of each tag that the next batch lacks, open ones counted."""
-    if not config.tag_shares or state.finished or state.tags_lapsed:
+def lacking_tags(state: State, config: RunConfig, count_of: Callable[[TagGroups], int]) -> dict[str, int]:
+    """Returns how many groups of each tag the next batch lacks (`tag_shares`). count_of: returns which groups of a tag
+    count."""
+    if state.finished or state.tags_lapsed:
         return {}
     lacking = {
-        tag: count - (state.tags[tag].open if tag in state.tags else 0)
+        tag: count - (count_of(state.tags[tag]) if tag in state.tags else 0)
         for tag, count in config.tag_groups(config.train_batch_size).items()
     }
     return {tag: count for tag, count in lacking.items() if count > 0}
 
 
-def begin(
-    state: State, wanted: Sequence[NewGroup], config: RunConfig, room: Room, tags: NamedTags
-) -> tuple[list[Admission], dict[GroupKey, NewGroup]]:
-    """What becomes of each group where so many more may be admitted, and which are admitted by this. tags: those that
-    the request names."""
-    found: list[Admission] = []
-    admitted: dict[GroupKey, NewGroup] = {}
-    for key, samples, _ in wanted:
-        tag = tags.of(key)
-        closed = state.closed.get(key)
-        if closed is not None:
-            is_dropped = isinstance(closed, str) or state.is_dropped(closed)
-            found.append(Admission.DROPPED if is_dropped else Admission.SEALED)
-        elif key in state.open or key in admitted:
-            found.append(Admission.ADMITTED)
-        elif room.groups_of(tag):
-            room = room.less(tag)
-            admitted[key] = NewGroup(key, samples or config.n_samples_per_prompt, tag)
-            found.append(Admission.ADMITTED)
-        else:
-            found.append(Admission.NO_ROOM)
-    return found, admitted
+def quota_room(quota: Quota) -> Room:
+    """Returns the groups that a quota leaves: none where it leaves no row."""
+    rooms = []
+    for kind, most, used in zip(Limits._fields, quota.limits, quota.usage, strict=True):
+        if most is not None:
+            groups = most - used if kind == "groups" else UNBOUNDED if most > used else 0
+            rooms.append(Room(max(0, groups), _quota_reason(quota, kind, used, most), waits=quota.is_of_run))
+    return min(rooms, key=lambda room: room.groups, default=Room(UNBOUNDED, ""))
+
+
+def _quota_reason(quota: Quota, kind: str, used: int, most: int) -> str:
+    setting = quota.setting.format(kind)
+    return (
+        f"{quota.whose} {used} {_QUOTA_WORDS[kind]}, where {setting} allows {most}; batches have to be freed or groups "
+        f"aborted, or raise {setting}"
+    )
+
+
+# --- Limits of bytes
 
 
 def row_bytes_promised(state: State) -> int:
-    """Bytes of rows that are held, and that open groups are expected to bring."""
-    return state.row_bytes + _reserved(state)
+    """Returns the bytes of rows that are stored, and that open groups are expected to bring."""
+    return state.row_bytes + int(_mean_bytes(state) * (len(state.open) - len(state.complete)))
+
+
+def with_overdraft(limit: int) -> int:
+    """Returns the bytes that rows may take where admission stops at `limit`: what admitted groups bring is an estimate.
+    A quarter more lets batches that are under way be filled; beyond that even their rows wait."""
+    return limit + limit // 4 + _LEAST_OVERDRAFT
 
 
 def bytes_left(state: State, config: RunConfig, service_bytes: int) -> BytesLeft:
     """service_bytes: what the run's rows may take of the service's."""
-    of_run, held = with_overdraft(config.max_buffered_bytes), state.row_bytes
+    of_run, stored = with_overdraft(config.max_buffered_bytes), state.row_bytes
     if of_run <= service_bytes:
         reason = (
-            f"{held} bytes of rows are held, and max_buffered_bytes: {config.max_buffered_bytes} is passed by a "
+            f"{stored} bytes of rows are held, and max_buffered_bytes: {config.max_buffered_bytes} is passed by a "
             "quarter at most; commit a batch, abort groups that will not be complete, or raise the setting"
         )
     else:
         reason = (
-            f"{held} bytes of rows are held, and the service's other runs leave {service_bytes}; batches have to be "
+            f"{stored} bytes of rows are held, and the service's other runs leave {service_bytes}; batches have to be "
             "freed, abort groups that will not be complete, or raise the service's max_row_bytes"
         )
-    return BytesLeft(max(0, min(of_run, service_bytes) - held), reason)
+    return BytesLeft(max(0, min(of_run, service_bytes) - stored), reason)
 
 
-def _mean(state: State) -> float:
+def check_bytes(view: View, rows: Sequence[StoredRow], find_quota: FindQuota | None) -> None:
+    """Raises ResourceExhaustedError where these rows take more than the run, the service or a quota has left."""
+    nbytes, left = sum(row.nbytes for row in rows), view.bytes_left()
+    if nbytes > left.nbytes:
+        raise ResourceExhaustedError(
+            f"{rows[0]}: the run needs {nbytes} bytes to hold the request's rows, and {left.nbytes} are left: "
+            f"{left.reason}",
+            RETRY_AFTER_S,
+        )
+    for quota in (view.quota(), find_quota and find_quota()):
+        if quota is None:
+            continue
+        for kind, brought in (("rows", len(rows)), ("row_bytes", nbytes)):
+            most, used = getattr(quota.limits, kind), getattr(quota.usage, kind)
+            if most is not None and used + brought > most:
+                raise ResourceExhaustedError(
+                    f"{rows[0]}: the request brings {brought} {_QUOTA_WORDS[kind]}, and "
+                    f"{_quota_reason(quota, kind, used, most)}",
+                    RETRY_AFTER_S,
+                )
+
+
+def _mean_bytes(state: State) -> float:
+    """Returns the mean bytes of a complete group's rows; 0 before the first is complete."""
     return state.completed_bytes / state.completions if state.completions else 0.0
 
 
-def _reserved(state: State) -> int:
-    return int(_mean(state) * (len(state.open) - len(state.complete)))
-
-
-def _by_batches(state: State, config: RunConfig) -> Room:
-    held = len(state.open) + state.groups_buffered
-    return Room(
-        config.max_buffered_batches * config.train_batch_size - held,
-        f"max_buffered_batches: {config.max_buffered_batches} batches of train_batch_size: {config.train_batch_size} "
-        "are held; the trainer has to commit one, or raise the setting",
-    )
-
-
-def _by_bytes(state: State, config: RunConfig) -> Room:
-    held, reserved, limit = state.row_bytes + state.shard_bytes, _reserved(state), config.max_buffered_bytes
-    return Room(
-        _groups_in(state, limit - held - reserved),
-        f"{held} bytes are held and {reserved} reserved of max_buffered_bytes: {limit}; the trainer has to commit a "
-        "batch, or raise the setting",
-    )
-
-
-def _by_service(state: State, service_bytes: int) -> Room:
-    promised = row_bytes_promised(state)
-    return Room(
-        _groups_in(state, service_bytes - promised),
-        f"{promised} bytes of rows are held or reserved of the {max(0, service_bytes)} that the service's other runs "
-        "leave; batches have to be sealed, or raise the service's max_row_bytes",
-    )
-
-
 def _groups_in(state: State, free: int) -> int:
-    """How many groups fit. Before the first is complete their size is unknown: anything fits as long as any is free."""
-    mean = _mean(state)
+    """Returns how many groups fit. Before the first is complete their size is unknown: anything fits as long as any is
+    free."""
+    mean = _mean_bytes(state)
     return int(free // mean) if mean else (UNBOUNDED if free > 0 else 0)
 
 
-def _by_staleness(state: State, config: RunConfig, max_staleness: int) -> Room:
-    """What is accepted plus running stays within (max_staleness + version + 1) batches (AReaL, Fu et al. 2025)."""
-    batches = max_staleness + state.policy_version + 1
-    return Room(
-        batches * config.train_batch_size - len(state.open) - state.groups_sealed,
-        f"max_staleness: {max_staleness} at policy version {state.policy_version} allows {batches} batches in all; the "
-        "trainer has to announce a newer version",
+# --- Sizes
+
+
+def check_sizes(state: State, wanted: Sequence[NewGroup], config: RunConfig) -> None:
+    """Refuses a size that no group may have, and one that differs from the size that the group has already."""
+    sizes: dict[GroupKey, int] = {}
+    for key, samples, _ in wanted:
+        if not 0 <= samples <= config.most_samples:
+            raise InvalidArgumentError(
+                f"{key}: n_samples is {samples}, and {_most(config)} allows 1..{config.most_samples}; give a number of "
+                "these, give 0 for the run's n_samples_per_prompt, or raise max_samples_per_prompt"
+            )
+        if not samples:
+            continue
+        group = state.open.get(key)
+        known = sizes.setdefault(key, samples) if group is None else group.samples
+        if known != samples:
+            raise InvalidArgumentError(
+                f"{key}: n_samples is {samples}, and the group was begun with {known}; give the same, or begin it in "
+                "another round"
+            )
+
+
+def check_sample(trajectory: TrajectoryKey, sample: int, group: Group | None, config: RunConfig) -> None:
+    """Refuses a sample that the group has not. group: None where nothing is known of its size."""
+    samples = config.most_samples + config.surplus if group is None else group.sampled
+    if not 0 <= sample < samples:
+        allows = sizes_of(config) if group is None else _size_of(group, config)
+        raise _no_sample(trajectory, sample, samples, allows)
+
+
+def samples_of(group: Group | None, config: RunConfig) -> int:
+    """How many samples a group has. None: one that begins with a row, and so has the run's own size."""
+    return config.n_samples_per_prompt + config.surplus if group is None else group.sampled
+
+
+def no_sample(row: StoredRow, group: Group | None, config: RunConfig) -> InvalidArgumentError:
+    """The refusal of a row whose sample is beyond `samples_of`."""
+    if group is not None:
+        own = _size_of(group, config)
+    else:
+        own = f"n_samples_per_prompt: {config.n_samples_per_prompt}{_with_surplus(config.surplus)}"
+        if config.most_samples > config.n_samples_per_prompt:
+            own += " (the group was not begun with n_samples of its own)"
+    return _no_sample(row, row.trajectory.sample, samples_of(group, config), own)
+
+
+def _size_of(group: Group, config: RunConfig) -> str:
+    is_own = group.samples != config.n_samples_per_prompt
+    size = "the group's n_samples" if is_own else "n_samples_per_prompt"
+    return f"{size}: {group.samples}{_with_surplus(group.surplus)}"
+
+
+def _with_surplus(surplus: int) -> str:
+    return f" with surplus: {surplus}" if surplus else ""
+
+
+def _no_sample(row: StoredRow | TrajectoryKey, sample: int, samples: int, allows: str) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"{row}: sample is {sample}, and {allows} allows 0..{samples - 1}; number samples from 0, or begin the "
+        "group with more (max_samples_per_prompt)"
     )
+
+
+def _most(config: RunConfig) -> str:
+    name = "n_samples_per_prompt" if config.max_samples_per_prompt is None else "max_samples_per_prompt"
+    return f"{name}: {config.most_samples}"
+
+
+# --- Tags
+
+
+class NamedTags:
+    """The tags that a request names for groups without one. Refuses tags that disagree, or too many of them.
+
+    names: the tag of each group that has one now.
+    """
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self.names: dict[GroupKey, str] = {}
+
+    def name(self, key: GroupKey, tag: str, what: str) -> None:
+        """what: the row or group of the request that names it, for the error."""
+        if not tag:
+            return
+        group = self._state.open.get(key)
+        known = self.names.get(key) or (group.tag if group else "")
+        if known and known != tag:
+            raise InvalidArgumentError(
+                f"{what}: tag is {tag!r}, and the group has {known!r}; give all rows of a group one tag, or none"
+            )
+        if not known:
+            check_tag(tag, what)
+            self.names[key] = tag
+            self._check_count(what)
+
+    def events(self, admitted: Iterable[NewGroup]) -> list[GroupTagged]:
+        """Returns the events that tag open groups. admitted: groups that begin with their tags."""
+        new = {group.key for group in admitted}
+        return [GroupTagged(key, tag) for key, tag in self.names.items() if key in self._state.open and key not in new]
+
+    def _check_count(self, what: str) -> None:
+        names = self._state.tags.keys() | self.names.values()
+        if len(names) > MOST_TAGS:
+            raise InvalidArgumentError(
+                f"{what}: the run would have more than {MOST_TAGS} tags ({', '.join(sorted(names)[:5])}, ...); name "
+                "the environment or task by the tag, and not the prompt"
+            )

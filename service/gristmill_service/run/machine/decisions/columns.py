@@ -1,4 +1,4 @@
-"""What trainers may write for a batch that waits for columns. Reads the state."""
+"""Columns that trainers write for a batch that waits for them. Reads the state, returns events."""
 
 from __future__ import annotations
 
@@ -7,17 +7,41 @@ from collections.abc import Iterable, Mapping
 from gristmill.errors import AlreadyExistsError, FailedPreconditionError, InvalidArgumentError, UnavailableError
 from gristmill_service.run.machine.answers import ColumnPlace
 from gristmill_service.run.machine.decisions import progress
-from gristmill_service.run.machine.state import State
+from gristmill_service.run.machine.events import ColumnsWritten, WrittenColumn
+from gristmill_service.run.machine.state import Decision, State
 
 
-def beside(state: State, number: int, places: Iterable[ColumnPlace]) -> frozenset[ColumnPlace]:
-    """What is written of the shards that these places are of: by which what comes is judged."""
+def write_columns(
+    state: State,
+    number: int,
+    incarnation: int,
+    columns: Mapping[ColumnPlace, WrittenColumn],
+    siblings: frozenset[ColumnPlace],
+) -> Decision[int | None]:
+    """Takes columns that a trainer wrote for one of the policy's shards. Answers how many columns of all shards the
+    batch lacks then; None, and takes nothing, where others were written for the shard since: columns have to be checked
+    together.
+
+    siblings: the written columns of the shard with which these were checked.
+    """
+    digests = {place: column.digest for place, column in columns.items()}
+    new = unwritten(state, number, incarnation, digests)
+    if not new:
+        return [], lambda after: after.lacking(number) if number in after.batches else 0
+    if written_siblings(state, number, new) != siblings:
+        return [], lambda _: None
+    written = ColumnsWritten(number, {place: columns[place] for place in new})
+    return [written], lambda after: after.lacking(number) if number in after.batches else 0
+
+
+def written_siblings(state: State, number: int, places: Iterable[ColumnPlace]) -> frozenset[ColumnPlace]:
+    """Returns the written columns of the shards that these places are of."""
     batch, shards = state.batches.get(number), {place[:2] for place in places}
     return frozenset(place for place in (batch.written if batch else ()) if place[:2] in shards)
 
 
 def unwritten(state: State, number: int, incarnation: int, digests: Mapping[ColumnPlace, bytes]) -> list[ColumnPlace]:
-    """The columns that are not there yet; of the others the same bytes are there. digests: of what comes.
+    """Returns the columns that are not written yet; the others are, with the same bytes. digests: of what was sent.
 
     Raises AlreadyExistsError where other bytes are there, UnavailableError where the shards are being built, and
     FailedPreconditionError where the batch waits for nothing, or was the ranks' before a rollback.
@@ -45,7 +69,7 @@ def unwritten(state: State, number: int, incarnation: int, digests: Mapping[Colu
         if batch.written[place].digest != digests[place]:
             raise AlreadyExistsError(
                 f"batch {number} mini-batch {place.mini_batch} rank {place.rank}: {place.column} was written before "
-                "with other values; a trainer that was started again has to resume before it writes columns anew"
+                "with other values; a trainer that was started again has to resume before it writes columns again"
             )
     if new and not batch.is_published:
         raise UnavailableError(

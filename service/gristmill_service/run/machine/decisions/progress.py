@@ -1,8 +1,8 @@
-"""Ranks on their way through the batches: the order of positions, and what acknowledging and committing do.
+"""The progress of ranks through the batches: the order of positions, acknowledgements and commits.
 
-Reads the state, returns events. A batch that failed, or that has nothing for a model, has no positions: it is stepped
-over. A failed batch whose rows are kept is stepped over, too, where a rank asks for its next position; but where a rank
-*stands*, as the state has it, is before it, until the rank acknowledges it or something behind it.
+Reads the state, returns events. A batch that failed, or that has nothing for a model, has no positions: it is skipped.
+A failed batch whose rows are kept is skipped, too, where a rank asks for its next position; but the rank *stands*
+before it, as the state has it, until it acknowledges the batch or a later position.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from gristmill.errors import (
     StaleIncarnationError,
 )
 from gristmill_service.config import Model
-from gristmill_service.run.machine.answers import BatchState, Position
+from gristmill_service.run.machine.answers import BatchState, Moved, Position
 from gristmill_service.run.machine.events import (
     Acknowledged,
     BatchFreed,
     Event,
+    PolicyVersionAnnounced,
     PositionCommitted,
 )
-from gristmill_service.run.machine.state import ModelState, State
+from gristmill_service.run.machine.state import Decision, ModelState, State
 
 
 def model_state(state: State, model: Model) -> ModelState:
-    found = state.models.get(model)
-    if found is None:
+    if model not in state.models:
         raise InvalidArgumentError(
             f"model is {model} and this run has none; it has {', '.join(state.models)} (critic_mini_batch_size "
             "configures a critic)"
         )
-    return found
+    return state.models[model]
 
 
 def check_rank(state: State, model: Model, rank: int) -> None:
@@ -44,13 +44,14 @@ def check_rank(state: State, model: Model, rank: int) -> None:
 
 
 def check_caller(state: State, model: Model, rank: int, incarnation: int) -> None:
-    """The incarnation comes first: a rank of an older, larger launch is stale, not out of range."""
+    """Refuses an old incarnation, then an unknown rank: a rank of an older, larger launch is stale, not out of
+    range."""
     check_incarnation(state, model, incarnation)
     check_rank(state, model, rank)
 
 
 def check_incarnation(state: State, model: Model, incarnation: int) -> None:
-    """0 is not checked."""
+    """Refuses an incarnation that is not the current one; 0 is not checked."""
     current = model_state(state, model).incarnation
     if incarnation and incarnation < current:
         raise StaleIncarnationError(
@@ -68,10 +69,10 @@ def check_incarnation(state: State, model: Model, incarnation: int) -> None:
 
 
 def batch_state(state: State, number: int) -> BatchState:
-    """Raises BatchFailedError or NotFoundError for a batch that will never be there (again)."""
+    """Returns the batch's state. Raises BatchFailedError or NotFoundError for one that will never be there (again)."""
     if number < 0:
         raise InvalidArgumentError(f"batch is {number}; batches are numbered from 0")
-    _check_made(state, number)
+    _check_built(state, number)
     batch = state.batches.get(number)
     if batch is not None:
         if not batch.is_published or (batch.awaits and state.is_written(number)):
@@ -84,21 +85,22 @@ def batch_state(state: State, number: int) -> BatchState:
 
 
 def shard_state(state: State, model: Model, rank: int, position: Position, *, is_forward: bool) -> BatchState:
-    """The same for a rank that wants its shard of a mini-batch. is_forward: whether the forward shard is wanted, too.
+    """Returns the state of the batch for a rank that wants its shard of a mini-batch. is_forward: whether the forward
+    shard is wanted, too.
 
     Raises InvalidArgumentError for a mini-batch that the batch does not have."""
-    found = batch_state(state, position.batch)
-    if found is BatchState.FORWARD and not is_forward:
-        found = BatchState.PENDING
-    if found is BatchState.PENDING:
+    result = batch_state(state, position.batch)
+    if result is BatchState.FORWARD and not is_forward:
+        result = BatchState.PENDING
+    if result is BatchState.PENDING:
         check_not_ahead(state, model, [rank], position.batch)
-    elif found is not BatchState.END:
+    elif result is not BatchState.END:
         _check_mini_batch(state, model, position)
-    return found
+    return result
 
 
 def _check_mini_batch(state: State, model: Model, position: Position) -> None:
-    """For a position of a published batch."""
+    """Refuses a mini-batch that a published batch does not have."""
     count = (state.batches[position.batch].mini_batches or {}).get(model, 0)
     if not 0 <= position.mini_batch < count or not 0 <= position.epoch < state.epochs:
         raise InvalidArgumentError(
@@ -108,7 +110,7 @@ def _check_mini_batch(state: State, model: Model, position: Position) -> None:
 
 
 def settle(state: State, model: Model, position: Position) -> Position:
-    """The position itself, or the next that exists where its batch has none or it is past the batch's last."""
+    """Returns the position itself, or the next that exists where its batch has none or it is past the batch's last."""
     position = standing(state, model, position)
     while position.batch in state.failed:
         position = standing(state, model, Position(position.batch + 1))
@@ -139,15 +141,33 @@ def next_of(state: State, model: Model, rank: int) -> Position:
     return settle(state, model, model_state(state, model).next[rank])
 
 
-def acknowledge(state: State, model: Model, rank: int, position: Position) -> list[Event]:
-    """Moves the rank past the position, its next; nothing for one it is past already. To acknowledge a failed batch is
-    to go on without it."""
+def acknowledge(
+    state: State, model: Model, rank: int, position: Position, incarnation: int, commits: bool
+) -> Decision[Moved]:
+    """Moves the rank past the position, its next; nothing for one that it is past already. Acknowledging a failed batch
+    skips it. Answers the rank's next position.
+
+    commits: whether to commit up to where every rank is, as a trainer without checkpoints asks for.
+    """
+    check_caller(state, model, rank, incarnation)
+    standing_at = list(state.models[model].next)
+    after = _after(state, model, rank, position)
+    events: list[Event] = []
+    if after is not None:
+        events.append(Acknowledged(model, rank, after))
+        standing_at[rank] = after
+    if commits:
+        events += _committed(state, model, min(standing(state, model, one) for one in standing_at))
+    return events, lambda after_all: Moved(next_of(after_all, model, rank), after_all.generation)
+
+
+def _after(state: State, model: Model, rank: int, position: Position) -> Position | None:
+    """Returns where the rank stands after it acknowledged the position; None where it is past that already."""
     expected = next_of(state, model, rank)
     if position < expected:
-        stands = standing(state, model, model_state(state, model).next[rank])
-        is_step = stands <= position and position.batch in state.failed
-        return [Acknowledged(model, rank, _behind(state, model, position.batch))] if is_step else []
-    _check_made(state, position.batch)
+        is_skipped = standing(state, model, state.models[model].next[rank]) <= position
+        return _first_behind(state, model, position.batch) if is_skipped and position.batch in state.failed else None
+    _check_built(state, position.batch)
     batch = state.batches.get(position.batch)
     if position != expected or batch is None or batch.mini_batches is None or batch.awaits:
         awaits = f", and waits for {', '.join(batch.awaits)}" if batch is not None and batch.awaits else ""
@@ -156,77 +176,75 @@ def acknowledge(state: State, model: Model, rank: int, position: Position) -> li
             + ("" if position != expected else f", which is not published yet{awaits}")
             + "; acknowledge in order"
         )
-    following = standing(state, model, position._replace(mini_batch=position.mini_batch + 1))
-    return [Acknowledged(model, rank, following)]
+    return standing(state, model, position._replace(mini_batch=position.mini_batch + 1))
 
 
-def _behind(state: State, model: Model, batch: int) -> Position:
+def _first_behind(state: State, model: Model, batch: int) -> Position:
     return standing(state, model, Position(batch + 1))
 
 
-def commit(state: State, model: Model, position: Position) -> list[Event]:
-    """Raises the committed position; nothing for one before it."""
+def commit(state: State, model: Model, position: Position, incarnation: int) -> Decision[Moved]:
+    """Raises the committed position; changes nothing for an earlier one. Answers the committed position."""
+    check_incarnation(state, model, incarnation)
     check_exists(state, model, position)
-    if position <= model_state(state, model).committed:
-        return []
-    return [PositionCommitted(model, position)]
+    events = _committed(state, model, position)
+    return events, lambda after: Moved(after.models[model].committed, after.generation)
 
 
-def commit_acknowledged(state: State, model: Model) -> list[Event]:
-    """Commits up to where every rank is: what a trainer without checkpoints asks for."""
-    return commit(state, model, min(standing(state, model, position) for position in state.models[model].next))
+def _committed(state: State, model: Model, position: Position) -> list[Event]:
+    return [PositionCommitted(model, position)] if position > state.models[model].committed else []
+
+
+def announce(state: State, version: int) -> Decision[None]:
+    """Raises the policy version."""
+    if version < state.policy_version:
+        raise FailedPreconditionError(
+            f"policy version {version} is lower than the current {state.policy_version}; versions never go back"
+        )
+    return [PolicyVersionAnnounced(version)] if version > state.policy_version else [], lambda _: None
 
 
 def freed(state: State) -> list[Event]:
-    """Batches that every model has both committed and acknowledged past, and failed ones that every model went past."""
-    return [*_freed_failures(state), *_freed_trained(state)] if state.batches else []
+    """Returns the events that free batches: those that every model has committed and acknowledged past, and failed ones
+    that every model went past."""
+    failures: list[int] = []
+    if kept := state.batches_kept:
+        past = min(went_past(model) for model in state.models.values())
+        failures = [number for number in kept if number < past.batch]
+    return [BatchFreed(number) for number in (*failures, *_trained(state))]
 
 
-def _freed_trained(state: State) -> list[Event]:
-    # Commits come with checkpoints, seldom: without one the ranks, of which there may be hundreds, need no look.
-    for bound in (_committed, _reached):
-        safe = min((settle(state, model, bound(own)).batch for model, own in state.models.items()))
-        found = [
-            BatchFreed(number)
-            for number, batch in state.batches.items()
-            if number < safe and batch.mini_batches and number not in state.failed
-        ]
-        if not found:
-            return []
-    return [*found]
-
-
-def _freed_failures(state: State) -> list[Event]:
-    if not (kept := state.batches_kept):
-        return []
-    past = min(went_past(own) for own in state.models.values())
-    return [BatchFreed(number) for number in kept if number < past.batch]
+def _trained(state: State) -> list[int]:
+    """Returns the batches that every model is done with."""
+    numbers = [number for number, batch in state.batches.items() if batch.mini_batches and number not in state.failed]
+    # Commits come seldom, with checkpoints: without one the ranks, of which there may be hundreds, are not looked at.
+    for is_committed in (True, False):
+        if not numbers:
+            break
+        reached = {
+            name: model.committed if is_committed else min(model.committed, *model.next)
+            for name, model in state.models.items()
+        }
+        safe = min(settle(state, name, position).batch for name, position in reached.items())
+        numbers = [number for number in numbers if number < safe]
+    return numbers
 
 
 def went_past(model: ModelState) -> Position:
-    """Failed batches before this are of no use to the model any more: its trainer went on without them, or says that a
-    checkpoint did."""
+    """Returns the position before which failed batches are of no use to the model: its trainer went on without them,
+    or committed a checkpoint that did."""
     return max(model.committed, min(model.next))
 
 
-def _committed(model: ModelState) -> Position:
-    return model.committed
-
-
-def _reached(model: ModelState) -> Position:
-    return min(model.committed, *model.next)
-
-
 def furthest(state: State, model: Model) -> Position:
-    """How far any rank of the model has ever come, as the run knows it."""
+    """Returns the furthest position that any rank of the model is known to have reached."""
     own = state.models[model]
     return max(own.furthest, own.committed)
 
 
 def check_not_ahead(state: State, model: Model, ranks: Collection[int], number: int) -> None:
-    """For a batch that is not there, which these ranks of the model (none: all) want to train. One that is not sealed
-    and lies behind their next was theirs before a rollback: it would come when they train what is before it, or never.
-    """
+    """Refuses a batch that is not there and that these ranks of the model (none: all) want to train, if they were at it
+    before a rollback: it is not sealed, and lies behind their next."""
     own = model_state(state, model).next
     if state.generation == 1 or number < state.batches_sealed:
         return
@@ -242,7 +260,7 @@ def check_not_ahead(state: State, model: Model, ranks: Collection[int], number: 
 
 
 def _check_not_rolled_back(state: State, number: int) -> None:
-    """A trainer that asks for a batch far ahead of what the run knows as trained was there before a rollback."""
+    """Refuses a batch far ahead of what the run knows as trained: its trainer was there before a rollback."""
     reached = max(model.furthest.batch for model in state.models.values())
     if state.generation > 1 and number > max(state.batches_sealed, reached + 1):
         raise FailedPreconditionError(
@@ -252,16 +270,18 @@ def _check_not_rolled_back(state: State, number: int) -> None:
         )
 
 
-def _check_made(state: State, number: int) -> None:
+def _check_built(state: State, number: int) -> None:
     if number in state.failed:
         raise BatchFailedError(f"batch {number} failed: {state.failed[number]}", number)
 
 
 def check_exists(state: State, model: Model, position: Position) -> None:
-    """Raises for a position that the run cannot have given out."""
+    """Refuses a position that the run cannot have given out."""
     model_state(state, model)
     if min(position) < 0:
-        raise InvalidArgumentError(f"{model}: {text_of(position)} is no position; its parts are not negative")
+        raise InvalidArgumentError(
+            f"{model}: {text_of(position)} is not a valid position: batch, epoch and mini-batch are 0 or more"
+        )
     if position > Position(state.batches_sealed):
         why = "it may be of another run"
         if state.generation > 1:

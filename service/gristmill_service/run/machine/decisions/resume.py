@@ -2,15 +2,17 @@
 events.
 
 A checkpoint fits where everything before its position was acknowledged in this run and generation. One that is ahead
-would silently step over accepted rows; it is refused, or the batches in between are given up for a reason.
+would silently skip accepted rows; it is refused, or the batches in between are given up for a reason.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from gristmill._wire.steps import check_length, check_text
 from gristmill.errors import FailedPreconditionError, InvalidArgumentError, StaleIncarnationError
-from gristmill_service.config import Model
-from gristmill_service.run.machine.answers import Position
+from gristmill_service.config import Model, RunConfig, with_dp_size
+from gristmill_service.run.machine.answers import Position, Resumed
 from gristmill_service.run.machine.decisions.aborts import checked_reason
 from gristmill_service.run.machine.decisions.progress import (
     check_exists,
@@ -28,30 +30,56 @@ from gristmill_service.run.machine.events import (
     ModelResumed,
     Resized,
 )
-from gristmill_service.run.machine.state import START, ModelState, State
+from gristmill_service.run.machine.state import START, Decision, ModelState, State
 
 _LONGEST_LAUNCH = 1000
 # Each generation counts on from a number of its own.
 _INCARNATION_BITS = 20
 
 
+class Checkpoint(NamedTuple):
+    """The checkpoint that a trainer comes back with.
+
+    position: None for the committed one. run_id, generation: of the run that it is of; "" and 0 where they are not
+    known. give_up_reason: why groups are dropped that the position skips; "" refuses such a position.
+    """
+
+    position: Position | None
+    run_id: str = ""
+    generation: int = 0
+    give_up_reason: str = ""
+
+
 def resume(
-    state: State,
-    model: Model,
-    position: Position | None,
-    launch: str,
-    dp_size: int,
-    generation: int = 0,
-    give_up_reason: str = "",
-) -> list[Event]:
-    """Puts all ranks to the position under a new incarnation; nothing where this launch did so already.
+    state: State, config: RunConfig, model: Model, checkpoint: Checkpoint, launch: str, dp_size: int, run_id: str
+) -> Decision[Resumed]:
+    """Puts all ranks to the checkpoint's position under a new incarnation; changes nothing where this launch did so
+    already.
 
     With another `dp_size`, batches that are published are withdrawn, failed ones that lie ahead and whose rows are kept
-    are tried again, and a run's other model has to resume, too.
-    generation: the one that the checkpoint is of, 0 where that is not known. A position ahead of what was acknowledged
-    is refused, unless a reason is given for which the batches in between are given up.
+    are tried again, and a run's other model has to resume, too. A position ahead of what was acknowledged is refused,
+    unless a reason is given for which the batches in between are given up.
+    dp_size: 0 for as many ranks as before. run_id: of this run.
     """
-    current = model_state(state, model)
+    check_text(checkpoint.run_id, "run_id")
+    if checkpoint.run_id not in ("", run_id):
+        raise FailedPreconditionError(
+            f"the checkpoint is of another run of this name, run_id {checkpoint.run_id}, and this one has "
+            f"{run_id}: that run was deleted since; start without the checkpoint's state, or restore that run"
+        )
+    dp_size = dp_size or state.dp_size
+    with_dp_size(config, dp_size)
+    events = _events(state, model, checkpoint, launch, dp_size)
+
+    def answer(after: State) -> Resumed:
+        own = after.models[model]
+        return Resumed(own.incarnation, own.resumed_at, run_id, after.generation)
+
+    return events, answer
+
+
+def _events(state: State, model: Model, checkpoint: Checkpoint, launch: str, dp_size: int) -> list[Event]:
+    position, current = checkpoint.position, model_state(state, model)
     _check_launch(launch)
     if launch == current.launch:
         if position is not None and position != current.resumed_at:
@@ -78,7 +106,7 @@ def resume(
             f"{model}: {text_of(target)} lies before the committed {text_of(current.committed)}, and its data may be "
             "gone; resume from the newer checkpoint, and commit only what a checkpoint holds"
         )
-    skipped = _skipped(state, model, target, generation, give_up_reason)
+    skipped = _skipped(state, model, target, checkpoint)
     resumed = ModelResumed(model, target, _next_incarnation(state, current), launch)
     given_up = {event.batch for event in skipped}
     resized = [] if dp_size == state.dp_size else _resized(state, dp_size, resumed, given_up)
@@ -95,13 +123,13 @@ def _check_launch(launch: str) -> None:
 
 
 def _next_incarnation(state: State, current: ModelState) -> int:
-    """One that was never given out, not even by a generation whose end a rollback took back."""
+    """Returns an incarnation that was never given out, not even by a generation whose end a rollback took back."""
     return max(current.incarnation, (state.generation - 1) << _INCARNATION_BITS) + 1
 
 
 def _dropped(state: State, model: Model, is_resized: bool, given_up: set[int]) -> list[Event]:
-    """What was written under the incarnation before is written anew, so that one trainer's values make a batch: of
-    batches that wait for columns; for another number of ranks of all, for they are cut anew."""
+    """Drops columns that the previous trainer wrote, so that one trainer's values fill a batch: for batches that still
+    wait for columns, and for all where dp_size changed."""
     if model != "policy" and not is_resized:
         return []
     return [
@@ -112,7 +140,7 @@ def _dropped(state: State, model: Model, is_resized: bool, given_up: set[int]) -
 
 
 def _resized(state: State, dp_size: int, resumed: ModelResumed, given_up: set[int]) -> list[Event]:
-    """Ranks of the other model, which there may not be as many of any more, are refused from now on."""
+    """Changes dp_size. Ranks of the other model are refused until it resumes, too: their number may have changed."""
     other_models = {model: own for model, own in state.models.items() if model != resumed.model}
     others = [
         ModelResumed(model, min(own.next), _next_incarnation(state, own), "") for model, own in other_models.items()
@@ -127,23 +155,23 @@ def _resized(state: State, dp_size: int, resumed: ModelResumed, given_up: set[in
     return [Resized(dp_size), *others, *withdrawn]
 
 
-def _skipped(state: State, model: Model, target: Position, generation: int, reason: str) -> list[BatchGivenUp]:
-    """The batches that lie between what was acknowledged and the target. Raises FailedPreconditionError where there is
-    anything in between and no reason is given."""
-    fits = _furthest_fit(state, model, generation)
+def _skipped(state: State, model: Model, target: Position, checkpoint: Checkpoint) -> list[BatchGivenUp]:
+    """Returns the batches that lie between what was acknowledged and the target. Raises FailedPreconditionError where
+    there is anything in between and no reason is given."""
+    fits = _furthest_fit(state, model, checkpoint.generation)
     if settle(state, model, target) <= settle(state, model, fits):
         return []
     # A batch that was begun stays: its rest is skipped for this model alone.
     first = fits.batch + (fits > Position(fits.batch))
     between = [number for number in state.batches if first <= number < target.batch]
-    if not reason:
-        raise FailedPreconditionError(_refusal(state, model, target, fits, between, generation))
-    reason = checked_reason(reason)
+    if not checkpoint.give_up_reason:
+        raise FailedPreconditionError(_refusal(state, model, target, fits, between, checkpoint.generation))
+    reason = checked_reason(checkpoint.give_up_reason)
     return [BatchGivenUp(number, reason) for number in between]
 
 
 def _furthest_fit(state: State, model: Model, generation: int) -> Position:
-    """The furthest position at which a checkpoint of this generation fits; 0: the current one."""
+    """Returns the furthest position at which a checkpoint of this generation fits; 0: the current one."""
     if generation > state.generation:
         return START
     rolled_back = [known.get(model, START) for known in state.rollbacks[generation - 1 :]] if generation else []

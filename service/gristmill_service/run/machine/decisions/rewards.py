@@ -1,4 +1,4 @@
-"""What becomes of rewards that come after their rows: reads the state, returns events, changes nothing.
+"""Rewards that come after their rows: reads the state, returns events, changes nothing.
 
 A request is taken whole or refused whole.
 """
@@ -6,6 +6,7 @@ A request is taken whole or refused whole.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -13,13 +14,21 @@ from gristmill._wire.columns import exact_sum
 from gristmill._wire.steps import FLOAT32_MAX
 from gristmill.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError
 from gristmill_service.run.machine.answers import RewardUpdate
-from gristmill_service.run.machine.decisions.row_rules import check_reward_schema
-from gristmill_service.run.machine.events import Event, GroupKey, RewardsSet, RowRef, SchemaFixed, SetReward, StoredRow
-from gristmill_service.run.machine.state import State
+from gristmill_service.run.machine.events import (
+    ROW_KINDS,
+    GroupKey,
+    RewardsSet,
+    RowRef,
+    RowSchema,
+    SchemaFixed,
+    SetReward,
+    StoredRow,
+)
+from gristmill_service.run.machine.state import Decision, State
 
 
-def take_rewards(state: State, updates: Sequence[RewardUpdate], digests: Sequence[bytes]) -> tuple[int, list[Event]]:
-    """How many rewards change something, and what happened.
+def set_rewards(state: State, updates: Sequence[RewardUpdate], digests: Sequence[bytes]) -> Decision[int]:
+    """Sets the rewards that are new. Answers how many these are.
 
     digests: of each update's values per token, empty where it has none.
     """
@@ -29,7 +38,7 @@ def take_rewards(state: State, updates: Sequence[RewardUpdate], digests: Sequenc
         row = _row_of(state, update)
         if row is None:
             continue
-        schema = check_reward_schema(row, update, schema)
+        schema = _checked_schema(row, update, schema)
         value = _value(row, update)
         if row.reward is not None:
             _check_same(row, row.reward, row.reward_digest, value, digest)
@@ -38,9 +47,21 @@ def take_rewards(state: State, updates: Sequence[RewardUpdate], digests: Sequenc
         else:
             seen[row.ref] = SetReward(row.trajectory, row.step, value, digest, _bytes(update))
     if not seen:
-        return 0, []
+        return [], lambda _: 0
     fixed = [SchemaFixed(schema)] if schema != state.schema else []
-    return len(seen), [*fixed, RewardsSet(tuple(seen.values()))]
+    return [*fixed, RewardsSet(tuple(seen.values()))], lambda _: len(seen)
+
+
+def _checked_schema(row: StoredRow, update: RewardUpdate, schema: RowSchema) -> RowSchema:
+    per_token = update.token_values is not None
+    if per_token and update.value is not None:
+        raise InvalidArgumentError(f"{row}: reward is given twice, as one number and per response token; send one")
+    if schema.token_rewards is not None and schema.token_rewards != per_token:
+        raise InvalidArgumentError(
+            f"{row}: has {ROW_KINDS['token_rewards'][per_token]}, and rows of this run have "
+            f"{ROW_KINDS['token_rewards'][schema.token_rewards]}; give that"
+        )
+    return replace(schema, token_rewards=per_token)
 
 
 def _check_same(row: StoredRow, known: float, known_digest: bytes, value: float, digest: bytes) -> None:
@@ -53,7 +74,8 @@ def _bytes(update: RewardUpdate) -> bytes:
 
 
 def _row_of(state: State, update: RewardUpdate) -> StoredRow | None:
-    """The row that the reward is for; None where its group or trajectory is closed, so that it no longer matters."""
+    """Returns the row that the reward is for; None where its group or trajectory is closed, so that it no longer
+    matters."""
     key = GroupKey(update.trajectory.round, update.trajectory.uid)
     if key in state.closed:
         return None
@@ -70,7 +92,7 @@ def _row_of(state: State, update: RewardUpdate) -> StoredRow | None:
 
 
 def _value(row: StoredRow, update: RewardUpdate) -> float:
-    """The step's reward; the sum, where it is given per token."""
+    """Returns the step's reward; the sum of rewards per token."""
     if update.token_values is None:
         if update.value is None:
             raise InvalidArgumentError(f"{row}: reward has no value; give one")
@@ -82,7 +104,7 @@ def _value(row: StoredRow, update: RewardUpdate) -> float:
         )
     else:
         value = exact_sum(update.token_values)
-        # Values that no tensor holds may cancel out.
+        # Values that float32 cannot hold may cancel out.
         most = float(np.abs(update.token_values).max(initial=0.0))
         value = value if most <= FLOAT32_MAX else most
     if not abs(value) <= FLOAT32_MAX:

@@ -1,9 +1,12 @@
-"""When complete groups leave the run: into a batch, or dropped by a filter. Reads the state, returns events."""
+"""Complete groups leave the run: into a batch, or dropped by a filter. Also what becomes of a batch that was built.
+
+Reads the state, returns events.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice, takewhile
 
 import numpy as np
@@ -12,9 +15,13 @@ from gristmill._wire.steps import TrajectoryKey
 from gristmill.errors import FailedPreconditionError
 from gristmill_service.config import RunConfig
 from gristmill_service.pipeline.credit.advantage import all_equal, trajectory_scores
-from gristmill_service.run.machine.decisions.admission import Room
+from gristmill_service.run.machine.answers import ColumnPlace, Sealed
+from gristmill_service.run.machine.decisions.admission import Room, lacking_tags
 from gristmill_service.run.machine.events import (
+    BatchFailed,
+    BatchPublished,
     BatchSealed,
+    BatchWithdrawn,
     Event,
     GroupClosed,
     GroupDropped,
@@ -22,24 +29,25 @@ from gristmill_service.run.machine.events import (
     PolicyVersionAnnounced,
     RewardsSet,
     RowsStored,
+    RunFinished,
     TagSharesLapsed,
     TagWait,
     TrajectoryAborted,
+    WrittenColumn,
 )
-from gristmill_service.run.machine.groups import Group
-from gristmill_service.run.machine.row_keys import by_group
-from gristmill_service.run.machine.state import State
+from gristmill_service.run.machine.groups import Group, by_group
+from gristmill_service.run.machine.state import Decision, State
 
 
 def due(state: State, config: RunConfig, happened: Sequence[Event] | None) -> list[Event]:
-    """What follows from what just happened; empty when nothing does. Apply it and ask again with it. None asks what
-    follows from anything before.
+    """Returns what follows from events that just happened; empty when nothing does. Apply it and ask again with it.
+    None asks what follows from anything before.
 
     Groups are judged when they complete and when the policy version moves, not at every call: a run holds thousands.
     """
     if config.surplus and (surplus := _surplus(state, happened)):
         return [*surplus]
-    if _has_filters(config):
+    if config.stale == "drop" or config.zero_variance_filter == "replace":
         dropped = [
             GroupDropped(key, reason)
             for key in (list(state.complete) if happened is None else _touched(state, happened))
@@ -60,7 +68,8 @@ def due(state: State, config: RunConfig, happened: Sequence[Event] | None) -> li
 
 
 def tag_timeout(state: State, config: RunConfig, room: Room, now: float) -> list[Event]:
-    """What becomes of a batch that waits for nothing but `tag_shares`: after `tag_timeout_s` it goes on without."""
+    """Returns what becomes of a batch that waits for nothing but `tag_shares`: after `tag_timeout_s` it is sealed
+    without."""
     if config.tag_timeout_s is None or state.tags_lapsed:
         return []
     if not _waits_for_tags(state, config, room):
@@ -71,24 +80,58 @@ def tag_timeout(state: State, config: RunConfig, room: Room, now: float) -> list
 
 
 def missing_tags(state: State, config: RunConfig) -> dict[str, int]:
-    """The complete groups of each tag that the next batch lacks."""
-    if not config.tag_shares or state.finished or state.tags_lapsed:
-        return {}
-    lacking = {
-        tag: count - (state.tags[tag].complete if tag in state.tags else 0)
-        for tag, count in config.tag_groups(config.train_batch_size).items()
-    }
-    return {tag: count for tag, count in lacking.items() if count > 0}
+    """Returns how many complete groups of each tag the next batch lacks."""
+    return lacking_tags(state, config, lambda counts: counts.complete)
 
 
-def seal_now(state: State, config: RunConfig) -> BatchSealed:
-    """A batch of what is complete, also fewer groups than train_batch_size."""
+def seal_batch(state: State, config: RunConfig, number: int | None) -> Decision[Sealed]:
+    """Seals the groups that are complete, also fewer than train_batch_size.
+
+    number: of the batch, so that the call may be repeated; None: the next.
+    """
+    following = state.batches_sealed
+    number = following if number is None else number
+    if 0 <= number < following:
+        return [], lambda after: Sealed(number, after.prompts[number])
+    if number != following:
+        raise FailedPreconditionError(f"batch {number} cannot be sealed, the next is {following}; seal that")
     if not state.complete:
         raise FailedPreconditionError(
             f"no prompt group is complete ({len(state.open)} are open), so there is nothing to seal; submit the "
             "missing steps and rewards, or abort the trajectories that will not end"
         )
-    return _seal(state, config, _preferred(_complete_groups(state, config), state, config))
+    sealed = _seal(state, config, _preferred(_complete_groups(state, config), state, config))
+    return [sealed], lambda after: Sealed(number, after.prompts[number])
+
+
+def finish(state: State, config: RunConfig) -> Decision[int]:
+    """Ends the rollouts. Answers how many batches the run has in all."""
+    incomplete = [] if state.finished else [key for key in state.open if key not in state.complete]
+    events = [] if state.finished else [RunFinished(), *(GroupDropped(key, "finished") for key in incomplete)]
+    return events, lambda after: after.batches_sealed + remaining_batches(after, config.train_batch_size)
+
+
+def record_batch(
+    state: State,
+    event: BatchPublished | BatchFailed,
+    dp_size: int,
+    written: Mapping[ColumnPlace, WrittenColumn] | None,
+) -> Decision[bool]:
+    """Records what became of a batch that was built. Answers whether that is still wanted: not where the batch is gone,
+    or is to be built for another number of ranks or with other columns.
+
+    dp_size: that it was built for. written: the columns that it was built with; None: the rows alone.
+    """
+    batch = state.batches.get(event.batch)
+    is_wanted = batch is not None and written in (None, batch.written) and dp_size == state.dp_size
+    return [event] if is_wanted else [], lambda _: is_wanted
+
+
+def withdraw_batch(state: State, number: int) -> Decision[bool]:
+    """Has a batch built again from its rows, because the store lost its shards. Answers whether it was published."""
+    batch = state.batches.get(number)
+    was_published = batch is not None and batch.is_published
+    return [BatchWithdrawn(number)] if was_published else [], lambda _: was_published
 
 
 def remaining_batches(state: State, train_batch_size: int) -> int:
@@ -97,8 +140,8 @@ def remaining_batches(state: State, train_batch_size: int) -> int:
 
 
 def _seal(state: State, config: RunConfig, keys: list[GroupKey]) -> BatchSealed:
-    found = Counter(state.open[key].tag for key in keys) if config.tag_shares else Counter()
-    short = tuple(tag for tag, count in config.tag_groups(len(keys)).items() if found[tag] < count)
+    tags = Counter(state.open[key].tag for key in keys) if config.tag_shares else Counter()
+    short = tuple(tag for tag, count in config.tag_groups(len(keys)).items() if tags[tag] < count)
     return BatchSealed(state.batches_sealed, tuple(keys), state.policy_version, short)
 
 
@@ -119,17 +162,19 @@ def _shared_groups(state: State, config: RunConfig) -> list[GroupKey] | None:
 
 
 def _waits_for_tags(state: State, config: RunConfig, room: Room) -> bool:
-    """Whether the next batch could be sealed but for `tag_shares`, or room is kept for them that others need."""
+    """Returns whether the next batch could be sealed but for `tag_shares`, or room is reserved for them that other
+    groups need."""
     if not missing_tags(state, config) or len(state.batches) >= config.max_buffered_batches:
         return False
-    if room.kept and room.groups and not room.groups_of(""):
+    if room.reserved and room.groups and not room.groups_of(""):
         return True
     others = islice(_next_groups(state, config), config.train_batch_size)
     return sum(1 for _ in others) == config.train_batch_size
 
 
 def _preferred(candidates: Iterable[GroupKey], state: State, config: RunConfig) -> list[GroupKey]:
-    """As many of these groups as a batch takes, in their order: first those that `tag_shares` asks for."""
+    """Returns as many of these groups as a batch takes, in their order: groups that `tag_shares` asks for come
+    first."""
     if not config.tag_shares:
         return list(islice(candidates, config.train_batch_size))
     keys = list(candidates)
@@ -142,16 +187,16 @@ def _preferred(candidates: Iterable[GroupKey], state: State, config: RunConfig) 
 
 
 class _Shares:
-    """The places of a batch: so many for each tag at least, and the others for whatever comes first."""
+    """The places of a batch: at least a number for each tag, and the others for groups in their order."""
 
     def __init__(self, config: RunConfig, size: int) -> None:
-        self._kept = config.tag_groups(size)
-        self._free = size - sum(self._kept.values())
+        self._reserved = config.tag_groups(size)
+        self._free = size - sum(self._reserved.values())
 
     def take(self, tag: str) -> bool:
         """Takes a place for a group, where there is one."""
-        if self._kept.get(tag):
-            self._kept[tag] -= 1
+        if self._reserved.get(tag):
+            self._reserved[tag] -= 1
         elif self._free > 0:
             self._free -= 1
         else:
@@ -206,11 +251,6 @@ def _named(happened: Sequence[Event]) -> dict[GroupKey, None]:
             case GroupClosed(key, _):
                 keys[key] = None
     return keys
-
-
-def _has_filters(config: RunConfig) -> bool:
-    """Whether any group can be unfit."""
-    return config.stale == "drop" or config.zero_variance_filter == "replace"
 
 
 def _unfit(group: Group, state: State, config: RunConfig) -> str | None:

@@ -1,4 +1,5 @@
-"""The page at `/`, and the calls that it makes: health of runs, and pictures of their batches. They only read."""
+"""The page at `/` and the calls that it makes: signing in, health of runs, pictures of their batches, and details that
+somebody asks to see. All but signing in only read."""
 
 from __future__ import annotations
 
@@ -7,27 +8,43 @@ import time
 from collections.abc import Callable, Iterator
 from importlib.resources import files
 from importlib.resources.abc import Traversable
-from typing import Annotated, cast
+from typing import Annotated, TypeVar, cast
 
 import xxhash
 from fastapi import APIRouter, Depends, Query, Request, Response
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 
+from gristmill.errors import UnauthenticatedError
+from gristmill_service.access.caller import ANYONE
 from gristmill_service.api.http.dependencies import ApiDep, RunDep
+from gristmill_service.api.http.guards.identified import COOKIE
 from gristmill_service.api.http.models import Int64
 from gristmill_service.config import Model
 from gristmill_service.monitoring.health import health
 from gristmill_service.monitoring.health.health import Overview, RunHealth, RunSummary, Timeline
+from gristmill_service.monitoring.views import groups
+from gristmill_service.monitoring.views import run_settings as settings
 from gristmill_service.monitoring.views.batch_history import BatchHistory, batch_history
-from gristmill_service.monitoring.views.batch_view import BatchBreaks, BatchPicture, BatchScores, BatchViewCache
+from gristmill_service.monitoring.views.batch_view import (
+    BatchBreaks,
+    BatchDistributions,
+    BatchPicture,
+    BatchScores,
+    BatchViewCache,
+)
+from gristmill_service.monitoring.views.groups import FoundGroups, GroupSamples, OpenRowTokens
+from gristmill_service.monitoring.views.row_view import RowTokens, ShownTokens
+from gristmill_service.monitoring.views.run_settings import BatchCosts, RunSettings
 from gristmill_service.monitoring.views.token_texts import TokenTexts
 from gristmill_service.run.machine.batch_records import MOST as MOST_POINTS
+from gristmill_service.run.machine.events import GroupKey
 
 router = APIRouter(prefix="/v1", tags=["page"])
 page = APIRouter(include_in_schema=False)
 
 _SHOWN_RUNS = 1_000
+_DAY_S = 24 * 60 * 60
 _KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 # Uids and reasons are anybody's text: were one ever taken for markup, it could load and run nothing.
 _HEADERS = {
@@ -44,6 +61,43 @@ def _views(request: Request) -> BatchViewCache:
 
 
 ViewsDep = Annotated[BatchViewCache, Depends(_views)]
+UidQuery = Annotated[str, Query(min_length=1, description="The group's uid.")]
+RoundQuery = Annotated[int, Query(ge=0, lt=2**31, description="The group's round.")]
+StartQuery = Annotated[int, Query(ge=0, lt=2**31, description="The first token to show.")]
+T = TypeVar("T", bound=ShownTokens)
+
+
+# --- Signing in
+
+
+class SignIn(BaseModel):
+    token: str = Field(description="As in `authorization: Bearer TOKEN`.", max_length=8192, pattern=r"^[!-~]+$")
+
+
+class SignedIn(BaseModel):
+    name: str = Field(description="The caller's name.")
+    roles: list[str] = Field(description="What it may do.")
+
+
+@router.post("/session")
+async def sign_in(request: Request, response: Response, body: SignIn, api: ApiDep) -> SignedIn:
+    """Keeps a token for the page, as a cookie for a day."""
+    identity = await api.gate.identify(f"Bearer {body.token}")
+    if identity is ANYONE:
+        raise UnauthenticatedError("the token is not known here; ask the service's operator for one")
+    # A proxy may have taken off the encryption.
+    schemes = (request.url.scheme, request.headers.get("x-forwarded-proto"))
+    response.set_cookie(COOKIE, body.token, max_age=_DAY_S, httponly=True, samesite="strict", secure="https" in schemes)
+    return SignedIn(name=identity.name, roles=sorted(identity.roles))
+
+
+@router.delete("/session", status_code=204)
+async def sign_out(response: Response) -> None:
+    """Forgets the token."""
+    response.delete_cookie(COOKIE, httponly=True, samesite="strict")
+
+
+# --- Runs and batches
 
 
 @router.get("/overview", response_model=Overview)
@@ -82,7 +136,7 @@ async def run_history(
     run: RunDep,
     points: Annotated[int, Query(ge=1, le=MOST_POINTS, description="The most to give: neighbours are added up.")] = 256,
 ) -> Response:
-    """Figures of all batches that the run ever published, those that are freed, too: scores, rows, padding, staleness,
+    """Figures of all batches that the run ever published, freed ones too: scores, rows, padding, staleness,
     waits, seconds in each stage. The run keeps them with its log. Has an ETag."""
     return _versioned(request, batch_history(run, points))
 
@@ -113,11 +167,83 @@ async def batch_scores(
     run: RunDep,
     views: ViewsDep,
     batch: Int64,
-    start: Annotated[int, Query(ge=0, lt=2**63, description="The first group to tell of.")] = 0,
+    start: Annotated[int, Query(ge=0, lt=2**63, description="The first group to show.")] = 0,
 ) -> Response:
     """Scores and advantages of a batch's groups, 200 at a time; advantages before `loss_reduction` scales them."""
     view = await views.get(run, batch)
     return await _computed(lambda: view.scores(start))
+
+
+# --- Details
+
+
+@router.get("/runs/{run}/settings")
+async def run_settings(run: RunDep) -> RunSettings:
+    """Every setting of the run, with its default."""
+    return settings.run_settings(run)
+
+
+@router.get("/runs/{run}/find")
+async def find_groups(
+    run: RunDep, uid: Annotated[str, Query(min_length=1, max_length=1000, description="Part of it.")]
+) -> FoundGroups:
+    """The groups whose uid contains this text, and what became of them."""
+    return await groups.find_groups(run, uid)
+
+
+@router.get("/runs/{run}/samples")
+async def group_samples(run: RunDep, uid: UidQuery, round: RoundQuery = 0) -> GroupSamples:
+    """The samples of a group that is not sealed: the steps that came, and which samples are complete."""
+    return groups.group_samples(run, GroupKey(round, uid))
+
+
+@router.get("/runs/{run}/samples/{sample}/rows/{step}")
+async def group_row(
+    run: RunDep,
+    api: ApiDep,
+    sample: Int64,
+    step: Int64,
+    uid: UidQuery,
+    round: RoundQuery = 0,
+    start: StartQuery = 0,
+) -> OpenRowTokens:
+    """The tokens of a step of a group that is not sealed, 2,000 at a time, and what they say where the service has a
+    tokenizer."""
+    return _row_with_texts(await groups.row_tokens(run, GroupKey(round, uid), sample, step, start), api.token_texts)
+
+
+@router.get("/runs/{run}/batches/{batch}/distributions")
+async def batch_distributions(run: RunDep, views: ViewsDep, batch: Int64) -> BatchDistributions:
+    """Histograms of the trajectories' scores, response tokens and turns, and why they stopped."""
+    return await asyncio.to_thread((await views.get(run, batch)).distributions)
+
+
+@router.get("/runs/{run}/batches/{batch}/rows/{row}")
+async def batch_row(
+    run: RunDep,
+    views: ViewsDep,
+    api: ApiDep,
+    batch: Int64,
+    row: Int64,
+    start: StartQuery = 0,
+) -> RowTokens:
+    """The tokens of one training row, 2,000 at a time, and what they say where the service has a tokenizer."""
+    view = await views.get(run, batch)
+    return _row_with_texts(await view.tokens(run, row, start), api.token_texts)
+
+
+@router.get("/runs/{run}/batches/{batch}/costs")
+async def batch_costs(run: RunDep, views: ViewsDep, batch: Int64) -> BatchCosts:
+    """What the batch costs as it is configured, and what it would with other settings: planned again for each, from its
+    own rows. Takes seconds for a large batch."""
+    return await settings.batch_costs(run, batch, views.one_by_one)
+
+
+def _row_with_texts(row: T, texts: TokenTexts | None) -> T:
+    return row if texts is None else row.model_copy(update={"texts": texts.of(set(row.tokens))})
+
+
+# --- Answers
 
 
 async def _computed(document: Callable[[], BaseModel]) -> Response:
@@ -125,12 +251,12 @@ async def _computed(document: Callable[[], BaseModel]) -> Response:
     return await asyncio.to_thread(lambda: _json(document()))
 
 
-def _with_texts(told: BatchBreaks, texts: TokenTexts | None) -> BatchBreaks:
+def _with_texts(view: BatchBreaks, texts: TokenTexts | None) -> BatchBreaks:
     if texts is None:
-        return told
-    tokens = {token for pair in told.pairs for token in (pair.was, pair.now)}
-    tokens.update(token for one in told.breaks for part in (one.before, one.was, one.now) for token in part)
-    return told.model_copy(update={"texts": texts.of(tokens)})
+        return view
+    tokens = {token for pair in view.pairs for token in (pair.was, pair.now)}
+    tokens.update(token for one in view.breaks for part in (one.before, one.was, one.now) for token in part)
+    return view.model_copy(update={"texts": texts.of(tokens)})
 
 
 def _json(document: BaseModel) -> Response:

@@ -1,35 +1,110 @@
-"""Digests of rows: tell a repeated row from another one, and whole ones from damaged ones."""
+"""The rows of a request as the state knows them: their names, sizes and digests.
+
+Digests tell a repeated row from another one, and whole rows from damaged ones.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import groupby
+from operator import add
 from struct import Struct
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from xxhash import xxh3_128, xxh3_128_digest
 
 from gristmill._wire.columns import Array, Ragged, bytes_of
-from gristmill._wire.steps import PLAIN_FIELDS, Steps
+from gristmill._wire.named_tuples import made_of
+from gristmill._wire.steps import PLAIN_FIELDS, Steps, TrajectoryKey
+from gristmill_service.run.machine.events import RowName, RowRef, StoredRow
 
+ROW_OVERHEAD_BYTES = 768
+"""The memory of a row in addition to the values of its tokens: its keys, digest, lengths and places."""
 _SMALL = Struct("<qqi??dd16s")
 
 
+class RowKeys(NamedTuple):
+    """trajectories: of each row. names: of each, within its group."""
+
+    trajectories: Sequence[TrajectoryKey]
+    names: Sequence[RowName]
+
+    @classmethod
+    def of(cls, steps: Steps) -> RowKeys:
+        rounds, samples = steps.rounds.tolist(), steps.samples.tolist()
+        uids: list[str] = []
+        for uid, same in groupby(steps.uids):
+            # One string for all of them: the state keeps it as long as the rows.
+            uids += [uid] * len(list(same))
+        return cls(
+            made_of(TrajectoryKey, rounds, uids, samples),
+            made_of(RowName, samples, steps.attempts.tolist(), steps.steps.tolist()),
+        )
+
+
+def describe_rows(
+    steps: Steps,
+    keys: RowKeys,
+    table: int,
+    digests: RowDigests,
+    tokens: Sequence[bytes],
+    parents: Sequence[RowName | None],
+) -> list[StoredRow]:
+    """Returns the rows of a request as the state knows them once they are stored as this table.
+
+    digests: of the table's rows. tokens: for each row the digest of all its tokens. parents: for each row, as
+    `StoredRow` has it.
+    """
+    count, checks = len(steps), [b""] * len(steps)
+    if steps.prefix_lengths is not None:
+        own = digests.of_own()
+        checks = [b"" if parent is None else own[row] for row, parent in enumerate(parents)]
+    pending, rewards = steps.rewards_pending.tolist(), steps.rewards.tolist()
+    responses = steps.response_lengths.tolist()
+    item = sum(column.values.itemsize for column in steps.token_columns)
+    stored = zip(steps.tokens.lengths.tolist(), responses, strict=True)
+    sizes = [ROW_OVERHEAD_BYTES + 4 * tokens + item * response for tokens, response in stored]
+    for extra in steps.extras.values():
+        sizes = [*map(add, sizes, extra.row_bytes.tolist())]
+    return made_of(
+        StoredRow,
+        keys.trajectories,
+        steps.steps.tolist(),
+        steps.attempts.tolist(),
+        steps.is_last_steps.tolist(),
+        made_of(RowRef, [table] * count, range(count)),
+        digests.of(tokens),
+        sizes,
+        responses,
+        steps.policy_versions.tolist(),
+        [None if waits else reward for waits, reward in zip(pending, rewards, strict=True)],
+        digests.rewards,
+        [None] * count if steps.advantages is None else steps.advantages.tolist(),
+        [b""] * count,
+        steps.sequence_lengths.tolist(),
+        parents,
+        checks,
+    )
+
+
 def row_digests(steps: Steps, shared: Collection[str] = ()) -> list[bytes]:
-    """The digest of what the table itself has of each row. shared: as `RowDigests` has it."""
+    """Returns the digest of what the table itself has of each row. shared: as `RowDigests` has it."""
     return RowDigests(steps, shared).of_own()
 
 
 class RowDigests:
-    """The digests of a table's rows: of all of each but its key.
+    """The digests of a table's rows: of each row without its key.
 
-    What stands in place of a pending reward is not sent, and so does not count. shared: columns whose values a row may
+    The placeholder of a pending reward does not count. shared: columns whose values a row may
     lack where the step before has them (`ColumnSpec.is_shared`); a later step's values of prompt tokens do not count.
     rewards: the digest of each row's rewards per token; empty where they are scalar or pending.
     """
 
     def __init__(self, steps: Steps, shared: Collection[str]) -> None:
-        self._steps, self.rewards = steps, _reward_digests(steps)
+        self._steps, self.rewards = steps, [b""] * len(steps.uids)
+        if steps.token_rewards is not None:
+            self.rewards = _reward_digests(steps, steps.token_rewards)
         self._small = _small_fields(steps, self.rewards)
         # What has no fixed length comes behind what has.
         self._reasons = [*map(str.encode, steps.stop_reasons)]
@@ -50,23 +125,23 @@ class RowDigests:
 
     def of_own(self) -> list[bytes]:
         """With the tokens that the table has of each row, and how many it lacks, where it lacks any."""
-        found = [*map(xxh3_128_digest, self._steps.tokens.memory())]
+        tokens = [*map(xxh3_128_digest, self._steps.tokens.memory())]
         if self._steps.prefix_lengths is None:
-            return self.of(found)
+            return self.of(tokens)
         lengths = self._steps.prefix_lengths.tolist()
         lacking = [length.to_bytes(8, "little") if length else b"" for length in lengths]
-        return self.of([*map(bytes.__add__, found, lacking)])
+        return self.of([*map(bytes.__add__, tokens, lacking)])
 
 
 def _digest(parts: Iterable[Any]) -> bytes:
-    found = xxh3_128()
+    digest = xxh3_128()
     for part in parts:
-        found.update(part)
-    return found.digest()
+        digest.update(part)
+    return digest.digest()
 
 
 def _extra_parts(steps: Steps, name: str, is_shared: bool) -> tuple[list[bytes], list[Array]]:
-    """For each row, that it has the column, and the column's values."""
+    """Returns for each row whether it has the column, and the column's values."""
     extra = steps.extras[name]
     values: list[Array] = extra.values.arrays()
     if is_shared:
@@ -91,17 +166,16 @@ def _plain_parts(steps: Steps) -> Iterator[Sequence[Any]]:
 
 
 def _token_versions(steps: Steps, versions: Ragged) -> list[Any]:
-    """Each row's versions per token; none where all are the row's own: a row may come with them beside rows without."""
+    """Returns each row's versions per token; none where all equal the row's: a row with them may come among rows
+    without."""
     own = steps.policy_versions.tolist()
     return [b"" if (array == version).all() else array for array, version in zip(versions.arrays(), own, strict=True)]
 
 
-def _reward_digests(steps: Steps) -> list[bytes]:
-    if steps.token_rewards is None:
-        return [b""] * len(steps)
+def _reward_digests(steps: Steps, rewards: Ragged) -> list[bytes]:
     return [
         b"" if pending else values_digest(values)
-        for values, pending in zip(steps.token_rewards.arrays(), steps.rewards_pending.tolist(), strict=True)
+        for values, pending in zip(rewards.arrays(), steps.rewards_pending.tolist(), strict=True)
     ]
 
 

@@ -9,7 +9,16 @@ from gristmill_service.config import RunConfig
 from gristmill_service.run.machine.answers import GroupAnswer, ModelProgress, RunStatus, TagGroups
 from gristmill_service.run.machine.decisions import progress
 from gristmill_service.run.machine.events import GroupKey
-from gristmill_service.run.machine.state import State
+from gristmill_service.run.machine.state import GIVEN_UP, State
+
+_KEPT = (
+    "its rows are kept until the trainer goes on without it: resume with a dp_size that aligns it, or go on and sample "
+    "its groups again in another round"
+)
+_DROPPED = (
+    "its groups are dropped (batch_failed) and not trained: correct what is wrong and sample them again in another "
+    "round"
+)
 
 
 def status(state: State, run: str, run_id: str, *, config: RunConfig, room: int, duplicates: int) -> RunStatus:
@@ -34,8 +43,8 @@ def status(state: State, run: str, run_id: str, *, config: RunConfig, room: int,
         rows_duplicate=duplicates,
         groups_dropped=dict(state.groups_dropped),
         tags={
-            tag: TagGroups(found.open - found.complete, found.complete, found.sealed, found.dropped)
-            for tag, found in sorted(state.tags.items())
+            tag: TagGroups(counts.open - counts.complete, counts.complete, counts.sealed, counts.dropped)
+            for tag, counts in sorted(state.tags.items())
         },
         models=[
             ModelProgress(
@@ -62,15 +71,15 @@ class AllGroups(NamedTuple):
     waiting: list[GroupAnswer]
 
     def answers(self) -> list[GroupAnswer]:
-        return [self._decided(key, found) for key, found in self.closed.items()] + self.waiting
+        return [self._decided(key, outcome) for key, outcome in self.closed.items()] + self.waiting
 
-    def _decided(self, key: GroupKey, found: int | str) -> GroupAnswer:
+    def _decided(self, key: GroupKey, outcome: int | str) -> GroupAnswer:
         tag = self.tags.get(key, "")
-        if isinstance(found, str):
-            return GroupAnswer(*key, "dropped", reason=found, tag=tag)
-        if found in self.failed:
-            return GroupAnswer(*key, "dropped", found, "batch_failed", tag)
-        return GroupAnswer(*key, "sealed", found, tag=tag)
+        if isinstance(outcome, str):
+            return GroupAnswer(*key, "dropped", reason=outcome, tag=tag)
+        if outcome in self.failed:
+            return GroupAnswer(*key, "dropped", outcome, "batch_failed", tag)
+        return GroupAnswer(*key, "sealed", outcome, tag=tag)
 
 
 def all_groups(state: State) -> AllGroups:
@@ -84,3 +93,11 @@ def all_groups(state: State) -> AllGroups:
             for key, group in state.open.items()
         ],
     )
+
+
+def remedy(reason: str, *, is_kept: bool) -> str:
+    """Returns what to do about a batch that was not built for this reason; empty for one that was given up. is_kept:
+    whether its rows are kept."""
+    if reason.startswith(GIVEN_UP):
+        return ""
+    return _KEPT if is_kept else _DROPPED

@@ -1,1 +1,0 @@
-"""The page's own calls, and how people sign in to it."""

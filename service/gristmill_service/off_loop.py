@@ -1,0 +1,44 @@
+"""Work that leaves the event loop for the pool: how it is awaited."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+async def finished(work: Awaitable[T]) -> T:
+    """Awaits work that must not be left half done when the caller goes away: a cancellation waits for its end."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        if not task.cancelled():
+            await asyncio.wait([task])
+        raise
+
+
+async def each(pieces: Iterator[T]) -> AsyncIterator[T]:
+    """Yields the items of a blocking iterator, each read in a thread."""
+    try:
+        # An iterator that is being read cannot be closed.
+        while (piece := await finished(asyncio.to_thread(next, pieces, None))) is not None:
+            yield piece
+    finally:
+        close: Any = getattr(pieces, "close", None)
+        if close is not None:
+            await asyncio.to_thread(close)
+
+
+class OneByOne:
+    """Calls functions that take long and much memory in the pool, one after another."""
+
+    def __init__(self) -> None:
+        self._lock = asyncio.Lock()
+
+    async def __call__(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        async with self._lock:
+            return await finished(asyncio.to_thread(function, *args, **kwargs))

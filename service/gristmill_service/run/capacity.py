@@ -1,0 +1,79 @@
+"""The capacity that the runs of a service share: bytes of rows, and room in the shard store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from gristmill_service.access.quotas import NO_LIMITS, NO_USAGE, Limits, Usage
+from gristmill_service.run.machine.decisions.admission import with_overdraft
+
+_SHARE = 4
+
+
+class RowBudget:
+    """The bytes of rows that all runs of the service have stored or promised room for, and their bound.
+
+    Runs are admitted one by one, so that two at the same moment may overshoot by what they then admit. Where there are
+    several, each may have more as long as it has less than four times what is free: one that takes all it gets leaves a
+    fifth to the next that comes (dynamic thresholds, Choudhury and Hahne 1998).
+
+    limits_of_each: what any one run may hold, whatever is free.
+    """
+
+    def __init__(self, max_bytes: int, limits_of_each: Limits = NO_LIMITS) -> None:
+        self.max_bytes, self.limits_of_each = max_bytes, limits_of_each
+        self._bytes: dict[str, int] = {}
+        self._usage: dict[str, Usage] = {}
+        self._total = 0
+
+    def hold(self, run: str, nbytes: int, usage: Usage = NO_USAGE) -> None:
+        """Notes that the run now has stored and promised room for n bytes. usage: what it has stored."""
+        self._total += nbytes - self._bytes.get(run, 0)
+        self._bytes[run], self._usage[run] = nbytes, usage
+
+    def forget(self, run: str) -> None:
+        """Notes that the run is closed."""
+        self._total -= self._bytes.pop(run, 0)
+        self._usage.pop(run, None)
+
+    def usage(self) -> dict[str, Usage]:
+        """Returns what each run has stored."""
+        return dict(self._usage)
+
+    @property
+    def held(self) -> int:
+        """Bytes of all runs."""
+        return self._total
+
+    def left_for(self, run: str) -> int:
+        """Returns the bytes that the run may have stored and promised in all."""
+        free = self.max_bytes - self._total
+        left = free + self._bytes.get(run, 0)
+        return left if len(self._bytes.keys() | {run}) == 1 else min(left, _SHARE * free)
+
+    def most_for(self, run: str) -> int:
+        """Returns the bytes that the run's rows may take, whatever was promised to them: other runs keep theirs."""
+        return with_overdraft(self.max_bytes) - self._total + self._bytes.get(run, 0)
+
+
+class ShardRoom:
+    """Notifies runs that found the shard store full when another run frees room. removals: how often shards were
+    removed; read it before trying to publish."""
+
+    def __init__(self) -> None:
+        self.removals = 0
+        self._waiting: list[Callable[[], None]] = []
+
+    def wait(self, removals: int, retry: Callable[[], None]) -> None:
+        """Calls `retry` once, at the next removal; at once where there was one since `removals` was read."""
+        if self.removals != removals:
+            retry()
+        else:
+            self._waiting.append(retry)
+
+    def removed(self) -> None:
+        """Notes that shards were removed from the store."""
+        self.removals += 1
+        waiting, self._waiting = self._waiting, []
+        for retry in waiting:
+            retry()

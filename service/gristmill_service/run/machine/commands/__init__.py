@@ -1,1 +1,0 @@
-"""The commands of rollout workers, trainers and the worker that builds batches."""

@@ -1,1 +1,0 @@
-"""What callers ask of a state, and wait for."""
