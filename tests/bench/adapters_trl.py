@@ -95,9 +95,9 @@ class Measured(GristmillGRPOTrainer):
         with self.clock.on("step"):
             return super().training_step(*args)
 
-    def stepped(self) -> bool:
+    def end_step(self) -> bool:
         with self.clock.on("acknowledgement"):
-            found = super().stepped()
+            found = super().end_step()
         with self.clock.on("theirs"):
             self.theirs._step, self.theirs._buffered_inputs = 0, None
             self.theirs._prepare_inputs([{"prompt": text} for text in TEXTS for _ in range(SAMPLES)])

@@ -11,6 +11,7 @@ import pytest
 
 from gristmill import FailedPreconditionError, InvalidArgumentError, RolloutClient
 from gristmill._wire.addresses import Position
+from gristmill.adapters.prime_rl import Files
 from gristmill.adapters.prime_rl._run_directory import LEDGER, rank_file
 from tests.adapters.prime_rl.conftest import CONFIG, Running, eventually, group, trained
 from tests.adapters.prime_rl.trainer import Trainer
@@ -248,6 +249,23 @@ def test_a_run_that_prime_rl_cannot_train_is_refused(
     rollouts.create_run(CONFIG | changes)
     with pytest.raises(InvalidArgumentError, match=reason):
         bridge().finished()
+
+
+def test_a_step_whose_directory_is_removed_while_it_is_written_is_sent_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, replace = Files(tmp_path, 1), Path.replace
+
+    def removed(path: Path, target: Path) -> Path:
+        shutil.rmtree(path.parent)
+        return replace(path, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "replace", removed)
+        files.send(1, [b"step"])
+    assert files.lacks(1)
+    files.send(1, [b"step"])
+    assert not files.lacks(1)
 
 
 def test_a_file_appears_whole(rollouts: RolloutClient, bridge: Start, trainer: Trainer) -> None:

@@ -84,7 +84,7 @@ def test_what_skyrl_has_no_name_for_is_set_beside() -> None:
         ),
         (
             {"trainer__algorithm__use_kl_in_reward": True, "trainer__algorithm__kl_ctrl__type": "adaptive"},
-            "kl_ctrl.type: 'adaptive' .* use 'fixed'",
+            "kl_ctrl.type: 'adaptive' .* use fixed",
         ),
         (
             {"trainer__algorithm__use_kl_in_reward": True, "trainer__algorithm__kl_estimator_type": "abs"},

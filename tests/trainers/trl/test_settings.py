@@ -82,7 +82,7 @@ def test_columns_that_workers_bring_stand_beside_those_of_the_loss(tmp_path: Pat
     ("more", "gristmill", "message"),
     [
         ({"loss_type": "bnpo"}, OWN, "loss_type: 'bnpo' divides by the tokens of each micro-batch.* use 'dapo'"),
-        ({"scale_rewards": "batch"}, OWN, "scale_rewards: 'batch' is not supported.* use 'group' or 'none'"),
+        ({"scale_rewards": "batch"}, OWN, "scale_rewards: 'batch' is not supported.* use group, none"),
         (
             {"multi_objective_aggregation": "normalize_then_sum"},
             OWN,

@@ -6,7 +6,7 @@ configuration by names, of mappings or attributes, and needs nothing of the trai
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -115,6 +115,16 @@ Row = Same | Derived | Fixed | Default | Refuse | RefuseSetting
 
 def is_on(value: Any, _: Configured) -> bool:
     return bool(value)
+
+
+def off(path: str, why: str, when: Callable[[Configured], bool] = always) -> Refuse:
+    """Refuse a setting that is on."""
+    return Refuse(path, lambda value, c: bool(value) and when(c), why, "set it to False")
+
+
+def one_of(path: str, choices: Collection[str], why: str, when: Callable[[Configured], bool] = always) -> Refuse:
+    """Refuse values other than these."""
+    return Refuse(path, lambda value, c: value not in choices and when(c), why, f"use {', '.join(choices)}")
 
 
 def is_given(_: Any, __: Configured) -> bool:

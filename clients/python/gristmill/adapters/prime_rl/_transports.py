@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -57,7 +58,9 @@ class Files:
 
     def send(self, step: int, ranks: Sequence[bytes]) -> None:
         for path, data in zip(self._paths(step), ranks, strict=True):
-            write_atomically(path, data)
+            # prime-rl's launcher may remove the directory meanwhile: then the step is missing, and is sent again.
+            with suppress(FileNotFoundError):
+                write_atomically(path, data)
 
     def lacks(self, step: int) -> bool:
         # prime-rl's launcher removes the directories of steps that it takes for those of an earlier start.

@@ -17,6 +17,8 @@ from gristmill.adapters._core.settings import (
     SettingsTable,
     is_given,
     is_on,
+    off,
+    one_of,
     written_column,
 )
 
@@ -106,18 +108,8 @@ _ROWS: tuple[Row, ...] = (
         "max_staleness",
         lambda c: c["trainer.fully_async.max_staleness_steps"] if c["trainer.fully_async.enabled"] else None,
     ),
-    Refuse(
-        f"{_ALGORITHM}.advantage_estimator",
-        lambda value, _: value not in _ESTIMATORS,
-        "is not an estimator of the service",
-        f"use {', '.join(_ESTIMATORS)}",
-    ),
-    Refuse(
-        f"{_ALGORITHM}.loss_reduction",
-        lambda value, _: value not in _REDUCTIONS,
-        "depends on how a mini-batch is cut into micro-batches",
-        f"use {', '.join(_REDUCTIONS)}",
-    ),
+    one_of(f"{_ALGORITHM}.advantage_estimator", _ESTIMATORS, "is not an estimator of the service"),
+    one_of(f"{_ALGORITHM}.loss_reduction", _REDUCTIONS, "depends on how a mini-batch is cut into micro-batches"),
     Refuse(
         f"{_ALGORITHM}.advantage_batch_normalize",
         is_on,
@@ -136,18 +128,10 @@ _ROWS: tuple[Row, ...] = (
         "chooses groups, which the service does",
         "leave it None and set trainer.algorithm.zero_variance_filter=true, which masks them",
     ),
-    Refuse(
-        f"{_ALGORITHM}.kl_ctrl.type",
-        lambda value, c: _has_kl(c) and value != "fixed",
-        "changes the coefficient during training, and a run has one",
-        "use 'fixed'",
+    one_of(
+        f"{_ALGORITHM}.kl_ctrl.type", ("fixed",), "changes the coefficient during training, and a run has one", _has_kl
     ),
-    Refuse(
-        f"{_ALGORITHM}.kl_estimator_type",
-        lambda value, c: _has_kl(c) and value not in _KL_ESTIMATORS,
-        "is not supported in rewards",
-        f"use {', '.join(_KL_ESTIMATORS)}",
-    ),
+    one_of(f"{_ALGORITHM}.kl_estimator_type", _KL_ESTIMATORS, "is not supported in rewards", _has_kl),
     Refuse(
         "trainer.critic.model.path",
         lambda value, c: value and _estimator(c) != "gae",
@@ -168,12 +152,10 @@ _ROWS: tuple[Row, ...] = (
     ),
     Refuse("trainer.fully_async.simulate_training", is_on, "trains nothing", "use SkyRL's own trainer"),
     *(
-        Refuse(
+        off(
             f"trainer.{model}.megatron_config.async_dist_ckpt_save",
-            is_on,
             "writes checkpoints in the background, and batches are freed when a checkpoint is written: a crash "
             "would lose them",
-            "set it to False",
         )
         for model in ("policy", "critic")
     ),

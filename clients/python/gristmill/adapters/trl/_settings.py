@@ -16,6 +16,8 @@ from gristmill.adapters._core.settings import (
     Row,
     Same,
     SettingsTable,
+    off,
+    one_of,
 )
 
 # The divisors of TRL's losses: all tokens of a mini-batch, and its rows.
@@ -135,18 +137,8 @@ _ROWS: tuple[Row, ...] = (
         "divides by the tokens of each micro-batch, so that the loss depends on how the mini-batch is cut",
         "use 'dapo', which divides by the tokens of the whole mini-batch",
     ),
-    Refuse(
-        "scale_rewards",
-        lambda value, _: value not in ("group", "none"),
-        "is not supported: advantages are computed for each group",
-        "use 'group' or 'none'",
-    ),
-    Refuse(
-        "multi_objective_aggregation",
-        lambda value, _: value != "sum_then_normalize",
-        "is not supported: a row has one reward",
-        "use 'sum_then_normalize'",
-    ),
+    one_of("scale_rewards", ("group", "none"), "is not supported: advantages are computed for each group"),
+    one_of("multi_objective_aggregation", ("sum_then_normalize",), "is not supported: a row has one reward"),
     Refuse(
         "gradient_accumulation_steps",
         lambda _, c: bool(_rows_per_step(c) % c["num_generations"]),
@@ -162,12 +154,7 @@ _ROWS: tuple[Row, ...] = (
         "ends a generation within an optimizer step",
         lambda c: f"use a multiple of gradient_accumulation_steps: {c['gradient_accumulation_steps']}, TRL's default",
     ),
-    Refuse(
-        "use_vllm",
-        lambda value, c: value and _by_workers(c),
-        "starts an engine for TRL's own generation, and the rollouts come from workers",
-        "set it to False",
-    ),
+    off("use_vllm", "starts an engine for TRL's own generation, and the rollouts come from workers", _by_workers),
     Refuse(
         "max_steps",
         lambda value, c: value < 1 and _by_workers(c),

@@ -17,6 +17,8 @@ from gristmill.adapters._core.settings import (
     SettingsTable,
     is_given,
     is_on,
+    off,
+    one_of,
     written_column,
 )
 
@@ -158,24 +160,9 @@ _ROWS: tuple[Row, ...] = (
         "is not supported: verl reduces losses itself",
         f"leave it out, and set {_ACTOR}.loss_agg_mode",
     ),
-    Refuse(
-        "algorithm.adv_estimator",
-        lambda value, _: value not in _ESTIMATORS,
-        "is not an estimator of the service",
-        f"use {', '.join(_ESTIMATORS)}",
-    ),
-    Refuse(
-        "algorithm.kl_penalty",
-        lambda value, c: _has_kl(c) and value not in _KL_ESTIMATORS,
-        "is not supported in rewards",
-        f"use {', '.join(_KL_ESTIMATORS)}",
-    ),
-    Refuse(
-        "algorithm.kl_ctrl.type",
-        lambda value, c: _has_kl(c) and value != "fixed",
-        "changes the coefficient during training, and a run has one",
-        "use fixed",
-    ),
+    one_of("algorithm.adv_estimator", _ESTIMATORS, "is not an estimator of the service"),
+    one_of("algorithm.kl_penalty", _KL_ESTIMATORS, "is not supported in rewards", _has_kl),
+    one_of("algorithm.kl_ctrl.type", ("fixed",), "changes the coefficient during training, and a run has one", _has_kl),
     Refuse(
         "algorithm.filter_groups.enable",
         is_on,
@@ -188,32 +175,20 @@ _ROWS: tuple[Row, ...] = (
         "weighs and rejects tokens before advantages are computed",
         "leave rollout_is and rollout_rs null, or set bypass_mode=True, which corrects in the loss",
     ),
-    Refuse("algorithm.use_pf_ppo", is_on, "samples rows, and a run trains each row once an epoch", "set it to False"),
-    Refuse(
-        f"{_ACTOR}.strategy",
-        lambda value, _: value not in _STRATEGIES,
-        "is a strategy whose context parallelism the adapter does not know",
-        f"use {', '.join(_STRATEGIES)}",
-    ),
-    Refuse(f"{_ACTOR}.shuffle", is_on, "moves rows, and the service cuts mini-batches", "set it to False"),
+    off("algorithm.use_pf_ppo", "samples rows, and a run trains each row once an epoch"),
+    one_of(f"{_ACTOR}.strategy", _STRATEGIES, "is a strategy whose context parallelism the adapter does not know"),
+    off(f"{_ACTOR}.shuffle", "moves rows, and the service cuts mini-batches"),
     Refuse(
         f"{_ACTOR}.loss_agg_mode",
         lambda value, c: value == "seq-mean-token-sum-norm" and c.get(f"{_ACTOR}.loss_scale_factor") is None,
         "divides by the width of each micro-batch",
         f"set {_ACTOR}.loss_scale_factor",
     ),
-    Refuse(
+    off(
         f"{_ACTOR}.checkpoint.async_save",
-        is_on,
         "writes checkpoints in the background, and batches are freed when a checkpoint is written",
-        "set it to False",
     ),
-    Refuse(
-        f"{_ACTOR}.use_prefix_grouper",
-        is_on,
-        "needs a group's rows on one rank, and the service may place them on several",
-        "set it to False",
-    ),
+    off(f"{_ACTOR}.use_prefix_grouper", "needs a group's rows on one rank, and the service may place them on several"),
     Refuse(
         "critic.enable",
         lambda value, c: value and c["algorithm.adv_estimator"] != "gae",
@@ -226,12 +201,7 @@ _ROWS: tuple[Row, ...] = (
         "differs from the actor's, and both train a batch equally often",
         lambda c: f"set it to {c[f'{_ACTOR}.ppo_epochs']}",
     ),
-    Refuse(
-        "critic.shuffle",
-        lambda value, c: value and needs_critic(c.config),
-        "moves rows, and the service cuts mini-batches",
-        "set it to False",
-    ),
+    off("critic.shuffle", "moves rows, and the service cuts mini-batches", lambda c: needs_critic(c.config)),
     _is_smaller_than_the_actors("ppo_max_token_len_per_gpu"),
     _is_smaller_than_the_actors("ppo_micro_batch_size_per_gpu"),
     Refuse(
@@ -254,8 +224,8 @@ _ROWS: tuple[Row, ...] = (
         "would stay empty: rollouts come from workers",
         "leave it null; gristmill export writes rollouts",
     ),
-    Refuse("reward.reward_model.enable", is_on, "would score rollouts that come with their rewards", "set it to False"),
-    Refuse("distillation.enabled", is_on, "needs rollouts of verl's own", "set it to False"),
+    off("reward.reward_model.enable", "would score rollouts that come with their rewards"),
+    off("distillation.enabled", "needs rollouts of verl's own"),
 )
 
 _TABLE = SettingsTable("verl", _ROWS, rollouts=("workers",), columns=_written_columns)
