@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gristmill_service.pipeline.scheduling.packing import first_fit, split_until
+from gristmill_service.pipeline.scheduling.packing import WholeRows, first_fit
 from tests.plans import naive_first_fit, naive_split
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=60)
@@ -19,6 +19,10 @@ CAPS = st.integers(1, 60)
 def packed(lengths: list[int], cap: int) -> list[list[int]]:
     numbers = first_fit(lengths, cap).tolist()
     return [[row for row, at in enumerate(numbers) if at == number] for number in range(max(numbers, default=-1) + 1)]
+
+
+def split_until(micro_batches: list[list[int]], target: int, lengths: list[int]) -> list[list[int]]:
+    return WholeRows(np.array(lengths), None).split_until(micro_batches, target)
 
 
 @given(LENGTHS, CAPS)

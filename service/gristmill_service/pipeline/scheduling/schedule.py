@@ -20,7 +20,7 @@ from gristmill._wire.columns import Int64s
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.config import Model, RunConfig
 from gristmill_service.pipeline.rows.sharing import Sharing
-from gristmill_service.pipeline.scheduling.packing import RowPacking, SharingRows, WholeRows
+from gristmill_service.pipeline.scheduling.packing import SharingRows, WholeRows
 from gristmill_service.pipeline.scheduling.plan import PADDING, MiniBatchPlan, RankPlan
 
 Count = TypeVar("Count", int, Int64s)
@@ -101,7 +101,7 @@ def _divide_rows(group_bounds: Int64s, model: Model, config: RunConfig) -> Itera
 # --- Alignment and ranks (section 6)
 
 
-def _plan_by_size(part: _Part, batch: RowPacking, config: RunConfig) -> MiniBatchPlan:
+def _plan_by_size(part: _Part, batch: WholeRows, config: RunConfig) -> MiniBatchPlan:
     """Gives every rank as many rows, contiguous unless balanced, in micro-batches of `micro_batch.size`."""
     per_micro_batch = config.micro_batch.size
     assert per_micro_batch is not None
@@ -133,7 +133,7 @@ def _filled(rank: RankPlan, per_micro_batch: int) -> RankPlan:
 
 
 def _balanced_rows(
-    own: Int64s, batch: RowPacking, per_micro_batch: int, bounds: Int64s, dp_size: int
+    own: Int64s, batch: WholeRows, per_micro_batch: int, bounds: Int64s, dp_size: int
 ) -> tuple[RankPlan, ...]:
     """Returns the rows placed by load, padding dealt evenly. own: the mini-batch's rows; bounds: of every rank."""
     rank, step = batch.balanced_by_rows(own, per_micro_batch, dp_size)
@@ -143,7 +143,7 @@ def _balanced_rows(
     return tuple(RankPlan(shard, bounds) for shard in rows)
 
 
-def _plan_by_tokens(part: _Part, batch: RowPacking, cap: int, config: RunConfig) -> MiniBatchPlan:
+def _plan_by_tokens(part: _Part, batch: WholeRows, cap: int, config: RunConfig) -> MiniBatchPlan:
     """Packs first-fit under the cap, splits until aligned, and deals micro-batches to ranks in turn or by load."""
     own = batch.between(part.start, part.end)
     numbers = batch.first_fit(own, cap)
@@ -161,7 +161,7 @@ def _plan_by_tokens(part: _Part, batch: RowPacking, cap: int, config: RunConfig)
     return _plan(part, kept, tuple(_rank(micro_batches[rank :: config.dp_size]) for rank in range(config.dp_size)))
 
 
-def _plan_by_count(part: _Part, batch: RowPacking, count: int, no_cap: int, config: RunConfig) -> MiniBatchPlan:
+def _plan_by_count(part: _Part, batch: WholeRows, count: int, no_cap: int, config: RunConfig) -> MiniBatchPlan:
     """Gives every rank `count` micro-batches: rows go to the ranks in contiguous chunks, which are cut likewise.
     no_cap: more tokens than a micro-batch can have."""
     dp_size, own = config.dp_size, batch.between(part.start, part.end)
@@ -169,7 +169,7 @@ def _plan_by_count(part: _Part, batch: RowPacking, count: int, no_cap: int, conf
     micro_batches = [rows.tolist() or [PADDING] for rows in dealt]
     ranks = tuple(_rank(micro_batches[rank * count : (rank + 1) * count]) for rank in range(dp_size))
     if config.balance != "none":
-        ranks = batch.more_even(batch.balanced(batch.apart(micro_batches), no_cap, dp_size), ranks)
+        ranks = batch.more_even(batch.balanced(batch.rearranged(micro_batches), no_cap, dp_size), ranks)
     return _plan(part, len(part.groups), ranks)
 
 
