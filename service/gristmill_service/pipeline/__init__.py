@@ -1,7 +1,7 @@
 """The pipeline turns steps into a plan and shards.
 
-It is pure: functions of arrays to arrays, without I/O, clock, randomness or global state; the same input gives the
-same bytes. Data flows one way, through one room after another:
+It is pure: functions from arrays to arrays, without I/O, clock, randomness or global state; the same input gives the
+same bytes. Data flows one way, through one package after another:
 
     steps -> rows (validate, filter, merge) -> credit -> scheduling -> layout -> shards
 """
@@ -29,14 +29,14 @@ __all__ = ["BuiltBatch", "build_batch", "plan_batch"]
 class BuiltBatch:
     """A batch's plan and its shards, which are laid out as they are read.
 
-    awaits: names of the columns that trainers have to write before it can be trained: it has forward shards.
-    forms: how what is written for each of the policy's shards has to stand; none where nothing is awaited.
+    awaits: names of the columns that trainers must write before the batch can be trained: it has forward shards.
+    forms: the layout that columns written for each of the policy's shards must have; empty where none is awaited.
     """
 
     plan: PlanDocument
     shards: Sequence[Shard]
     stats: Callable[[], Figures]
-    """Counts when it is called: few call it."""
+    """Computes the figures when it is called: few callers need them."""
     awaits: frozenset[str] = frozenset()
     forms: Mapping[ShardAddress, ShardForm] = field(default_factory=dict)
 
@@ -54,11 +54,11 @@ def build_batch(
 ) -> BuiltBatch:
     """Returns the plan and the shards of one batch.
 
-    written: what trainers wrote, all of it; None while some of it lacks, which gives forward shards: all but what
-        depends on the columns that lack.
-    policy_version: the current one, for staleness; None (offline) takes the largest in the batch.
-    begun: samples of the groups, by round and uid, that were begun with a number of their own; None (offline): where
-        groups may have such, their rows tell.
+    written: all columns that trainers wrote. None while one is missing: the shards are then forward shards, without the
+        tensors that depend on missing columns.
+    policy_version: the current one, for staleness; None (offline): the largest in the batch.
+    begun: the number of samples of each group that was begun with one of its own, by round and uid; None (offline):
+        not known.
     timed: given a stage's name, returns the context that the stage runs within.
     Raises InvalidArgumentError when the rows break a rule or cannot be aligned.
     """
@@ -89,7 +89,7 @@ def build_batch(
 
 
 def plan_batch(steps: Steps, config: RunConfig, *, batch: int) -> PlanDocument:
-    """Returns the plan of a batch alone; the table may have lengths and no tokens."""
+    """Returns a batch's plan without its shards; the table may have lengths and no tokens."""
     scored = score_batch(steps, config, None)
     mini_batches = _schedule(scored, config)
     return plan_document(scored, mini_batches, config, batch, None, count_groups(scored, mini_batches, None))

@@ -1,4 +1,4 @@
-"""What a batch would cost under other settings: computed from its own rows, not estimated."""
+"""Computes what a batch would cost under other settings, from its own rows rather than by an estimate."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from gristmill._wire.steps import Steps
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.config import RunConfig, parse_config
 from gristmill_service.pipeline import build_batch, plan_batch
-from gristmill_service.pipeline.plan_document import PlanDocument
 
 
 @dataclass(frozen=True, slots=True)
 class BatchCost:
-    """What training a batch's policy mini-batches once costs.
+    """The cost of training a batch's policy mini-batches once.
 
-    rows: trained, without padding rows. padding_rows: those that make counts even. tokens: that go through the model,
-    padding included; None where the rows have lengths alone. padding_share: the padding's part of these, 0 to 1; None
-    too. barrier_ratio: the load of the slowest rank of each micro-step, by the mean load; 1 where no rank waits.
+    rows: trained ones, without padding rows. padding_rows: rows that make counts even. tokens: all that go through the
+    model, with padding; None where rows have lengths only. padding_share: padding as a share of `tokens`, 0 to 1, or
+    None. barrier_ratio: the load of the slowest rank of each micro-step over the mean load; 1 where no rank waits.
     """
 
     rows: int
@@ -30,20 +29,20 @@ class BatchCost:
 
 
 def costs(steps: Steps, config: RunConfig) -> Iterator[tuple[str, BatchCost]]:
-    """The batch's cost as it is configured, under the name "", and then with each setting that might make it cheaper.
+    """Yields the batch's cost as configured, under the name "", and then with each setting that might make it cheaper.
 
-    Settings are named as a configuration has them, as `layout: packed`, and only one differs at a time. What the other
-    settings or the rows do not allow is left out, and so is what changes nothing. Plans the batch once for each.
+    A name is what a configuration would say, such as `layout: packed`; one setting differs at a time. Settings that the
+    others or the rows do not allow are left out, as are those that change nothing. Plans the batch once for each.
     """
     now = _cost(steps, config)
     yield "", now
     for name, value in _candidates(config):
         try:
-            found = _cost(steps, _changed(config, name, value))
+            cost = _cost(steps, _changed(config, name, value))
         except InvalidArgumentError:
             continue
-        if found != now:
-            yield f"{name}: {value}", found
+        if cost != now:
+            yield f"{name}: {value}", cost
 
 
 def _candidates(config: RunConfig) -> Iterator[tuple[str, str]]:
@@ -64,12 +63,8 @@ def _changed(config: RunConfig, name: str, value: str) -> RunConfig:
 
 
 def _cost(steps: Steps, config: RunConfig) -> BatchCost:
-    if len(steps) and not steps.tokens.values.size:
-        return _told(plan_batch(steps, config, batch=0))
-    return _told(build_batch(steps, config, run="", batch=0).plan)
-
-
-def _told(plan: PlanDocument) -> BatchCost:
+    has_lengths_only = len(steps) > 0 and not steps.tokens.values.size
+    plan = plan_batch(steps, config, batch=0) if has_lengths_only else build_batch(steps, config, run="", batch=0).plan
     figures, policy = plan.metrics, [part for part in plan.mini_batches if part.model == "policy"]
     padding = figures.get("padding_tokens")
     return BatchCost(

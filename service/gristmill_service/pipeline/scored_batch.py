@@ -37,14 +37,13 @@ def no_timer(_: Stage) -> AbstractContextManager[object]:
 class ScoredBatch:
     """A batch that is ready to be scheduled, for any number of ranks.
 
-    rows_received counts steps, also those of dropped groups. trained: bool (steps,), False where a filter masks.
-    scores: float64 (trajectories,), without the KL. credit: the advantages; None while columns lack that they are
-    computed of. loss_tokens: int64 (rows,).
-    row_group_bounds: (groups + 1,) into rows.
+    trained: bool (steps,), False where a filter masks. scores: float64 (trajectories,), without the KL.
+    credit: the advantages; None while a column is missing that they are computed from. loss_tokens: int64 (rows,).
+    row_group_bounds: (groups + 1,) into rows. rows_received: all steps, also those of dropped groups.
     staleness: (trajectories with a known policy version,) versions behind the current one, of each one's oldest step.
-    stale: (round, uid) of groups dropped as stale. counts: what each rule met, by name.
-    awaits: names of the columns that trainers have to write yet.
-    sharing: what rows share, where that stands once (`layout: prefix_tree`).
+    stale: (round, uid) of groups dropped as stale. counts: the cases of each rule, by name.
+    awaits: names of the columns that trainers have not written yet.
+    sharing: the tokens that rows share, with `layout: prefix_tree`.
     """
 
     received: Received
@@ -75,14 +74,16 @@ def score_batch(
     timed: StageTimer = no_timer,
     begun: Mapping[tuple[int, str], int] | None = None,
 ) -> ScoredBatch:
-    """Returns all of a batch that depends neither on ranks nor on what trainers write. timed, begun: as `build_batch`
-    takes them."""
+    """Validates, filters, merges and scores a batch: all that depends neither on ranks nor on trainers.
+
+    policy_version, timed, begun: as `build_batch` takes them.
+    """
     awaits = frozenset(column.name for column in config.written_columns)
     with timed("validate"):
         received = receive(steps, config)
-        policy_version = filters.current_version(received, policy_version)
-        received, stale, counts = _drop_stale(received, config, policy_version)
-        received, stale_tokens = filters.mask_stale_tokens(received, config, policy_version)
+        current = filters.newest_version(received.steps) if policy_version is None else policy_version
+        received, stale, counts = filters.drop_stale_groups(received, config, current)
+        received, stale_tokens = filters.mask_stale_tokens(received, config, current)
     with timed("merge"):
         rows, mismatches = merge(received, config)
     with timed("advantage"):
@@ -102,7 +103,7 @@ def score_batch(
             loss_tokens=loss_tokens,
             row_group_bounds=row_group_bounds,
             rows_received=len(steps),
-            staleness=filters.staleness(received, policy_version),
+            staleness=filters.staleness(received, current),
             stale=stale,
             counts=counts
             | stale_tokens
@@ -129,41 +130,21 @@ def _sharing(received: Received, rows: Rows, row_group_bounds: Int64s, config: R
 
 
 def with_columns(scored: ScoredBatch, extras: Mapping[str, Extra], config: RunConfig) -> ScoredBatch:
-    """Returns the batch with what trainers wrote, as values of its steps: nothing lacks any more."""
+    """Returns the batch with the columns that trainers wrote as values of its steps; none is missing any more."""
     steps = scored.received.steps
     received = replace(scored.received, steps=replace(steps, extras={**steps.extras, **extras}))
-    whole = replace(scored, received=received, awaits=frozenset())
-    return whole if scored.credit is not None else _credited(whole, config)
+    complete = replace(scored, received=received, awaits=frozenset())
+    return complete if scored.credit is not None else _credited(complete, config)
 
 
 def _credited(scored: ScoredBatch, config: RunConfig) -> ScoredBatch:
     received, scores = scored.received, scored.scores
-    # A lengths file has nothing that advantages could be computed of, and nothing to lay out.
-    is_planned_only = len(received.steps) > 0 and not received.steps.tokens.values.size
-    found = (
-        Credit(np.zeros(len(scores)))
-        if is_planned_only
-        else credit(received, scored.rows, scores, scored.trained, scored.loss_tokens, config)
-    )
-    return replace(scored, credit=found, counts=scored.counts | _credit_counts(found))
-
-
-def _credit_counts(credited: Credit) -> dict[str, int]:
-    return {} if credited.of_tokens is None else {"uncredited_rewards": credited.of_tokens.uncredited}
-
-
-def _drop_stale(
-    received: Received, config: RunConfig, policy_version: int | None
-) -> tuple[Received, list[tuple[int, str]], dict[str, int]]:
-    if config.max_staleness is None:
-        return received, [], {}
-    stale = filters.stale_groups(received, config, policy_version)
-    counts = {"stale_groups": int(stale.sum())}
-    if config.stale != "drop" or not stale.any():
-        return received, [], counts
-    keep = ~stale[received.trajectory_groups][received.trajectory_of_step]
-    dropped = [received.groups[group] for group in np.flatnonzero(stale).tolist()]
-    return receive(received.steps.take(np.flatnonzero(keep)), config), dropped, counts
+    if len(received.steps) > 0 and not received.steps.tokens.values.size:
+        # A lengths file has nothing that advantages could be computed from, and nothing to lay out.
+        return replace(scored, credit=Credit(np.zeros(len(scores))))
+    result = credit(received, scored.rows, scores, scored.trained, scored.loss_tokens, config)
+    counts = {} if result.of_tokens is None else {"uncredited_rewards": result.of_tokens.uncredited}
+    return replace(scored, credit=result, counts=scored.counts | counts)
 
 
 def _realigned(received: Received, rows: Rows, config: RunConfig) -> dict[str, int]:
@@ -174,7 +155,7 @@ def _realigned(received: Received, rows: Rows, config: RunConfig) -> dict[str, i
 
 
 def _incomplete(received: Received, config: RunConfig, begun: Mapping[tuple[int, str], int] | None) -> int:
-    """Counts the groups that lack samples."""
+    """Counts the groups with fewer samples than were wanted."""
     sizes = np.diff(received.group_bounds)
     if begun is None and config.max_samples_per_prompt is not None:
         return 0

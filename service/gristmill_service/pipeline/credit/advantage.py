@@ -1,4 +1,4 @@
-"""The third stage finds scores of trajectories, their advantages within the prompt group, and the scale of the loss.
+"""Computes trajectories' scores, their advantages within the prompt group, and the denominators of the loss.
 
 Scores come from the steps as received, so that merging cannot change them. All arithmetic is float64.
 """
@@ -28,7 +28,7 @@ def trajectory_scores(rewards: Float64s, trajectory_bounds: Int64s, mode: str) -
     if len(trajectory_bounds) == 1:
         return np.empty(0, np.float64)
     scores = np.add.reduceat(rewards, trajectory_bounds[:-1])
-    # Two terms have one sum, whatever zeros stand between them; three and more depend on the order of addition.
+    # Two terms have one sum, whatever zeros are between them; that of three or more depends on the order of addition.
     terms = np.add.reduceat(rewards != 0, trajectory_bounds[:-1], dtype=np.int64)
     several = np.flatnonzero(terms > 2)
     if several.size:
@@ -39,12 +39,12 @@ def trajectory_scores(rewards: Float64s, trajectory_bounds: Int64s, mode: str) -
 
 
 def all_equal(scores: Float64s) -> bool:
-    """Tells whether a group of two or more trajectories has nothing to compare: no estimator learns from it."""
+    """Returns whether a group of two or more trajectories has equal scores only: no estimator learns from it."""
     return bool(flat(scores))
 
 
 def by_size(group_bounds: Int64s) -> Iterator[tuple[Int64s, Int64s]]:
-    """Yields groups of one size after another: which ones, (groups,), and their trajectories, (groups, that many)."""
+    """Yields the groups of each size: their numbers, (groups,), and their trajectories, (groups, size)."""
     sizes = np.diff(group_bounds)
     for size in np.flatnonzero(np.bincount(sizes)).tolist():
         groups = np.flatnonzero(sizes == size)
@@ -52,9 +52,9 @@ def by_size(group_bounds: Int64s) -> Iterator[tuple[Int64s, Int64s]]:
 
 
 def advantages(received: Received, scores: Float64s, config: RunConfig) -> Float64s:
-    """Returns one advantage a trajectory of the batch; those that clients gave with `advantage_estimator: none`.
+    """Returns one advantage per trajectory; with `advantage_estimator: none` those that clients sent.
 
-    They are zeros where clients gave one per token instead: those travel as a column.
+    Zeros where clients sent one per token instead, which are laid out as a column.
     """
     result = np.zeros(len(scores))
     estimator = config.estimator
@@ -67,10 +67,10 @@ def advantages(received: Received, scores: Float64s, config: RunConfig) -> Float
 
 
 class Denominators:
-    """The denominators of one mini-batch: what the tokens of its loss are divided by, over all its ranks.
+    """The numbers by which the token losses of one mini-batch are divided, over all its ranks.
 
-    Counts are of the kept, real rows, and at least 1. `row_tokens, prompt_tokens, trajectory_tokens` are int64, one a
-    kept row: the loss tokens of the row, of its prompt group and of its trajectory within the mini-batch.
+    Counts are of kept, real rows, and at least 1. `row_tokens, prompt_tokens, trajectory_tokens` are int64 (kept rows,):
+    the loss tokens of each row, of its prompt group and of its trajectory within the mini-batch.
     """
 
     def __init__(self, mini_batch: MiniBatchPlan, loss_tokens: Int64s, groups: Int64s, trajectories: Int64s) -> None:
@@ -94,7 +94,7 @@ class Denominators:
         }
 
     def scale(self, config: RunConfig) -> Float64s:
-        """Returns what `loss_reduction` multiplies each kept row's advantage by; float64 (kept rows,).
+        """Returns the factor by which `loss_reduction` scales each kept row's advantage; float64 (kept rows,).
 
         Summing the token losses of all ranks then gives the reduction.
         """
@@ -116,7 +116,7 @@ class Denominators:
 
 
 def _summed(tokens: Int64s, owners: Int64s) -> tuple[int, Int64s]:
-    """Returns the number of owners, and each row's owner's tokens; both at least 1. An owner's rows are together."""
+    """Returns the number of owners, and the tokens of each row's owner; both at least 1. An owner's rows are adjacent."""
     if not len(tokens):
         return 1, tokens
     first = np.flatnonzero(np.append(True, owners[1:] != owners[:-1]))

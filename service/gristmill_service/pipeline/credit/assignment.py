@@ -1,7 +1,7 @@
-"""What rewards become: scores and advantages of trajectories, or of each trained token, with the KL in them.
+"""Assigns credit: turns rewards, with a KL in them, into advantages of trajectories or of each trained token.
 
-Puts `advantage`, `trained_tokens`, `kl` and `estimators` in order (specification, section 11): which tokens are
-trained, KL, advantages. Ranks and layout play no part in it.
+Combines `advantage`, `trained_tokens`, `kl` and `estimators` (specification, section 11): first the trained tokens, then
+the KL, then advantages. Ranks and layout play no part.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from gristmill_service.pipeline.rows.validate import Received
 WHITEN_EPSILON = 1e-8
 """What SkyRL and verl add to the variance."""
 
-# So many numbers stay in a core's own cache while one is computed of another.
+# This many numbers fit into a core's own cache.
 _CACHED = 1 << 16
 
 
@@ -55,9 +55,9 @@ def token_advantages(
 
 
 def whiten(advantages: Float64s, parts: Int64s) -> Float64s:
-    """Returns the advantages with mean 0 and variance 1 over each part of the trained tokens, such as a mini-batch.
+    """Returns the advantages with mean 0 and variance 1 within each part of the trained tokens, such as a mini-batch.
 
-    parts: int64 (trained tokens,), the part that each is in.
+    parts: int64 (trained tokens,), the part of each.
     """
     order = np.argsort(parts, kind="stable")
     ends = np.append(np.flatnonzero(np.diff(parts[order])) + 1, len(parts))
@@ -70,9 +70,9 @@ def whiten(advantages: Float64s, parts: Int64s) -> Float64s:
 def whitened(advantages: Float64s, out: Float64s | None = None) -> Float64s:
     """Returns (A - mean) / sqrt(var + 1e-8), var with n - 1, as `masked_whiten` of SkyRL and verl has it.
 
-    So the variance is var / (var + 1e-8) rather than 1, which shows where advantages are below 1e-3. Equal advantages,
-    one alone among them (which SkyRL and verl refuse), have nothing to compare and give exactly 0.
-    out: where the result is put, which may be `advantages`; None: into an array of its own.
+    The variance is var / (var + 1e-8) rather than 1, which matters for advantages below 1e-3. Equal advantages give
+    exactly 0, as does a single one, which SkyRL and verl refuse.
+    out: the array for the result, which may be `advantages`; None: a new one.
     """
     result = np.empty_like(advantages) if out is None else out
     if not len(advantages) or advantages.min() == advantages.max():
@@ -88,7 +88,7 @@ def whitened(advantages: Float64s, out: Float64s | None = None) -> Float64s:
 
 
 def _sum_of_squares(numbers: Float64s, mean: np.float64) -> np.float64:
-    """Returns the sum of (number - mean)², halves of a long array by themselves, as NumPy adds one up."""
+    """Returns the sum of (number - mean)²; a long array is halved repeatedly, as NumPy's own sum does."""
     if len(numbers) > _CACHED:
         half = len(numbers) // 2 // 8 * 8
         return _sum_of_squares(numbers[:half], mean) + _sum_of_squares(numbers[half:], mean)
@@ -100,8 +100,11 @@ def _sum_of_squares(numbers: Float64s, mean: np.float64) -> np.float64:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenCredit:
-    """advantages: float64 (trained tokens,); whitened over the batch where that is asked for. returns: float32 over the
-    steps' responses, 0 where nothing is trained. uncredited: how many rewards are in no token's return."""
+    """Credit of trained tokens.
+
+    advantages: float64 (trained tokens,), whitened with `whiten: batch`. returns: float32 over the steps' responses, 0
+    where nothing is trained. uncredited: the number of rewards that are in no token's return.
+    """
 
     tokens: TrainedTokens
     advantages: Float64s
@@ -111,8 +114,11 @@ class TokenCredit:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Credit:
-    """advantages: float64 (trajectories,), zeros where they are of tokens. of_tokens: with a `TokenEstimator`.
-    token_rewards: float32 over the steps' responses, where the KL changed them."""
+    """Credit of a batch.
+
+    advantages: float64 (trajectories,), zeros where there is credit of tokens. of_tokens: with a `TokenEstimator`.
+    token_rewards: float32 over the steps' responses, where the KL changed them.
+    """
 
     advantages: Float64s
     of_tokens: TokenCredit | None = None
@@ -122,10 +128,10 @@ class Credit:
 def credit(
     received: Received, rows: Rows, scores: Float64s, trained: NDArray[np.bool_], loss_tokens: Int64s, config: RunConfig
 ) -> Credit:
-    """scores: float64 (trajectories,), without the KL. trained: bool (steps,), False where a filter masks. loss_tokens:
-    int64 (rows,).
+    """Computes the credit of a batch.
 
-    Raises InvalidArgumentError naming a trajectory or token whose numbers are beyond float32.
+    scores: float64 (trajectories,), without the KL. trained: bool (steps,), False where a filter masks. loss_tokens:
+    int64 (rows,). Raises InvalidArgumentError naming a trajectory or token whose numbers float32 cannot hold.
     """
     per_token = isinstance(config.estimator, TokenEstimator)
     reference = config.kl_in_reward
@@ -145,22 +151,22 @@ def credit(
 
 
 class _Numbers:
-    """What is computed of a batch's trained tokens, some trajectories at a time, each in its place.
+    """Arrays over a batch's trained tokens, which are computed for some trajectories at a time.
 
-    kept: as `response_rewards` has it. kl_sums: float64 (trajectories,), of the estimates, where there is a KL.
+    kept: as `response_rewards` takes it. kl_sums: float64 (trajectories,), of the KL estimates, where there is a KL.
     """
 
     def __init__(self, tokens: TrainedTokens, kept: Int64s, config: RunConfig) -> None:
         self._tokens, self._kept, self._config = tokens, kept, config
-        # Memory that is never touched where there is nothing for it.
+        # Pages that are never touched take no memory.
         self._rewards, self._returns = (np.empty(tokens.edges[-1], np.float32) for _ in range(2))
         self._advantages, self._uncredited = np.empty(len(tokens)), 0
         self.kl_sums = np.empty(0)
 
     def compute(self) -> None:
-        found = in_two_threads(self._tokens.parts(), self._compute)
-        self.kl_sums = np.concatenate([self.kl_sums, *(sums for sums, _ in found)])
-        self._uncredited = sum(uncredited for _, uncredited in found)
+        parts = in_two_threads(self._tokens.parts(), self._compute)
+        self.kl_sums = np.concatenate([self.kl_sums, *(sums for sums, _ in parts)])
+        self._uncredited = sum(uncredited for _, uncredited in parts)
 
     @property
     def token_rewards(self) -> Ragged | None:
@@ -176,7 +182,7 @@ class _Numbers:
         return Ragged.from_lengths(values, self._tokens.steps.response_lengths)
 
     def _compute(self, part: Part) -> tuple[Float64s, int]:
-        """Returns the sums of a part's KL, and how many of its rewards are in no return."""
+        """Computes a part. Returns the KL sums of its trajectories, and how many of its rewards are in no return."""
         tokens, config = part.tokens, self._config
         rewards, reference = response_rewards(tokens.steps, self._kept[part.steps]), config.kl_in_reward
         estimates = np.empty(0)
@@ -206,7 +212,7 @@ def _column(steps: Steps, name: str) -> Ragged:
 
 
 def _row_sums(received: Received, rows: Rows, name: str) -> Float64s:
-    """Each row's sum over the steps that it is the first to have; float64 (rows,)."""
+    """Returns each row's sum of a row column, over the steps that it is the first to have; float64 (rows,)."""
     values: NDArray[Any] = _column(received.steps, name).compact().values
     if not len(rows):
         return np.zeros(0)

@@ -2,7 +2,7 @@
 
 Estimators with credit per token subtract it from each trained token's reward; `grpo`, `rloo` and `maxrl` subtract the
 sum over a trajectory's trained tokens from its score. All arithmetic is float64.
-Columns that credit is computed of are checked when their rows come: a row that would fail its whole batch is refused.
+Columns that credit is computed from are checked when rows arrive: a row that would fail its whole batch is refused.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from gristmill_service.pipeline.rows.validate import Received
 def kl(logprobs: Float64s, reference: Float64s, estimator: KlEstimator) -> Float64s:
     """Returns each token's estimate, with d = logprob - reference: k1 = d, k2 = d²/2, k3 = exp(-d) - 1 + d.
 
-    Source: Schulman 2020, http://joschu.net/blog/kl-approx.html. Nothing is clamped, as SkyRL and verl
-    clamp k3 to 10 and its exponent to 20. exp(-d) - 1 is taken at once (expm1): the difference of its terms would leave
-    nothing of a small d's k3, which is about d²/2.
+    Source: Schulman 2020, http://joschu.net/blog/kl-approx.html. Nothing is clamped, whereas SkyRL and verl clamp k3 to
+    10 and its exponent to 20. exp(-d) - 1 is one function, expm1: subtracting 1 from exp(-d) would cancel all digits of
+    a small d's k3, which is about d²/2.
     """
     with np.errstate(over="ignore"):
         difference: Float64s = logprobs - reference
@@ -46,14 +46,14 @@ def kl(logprobs: Float64s, reference: Float64s, estimator: KlEstimator) -> Float
 def kl_of_tokens(tokens: TrainedTokens, logprobs: Ragged, reference: Ragged, estimator: KlEstimator) -> Float64s:
     """Returns the estimate at each trained token; float64 (trained tokens,).
 
-    logprobs, reference: response columns of the steps, `old_logprobs` (or `rollout_logprobs`) and `ref_logprobs`; what
-    they hold where nothing is trained is not read. Raises InvalidArgumentError naming a token whose estimate overflows.
+    logprobs, reference: response columns of the steps, `old_logprobs` (or `rollout_logprobs`) and `ref_logprobs`; only
+    values of trained tokens are read. Raises InvalidArgumentError naming a token whose estimate overflows.
     """
     estimates = kl(tokens.take(logprobs), tokens.take(reference), estimator)
     with np.errstate(over="ignore", invalid="ignore"):
-        # What is not finite shows in the sum, which may overflow without it.
-        looks_well = np.isfinite(estimates.sum())
-    if not looks_well and not (is_finite := np.isfinite(estimates)).all():
+        # A sum that is not finite may have overflowed; a finite one proves that all estimates are.
+        is_sum_finite = np.isfinite(estimates.sum())
+    if not is_sum_finite and not (is_finite := np.isfinite(estimates)).all():
         token = int(is_finite.argmin())
         before, after = (tokens.take(column)[token] for column in (logprobs, reference))
         raise InvalidArgumentError(
@@ -83,7 +83,7 @@ def kl_of_rows(sums: Float64s, rows: Rows, loss_tokens: Int64s, trajectories: in
     """Returns the exact sum of its rows' sums for each trajectory; float64 (trajectories,).
 
     sums: float64 (rows,), the row column that `kl_in_reward: {column: ...}` names. Rows without a trained token
-    (`loss_tokens` 0) do not count, whatever the column has.
+    (`loss_tokens` 0) do not count.
     """
     counted = np.where(loss_tokens > 0, sums, 0)
     return _exact_sums(counted, np.searchsorted(rows.trajectories, np.arange(trajectories + 1)))
@@ -92,7 +92,7 @@ def kl_of_rows(sums: Float64s, rows: Rows, loss_tokens: Int64s, trajectories: in
 def kl_in_scores(received: Received, scores: Float64s, sums: Float64s, coef: float) -> Float64s:
     """Returns the trajectories' scores less `coef` times their sums; equal scores and sums stay equal.
 
-    Raises InvalidArgumentError naming a trajectory whose score is beyond float32, as a reward would be.
+    Raises InvalidArgumentError naming a trajectory whose score float32 cannot hold.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         result: Float64s = scores - coef * sums
@@ -113,26 +113,29 @@ def _exact_sums(numbers: Float64s, bounds: Int64s) -> Float64s:
 
 
 MOST = 1e30
-"""The largest number that credit is computed of: float32 holds a hundred million times that, so that no sum over a
-trajectory fails the batch that it is in."""
+"""The largest number that credit is computed from. float32 holds a hundred million times as much, so that no sum over a
+trajectory fails its batch."""
 
 
 def reward_columns(config: RunConfig) -> frozenset[str]:
-    """The columns that the `rewards` of shards are computed of."""
+    """Returns the columns that the `rewards` of shards are computed from."""
     reference = config.kl_in_reward
     has_kl = reference is not None and reference.estimator is not None
     return frozenset([config.kl_from, "ref_logprobs"] if has_kl else ())
 
 
 def credit_columns(config: RunConfig) -> frozenset[str]:
-    """The columns that advantages are computed of."""
+    """Returns the columns that advantages are computed from."""
     reference = config.kl_in_reward
     of_rows = () if reference is None or reference.column is None else (reference.column,)
     return reward_columns(config).union(config.estimator.columns, of_rows)
 
 
 def check_credit_columns(steps: Steps, config: RunConfig) -> None:
-    """Raises InvalidArgumentError naming the row, the column, the value and the remedy."""
+    """Refuses rows with values that are too large to compute credit from.
+
+    Raises InvalidArgumentError naming the row, the column, the value and the remedy.
+    """
     for name in sorted(credit_columns(config) & steps.extras.keys()):
         _check_fits(steps, name)
     reference = config.kl_in_reward
@@ -150,8 +153,8 @@ def _check_fits(steps: Steps, name: str) -> None:
 
 
 def too_large(values: Array, coef: float = 1.0) -> tuple[int, str] | None:
-    """Returns the first value whose sums float32 may not hold, as it is or times `coef`, and what to say of it; None
-    where there is none."""
+    """Returns the index of the first value whose sums float32 may not hold, itself or times `coef`, and a clause for an
+    error message; None where there is none."""
     scale = max(1.0, abs(coef))
     if scale * largest(values) <= MOST:
         return None
@@ -165,13 +168,13 @@ def too_large(values: Array, coef: float = 1.0) -> tuple[int, str] | None:
 
 
 def largest(values: Array) -> float:
-    """Returns the largest magnitude; NaN where one is."""
+    """Returns the largest magnitude; NaN if any value is."""
     return max(abs(float(values.min(initial=0))), abs(float(values.max(initial=0))))
 
 
 def _check_kl(steps: Steps, config: RunConfig) -> None:
     reference = config.kl_in_reward
-    assert reference is not None, "checked by who calls"
+    assert reference is not None, "checked by the caller"
     sampled = steps.logprobs if config.kl_from == "rollout_logprobs" else None
     if sampled is None and "old_logprobs" in steps.extras:
         sampled = steps.extras["old_logprobs"].values
@@ -191,8 +194,8 @@ def _check_kl(steps: Steps, config: RunConfig) -> None:
 def excessive_kl(
     ours: Array, theirs: Array, trained: NDArray[np.bool_], reference: KlInReward
 ) -> tuple[int, str] | None:
-    """Returns the first trained token whose share of the reward is too large for credit, and what to say of it; None
-    where there is none. ours, theirs: log-probabilities under the policy and the reference."""
+    """Returns the first trained token whose KL is too large for credit, and a clause for an error message; None where
+    there is none. ours, theirs: log-probabilities under the policy and the reference."""
     assert reference.estimator is not None, "checked by the caller"
     with np.errstate(over="ignore", invalid="ignore"):
         estimates = reference.coef * kl(ours.astype(np.float64), theirs.astype(np.float64), reference.estimator)

@@ -1,8 +1,8 @@
-"""The trained tokens of a batch, one after another: what estimators with credit per token compute on.
+"""The trained tokens of a batch, concatenated: the input of estimators with credit per token.
 
-A token is trained where its loss_mask is 1 and no filter masks its step. A trajectory's stand in the order they were
-sampled, step after step; what lies between them (observations, masked steps) is skipped. Rows play no part, so that
-neither merging nor layout can change a result.
+A token is trained if its loss_mask is 1 and no filter masks its step. A trajectory's trained tokens are in the order in
+which they were sampled, step after step; observations and masked steps between them are skipped. Rows play no part, so
+that neither merging nor layout can change a result.
 """
 
 from __future__ import annotations
@@ -23,16 +23,15 @@ from gristmill_service.pipeline.rows.validate import Received
 SCALE_DOWN = "scale the rewards down"
 
 PART = 1 << 18
-"""Of so many tokens at a time credit is computed: few enough that their numbers stay in a cache, and enough that each
-operation is worth its call."""
+"""The tokens for which credit is computed at a time: few enough that their numbers stay in a cache, and enough that each
+NumPy operation is worth its call."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainedTokens:
-    """Which tokens of a batch, or of some of its trajectories, are trained; numbers of theirs are float64 (trained
-    tokens,).
+    """The trained tokens of a batch, or of some of its trajectories. Their numbers are float64 (trained tokens,).
 
-    steps: the batch's. trajectory_bounds: int64 (trajectories + 1,), trajectory t is the steps `[t]:[t + 1]` of it.
+    trajectory_bounds: int64 (trajectories + 1,), trajectory t is the steps `bounds[t]:bounds[t + 1]`.
     edges: int64 (steps + 1,), step i has the response tokens `edges[i]:edges[i + 1]`.
     mask: bool (response tokens,); None where all are trained.
     step_bounds: int64 (steps + 1,), the trained tokens of step i are `step_bounds[i]:step_bounds[i + 1]`.
@@ -49,16 +48,16 @@ class TrainedTokens:
 
     @property
     def bounds(self) -> Int64s:
-        """The trained tokens of trajectory t are `bounds[t]:bounds[t + 1]`, of some none; int64 (trajectories + 1,)."""
+        """The trained tokens of trajectory t, possibly none, are `bounds[t]:bounds[t + 1]`; int64 (trajectories + 1,)."""
         return self.step_bounds[self.trajectory_bounds]
 
     @property
     def places(self) -> Int64s:
-        """Which of the response tokens each is, ascending; int64 (trained tokens,)."""
+        """The index of each among the response tokens, ascending; int64 (trained tokens,)."""
         return np.arange(self.edges[-1]) if self.mask is None else np.flatnonzero(self.mask)
 
     def parts(self, most: int = PART) -> Iterator[Part]:
-        """Yields the trajectories in order, some at a time: as many as have `most` response tokens, or one."""
+        """Yields the trajectories in order, some at a time: at most `most` response tokens, but at least one trajectory."""
         ends, begin = self.edges[self.trajectory_bounds], 0
         while begin + 1 < len(ends):
             end = max(begin + 1, int(np.searchsorted(ends, ends[begin] + most, side="right")) - 1)
@@ -78,11 +77,11 @@ class TrainedTokens:
         return Part(tokens, steps, slice(step_bounds[0], step_bounds[-1]), slice(edges[0], edges[-1]))
 
     def of(self, numbers: NDArray[Any]) -> NDArray[Any]:
-        """Returns those of the response tokens' numbers that are of trained ones; the same array where all are."""
+        """Returns the numbers of trained tokens among those of response tokens; the same array where all are trained."""
         return numbers if self.mask is None else numbers[self.mask]
 
     def take(self, column: Ragged) -> Float64s:
-        """Returns the numbers of a response column at the trained tokens; what it holds elsewhere is not read."""
+        """Returns the numbers of a response column at the trained tokens; other values are not read."""
         return self.of(column.compact().values).astype(np.float64)
 
     def response(self, numbers: Float64s, name: str, remedy: str = SCALE_DOWN) -> Ragged:
@@ -93,7 +92,7 @@ class TrainedTokens:
         return Ragged.from_lengths(values, self.steps.response_lengths)
 
     def put(self, numbers: Float64s, values: NDArray[np.float32]) -> None:
-        """Puts these numbers, which are checked, into those of the response tokens, and 0 where nothing is trained."""
+        """Writes these numbers, which `check` has passed, into those of response tokens, and 0 where nothing is trained."""
         if self.mask is None:
             values[:] = numbers
         else:
@@ -114,8 +113,8 @@ class TrainedTokens:
 
 
 class Part(NamedTuple):
-    """Some trajectories of a batch. steps, trained, responses: which of its steps, of its trained tokens and of its
-    response tokens are theirs."""
+    """Some trajectories of a batch. steps, trained, responses: their ranges among its steps, its trained tokens and its
+    response tokens."""
 
     tokens: TrainedTokens
     steps: slice
@@ -124,22 +123,22 @@ class Part(NamedTuple):
 
 
 def trained_tokens(received: Received, trained: NDArray[np.bool_], kept: Int64s | None = None) -> TrainedTokens:
-    """Finds the trained tokens of a batch.
+    """Returns the trained tokens of a batch.
 
     trained: bool (steps,), False where a filter masks (`trained_steps`). kept: int64 (steps,), how many tokens of each
-    response stand in rows, where that may be fewer than it has: the others are observed as something else.
+    response rows have, if that may be fewer than all: later steps have others in place of the rest.
     """
     steps = received.steps
     lengths = steps.response_lengths
     edges = np.append(0, np.cumsum(lengths))
     counts = lengths * trained if kept is None else kept * trained
-    given = steps.loss_mask.compact().values
+    loss_mask = steps.loss_mask.compact().values
     if (counts == lengths).all():
-        if given.min(initial=1) == 1:
+        if loss_mask.min(initial=1) == 1:
             return TrainedTokens(steps, received.trajectory_bounds, edges, None, edges)
-        mask = given == 1
+        mask = loss_mask == 1
     else:
-        mask = (given == 1) & (np.arange(edges[-1]) < np.repeat(edges[:-1] + counts, lengths))
+        mask = (loss_mask == 1) & (np.arange(edges[-1]) < np.repeat(edges[:-1] + counts, lengths))
     step_bounds = np.searchsorted(np.flatnonzero(mask), edges)
     return TrainedTokens(steps, received.trajectory_bounds, edges, mask, step_bounds)
 
@@ -147,8 +146,8 @@ def trained_tokens(received: Received, trained: NDArray[np.bool_], kept: Int64s 
 def response_rewards(steps: Steps, kept: Int64s | None = None) -> Float64s:
     """Returns the reward of each response token of the batch, float64 (response tokens,): the `rewards` tensor.
 
-    A scalar reward stands on the last response token of its step, the others are 0. kept: as `trained_tokens` has it;
-    then it stands on the last that is kept.
+    A scalar reward is on the last response token of its step, or on the last kept one; the others are 0. kept: as
+    `trained_tokens` takes it.
     """
     if steps.token_rewards is not None:
         return steps.token_rewards.compact().values.astype(np.float64)
@@ -160,7 +159,7 @@ def response_rewards(steps: Steps, kept: Int64s | None = None) -> Float64s:
 
 
 def reward_column(steps: Steps, rewards: Float64s) -> Ragged:
-    """Returns rewards of response tokens as a float32 column; what float32 does not hold is refused."""
+    """Returns rewards of response tokens as a float32 column. Refuses a reward that float32 cannot hold."""
     outside = _first_outside(rewards)
     if outside is not None:
         edges = np.append(0, np.cumsum(steps.response_lengths))
@@ -174,11 +173,11 @@ def reward_column(steps: Steps, rewards: Float64s) -> Ragged:
 def credited_rewards(tokens: TrainedTokens, rewards: Float64s) -> tuple[Float64s, int]:
     """Returns each trained token's reward, and how many rewards no token gets.
 
-    rewards: of the response tokens. One on a token that is not trained (a scalar whose step ends in an observation, or
-    whose step a filter masks) counts for the last trained token before it in its trajectory: that is the last action
-    that it can be a consequence of, and the return to go of every trained token is what it would be if observations
-    had been tokens that take no time. One before the first trained token of its trajectory, or in a trajectory
-    without, is a consequence of nothing that is trained, and in no return to go: it is left out, and counted if not 0.
+    rewards: of the response tokens. A reward on a token that is not trained (a scalar whose step ends in an observation,
+    or whose step a filter masks) counts for the last trained token before it in its trajectory: the last action that can
+    have caused it. Every return to go is then what it would be if observations took no time. A reward before the first
+    trained token of its trajectory, or in a trajectory without one, is caused by nothing that is trained: it is left out,
+    and counted unless it is 0.
     """
     if tokens.mask is None:
         return rewards, 0
@@ -194,8 +193,8 @@ def credited_rewards(tokens: TrainedTokens, rewards: Float64s) -> tuple[Float64s
 
 
 def _first_outside(numbers: Float64s) -> int | None:
-    """Returns the index of the first number that float32 does not hold; NaN too."""
-    # NaN is the least and the largest wherever it is.
+    """Returns the index of the first number that float32 cannot hold, or that is NaN."""
+    # If any number is NaN, so are the minimum and the maximum.
     if not len(numbers) or (numbers.min() >= -FLOAT32_MAX and numbers.max() <= FLOAT32_MAX):
         return None
     return int((~(np.abs(numbers) <= FLOAT32_MAX)).argmax())

@@ -29,7 +29,6 @@ from gristmill_service.pipeline.scheduling.balance import (
 )
 from gristmill_service.pipeline.scheduling.plan import PADDING, RankPlan
 
-
 MicroBatches = Sequence[Sequence[int]]
 
 
