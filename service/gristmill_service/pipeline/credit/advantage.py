@@ -69,8 +69,8 @@ def advantages(received: Received, scores: Float64s, config: RunConfig) -> Float
 class Denominators:
     """The numbers by which the token losses of one mini-batch are divided, over all its ranks.
 
-    Counts are of kept, real rows, and at least 1. `row_tokens, prompt_tokens, trajectory_tokens` are int64 (kept rows,):
-    the loss tokens of each row, of its prompt group and of its trajectory within the mini-batch.
+    Counts are of kept, real rows, and at least 1. `row_tokens, prompt_tokens, trajectory_tokens` are int64 (kept
+    rows,): the loss tokens of each row, of its prompt group and of its trajectory within the mini-batch.
     """
 
     def __init__(self, mini_batch: MiniBatchPlan, loss_tokens: Int64s, groups: Int64s, trajectories: Int64s) -> None:
@@ -116,7 +116,7 @@ class Denominators:
 
 
 def _summed(tokens: Int64s, owners: Int64s) -> tuple[int, Int64s]:
-    """Returns the number of owners, and the tokens of each row's owner; both at least 1. An owner's rows are adjacent."""
+    """Returns the number of owners, and the tokens of each row's owner; at least 1. Rows of an owner are adjacent."""
     if not len(tokens):
         return 1, tokens
     first = np.flatnonzero(np.append(True, owners[1:] != owners[:-1]))

@@ -1,7 +1,7 @@
 """Assigns credit: turns rewards, with a KL in them, into advantages of trajectories or of each trained token.
 
-Combines `advantage`, `trained_tokens`, `kl` and `estimators` (specification, section 11): first the trained tokens, then
-the KL, then advantages. Ranks and layout play no part.
+Combines `advantage`, `trained_tokens`, `kl` and `estimators` (specification, section 11): first the trained tokens,
+then the KL, then advantages. Ranks and layout play no part.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ from gristmill_service.pipeline.rows.validate import Received
 SCALE_DOWN = "scale the rewards down"
 
 PART = 1 << 18
-"""The tokens for which credit is computed at a time: few enough that their numbers stay in a cache, and enough that each
-NumPy operation is worth its call."""
+"""The tokens for which credit is computed at a time: few enough that their numbers stay in a cache, and enough that
+each NumPy operation is worth its call."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,7 +48,7 @@ class TrainedTokens:
 
     @property
     def bounds(self) -> Int64s:
-        """The trained tokens of trajectory t, possibly none, are `bounds[t]:bounds[t + 1]`; int64 (trajectories + 1,)."""
+        """The trained tokens of trajectory t are `bounds[t]:bounds[t + 1]`; int64 (trajectories + 1,)."""
         return self.step_bounds[self.trajectory_bounds]
 
     @property
@@ -57,7 +57,7 @@ class TrainedTokens:
         return np.arange(self.edges[-1]) if self.mask is None else np.flatnonzero(self.mask)
 
     def parts(self, most: int = PART) -> Iterator[Part]:
-        """Yields the trajectories in order, some at a time: at most `most` response tokens, but at least one trajectory."""
+        """Yields the trajectories in order, as many at a time as have `most` response tokens, but at least one."""
         ends, begin = self.edges[self.trajectory_bounds], 0
         while begin + 1 < len(ends):
             end = max(begin + 1, int(np.searchsorted(ends, ends[begin] + most, side="right")) - 1)
@@ -77,7 +77,7 @@ class TrainedTokens:
         return Part(tokens, steps, slice(step_bounds[0], step_bounds[-1]), slice(edges[0], edges[-1]))
 
     def of(self, numbers: NDArray[Any]) -> NDArray[Any]:
-        """Returns the numbers of trained tokens among those of response tokens; the same array where all are trained."""
+        """Selects the numbers of trained tokens from those of response tokens; the same array where all are."""
         return numbers if self.mask is None else numbers[self.mask]
 
     def take(self, column: Ragged) -> Float64s:
@@ -92,7 +92,7 @@ class TrainedTokens:
         return Ragged.from_lengths(values, self.steps.response_lengths)
 
     def put(self, numbers: Float64s, values: NDArray[np.float32]) -> None:
-        """Writes these numbers, which `check` has passed, into those of response tokens, and 0 where nothing is trained."""
+        """Writes checked numbers into those of response tokens, and 0 where nothing is trained."""
         if self.mask is None:
             values[:] = numbers
         else:
@@ -173,11 +173,11 @@ def reward_column(steps: Steps, rewards: Float64s) -> Ragged:
 def credited_rewards(tokens: TrainedTokens, rewards: Float64s) -> tuple[Float64s, int]:
     """Returns each trained token's reward, and how many rewards no token gets.
 
-    rewards: of the response tokens. A reward on a token that is not trained (a scalar whose step ends in an observation,
-    or whose step a filter masks) counts for the last trained token before it in its trajectory: the last action that can
-    have caused it. Every return to go is then what it would be if observations took no time. A reward before the first
-    trained token of its trajectory, or in a trajectory without one, is caused by nothing that is trained: it is left out,
-    and counted unless it is 0.
+    rewards: of the response tokens. A reward on a token that is not trained (a scalar whose step ends in an
+    observation, or whose step a filter masks) counts for the last trained token before it in its trajectory: the last
+    action that can have caused it. Every return to go is then what it would be if observations took no time. A reward
+    before the first trained token of its trajectory, or in a trajectory without one, is caused by nothing that is
+    trained: it is left out, and counted unless it is 0.
     """
     if tokens.mask is None:
         return rewards, 0

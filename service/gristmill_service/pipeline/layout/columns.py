@@ -1,8 +1,7 @@
-"""Columns declare the tensors of a shard: what each is per token, where it stands, and what fills the rest.
+"""Columns declare the tensors of a shard: each one's values per token, its scope and its fill.
 
-A column turns rows into runs of memory, cut from the batch's own buffers or from shared constants, so that laying out
-copies nothing and makes no Python object a row. Adding a column is adding a declaration here; no stage knows their
-names.
+A column turns rows into byte ranges of the batch's own buffers or of shared constants, so that laying out copies nothing
+and makes no Python object per row. A new column is a new declaration here; no stage knows their names.
 """
 
 from __future__ import annotations
@@ -24,20 +23,21 @@ from gristmill_service.pipeline.rows.merge import Rows
 Scope = Literal["sequence", "response"]
 SCOPES: tuple[Scope, Scope] = ("sequence", "response")
 
-# A value that a row repeats stands in memory this often, and longer rows read it again: more would be written and read
-# once, at the speed of fresh memory, and fewer make more runs.
+# A value that a row repeats is stored this many times, and longer rows refer to the block again. Larger blocks cost page
+# faults, smaller ones more ranges.
 CONSTANTS = 256
 
 
 class Geometry:
-    """Knows where rows stand, and the steps on their paths. Arrays of rows have the padding row at -1; it makes a visit
-    of its own, at -1 of the arrays of visits, so that it needs no case of its own. All int64.
+    """The lengths of rows and of the visits on their paths. All int64.
 
+    The last entry of arrays of rows is the padding row's, and that of arrays of visits its only visit's, so that it is
+    no special case.
     lengths, responses: (rows + 1,) tokens of the row and of its response.
-    last: (rows + 1,) the step whose tokens are the row's; the padding row's is none.
-    begins, counts: (rows + 1,) the row's first visit, and how many it makes, one after another.
-    advances: (visits + 1,) response tokens from the end of the row's visit before, or from where its response begins,
-        to the end of this one: its observation, and what of its step is kept.
+    last: (rows + 1,) the step that has the row's tokens, -1 for the padding row.
+    begins, counts: (rows + 1,) the row's first visit, and the number of its visits.
+    advances: (visits + 1,) response tokens from the end of the row's visit before, or from the response's begin, to the
+        end of this one: observation, and the kept tokens of its step.
     """
 
     def __init__(self, rows: Rows, padding_tokens: int) -> None:
@@ -56,18 +56,18 @@ class Geometry:
 
 @dataclass(slots=True, weakref_slot=True)
 class Runs:
-    """The runs of many rows in order: row i's are `iovec[edges[i]:edges[i + 1]]`. Keeps their memory alive."""
+    """The byte ranges of rows: row i's are `iovec[edges[i]:edges[i + 1]]`. Keeps their memory alive."""
 
     iovec: Iovec
     edges: Int64s
     memory: tuple[Region, ...]
 
     def of(self, begin: int, end: int) -> Iovec:
-        """Returns the runs of the rows `begin:end`."""
+        """Returns the ranges of the rows `begin:end`."""
         return self.iovec[self.edges[begin] : self.edges[end]]
 
-    def without(self, nbytes: Int64s) -> Runs:
-        """The same without so many bytes at the beginning of each row; (rows,), no more than it has."""
+    def without(self, nbytes: Int64s) -> ByteRanges:
+        """Returns the same without the first `nbytes` of each row. nbytes: (rows,), at most the row's bytes."""
         lengths = self.iovec[:, 1]
         ends = np.cumsum(lengths)
         cuts = np.append(0, ends)[self.edges[:-1]] + nbytes
@@ -77,11 +77,11 @@ class Runs:
 
 
 class Placement:
-    """Places rows: the order in which they are laid out, and how much fill stands before each.
+    """The order in which rows are laid out, and the fill before each.
 
     rows: (n,) row indices, -1 for padding rows. leads: per scope (n,) elements before the row's own. shared: (n,) the
-    tokens with which a row begins as the one before it does, and that stand there alone; None where all of every row
-    are laid out.
+    number of first tokens that a row shares with the row before it, which are laid out there only; None: all of every
+    row are laid out.
     """
 
     def __init__(
@@ -91,12 +91,12 @@ class Placement:
 
     @cached_property
     def lengths(self) -> dict[Scope, Int64s]:
-        """The number of elements that a row has, (n,) per scope."""
+        """Each row's elements, (n,) per scope."""
         return {scope: self.geometry.of(scope)[self.rows] for scope in SCOPES}
 
     @cached_property
     def own(self) -> dict[Scope, Int64s]:
-        """The number of those that are laid out, which are its last; (n,) per scope."""
+        """How many of these are laid out, always the last ones; (n,) per scope."""
         if self.shared is None:
             return self.lengths
         return {
@@ -105,40 +105,43 @@ class Placement:
         }
 
     def left_out(self, scope: Scope) -> Int64s | None:
-        """The elements that are left out at the beginning of each row, its lead included; (n,)."""
+        """The elements that are left out at the beginning of each row, its lead included; (n,); None without sharing."""
         if self.shared is None:
             return None
-        # Before what is laid out of a response may stand what is left of the prompt, but not where rows are bare.
+        # A row's lead, its prompt, may be laid out in part, unless rows have none.
         laid_out = np.minimum(self.lengths["sequence"] - self.shared, self.leads[scope] + self.lengths[scope])
         left_out: Int64s = self.leads[scope] + self.lengths[scope] - laid_out
         return left_out
 
     @cached_property
     def visit_counts(self) -> Int64s:
-        """The number of steps on each row's path, (n,)."""
+        """The visits of each row, (n,)."""
         return self.geometry.counts[self.rows]
 
     @cached_property
     def visit_edges(self) -> Int64s:
-        """Where each row's visits begin among `visits`, and where the last one's end, (n + 1,)."""
+        """Where each row's visits begin in `visits`, and the end of the last row's, (n + 1,)."""
         return np.append(0, np.cumsum(self.visit_counts))
 
     @cached_property
     def visits(self) -> Int64s:
-        """The visits of all rows in order."""
+        """The visits of all rows, in order."""
         starts = self.geometry.begins[self.rows] - self.visit_edges[:-1]
         visits: Int64s = np.arange(self.visit_edges[-1]) + np.repeat(starts, self.visit_counts)
         return visits
 
 
 def safetensors_name(dtype: np.dtype[Any]) -> str:
-    """The type's name in a shard's header. uint16 holds the bits of bfloat16."""
+    """Returns the name of a type in a shard's header. uint16 stands for the bits of bfloat16."""
     return tensor_file.NAMES[dtype]
 
 
 class Column(ABC):
-    """One tensor of a shard. name, dtype: as in the shard, the dtype as safetensors names it. scope: over the whole
-    sequence, or the response only. shape: of one element. itemsize: bytes of one number."""
+    """A tensor with an element per token.
+
+    name, dtype: as in the shard, the dtype as safetensors names it. scope: the whole sequence, or the response only.
+    shape: of one element. itemsize: bytes of one number.
+    """
 
     name: str
     dtype: str
@@ -148,10 +151,10 @@ class Column(ABC):
 
     @abstractmethod
     def runs(self, placement: Placement) -> Runs:
-        """Returns, of each row, `lead` elements of fill and then its values."""
+        """Returns each row's `lead` elements of fill, followed by its values."""
 
     def laid_out(self, placement: Placement) -> Runs:
-        """Returns the same without what the row before has."""
+        """Returns the same without the elements that the row before has."""
         runs, elements = self.runs(placement), placement.left_out(self.scope)
         return runs if elements is None else runs.without(self.itemsize * math.prod(self.shape) * elements)
 
@@ -177,13 +180,13 @@ class Tokens(Column):
 
 
 class Presence(Column):
-    """`attention_mask` and `response_mask`: 1 where the row has a token; a padding row has a sequence, no response."""
+    """`attention_mask` and `response_mask`: 1 for the row's tokens; a padding row has a sequence and no response."""
 
     dtype, itemsize = "U8", 1
 
     def __init__(self, name: str, scope: Scope, longest: int) -> None:
         self.name, self.scope = name, scope
-        # Zeros, then ones: any "absent, then present" is one run of it.
+        # Zeros, then ones: any fill followed by values is one range of it.
         self._longest, self._step = longest, Region(np.append(np.zeros(longest, np.uint8), np.ones(longest, np.uint8)))
 
     def runs(self, placement: Placement) -> Runs:
@@ -198,10 +201,9 @@ class Presence(Column):
 class StepTokens(Column):
     """An element per response token of each step, fill on observations between steps and in padding rows.
 
-    values: (visits,), `Rows.standing` or `Rows.trained` of the steps' own: each visit's end where what it keeps of its
-        step ends, and fill stands before them.
-    zeros: memory of the fill.
-    present: bool (visits,), whether a visit's values count; others are fill (how filters mask).
+    values: (visits,), `Rows.standing` or `Rows.trained` of the steps' values, each with fill before it.
+    zeros: the memory of the fill.
+    present: bool (visits,), whether a visit's values count; others become fill, which is how filters mask.
     """
 
     scope = "response"
@@ -213,7 +215,7 @@ class StepTokens(Column):
         self.itemsize, self.shape = values.values.itemsize, values.values.shape[1:]
         self._item = item = self.itemsize * math.prod(self.shape)
         self._values, self._zeros = Region(values.values), zeros
-        # Of every visit the zeros before its values, and these.
+        # Each visit has a range of fill and one of values.
         lengths = np.append(values.lengths, 1)
         self._of_visit = _pairs(len(lengths))
         self._of_visit[:, 0] = zeros.runs(0, item * (geometry.advances - lengths))
@@ -229,10 +231,10 @@ class StepTokens(Column):
 
 
 class StepScalars(Column):
-    """A number per step on the last of its response tokens that are kept, 0 elsewhere: rewards given one a step.
+    """A number per step on its last kept response token, 0 elsewhere: rewards with one number per step.
 
-    values: (visits,) each visit's step's. present: bool (visits,), whether it stands there (`Rows.owns_reward`); true
-    of a row's last.
+    values: (visits,). present: bool (visits,), whether the visit has its step's number (`Rows.owns_reward`), as a row's
+    last always has.
     """
 
     dtype, itemsize, scope = "F32", 4, "response"
@@ -243,12 +245,12 @@ class StepScalars(Column):
         self.name = name
         self._values, self._zeros = Region(np.append(values, 0).astype(np.float32)), zeros
         self._advances = geometry.advances
-        # By their bits: -0.0 is a value.
+        # Bits are compared, since -0.0 is a value.
         self._is_set = (self._values.array.view(np.int32) != 0) & np.append(present, True)
 
     def runs(self, placement: Placement) -> Runs:
         visits, edges = placement.visits, placement.visit_edges
-        # Where visits end among the elements of all rows. Those without a value are fill, but a row's last ends it.
+        # The ends of visits among the elements of all rows. Visits without a value are fill, except a row's last.
         leads = np.cumsum(placement.leads["response"])
         ends = np.cumsum(self._advances[visits]) + np.repeat(leads, placement.visit_counts)
         is_set = self._is_set[visits]
@@ -275,7 +277,7 @@ class RowScalars(Column):
     def runs(self, placement: Placement) -> Runs:
         lengths = placement.lengths["response"]
         constants, starts = _constants(self._values[placement.rows], lengths)
-        # A row's fill, then its value in as many runs as it takes.
+        # A row's fill, then as many ranges of its value as it takes.
         counts = 1 - (-lengths // CONSTANTS)
         edges = np.append(0, np.cumsum(counts))
         nbytes = np.full(edges[-1], 4 * CONSTANTS)
@@ -300,9 +302,9 @@ class Positions(Column):
 
 
 def _constants(values: NDArray[np.float32], lengths: Int64s) -> tuple[Region, Int64s]:
-    """Returns memory with `values[i]` for each i as often as `lengths[i]`, `CONSTANTS` times at most, and where. Equal
-    neighbours share theirs."""
-    # By their bits: -0.0 is not 0.0 here.
+    """Returns memory that repeats each `values[i]` `lengths[i]` times, `CONSTANTS` times at most, and where each begins.
+    Equal neighbors share a block."""
+    # Bits are compared, since -0.0 is not 0.0 here.
     bits = values.view(np.int32)
     first = np.append(True, bits[1:] != bits[:-1])[: len(bits)]
     begins = np.flatnonzero(first)
@@ -312,11 +314,11 @@ def _constants(values: NDArray[np.float32], lengths: Int64s) -> tuple[Region, In
 
 
 def _pairs(count: int) -> NDArray[np.int64]:
-    """Returns room for two runs each: fill, then values."""
+    """Returns an empty array of `count` pairs of ranges: fill, then values."""
     return np.empty((count, 2, 2), np.int64)
 
 
 def _two_a_row(pairs: NDArray[np.int64], *memory: Region, edges: Int64s | None = None) -> Runs:
-    """Makes runs from pairs of them. edges: where a row has several pairs."""
+    """Returns the ranges of rows from pairs. edges: of each row's pairs; None: one pair per row."""
     edges = np.arange(len(pairs) + 1) if edges is None else edges
     return Runs(pairs.reshape(-1, 2), 2 * edges, memory)

@@ -1,6 +1,6 @@
-"""Columns that the run declares (specification, section 8), as tensors of a shard: per token, per row, or as items.
+"""Lays out the columns that a run declares (specification, section 8): per token, per row, or as items.
 
-Values stand where the rows were received, as built-in ones do: a column names slices of the batch's own buffers.
+As with built-in columns, values stay where they were received: tensors are slices of the batch's own buffers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from gristmill_service.pipeline.rows.merge import Rows
 
 Bools = NDArray[np.bool_]
 
-# A row's element of more bytes is not copied.
+# Elements of rows with more bytes than this are not copied.
 _GATHERED_BYTES = 4096
 
 _FLOAT64_MAX = float(np.finfo(np.float64).max)
@@ -32,35 +32,36 @@ _FLOAT64_MAX = float(np.finfo(np.float64).max)
 def token_columns(
     specs: Sequence[ColumnSpec], steps: Steps, rows: Rows, geometry: Geometry, longest: int
 ) -> list[Column]:
-    """The tensors with an element a token, or a response token. longest: elements of the widest row."""
-    found: list[Column] = []
+    """Returns the tensors with an element per token or response token. longest: elements of the widest row."""
+    columns: list[Column] = []
     for spec in specs:
-        if spec.scope in ("response", "token"):
-            extra, fill = _of(spec, steps), _fill(spec, longest)
-            if spec.scope == "response":
-                found.append(_response(spec, extra, rows, geometry, fill))
-            else:
-                found.append(TokenValues(spec, extra, extras.left_out_of(spec, extra, steps), rows, geometry, fill))
-    return found
+        extra = _of(spec, steps)
+        if spec.scope == "response":
+            values, given = rows.standing(extra.values), extra.given[rows.steps]
+            columns.append(StepTokens(spec.name, values, geometry, _fill(spec, longest), given))
+        elif spec.scope == "token":
+            missing = extras.left_out_of(spec, extra, steps)
+            columns.append(TokenValues(spec, extra, missing, rows, geometry, _fill(spec, longest)))
+    return columns
 
 
 def shard_tensors(specs: Sequence[ColumnSpec], steps: Steps, rows: Rows) -> list[ShardTensor]:
-    """The tensors of which a shard has one, whatever its micro-batches are."""
-    found: list[ShardTensor] = []
+    """Returns the tensors that a shard has once, whatever its micro-batches are."""
+    tensors: list[ShardTensor] = []
     for spec in specs:
         extra = _of(spec, steps)
         given = extra.given[rows.steps]
         if spec.scope == "row" and spec.element_bytes > _GATHERED_BYTES and spec.merge != "sum":
-            found.append(LargeRowValues(spec, extra.values, _visits(spec, given, rows), rows))
+            tensors.append(LargeRowValues(spec, extra.values, _visits(spec, given, rows), rows))
         elif spec.scope == "row":
-            found.append(RowValues(spec.name, spec.name, _row_values(spec, extra.values, given, rows)))
+            tensors.append(RowValues(spec.name, spec.name, _row_values(spec, extra.values, given, rows)))
         elif spec.scope == "items":
             items = Items(spec, extra, _last_given(given, rows) if spec.merge != "concat" else None, rows)
-            found += [items, ItemOffsets(items)]
+            tensors += [items, ItemOffsets(items)]
         if not spec.required:
             of_rows = np.append(_any(given, rows), False).astype(np.uint8)
-            found.append(RowValues(f"{spec.name}_given", spec.name, of_rows))
-    return found
+            tensors.append(RowValues(f"{spec.name}_given", spec.name, of_rows))
+    return tensors
 
 
 def _of(spec: ColumnSpec, steps: Steps) -> Extra:
@@ -71,35 +72,31 @@ def _fill(spec: ColumnSpec, longest: int) -> Region:
     numbers = longest * math.prod(spec.shape)
     if spec.fill_value.tobytes().strip(b"\0"):
         return Region(np.full(numbers, spec.fill_value, spec.storage))
-    # Memory that is never touched: reading it takes none.
+    # Zeros that are never written take no memory.
     return Region(np.zeros(numbers, spec.storage))
 
 
 def _any(given: Bools, rows: Rows) -> Bools:
-    """Whether any visit of each row is one; bool (rows,)."""
+    """Returns whether any of each row's visits is given; bool (rows,)."""
     return np.logical_or.reduceat(given, rows.edges[:-1]) if len(rows) else given
 
 
 def _last_given(given: Bools, rows: Rows) -> Int64s:
-    """The last of each row's visits that is one, -1 where none is; int64 (rows,)."""
+    """Returns the last of each row's given visits, -1 where there is none; int64 (rows,)."""
     visits = np.where(given, np.arange(len(given)), -1)
     return np.maximum.reduceat(visits, rows.edges[:-1]) if len(rows) else visits
 
 
 def _first_given(given: Bools, rows: Rows) -> Int64s:
     visits = np.where(given, np.arange(len(given)), len(given))
-    found = np.minimum.reduceat(visits, rows.edges[:-1]) if len(rows) else visits
-    return np.where(found == len(given), -1, found)
-
-
-def _response(spec: ColumnSpec, extra: Extra, rows: Rows, geometry: Geometry, fill: Region) -> Column:
-    return StepTokens(spec.name, rows.standing(extra.values), geometry, fill, extra.given[rows.steps])
+    first = np.minimum.reduceat(visits, rows.edges[:-1]) if len(rows) else visits
+    return np.where(first == len(given), -1, first)
 
 
 class TokenValues(Column):
-    """An element per token of a row: of the first step on its path that holds the token, or of the path's last step.
+    """An element per token of a row: of the first step on its path that has the token, or of the path's last step.
 
-    missing: int64 (steps,), of how many of a step's first tokens the values are the step before's.
+    missing: int64 (steps,), the number of a step's first tokens that take their values from the step before.
     """
 
     scope = "sequence"
@@ -134,8 +131,8 @@ class TokenValues(Column):
 
 
 class _Pieces(NamedTuple):
-    """Row r's tokens are, one after another, tokens `begins[p]:ends[p]` of step `steps[p]` for its pieces p in
-    `edges[r]:edges[r + 1]`. All int64."""
+    """The steps from which rows take their tokens: row r has the pieces `edges[r]:edges[r + 1]`, and piece p is the
+    tokens `begins[p]:ends[p]` of step `steps[p]`. All int64."""
 
     edges: Int64s
     steps: Int64s
@@ -148,7 +145,7 @@ def _last_pieces(rows: Rows) -> _Pieces:
 
 
 def _first_pieces(rows: Rows, missing: Int64s) -> _Pieces:
-    """Each visit brings the tokens from the end of the one before on."""
+    """Returns pieces in which each visit contributes the tokens after the end of the visit before."""
     ends = rows.per_visit(rows.prompt_lengths) + rows.ends
     begins = np.append(0, ends[:-1])[: len(ends)]
     begins[rows.edges[:-1]] = 0
@@ -159,7 +156,8 @@ def _first_pieces(rows: Rows, missing: Int64s) -> _Pieces:
 
 
 def _with_inherited(pieces: _Pieces, missing: Int64s, inherited: Sequence[int]) -> _Pieces:
-    """What a step leaves to the step before is cut from there: a few rows, those that begin with a later step."""
+    """Replaces tokens that a step inherits from the step before by pieces of that step. Few rows need it: those that
+    begin with a later step."""
     counts = np.ones(len(pieces.steps), np.int64)
     made: list[NDArray[np.int64]] = []
     at = 0
@@ -185,7 +183,7 @@ def _chain(step: int, begin: int, end: int, missing: Int64s) -> list[tuple[int, 
 
 
 class Cut(NamedTuple):
-    """A tensor as one shard has it. memory: kept alive with the runs."""
+    """A tensor's part of one shard. memory: kept alive with its byte ranges."""
 
     shape: list[int]
     iovec: Iovec
@@ -193,7 +191,7 @@ class Cut(NamedTuple):
 
 
 class ShardTensor(ABC):
-    """A tensor of which a shard has one. name, dtype, itemsize: as `Column` has them. column: the declared column."""
+    """A tensor that a shard has once. name, dtype, itemsize: as `Column` has them. column: the declared column."""
 
     name: str
     column: str
@@ -202,7 +200,7 @@ class ShardTensor(ABC):
 
     @abstractmethod
     def cut(self, rows: Int64s) -> Cut:
-        """What the shard of these rows has of it. rows: -1 is a padding row."""
+        """Returns the part of the shard with these rows. rows: -1 is a padding row."""
 
 
 class RowValues(ShardTensor):
@@ -219,8 +217,8 @@ class RowValues(ShardTensor):
 
 
 class LargeRowValues(ShardTensor):
-    """The same where elements are cut from what came, and the fill is one. visits: (rows,) whose element each row has,
-    -1 for none."""
+    """The same for large elements, which are not copied. visits: (rows,) the visit with each row's element, -1 for
+    none."""
 
     def __init__(self, spec: ColumnSpec, values: Ragged, visits: Int64s, rows: Rows) -> None:
         self.name = self.column = spec.name
@@ -238,8 +236,8 @@ class LargeRowValues(ShardTensor):
 
 
 class Items(ShardTensor):
-    """The rows' items, one row after another. visits: (rows,) whose items each row has, -1 for none; None: those of all
-    its visits."""
+    """The rows' items, one row after another. visits: (rows,) the visit with each row's items, -1 for none; None: a row
+    has those of all its visits."""
 
     def __init__(self, spec: ColumnSpec, extra: Extra, visits: Int64s | None, rows: Rows) -> None:
         self.name = self.column = spec.name
@@ -256,7 +254,7 @@ class Items(ShardTensor):
         self._runs = self._values.runs(self._unit * starts, self._unit * self._lengths)
         totals = np.append(0, np.cumsum(self._lengths))[self._edges]
         self.counts = np.append(np.diff(totals), 0)
-        """Of each row how many; int64 (rows + 1,), the padding row's last."""
+        """Each row's number of items; int64 (rows + 1,), the padding row's last."""
 
     def cut(self, rows: Int64s) -> Cut:
         real = rows[rows >= 0]
@@ -266,7 +264,7 @@ class Items(ShardTensor):
 
 
 class ItemOffsets(ShardTensor):
-    """Where each row's items begin among the shard's, and where the last one's end."""
+    """The index of each row's first item in the shard, and the end of the last row's."""
 
     dtype, itemsize = "I64", 8
 
@@ -279,26 +277,26 @@ class ItemOffsets(ShardTensor):
 
 
 def _visits(spec: ColumnSpec, given: Bools, rows: Rows) -> Int64s:
-    """Whose element each row has, -1 for none; (rows,)."""
+    """Returns the visit with each row's element, -1 for none; (rows,)."""
     return _first_given(given, rows) if spec.merge == "first" else _last_given(given, rows)
 
 
 def _row_values(spec: ColumnSpec, values: Ragged, given: Bools, rows: Rows) -> Array:
-    """Each row's element, the fill where none of its visits has one and in the padding row; (rows + 1, *shape)."""
-    found = np.full((len(rows) + 1, *spec.shape), spec.fill_value, spec.storage)
+    """Returns each row's element: the fill for the padding row and where no visit has one; (rows + 1, *shape)."""
+    elements = np.full((len(rows) + 1, *spec.shape), spec.fill_value, spec.storage)
     if spec.merge == "sum":
         has = np.append(_any(given, rows), False)
-        # Where rows share a step it counts once, so that sums over rows are those over steps.
-        found[has] = _sums(spec, values, given & rows.is_first, rows)[has[:-1]]
-        return found
+        # A step that rows share counts once, so that a sum over rows is that over steps.
+        elements[has] = _sums(spec, values, given & rows.is_first, rows)[has[:-1]]
+        return elements
     visits = _visits(spec, given, rows)
     has = visits >= 0
-    found[:-1][has] = values.values[values.starts[rows.steps[visits[has]]]]
-    return found
+    elements[:-1][has] = values.values[values.starts[rows.steps[visits[has]]]]
+    return elements
 
 
 def _sums(spec: ColumnSpec, values: Ragged, given: Bools, rows: Rows) -> Array:
-    """Each row's sum; what the column's type does not hold becomes the nearest that it does. (rows, *shape)."""
+    """Returns each row's sum, limited to the range of the column's type; (rows, *shape)."""
     exact: Any = np.float64 if spec.is_float else np.int64
     terms = np.zeros((len(given), *spec.shape), exact)
     chosen = values.values[values.starts[rows.steps[given]]]
@@ -314,15 +312,15 @@ def _sums(spec: ColumnSpec, values: Ragged, given: Bools, rows: Rows) -> Array:
 
 
 def _most(spec: ColumnSpec) -> float:
-    """The largest finite number of a column of floats."""
+    """Returns the largest finite number of a column of floats."""
     if spec.dtype == "bfloat16":
         return float(from_bfloat16(np.array([0x7F7F], np.uint16))[0])
     return float(np.finfo(spec.storage).max)
 
 
 def _int64_sums(terms: NDArray[np.int64], begins: Int64s) -> NDArray[np.int64]:
-    """Sums of runs of the first axis, which stop at what int64 holds."""
-    # Two halves, of which neither overflows; the higher one with what the lower one carries.
+    """Returns sums of runs along the first axis, limited to the range of int64."""
+    # The sums of the low and high halves do not overflow; the carry is added to the high one.
     low = np.add.reduceat(terms & 0xFFFFFFFF, begins)
     high = np.add.reduceat(terms >> 32, begins) + (low >> 32)
     limits = np.iinfo(np.int64)
@@ -331,12 +329,12 @@ def _int64_sums(terms: NDArray[np.int64], begins: Int64s) -> NDArray[np.int64]:
 
 
 def _float64_sums(terms: NDArray[np.float64], begins: Int64s) -> NDArray[np.float64]:
-    """Sums of runs of the first axis, which stop at what float64 holds; not finite where a term is not."""
+    """Returns sums of runs along the first axis, limited to the range of float64; not finite where a term is not."""
     with np.errstate(over="ignore", invalid="ignore"):
         sums: NDArray[np.float64] = np.add.reduceat(terms, begins)
         if np.isfinite(sums).all():
             return sums
-        # So small that no sum of steps overflows, as none of their parts does on the way.
+        # Scaled down so that no partial sum overflows.
         scaled = np.clip(np.add.reduceat(np.ldexp(terms, -32), begins), *np.ldexp([-_FLOAT64_MAX, _FLOAT64_MAX], -32))
     is_finite = np.logical_and.reduceat(np.isfinite(terms), begins)
     return np.where(is_finite & ~np.isfinite(sums), np.ldexp(scaled, 32), sums)

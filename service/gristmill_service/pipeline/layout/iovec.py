@@ -1,8 +1,8 @@
-"""Runs of memory, as the kernel's `iovec`: an int64 array (runs, 2) of addresses and lengths in bytes.
+"""Byte ranges of memory, as the kernel's `iovec`: an int64 array (ranges, 2) of addresses and lengths in bytes.
 
-A file's bytes described this way are written by `writev` without being assembled, and the description is made by NumPy
-without a Python object a run. Whoever makes one keeps the memory alive; addresses only come from `Region`, which checks
-that every run lies within its buffer.
+`writev` writes a file that is described this way without assembling it, and NumPy makes the description without a Python
+object per range. Its maker keeps the memory alive; addresses only come from `Region`, which checks that every range lies
+within its buffer.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.writev.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int)
 _libc.writev.restype = ctypes.c_ssize_t
 
-# A view of memory that is somebody else's; the second argument is PyBUF_READ.
+# A view of memory at an address; the last argument is PyBUF_READ.
 _view = ctypes.pythonapi.PyMemoryView_FromMemory
 _view.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
 _view.restype = ctypes.py_object
 _READ = 0x100
 
-# The most runs that one writev takes on Linux (IOV_MAX).
-_RUNS_AT_ONCE = 1024
+# The most ranges that one writev takes on Linux (IOV_MAX).
+_RANGES_AT_ONCE = 1024
 
-# Bytes of a run's description.
-_RUN = 16
+# The bytes of a range's description.
+_RANGE_BYTES = 16
 
 
 class Region:
-    """A buffer that runs are cut from. It has to live as long as they do."""
+    """A buffer from which ranges are cut. It has to live as long as they do."""
 
     def __init__(self, buffer: NDArray[Any] | bytes) -> None:
         array = np.frombuffer(buffer, np.uint8) if isinstance(buffer, bytes) else np.ascontiguousarray(buffer)
         self.array, self._address, self._size = array, int(array.__array_interface__["data"][0]), array.nbytes
 
     def runs(self, starts: NDArray[np.int64] | int, lengths: NDArray[np.int64]) -> Iovec:
-        """Returns runs of `lengths` bytes from `starts` on. Raises IndexError for one that is not within the buffer."""
+        """Returns ranges of `lengths` bytes at `starts`. Raises IndexError for one that is not within the buffer."""
         starts = np.asarray(starts)
         if len(lengths) and (starts.min() < 0 or lengths.min() < 0 or (starts + lengths).max() > self._size):
-            raise IndexError(f"a run lies outside of its buffer of {self._size} bytes")
+            raise IndexError(f"a range lies outside of its buffer of {self._size} bytes")
         iovec = np.empty((len(lengths), 2), np.int64)
         np.add(starts, self._address, out=iovec[:, 0])
         iovec[:, 1] = lengths
@@ -56,7 +56,7 @@ class Region:
 
 
 def coalesced(iovec: Iovec) -> Iovec:
-    """Returns the same bytes in as few runs as there can be: without empty ones, neighbours in memory as one."""
+    """Returns the same bytes in as few ranges as possible: without empty ones, and with adjacent ones joined."""
     iovec = iovec[iovec[:, 1] > 0]
     if not len(iovec):
         return iovec
@@ -65,7 +65,7 @@ def coalesced(iovec: Iovec) -> Iovec:
 
 
 def cut(iovec: Iovec, nbytes: int) -> Iterator[Iovec]:
-    """Yields the runs in groups of exactly `nbytes` bytes, the last one of what is left."""
+    """Yields the ranges in groups of exactly `nbytes` bytes, the last one with the rest."""
     ends = np.cumsum(iovec[:, 1])
     done, total = 0, int(ends[-1]) if len(ends) else 0
     while done < total:
@@ -74,43 +74,44 @@ def cut(iovec: Iovec, nbytes: int) -> Iterator[Iovec]:
         last = int(np.searchsorted(ends, upto, "left"))
         group = iovec[first : last + 1].copy()
         group[-1, 1] -= ends[last] - upto
-        into = done - (int(ends[first - 1]) if first else 0)
-        group[0] += (into, -into)
+        skipped = done - (int(ends[first - 1]) if first else 0)
+        group[0] += (skipped, -skipped)
         yield group
         done = upto
 
 
 def join(iovec: Iovec) -> bytes:
-    """Returns the bytes of all runs, one after another."""
+    """Returns the bytes of all ranges, concatenated."""
     return b"".join([_view(address, length, _READ) for address, length in iovec.tolist()])
 
 
 def write(descriptor: int, iovec: Iovec) -> None:
-    """Writes all runs in order. Blocks, without the interpreter's lock. Raises OSError."""
+    """Writes all ranges in order. Blocks, without the interpreter's lock. Raises OSError."""
     while len(iovec):
         iovec = _written(descriptor, np.ascontiguousarray(iovec))
 
 
 def _written(descriptor: int, iovec: Iovec) -> Iovec:
-    """Writes the runs up to a short write. Returns what is left."""
-    address, begins = int(iovec.__array_interface__["data"][0]), np.arange(0, len(iovec), _RUNS_AT_ONCE)
+    """Writes the ranges up to a short write. Returns the rest."""
+    address, begins = int(iovec.__array_interface__["data"][0]), np.arange(0, len(iovec), _RANGES_AT_ONCE)
     sizes = np.add.reduceat(iovec[:, 1], begins)
     for begin, size in zip(begins.tolist(), sizes.tolist(), strict=True):
-        written = _libc.writev(descriptor, address + _RUN * begin, min(_RUNS_AT_ONCE, len(iovec) - begin))
+        count = min(_RANGES_AT_ONCE, len(iovec) - begin)
+        written = _libc.writev(descriptor, address + _RANGE_BYTES * begin, count)
         if written < 0:
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number))
         if written < size:
-            # A signal, or more than 2 GiB at once. Rare, so that what is left may be found again.
+            # A signal, or more than 2 GiB at once: rare, so that finding the rest may be slow.
             return _rest(iovec[begin:], written)
     return iovec[:0]
 
 
 def _rest(iovec: Iovec, written: int) -> Iovec:
-    """Returns the runs without their first `written` bytes."""
+    """Returns the ranges without their first `written` bytes."""
     ends = np.cumsum(iovec[:, 1])
     first = int(np.searchsorted(ends, written, side="right"))
     rest = iovec[first:].copy()
-    into = written - (int(ends[first - 1]) if first else 0)
-    rest[0] += (into, -into)
+    skipped = written - (int(ends[first - 1]) if first else 0)
+    rest[0] += (skipped, -skipped)
     return rest

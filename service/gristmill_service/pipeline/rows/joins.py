@@ -1,7 +1,7 @@
-"""Which step of its trajectory each step continues: the one whose sequence (prompt + response) its prompt begins with.
+"""Finds the earlier step that each step continues: the one whose sequence (prompt + response) its prompt begins with.
 
-Most steps extend the one before them, which one pass over the batch finds. Only what is left is searched for, step by
-step, among the earlier ones of its trajectory.
+Most steps extend the one before them, which one pass over the batch finds. The others are searched for, step by step,
+among the earlier ones of their trajectory.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ _COMPARED_FIRST, _COMPARED_NEXT = 1 << 7, 1 << 14
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Joins:
-    """Whom each step joins.
+    """The step that each step joins.
 
     parents: int64 (steps,), the earlier step of its trajectory that it continues; -1 where it joins none.
-    commons: int64 (steps,), with how many tokens of that one's sequence its prompt begins: with all of them, or, where
-        their tail was retokenized, fewer. 0 where it joins none.
-    are_plain: every step that joins one joins all of the one before it.
+    commons: int64 (steps,), how many tokens of the parent's sequence its prompt begins with: all of them, or fewer
+    where
+        their tail was tokenized again. 0 where it joins none.
+    are_plain: whether every step that joins one joins all of the step directly before it.
     """
 
     parents: Int64s
@@ -41,10 +42,10 @@ class Joins:
 class Mismatch:
     """A step that joined none.
 
-    before: the step that it is compared with, by its number: the one before it, or, where the mode branches, the one
-        that has most in common with it.
-    index: in its prompt, of the first token that differs, or the prompt's length when it merely ends too early.
-    column: the declared column in which the two differ, where no token keeps them apart.
+    before: the number of the step that it is compared with: the one before it, or, if the mode branches, the one with
+        the longest common prefix.
+    index: of the first token of its prompt that differs, or the prompt's length if it merely ends too early.
+    column: the declared column in which the two differ, if no token does.
     """
 
     trajectory: int
@@ -55,7 +56,7 @@ class Mismatch:
 
 
 def find_joins(received: Received, config: RunConfig) -> Joins:
-    """Returns whom each step joins under the run's merge mode."""
+    """Returns the step that each step joins under the run's merge mode."""
     return _MODES[config.merge](received, config)
 
 
@@ -64,33 +65,33 @@ def _none(received: Received, config: RunConfig) -> Joins:
 
 
 def _before(received: Received, config: RunConfig) -> Joins:
-    """The step before or none."""
+    """Joins a step to the one directly before it, or to none."""
     settled = joins_before(received, config.columns)
     return _searched(received, settled, config) if config.retokenized_tail else _plain(received, settled)
 
 
 def _any_earlier(received: Received, config: RunConfig) -> Joins:
-    """The earlier step with which its prompt has most in common: of several the shortest, of which least is cut, and
-    of these the latest."""
+    """Joins a step to the earlier one that shares the longest prefix with its prompt: of several to the shortest, of
+    which least is cut, and of these to the latest."""
     return _searched(received, joins_before(received, config.columns) & ~_behind_longer(received), config)
 
 
 _MODES: dict[str, Callable[[Received, RunConfig], Joins]] = {"none": _none, "prefix": _before, "tree": _any_earlier}
-"""By their names in `config.MERGE_MODES`."""
+"""The functions of `config.MERGE_MODES`, by name."""
 
 
 def _plain(received: Received, settled: NDArray[np.bool_]) -> Joins:
-    """Returns that these steps join the one before them, and no others any. settled: bool (steps,)."""
+    """Returns joins of the settled steps, each with the one before it, and of no others. settled: bool (steps,)."""
     parents = np.where(settled, np.arange(len(settled)) - 1, NONE)
     commons = np.where(settled, np.roll(received.steps.tokens.lengths, 1), 0)
     return Joins(parents, commons, are_plain=True)
 
 
 def _searched(received: Received, settled: NDArray[np.bool_], config: RunConfig) -> Joins:
-    """Returns the joins of the settled steps, each with the one before it, and of the others as far as they have any.
+    """Returns the joins of the settled steps, each with the one before it, and searches for those of the others.
 
-    All of a sequence but its last `retokenized_tail` tokens has to be in the prompt, and all of the prompt with which
-    that path begins: it is the row's. No column that keeps steps apart (`merge: equal`) may differ.
+    A prompt must contain all of a sequence but its last `retokenized_tail` tokens, and all of the prompt with which
+    that path begins, which is the row's. No column with `merge: equal` may differ.
     """
     steps, plain = received.steps, _plain(received, settled)
     parents, commons, bounds = plain.parents, plain.commons, received.trajectory_bounds
@@ -99,15 +100,15 @@ def _searched(received: Received, settled: NDArray[np.bool_], config: RunConfig)
     for trajectory in np.unique(received.trajectory_of_step[is_open]).tolist():
         own = slice(int(bounds[trajectory]), int(bounds[trajectory + 1]))
         search = _Search(steps, own, config)
-        found = search.joins(parents[own] - own.start, commons[own], is_open[own])
-        parents[own] = np.where(found.parents < 0, NONE, found.parents + own.start)
-        commons[own] = found.commons
+        joins = search.joins(parents[own] - own.start, commons[own], is_open[own])
+        parents[own] = np.where(joins.parents < 0, NONE, joins.parents + own.start)
+        commons[own] = joins.commons
     return Joins(parents, commons)
 
 
 def joins_before(received: Received, columns: Sequence[ColumnSpec]) -> NDArray[np.bool_]:
-    """Finds the steps whose prompt begins with all of the step before them, and that no column keeps apart from it;
-    bool (steps,)."""
+    """Returns which steps have a prompt that begins with all of the step before them, and no column with `merge: equal`
+    that differs from it; bool (steps,)."""
     steps = received.steps
     fits = np.zeros(len(steps), np.bool_)
     fits[1:] = steps.tokens.lengths[:-1] <= steps.prompt_lengths[1:]
@@ -120,17 +121,16 @@ def joins_before(received: Received, columns: Sequence[ColumnSpec]) -> NDArray[n
 
 
 def differing(columns: Sequence[ColumnSpec], steps: Steps, before: int, step: int, common: int) -> str:
-    """Returns the first column with `merge: equal` in which a step differs from an earlier one that it would join,
-    where they overlap; empty where there is none.
+    """Returns the first column with `merge: equal` in which a step differs from an earlier one that it would join;
+    empty where there is none.
 
-    The values of a row are compared; those of the tokens that both have, `common` of them; items, with which the later
-    one's begin.
+    Compares values of rows, those of the first `common` tokens, and items, of which the later step may have more.
     """
     for column in columns:
         if column.merge == "equal" and column.scope != "response" and (extra := steps.extras.get(column.name)):
             one, other = extra.values[before], extra.values[step]
             one = one[:common] if column.scope == "token" else one
-            # A NaN, where a column takes it, is as good as itself.
+            # A NaN, which some columns allow, equals itself here.
             same = np.array_equal(one, other[: len(one)], equal_nan=one.dtype.kind == "f")
             if extra.given[before] != extra.given[step] or not same:
                 return column.name
@@ -138,14 +138,14 @@ def differing(columns: Sequence[ColumnSpec], steps: Steps, before: int, step: in
 
 
 def extends(tokens: Ragged, fits: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Finds the rows that begin with the whole row before them; bool (rows,).
+    """Returns which rows begin with the whole row before them; bool (rows,).
 
-    fits: bool (rows,), which to look at; these are no shorter than the one before, which the first row has not.
+    fits: bool (rows,), the rows to examine; none is shorter than the one before it, and the first is not among them.
 
-    Rows that begin at one place in memory have the same tokens as far as both go: nothing is compared there. All others
-    are, from the last row to the first: each with the longest row known to extend the one after it, for if that one
-    does not begin with it, nor does the one after. So one row of a whole trajectory is copied, into bytes, whose
-    `startswith` is a memcmp; everything else is read once, where it stands.
+    Rows that begin at one address have the same tokens and are not compared. All others are, from the last row to the
+    first: each with the longest row known to extend the one after it, because if that does not begin with it, the one
+    after does not either. So one row of a whole trajectory is copied into bytes, whose `startswith` is a memcmp, and
+    all others are read once, in place.
     """
     if not fits.any():
         return np.zeros(len(tokens), np.bool_)
@@ -167,32 +167,30 @@ def extends(tokens: Ragged, fits: NDArray[np.bool_]) -> NDArray[np.bool_]:
 
 
 def _behind_longer(received: Received) -> NDArray[np.bool_]:
-    """Finds the steps with an earlier one in their trajectory that is longer than the one before them; bool (steps,).
-
-    No other can be more of a step's prompt than the one before it, where that one is all in it.
-    """
+    """Returns which steps have an earlier one in their trajectory that is longer than the one before them; bool
+    (steps,). A shorter one cannot share a longer prefix with a prompt that contains all of the step before it."""
     lengths = received.steps.tokens.lengths
-    found = np.zeros(len(lengths), np.bool_)
-    # Of each trajectory all are larger than of the one before it.
+    is_behind = np.zeros(len(lengths), np.bool_)
+    # Offset by trajectory, so that a maximum never carries over from an earlier one.
     ranked = lengths + received.trajectory_of_step * (lengths.max(initial=0) + 1)
-    found[1:] = (np.maximum.accumulate(ranked) > ranked)[:-1]
-    return found
+    is_behind[1:] = (np.maximum.accumulate(ranked) > ranked)[:-1]
+    return is_behind
 
 
 class _Search:
-    """Holds the steps of one trajectory against each other. Steps are numbered within it, and all are (steps,).
+    """Compares the steps of one trajectory. Steps are numbered within it, and arrays are (steps,).
 
-    steps: of the batch. own: which of them are the trajectory's.
+    steps: the batch's. own: the trajectory's range of them.
     """
 
     def __init__(self, steps: Steps, own: slice, config: RunConfig) -> None:
         self._steps, self._first, self._config = steps, own.start, config
         self._tokens, self._prompts = steps.tokens.take(own), steps.prompt_lengths[own]
-        # Of each step the prompt with which its path begins: its own, until it joins another.
+        # The length of the prompt with which each step's path begins: its own, until it joins another.
         self._roots = self._prompts.copy()
 
     def joins(self, parents: Int64s, commons: Int64s, is_open: NDArray[np.bool_]) -> Joins:
-        """Settles the open steps. parents, commons: of those that are settled; they are not changed."""
+        """Searches for the joins of the open steps. parents, commons: of settled steps; they are not changed."""
         parents, commons = parents.copy(), commons.copy()
         for step in range(1, len(parents)):
             if is_open[step]:
@@ -202,7 +200,7 @@ class _Search:
         return Joins(parents, commons)
 
     def _join(self, step: int, earliest: int) -> tuple[int, int]:
-        """Returns which step it joins, none before `earliest`, and how many tokens they have in common."""
+        """Returns the step that a step joins, `earliest` or later, and the number of tokens in common."""
         prompt = self._tokens[step][: self._prompts[step]]
         best_common, best_length, best = 0, 0, NONE
         for other, length, needed in self._candidates(step, earliest):
@@ -218,8 +216,8 @@ class _Search:
         return differing(self._config.columns, self._steps, self._first + other, self._first + step, common) != ""
 
     def _candidates(self, step: int, earliest: int) -> list[tuple[int, int, int]]:
-        """Returns the steps that this one may join, the longest first: each one's length, and how many of its tokens
-        are needed. The last of these is the same in the prompt."""
+        """Returns the steps that this one may join, longest first: number, length, and tokens that it must share.
+        The last of those tokens is the same in the prompt."""
         starts, lengths = self._tokens.starts[earliest:step], self._tokens.lengths[earliest:step]
         needed = np.maximum(lengths - self._config.retokenized_tail, self._roots[earliest:step])
         fits = np.flatnonzero(needed <= self._prompts[step])
@@ -230,21 +228,21 @@ class _Search:
 
 
 def breaks(received: Received, begins: Int64s) -> Int64s:
-    """Returns the steps that joined none, without those with which trajectories begin; ascending.
+    """Returns the steps that joined none, except the first of each trajectory; ascending.
 
-    begins: the steps with which the paths of rows begin, each once or more.
+    begins: the first steps of the paths of rows, each once or more.
     """
     if len(begins) < len(received.trajectory_bounds):
-        # One a trajectory.
+        # One per trajectory.
         return np.empty(0, np.int64)
-    found = np.zeros(len(received.steps), np.bool_)
-    found[begins] = True
-    found[received.trajectory_bounds[:-1]] = False
-    return np.flatnonzero(found)
+    is_break = np.zeros(len(received.steps), np.bool_)
+    is_break[begins] = True
+    is_break[received.trajectory_bounds[:-1]] = False
+    return np.flatnonzero(is_break)
 
 
 def mismatch(received: Received, step: int, config: RunConfig) -> Mismatch:
-    """Returns how a step that joined none differs. step: among all of the batch."""
+    """Returns how a step that joined none differs from the step that it is compared with. step: in the batch."""
     steps, trajectory = received.steps, int(np.searchsorted(received.trajectory_bounds, step, "right")) - 1
     first = int(received.trajectory_bounds[trajectory])
     prompt = steps.tokens[step][: steps.prompt_lengths[step]]
@@ -256,7 +254,7 @@ def mismatch(received: Received, step: int, config: RunConfig) -> Mismatch:
 
 
 def common_prefix(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
-    """Counts the tokens with which both begin. Reads little of long ones that differ early."""
+    """Returns the length of the common prefix. Reads little of long sequences that differ early."""
     shorter, begin, size = min(len(one), len(other)), 0, _COMPARED_FIRST
     while begin < shorter:
         end = min(begin + size, shorter)

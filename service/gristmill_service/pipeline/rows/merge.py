@@ -1,9 +1,9 @@
-"""The second stage makes one row of the steps of a trajectory that extend each other.
+"""Merges steps of a trajectory that extend each other into one row.
 
-A step's full tokens are a prefix of a later step's prompt exactly when the two can be one sequence. The merged row
-is then the last step's own tokens, read again from the first step's response on: nothing is concatenated, the stage
-yields indices. Source: SkyRL #1479. Where several steps go on from one, each has a row of its own, and they share the
-path to it.
+Two steps can be one sequence exactly if the earlier one's tokens are a prefix of the later one's prompt. The merged row
+then has the last step's tokens, with a response that begins where the first step's does: nothing is concatenated, and
+rows are indices. Source: SkyRL #1479. Where several steps continue one, each has a row of its own, and their rows share
+the path to it.
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ REPORTED_MISMATCHES = 3
 class Rows:
     """Training rows as paths of steps: row r visits `steps[edges[r]:edges[r + 1]]`, all of one trajectory, in order.
 
-    Its tokens are those of the last step on its path; the first `prompt_lengths[r]` of them are its prompt, and the
-    rest its response. What each visit v adds to the response: from `starts[v]` of it on stand the first `kept[v]`
-    tokens of the response of step `steps[v]`; what stands before, from where the visit before ends, is observation. Of
-    those tokens an earlier row trains the first `shared[v]`: here they have loss_mask 0.
+    A row's tokens are those of the last step on its path; the first `prompt_lengths[r]` of them are its prompt, the
+    rest its response. Visit v contributes to the response, from index `starts[v]`, the first `kept[v]` tokens of the
+    response of step `steps[v]`; tokens between the end of the visit before and `starts[v]` are observation. The first
+    `shared[v]` of the kept tokens are trained by an earlier row: here they have loss_mask 0.
 
-    Where several rows may share steps, each token is trained once: `shared` is the most that any earlier row kept, but
-    no more than `kept`. Of a path's last step all is kept, and nothing shared, so that it ends the row.
+    So each token is trained once, even where rows share steps: `shared` is the most that any earlier row kept, but no
+    more than `kept`. A path's last step is kept whole and shares nothing, so that it ends the row.
 
     edges: int64 (rows + 1,).
     steps: int64 (visits,), indices of the batch's steps as received; each is on a path, some on several.
-    starts, kept, shared: int64 (visits,), in tokens. starts is 0 where a path begins, and nowhere less than where the
-        visit before ends.
+    starts, kept, shared: int64 (visits,), in tokens. starts is 0 where a path begins, and never less than the end of
+    the
+        visit before.
     trajectories, prompt_lengths, lengths: int64 (rows,). policy_versions: int32 (rows,), of its oldest step.
     """
 
@@ -62,7 +63,7 @@ class Rows:
 
     @property
     def last(self) -> Int64s:
-        """The last step on each row's path, whose tokens are the row's; int64 (rows,)."""
+        """The last step on each row's path, which has the row's tokens; int64 (rows,)."""
         return self.steps[self.edges[1:] - 1]
 
     @property
@@ -76,32 +77,32 @@ class Rows:
 
     @property
     def owns_reward(self) -> NDArray[np.bool_]:
-        """Tells of each visit whether its step's reward stands there, so that it stands once; bool (visits,)."""
+        """Whether each visit has its step's reward, so that every reward is in one row; bool (visits,)."""
         owned: NDArray[np.bool_] = (self.shared == 0) & (self.kept > 0)
         return owned
 
     @property
     def is_first(self) -> NDArray[np.bool_]:
-        """Tells of each visit whether no earlier row visits its step; bool (visits,)."""
-        found = np.ones(len(self.steps), np.bool_)
+        """Whether each visit is the first of its step; bool (visits,)."""
+        is_first = np.ones(len(self.steps), np.bool_)
         if len(self.steps) > self.steps.max(initial=-1) + 1:
-            found[:] = False
-            found[np.unique(self.steps, return_index=True)[1]] = True
-        return found
+            is_first[:] = False
+            is_first[np.unique(self.steps, return_index=True)[1]] = True
+        return is_first
 
     def per_visit(self, values: NDArray[Any]) -> NDArray[Any]:
-        """Returns of each visit its row's value. values: (rows,); the result: (visits,)."""
+        """Repeats each row's value for its visits. values: (rows,); the result: (visits,)."""
         return np.repeat(values, np.diff(self.edges))
 
     def standing(self, values: Ragged) -> Ragged:
-        """Returns of each visit the values of the tokens that stand in its row, also those that are not trained there.
+        """Returns the values of each visit's kept tokens, trained in its row or not.
 
-        values: (steps,), one a response token. The result: (visits,), `kept` of each; it shares the values.
+        values: (steps,), one per response token. The result: (visits,), `kept` of each; a view.
         """
         return Ragged(values.values, values.starts[self.steps], self.kept)
 
     def trained(self, values: Ragged) -> Ragged:
-        """Returns what `standing` does without the tokens that an earlier row trains: `kept - shared` of each visit."""
+        """Returns the values of the tokens that each visit's row trains: `kept - shared` of each visit; a view."""
         return Ragged(values.values, values.starts[self.steps] + self.shared, self.kept - self.shared)
 
     def trained_in(self, edges: Int64s) -> Int64s:
@@ -109,15 +110,15 @@ class Rows:
 
         edges: int64 (steps + 1,), step i has the response tokens `edges[i]:edges[i + 1]`.
         """
-        found = np.full(edges[-1], -1)
-        # Of a step each row that trains some of its tokens goes on where the one before ended.
+        row_of_token = np.full(edges[-1], -1)
+        # Each row that trains tokens of a step continues where the row before it ended.
         order = np.argsort(self.steps, kind="stable")
         visits = order[(self.kept > self.shared)[order]]
         lengths = (self.kept - self.shared)[visits]
         starts = edges[self.steps[visits]] + self.shared[visits]
-        places = np.arange(lengths.sum()) + np.repeat(starts - np.cumsum(lengths) + lengths, lengths)
-        found[places] = np.repeat(self.per_visit(np.arange(len(self)))[visits], lengths)
-        return found
+        tokens = np.arange(lengths.sum()) + np.repeat(starts - np.cumsum(lengths) + lengths, lengths)
+        row_of_token[tokens] = np.repeat(self.per_visit(np.arange(len(self)))[visits], lengths)
+        return row_of_token
 
 
 def merge(received: Received, config: RunConfig) -> tuple[Rows, list[Mismatch]]:
@@ -140,10 +141,10 @@ def merge_rows(received: Received, config: RunConfig) -> Rows:
 def rows_of_paths(
     received: Received, edges: Int64s, path: Int64s, kept: Int64s, shared: Int64s, begins: Int64s | None = None
 ) -> Rows:
-    """Returns the rows of these paths; all is as `Rows` has it, `path` its `steps`.
+    """Returns the rows of these paths. edges, path, kept, shared: as `Rows` has them, `path` as `steps`.
 
-    begins: int64 (visits,), where each visit begins in its row's tokens: where its step's prompt ends, unless told.
-        None may lie before the end of the visit before it.
+    begins: int64 (visits,), where each visit begins in its row's tokens, not before the end of the visit before it;
+        by default where its step's prompt ends.
     """
     steps, first, last = received.steps, path[edges[:-1]], path[edges[1:] - 1]
     prompt_lengths = steps.prompt_lengths[first]
@@ -162,11 +163,11 @@ def rows_of_paths(
 
 
 def _rows_of_joins(received: Received, joins: Joins) -> Rows:
-    """Returns a row for each step that none joins: the path to it."""
+    """Returns a row for each step that no other joins: the path to it."""
     steps = received.steps
     edges, path = _paths(joins.parents)
     prompts, responses = steps.prompt_lengths[path], steps.response_lengths[path]
-    # What later joins leave of each visit's sequence; all of a path's last.
+    # How many tokens of each visit's sequence later joins leave: all of a path's last.
     left = np.append(joins.commons[path[1:]], 0)[: len(path)]
     left[edges[1:] - 1] = steps.tokens.lengths[path[edges[1:] - 1]]
     left = _least_behind(left, edges)
@@ -175,10 +176,10 @@ def _rows_of_joins(received: Received, joins: Joins) -> Rows:
 
 
 def _paths(parents: Int64s) -> tuple[Int64s, Int64s]:
-    """Returns the paths that end in a step that none joins, as `Rows` has `edges` and `steps`.
+    """Returns the paths that end in a step that no other joins, as `Rows` has `edges` and `steps`.
 
-    The first step that joins another goes on with the row that ends there, and each later one begins a row. Rows are
-    in the order in which they are begun.
+    The first step that joins another continues its row, and each later one begins a row. Rows are in the order in which
+    they begin.
     """
     steps = np.arange(len(parents))
     joined = np.flatnonzero(parents >= 0)
@@ -194,31 +195,32 @@ def _paths(parents: Int64s) -> tuple[Int64s, Int64s]:
 
 
 def _ancestry(parents: Int64s, ends: Int64s) -> tuple[Int64s, Int64s]:
-    """Returns the paths to these steps, each from the one that joins none, as `Rows` has `edges` and `steps`."""
+    """Returns the paths to these steps, each from one that joins none, as `Rows` has `edges` and `steps`."""
     rows, at = np.arange(len(ends)), ends
-    found = []
+    visits = []
     while len(at):
-        found.append((rows, at))
+        visits.append((rows, at))
         at = parents[at]
         rows, at = rows[at >= 0], at[at >= 0]
-    row_of_visit, path = (np.concatenate(parts) for parts in zip(*found, strict=True))
+    row_of_visit, path = (np.concatenate(parts) for parts in zip(*visits, strict=True))
     order = np.lexsort((path, row_of_visit))
     return np.append(0, np.cumsum(np.bincount(row_of_visit))), path[order]
 
 
 def _least_behind(values: Int64s, edges: Int64s) -> Int64s:
-    """Returns of each visit the least of its value and those of later visits of its row; (visits,), none negative."""
-    # Of each row all are larger than of the row before it.
+    """Returns the minimum of each visit's value and those of later visits of its row. values: (visits,), not
+    negative."""
+    # Offset by row, so that a minimum never carries over to an earlier one.
     ranks = np.repeat(np.arange(len(edges) - 1), np.diff(edges)) * (values.max(initial=0) + 1)
     least: Int64s = np.minimum.accumulate((values + ranks)[::-1])[::-1] - ranks
     return least
 
 
 def _most_before(kept: Int64s, path: Int64s) -> Int64s:
-    """Returns of each visit the most that any earlier row kept of its step, but no more than it keeps; (visits,)."""
+    """Returns the most that any earlier row kept of each visit's step, but no more than the visit keeps; (visits,)."""
     order = np.argsort(path, kind="stable")
     by_step, kept_by_step = path[order], kept[order]
-    # Of each step all are larger than of the step before it.
+    # Offset by step, so that a maximum never carries over to a later one.
     ranks = by_step * (kept.max(initial=0) + 1)
     most = np.append(0, np.maximum.accumulate(kept_by_step + ranks)[:-1])[: len(path)] - ranks
     shared = np.empty_like(kept)
@@ -228,7 +230,7 @@ def _most_before(kept: Int64s, path: Int64s) -> Int64s:
 
 
 def _reported(received: Received, broken: Int64s) -> list[int]:
-    """Returns the first of the broken steps of each trajectory, as many as are reported of one."""
+    """Returns the first broken steps of each trajectory, at most `REPORTED_MISMATCHES`."""
     trajectories = np.searchsorted(received.trajectory_bounds, broken, "right")
     starts = np.searchsorted(trajectories, trajectories)
     reported: list[int] = broken[np.arange(len(broken)) - starts < REPORTED_MISMATCHES].tolist()
@@ -245,7 +247,7 @@ def _oldest(versions: NDArray[np.int32], begins: Int64s) -> NDArray[np.int32]:
 
 
 def row_loss_tokens(rows: Rows, loss_mask: Ragged, unfiltered: NDArray[np.bool_]) -> Int64s:
-    """Counts each row's tokens with loss_mask 1, of those that it trains; int64 (rows,).
+    """Counts the tokens with loss_mask 1 that each row trains; int64 (rows,).
 
     loss_mask: uint8 (steps,) over the response; a lengths file has none, and all its tokens count.
     unfiltered: bool (steps,), False for steps that a filter masked.
@@ -258,29 +260,29 @@ def row_loss_tokens(rows: Rows, loss_mask: Ragged, unfiltered: NDArray[np.bool_]
 
 
 def visit_loss_tokens(rows: Rows, loss_mask: Ragged) -> Int64s:
-    """Counts each visit's tokens with loss_mask 1, of those that its row trains; int64 (visits,)."""
+    """Counts the tokens of each visit with loss_mask 1 that its row trains; int64 (visits,)."""
     return _ones(rows.trained(loss_mask))
 
 
 def most_kept(rows: Rows, steps: int) -> Int64s:
-    """Returns how many tokens of each step's response some row keeps, from the first on; int64 (steps,)."""
+    """Returns how many tokens of each step's response rows keep at most; int64 (steps,)."""
     most = np.zeros(steps, np.int64)
     np.maximum.at(most, rows.steps, rows.kept)
     return most
 
 
 def realigned_tokens(rows: Rows, loss_mask: Ragged) -> tuple[int, int]:
-    """Counts the tokens that were sampled and stand in no row, since a prompt has others in their place, and those of
-    them with loss_mask 1. loss_mask: uint8 (steps,) over the response."""
+    """Counts the sampled tokens that are in no row, because a later prompt has others in their place, and those of them
+    with loss_mask 1. loss_mask: uint8 (steps,) over the response."""
     most = most_kept(rows, len(loss_mask))
     lost = Ragged(loss_mask.values, loss_mask.starts + most, loss_mask.lengths - most)
     return lost.total, int(_ones(lost).sum())
 
 
 def _ones(masks: Ragged) -> Int64s:
-    """Counts the ones of each; 0 of an empty one. masks: uint8 of 0 and 1."""
+    """Counts the ones in each mask. masks: uint8 of 0 and 1."""
     if not masks.values.size or masks.values.min() == 1:
-        # Most batches: what the policy did not sample stands in prompts.
+        # True of most batches: tokens that the policy did not sample are in prompts.
         return masks.lengths
     compact = masks.compact()
     counts, some = np.zeros(len(masks), np.int64), masks.lengths > 0

@@ -1,7 +1,6 @@
-"""The first stage checks the rules that rows obey together, and puts them in the order that later stages rely on.
+"""Checks the rules between rows of a batch, and orders them as later stages expect.
 
-Rows leave this stage ordered by group (first appearance), then sample, then step. Nothing is modified or copied but
-the order.
+The order is by group (first appearance), then sample, then step. No value is modified.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ class Received:
     trajectory_bounds: (trajectories + 1,), trajectory t is the steps `bounds[t]:bounds[t + 1]`.
     trajectory_groups: (trajectories,), the group of each.
     group_bounds: (groups + 1,), group g is the trajectories `bounds[g]:bounds[g + 1]`.
-    tags: the environment or task of each group, "" where no row says; empty where none does.
+    tags: the environment or task of each group, "" where no row has one; empty where none of the batch has.
     """
 
     steps: Steps
@@ -43,7 +42,7 @@ class Received:
 
 
 def receive(steps: Steps, config: RunConfig) -> Received:
-    """Puts the batch in order and checks it.
+    """Orders and checks a batch.
 
     Raises InvalidArgumentError naming the trajectory, the field, the value and the remedy.
     """
@@ -68,18 +67,18 @@ def receive(steps: Steps, config: RunConfig) -> Received:
 
 
 def _group_tags(steps: Steps, group_of_step: Int64s, groups: int) -> list[str]:
-    """Returns each group's tag, as far as any row says. Refuses rows that disagree."""
+    """Returns each group's tag, "" where no row has one. Refuses rows that disagree."""
     if steps.tags is None:
         return []
-    found = [""] * groups
+    tags = [""] * groups
     for row, (group, tag) in enumerate(zip(group_of_step.tolist(), steps.tags, strict=True)):
-        known = found[group]
+        known = tags[group]
         if tag and known and tag != known:
             raise InvalidArgumentError(
                 f"{steps.name(row)}: tag is {tag!r}, and the group has {known!r}; give all rows of a group one tag"
             )
-        found[group] = known or tag
-    return found
+        tags[group] = known or tag
+    return tags
 
 
 def _ordered(steps: Steps) -> tuple[Steps, list[tuple[int, str]], Int64s]:
@@ -107,7 +106,7 @@ def _groups(steps: Steps) -> tuple[list[tuple[int, str]], Int64s]:
 
 
 def _is_ordered(*keys: NDArray[Any]) -> bool:
-    """Tells whether rows stand in the order of these keys, the first one weighing most."""
+    """Returns whether rows are sorted by these keys, the first one first."""
     tied = np.True_
     for key in keys:
         before, after = key[:-1], key[1:]
@@ -135,20 +134,20 @@ def _check_samples(steps: Steps, config: RunConfig) -> None:
 
 
 def sizes_of(config: RunConfig) -> str:
-    """The settings that say which samples a group may have, for a message."""
+    """Returns the settings that determine a group's samples, for an error message."""
     own = config.max_samples_per_prompt
     named = f"n_samples_per_prompt: {config.n_samples_per_prompt}" if own is None else f"max_samples_per_prompt: {own}"
     return f"{named} with surplus: {config.surplus}" if config.surplus else named
 
 
 def _check_group_sizes(steps: Steps, bounds: Int64s, group_bounds: Int64s, config: RunConfig) -> None:
-    """Refuses a group with more trajectories than make one: with a surplus, more are sampled."""
+    """Refuses a group with more trajectories than it may have, such as surplus samples."""
     large = np.flatnonzero(np.diff(group_bounds) > config.most_samples)
     if large.size:
         group = int(large[0])
-        found = int(group_bounds[group + 1] - group_bounds[group])
+        samples = int(group_bounds[group + 1] - group_bounds[group])
         raise InvalidArgumentError(
-            f"uid {steps.uids[int(bounds[group_bounds[group]])]!r}: the group has {found} samples, and "
+            f"uid {steps.uids[int(bounds[group_bounds[group]])]!r}: the group has {samples} samples, and "
             f"{config.most_samples} are the most ({sizes_of(config)}); leave the surplus samples out, because rows do "
             "not say which samples were complete first"
         )
@@ -166,10 +165,10 @@ def _check_steps(steps: Steps, bounds: Int64s, config: RunConfig) -> None:
     wrong = np.flatnonzero(steps.steps != expected)
     if wrong.size:
         row = int(wrong[0])
-        found = int(steps.steps[row])
-        problem = "is there twice" if found < expected[row] else f"is there and step {expected[row]} is missing"
+        step = int(steps.steps[row])
+        problem = "is there twice" if step < expected[row] else f"is there and step {expected[row]} is missing"
         raise InvalidArgumentError(
-            f"{steps.key(row)}: step {found} {problem}; a trajectory has its steps 0..T-1, each once"
+            f"{steps.key(row)}: step {step} {problem}; a trajectory has its steps 0..T-1, each once"
         )
     last = np.zeros(len(steps), np.bool_)
     last[bounds[1:] - 1] = True
@@ -189,8 +188,8 @@ def _check_rewards(steps: Steps) -> None:
 
 
 def check_advantage_schema(steps: Steps, config: RunConfig) -> None:
-    """Refuses advantages unless `advantage_estimator` is none, and their lack if it is; and rows without the
-    log-probabilities that their KL is computed of. steps: at least one row."""
+    """Refuses advantages unless `advantage_estimator` is none, and missing ones if it is; and rows without the
+    log-probabilities that their KL is computed from. steps: at least one row."""
     check_rollout_logprobs(steps, config)
     given = steps.advantages is not None or steps.token_advantages is not None
     if given != (config.estimator.takes_advantages):
