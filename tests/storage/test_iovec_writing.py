@@ -96,7 +96,7 @@ def test_batches_written_at_the_same_time_do_not_wait_for_the_one_helper(tmp_pat
 @example([(0, 4), (4, 4)], 3)
 def test_runs_cut_and_coalesced_are_the_same_bytes(runs: list[tuple[int, int]], nbytes: int) -> None:
     region = Region(bytes(range(50)))
-    made = region.runs(np.array([at for at, _ in runs], np.int64), np.array([n for _, n in runs], np.int64))
+    made = region.ranges(np.array([at for at, _ in runs], np.int64), np.array([n for _, n in runs], np.int64))
     whole = join(made)
     groups = [join(group) for group in cut(coalesced(made), nbytes)]
     assert b"".join(groups) == whole

@@ -428,4 +428,4 @@ def test_a_failing_write_says_why(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("start", "length"), [(-1, 2), (3, 2), (0, 5), (0, -1), (9, 0)])
 def test_no_run_leaves_its_buffer(start: int, length: int) -> None:
     with pytest.raises(IndexError, match="outside of its buffer of 4 bytes"):
-        Region(b"1234").runs(np.array([start]), np.array([length]))
+        Region(b"1234").ranges(np.array([start]), np.array([length]))

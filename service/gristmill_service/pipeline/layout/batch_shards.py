@@ -1,4 +1,4 @@
-"""Makes the shards of a scheduled batch: the columns of each, its per-row tensors and its metadata."""
+"""Makes the shards of a scheduled batch: their columns, per-row tensors, and metadata, which is JSON in the header."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def shards(
 
 
 class _ShardBuilder:
-    """Builds the shards of one batch, and holds what they share."""
+    """Builds the shards of one batch, and caches the columns that they share."""
 
     def __init__(self, scored: ScoredBatch, config: RunConfig, run: str, batch: int) -> None:
         self._scored, self._config, self._run, self._batch = scored, config, run, batch
@@ -74,7 +74,7 @@ class _ShardBuilder:
         ]
 
     def _shared_columns(self) -> list[Column]:
-        """Returns the columns that every mini-batch cuts from in the same way: all but the advantages."""
+        """Returns the columns that do not depend on mini-batches: all but the advantages."""
         steps, rows = self._scored.received.steps, self._scored.rows
         geometry, longest, zeros = self._geometry, self._longest, self._zeros
         columns: list[Column] = [Tokens(steps.tokens, longest, self._config.pad_token_id)]
@@ -95,7 +95,7 @@ class _ShardBuilder:
         return columns
 
     def _rewards(self) -> list[Column]:
-        """Returns the rewards; with a KL in them they come with the advantages."""
+        """Returns the column of rewards; none while a KL that belongs in them is missing."""
         scored, geometry, zeros = self._scored, self._geometry, self._zeros
         if scored.credit is None and reward_columns(self._config):
             return []
@@ -109,8 +109,8 @@ class _ShardBuilder:
     def _advantages(
         self, model: Model, mini_batches: Sequence[MiniBatchPlan], denominators: Sequence[Denominators]
     ) -> list[Column]:
-        """Returns advantages scaled by the loss reduction for the policy, and raw for the critic; returns beside them
-        where they are of tokens; nothing while columns lack that they are computed of."""
+        """Returns the column of advantages, scaled by the loss reduction for the policy; with those of tokens also that
+        of returns; none while a column is missing that they are computed from."""
         if (credit := self._scored.credit) is None:
             return []
         scale = np.ones(len(self._scored.rows))
@@ -128,7 +128,7 @@ class _ShardBuilder:
         return [StepTokens("advantages", scaled, self._geometry, self._zeros)]
 
     def _of_tokens(self, credit: TokenCredit, mini_batches: Sequence[MiniBatchPlan], scale: Float64s) -> list[Column]:
-        """Returns the advantages and returns of tokens. scale: float64 (rows,)."""
+        """Returns the columns of tokens' advantages and returns. scale: float64 (rows,)."""
         tokens, rows = credit.tokens, self._scored.rows
         advantages = credit.advantages
         if self._config.whiten == "mini_batch" or (scale != 1).any():
@@ -142,7 +142,7 @@ class _ShardBuilder:
         ]
 
     def _check_fits(self, advantages: Float64s) -> None:
-        """Refuses an advantage that float32 does not hold: finite scores may be so far apart."""
+        """Refuses an advantage that float32 cannot hold, which finite scores may give if they are far apart."""
         outside = np.flatnonzero(~(np.abs(advantages) <= FLOAT32_MAX))
         if outside.size:
             row = int(outside[0])
@@ -152,10 +152,7 @@ class _ShardBuilder:
             )
 
     def _scaled(self, tokens: Ragged, scale: Float64s) -> Ragged:
-        """Returns the column times its rows' scale, in float64, as float32; itself where there is nothing to scale.
-
-        tokens: (visits,). scale: (rows,).
-        """
+        """Multiplies a column by its rows' scale, in float64. tokens: (visits,). scale: (rows,)."""
         if (scale == 1).all():
             return tokens
         compact = tokens.compact()
@@ -194,14 +191,14 @@ def _addressed(
 
 def _mini_batch_of_rows(mini_batches: Sequence[MiniBatchPlan], rows: int) -> Int64s:
     """Returns the mini-batch that trains each row, -1 for rows that were dropped; int64 (rows,)."""
-    found = np.full(rows, -1)
+    numbers = np.full(rows, -1)
     for number, mini_batch in enumerate(mini_batches):
-        found[mini_batch.start : mini_batch.kept_end] = number
-    return found
+        numbers[mini_batch.start : mini_batch.kept_end] = number
+    return numbers
 
 
 def _stacked(values: dict[str, NDArray[Any]], dtype: Any, padding: int) -> PerRow:
-    """Returns a line of each, and the padding row's value at its end."""
+    """Stacks tensors of values per row, each with the padding row's value at its end."""
     lines = np.array([np.append(line, padding) for line in values.values()], dtype)
     return PerRow(list(values), lines)
 
@@ -217,11 +214,11 @@ Labels = dict[str, NDArray[Any]]
 
 
 def row_labels(scored: ScoredBatch) -> Labels:
-    """Returns each row's uid, round and stop reason, its tag where any group has one, and, where tokens stand once for
-    several rows, the length of its response, which no mask tells; the padding row's at the end; (rows + 1,) each."""
+    """Returns each row's uid, round and stop reason; its tag if any group has one; and with `layout: prefix_tree` the
+    length of its response, which no mask shows then. (rows + 1,) each, the padding row's last."""
     received, rows = scored.received, scored.rows
     uids = [uid for _, uid in received.groups]
-    # A group that was dropped is one of the batch too: who looks for it must not find padding.
+    # Dropped groups are of the batch, too: a search for one must not find padding.
     taken = {*uids, *(uid for _, uid in scored.stale)}
     groups = np.append(scored.row_groups, len(uids))
     lasts = np.append(rows.last, len(received.steps))
@@ -237,9 +234,9 @@ def row_labels(scored: ScoredBatch) -> Labels:
 
 
 class Metadata:
-    """Makes the metadata of a model's shards. Per-row values are gathered for all at once: a shard's are a slice.
+    """Makes the metadata of a model's shards. Per-row values are gathered for all shards at once.
 
-    placed: (n,) the rows of all shards one after another, -1 for padding rows. run, batch: of which they are.
+    placed: (n,) the rows of all shards one after another, -1 for padding rows.
     """
 
     def __init__(
@@ -255,11 +252,11 @@ class Metadata:
         self._dp_size = _json(config.dp_size)
         self._labels = {name: values[placed].tolist() for name, values in labels.items()}
         self._tokens = {name: values[placed] for name, values in _tokens(denominators, len(labels["uids"])).items()}
-        # Most shards of a batch have the same ones: their JSON by the bounds that they are of.
+        # JSON by micro-batch bounds, which are the same for most shards of a batch.
         self._micro_batches: dict[bytes, str] = {}
 
     def of(self, address: ShardAddress, rank: RankPlan, begin: int, denominators: Denominators) -> dict[str, str]:
-        """Returns the metadata of a shard whose rows begin at `begin` of the placed ones."""
+        """Returns the metadata of a shard. begin: its first row's place among the placed rows."""
         rows = slice(begin, begin + len(rank.rows))
         tokens = {name: values[rows] for name, values in self._tokens.items()}
         return {
@@ -281,25 +278,24 @@ class Metadata:
 
 
 def _tokens(denominators: Sequence[Denominators], rows: int) -> dict[str, Int64s]:
-    """Returns what each row's loss is divided by, as far as that is the row's own; 1 where it is in no mini-batch,
-    and for the padding row at -1."""
-    found = {name: np.ones(rows, np.int64) for name in ("row_tokens", "prompt_tokens", "trajectory_tokens")}
+    """Returns the denominators that differ by row; 1 for rows in no mini-batch, and for the padding row at -1."""
+    tokens = {name: np.ones(rows, np.int64) for name in ("row_tokens", "prompt_tokens", "trajectory_tokens")}
     for divisors in denominators:
         kept = slice(divisors.start, divisors.start + len(divisors.row_tokens))
-        for name, values in found.items():
+        for name, values in tokens.items():
             values[kept] = getattr(divisors, name)
-    return found
+    return tokens
 
 
 def _objects(values: Sequence[str]) -> NDArray[np.object_]:
-    """Returns strings as an array, which rows index without a loop."""
+    """Returns strings as an array that rows can index."""
     array = np.empty(len(values), np.object_)
     array[:] = values
     return array
 
 
 def _unused(name: str, taken: set[str]) -> str:
-    """Returns the name, with underscores before it until it is not taken."""
+    """Prefixes a name with underscores until it is not taken."""
     while name in taken:
         name = f"_{name}"
     return name

@@ -1,7 +1,7 @@
 """Columns declare the tensors of a shard: each one's values per token, its scope and its fill.
 
-A column turns rows into byte ranges of the batch's own buffers or of shared constants, so that laying out copies nothing
-and makes no Python object per row. A new column is a new declaration here; no stage knows their names.
+A column turns rows into byte ranges of the batch's own buffers or of shared constants, so that laying out copies
+nothing and makes no Python object per row. A new column is a new declaration here; no stage knows their names.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from gristmill_service.pipeline.rows.merge import Rows
 Scope = Literal["sequence", "response"]
 SCOPES: tuple[Scope, Scope] = ("sequence", "response")
 
-# A value that a row repeats is stored this many times, and longer rows refer to the block again. Larger blocks cost page
-# faults, smaller ones more ranges.
+# A value that a row repeats is stored this many times, and longer rows refer to the block again. Larger blocks cost
+# page faults, smaller ones more ranges.
 CONSTANTS = 256
 
 
@@ -55,7 +55,7 @@ class Geometry:
 
 
 @dataclass(slots=True, weakref_slot=True)
-class Runs:
+class ByteRanges:
     """The byte ranges of rows: row i's are `iovec[edges[i]:edges[i + 1]]`. Keeps their memory alive."""
 
     iovec: Iovec
@@ -73,7 +73,7 @@ class Runs:
         cuts = np.append(0, ends)[self.edges[:-1]] + nbytes
         left_out = np.clip(np.repeat(cuts, np.diff(self.edges)) - (ends - lengths), 0, lengths)
         iovec = np.stack([self.iovec[:, 0] + left_out, lengths - left_out], axis=1)
-        return Runs(iovec, self.edges, self.memory)
+        return ByteRanges(iovec, self.edges, self.memory)
 
 
 class Placement:
@@ -105,7 +105,8 @@ class Placement:
         }
 
     def left_out(self, scope: Scope) -> Int64s | None:
-        """The elements that are left out at the beginning of each row, its lead included; (n,); None without sharing."""
+        """The elements that are left out at the beginning of each row, its lead included; (n,); None without
+        sharing."""
         if self.shared is None:
             return None
         # A row's lead, its prompt, may be laid out in part, unless rows have none.
@@ -150,13 +151,13 @@ class Column(ABC):
     shape: tuple[int, ...] = ()
 
     @abstractmethod
-    def runs(self, placement: Placement) -> Runs:
+    def ranges(self, placement: Placement) -> ByteRanges:
         """Returns each row's `lead` elements of fill, followed by its values."""
 
-    def laid_out(self, placement: Placement) -> Runs:
+    def laid_out(self, placement: Placement) -> ByteRanges:
         """Returns the same without the elements that the row before has."""
-        runs, elements = self.runs(placement), placement.left_out(self.scope)
-        return runs if elements is None else runs.without(self.itemsize * math.prod(self.shape) * elements)
+        ranges, elements = self.ranges(placement), placement.left_out(self.scope)
+        return ranges if elements is None else ranges.without(self.itemsize * math.prod(self.shape) * elements)
 
 
 class Tokens(Column):
@@ -168,14 +169,14 @@ class Tokens(Column):
         self._values, self._fill = Region(tokens.values), Region(np.full(longest, pad_token_id, np.int32))
         self._starts = tokens.starts
 
-    def runs(self, placement: Placement) -> Runs:
+    def ranges(self, placement: Placement) -> ByteRanges:
         rows, geometry = placement.rows, placement.geometry
         lengths = 4 * placement.lengths["sequence"]
         is_real = rows >= 0
         iovec = _pairs(len(rows))
-        iovec[:, 0] = self._fill.runs(0, 4 * placement.leads["sequence"])
-        iovec[is_real, 1] = self._values.runs(4 * self._starts[geometry.last[rows[is_real]]], lengths[is_real])
-        iovec[~is_real, 1] = self._fill.runs(0, lengths[~is_real])
+        iovec[:, 0] = self._fill.ranges(0, 4 * placement.leads["sequence"])
+        iovec[is_real, 1] = self._values.ranges(4 * self._starts[geometry.last[rows[is_real]]], lengths[is_real])
+        iovec[~is_real, 1] = self._fill.ranges(0, lengths[~is_real])
         return _two_a_row(iovec, self._fill, self._values)
 
 
@@ -189,13 +190,13 @@ class Presence(Column):
         # Zeros, then ones: any fill followed by values is one range of it.
         self._longest, self._step = longest, Region(np.append(np.zeros(longest, np.uint8), np.ones(longest, np.uint8)))
 
-    def runs(self, placement: Placement) -> Runs:
+    def ranges(self, placement: Placement) -> ByteRanges:
         absent, present = placement.leads[self.scope], placement.lengths[self.scope]
         if self.scope == "response":
             is_padding = placement.rows < 0
             absent, present = absent + is_padding * present, present * ~is_padding
-        iovec = self._step.runs(self._longest - absent, absent + present)
-        return Runs(iovec, np.arange(len(iovec) + 1), (self._step,))
+        iovec = self._step.ranges(self._longest - absent, absent + present)
+        return ByteRanges(iovec, np.arange(len(iovec) + 1), (self._step,))
 
 
 class StepTokens(Column):
@@ -218,13 +219,13 @@ class StepTokens(Column):
         # Each visit has a range of fill and one of values.
         lengths = np.append(values.lengths, 1)
         self._of_visit = _pairs(len(lengths))
-        self._of_visit[:, 0] = zeros.runs(0, item * (geometry.advances - lengths))
+        self._of_visit[:, 0] = zeros.ranges(0, item * (geometry.advances - lengths))
         absent = np.append(np.zeros(len(values), np.bool_) if present is None else ~present, True)
         some = values if present is None else values.take(present)
-        self._of_visit[~absent, 1] = self._values.runs(item * some.starts, item * some.lengths)
-        self._of_visit[absent, 1] = zeros.runs(0, item * lengths[absent])
+        self._of_visit[~absent, 1] = self._values.ranges(item * some.starts, item * some.lengths)
+        self._of_visit[absent, 1] = zeros.ranges(0, item * lengths[absent])
 
-    def runs(self, placement: Placement) -> Runs:
+    def ranges(self, placement: Placement) -> ByteRanges:
         iovec = self._of_visit.take(placement.visits, axis=0)
         iovec[placement.visit_edges[:-1], 0, 1] += self._item * placement.leads["response"]
         return _two_a_row(iovec, self._values, self._zeros, edges=placement.visit_edges)
@@ -248,7 +249,7 @@ class StepScalars(Column):
         # Bits are compared, since -0.0 is a value.
         self._is_set = (self._values.array.view(np.int32) != 0) & np.append(present, True)
 
-    def runs(self, placement: Placement) -> Runs:
+    def ranges(self, placement: Placement) -> ByteRanges:
         visits, edges = placement.visits, placement.visit_edges
         # The ends of visits among the elements of all rows. Visits without a value are fill, except a row's last.
         leads = np.cumsum(placement.leads["response"])
@@ -257,12 +258,12 @@ class StepScalars(Column):
         is_set[edges[1:] - 1] = True
         chosen = np.flatnonzero(is_set)
         iovec = _pairs(len(chosen))
-        iovec[:, 0] = self._zeros.runs(0, 4 * (np.diff(ends[chosen], prepend=0) - 1))
+        iovec[:, 0] = self._zeros.ranges(0, 4 * (np.diff(ends[chosen], prepend=0) - 1))
         iovec[:, 1] = self._of(visits[chosen])
         return _two_a_row(iovec, self._values, self._zeros, edges=np.searchsorted(chosen, edges))
 
     def _of(self, visits: Int64s) -> Iovec:
-        return self._values.runs(4 * visits, np.full(len(visits), 4))
+        return self._values.ranges(4 * visits, np.full(len(visits), 4))
 
 
 class RowScalars(Column):
@@ -274,7 +275,7 @@ class RowScalars(Column):
         self.name = name
         self._values, self._zeros = np.append(values, 0).astype(np.float32), zeros
 
-    def runs(self, placement: Placement) -> Runs:
+    def ranges(self, placement: Placement) -> ByteRanges:
         lengths = placement.lengths["response"]
         constants, starts = _constants(self._values[placement.rows], lengths)
         # A row's fill, then as many ranges of its value as it takes.
@@ -283,9 +284,9 @@ class RowScalars(Column):
         nbytes = np.full(edges[-1], 4 * CONSTANTS)
         nbytes[edges[1:] - 1] = 4 * (lengths - (counts - 2) * CONSTANTS)
         nbytes[edges[:-1]] = 0
-        iovec = constants.runs(np.repeat(4 * starts, counts), nbytes)
-        iovec[edges[:-1]] = self._zeros.runs(0, 4 * placement.leads["response"])
-        return Runs(iovec, edges, (constants, self._zeros))
+        iovec = constants.ranges(np.repeat(4 * starts, counts), nbytes)
+        iovec[edges[:-1]] = self._zeros.ranges(0, 4 * placement.leads["response"])
+        return ByteRanges(iovec, edges, (constants, self._zeros))
 
 
 class Positions(Column):
@@ -296,14 +297,14 @@ class Positions(Column):
     def __init__(self, longest: int) -> None:
         self._positions = Region(np.arange(longest, dtype=np.int32))
 
-    def runs(self, placement: Placement) -> Runs:
-        iovec = self._positions.runs(0, 4 * placement.lengths["sequence"])
-        return Runs(iovec, np.arange(len(iovec) + 1), (self._positions,))
+    def ranges(self, placement: Placement) -> ByteRanges:
+        iovec = self._positions.ranges(0, 4 * placement.lengths["sequence"])
+        return ByteRanges(iovec, np.arange(len(iovec) + 1), (self._positions,))
 
 
 def _constants(values: NDArray[np.float32], lengths: Int64s) -> tuple[Region, Int64s]:
-    """Returns memory that repeats each `values[i]` `lengths[i]` times, `CONSTANTS` times at most, and where each begins.
-    Equal neighbors share a block."""
+    """Returns memory that repeats each `values[i]` `lengths[i]` times, `CONSTANTS` times at most, and where each
+    begins. Equal neighbors share a block."""
     # Bits are compared, since -0.0 is not 0.0 here.
     bits = values.view(np.int32)
     first = np.append(True, bits[1:] != bits[:-1])[: len(bits)]
@@ -318,7 +319,7 @@ def _pairs(count: int) -> NDArray[np.int64]:
     return np.empty((count, 2, 2), np.int64)
 
 
-def _two_a_row(pairs: NDArray[np.int64], *memory: Region, edges: Int64s | None = None) -> Runs:
+def _two_a_row(pairs: NDArray[np.int64], *memory: Region, edges: Int64s | None = None) -> ByteRanges:
     """Returns the ranges of rows from pairs. edges: of each row's pairs; None: one pair per row."""
     edges = np.arange(len(pairs) + 1) if edges is None else edges
-    return Runs(pairs.reshape(-1, 2), 2 * edges, memory)
+    return ByteRanges(pairs.reshape(-1, 2), 2 * edges, memory)

@@ -17,7 +17,14 @@ from gristmill._wire import extras
 from gristmill._wire.column_spec import ColumnSpec, from_bfloat16, to_bfloat16
 from gristmill._wire.columns import Array, Int64s, Ragged
 from gristmill._wire.steps import Extra, Steps, no_extra
-from gristmill_service.pipeline.layout.columns import Column, Geometry, Placement, Runs, StepTokens, safetensors_name
+from gristmill_service.pipeline.layout.columns import (
+    ByteRanges,
+    Column,
+    Geometry,
+    Placement,
+    StepTokens,
+    safetensors_name,
+)
 from gristmill_service.pipeline.layout.iovec import Iovec, Region
 from gristmill_service.pipeline.rows.merge import Rows
 
@@ -109,25 +116,25 @@ class TokenValues(Column):
         self._values = Region(extra.values.values)
         pieces = _first_pieces(rows, missing) if spec.merge == "first" else _last_pieces(rows)
         lengths = self._unit * (pieces.ends - pieces.begins)
-        self._pieces = np.concatenate([fill.runs(0, lengths), fill.runs(0, self._unit * geometry.lengths[-1:])])
+        self._pieces = np.concatenate([fill.ranges(0, lengths), fill.ranges(0, self._unit * geometry.lengths[-1:])])
         given = np.append(extra.given[pieces.steps], False)
         of_given = pieces.steps[given[:-1]]
         starts = extra.values.starts[of_given] + pieces.begins[given[:-1]] - missing[of_given]
-        self._pieces[given] = self._values.runs(self._unit * starts, lengths[given[:-1]])
+        self._pieces[given] = self._values.ranges(self._unit * starts, lengths[given[:-1]])
         # The padding row's is the last.
         self._begins, self._counts = pieces.edges, np.append(np.diff(pieces.edges), 1)
 
-    def runs(self, placement: Placement) -> Runs:
+    def ranges(self, placement: Placement) -> ByteRanges:
         counts = self._counts[placement.rows]
         ends = np.cumsum(counts)
         edges = np.append(0, ends + np.arange(1, len(ends) + 1))
         iovec = np.empty((edges[-1], 2), np.int64)
         is_piece = np.ones(len(iovec), np.bool_)
         is_piece[edges[:-1]] = False
-        iovec[edges[:-1]] = self._fill.runs(0, self._unit * placement.leads["sequence"])
+        iovec[edges[:-1]] = self._fill.ranges(0, self._unit * placement.leads["sequence"])
         from_first = np.repeat(self._begins[placement.rows] - (ends - counts), counts)
         iovec[is_piece] = self._pieces[np.arange(len(from_first)) + from_first]
-        return Runs(iovec, edges, (self._values, self._fill))
+        return ByteRanges(iovec, edges, (self._values, self._fill))
 
 
 class _Pieces(NamedTuple):
@@ -228,11 +235,11 @@ class LargeRowValues(ShardTensor):
         has = visits >= 0
         units = np.full(len(rows) + 1, unit)
         # The padding row's is the last.
-        self._runs = self._fill.runs(0, units)
-        self._runs[:-1][has] = self._values.runs(unit * values.starts[rows.steps[visits[has]]], units[:-1][has])
+        self._ranges = self._fill.ranges(0, units)
+        self._ranges[:-1][has] = self._values.ranges(unit * values.starts[rows.steps[visits[has]]], units[:-1][has])
 
     def cut(self, rows: Int64s) -> Cut:
-        return Cut([len(rows), *self._shape], self._runs[rows])
+        return Cut([len(rows), *self._shape], self._ranges[rows])
 
 
 class Items(ShardTensor):
@@ -251,15 +258,15 @@ class Items(ShardTensor):
         else:
             self._edges = np.arange(len(rows) + 1)
             self._lengths, starts = np.where(visits < 0, 0, lengths[visits]), of_visit.starts[visits]
-        self._runs = self._values.runs(self._unit * starts, self._unit * self._lengths)
+        self._ranges = self._values.ranges(self._unit * starts, self._unit * self._lengths)
         totals = np.append(0, np.cumsum(self._lengths))[self._edges]
         self.counts = np.append(np.diff(totals), 0)
         """Each row's number of items; int64 (rows + 1,), the padding row's last."""
 
     def cut(self, rows: Int64s) -> Cut:
         real = rows[rows >= 0]
-        parts = [self._runs[self._edges[row] : self._edges[row + 1]] for row in real.tolist()]
-        iovec = np.concatenate(parts) if parts else self._runs[:0]
+        parts = [self._ranges[self._edges[row] : self._edges[row + 1]] for row in real.tolist()]
+        iovec = np.concatenate(parts) if parts else self._ranges[:0]
         return Cut([int(self.counts[rows].sum()), *self._shape], iovec)
 
 
@@ -319,7 +326,7 @@ def _most(spec: ColumnSpec) -> float:
 
 
 def _int64_sums(terms: NDArray[np.int64], begins: Int64s) -> NDArray[np.int64]:
-    """Returns sums of runs along the first axis, limited to the range of int64."""
+    """Returns sums of consecutive terms along the first axis, limited to the range of int64."""
     # The sums of the low and high halves do not overflow; the carry is added to the high one.
     low = np.add.reduceat(terms & 0xFFFFFFFF, begins)
     high = np.add.reduceat(terms >> 32, begins) + (low >> 32)
@@ -329,7 +336,8 @@ def _int64_sums(terms: NDArray[np.int64], begins: Int64s) -> NDArray[np.int64]:
 
 
 def _float64_sums(terms: NDArray[np.float64], begins: Int64s) -> NDArray[np.float64]:
-    """Returns sums of runs along the first axis, limited to the range of float64; not finite where a term is not."""
+    """Returns sums of consecutive terms along the first axis, limited to the range of float64; not finite where a term
+    is not."""
     with np.errstate(over="ignore", invalid="ignore"):
         sums: NDArray[np.float64] = np.add.reduceat(terms, begins)
         if np.isfinite(sums).all():

@@ -1,8 +1,8 @@
 """Byte ranges of memory, as the kernel's `iovec`: an int64 array (ranges, 2) of addresses and lengths in bytes.
 
-`writev` writes a file that is described this way without assembling it, and NumPy makes the description without a Python
-object per range. Its maker keeps the memory alive; addresses only come from `Region`, which checks that every range lies
-within its buffer.
+`writev` writes a file that is described this way without assembling it, and NumPy makes the description without a
+Python object per range. Its maker keeps the memory alive; addresses only come from `Region`, which checks that every
+range lies within its buffer.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Region:
         array = np.frombuffer(buffer, np.uint8) if isinstance(buffer, bytes) else np.ascontiguousarray(buffer)
         self.array, self._address, self._size = array, int(array.__array_interface__["data"][0]), array.nbytes
 
-    def runs(self, starts: NDArray[np.int64] | int, lengths: NDArray[np.int64]) -> Iovec:
+    def ranges(self, starts: NDArray[np.int64] | int, lengths: NDArray[np.int64]) -> Iovec:
         """Returns ranges of `lengths` bytes at `starts`. Raises IndexError for one that is not within the buffer."""
         starts = np.asarray(starts)
         if len(lengths) and (starts.min() < 0 or lengths.min() < 0 or (starts + lengths).max() > self._size):

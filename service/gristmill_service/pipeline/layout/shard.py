@@ -1,8 +1,8 @@
-"""The last stage makes shards of a plan and columns, each a safetensors file described as runs of memory.
+"""Lays out shards from a plan and columns, each as a safetensors file described by ranges of memory.
 
 A shard is never assembled: its `iovec` names slices of the batch's own buffers and of constants, in file order. The
-same input gives the same bytes. Layouts: `left_padded` (SkyRL #1285), `packed`, and `prefix_tree`, which is packed but
-for the tokens that the row before has.
+same input gives the same bytes. Layouts: `left_padded` (SkyRL #1285), `packed`, and `prefix_tree`, which is packed
+without the tokens that a row shares with the row before it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,15 @@ from numpy.typing import NDArray
 from gristmill._wire.column_spec import BUILT_IN
 from gristmill._wire.columns import Int64s
 from gristmill_service.config import RunConfig
-from gristmill_service.pipeline.layout.columns import SCOPES, Column, Geometry, Placement, Runs, Scope, safetensors_name
+from gristmill_service.pipeline.layout.columns import (
+    SCOPES,
+    ByteRanges,
+    Column,
+    Geometry,
+    Placement,
+    Scope,
+    safetensors_name,
+)
 from gristmill_service.pipeline.layout.extra_columns import Cut, ShardTensor
 from gristmill_service.pipeline.layout.iovec import Iovec, Region
 from gristmill_service.pipeline.layout.token_tree import axis_tensors, branches, tree_columns
@@ -33,7 +41,7 @@ ITEMSIZES = (8, 4, 2, 1)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PerRow:
-    """Tensors of a value per row, of one dtype. values: (names, rows + 1), the padding row's last."""
+    """Tensors of one dtype with a value per row. values: (names, rows + 1), the padding row's last."""
 
     names: Sequence[str]
     values: NDArray[Any]
@@ -41,9 +49,9 @@ class PerRow:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A block holds the rows whose tensors are laid out together: a shard's, or those of a micro-batch.
+    """The rows whose tensors are laid out together: a shard's, or those of a micro-batch.
 
-    prefix: of their names. begin, end: which rows of the placement. widths: per scope the columns of the padded
+    prefix: of tensor names. begin, end: the range of rows in the placement. widths: per scope the width of the padded
     tensors; None: packed, one row after another.
     """
 
@@ -54,33 +62,33 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Part:
-    """The numbers of one size in files, for all rows of all shards of a model, in their order.
+class TensorGroup:
+    """The tensors whose numbers have one size, for all rows of all shards of a model, in file order.
 
-    dtype, per_row: of the values per row, (names, n). columns, runs: with an element a token. tensors: one a shard.
+    dtype, per_row: of values per row, (names, n). columns, ranges: of elements per token. tensors: of one per shard.
     """
 
     itemsize: int
     dtype: str
     per_row: PerRow
     columns: Sequence[Column]
-    runs: Sequence[Runs]
+    ranges: Sequence[ByteRanges]
     tensors: Sequence[ShardTensor]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Placed:
-    """The tensors of a model's shards, by the size of their numbers. placement: where their rows stand."""
+    """The tensors of a model's shards, grouped by the size of their numbers."""
 
     placement: Placement
-    parts: Sequence[Part]
+    groups: Sequence[TensorGroup]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shard:
-    """One shard's file: the bytes that are its own (header, per-row tensors), and its blocks of what is placed.
+    """One shard's file: its own bytes (header, per-row tensors), and blocks of placed tensors.
 
-    own, cuts: of each part, the bytes before its tensors per token, and the tensors after these.
+    own, cuts: of each group, the bytes before its tensors per token, and the tensors after those.
     """
 
     address: ShardAddress
@@ -93,28 +101,29 @@ class Shard:
     """The elements of all `sequences` tensors, padding included."""
 
     def iovec(self) -> Iovec:
-        runs = []
-        for own, cuts, part in zip(self.own, self.cuts, self.placed.parts, strict=True):
-            runs.append(own.whole())
-            runs += [columns.of(block.begin, block.end) for block in self.blocks for columns in part.runs]
-            runs += [cut.iovec for cut in cuts]
-        return np.concatenate(runs)
+        ranges = []
+        for own, cuts, group in zip(self.own, self.cuts, self.placed.groups, strict=True):
+            ranges.append(own.whole())
+            ranges += [columns.of(block.begin, block.end) for block in self.blocks for columns in group.ranges]
+            ranges += [cut.iovec for cut in cuts]
+        return np.concatenate(ranges)
 
     @property
     def column_bytes(self) -> dict[str, int]:
-        """Bytes that each declared column takes of the file."""
-        found: dict[str, int] = {}
-        for part, cuts in zip(self.placed.parts, self.cuts, strict=True):
-            for column, runs in zip(part.columns, part.runs, strict=True):
+        """The bytes of each declared column in the file."""
+        nbytes: dict[str, int] = {}
+        for group, cuts in zip(self.placed.groups, self.cuts, strict=True):
+            for column, ranges in zip(group.columns, group.ranges, strict=True):
                 if column.name not in BUILT_IN:
-                    found[column.name] = sum(int(runs.of(one.begin, one.end)[:, 1].sum()) for one in self.blocks)
-            for tensor, cut in zip(part.tensors, cuts, strict=True):
-                found[tensor.column] = found.get(tensor.column, 0) + int(cut.iovec[:, 1].sum())
-        return found
+                    nbytes[column.name] = sum(int(ranges.of(one.begin, one.end)[:, 1].sum()) for one in self.blocks)
+            for tensor, cut in zip(group.tensors, cuts, strict=True):
+                nbytes[tensor.column] = nbytes.get(tensor.column, 0) + int(cut.iovec[:, 1].sum())
+        return nbytes
 
 
 class Layout:
-    """Lays out the shards of one model's mini-batches, in plan order. begins: where each one's rows begin."""
+    """Lays out the shards of one model's mini-batches, in plan order. begins: the first row of each in the
+    placement."""
 
     def __init__(
         self,
@@ -123,7 +132,7 @@ class Layout:
         config: RunConfig,
         sharing: Sharing | None = None,
     ) -> None:
-        """sharing: what rows share, where that stands once."""
+        """sharing: the tokens that rows share, with `layout: prefix_tree`."""
         placed = np.concatenate([rank.rows for mini_batch in mini_batches for rank in mini_batch.ranks])
         self._blocks = _blocks(mini_batches, placed, geometry, config)
         blocks = [block for blocks in self._blocks for block in blocks]
@@ -137,40 +146,42 @@ class Layout:
 
     @property
     def tree_columns(self) -> list[Column]:
-        """The columns that tell how rows stand on an axis that they share; none where they share none."""
+        """The columns that describe an axis on which rows share tokens; none where they share none."""
         if self._branches is None or self.placement.shared is None:
             return []
         return tree_columns(self._branches, self.placement.shared)
 
     def place(self, columns: Sequence[Column], per_row: Mapping[int, PerRow], tensors: Sequence[ShardTensor]) -> Placed:
-        """Places each tensor for all rows of all shards at once: what a shard takes of them is a slice.
+        """Places each tensor for all rows of all shards at once: a shard is a slice of them.
 
         per_row: by the size of its numbers.
         """
 
-        def part(itemsize: int) -> Part:
+        def group(itemsize: int) -> TensorGroup:
             mine = [column for column in columns if column.itemsize == itemsize]
             small = per_row.get(itemsize, _NO_VALUES)
             gathered = PerRow(small.names, small.values.take(self.placement.rows, axis=1))
             dtype = safetensors_name(small.values.dtype)
             own = [tensor for tensor in tensors if tensor.itemsize == itemsize]
-            return Part(itemsize, dtype, gathered, mine, [column.laid_out(self.placement) for column in mine], own)
+            return TensorGroup(
+                itemsize, dtype, gathered, mine, [column.laid_out(self.placement) for column in mine], own
+            )
 
-        parts = [part(itemsize) for itemsize in ITEMSIZES]
-        used = [one for one in parts if one.itemsize == 4 or one.per_row.names or one.columns or one.tensors]
+        groups = [group(itemsize) for itemsize in ITEMSIZES]
+        used = [one for one in groups if one.itemsize == 4 or one.per_row.names or one.columns or one.tensors]
         return Placed(self.placement, used)
 
     def shard(self, index: int, address: ShardAddress, placed: Placed, metadata: dict[str, str]) -> Shard:
-        """Returns the shard number `index` in plan order. placed: what `place` gave. metadata: JSON by name."""
+        """Returns shard number `index` in plan order. placed: the result of `place`. metadata: JSON by name."""
         blocks = self._blocks[index]
         begin, end = blocks[0].begin, blocks[-1].end
         axes = [self._axis(block) for block in blocks]
-        cuts = [[tensor.cut(self.placement.rows[begin:end]) for tensor in part.tensors] for part in placed.parts]
+        cuts = [[tensor.cut(self.placement.rows[begin:end]) for tensor in group.tensors] for group in placed.groups]
         header, size = self._header(blocks, placed, cuts, axes, metadata)
         own: list[bytes] = []
-        for part in placed.parts:
-            small = [part.per_row.values[:, begin:end].tobytes()]
-            small += [values.tobytes() for axis in axes for values in axis.values()] if part.itemsize == 4 else []
+        for group in placed.groups:
+            small = [group.per_row.values[:, begin:end].tobytes()]
+            small += [values.tobytes() for axis in axes for values in axis.values()] if group.itemsize == 4 else []
             own.append(b"".join(small if own else [header, *small]))
         return Shard(
             address=address,
@@ -183,7 +194,7 @@ class Layout:
         )
 
     def _axis(self, block: Block) -> dict[str, NDArray[np.int32]]:
-        """Returns the tensors that tell where rows stand on a token axis, where there is one."""
+        """Returns the tensors that describe the positions of rows on a token axis; none without such an axis."""
         if block.widths is not None:
             return {}
         if self._branches is not None:
@@ -216,17 +227,17 @@ class Layout:
             entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, end]}
             offset = end
 
-        for part, own in zip(placed.parts, cuts, strict=True):
-            for name in part.per_row.names:
-                add(name, part.dtype, [rows], part.itemsize)
-            if part.itemsize == 4:
+        for group, own in zip(placed.groups, cuts, strict=True):
+            for name in group.per_row.names:
+                add(name, group.dtype, [rows], group.itemsize)
+            if group.itemsize == 4:
                 for block, axis in zip(blocks, axes, strict=True):
                     for name, values in axis.items():
                         add(block.prefix + name, "I32", [len(values)], 4)
             for block, shape in zip(blocks, shapes, strict=True):
-                for column in part.columns:
-                    add(block.prefix + column.name, column.dtype, [*shape[column.scope], *column.shape], part.itemsize)
-            for tensor, cut in zip(part.tensors, own, strict=True):
+                for column in group.columns:
+                    add(block.prefix + column.name, column.dtype, [*shape[column.scope], *column.shape], group.itemsize)
+            for tensor, cut in zip(group.tensors, own, strict=True):
                 add(tensor.name, tensor.dtype, cut.shape, tensor.itemsize)
         text = orjson.dumps(entries)
         text += b" " * (-len(text) % 8)
@@ -267,9 +278,9 @@ def _widths(
     geometry: Geometry,
     config: RunConfig,
 ) -> Iterator[dict[Scope, int] | None]:
-    """Yields each block's widths, in order. `pad_width` says over which rows widths are taken, padding rows included.
+    """Yields each block's widths, in order: the longest row of those that `pad_width` names, padding rows included.
 
-    edges: per shard where its blocks begin among the placed rows, and where the last one ends.
+    edges: per shard the begins of its blocks among the placed rows, and the end of the last one.
     """
     counts = np.array([len(of_shard) - 1 for of_shard in edges])
     if config.has_token_axis:
@@ -282,15 +293,15 @@ def _widths(
         begins = np.array([of_shard[0] for of_shard in edges[::shards_apart]])
         blocks = np.add.reduceat(counts, np.arange(0, len(edges), shards_apart))
     multiple = config.pad_to_multiple_of
-    found = [
+    widths = [
         np.repeat(-(-np.maximum.reduceat(geometry.of(scope)[placed], begins) // multiple) * multiple, blocks).tolist()
         for scope in SCOPES
     ]
-    return (dict(zip(SCOPES, pair, strict=True)) for pair in zip(*found, strict=True))
+    return (dict(zip(SCOPES, pair, strict=True)) for pair in zip(*widths, strict=True))
 
 
 def _leads(rows: Int64s, blocks: Sequence[Block], scope: Scope, geometry: Geometry) -> Int64s:
-    """Counts the elements before each row's own: padding, or, packed, the prompt before a response's column."""
+    """Counts the elements before each row's own: padding, or, if packed, the prompt before a response's column."""
     own = geometry.of(scope)[rows]
     counts = [block.end - block.begin for block in blocks]
     if any(block.widths is None for block in blocks):

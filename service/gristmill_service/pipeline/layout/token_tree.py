@@ -1,8 +1,8 @@
-"""The token axis of `layout: prefix_tree`: where rows that share their beginnings stand, and who follows whom.
+"""Describes the token axis of `layout: prefix_tree`: the positions of rows that share prefixes, and tokens' parents.
 
-A micro-batch's rows stand on its axis in their order, each with what the row before it has not. So the axis is the tree
-of their tokens, walked depth first: a token is followed by what continues its own row, then by what branches off later
-rows, the deepest first. A token's descendants are the tokens after it up to the first that is no deeper.
+A micro-batch's axis has its rows in order, each without the tokens that it shares with the row before it. So the axis
+is the tree of their tokens in depth-first order: a token is followed by the rest of its own row, then by the branches
+of later rows, the deepest first. A token's descendants are the tokens after it up to the first that is no deeper.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gristmill._wire.columns import Int64s
-from gristmill_service.pipeline.layout.columns import Column, Placement, Runs
+from gristmill_service.pipeline.layout.columns import ByteRanges, Column, Placement
 from gristmill_service.pipeline.layout.iovec import Region
 
 ROOT = -1
 
 
 class Branches(NamedTuple):
-    """How each row joins the axis of its micro-batch: where its own tokens begin, how many they are, and the token that
-    the first of them follows, -1 where that is the row's first. All int64 (rows,)."""
+    """Each row's own tokens on the axis of its micro-batch: where they begin, how many they are, and the parent of the
+    first one, -1 where that begins the row. All int64 (rows,)."""
 
     begins: Int64s
     counts: Int64s
@@ -33,10 +33,10 @@ class Branches(NamedTuple):
 
 
 def branches(shared: Int64s, counts: Int64s, edges: Sequence[int]) -> Branches:
-    """Returns where rows stand.
+    """Returns the rows' positions on the axes of their micro-batches.
 
-    shared: int64 (rows,), with how many tokens each begins as the one before it in its micro-batch. counts: int64
-    (rows,), its other tokens. edges: where micro-batches begin among the rows, and where the last one ends.
+    shared: int64 (rows,), how many first tokens each shares with the row before it in its micro-batch. counts: int64
+    (rows,), its other tokens. edges: the begins of micro-batches among the rows, and the end of the last one.
     """
     ends = np.cumsum(counts)
     firsts = np.array(edges, np.int64)
@@ -45,23 +45,23 @@ def branches(shared: Int64s, counts: Int64s, edges: Sequence[int]) -> Branches:
 
 
 def _parents(shared: list[int], begins: list[int]) -> Int64s:
-    """A row's first own token follows one of the last row before it that shares less."""
-    found: list[int] = []
-    # Rows on the way to the last one, each of which shares more than the one before it.
+    """Returns the parent of each row's first own token, which is a token of the last row before it that shares less."""
+    parents: list[int] = []
+    # The ancestors of the last row, each of which shares more than the one before it.
     path: list[tuple[int, int]] = []
     for common, begin in zip(shared, begins, strict=True):
         while path and path[-1][0] >= common:
             path.pop()
-        found.append(path[-1][1] + common - 1 - path[-1][0] if common else ROOT)
+        parents.append(path[-1][1] + common - 1 - path[-1][0] if common else ROOT)
         path.append((common, begin))
-    return np.array(found, np.int64)
+    return np.array(parents, np.int64)
 
 
 def axis_tensors(rows: Branches) -> dict[str, NDArray[np.int32]]:
-    """Returns the tensors that tell of a micro-batch's axis as a whole, of its rows.
+    """Returns the tensors that describe a micro-batch's axis, given its rows.
 
-    segment_starts: (segments,), where each run of tokens without a branch begins. segment_parents: (segments,), the
-    segment whose last token that first one follows, -1 for none. row_ends: (rows,), each row's last token.
+    segment_starts: (segments,), the first token of each run of tokens without a branch. segment_parents: (segments,),
+    the segment whose last token is the parent of that one, -1 for none. row_ends: (rows,), each row's last token.
     """
     begins, counts, parents = rows
     attached = np.unique(parents[parents >= 0], return_counts=True)
@@ -78,17 +78,17 @@ def axis_tensors(rows: Branches) -> dict[str, NDArray[np.int32]]:
     at = np.searchsorted(begins, starts)
     is_begin = begins[np.minimum(at, len(begins) - 1)] == starts
     followed[is_begin] = parents[at[is_begin]]
-    found = {
+    tensors = {
         "segment_starts": starts,
         "segment_parents": np.searchsorted(starts, followed, side="right") - 1,
         "row_ends": begins + counts - 1,
     }
-    return {name: values.astype(np.int32) for name, values in found.items()}
+    return {name: values.astype(np.int32) for name, values in tensors.items()}
 
 
 class Counting(Column):
-    """Integers of which each row's own tokens have `firsts`, then `seconds`, and from there on count up: depths, and
-    the tokens that tokens follow.
+    """Integers that begin a row's own tokens with `firsts`, then continue with `seconds` and count up: depths, and the
+    parents of tokens.
 
     firsts, seconds: int64 (n,), of the placed rows. counts: int64 (n,), each one's own tokens.
     """
@@ -101,15 +101,15 @@ class Counting(Column):
         self._numbers = Region(np.arange(int((seconds + counts).max(initial=0)), dtype=np.int32))
         self._begins = Region(self._firsts)
 
-    def laid_out(self, placement: Placement) -> Runs:
-        return self.runs(placement)
+    def laid_out(self, placement: Placement) -> ByteRanges:
+        return self.ranges(placement)
 
-    def runs(self, placement: Placement) -> Runs:
+    def ranges(self, placement: Placement) -> ByteRanges:
         count = len(self._counts)
         iovec = np.empty((count, 2, 2), np.int64)
-        iovec[:, 0] = self._begins.runs(4 * np.arange(count), np.full(count, 4))
-        iovec[:, 1] = self._numbers.runs(4 * self._seconds, 4 * (self._counts - 1))
-        return Runs(iovec.reshape(-1, 2), 2 * np.arange(count + 1), (self._begins, self._numbers))
+        iovec[:, 0] = self._begins.ranges(4 * np.arange(count), np.full(count, 4))
+        iovec[:, 1] = self._numbers.ranges(4 * self._seconds, 4 * (self._counts - 1))
+        return ByteRanges(iovec.reshape(-1, 2), 2 * np.arange(count + 1), (self._begins, self._numbers))
 
 
 def tree_columns(rows: Branches, shared: Int64s) -> list[Column]:

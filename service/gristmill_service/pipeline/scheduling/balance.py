@@ -1,11 +1,11 @@
-"""Balancing places rows so that ranks are equally loaded, micro-step by micro-step (`balance: tokens | flops`).
+"""Places rows so that ranks are equally loaded, micro-step by micro-step (`balance: tokens | flops`).
 
-All ranks wait for the slowest of each micro-step, so what counts is the sum over steps of the heaviest micro-batch. The
-longest rows set that time for their step whatever else happens. So steps are filled from the heaviest down: while one
-row weighs more than a fair share of what is left, the step that it dominates is filled up to its weight; what remains
-is spread evenly, heaviest row first to the lightest micro-batch.
+All ranks wait for the slowest of each micro-step, so the cost is the sum over steps of the heaviest micro-batch. The
+longest rows set that time for their step whatever else is in it. So steps are filled from the heaviest down: while one
+row weighs more than an even share of the rest, the step that it dominates is filled up to its weight; the remaining
+rows are spread evenly, heaviest row first to the lightest micro-batch.
 
-Knows rows, loads and room only. How many micro-batches there are, and what pads them, is the caller's.
+Knows rows, loads and capacities only. The number of micro-batches, and their padding, is the caller's.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ROUNDING = 1e-12
 
 
 def loads_of(lengths: Int64s, flops: Flops | None) -> Loads:
-    """Returns what each row costs: FLOPs in units of the larger coefficient (so that none overflows), or tokens.
+    """Returns each row's cost: FLOPs in units of the larger coefficient (so that none overflows), or tokens.
 
     lengths: (rows,) tokens.
     """
@@ -45,9 +45,9 @@ def loads_of(lengths: Int64s, flops: Flops | None) -> Loads:
 def balanced_by_tokens(lengths: Int64s, loads: Loads, packed: Int64s, cap: int, dp_size: int) -> tuple[Int64s, Int64s]:
     """Returns each row's rank and micro-step, in as many micro-batches as `packed` has and under its cap.
 
-    lengths, loads: (rows,) tokens and what they cost, which grows with them and is 0 for padding. packed: (rows,) the
-    micro-batch of each row without balance, a multiple of `dp_size` of them; it is kept where the cap leaves no room
-    to place rows by load, and only dealt. A row longer than `cap` stands alone.
+    lengths, loads: (rows,) tokens and their cost, which grows with them and is 0 for padding. packed: (rows,) the
+    micro-batch of each row without balance, a multiple of `dp_size` of them; where the cap leaves no room to place rows
+    by load, these are dealt to the ranks as they are. A row longer than `cap` is alone.
     """
     micro_batches = int(packed.max()) + 1
     totals = _totals(packed, loads, micro_batches)
@@ -61,11 +61,8 @@ def balanced_by_tokens(lengths: Int64s, loads: Loads, packed: Int64s, cap: int, 
 
 
 def balanced_by_rows(loads: Loads, per_micro_batch: int, dp_size: int) -> tuple[Int64s, Int64s]:
-    """Returns each row's rank and micro-step. Micro-batches have so many rows, but for the last step, to which the
-    lightest rows are left, and in which ranks differ by one row at most.
-
-    loads: (rows,).
-    """
+    """Returns each row's rank and micro-step. Micro-batches have `per_micro_batch` rows; only those of the last step
+    have fewer, the lightest rows, and ranks differ there by one row at most. loads: (rows,)."""
     steps, short = divmod(len(loads), dp_size * per_micro_batch)
     full = steps * dp_size
     heaviest_first = _heaviest_first(loads)
@@ -84,7 +81,7 @@ def balanced_by_rows(loads: Loads, per_micro_batch: int, dp_size: int) -> tuple[
 def dealt_in_rows(packed: Int64s, loads: Loads, full: int, dp_size: int) -> tuple[Int64s, Int64s]:
     """Returns each row's rank and micro-step: micro-batches are dealt by load, the last `dp_size` as the last step.
 
-    packed, loads: (rows,) each one's micro-batch, and its load there. full: how many micro-batches stand before those.
+    packed, loads: (rows,) each one's micro-batch, and its load there. full: the number of micro-batches before those.
     """
     totals = _totals(packed, loads, full + dp_size)
     order = np.append(_heaviest_first(totals[:full]), full + _heaviest_first(totals[full:]))
@@ -93,10 +90,10 @@ def dealt_in_rows(packed: Int64s, loads: Loads, full: int, dp_size: int) -> tupl
 
 
 def shared_loads(sharing: Sharing, flops: Flops | None) -> SharedLoads:
-    """Returns what rows of a rank do not cost, since the row before them in their micro-batch has it.
+    """Returns a function that computes the cost that a rank's rows save by tokens that the row before them has.
 
-    A row of n tokens costs what `loads_of` says, and so do its first k: the rest costs the difference, attention to
-    the shared ones included.
+    `loads_of` gives the cost of a row and of its shared prefix: the rest of the row costs the difference, which
+    includes attention to the shared tokens.
     """
     return lambda rank: loads_of(sharing.shared(rank.rows, rank.bounds[:-1]), flops)
 
@@ -106,7 +103,7 @@ def more_even(
 ) -> tuple[RankPlan, ...]:
     """Returns the plan under which ranks wait less: `balanced`, unless `plain` happens to be more even.
 
-    loads: (rows,) of the batch. shared: as `shared_loads` gives it.
+    loads: (rows,) of the batch. shared: of `shared_loads`.
     """
     padded = np.append(loads, 0.0)
     times = [float(_micro_batch_loads(ranks, padded, shared).max(axis=0).sum()) for ranks in (balanced, plain)]
@@ -114,9 +111,9 @@ def more_even(
 
 
 def barrier_ratio(mini_batches: Iterable[MiniBatchPlan], loads: Loads, shared: SharedLoads | None = None) -> float:
-    """Returns the sum over micro-steps of the slowest rank's load, by the mean load of a rank; 1 where no rank waits.
+    """Returns the sum over micro-steps of the slowest rank's load, over a rank's mean load; 1 where no rank waits.
 
-    loads: (rows,) of the batch; padding rows cost nothing. shared: as `shared_loads` gives it.
+    loads: (rows,) of the batch; padding rows cost nothing. shared: of `shared_loads`.
     """
     slowest = mean = 0.0
     padded = np.append(loads, 0.0)
@@ -128,7 +125,7 @@ def barrier_ratio(mini_batches: Iterable[MiniBatchPlan], loads: Loads, shared: S
 
 
 def _micro_batch_loads(ranks: Sequence[RankPlan], padded: Loads, shared: SharedLoads | None) -> Loads:
-    """Returns what each micro-batch costs, (ranks, micro-steps). padded: (rows + 1,), where PADDING finds 0 at -1."""
+    """Returns each micro-batch's cost, (ranks, micro-steps). padded: (rows + 1,) with 0 at -1, the index PADDING."""
     own = [padded[rank.rows] - (0.0 if shared is None else shared(rank)) for rank in ranks]
     return np.array([np.add.reduceat(each, rank.bounds[:-1]) for each, rank in zip(own, ranks, strict=True)])
 
@@ -147,8 +144,8 @@ def _heaviest_first(loads: Loads) -> Int64s:
 
 
 def _deal(loads: Loads, order: Int64s, dp_size: int) -> tuple[Int64s, Int64s]:
-    """Returns each micro-batch's rank and step. In `order`, `dp_size` after another are a step, in which the
-    heavier goes to the rank that has less so far."""
+    """Returns each micro-batch's rank and step. Each `dp_size` of them, in `order`, are a step, in which heavier ones
+    go to ranks with less load so far."""
     so_far = [0.0] * dp_size
     ranks: list[int] = []
     for step in loads[order].reshape(-1, dp_size).tolist():
@@ -164,9 +161,9 @@ def _deal(loads: Loads, order: Int64s, dp_size: int) -> tuple[Int64s, Int64s]:
 
 def _pack(sizes: Int64s, loads: Loads, room: int, micro_batches: int, per_step: int, least: int) -> Int64s | None:
     """Returns each row's micro-batch, of `micro_batches`, a multiple of `per_step`: each has at least `least` rows, and
-    no more than `room` of their sizes. None where that leaves too little room to place rows by load.
+    at most `room` in the sum of their sizes. None where that leaves too little room to place rows by load.
 
-    sizes, loads: (rows,), both grow with the row; at least `least` rows a micro-batch.
+    sizes, loads: (rows,), both grow with the row. There are at least `least` rows per micro-batch.
     """
     backwards = np.argsort(loads[::-1], kind="stable")
     order = len(loads) - 1 - backwards  # lightest first; on a tie the later row, so that the earlier is taken first
@@ -189,7 +186,8 @@ def _pack(sizes: Int64s, loads: Loads, room: int, micro_batches: int, per_step: 
 
 
 def _fill(rows: _Pool, room: int, micro_batches: int, keep: int, least: int) -> list[list[int]]:
-    """Fills a step: the heaviest rows, and beside them what fits under the weight of the heaviest. `keep` rows stay."""
+    """Fills a step with the heaviest rows, and then with rows that fit under the weight of the heaviest. At least
+    `keep` rows are left."""
     step = [[rows.take_heaviest()] for _ in range(micro_batches)]
     level = rows.loads[step[0][0]] + (least - 1) * rows.lightest
     rooms = [room - rows.sizes[own[0]] for own in step]
@@ -210,9 +208,9 @@ def _fill(rows: _Pool, room: int, micro_batches: int, keep: int, least: int) -> 
 
 
 def _spread(sizes: Sequence[int], loads: Sequence[float], rooms: Sequence[int]) -> list[int] | None:
-    """Returns each row's micro-batch, heaviest row first: the lightest that has room. None when none has.
+    """Returns each row's micro-batch, heaviest row first: the lightest with room. None if there is none.
 
-    Those without room wait aside until a row comes that they can hold: rows only get smaller.
+    Micro-batches without room are set aside until a row comes that fits: rows only get smaller.
     """
     room = list(rooms)
     open_ = [(0.0, index) for index in range(len(room))]
@@ -235,9 +233,9 @@ def _spread(sizes: Sequence[int], loads: Sequence[float], rooms: Sequence[int]) 
 
 
 class _Pool:
-    """A pool of rows, lightest first, from which the heaviest that is light enough is taken in almost constant time.
+    """Rows, lightest first, from which the heaviest below a bound is taken in almost constant time.
 
-    `_below[i]` leads from the i-th lightest to the next that is still there (union-find with path halving).
+    `_below[i]` leads from the i-th lightest to the next that is left (union-find with path halving).
     """
 
     def __init__(self, sizes: list[int], loads: list[float]) -> None:
@@ -268,7 +266,7 @@ class _Pool:
         return self._take(place) if place else None
 
     def drain(self) -> list[int]:
-        """Takes all that are left, heaviest first."""
+        """Returns all rows that are left, heaviest first."""
         return [place - 1 for place in range(len(self.loads), 0, -1) if self._below[place] == place]
 
     def _take(self, place: int) -> int:

@@ -1,6 +1,6 @@
-"""The plan of a batch: which row trains in which mini-batch, on which rank, in which micro-batch.
+"""The plan of a batch: the mini-batch, rank and micro-batch in which each row trains, and the addresses of its shards.
 
-Indices only, never data: a plan can be shown, stored, and made again for another `dp_size`. Row indices mean the
+Indices only, never data: a plan can be shown, stored, and recomputed for another `dp_size`. Row indices mean the
 batch's row order after merging; -1 is a padding row.
 """
 
@@ -19,7 +19,7 @@ PADDING = -1
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """The shard of one data-parallel rank: what it trains on in one mini-batch.
+    """The shard of one data-parallel rank in one mini-batch.
 
     rows: int64 (n,), row indices in micro-batch order, -1 for padding rows.
     bounds: int64 (micro-batches + 1,), micro-batch j is `rows[bounds[j]:bounds[j + 1]]`.
@@ -39,9 +39,9 @@ class RankPlan:
 class MiniBatchPlan:
     """One optimizer step of one model.
 
-    `start:end` are its rows before any drop, `start:kept_end` those that are trained. `groups` are the prompt groups
-    (or parts of them, with `mini_batch_unit: sequence`) that the kept rows belong to, `dropped_groups` those that
-    alignment dropped; both are ranges of group indices of the batch.
+    start, end, kept_end: its rows before any drop are `start:end`, its trained rows `start:kept_end`. groups: the
+    prompt groups of the trained rows, of which some may be in part with `mini_batch_unit: sequence`. dropped_groups:
+    the groups that alignment dropped. Both are ranges of group indices of the batch.
     """
 
     model: Model
@@ -68,7 +68,7 @@ class MiniBatchPlan:
 
 @dataclass(frozen=True, slots=True)
 class ShardAddress:
-    """One shard of a batch: what a rank trains on in one mini-batch of one model."""
+    """Names the shard of a rank for one mini-batch of one model, wherever it is laid out, stored or requested."""
 
     model: Model
     mini_batch: int
@@ -76,5 +76,5 @@ class ShardAddress:
 
     @property
     def path(self) -> str:
-        """The place of the shard's file within its batch, as in the offline command's output."""
+        """The path of the shard's file within its batch, as in the offline command's output."""
         return f"{self.model}-{self.mini_batch:03d}/rank-{self.rank:03d}.safetensors"

@@ -1,8 +1,8 @@
-"""Scheduling decides which row trains in which mini-batch, on which DP rank, in which micro-batch.
+"""Decides in which mini-batch, on which data-parallel rank and in which micro-batch each row trains.
 
-Owns the specification's sections 5 and 6: mini-batch boundaries, padding, alignment, and what is dropped or refused
-when micro-batches cannot be aligned. Sees the lengths of rows and, for `layout: prefix_tree`, what they share, never
-their data; no other layout changes a plan.
+Implements sections 5 and 6 of the specification: mini-batch boundaries, padding, alignment, and dropping or refusing
+when micro-batches cannot be aligned. Sees the lengths of rows and, for `layout: prefix_tree`, the tokens that they
+share, never their data; no other layout changes a plan.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def schedule(
 
     lengths: (rows,) tokens, prompt and response, of each row in batch order; every one is positive.
     group_bounds: (groups + 1,) row bounds of the prompt groups, from 0 to the number of rows; no group is empty.
-    sharing: what rows share, where that stands once; caps and loads are then of what is distinct.
+    sharing: the tokens that rows share, with `layout: prefix_tree`; caps and loads then count distinct tokens.
 
     Raises MisalignedError when a mini-batch cannot be aligned and `on_misaligned` forbids padding.
     """
@@ -60,8 +60,8 @@ def schedule(
 class _Part:
     """A mini-batch before alignment.
 
-    groups: those whose rows it holds. ends: (groups,) its rows up to and with each of them. padding: rows it gets
-    whatever the ranks need, with `mini_batch_unit: sequence`, where no group is ever dropped.
+    groups: the groups of its rows. ends: (groups,) its rows up to the end of each. padding: padding rows that fill it
+    up to its size with `mini_batch_unit: sequence`, where no group is ever dropped.
     """
 
     model: Model
@@ -74,7 +74,7 @@ class _Part:
 
 
 def _divide_groups(group_bounds: Int64s, model: Model, config: RunConfig) -> Iterator[_Part]:
-    """Yields mini-batches of as many whole prompt groups as their size; the last holds what is left."""
+    """Yields mini-batches of as many whole prompt groups as their size; the last has the rest."""
     groups, size = len(group_bounds) - 1, config.mini_batch_size(model)
     for index, first in enumerate(range(0, groups, size)):
         last = min(first + size, groups)
@@ -84,7 +84,7 @@ def _divide_groups(group_bounds: Int64s, model: Model, config: RunConfig) -> Ite
 
 
 def _divide_rows(group_bounds: Int64s, model: Model, config: RunConfig) -> Iterator[_Part]:
-    """Yields mini-batches of as many rows as their size, padding rows included, which are dealt to them evenly."""
+    """Yields mini-batches of as many rows as their size, with padding rows, which are distributed evenly."""
     rows, size = int(group_bounds[-1]), config.mini_batch_size(model)
     multiple = lcm(*map(config.mini_batch_size, config.models))
     mini_batches = _ceil_div(rows, multiple) * (multiple // size)
@@ -126,7 +126,7 @@ def _plan_by_size(part: _Part, batch: WholeRows, config: RunConfig) -> MiniBatch
 
 
 def _filled(rank: RankPlan, per_micro_batch: int) -> RankPlan:
-    """Returns the same with padding rows behind it, so that the last micro-batch has as many rows as the others."""
+    """Appends padding rows until the last micro-batch has as many rows as the others."""
     bounds = np.arange(len(rank.bounds), dtype=np.int64) * per_micro_batch
     missing = bounds[-1] - len(rank.rows)
     return RankPlan(np.append(rank.rows, np.full(missing, PADDING)), bounds)
@@ -163,7 +163,7 @@ def _plan_by_tokens(part: _Part, batch: WholeRows, cap: int, config: RunConfig) 
 
 def _plan_by_count(part: _Part, batch: WholeRows, count: int, no_cap: int, config: RunConfig) -> MiniBatchPlan:
     """Gives every rank `count` micro-batches: rows go to the ranks in contiguous chunks, which are cut likewise.
-    no_cap: more tokens than a micro-batch can have."""
+    no_cap: a number of tokens that no micro-batch exceeds."""
     dp_size, own = config.dp_size, batch.between(part.start, part.end)
     dealt = [rows for chunk in np.array_split(own, dp_size) for rows in np.array_split(chunk, count)]
     micro_batches = [rows.tolist() or [PADDING] for rows in dealt]
@@ -174,7 +174,7 @@ def _plan_by_count(part: _Part, batch: WholeRows, count: int, no_cap: int, confi
 
 
 def _kept_groups(part: _Part, aligned: NDArray[np.bool_], config: RunConfig) -> int:
-    """Returns how many of the mini-batch's groups are trained. aligned: whether each prefix of them can align."""
+    """Returns how many of the mini-batch's groups are trained. aligned: whether each prefix of them can be aligned."""
     if config.on_misaligned == "pad" or aligned[-1]:
         return len(part.groups)
     if config.on_misaligned == "drop_trailing":
@@ -185,7 +185,7 @@ def _kept_groups(part: _Part, aligned: NDArray[np.bool_], config: RunConfig) -> 
 
 
 def _misaligned(part: _Part, config: RunConfig) -> str:
-    """Returns the refusal's message: what cannot be aligned, to what, and which settings change that."""
+    """Returns the message of MisalignedError."""
     unit = "max_tokens" if config.micro_batch.size is None else "size"
     groups = f" × microbatch_group_size = {config.microbatch_group_size}" if config.vpp_size > 1 else ""
     dropping = (
