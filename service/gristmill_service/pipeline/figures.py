@@ -1,7 +1,7 @@
-"""The figures of a batch: what became of its rows and tokens, and what its groups scored.
+"""The figures of a batch: the fate of its rows and tokens, and the scores of its groups.
 
-One record, in sums, so that those of several batches add up: the plan shows some of it, metrics count it, and a run's
-log keeps it for good. Nothing of it goes into shards.
+One record of sums, so that those of several batches add up: the plan shows some of them, metrics count them, and a
+run's log stores them. Shards contain none.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ MOST_TAGS = 8
 class GroupCounts(msgspec.Struct, array_like=True, frozen=True):
     """Counts of groups. Each trajectory counts once, rows and tokens as often as they are trained in an epoch.
 
-    score_sum, reward_sum: of all trajectories. response_tokens: of all their steps. solved: groups of which a
-    trajectory scored above 0. zero_variance: groups of several trajectories whose scores are all equal. padding: tokens
-    of padding within rows. Older logs end with `zero_variance`.
+    score_sum, reward_sum: of all trajectories. response_tokens: of all their steps. solved: groups with a trajectory
+    that scored above 0. zero_variance: groups of several trajectories with equal scores. padding: tokens of padding
+    within rows. Older logs end with `zero_variance`.
     """
 
     groups: int = 0
@@ -52,7 +52,7 @@ class GroupCounts(msgspec.Struct, array_like=True, frozen=True):
 
     @property
     def means(self) -> dict[str, int | float]:
-        """Means of rewards and lengths, as plans name them."""
+        """Means of rewards and lengths, by their names in plans."""
         return {
             "trajectories": self.trajectories,
             "score_mean": self.score_sum / self.trajectories,
@@ -67,21 +67,21 @@ class GroupCounts(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Figures(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
-    """Figures of batches `first` to `last`, of which `batches` were published: of the policy's mini-batches, each row
-    once whatever the epochs.
+    """Figures of batches `first` to `last`, of which `batches` were published. They count the policy's mini-batches,
+    and each row once whatever the epochs.
 
-    at: when the last of them was published, in seconds since 1970.
-    rows: as they were submitted; merged: that went into others; trained; padding: rows that fill up.
-    tokens: of trained rows; distinct: of these, those that are laid out, where rows share tokens; elements: of
-        `sequences`, with padding; loss_tokens: with loss_mask 1.
-    breaks: steps that joined none. stale: versions behind, summed over `versioned` trajectories; stalest: the most.
-    seconds: since the record before: in all, those in which workers waited for capacity, those in which a rank of the
-        policy waited (their mean), and those in each stage of building.
-    tags: of the groups of each tag, "" for those without one; none where no group has one. Logs keep 8.
-    stale_rows, misaligned_rows, and their tokens: of groups that were dropped for it. merged_tokens: that merging
-        saves. realigned_tokens: that were sampled and are in no row, since a later prompt has other tokens there.
+    at: the time at which the last of them was published, in seconds since 1970.
+    rows: submitted ones; merged: rows that merging saved; trained; padding: padding rows.
+    tokens: of trained rows; distinct: those that are laid out, where rows share tokens; elements: of `sequences`, with
+        padding; loss_tokens: with loss_mask 1.
+    breaks: steps that joined none. stale: versions behind, summed over `versioned` trajectories; stalest: the maximum.
+    seconds: since the previous record; workers_waited, ranks_waited: those in which workers waited for capacity, and in
+        which the policy's ranks waited (their mean). stages: those in each stage of building.
+    tags: counts of each tag's groups, "" for those without; empty if no group has one. Logs keep `MOST_TAGS`.
+    stale_rows, misaligned_rows, and their tokens: of groups dropped for that reason. merged_tokens: saved by merging.
+        realigned_tokens: sampled ones in no row, because a later prompt has other tokens in their place.
     mismatches: the breaks by cause, see `_causes`. column_bytes: of the shards of all models, by declared column.
-    padding_shares: of the last batch, as it is laid out, and as `packed` and each `pad_width` would have it.
+    padding_shares: of the last batch, as it is laid out, and as `packed` and each `pad_width` would be.
     staleness: trajectories with a known policy version, by how many versions they are behind; not in logs.
 
     A log has the fields in this order: a new one comes last, and has a default. Older logs end with `tags`.
@@ -146,7 +146,7 @@ class Figures(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
 
 
 def most_frequent(tags: Mapping[str, GroupCounts]) -> dict[str, GroupCounts]:
-    """Returns the counts of the tags that have most groups."""
+    """Returns the counts of the tags with most groups."""
     groups = Counter({tag: counts.groups for tag, counts in sorted(tags.items())})
     return {tag: tags[tag] for tag in sorted(dict(groups.most_common(MOST_TAGS)))}
 
@@ -154,7 +154,7 @@ def most_frequent(tags: Mapping[str, GroupCounts]) -> dict[str, GroupCounts]:
 def count_groups(
     scored: ScoredBatch, mini_batches: Sequence[MiniBatchPlan], laid_out: Sequence[Shard] | None
 ) -> tuple[GroupCounts, dict[str, GroupCounts]]:
-    """Counts all groups, and those of each tag where some have one. laid_out: None when only planned."""
+    """Counts all groups, and those of each tag if any has one. laid_out: None when only planned."""
     policy = [part for part in mini_batches if part.model == "policy"]
     received, scores, lengths = scored.received, scored.scores, scored.rows.lengths
     if not received.groups:
@@ -199,8 +199,8 @@ def figures(
     counts: tuple[GroupCounts, dict[str, GroupCounts]],
     tokens_submitted: int,
 ) -> Figures:
-    """Returns a batch's figures, without its times. counts: of its groups. tokens_submitted: prompt and response tokens
-    of all rows as they came, also of stale groups."""
+    """Returns a batch's figures, without times. counts: of `count_groups`. tokens_submitted: prompt and response tokens
+    of all submitted rows, also of stale groups."""
     policy = [part for part in mini_batches if part.model == "policy"]
     groups, tags = counts
     steps, rows, staleness = scored.received.steps, scored.rows, scored.staleness
@@ -242,7 +242,7 @@ def figures(
 
 
 def _row_padding(scored: ScoredBatch, policy: Sequence[MiniBatchPlan], laid_out: Sequence[Shard]) -> Int64s:
-    """Counts the elements of `sequences` that are padding in each row; padding rows are left out."""
+    """Counts the elements of `sequences` that are padding in each row, without padding rows."""
     placed = np.concatenate([rank.rows for part in policy for rank in part.ranks])
     lengths = scored.rows.lengths
     widths = [
@@ -259,9 +259,9 @@ def _row_padding(scored: ScoredBatch, policy: Sequence[MiniBatchPlan], laid_out:
 
 
 def _causes(scored: ScoredBatch, config: RunConfig) -> dict[str, int]:
-    """Counts why steps joined none: where the first token that differs is in the step that they are compared with, in
-    its prompt or its response, or that the new prompt merely ends too early. The first few of a trajectory are
-    examined; `further` are the others."""
+    """Counts steps that joined none by cause: the first token that differs is in the prompt or the response of the step
+    that they are compared with, or their prompt ends too early (`truncated`), or a column differs. The first few of a
+    trajectory are examined; `further` counts the others."""
     if not config.merging.joins:
         return {}
     causes = Counter(_cause(scored, mismatch) for mismatch in scored.mismatches)
@@ -304,7 +304,7 @@ def _elements(lengths: Int64s, begins: Int64s, multiple: int) -> int:
 
 
 def _sum(one: Any, other: Any) -> Any:
-    """Adds numbers, counts of groups, and these by their keys."""
+    """Adds numbers, counts of groups, or dictionaries of these."""
     if isinstance(one, dict):
         both = one.keys() & other.keys()
         return one | other | {key: _sum(one[key], other[key]) for key in both}

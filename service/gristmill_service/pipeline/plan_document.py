@@ -1,6 +1,6 @@
-"""The plan as everyone is shown it (specification, section 10), with what the batch's rules met and its metrics.
+"""The public document of a plan (specification, section 10), with counts of the rules' cases, and metrics.
 
-The document is a public contract: `gristmill plan` prints it, stores keep it as JSON, and trainers read it.
+The document is a contract: `gristmill plan` prints it, stores keep it as JSON, and trainers read it.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from gristmill_service.pipeline.scored_batch import ScoredBatch
 class RankDocument:
     """A rank's shard of a mini-batch.
 
-    rows: row indices in micro-batch order, -1 for padding rows. micro_batches: of each the positions in `rows`.
-    shared: with `layout: prefix_tree`, with how many tokens each row begins as the one before it in its micro-batch,
-    which stand there alone; the plans of others are without.
+    rows: row indices in micro-batch order, -1 for padding rows. micro_batches: each one's positions in `rows`.
+    shared: with `layout: prefix_tree`, how many first tokens each row shares with the row before it in its micro-batch;
+    plans of other layouts do not have it.
     """
 
     rank: int
@@ -54,8 +54,8 @@ class MiniBatchDocument:
 
 @dataclass(frozen=True, slots=True)
 class MismatchDocument:
-    """A step that joined none. index: of the first token of its prompt that differs. column: with `merge: equal`, in
-    which it differs from the step that it would have joined, though no token does; else empty."""
+    """A step that joined none. index: of the first token of its prompt that differs. column: one with `merge: equal`
+    that differs from the step that it would have joined, though no token does; else empty."""
 
     uid: str
     round: int
@@ -67,12 +67,12 @@ class MismatchDocument:
 
 @dataclass(frozen=True, slots=True)
 class PlanDocument:
-    """The plan of a batch: which row trains when and where. Row indices are those after merging.
+    """The plan of a batch: when and where each row trains. Row indices are those after merging.
 
-    dropped_uids: of groups dropped as stale or by alignment. counts: what each rule met, by name. metrics: of the
+    dropped_uids: of groups dropped as stale or by alignment. counts: the cases of each rule, by name. metrics: of the
     policy. merge_mismatches: the first few of each trajectory. tags: the environment or task of each prompt group, in
-    the batch's order, "" where it has none; empty where none has. tag_metrics: by tag. steps: with `merge: tree` the
-    steps that each row is made of, by their own numbers; the plans of others are without.
+    the batch's order, "" if it has none; empty if none has. tag_metrics: by tag. steps: with `merge: tree` the numbers
+    of the steps on each row's path; plans of other modes do not have it.
     """
 
     batch: int
@@ -99,7 +99,7 @@ def encode_plan(plan: PlanDocument) -> bytes:
 
 
 def decode_plan(text: bytes) -> PlanDocument:
-    """Returns the plan that `encode_plan` wrote. Raises msgspec.ValidationError for what is none."""
+    """Returns the plan that `encode_plan` wrote. Raises msgspec.ValidationError for other text."""
     return msgspec.json.decode(text, type=PlanDocument)
 
 
@@ -111,8 +111,8 @@ def plan_document(
     laid_out: Sequence[Shard] | None,
     counts: tuple[GroupCounts, dict[str, GroupCounts]],
 ) -> PlanDocument:
-    """Returns the document of a batch. laid_out: its shards, for what padding costs; None when only planned. counts: of
-    all its groups, and of those of each tag."""
+    """Returns the document of a batch. laid_out: its shards, for the cost of padding; None when only planned. counts:
+    of `count_groups`."""
     groups, tags = counts
     received = scored.received
     policy = [mini_batch for mini_batch in mini_batches if mini_batch.model == "policy"]
@@ -167,7 +167,7 @@ def _counts(scored: ScoredBatch, dropped: int, config: RunConfig) -> dict[str, i
 
 
 def _accuracy(scored: ScoredBatch, groups: GroupCounts) -> dict[str, int | float]:
-    """Returns means of rewards and lengths: each trajectory counts once, padding never."""
+    """Returns means of rewards and lengths, in which each trajectory counts once and padding never."""
     if not groups.groups:
         return {}
     staleness = scored.staleness
@@ -178,7 +178,7 @@ def _accuracy(scored: ScoredBatch, groups: GroupCounts) -> dict[str, int | float
 
 
 def _tag(counts: GroupCounts, is_laid_out: bool) -> dict[str, int | float]:
-    """Padding rows are of no tag, so that `padding_tokens` is the padding in rows alone."""
+    """Returns the metrics of a tag. Padding rows have no tag, so `padding_tokens` is padding within rows only."""
     padding = {"padding_tokens": counts.padding, "padding_share": counts.padding_share} if is_laid_out else {}
     return {
         "prompts": counts.groups,
@@ -197,11 +197,10 @@ def _performance(
     laid_out: Sequence[Shard] | None,
     tokens: int,
 ) -> dict[str, int | float]:
-    """Returns the cost of the policy's shards: padding counts, and is given separately. tokens: of rows
-    that are trained.
+    """Returns the cost of the policy's shards, padding separately. tokens: of trained rows.
 
-    The barrier ratio is by FLOPs where the configuration has `flops`, else by tokens. Where rows share tokens, these
-    count once for loads and padding, and `distinct_tokens` says how many there are.
+    The barrier ratio is by FLOPs if the configuration has `flops`, else by tokens. Tokens that rows share count once in
+    loads and padding, and `distinct_tokens` is their number.
     """
     figures: dict[str, int | float] = {"tokens": tokens, "padding_rows": sum(part.padding_rows for part in policy)}
     distinct, shared = tokens, None

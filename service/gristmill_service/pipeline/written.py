@@ -1,11 +1,10 @@
 """Columns that trainers write back (specification, section 11): from a shard's tensors to values of steps.
 
-A column is written for a shard's rows, whole, as a tensor of the shard would be. What is kept of it are the rows' own
-values, in the shard's order: padding counts for nothing. Once every shard is written, the batch's steps get them as if
+A column is written for all rows of a shard, shaped as a tensor of the shard would be. Only the rows' own values are
+stored, in the shard's order, without padding. Once every shard is written, the batch's steps get the values as if
 rollout workers had sent them: each response token that of the row that trains it, each row its number.
-A value that would fail the whole batch later, when everything is there, is refused when it comes: one that is not
-finite, or, where credit is computed of it, whose sums float32 may not hold, or whose KL with the other log-probability
-is such.
+Values that would fail the whole batch later are refused at once: values that are not finite and, if credit is computed
+from them, values whose sums, or whose KL with the other log-probability, may exceed float32.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ from gristmill_service.pipeline.scored_batch import ScoredBatch
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WrittenRows:
-    """A shard's real rows, one after another.
+    """A shard's real rows, one after another, against which written values are checked.
 
-    uids, samples, lasts: of each its trajectory and last step. ends: int64 (rows,), where its response's tokens end.
-    trained: bool (tokens,), whether this row trains the token; none where no KL is taken from rewards.
-    given: by name what rollouts gave of the log-probabilities that the KL is computed of; (tokens,).
+    uids, samples, lasts: each row's trajectory and last step. ends: int64 (rows,), the ends of responses in tokens.
+    trained: bool (tokens,), whether this row trains the token; empty unless a KL is subtracted from rewards.
+    given: the log-probabilities for the KL that rollouts sent, by name; (tokens,).
     """
 
     uids: Sequence[str]
@@ -50,8 +49,9 @@ class WrittenRows:
     def check(
         self, column: ColumnSpec, values: Array, config: RunConfig, other: Callable[[str], Array | None], where: str
     ) -> None:
-        """values: the rows' own. other: gives what was written of another column, or None.
+        """Refuses values of a column that would fail the batch.
 
+        values: the rows' own. other: returns the values that were written of another column, or None.
         Raises InvalidArgumentError naming the row, the column, the value and the remedy.
         """
         if not column.allow_nonfinite and not is_finite(values):
@@ -86,7 +86,7 @@ class WrittenRows:
             values if name == column.name else self.given[name] if name in self.given else other(name) for name in pair
         )
         if ours is None or theirs is None or _surely_fits(ours, theirs, reference):
-            # Where one lacks, it is judged with that.
+            # If one is missing, they are checked when it is written.
             return
         excess = excessive_kl(ours, theirs, self.trained, reference)
         if excess is not None:
@@ -94,15 +94,15 @@ class WrittenRows:
             raise InvalidArgumentError(f"{where}: {self._name(column, at)} is {values[at]}, and the KL is {message}")
 
     def _name(self, column: ColumnSpec, at: int) -> str:
-        """Names a value by its row and its place in the row's response."""
+        """Names a value by its row and its index in the row's response."""
         row = at if column.scope == "row" else int(np.searchsorted(self.ends, at, side="right"))
         place = "" if column.scope == "row" else f"[{at - (int(self.ends[row - 1]) if row else 0)}]"
         return f"uid {self.uids[row]!r} sample {self.samples[row]} step {self.lasts[row]}: {column.name}{place}"
 
 
 def _surely_fits(ours: Array, theirs: Array, reference: KlInReward) -> bool:
-    """Whether no KL is too large, for none is further from 0 than that of the largest difference there may be."""
-    assert reference.estimator is not None, "checked by who calls"
+    """Returns whether even the largest possible difference has a KL that is small enough."""
+    assert reference.estimator is not None, "checked by the caller"
     furthest = np.float64(largest(ours) + largest(theirs))
     with np.errstate(over="ignore", invalid="ignore"):
         bounds = reference.coef * kl(np.array([furthest, -furthest]), np.zeros(2), reference.estimator)
@@ -110,7 +110,7 @@ def _surely_fits(ours: Array, theirs: Array, reference: KlInReward) -> bool:
 
 
 def written_rows(rows: Int64s, scored: ScoredBatch, config: RunConfig) -> WrittenRows:
-    """rows: the shard's real ones, in its order."""
+    """Returns the data against which a shard's written values are checked. rows: its real rows, in order."""
     merged, steps = scored.rows, scored.received.steps
     last = merged.last[rows]
     reference, given, trained = config.kl_in_reward, dict[str, Array](), np.empty(0, np.bool_)
@@ -135,10 +135,10 @@ def written_rows(rows: Int64s, scored: ScoredBatch, config: RunConfig) -> Writte
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepPlaces:
-    """Where the tokens that some rows train stand: among these rows' own tokens, and in the steps' responses.
+    """The tokens that some rows train, as runs of consecutive ones, in the order of the rows.
 
-    total: the rows' own tokens. in_rows, in_steps, counts: int64, of each run of them where it begins, and how many it
-    has, in the order of the rows. steps: int64, the step that each is of.
+    total: the rows' response tokens. in_rows, in_steps, counts: int64, each run's begin among the rows' response tokens
+    and among the steps', and its tokens. steps: int64, each run's step.
     """
 
     total: int
@@ -151,7 +151,7 @@ class StepPlaces:
     def of(cls, order: Int64s, rows: Rows, responses: Int64s) -> StepPlaces:
         """order: the rows, one after another. responses: int64 (steps,), tokens of each step's response."""
         lengths = rows.response_lengths[order]
-        # Where each row's tokens begin; of rows that are not among them, whose visits bring nothing, anywhere.
+        # The begin of each row's tokens; arbitrary for other rows, whose visits count 0 tokens.
         begins, is_placed = np.zeros(len(rows), np.int64), np.zeros(len(rows), np.bool_)
         begins[order], is_placed[order] = starts_of(lengths), True
         counts = np.where(rows.per_visit(is_placed), rows.kept - rows.shared, 0)
@@ -163,16 +163,16 @@ class StepPlaces:
         return cls(int(lengths.sum()), in_rows[runs], in_steps, counts[runs], steps)
 
     def standing(self, values: Ragged) -> Array:
-        """The steps' values at the rows' own tokens, 0 where the row does not train them; (total,)."""
+        """Returns the steps' values at the rows' tokens, 0 where the row does not train them; (total,)."""
         compact = values.compact().values
-        found = np.zeros((self.total, *compact.shape[1:]), compact.dtype)
-        copy_runs(found, self.in_rows, compact, self.in_steps, self.counts)
-        return found
+        of_rows = np.zeros((self.total, *compact.shape[1:]), compact.dtype)
+        copy_runs(of_rows, self.in_rows, compact, self.in_steps, self.counts)
+        return of_rows
 
     def per_token(self, of_steps: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Each step's flag at its tokens, False elsewhere; (total,)."""
+        """Returns each step's flag at the tokens that rows train, False elsewhere; (total,)."""
         ends = self.in_rows + self.counts
-        # Before each run what no step has, and that again behind the last.
+        # Alternately tokens before a run and the run's, and then the tokens behind the last run.
         lengths = np.stack([self.in_rows - np.append(0, ends[:-1])[: len(ends)], self.counts], axis=1).ravel()
         flags = np.stack([np.zeros(len(ends), np.bool_), of_steps[self.steps]], axis=1).ravel()
         behind = self.total - int(lengths.sum())
@@ -180,7 +180,7 @@ class StepPlaces:
 
 
 def copy_runs(into: Array, places: Int64s, values: Array, starts: Int64s, counts: Int64s) -> None:
-    """Copies runs of values, from each start as many as its count, to these places."""
+    """Copies runs of values: `counts` each, from `starts` in `values` to `places` in `into`."""
     if not len(counts):
         return
     goes_on = (places[1:] == (places + counts)[:-1]) & (starts[1:] == (starts + counts)[:-1])
@@ -191,12 +191,12 @@ def copy_runs(into: Array, places: Int64s, values: Array, starts: Int64s, counts
 
 
 Written = Mapping[ShardAddress, Mapping[str, Array]]
-"""Of each of the policy's shards, by column, its rows' own values one after another; (n, *shape)."""
+"""For each of the policy's shards, by column, the rows' own values, concatenated; (n, *shape)."""
 
 
 class FormBlock(NamedTuple):
-    """A tensor of a shard's responses. prefix: of its name. begin, end: its rows. shape: what stands before a value's
-    own: rows and width, or tokens."""
+    """A tensor of a shard's responses. prefix: of its name. begin, end: its rows. shape: the leading dimensions, rows
+    and width, or tokens."""
 
     prefix: str
     begin: int
@@ -206,12 +206,11 @@ class FormBlock(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShardForm:
-    """Where the responses of a shard's rows stand in its tensors.
+    """The positions of responses in a shard's tensors.
 
-    blocks: in the order of the rows. leads, lengths: int64 (rows,) elements before each row's own, and how many its own
-    are. elsewhere: int64 (rows,), tokens of each response before these, which stand with the row before it, where no
-    value of this row is read: zeros take their place. is_real: bool (rows,), False of padding rows. rows: what
-    is known of the others.
+    blocks: in the order of the rows. leads, lengths: int64 (rows,) elements before each row's own, and its own.
+    elsewhere: int64 (rows,), the tokens of each response that it shares with the row before it, which has their values:
+    zeros take their place. is_real: bool (rows,), False for padding rows. rows: the data of the others.
     """
 
     blocks: Sequence[FormBlock]
@@ -222,20 +221,19 @@ class ShardForm:
     rows: WrittenRows
 
     def own_values(self, column: ColumnSpec, tensors: Mapping[str, Array], where: str) -> Array:
-        """The rows' own values of a column as it was written; (n, *shape), a view where they stand so.
+        """Returns the rows' own values of a column as it was written; (n, *shape), a view if possible.
 
-        tensors: by the names that a shard's have. Raises InvalidArgumentError naming the tensor, what it is and what it
-        has to be.
+        tensors: by their names in a shard. Raises InvalidArgumentError naming the tensor, and its actual and expected
+        shape.
         """
         if column.scope == "row":
-            found = _tensor(tensors, column.name, (len(self.is_real),), column, where)[self.is_real]
-        else:
-            own = [self._of_block(block, column, tensors, where) for block in self.blocks]
-            found = own[0] if len(own) == 1 else np.concatenate(own)
-        return found
+            values: Array = _tensor(tensors, column.name, (len(self.is_real),), column, where)[self.is_real]
+            return values
+        own = [self._of_block(block, column, tensors, where) for block in self.blocks]
+        return own[0] if len(own) == 1 else np.concatenate(own)
 
     def names(self, column: ColumnSpec) -> list[str]:
-        """The tensors that hold a column."""
+        """Returns the names of a column's tensors."""
         return [column.name] if column.scope == "row" else [block.prefix + column.name for block in self.blocks]
 
     def _of_block(self, block: FormBlock, column: ColumnSpec, tensors: Mapping[str, Array], where: str) -> Array:
@@ -247,9 +245,9 @@ class ShardForm:
         flat = values.reshape(-1, *column.shape)
         if len(flat) == sizes.sum() == counts.sum():
             return flat
-        found = np.zeros((int(sizes.sum()), *column.shape), flat.dtype)
-        copy_runs(found, starts_of(sizes) + sizes - counts, flat, starts, counts)
-        return found
+        own = np.zeros((int(sizes.sum()), *column.shape), flat.dtype)
+        copy_runs(own, starts_of(sizes) + sizes - counts, flat, starts, counts)
+        return own
 
 
 def form_of(shard: Shard, scored: ScoredBatch, config: RunConfig) -> ShardForm:
@@ -280,8 +278,8 @@ def form_of(shard: Shard, scored: ScoredBatch, config: RunConfig) -> ShardForm:
 def values_of_steps(
     written: Written, rows: Rows, received: Received, mini_batches: Sequence[MiniBatchPlan], config: RunConfig
 ) -> dict[str, Extra]:
-    """The columns as steps have them: the inverse of what `standing` does. Steps of rows that are in no shard, because
-    alignment dropped their groups, get zeros."""
+    """Returns the written columns as values of steps, the inverse of `StepPlaces.standing`. Steps get zeros if their
+    rows are in no shard because alignment dropped their groups."""
     placed = {
         ShardAddress("policy", part.index, rank): plan.rows[plan.rows >= 0]
         for part in mini_batches
@@ -291,18 +289,18 @@ def values_of_steps(
     own = StepPlaces.of(
         np.concatenate([np.empty(0, np.int64), *placed.values()]), rows, received.steps.response_lengths
     )
-    found = {}
+    extras = {}
     for column in config.written_columns:
         parts = [written[address][column.name] for address in placed]
         if column.scope == "row":
-            found[column.name] = _of_rows(column, parts, list(placed.values()), rows, len(received.steps))
+            extras[column.name] = _of_rows(column, parts, list(placed.values()), rows, len(received.steps))
         else:
-            found[column.name] = _of_responses(column, parts, own, received.steps.response_lengths)
-    return found
+            extras[column.name] = _of_responses(column, parts, own, received.steps.response_lengths)
+    return extras
 
 
 def _of_rows(column: ColumnSpec, parts: Sequence[Array], placed: Sequence[Int64s], rows: Rows, steps: int) -> Extra:
-    """A row's number stands with its path's last step, and zeros with the others. parts: of each shard, whose rows are
+    """Gives a row's number to the last step of its path, and 0 to the others. parts: of each shard, whose rows are
     `placed`."""
     of_steps = np.zeros((steps, *column.shape), column.storage)
     for values, order in zip(parts, placed, strict=True):
@@ -311,8 +309,8 @@ def _of_rows(column: ColumnSpec, parts: Sequence[Array], placed: Sequence[Int64s
 
 
 def _of_responses(column: ColumnSpec, parts: Sequence[Array], own: StepPlaces, responses: Int64s) -> Extra:
-    """Each token has the value of the row that trains it. parts: of each shard, one after another as `own` has rows.
-    responses: int64 (steps,), tokens of each step's response."""
+    """Gives each token the value of the row that trains it. parts: of each shard, in the order of `own`. responses:
+    int64 (steps,), tokens of each step's response."""
     of_steps = np.zeros((int(responses.sum()), *column.shape), column.storage)
     begin = 0
     for values in parts:
@@ -323,13 +321,13 @@ def _of_responses(column: ColumnSpec, parts: Sequence[Array], own: StepPlaces, r
 
 
 def _tensor(tensors: Mapping[str, Array], name: str, shape: tuple[int, ...], column: ColumnSpec, where: str) -> Array:
-    found = tensors.get(name)
-    if found is None:
+    tensor = tensors.get(name)
+    if tensor is None:
         raise InvalidArgumentError(f"{where}: {name} is missing; write all tensors of a column together")
     expected = (*shape, *column.shape)
-    if found.shape != expected or found.dtype != column.storage:
+    if tensor.shape != expected or tensor.dtype != column.storage:
         raise InvalidArgumentError(
-            f"{where}: {name} is {safetensors_name(found.dtype)} {list(found.shape)} and the shard needs "
+            f"{where}: {name} is {safetensors_name(tensor.dtype)} {list(tensor.shape)} and the shard needs "
             f"{safetensors_name(column.storage)} {list(expected)}; write it with that dtype and shape"
         )
-    return found
+    return tensor

@@ -28,8 +28,7 @@ class Joins:
 
     parents: int64 (steps,), the earlier step of its trajectory that it continues; -1 where it joins none.
     commons: int64 (steps,), how many tokens of the parent's sequence its prompt begins with: all of them, or fewer
-    where
-        their tail was tokenized again. 0 where it joins none.
+        where their tail was tokenized again. 0 where it joins none.
     are_plain: whether every step that joins one joins all of the step directly before it.
     """
 
