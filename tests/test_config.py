@@ -190,7 +190,10 @@ def test_a_required_setting_that_is_missing_is_named(name: str) -> None:
         ({"kl_in_reward": {"coef": 0.1, "estimator": "k4"}}, "kl_in_reward.estimator: .* got 'k4'"),
         ({"kl_in_reward": {"coef": 0.1, "column": "KL"}}, "kl_in_reward.column: .* got 'KL'"),
         ({"kl_in_reward": {"coef": 0.1, "kind": "k1"}}, "unknown setting kl_in_reward.kind; known are coef, estimator"),
-        ({"advantage_estimator": "gae"}, "columns: values is missing, and advantage_estimator: gae is computed of it"),
+        (
+            {"advantage_estimator": "gae"},
+            "columns: values is missing, and advantage_estimator: gae is computed from it",
+        ),
         ({"kl_in_reward": {"coef": 0.1}}, "kl_in_reward: give exactly one of estimator"),
         ({"kl_in_reward": {"coef": 0.1, "estimator": "k1", "column": "kl"}}, "kl_in_reward: give exactly one of"),
         (
@@ -199,7 +202,7 @@ def test_a_required_setting_that_is_missing_is_named(name: str) -> None:
         ),
         (
             {"kl_in_reward": {"coef": 0.1, "column": "kl"}, "advantage_estimator": "reinforce++"},
-            r"kl_in_reward: column holds a sum a row, and advantage_estimator: reinforce\+\+ needs the KL of each",
+            r"kl_in_reward: column has a sum per row, and advantage_estimator: reinforce\+\+ needs the KL of each",
         ),
         ({"kl_in_reward": {"coef": 0.1, "column": "kl"}}, "columns: kl is missing, .* declare it with scope: row"),
         (
@@ -215,7 +218,7 @@ def test_a_required_setting_that_is_missing_is_named(name: str) -> None:
         ),
         (
             {"kl_in_reward": {"coef": 0.1, "estimator": "k3"}},
-            "columns: ref_logprobs is missing, and kl_in_reward: k3 is computed of it; declare it with scope: response",
+            "columns: ref_logprobs is missing, and kl_in_reward: k3 is computed from it; declare it",
         ),
         (
             {
@@ -404,7 +407,7 @@ def test_warnings_name_settings_that_do_not_go_together() -> None:
     assert "cuts every group of 4 samples" in warnings_of(parse_config(cut))[0]
     assert warnings_of(parse_config(cut | {"micro_batch": {"size": 4}})) == []
     waits = GOOD | {"tag_shares": {"math": {"min": 0.5}}}
-    assert "where a tag stops coming no batch is sealed" in warnings_of(parse_config(waits))[0]
+    assert "if a tag stops coming, no batch is sealed" in warnings_of(parse_config(waits))[0]
     assert warnings_of(parse_config(waits | {"tag_timeout_s": 60.0})) == []
     assert warnings_of(parse_config(lone | {"advantage_estimator": "none"})) == []
     assert warnings_of(parse_config(GOOD)) == []

@@ -51,8 +51,8 @@ class Service:
     async def start(self) -> None:
         """Opens the stores and their runs, and returns when both APIs answer.
 
-        Raises UnavailableError where an address cannot be had, StorageAwayError where a store does not answer, and
-        InvalidArgumentError where a setting is wrong. Nothing is left then.
+        Raises UnavailableError where an address cannot be had, StorageUnreachableError where a store does not answer,
+        and InvalidArgumentError where a setting is wrong. Nothing is left then.
         """
         try:
             await self._start()

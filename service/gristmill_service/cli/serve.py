@@ -108,7 +108,7 @@ async def _started(settings: Settings, stop_asked: asyncio.Event) -> Service | N
     import structlog
 
     from gristmill_service.service import Service
-    from gristmill_service.storage.backends import StorageAwayError
+    from gristmill_service.storage.backends import StorageUnreachableError
 
     deadline, reason = time.monotonic() + _STORE_AWAY_S, ""
     while True:
@@ -116,7 +116,7 @@ async def _started(settings: Settings, stop_asked: asyncio.Event) -> Service | N
         try:
             await service.start()
             return service
-        except StorageAwayError as error:
+        except StorageUnreachableError as error:
             if time.monotonic() >= deadline:
                 raise
             before, reason = reason, str(error)

@@ -1,6 +1,6 @@
-"""A run's configuration: its settings, the rules that they follow, and how it is read.
+"""A run's configuration: its settings, the rules between them, and its parsing.
 
-Owns every rule that can be decided before a rollout is seen. Reads no file but the one that it is given.
+Has every rule that can be checked before a rollout arrives.
 """
 
 from gristmill_service.config.parsing import parse_config, read_config, stored_config, with_dp_size

@@ -1,4 +1,4 @@
-"""A run's configuration as JSON or YAML gave it, checked as a whole."""
+"""Parses and checks a run's configuration."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ _NAMES = {foreign: ours for ours, names in _OURS.items() for foreign in names.sp
 
 
 def renamings(unknown: Iterable[Any], known: Collection[str]) -> str:
-    """Which settings to give in the place of these, with a semicolon before each; "" where none is known."""
+    """Returns the settings to give in place of other frameworks' names, each after a semicolon; "" for unknown
+    names."""
     return "".join(f"; give {name} as {_NAMES[name]}" for name in unknown if _NAMES.get(name) in known)
 
 
@@ -51,7 +52,7 @@ _SECTIONS: dict[str, type[BaseModel]] = {"micro_batch": MicroBatch, "flops": Flo
 
 
 def parse_config(mapping: object, source: str = "configuration") -> RunConfig:
-    """Returns a checked configuration from what JSON or YAML gave.
+    """Returns a checked configuration from parsed JSON or YAML.
 
     Raises InvalidArgumentError naming the setting, its value, the reason and the remedy.
     """
@@ -60,8 +61,8 @@ def parse_config(mapping: object, source: str = "configuration") -> RunConfig:
     try:
         _refuse_unknown(mapping, SETTINGS)
         for section, model in _SECTIONS.items():
-            if isinstance(given := mapping.get(section), dict):
-                _refuse_unknown(given, model.model_fields, f"{section}.")
+            if isinstance(settings := mapping.get(section), dict):
+                _refuse_unknown(settings, model.model_fields, f"{section}.")
         if isinstance(shares := mapping.get("tag_shares"), dict):
             for tag, share in shares.items():
                 if isinstance(share, dict):
@@ -97,20 +98,21 @@ def stored_config(config: bytes) -> RunConfig:
 
 
 def with_dp_size(config: RunConfig, dp_size: int) -> RunConfig:
-    """The same settings for so many ranks. Raises InvalidArgumentError where the others do not allow it."""
+    """Returns the configuration with another `dp_size`. Raises InvalidArgumentError if other settings conflict with
+    it."""
     if dp_size == config.dp_size:
         return config
     return parse_config(json.loads(config.model_dump_json(exclude_defaults=True)) | {"dp_size": dp_size})
 
 
-def _columns(given: object) -> tuple[ColumnSpec, ...]:
-    if not isinstance(given, list | tuple):
-        raise InvalidArgumentError(f"columns: expected a list of columns, got {type(given).__name__}")
-    return specs_of(given)
+def _columns(columns: object) -> tuple[ColumnSpec, ...]:
+    if not isinstance(columns, list | tuple):
+        raise InvalidArgumentError(f"columns: expected a list of columns, got {type(columns).__name__}")
+    return specs_of(columns)
 
 
 def _refuse_unknown(mapping: dict[Any, Any], known: Collection[str], section: str = "") -> None:
-    """Refuses settings that there are not, before pydantic makes an error of each."""
+    """Refuses unknown settings in one message, before pydantic makes an error of each."""
     unknown = [name for name in mapping if name not in known]
     if unknown:
         names = (f"unknown setting {section}{name if str(name).isprintable() else shown(name)}" for name in unknown)

@@ -1,5 +1,4 @@
-"""Which settings of a run do not go together, and which do but are probably not meant: every rule that can be decided
-before a rollout is seen."""
+"""Rules between the settings of a run: conflicts, which are refused, and combinations that are probably not meant."""
 
 from __future__ import annotations
 
@@ -13,20 +12,23 @@ from gristmill_service.estimators import GroupEstimator, TokenEstimator, readers
 from gristmill_service.validation_messages import shown
 
 _MOST_PADDED_TO = 1 << 17
+# Of a mini-batch with `micro_batch.count`: each has at least a padding row.
+_MOST_MICRO_BATCHES = 1 << 20
+# Tags are labels of metrics.
+MOST_TAGS = 64
 
 
 def check(config: RunConfig) -> None:
-    """Raises InvalidArgumentError for settings that do not go together."""
-    check_kl(config)
-    check_written(config)
-    check_tree(config)
+    """Raises InvalidArgumentError for settings that conflict."""
+    _check_columns(config)
+    _check_written(config)
+    _check_tree(config)
     _check_micro_batch(config)
     _check_mini_batches(config)
     _check_padding(config)
     _check_alignment(config)
     _check_balance(config)
-    check_sizes(config)
-    check_tags(config)
+    _check_tags(config)
     if config.merging.joins and not config.step_wise:
         raise InvalidArgumentError(
             f"merge: {config.merge} joins the steps of a trajectory, but step_wise is false (one step each); "
@@ -40,6 +42,11 @@ def check(config: RunConfig) -> None:
         )
     if config.loss_reduction == "seq_mean_token_sum_norm" and config.max_seq_len is None:
         raise InvalidArgumentError("loss_reduction: seq_mean_token_sum_norm divides by max_seq_len; set max_seq_len")
+    if config.most_samples < config.n_samples_per_prompt:
+        raise InvalidArgumentError(
+            f"max_samples_per_prompt: {config.max_samples_per_prompt} is less than n_samples_per_prompt: "
+            f"{config.n_samples_per_prompt}, which groups have unless they say otherwise; raise it or leave it out"
+        )
     if config.min_samples > config.n_samples_per_prompt:
         raise InvalidArgumentError(
             f"min_samples: {config.min_samples} exceeds n_samples_per_prompt: {config.n_samples_per_prompt}; lower it"
@@ -49,16 +56,16 @@ def check(config: RunConfig) -> None:
 
 
 def _check_micro_batch(config: RunConfig) -> None:
-    given = config.micro_batch.model_dump(exclude_none=True, exclude={"full"})
-    if len(given) != 1:
+    limits = config.micro_batch.model_dump(exclude_none=True, exclude={"full"})
+    if len(limits) != 1:
         raise InvalidArgumentError(
             f"micro_batch: give exactly one of size (rows), max_tokens and count (of each rank), got "
-            f"{' and '.join(given) or 'none'}"
+            f"{' and '.join(limits) or 'none'}"
         )
     if config.micro_batch.count is not None:
-        check_micro_batch_count(config, config.micro_batch.count)
+        _check_micro_batch_count(config, config.micro_batch.count)
     if config.micro_batch.full:
-        check_full_micro_batches(config, config.micro_batch.size)
+        _check_full_micro_batches(config, config.micro_batch.size)
 
 
 def _check_mini_batches(config: RunConfig) -> None:
@@ -82,7 +89,7 @@ def _check_mini_batches(config: RunConfig) -> None:
 
 
 def _check_padding(config: RunConfig) -> None:
-    """A row that is padding costs as much work as one that is not."""
+    """Refuses mini-batches with an excessive number of padding rows, each of which costs as much work as a real one."""
     each = config.micro_batch
     least = max(config.align_to, config.dp_size * (each.count or 1)) * (each.size if each.full and each.size else 1)
     if least > _MOST_PADDED_TO:
@@ -120,11 +127,12 @@ def _check_balance(config: RunConfig) -> None:
         raise InvalidArgumentError("flops: linear and quadratic are both 0, so every row would cost nothing; set one")
 
 
-def check_kl(config: RunConfig) -> None:
+def _check_columns(config: RunConfig) -> None:
+    """Refuses a configuration that does not declare the columns that its estimator and its KL are computed from."""
     kl = config.kl_in_reward
     for name in config.estimator.columns:
         _check_declared(
-            config, name, "response", f"advantage_estimator: {config.advantage_estimator} is computed of it"
+            config, name, "response", f"advantage_estimator: {config.advantage_estimator} is computed from it"
         )
     if kl is None:
         return
@@ -132,13 +140,13 @@ def check_kl(config: RunConfig) -> None:
         raise InvalidArgumentError("kl_in_reward: give exactly one of estimator (k1, k2 or k3) and column")
     if config.estimator.takes_advantages:
         raise InvalidArgumentError(
-            "kl_in_reward changes the rewards that advantages are computed of, and with advantage_estimator: none you "
-            "send them; leave kl_in_reward out, or use another estimator"
+            "kl_in_reward changes rewards, and with advantage_estimator: none you send advantages yourself; leave "
+            "kl_in_reward out, or use another estimator"
         )
     if kl.column is not None:
         if isinstance(config.estimator, TokenEstimator):
             raise InvalidArgumentError(
-                f"kl_in_reward: column holds a sum a row, and advantage_estimator: {config.advantage_estimator} needs "
+                f"kl_in_reward: column has a sum per row, and advantage_estimator: {config.advantage_estimator} needs "
                 "the KL of each token, whatever rows the steps became; give estimator: k1, k2 or k3"
             )
         _check_declared(config, kl.column, "row", "kl_in_reward takes a row's KL from it")
@@ -146,11 +154,11 @@ def check_kl(config: RunConfig) -> None:
         return
     needed = ["ref_logprobs"] if config.kl_from == "rollout_logprobs" else ["ref_logprobs", config.kl_from]
     for name in needed:
-        _check_declared(config, name, "response", f"kl_in_reward: {kl.estimator} is computed of it")
+        _check_declared(config, name, "response", f"kl_in_reward: {kl.estimator} is computed from it")
 
 
-def check_written(config: RunConfig) -> None:
-    """Groups that alignment drops have no shard that could be written for."""
+def _check_written(config: RunConfig) -> None:
+    """Refuses written columns that are needed for groups without a shard, because alignment drops them."""
     if config.on_misaligned == "drop_trailing" and config.whiten == "batch" and config.written_columns:
         raise InvalidArgumentError(
             f"columns: {config.written_columns[0].name} has source: trainer, and with on_misaligned: drop_trailing it "
@@ -159,21 +167,21 @@ def check_written(config: RunConfig) -> None:
         )
 
 
-def check_tree(config: RunConfig) -> None:
-    """Refuses columns by which rows that begin with the same tokens may still differ in what a model makes of these."""
+def _check_tree(config: RunConfig) -> None:
+    """Refuses columns in which rows that begin with the same tokens may differ, so that a model must not share them."""
     if config.layout != "prefix_tree":
         return
     for column in config.columns:
         if column.scope == "items" or column.merge == "equal":
             what = "scope: items" if column.scope == "items" else "merge: equal"
             raise InvalidArgumentError(
-                f"columns: {column.name} has {what}, and with layout: prefix_tree rows share tokens by these alone, "
-                "whatever else belongs to them; use layout: packed, or leave the column out"
+                f"columns: {column.name} has {what}, and with layout: prefix_tree rows share equal tokens, whatever "
+                "else belongs to them; use layout: packed, or leave the column out"
             )
 
 
 def _check_summed(config: RunConfig, name: str) -> None:
-    """Refuses sums of steps of which a row that several became would have one alone."""
+    """Refuses a column of steps' KL of which a merged row would have one step's only."""
     (column,) = (column for column in config.columns if column.name == name)
     if config.merging.joins and column.source == "rollout" and column.merge != "sum":
         raise InvalidArgumentError(
@@ -183,7 +191,7 @@ def _check_summed(config: RunConfig, name: str) -> None:
 
 
 def _check_declared(config: RunConfig, name: str, scope: ColumnScope, why: str) -> None:
-    """Refuses a setting that needs a column which the run does not declare, or declares otherwise."""
+    """Refuses a setting that needs a column which the run does not declare, or declares with other properties."""
     declared = [column for column in config.columns if column.name == name]
     if not declared:
         raise InvalidArgumentError(
@@ -198,25 +206,11 @@ def _check_declared(config: RunConfig, name: str, scope: ColumnScope, why: str) 
         )
 
 
-# Of a mini-batch, where `micro_batch.count` asks for them: each has a row, if only a padding row.
-MOST_MICRO_BATCHES = 1 << 20
-# Tags are labels of metrics.
-MOST_TAGS = 64
-
-
-def check_sizes(config: RunConfig) -> None:
-    if config.most_samples < config.n_samples_per_prompt:
-        raise InvalidArgumentError(
-            f"max_samples_per_prompt: {config.max_samples_per_prompt} is less than n_samples_per_prompt: "
-            f"{config.n_samples_per_prompt}, which groups have unless they say otherwise; raise it or leave it out"
-        )
-
-
-def check_micro_batch_count(config: RunConfig, count: int) -> None:
-    if count * config.dp_size > MOST_MICRO_BATCHES:
+def _check_micro_batch_count(config: RunConfig, count: int) -> None:
+    if count * config.dp_size > _MOST_MICRO_BATCHES:
         raise InvalidArgumentError(
             f"micro_batch.count: {count} on dp_size: {config.dp_size} ranks makes {count * config.dp_size} "
-            f"micro-batches of every mini-batch, and {MOST_MICRO_BATCHES} are the most; lower the count"
+            f"micro-batches of every mini-batch, and {_MOST_MICRO_BATCHES} are the most; lower the count"
         )
     if config.vpp_size > 1 and count % config.microbatch_group_size:
         raise InvalidArgumentError(
@@ -230,7 +224,7 @@ def check_micro_batch_count(config: RunConfig, count: int) -> None:
         )
 
 
-def check_full_micro_batches(config: RunConfig, size: int | None) -> None:
+def _check_full_micro_batches(config: RunConfig, size: int | None) -> None:
     if size is None:
         raise InvalidArgumentError(
             "micro_batch.full: true fills micro-batches up to micro_batch.size rows, which is not given; give size, or "
@@ -246,7 +240,7 @@ def check_full_micro_batches(config: RunConfig, size: int | None) -> None:
             )
 
 
-def check_tags(config: RunConfig) -> None:
+def _check_tags(config: RunConfig) -> None:
     if config.tag_timeout_s is not None and not config.tag_shares:
         raise InvalidArgumentError(
             f"tag_timeout_s: {config.tag_timeout_s:g} says how long a batch waits for tag_shares, and there are none; "
@@ -271,33 +265,31 @@ def check_tags(config: RunConfig) -> None:
 
 
 def warnings_of(config: RunConfig) -> list[str]:
-    """Returns a sentence for each thing that is allowed but probably not meant. A run's creator is told once."""
-    found = []
+    """Returns a sentence for each combination that is allowed but probably not meant, for the run's creator."""
+    warnings = []
     if config.merging.joins and config.loss_reduction in ("sequence_mean", "seq_mean_token_sum_norm"):
-        found.append(
+        warnings.append(
             f"loss_reduction: {config.loss_reduction} counts rows, and merge: {config.merge} makes fewer of them, so "
             "the scale of the loss depends on how many steps merge; trajectory_mean, prompt_mean and token_mean "
             "do not"
         )
     if config.on_misaligned == "drop_trailing" and config.seal_order == "completion":
-        found.append(
+        warnings.append(
             "on_misaligned: drop_trailing with seal_order: completion drops the groups that finished last, which "
             "are the slowest and longest; use seal_order: admission or on_misaligned: pad to keep them"
         )
     size = config.micro_batch.size
     if config.layout == "prefix_tree" and size is not None and size < config.n_samples_per_prompt:
-        found.append(
+        warnings.append(
             f"layout: prefix_tree with micro_batch: {{size: {size}}} cuts every group of "
-            f"{config.n_samples_per_prompt} samples, so that its prompt stands in several micro-batches; use "
+            f"{config.n_samples_per_prompt} samples, so that its prompt is in several micro-batches; use "
             "micro_batch: {max_tokens: ...}, which counts distinct tokens, or a larger size"
         )
-    found += _without_effect(config)
-    found += _about_groups(config)
-    return found
+    return [*warnings, *_without_effect(config), *_about_groups(config)]
 
 
 def _without_effect(config: RunConfig) -> Iterator[str]:
-    """Yields a sentence for each setting of estimators that the run's own does not read."""
+    """Yields a sentence for each setting of estimators that the run's estimator does not read."""
     for field, setting in RunConfig.model_fields.items():
         name, value = setting.alias or field, getattr(config, field)
         estimators = readers(name)
@@ -319,8 +311,8 @@ def _about_groups(config: RunConfig) -> Iterator[str]:
         )
     if config.tag_shares and config.tag_timeout_s is None:
         yield (
-            "tag_shares without tag_timeout_s: where a tag stops coming no batch is sealed any more until the run "
-            "is finished; set tag_timeout_s"
+            "tag_shares without tag_timeout_s: if a tag stops coming, no batch is sealed until the run is finished; "
+            "set tag_timeout_s"
         )
     several = config.most_samples > 1 and config.n_samples_per_prompt == 1
     if several and isinstance(config.estimator, GroupEstimator):
@@ -332,7 +324,7 @@ def _about_groups(config: RunConfig) -> Iterator[str]:
 
 
 def _most_rows(config: RunConfig) -> int | None:
-    """The most rows that a mini-batch can have; None where trajectories have steps."""
+    """Returns the most rows that a mini-batch can have; None if trajectories have steps."""
     if config.step_wise:
         return None
     return max(map(config.mini_batch_size, config.models)) * config.most_samples

@@ -1,4 +1,4 @@
-"""A run's settings: names, types and defaults as the specification has them, and what follows from them."""
+"""A run's settings: names, types and defaults of the specification, and values derived from them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class MergeMode(NamedTuple):
     """How steps of a trajectory become rows; `pipeline.rows.joins` has the function of each mode.
 
     joins: whether a step may continue an earlier one of its trajectory. branches: whether that may be any earlier one,
-    so that several rows may share steps; else it is the one before.
+    so that rows may share steps, or only the one before.
     """
 
     joins: bool = False
@@ -42,24 +42,24 @@ else:
     EstimatorName = Literal[tuple(ESTIMATORS)]
     MergeName = Literal[tuple(MERGE_MODES)]
 
-# Far beyond what anyone runs, and small enough that a slip of the keyboard is refused before memory is.
+# Far beyond real runs, and small enough that a typing error is refused before memory runs out.
 Size = Annotated[int, Field(gt=0, le=1 << 14)]
 Count = Annotated[int, Field(gt=0, le=1 << 24)]
-# Where a setting has no other limit it is that of 64 bits: nothing that stores or sends a configuration holds more.
+# The limit of settings without another one: stores and messages have 64 bits.
 INT64_MAX = 2**63 - 1
 FLOAT64_MAX = sys.float_info.max
 Tokens = Annotated[int, Field(gt=0, le=INT64_MAX)]
 Bytes = Annotated[int, Field(gt=0, le=INT64_MAX)]
 Versions = Annotated[int, Field(ge=0, le=INT64_MAX)]
-# Thirty years: what timers take.
+# Thirty years, which timers can handle.
 Seconds = Annotated[float, Field(gt=0, le=1e9)]
 
 _STRICT = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, serialize_by_alias=True)
 
 
 class MicroBatch(BaseModel):
-    """What bounds micro-batches: exactly one of `size` (rows of each), `max_tokens` (tokens of each per rank, times
-    `cp_size`) and `count` (how many a rank has of a mini-batch). `full`: whether padding rows fill a rank's last
+    """The bound of micro-batches: exactly one of `size` (rows of each), `max_tokens` (tokens of each per rank, times
+    `cp_size`) and `count` (a rank's micro-batches of a mini-batch). `full`: whether padding rows fill a rank's last
     micro-batch up to `size`."""
 
     model_config = _STRICT
@@ -71,7 +71,7 @@ class MicroBatch(BaseModel):
 
 
 def _number(value: object) -> object:
-    """Makes a number of text: YAML 1.1 takes `1.5e10` for text."""
+    """Parses a number given as text: YAML 1.1 reads `1.5e10` as text."""
     try:
         return float(value) if isinstance(value, str) else value
     except ValueError:
@@ -79,7 +79,7 @@ def _number(value: object) -> object:
 
 
 def _encodable(text: str) -> str:
-    """Refuses what no file and no message can hold: half of a surrogate pair."""
+    """Refuses half of a surrogate pair, which neither files nor messages can encode."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -110,14 +110,14 @@ class Flops(BaseModel):
 
 
 class TagShare(BaseModel):
-    """The part of each batch, of its groups, that has a tag: at least `min`."""
+    """The least share of each batch's groups that has a tag, `min`."""
 
     model_config = _STRICT
 
     min: Annotated[float, BeforeValidator(_number), Field(gt=0, le=1)]
 
     def groups(self, size: int) -> int:
-        """The groups that a batch of so many has at least. Decimal: 0.7 of 10 is 7."""
+        """Returns the least groups of the tag in a batch of `size` groups, in decimal arithmetic: 0.7 of 10 is 7."""
         return _share_of(self.min, size)
 
 
@@ -127,8 +127,8 @@ def _share_of(share: float, size: int) -> int:
 
 
 class KlInReward(BaseModel):
-    """What is subtracted from rewards: `coef` times the KL against a reference, exactly one of `estimator` (of each
-    trained token's log-probabilities) and `column` (a row column that holds a row's sum)."""
+    """A KL against a reference that is subtracted from rewards, times `coef`: exactly one of `estimator` (computed from
+    each trained token's log-probabilities) and `column` (a row column with a row's sum)."""
 
     model_config = _STRICT
 
@@ -204,7 +204,7 @@ class RunConfig(BaseModel):
 
     @property
     def align_to(self) -> int:
-        """The number of which a mini-batch's micro-batch count is a multiple (all ranks together)."""
+        """The number of which a mini-batch's micro-batches, of all ranks together, are a multiple."""
         return self.dp_size * (self.microbatch_group_size if self.vpp_size > 1 else 1)
 
     @property
@@ -215,17 +215,17 @@ class RunConfig(BaseModel):
 
     @property
     def padding_row_tokens(self) -> int:
-        """The length of a padding row: one prompt and one response token, or what `pad_to_multiple_of` asks for."""
+        """The length of a padding row: one prompt and one response token, or `pad_to_multiple_of` if that is more."""
         return max(2, self.pad_to_multiple_of)
 
     @property
     def has_token_axis(self) -> bool:
-        """Whether the rows of a micro-batch stand on one token axis."""
+        """Whether the rows of a micro-batch are concatenated on one token axis."""
         return self.layout != "left_padded"
 
     @property
     def shared_columns(self) -> frozenset[str]:
-        """The names of the columns whose values a row may lack where the step before has them."""
+        """The names of the columns whose values a row may leave out if the step before has them."""
         return frozenset(column.name for column in self.columns if column.is_shared)
 
     @property
@@ -239,11 +239,11 @@ class RunConfig(BaseModel):
 
     @property
     def most_samples(self) -> int:
-        """The samples that a prompt group may be made of."""
+        """The most samples of a prompt group."""
         return self.max_samples_per_prompt or self.n_samples_per_prompt
 
     def tag_groups(self, size: int) -> dict[str, int]:
-        """The groups of each tag that a batch of so many groups has at least."""
+        """Returns the least groups of each tag in a batch of `size` groups."""
         return {tag: share.groups(size) for tag, share in self.tag_shares.items()}
 
     def mini_batch_size(self, model: Model) -> int:

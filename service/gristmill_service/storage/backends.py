@@ -1,4 +1,4 @@
-"""Opens the stores that a service's settings name. A store's module is imported only where it is used."""
+"""Opens the stores that a service's settings name. A store's module is imported only if it is used."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ Advertise = Callable[[str, str, str], None]
 ReadRoom = Callable[[], dict[str, tuple[int, int]]]
 
 
-class StorageAwayError(UnavailableError):
-    """The settings name a store that does not answer now. Another try may help."""
+class StorageUnreachableError(UnavailableError):
+    """A store of the settings does not answer now. A retry may help."""
 
 
 class Storage:
-    """A service's shards and runs. Closing it closes all that was opened for them.
+    """A service's stores of shards and runs. Closing it closes all that was opened for them.
 
-    advertise(grpc_address, http_url, secret) tells other services where they reach this one, and what they show it.
-    room() returns, for each place that is bounded, the bytes that are used there and the bytes that there are.
+    advertise(grpc_address, http_url, secret) publishes the addresses at which other replicas reach this one, and the
+    secret that they present there. room() returns used and total bytes of each bounded storage.
     """
 
     def __init__(
@@ -58,9 +58,10 @@ class Storage:
 
 
 def open_storage(settings: Settings) -> Storage:
-    """Raises StorageAwayError where Redis cannot be reached, and other errors where a setting is wrong."""
+    """Opens the stores. Raises StorageUnreachableError if Redis cannot be reached, and other errors for wrong
+    settings."""
     with ExitStack() as opened:
-        # Runs come first: the journal's lock refuses another service of the same directory.
+        # Runs first: the journal's lock refuses a second service of the same directory.
         runs, advertise, room = _RUN_STORES[settings.run_store](settings, opened)
         opened.callback(runs.close)
         shards: ShardStore = import_module(SHARD_STORES[settings.shard_store].module).open_shards(settings, runs)
@@ -81,13 +82,13 @@ def _of_this_machine(runs: RunStore, settings: Settings) -> _OpenRuns:
 
 
 def _room(places: dict[str, Path]) -> dict[str, tuple[int, int]]:
-    found = {}
+    room = {}
     for name, path in places.items():
         with suppress(OSError):
             system = os.statvfs(path)
             used = system.f_frsize * (system.f_blocks - system.f_bfree)
-            found[name] = used, used + system.f_frsize * system.f_bavail
-    return found
+            room[name] = used, used + system.f_frsize * system.f_bavail
+    return room
 
 
 def _in_memory(settings: Settings, opened: ExitStack) -> _OpenRuns:
@@ -115,7 +116,7 @@ def _in_redis(settings: Settings, opened: ExitStack) -> _OpenRuns:
         opened.callback(client.close)
         warnings = check_server(client, durability)
     except UnavailableError as error:
-        raise StorageAwayError(str(error)) from error
+        raise StorageUnreachableError(str(error)) from error
     for warning in warnings:
         _log.warning(warning)
     runs = RedisRunStore(client, settings.redis_prefix, settings.lease_s, durability)
@@ -130,7 +131,7 @@ _RUN_STORES: dict[str, Callable[[Settings, ExitStack], _OpenRuns]] = {
 
 
 def redis_address(settings: Settings) -> RedisAddress:
-    """Where the Redis of settings with `run_store: redis` is, and how to enter."""
+    """Returns the address and credentials of Redis from settings with `run_store: redis`."""
     from gristmill_service.storage.redis.connection import RedisAddress
 
     assert settings.redis_url is not None, "checked with the settings"

@@ -1,4 +1,4 @@
-"""File names for runs, whatever they are called."""
+"""File names for runs of any name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _HASH_NAME = re.compile(r"hash-[0-9a-f]{64}")
 
 
 def directory_name(run: str) -> str:
-    """A file name for any run name: escaped, and by its hash where that is too long. Never `..`, never a separator."""
+    """Returns a file name for a run: its name escaped, or a hash if that is too long. Never `..`, never a separator."""
     escaped = quote(run, safe="")
     if len(escaped) <= _LONGEST_NAME:
         return f"run-{escaped}"
@@ -19,11 +19,11 @@ def directory_name(run: str) -> str:
 
 
 def is_hash_name(directory: str) -> bool:
-    """Whether the directory's name does not tell its run's name."""
+    """Returns whether the directory is named by a hash, from which its run's name cannot be derived."""
     return _HASH_NAME.fullmatch(directory) is not None
 
 
 def run_name(directory: str) -> str | None:
-    """The run of a directory that is not named by a hash; None where `directory_name` gives no such name."""
+    """Returns the run of a directory that is not named by a hash; None if `directory_name` makes no such name."""
     run = unquote(directory.removeprefix("run-"))
     return run if directory_name(run) == directory else None

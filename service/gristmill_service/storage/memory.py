@@ -51,7 +51,7 @@ class MemoryRunStore:
 
 
 class MemoryRunLog:
-    """See `gristmill_service.storage.run_store.RunLog`. The run holds its tables."""
+    """See `gristmill_service.storage.run_store.RunLog`. The run keeps its tables."""
 
     reads_rows = is_remote = is_lost = is_long = False
     log_bytes = first_number = 0
@@ -79,7 +79,7 @@ class MemoryRunLog:
         pass
 
     def get(self, number: int) -> Stored:
-        raise NotFoundError(f"table {number} of rows is held by its run")
+        raise NotFoundError(f"table {number} of rows is in the run's memory only")
 
     def get_all(self, numbers: Collection[int]) -> dict[int, Stored]:
         return {number: self.get(number) for number in numbers}
@@ -137,7 +137,7 @@ class MemoryShardStore:
         return (data[start : start + _PIECE] for start in range(0, len(data), _PIECE))
 
     def read_frames(self, run: str, batch: int, address: ShardAddress) -> None:
-        """None: this store has whole files."""
+        """Returns None: this store has uncompressed files."""
 
     def free(self, run: str, batch: int) -> None:
         with self._lock:
@@ -149,7 +149,7 @@ class MemoryShardStore:
                 del self._batches[key]
 
     def sweep(self, run: str) -> None:
-        """Nothing is left: it goes with its process."""
+        """Does nothing: leftovers end with their process."""
 
     def close(self) -> None:
         with self._lock:

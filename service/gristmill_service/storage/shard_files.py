@@ -1,4 +1,4 @@
-"""Writes shards to files, with nothing assembled in between."""
+"""Writes shards to files without assembling them in memory."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ def write_shards(
 ) -> dict[ShardAddress, int]:
     """Writes each shard at its address's path under `directory`; returns their sizes.
 
-    on_written: called with the size of each shard that is written, by either of two threads. Raises as `write_file`
-    does; some files may be there then. Nothing is written any more when it returns or raises.
+    on_written: called with the size of each written shard, by either of two threads. Raises as `write_file` does, and
+    may leave some files. All writing has ended when it returns or raises.
     """
     shards = list(shards)
     for parent in {os.path.dirname(shard.address.path) for shard in shards}:
         (directory / parent).mkdir(mode=0o700)
 
     def write(shard: ShardSource) -> None:
-        # While the kernel copies for one thread, the other prepares.
+        # While the kernel copies for one thread, the other computes byte ranges.
         write_file(f"{directory}/{shard.address.path}", shard.iovec())
         on_written(shard.size)
 
@@ -34,9 +34,9 @@ def write_shards(
 
 
 def write_file(path: Path | str, runs: iovec.Iovec) -> None:
-    """Creates `path`, readable by its owner only, with the runs' bytes in order.
+    """Creates `path`, readable by its owner only, with the ranges' bytes in order.
 
-    Raises FileExistsError, or OSError where space or permission is lacking; the file may then be there in part.
+    Raises FileExistsError, or OSError if space or permission is missing, and may then leave a partial file.
     """
     descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
     try:

@@ -1,6 +1,6 @@
-"""The contract of stores for published batches. Implementations pass the same tests.
+"""The contract of shard stores, which store published batches. All implementations pass the same tests.
 
-A batch is published as a whole: a reader sees its plan and all of its shards, or none of it.
+A batch is published atomically: a reader sees its plan and all of its shards, or nothing.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from gristmill_service.pipeline.scheduling.plan import ShardAddress
 
 
 class ShardsLostError(UnavailableError):
-    """A part of what was published is not there any more: the batch has to be published again, and may then be read."""
+    """A part of a published batch is gone: the batch has to be published again, and can then be read."""
 
 
 class ShardSource(Protocol):
-    """A shard as the pipeline lays it out: runs of memory that make up its file, never joined."""
+    """A shard as the pipeline lays it out: the byte ranges of its file, never joined."""
 
     @property
     def address(self) -> ShardAddress: ...
 
     @property
     def size(self) -> int:
-        """Bytes of the whole file."""
+        """The bytes of the whole file."""
 
     def iovec(self) -> Iovec:
         """The file's bytes in order. Valid while the shard lives."""
@@ -36,58 +36,59 @@ class ShardSource(Protocol):
 class ShardLocation:
     size: int
     shared_memory_path: str | None
-    """A file that processes seeing this machine's memory may map, or None."""
+    """A file that processes of this machine may map, or None."""
 
 
 class ShardStore(Protocol):
-    """Blocking, thread-safe. Whoever has a run publishes and frees its batches; anybody reads them.
+    """A store of published batches; blocking and thread-safe. The owner of a run publishes and frees its batches; any
+    process reads them.
 
-    Every method may raise UnavailableError where the store cannot be reached or this process has the run no longer,
-    and FailedPreconditionError where the store refuses, or holds what this version does not read; no other error but
-    those that a method names. All may be tried again. What reads may raise ShardsLostError.
+    Every method may raise UnavailableError if the store cannot be reached or this process no longer owns the run, and
+    FailedPreconditionError if the store refuses, or has a format that this version does not read; otherwise only the
+    errors that it names. All methods may be retried. Those that read may raise ShardsLostError.
     """
 
     is_remote: bool
     """Whether `plan` and `locate` take a round trip; else they are quick enough for the event loop."""
 
     def publish(self, run: str, batch: int, plan: bytes, shards: Iterable[ShardSource]) -> int:
-        """Makes a batch visible, whole, in place of what was published under its number before, and returns the bytes
-        that it takes here: what a run's room is counted in. On an error nothing of it stays.
+        """Publishes a batch atomically, in place of an earlier one of its number, and returns the bytes that it takes
+        in the store, which count against the run's limit. After an error nothing of it stays.
 
-        Raises ResourceExhaustedError where there is no room for it now, FailedPreconditionError where there never is,
-        and what a shard raises while it is laid out.
+        Raises ResourceExhaustedError if there is no room for it now, FailedPreconditionError if there never will be,
+        and errors of laying out a shard.
         """
 
     def plan(self, run: str, batch: int) -> bytes:
-        """Raises NotFoundError where the batch is not published, or freed."""
+        """Returns a batch's plan. Raises NotFoundError if the batch is not published, or freed."""
 
     def locate(self, run: str, batch: int, address: ShardAddress) -> ShardLocation:
-        """Raises NotFoundError where the batch is not published, or freed, or has no such shard."""
+        """Locates a shard. Raises NotFoundError if the batch is not published, or freed, or has no such shard."""
 
     def read(self, run: str, batch: int, address: ShardAddress) -> Iterator[bytes]:
-        """The shard's bytes in order, in pieces of at most a few MiB. Raises as `locate` does; so does the iterator
-        where the batch is freed meanwhile and this store cannot read on."""
+        """Returns the shard's bytes in order, in pieces of at most a few MiB. Raises as `locate` does; so does the
+        iterator if the batch is freed meanwhile and this store cannot continue."""
 
     def read_frames(self, run: str, batch: int, address: ShardAddress) -> Iterator[bytes] | None:
-        """The shard as this store has it compressed, frame by frame (`gristmill._wire.codecs.zstd_frames`), which are
-        not looked into; None where this store has whole files. Raises as `read`."""
+        """Returns the shard's compressed frames as they are stored (`gristmill._wire.codecs.zstd_frames`); None if this
+        store has uncompressed files. Raises as `read`."""
 
     def free(self, run: str, batch: int) -> None:
-        """Removes a batch; one that is gone already is no error. Mappings that readers hold stay valid."""
+        """Removes a batch; a missing one is no error. Existing mappings of readers stay valid."""
 
     def delete_run(self, run: str) -> None:
         """Removes every batch of a run."""
 
     def sweep(self, run: str) -> None:
-        """Removes what publications left that ended with their process; called after this process opened the run. It
-        may take as long as looking at all keys of the store."""
+        """Removes what unfinished publications of dead processes left; called after this process opened the run. May
+        scan all keys of the store."""
 
     def close(self) -> None:
         """Removes everything that this process published and that must not outlive it."""
 
 
 def is_published(store: ShardStore, run: str, batch: int) -> bool:
-    """Whether the store has the batch, as far as it knows."""
+    """Returns whether the store has the batch, as far as it knows."""
     try:
         store.plan(run, batch)
     except (NotFoundError, ShardsLostError):

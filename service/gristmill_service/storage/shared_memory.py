@@ -1,6 +1,6 @@
-"""Shards as safetensors files on tmpfs, for trainer ranks to map.
+"""Stores shards as safetensors files on tmpfs, for trainer ranks to map.
 
-A process owns one directory, `gristmill-<user>-<token>`, beside a lock file that it holds for as long as it lives.
+A process owns one directory, `gristmill-<user>-<token>`, with a lock file next to it that it locks until it ends.
 Another process of the same user that finds the lock free removes the directory when it starts. Everything is readable
 by its owner only. Files appear by rename and are never written again.
 """
@@ -82,14 +82,14 @@ class SharedMemoryShardStore:
         except BaseException as error:
             shutil.rmtree(partial, ignore_errors=True)
             if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-                # Others took the room that there was.
+                # Other programs took the free memory meanwhile.
                 raise self._full(run, batch) from None
             with _explained(partial):
                 raise
         return len(plan) + sum(sizes.values())
 
     def _make_root(self) -> None:
-        """Makes the directory anew where another program removed it, as some systems do when a user logs out."""
+        """Recreates the directory if another program removed it, as some systems do when a user logs out."""
         with _explained(self._root):
             with suppress(FileExistsError):
                 self._root.mkdir(mode=0o700)
@@ -97,10 +97,10 @@ class SharedMemoryShardStore:
                 raise PermissionError(errno.EACCES, "it is another user's, or no directory")
 
     def _check_room(self, run: str, batch: int, size: int) -> None:
-        """Before anything is written: what fills memory to its end takes others with it."""
+        """Refuses a batch that does not fit before anything is written: filling memory would kill other processes."""
         with _explained(self._root):
-            found = os.statvfs(self._root)
-        tmpfs = MemoryRoom(found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize)
+            system = os.statvfs(self._root)
+        tmpfs = MemoryRoom(system.f_bavail * system.f_frsize, system.f_blocks * system.f_frsize)
         room = tmpfs.within(memory_room())
         if size > room.total:
             raise FailedPreconditionError(
@@ -126,32 +126,32 @@ class SharedMemoryShardStore:
                 raise self._missing(run, batch, path) from None
 
     def locate(self, run: str, batch: int, address: ShardAddress) -> ShardLocation:
-        found = self._shards(run, batch).get(address)
-        if found is None:
+        location = self._shards(run, batch).get(address)
+        if location is None:
             raise NotFoundError(f"run {run!r}: batch {batch} has no shard {address.path}")
-        return found
+        return location
 
     def read(self, run: str, batch: int, address: ShardAddress) -> Iterator[bytes]:
-        """Raises ShardsLostError where somebody else has shortened, lengthened or removed the file."""
+        """Raises ShardsLostError if another program has truncated, extended or removed the file."""
         location = self.locate(run, batch, address)
         path = location.shared_memory_path
         assert path is not None
         with _explained(Path(path)):
             try:
-                # Opened here, not at the first piece: a batch that is freed meanwhile is still read to its end.
+                # Opened here, not at the first piece, so that a batch that is freed meanwhile is read to its end.
                 file = open(path, "rb", buffering=0)  # noqa: SIM115
             except FileNotFoundError:
                 raise self._missing(run, batch, Path(path)) from None
-            if (found := os.fstat(file.fileno()).st_size) != location.size:
+            if (size := os.fstat(file.fileno()).st_size) != location.size:
                 file.close()
                 raise ShardsLostError(
-                    f"run {run!r}: batch {batch}: {path} has {found} bytes and was published with {location.size}: "
-                    "another program wrote to it; ask again, the batch is made anew"
+                    f"run {run!r}: batch {batch}: {path} has {size} bytes and was published with {location.size}: "
+                    "another program wrote to it; retry, the batch is built again"
                 )
         return _pieces(file)
 
     def read_frames(self, run: str, batch: int, address: ShardAddress) -> None:
-        """None: this store has whole files."""
+        """Returns None: this store has uncompressed files."""
 
     def free(self, run: str, batch: int) -> None:
         path = self._path(run, batch)
@@ -162,14 +162,14 @@ class SharedMemoryShardStore:
             if path.exists():
                 path.rename(freed)
             del self._located[run, batch]
-        # Another thread may remove the whole run at the same time.
+        # Errors are ignored: another thread may remove the whole run at the same time.
         shutil.rmtree(freed, ignore_errors=True)
 
     def delete_run(self, run: str) -> None:
         root = self._root / directory_name(run)
         deleted = root.with_name(f".deleted-{secrets.token_hex(8)}")
         with self._lock, _explained(root):
-            # Away at once, so that a new run of the name starts with nothing.
+            # Renamed at once, so that a new run of the name starts without shards.
             if root.exists():
                 root.rename(deleted)
             for key in [key for key in self._located if key[0] == run]:
@@ -177,7 +177,7 @@ class SharedMemoryShardStore:
         shutil.rmtree(deleted, ignore_errors=True)
 
     def sweep(self, run: str) -> None:
-        """Nothing is left: the next process removes all files of a dead one when it starts."""
+        """Does nothing: a process removes all files of dead ones when it starts."""
 
     def close(self) -> None:
         with self._lock:
@@ -192,26 +192,26 @@ class SharedMemoryShardStore:
         return self._root / directory_name(run) / f"batch-{batch:05d}"
 
     def _missing(self, run: str, batch: int, path: Path) -> GristmillError:
-        """Why a file of the batch is not there."""
+        """Returns the error for a missing file of a batch."""
         with self._lock:
             is_removed = (run, batch) in self._located and not path.exists()
         if not is_removed:
             return _gone(run, batch)
         return ShardsLostError(
             f"run {run!r}: batch {batch}: {path} is gone: another program removed it (some systems do when a user logs "
-            "out); ask again, the batch is made anew"
+            "out); retry, the batch is built again"
         )
 
     def _shards(self, run: str, batch: int) -> dict[ShardAddress, ShardLocation]:
         with self._lock:
-            found = self._located.get((run, batch))
-        if found is None:
+            located = self._located.get((run, batch))
+        if located is None:
             raise _gone(run, batch)
-        return found
+        return located
 
 
 def remove_leftovers(directory: Path, prefix: str) -> None:
-    """Removes what dead processes of this user left in `directory`. A living one holds its lock and keeps its own."""
+    """Removes the directories of dead processes of this user in `directory`. A living one has its lock."""
     for path in directory.glob(f"{prefix}*.lock"):
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -231,14 +231,15 @@ def remove_leftovers(directory: Path, prefix: str) -> None:
 
 
 def _claim(directory: Path, prefix: str) -> tuple[Path, int]:
-    """A new directory of our own and its lock, held. The lock comes first, so that no directory is ever without."""
+    """Creates a directory for this process, and locks it. The lock file comes first, so that no directory is
+    without."""
     while True:
         root = directory / f"{prefix}{os.getpid()}-{secrets.token_hex(4)}"
         lock = _lock_path(root)
         descriptor = os.open(lock, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Another process may have taken the lock for a leftover before it was locked, and removed it.
+            # Another process may have removed the file as a leftover before it was locked.
             if os.stat(lock).st_ino == os.fstat(descriptor).st_ino:
                 root.mkdir(mode=0o700)
                 return root, descriptor
@@ -248,8 +249,8 @@ def _claim(directory: Path, prefix: str) -> tuple[Path, int]:
 
 
 def _remove(root: Path) -> None:
-    """The directory and then its lock, which stays as long as anything of the directory does: without it, no later
-    start would know what is left."""
+    """Removes a directory and then its lock, which stays as long as the directory: without it, a later start would not
+    find the directory."""
     shutil.rmtree(root, ignore_errors=True)
     if not root.exists():
         _lock_path(root).unlink(missing_ok=True)
