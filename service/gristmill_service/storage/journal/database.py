@@ -1,13 +1,13 @@
-"""One run's SQLite database: its tables, how it is created, checked and opened, and what SQLite's errors mean.
+"""One run's SQLite database: its tables; creating, checking and opening it; and the meaning of SQLite's errors.
 
-run        one row: the format of all this, the run's name, id and configuration; `boot`, the machine's boot in which
-           records were appended that may not be on the disk, NULL when all are
+run        one row: the format, the run's name, id and configuration; `boot`, the machine's boot in which records were
+           appended that may not be on the disk, NULL when all are
 snapshot   none or one row: the state after event `number`
-events     what happened since, numbered without gaps
+events     the events since then, numbered without gaps
 tables     tables of rows, as `row_tables` encodes them
 
-next_table is a number that no table had when the event was appended: none is used twice. SQLite has no checksums for
-what is in the database, so events and snapshots have one; tables are checked by the digests in the events.
+next_table is a number that no table had when the event was appended, so that none is used twice. SQLite has no
+checksums of contents, so events and snapshots have one; tables are checked by the digests in the events.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _log = structlog.get_logger(__name__)
 FILE_NAME = "journal.sqlite"
 WAL_NAME = f"{FILE_NAME}-wal"
 FORMAT = 2
-"""Format 1 was files of our own: see `old_journal`."""
+"""Format 1 was not SQLite: see `old_journal`."""
 
-# A small table costs two pages in the WAL, a large one two system calls for each page.
+# A small table costs two pages in the WAL, a large one two system calls per page.
 PAGE_BYTES = 8 << 10
 _PATIENCE_S = 1.0
 _TABLES = (
@@ -48,10 +48,8 @@ _TABLES = (
 
 
 class Description(NamedTuple):
-    """What a database says of its run.
-
-    is_short: whether records may be missing at its end: the machine died when they were not on the disk.
-    """
+    """A run, as its database describes it. is_short: whether records may be missing at the end of the log, because the
+    machine died when they were not on the disk."""
 
     run_id: str
     config: bytes
@@ -79,10 +77,10 @@ class Entry(NamedTuple):
 def create(
     directory: Path, name: str, run: Description, snapshot: Entry | None = None, events: Iterable[Entry] = ()
 ) -> None:
-    """Creates a run's database, and returns when it is on the disk. Raises UnavailableError."""
+    """Creates a run's database. Returns when it is on the disk. Raises UnavailableError."""
     path = directory / FILE_NAME
     with explained(path):
-        # Before SQLite does: its WAL has the mode of the database.
+        # Created here for its mode, which SQLite gives to the WAL, too.
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         with closing(connect(path, "FULL")) as database, transaction(database):
             for statement in _TABLES:
@@ -106,7 +104,7 @@ def connect(path: Path, synchronous: Literal["FULL", "NORMAL"], timeout_s: float
             raise sqlite3.NotSupportedError("its file system cannot share memory, which SQLite's WAL needs")
         database.execute(f"PRAGMA synchronous = {synchronous}")
         database.execute("PRAGMA wal_autocheckpoint = 0")
-        # Some builds of SQLite overwrite what is deleted.
+        # Some builds of SQLite overwrite deleted data.
         database.execute("PRAGMA secure_delete = OFF")
     except BaseException:
         database.close()
@@ -116,7 +114,7 @@ def connect(path: Path, synchronous: Literal["FULL", "NORMAL"], timeout_s: float
 
 @contextmanager
 def transaction(database: sqlite3.Connection) -> Iterator[None]:
-    """Commits what is done within, or nothing of it. Raises sqlite3.Error."""
+    """Commits the statements within, or none of them. Raises sqlite3.Error."""
     database.execute("BEGIN IMMEDIATE")
     try:
         yield
@@ -128,8 +126,8 @@ def transaction(database: sqlite3.Connection) -> Iterator[None]:
 
 
 def read_description(directory: Path, name: str) -> Description:
-    """Checks the database of a run that nobody has open, and changes nothing of it. Raises InvalidArgumentError where
-    it is missing, damaged, another run's, or of a newer format, and UnavailableError."""
+    """Checks the database of a run that is not open, without changing it. Raises InvalidArgumentError if it is missing,
+    damaged, another run's, or of a newer format, and UnavailableError."""
     path = directory / FILE_NAME
     with _read_only(path) as database:
         stored_format, stored_name = _identity(database, path)
@@ -151,27 +149,27 @@ def read_description(directory: Path, name: str) -> Description:
     if lost > 1 and not is_short:
         raise damaged(directory / WAL_NAME, f"{lost - 1} whole records follow, of which none may be left out")
     if lost:
-        # Of one, nobody was told that it was safe.
+        # A single one was never confirmed to anyone.
         _log.warning("torn tail cut", file=str(directory / WAL_NAME), records=lost)
     return Description(run_id, config.encode(), boot, is_short)
 
 
 def read_name(directory: Path) -> str:
-    """The name of a directory's run. Raises as `read_description` does."""
+    """Returns the name of a directory's run. Raises as `read_description` does."""
     with _read_only(directory / FILE_NAME) as database:
         return _identity(database, directory / FILE_NAME)[1]
 
 
 @contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """Turns errors of SQLite and of the operating system into UnavailableError, or InvalidArgumentError where the file
-    is damaged, naming the file and the remedy."""
+    """Turns errors of SQLite and of the operating system into UnavailableError, or InvalidArgumentError if the file is
+    damaged, naming the file and the remedy."""
     try:
         yield
     except GristmillError:
         raise
     except UnicodeError as error:
-        # A message of SQLite about a damaged schema, which it quotes.
+        # Raised by an error message of SQLite that quotes a damaged schema.
         raise damaged(path, error) from None
     except (sqlite3.Error, OSError) as error:
         if is_full(error):
@@ -199,12 +197,12 @@ def is_full(error: sqlite3.Error | OSError) -> bool:
 
 
 def is_passing(error: sqlite3.Error | OSError) -> bool:
-    """Whether another program, or too few file descriptors, prevented something that may be tried again."""
+    """Returns whether the cause may pass, such as another program or too few file descriptors."""
     return _code(error) in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_CANTOPEN)
 
 
 def sync_file(path: Path) -> None:
-    """Returns when all that was written to the file, or names in the directory, are on the disk. Raises OSError."""
+    """Returns when the file's data, or the directory's entries, are on the disk. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fdatasync(descriptor)
@@ -217,7 +215,7 @@ sync_directory = sync_file
 
 @cache
 def this_boot() -> str:
-    """A number that the kernel makes up when the machine starts; empty where there is none."""
+    """Returns the kernel's random id of this boot of the machine; empty if there is none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -226,8 +224,8 @@ def this_boot() -> str:
 
 @contextmanager
 def _read_only(path: Path) -> Iterator[sqlite3.Connection]:
-    """Opens a database so that closing it leaves even its WAL as it is. Raises InvalidArgumentError where it is missing
-    or damaged, and UnavailableError."""
+    """Opens a database without changing it or its WAL, not even on closing. Raises InvalidArgumentError if it is
+    missing or damaged, and UnavailableError."""
     if not path.exists():
         raise InvalidArgumentError(f"{path.parent} has no {path.name}; restore it, or remove the run")
     uri = f"{path.absolute().as_uri()}?mode=ro"
@@ -237,7 +235,7 @@ def _read_only(path: Path) -> Iterator[sqlite3.Connection]:
 
 
 def _identity(database: sqlite3.Connection, path: Path) -> tuple[int, str]:
-    """The format and the run's name: every format has them there."""
+    """Returns the format and the run's name, which are at the same place in every format."""
     rows = database.execute("SELECT format, name FROM run").fetchall()
     if len(rows) != 1 or [*map(type, rows[0])] != [int, str]:
         raise damaged(path, "it does not describe a run")
@@ -245,10 +243,10 @@ def _identity(database: sqlite3.Connection, path: Path) -> tuple[int, str]:
 
 
 def _transactions_lost(directory: Path) -> int:
-    """Counts the transactions in the WAL that SQLite leaves out because they, or some before them, are not whole.
+    """Counts the transactions in the WAL that SQLite ignores because they, or earlier ones, are incomplete.
 
-    A process that is killed leaves one at most: it writes one after another, and the frame that commits each one last.
-    https://sqlite.org/walformat.html describes the files.
+    A killed process leaves one at most: it writes one after another, each one's committing frame last. See
+    https://sqlite.org/walformat.html.
     """
     wal, frame_bytes = directory / WAL_NAME, 24 + PAGE_BYTES
     with wal.open("rb") as file, Path(directory / f"{FILE_NAME}-shm").open("rb") as index:
@@ -265,7 +263,7 @@ def _transactions_lost(directory: Path) -> int:
 
 
 def _is_whole(header: bytes) -> bool:
-    """Whether the checksum of a WAL's header fits."""
+    """Returns whether the checksum of a WAL's header is right."""
     first = second = 0
     for one, other in struct.iter_unpack(">II" if header[3:4] == b"\x83" else "<II", header[:24]):
         first = (first + one + second) & 0xFFFFFFFF
@@ -282,5 +280,5 @@ def _checksum_of_run(name: object, run_id: object, config: object) -> int:
 
 
 def _code(error: sqlite3.Error | OSError) -> int:
-    """SQLite's primary code; 0 of an error that it did not raise."""
+    """Returns SQLite's primary result code; 0 for other errors."""
     return int(getattr(error, "sqlite_errorcode", 0)) & 0xFF

@@ -1,4 +1,4 @@
-"""The space on the journal's file system: rows are refused before they take what acknowledgements need."""
+"""Watches the space on the journal's file system, and refuses rows before they take what acknowledgements need."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from gristmill_service.storage.run_store import FullError
 
 _log = structlog.get_logger(__name__)
 
-# A file system with less free space than this, or than this part of a small one, counts as full. Rows that were on
-# their way when it became full may take three quarters of that: the rest is for acknowledgements.
+# A file system with less free space than this, or than this part of a small one, counts as full. Rows that were being
+# submitted at that moment may take three quarters of it: the rest is for acknowledgements.
 _LEAST_FREE, _LEAST_PART, _KEPT_PART = 16 << 20, 8, 4
 _RESERVE_BYTES, _RESERVE_PART = 4 << 20, 32
 _WAL_BYTES, _WAL_PART = 32 << 20, 16
@@ -22,11 +22,11 @@ _WAL_FILE_BYTES, _WAL_FILE_PART = 256 << 20, 4
 
 
 class DiskRoom:
-    """Knows how much of the file system may still be written. Thread-safe.
+    """Tracks how many bytes may still be written to the file system. Thread-safe.
 
-    It owns a reserve file, which is deleted when the file system is full: acknowledgements, which free rows, can then
-    still be logged. Runs report by how much their databases grow when their WALs are copied to them: rows never get
-    that space, so that a checkpoint succeeds, after which the WAL needs none.
+    It owns a reserve file, which is deleted when the file system is full, so that acknowledgements, which free rows,
+    can still be logged. Runs report by how much their databases will grow when their WALs are copied to them: rows
+    never get that space, so that a checkpoint, after which the WAL needs none, succeeds.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -38,21 +38,21 @@ class DiskRoom:
         self._fill_reserve()
 
     def check(self, reusable: int = 0) -> None:
-        """Raises FullError where rows are refused, by what was measured last; neither blocks nor locks. reusable: bytes
-        that are free inside of the run's database."""
+        """Raises FullError if rows are refused, according to the last measurement; neither blocks nor locks. reusable:
+        free bytes inside the run's database."""
         if self._is_full(reusable):
             raise full_error(self._directory)
 
     def check_for(self, nbytes: int, reusable: int) -> None:
-        """Raises FullError where this many bytes of rows, first in a WAL and then in a database, would not leave what
-        acknowledgements need."""
+        """Raises FullError if `nbytes` of rows, first in a WAL and then in a database, would not leave enough for
+        acknowledgements."""
         self._measure()
         if self._free < nbytes + max(0, nbytes - reusable) + self._least // _KEPT_PART:
             self.set_full()
             raise full_error(self._directory)
 
     def note_growth(self, run: Path, nbytes: int) -> None:
-        """Notes by how much the database in this directory grows with its next checkpoint."""
+        """Notes the growth of the database in a run's directory with its next checkpoint."""
         self._growth[run] = nbytes
 
     def forget(self, run: Path) -> None:
@@ -60,16 +60,16 @@ class DiskRoom:
 
     @property
     def wal_limit(self) -> int:
-        """The bytes in a WAL that are worth a checkpoint."""
+        """The bytes in a WAL that make a checkpoint worthwhile."""
         return min(_WAL_BYTES, self._total // _WAL_PART)
 
     @property
     def wal_file_limit(self) -> int:
-        """The bytes of a WAL's file that may stay for what is written next."""
+        """The bytes that a WAL's file may keep for later writes."""
         return min(_WAL_FILE_BYTES, max(0, self._free) // _WAL_FILE_PART)
 
     def set_full(self) -> None:
-        """Refuses rows until the next measurement: a write was refused, whatever the file system says."""
+        """Refuses rows until the next measurement, because a write was refused."""
         self._free = min(self._free, 0)
 
     def give_up_reserve(self) -> None:
@@ -77,8 +77,8 @@ class DiskRoom:
             self._reserve.unlink()
 
     def unhealthy_reason(self, reusable: Collection[int]) -> str:
-        """Why rows are refused; empty when they are not. Measures, and fills the reserve again where there is space;
-        one thread at a time calls it. reusable: what `check` takes, for each run."""
+        """Returns why rows are refused; empty when they are not. Measures, and refills the reserve if there is space;
+        not thread-safe. reusable: of each run, as `check` takes it."""
         self._measure()
         if not self._is_full(0):
             self._fill_reserve()
@@ -87,7 +87,7 @@ class DiskRoom:
         if is_full and not self._was_full:
             _log.error("journal full", reason=reason)
         elif self._was_full and not is_full:
-            _log.info("journal has room again")
+            _log.info("journal accepts rows again")
         self._was_full = is_full
         return reason
 

@@ -1,6 +1,6 @@
-"""Reads journals of format 1, which had a format of their own, and converts them.
+"""Converts journals of format 1, which had files of their own.
 
-run-<name>/run.json            what the run is
+run-<name>/run.json            the run's description
 run-<name>/boot-id             the machine's boot, while records may be in its memory only
 run-<name>/events-000003.log   16 bytes of header, then records, of which the first is a snapshot: bytes of the payload
                                (u32), CRC-32 of number + 1 and payload (u32), number (u64), payload
@@ -26,7 +26,7 @@ _DESCRIPTION = "run.json"
 _LOG_HEADER = b"gristmill log\0\1\0"
 _RECORD, _TABLE = struct.Struct("<IIQ"), struct.Struct("<4sIQ")
 _OFFSET_BITS = 40
-# No table has such a number: it would be in the two millionth file.
+# No old table has such a number: it would be in the two millionth file.
 _NEXT_TABLE = 1 << 61
 
 
@@ -35,27 +35,26 @@ def is_old(directory: Path) -> bool:
 
 
 def read_name(directory: Path) -> str:
-    """The name of a directory's run. Raises InvalidArgumentError where that is damaged."""
+    """Returns the name of a directory's run. Raises InvalidArgumentError if its description is damaged."""
     return _description(directory).name
 
 
 def convert(directory: Path, name: str, draft: Path) -> None:
-    """Makes the database of an old run, in the directory `draft` first: it is there as a whole or not at all. Rows stay
-    in their files until `tables` reads them. Raises InvalidArgumentError where the run is damaged or not this one, and
-    UnavailableError."""
+    """Creates the database of an old run atomically, in the directory `draft` first. Rows stay in their files until
+    `tables` reads them. Raises InvalidArgumentError if the run is damaged or not this one, and UnavailableError."""
     path = directory / database.FILE_NAME
     with explained(directory):
         if not path.exists():
             _create(directory, name, draft)
             (draft / path.name).rename(path)
             database.sync_directory(directory)
-        # run.json goes last: with it, this is tried again.
+        # run.json is removed last: while it is there, the conversion is tried again.
         for left in (*directory.glob("events-*"), directory / "boot-id", directory / _DESCRIPTION):
             left.unlink(missing_ok=True)
 
 
 def tables(directory: Path, numbers: Collection[int]) -> Iterator[tuple[Path, dict[int, memoryview]]]:
-    """Yields each file of rows with those of these tables that are in it. Raises UnavailableError."""
+    """Yields each file of rows, and the tables of `numbers` that are in it. Raises UnavailableError."""
     for path in sorted(directory.glob("rows-*.seg")):
         with explained(path):
             data = memoryview(path.read_bytes())
@@ -92,7 +91,7 @@ def _description(directory: Path) -> _OldDescription:
 
 
 def _records(directory: Path) -> list[bytes]:
-    """The payloads of the newest log. Raises InvalidArgumentError where it does not end with a whole record."""
+    """Returns the payloads of the newest log. Raises InvalidArgumentError if it does not end with a whole record."""
     path = max(directory.glob("events-*.log"), default=None)
     if path is None:
         raise InvalidArgumentError(f"{directory} has no event log; restore it, or remove the run")
@@ -112,7 +111,7 @@ def _records(directory: Path) -> list[bytes]:
 
 
 def _table_at(data: memoryview, start: int) -> memoryview | None:
-    """The bytes of the table that begins there, None where there is none."""
+    """Returns the bytes of the table at an offset, None if there is none."""
     if start + _TABLE.size > len(data):
         return None
     magic, checksum, size = _TABLE.unpack_from(data, start)

@@ -1,10 +1,11 @@
-"""One run's log and its tables of rows in a database, and how safe they are.
+"""One run's log and tables of rows in a SQLite database, and their durability.
 
-Nothing is removed before the event that allows it is on the disk: a WAL keeps the order of transactions. Whatever a
-machine's death leaves of it, that is all of the first transactions and none of the later ones, and a table is deleted
-by a later one than its event. Checkpoints keep that order, too: with `synchronous` NORMAL or FULL, SQLite syncs the WAL
-before it copies pages from it over older ones of the database, and the database before it begins the WAL again. So
-`never` is not OFF. There the last seconds are the kernel's to write, but checkpoints are synced all the same.
+Nothing is removed before the event that allows it is on the disk, because a WAL keeps the order of transactions: a
+power loss leaves a prefix of them, and a table is deleted in a later transaction than its event. Checkpoints keep that
+order,
+too: with `synchronous` NORMAL or FULL, SQLite syncs the WAL before it copies pages from it over older ones of the
+database, and the database before it restarts the WAL. So `fsync: never` uses NORMAL, not OFF: the kernel decides when
+to write the last seconds, but checkpoints are synced.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ Fsync = Literal["always", "interval", "never"]
 
 # Shorter logs are not worth a snapshot.
 _LEAST_LENGTH = 16 << 20
-# A transaction writes so many pages to the WAL in addition to its rows, about.
+# A transaction writes about this many pages to the WAL in addition to its rows.
 _PAGES_EACH = 3
-# The WAL of a run to which nothing is appended is emptied, unless its file is shorter.
+# The WAL of an idle run is truncated, unless its file is shorter.
 _SHORT_WAL = 1 << 20
 # Appends wait for the last pass of a checkpoint, which copies what they added during the pass before.
 _LAST_PASS_BYTES, _MAX_PASSES = 8 << 20, 4
@@ -50,28 +51,28 @@ class JournalRunLog:
     lease: float | None = None
 
     def __init__(self, directory: Path, run: Description, fsync: Fsync, room: DiskRoom) -> None:
-        """Raises InvalidArgumentError and UnavailableError where the database cannot be opened."""
+        """Raises InvalidArgumentError or UnavailableError if the database cannot be opened."""
         self.config, self.run_id = run.config, run.run_id
         self._directory, self._path = directory, directory / database.FILE_NAME
         self._wal = directory / database.WAL_NAME
         self._is_short, self._fsync, self._room = run.is_short, fsync, room
-        # Taken in this order. Whoever has `_writing` or `_reading` uses, or closes, that connection.
+        # Acquired in this order. `_writing` and `_reading` guard the use, and the closing, of their connections.
         self._flushing, self._writing, self._reading = threading.Lock(), _FairLock(), _FairLock()
         with explained(self._path), ExitStack() as opened:
             synchronous: Literal["FULL", "NORMAL"] = "FULL" if fsync == "always" else "NORMAL"
             self._writer = opened.enter_context(closing(database.connect(self._path, synchronous)))
             self._reader = opened.enter_context(closing(database.connect(self._path, synchronous)))
-            # A process that was killed may have left records to the kernel.
+            # A killed process may have left records in the kernel's cache.
             database.sync_file(self._wal)
             self._wal_bytes = self._wal.stat().st_size
             self._measure()
-            # What is damaged may be text of any bytes.
+            # Damaged data may be text of any bytes.
             self._reader.text_factory = bytes
             self._connections = opened.pop_all()
         self.is_lost = self.is_closed = False
-        # first_number: the least that no table had. _number: of the last event.
+        # first_number: the least that no table had. _number: that of the last event.
         self._number = self.first_number = self._snapshot_bytes = self.log_bytes = 0
-        # Transactions since the log was opened: all, those that are on the disk, those that `flush` has seen.
+        # Counts of transactions since the log was opened: all, those on the disk, and those at the last `flush`.
         self._commits = self._synced = self._flushed = 0
         self._boot = None if fsync == "always" else database.this_boot()
         self._is_boot_noted = run.boot == self._boot
@@ -104,7 +105,7 @@ class JournalRunLog:
         return Replay(snapshot, [event.record for event in events], lambda: self._is_short)
 
     def note_generation(self, generation: int) -> None:
-        """What was promised is not known outside of the log."""
+        """Does nothing: nothing outside of the log records what was confirmed."""
 
     def append(self, record: bytes, tables: Mapping[int, Steps]) -> None:
         encoded = {number: row_tables.encode(table) for number, table in tables.items()}
@@ -126,7 +127,7 @@ class JournalRunLog:
             self._number, self.first_number = event.number, event.next_table
             self.log_bytes += len(record)
             if not self._is_boot_noted:
-                # Before the first record that may be lost is answered.
+                # Before the first record is confirmed that may be lost.
                 self._sync()
                 self._is_boot_noted = True
 
@@ -144,8 +145,8 @@ class JournalRunLog:
             self._snapshot_bytes = self.log_bytes = len(snapshot)
 
     def flush(self) -> None:
-        """Syncs what was appended, where that is the setting, deletes tables that were removed, and checkpoints the WAL
-        when it is long, or nothing is appended any more."""
+        """Syncs appends with `fsync: interval`, deletes removed tables, and checkpoints the WAL if it is long, or if
+        the run is idle."""
         with self._flushing:
             if self.is_closed or self.is_lost:
                 return
@@ -158,7 +159,7 @@ class JournalRunLog:
             if size > (_SHORT_WAL if is_at_rest else max(_SHORT_WAL, self._room.wal_file_limit)):
                 self._checkpoint("TRUNCATE")
             elif self._wal_bytes > self._room.wal_limit:
-                # The file is used again from its beginning, which is quicker than to free its pages and get new ones.
+                # Reusing the file from its beginning is faster than freeing its pages and allocating new ones.
                 self._checkpoint("RESTART")
 
     def get(self, number: int) -> bytes:
@@ -190,7 +191,7 @@ class JournalRunLog:
         return {*numbers} - whole
 
     def close(self) -> None:
-        """Syncs, so that a machine that goes down later leaves no doubt. A second call does nothing."""
+        """Syncs, so that a later power loss leaves no doubt. A second call does nothing."""
         with self._flushing, self._writing, self._reading:
             if self._is_boot_noted and self._boot is not None and not self.is_closed and not self.is_lost:
                 try:
@@ -199,7 +200,7 @@ class JournalRunLog:
                 except sqlite3.Error as error:
                     _log.warning("journal closed unsynced", directory=str(self._directory), reason=str(error))
             self.is_closed = True
-            # The last connection of a database syncs the WAL, checkpoints it, and deletes it.
+            # SQLite syncs, checkpoints and deletes the WAL when the last connection closes.
             self._connections.close()
             self._room.forget(self._directory)
 
@@ -207,14 +208,14 @@ class JournalRunLog:
         return [*map(Entry._make, self._reader.execute(query))]
 
     def _insert(self, number: int, buffers: Collection[bytes | memoryview], size: int) -> None:
-        # Written in place, without the GIL: as a parameter it would be copied with it, twice.
+        # Written in place, without the GIL: a parameter would be copied twice, with the GIL.
         self._writer.execute("INSERT INTO tables VALUES (?, zeroblob(?))", (number, size))
         with self._writer.blobopen("tables", "rows", number) as blob:
             for buffer in buffers:
                 blob.write(buffer)
 
     def _commit(self, write: Callable[[], None], nbytes: int) -> None:
-        """Performs a transaction. Raises FullError if nothing of it was done, and LogLostError if that is not known."""
+        """Performs a transaction. Raises FullError if nothing was written, and LogLostError if that is not known."""
         try:
             try:
                 self._transact(write)
@@ -234,7 +235,7 @@ class JournalRunLog:
     def _transact(self, write: Callable[[], None]) -> None:
         with transaction(self._writer):
             write()
-            # Here it takes no locks of its own.
+            # Within the transaction this takes no further locks.
             self._measure()
 
     def _sync(self) -> None:
@@ -242,7 +243,7 @@ class JournalRunLog:
         try:
             database.sync_file(self._wal)
         except OSError as error:
-            # The kernel may have dropped what it could not write, and reports that once.
+            # The kernel may have dropped data that it could not write, and reports that once.
             raise self._lost(error) from None
         self._synced = commits
 
@@ -262,15 +263,16 @@ class JournalRunLog:
         self._writer.executemany("DELETE FROM tables WHERE number = ?", ([number] for number in numbers))
 
     def _measure(self) -> None:
-        """Counts what is free inside of the database, which new rows take first, and what it has yet to grow by."""
+        """Measures the free space inside the database, which new rows use first, and the growth that is still to
+        come."""
         [[pages]] = self._writer.execute("PRAGMA page_count").fetchall()
         [[free_pages]] = self._writer.execute("PRAGMA freelist_count").fetchall()
         self.reusable = int(free_pages) * PAGE_BYTES
         self._room.note_growth(self._directory, pages * PAGE_BYTES - self._path.stat().st_size)
 
     def _checkpoint(self, mode: Literal["RESTART", "TRUNCATE"]) -> None:
-        """Copies the WAL to the database, and begins it again. Called with `_flushing`; appends wait for the end only.
-        What prevents it, such as another program that reads the database, may not do so at the next flush."""
+        """Copies the WAL to the database, and restarts it. Called with `_flushing`; appends wait for the last pass
+        only. If another program prevents it, the next flush tries again."""
         try:
             with closing(database.connect(self._path, "NORMAL", timeout_s=0)) as connection:
                 copied = 0
@@ -325,11 +327,10 @@ class JournalRunLog:
     def _check_open(self) -> None:
         if self.is_closed:
             raise UnavailableError(
-                f"the files of {self._directory} were closed meanwhile, because the run is being deleted or read "
-                "again; ask again"
+                f"the files of {self._directory} were closed, because the run is being deleted or reopened; retry"
             )
         if self.is_lost:
-            raise LogLostError(f"the journal {self._directory} is being read again; ask again")
+            raise LogLostError(f"the journal {self._directory} is being read again; retry")
 
     def _lost(self, error: sqlite3.Error | OSError) -> LogLostError:
         self.is_lost = True
@@ -337,7 +338,7 @@ class JournalRunLog:
 
 
 class _FairLock:
-    """A lock that a thread which takes it again and again leaves to one that waits."""
+    """A lock that a thread cannot acquire again and again while another one waits for it."""
 
     def __init__(self) -> None:
         self._next, self._lock = threading.Lock(), threading.Lock()

@@ -1,7 +1,7 @@
-"""The journal's directory: a directory for each run, and a lock that says whose it is.
+"""The journal's directory: a lock, and a directory for each run.
 
-DIR/lock                        held by the process that uses the directory
-DIR/reserve                     space that is given up when the file system is full
+DIR/lock                        locked by the process that uses the directory
+DIR/reserve                     space that is released when the file system is full
 DIR/run-<name>/journal.sqlite   a run, as `database` describes it; `-wal` and `-shm` next to it are SQLite's
 """
 
@@ -39,22 +39,22 @@ class JournalRunStore:
     is_shared = False
 
     def __init__(self, directory: Path, fsync: Fsync = "interval") -> None:
-        """Raises InvalidArgumentError where the directory cannot be used, and FailedPreconditionError where another
-        process uses it."""
+        """Raises InvalidArgumentError if the directory cannot be used, and FailedPreconditionError if another process
+        uses it."""
         self._directory, self._fsync = directory, fsync
         self._lock_file: int | None = _locked(directory)
-        for left in (*directory.glob(".creating-*"), *directory.glob(".deleted-*")):
-            shutil.rmtree(left, ignore_errors=True)
-        # Of versions that wrote rows over former ones.
+        for leftover in (*directory.glob(".creating-*"), *directory.glob(".deleted-*")):
+            shutil.rmtree(leftover, ignore_errors=True)
+        # Format 1 had spare files.
         for spare in directory.glob(".spare-*"):
             spare.unlink(missing_ok=True)
         self._room = DiskRoom(directory)
-        # Held while a run's directory gets or loses its name, or its log is opened.
+        # Guards renaming of runs' directories and opening of their logs.
         self._lock = threading.Lock()
         self._logs: WeakValueDictionary[str, JournalRunLog] = WeakValueDictionary()
 
     def names(self) -> list[str]:
-        """A run that cannot be read is named as far as that is known, so that `open` can say why."""
+        """Returns all runs' names. A damaged one has its directory's name if need be, so that `open` can say why."""
         with explained(self._directory):
             names = [_name_of(path) for path in self._directory.iterdir()]
         return sorted(name for name in names if name is not None)
@@ -76,7 +76,7 @@ class JournalRunStore:
                     raise
 
     def open(self, name: str) -> JournalRunLog:
-        """A log of the run that is open already is closed."""
+        """Opens a run. Closes a log of it that is open already."""
         with self._lock:
             path = self._path(name)
             if not path.exists():
@@ -89,7 +89,7 @@ class JournalRunStore:
             return self._open(name, path)
 
     def delete(self, name: str) -> None:
-        """A log of the run that is open is closed, before its directory's name can be another run's."""
+        """Deletes a run. Closes an open log of it before another run can take the directory's name."""
         deleted = self._directory / f".deleted-{secrets.token_hex(8)}"
         with self._lock:
             path = self._path(name)
@@ -109,7 +109,7 @@ class JournalRunStore:
         return self._room.unhealthy_reason([log.reusable for log in logs])
 
     def close(self) -> None:
-        """Gives the directory to whoever opens it next. Logs that are open stay their owners' to close."""
+        """Releases the directory to other processes. Open logs stay open."""
         descriptor, self._lock_file = self._lock_file, None
         if descriptor is not None:
             os.close(descriptor)
@@ -124,13 +124,13 @@ class JournalRunStore:
             raise AlreadyExistsError(f"run {name!r} exists in {self._directory}")
 
     def _path(self, name: str) -> Path:
-        # A damaged run of a long name goes by its directory's name.
+        # A damaged run with a long name is named by its directory.
         damaged = self._directory / name if is_hash_name(name) else None
         return damaged if damaged and damaged.exists() else self._directory / directory_name(name)
 
 
 def _locked(directory: Path) -> int:
-    """Opens the lock file, and locks it until it is closed."""
+    """Opens the lock file and locks it, until it is closed."""
     try:
         _make_directory(directory)
         descriptor = os.open(directory / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
@@ -147,7 +147,7 @@ def _locked(directory: Path) -> int:
 
 
 def _make_directory(path: Path) -> None:
-    """Makes the directory and the missing ones above it, for its owner only."""
+    """Creates the directory and missing parents, for their owner only."""
     if not path.parent.exists():
         _make_directory(path.parent)
     path.mkdir(mode=0o700, exist_ok=True)
@@ -155,7 +155,7 @@ def _make_directory(path: Path) -> None:
 
 @contextmanager
 def _draft(directory: Path) -> Iterator[Path]:
-    """A directory for what is not whole yet. What was not moved from it is removed."""
+    """Creates a directory for incomplete data, and removes it with what was not moved elsewhere."""
     draft = directory / f".creating-{secrets.token_hex(8)}"
     with explained(draft):
         draft.mkdir(mode=0o700)
@@ -166,7 +166,8 @@ def _draft(directory: Path) -> Iterator[Path]:
 
 
 def _name_of(path: Path) -> str | None:
-    """The run of a directory, as far as it is known; None where it is no run's."""
+    """Returns the name of a directory's run, or the directory's own if that cannot be read; None for other
+    directories."""
     if not is_hash_name(path.name):
         return run_name(path.name)
     try:
