@@ -105,7 +105,7 @@ def test_what_its_owner_still_sends_is_refused(store: RedisRunStore, old: Any) -
 def test_numbers_of_tables_are_not_used_again_though_clocks_differ(store: RedisRunStore, old: Any) -> None:
     claims = 2_000_000_000
     old.set(f"{TAG}:claims", claims)
-    with pytest.raises(UnavailableError, match="ask again"):
+    with pytest.raises(UnavailableError, match="retry"):
         store.open("run")
     assert store.open("run").first_number > claims << 32
 

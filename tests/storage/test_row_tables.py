@@ -33,9 +33,9 @@ def test_tables_are_views_of_the_bytes_that_they_are_read_from() -> None:
 
 
 @pytest.mark.parametrize(("tokens", "is_copied"), [(50_000, False), (20_000, True)])
-def test_a_large_table_is_not_copied_to_be_held(tokens: int, is_copied: bool) -> None:
+def test_a_large_table_is_not_copied_to_be_stored(tokens: int, is_copied: bool) -> None:
     steps = table(row("u", prompt_token_ids=range(tokens), response=range(tokens // 2)))
-    held = row_tables.held(steps)
+    held = row_tables.to_stored(steps)
     assert isinstance(held, bytes) == is_copied
     assert np.array_equal(row_tables.steps_of(held).tokens[0], steps.tokens[0])
 

@@ -19,7 +19,7 @@ from gristmill_service.run.capacity import ShardRoom
 from gristmill_service.run.machine.status import remedy
 from gristmill_service.run.rows.row_buffer import compacted
 from gristmill_service.run.writer import Effects, SparseTable, Writer
-from gristmill_service.storage.row_tables import held, steps_of
+from gristmill_service.storage.row_tables import steps_of, to_stored
 from gristmill_service.storage.run_store import RunLog
 from gristmill_service.storage.shard_store import ShardStore
 
@@ -148,7 +148,7 @@ class Background:
 
         def copy() -> tuple[Any, dict[int, int]]:
             steps, index = compacted(steps_of(table.stored), table.live)
-            return held(steps), index
+            return to_stored(steps), index
 
         stored, index = await asyncio.to_thread(copy)
         self._writer.rows.replace(table.number, table.stored, stored, index)

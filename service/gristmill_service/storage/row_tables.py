@@ -1,7 +1,7 @@
-"""The format of a stored table of steps: a small description in MessagePack, then the raw buffers of its columns.
+"""Encodes tables of steps: a small description in MessagePack, followed by the raw buffers of the columns.
 
-Little-endian. Buffers of wider numbers come first, so that each is aligned without a gap. A value that is the default
-in every row, such as a mask of ones, is left out. Reading makes views of the buffers, no copies.
+Little-endian. Buffers of wider numbers come first, so that each is aligned without a gap. Columns that have the default
+in every row, such as a mask of ones, are left out. Reading makes views of the buffers, no copies.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from gristmill._wire.steps import PLAIN_FIELDS, ROW_FIELDS, TOKEN_FIELDS, Extra,
 from gristmill.errors import InvalidArgumentError, UnavailableError
 
 Stored = Steps | bytes | memoryview
-"""A table as it is kept: as bytes, or opened."""
+"""A table as it is stored: as bytes, or decoded."""
 
 SIZE_BYTES = 8
-"""The bytes of the number with which a table begins: its size, including this number."""
+"""The bytes of the number at the begin of a table: the table's size, including this number."""
 
 _ALIGNMENT = 8
 FORMAT = 2
@@ -35,14 +35,14 @@ FORMAT = 2
 
 _HEAD_BYTES = SIZE_BYTES + 4
 
-# Descriptions of columns of at most so many bytes are remembered.
+# Decoded descriptions of columns of at most this many bytes are cached.
 _SHORT = 1 << 10
-# A larger table is not copied to be stored on the heap.
+# A larger table is not encoded to be stored on the heap, because that copies it.
 _COPIED_BYTES = 256 << 10
 
 
 class TableBytes(NamedTuple):
-    """The bytes of a table, as buffers to concatenate; the first describes the others."""
+    """The bytes of a table, as buffers to concatenate. The first one describes the others."""
 
     buffers: Sequence[bytes | memoryview]
     size: int
@@ -54,8 +54,8 @@ class TableBytes(NamedTuple):
 class Column(msgspec.Struct, array_like=True):
     """A ragged column.
 
-    counts: of a declared column, the number of values of each row, -1 where the row does not have the column; others
-    have one value per token.
+    counts: of a declared column, each row's number of values, -1 if the row does not have the column. None: the column
+    has one value per token.
     """
 
     name: str
@@ -129,7 +129,7 @@ _head = struct.Struct("<QI")
 
 
 class Opened(msgspec.Struct, gc=False):
-    """The description of a table, its columns by name, and the bytes of each. Tables may share equal columns."""
+    """The description of a table, its columns by name, and the bytes of each. Tables may share columns."""
 
     header: Header
     columns: Mapping[str, Column]
@@ -137,8 +137,7 @@ class Opened(msgspec.Struct, gc=False):
 
 
 class _Size(NamedTuple):
-    """The bytes of a column: so many for each token that the table has, for each token of a response, and in any
-    case."""
+    """The bytes of a column: per token of the table, per response token, and of declared columns in all."""
 
     name: str
     of_token: int
@@ -154,7 +153,7 @@ class _Columns(NamedTuple):
 
 
 class OpenedRow(msgspec.Struct, gc=False):
-    """A row of a table: the columns of the table, and the bytes of the row in each. at: its index in the table."""
+    """A row of a table: the table's columns, and the row's bytes of each. at: its index in the table."""
 
     columns: Mapping[str, Column]
     memory: Mapping[str, memoryview]
@@ -177,17 +176,17 @@ def decode(data: bytes | memoryview) -> Steps:
     return _table(_of_bytes(data))
 
 
-def held(table: Steps) -> Stored:
-    """Returns the table in the form that is kept on the heap: a small one as bytes, which take less."""
+def to_stored(table: Steps) -> Stored:
+    """Returns the table as it is stored on the heap: a small one as bytes, which take less memory."""
     return encode(table).joined() if _nbytes(table) <= _COPIED_BYTES else table
 
 
 def opened(stored: Stored) -> Opened:
-    """Opens a table. Raises UnavailableError where its memory was given back meanwhile."""
+    """Opens a table. Raises UnavailableError if its memory was released meanwhile."""
     if isinstance(stored, Steps):
         return _of_steps(stored)
     if not int.from_bytes(stored[:SIZE_BYTES], "little"):
-        raise UnavailableError("rows were removed while they were read; ask again")
+        raise UnavailableError("rows were removed while they were read; retry")
     return _of_bytes(stored)
 
 
@@ -274,7 +273,7 @@ def _read(data: bytes | memoryview) -> Opened:
 
 def _columns_of(encoded: bytes, rows: int) -> _Columns:
     """Decodes the columns of a table of `rows` rows. Raises ValueError, or as msgspec does, for invalid ones."""
-    # Most tables of a run have the same columns; a long description has counts of rows, which are each table's own.
+    # Most tables of a run have the same columns; long descriptions have counts of rows, which differ by table.
     return _decoded(encoded, rows) if len(encoded) <= _SHORT else _decoded.__wrapped__(encoded, rows)
 
 
@@ -302,7 +301,7 @@ def _size(column: Column) -> _Size:
 
 
 def _check(header: Header) -> None:
-    """Raises ValueError for a description that is no table's."""
+    """Raises ValueError for a description that no table has."""
     numbers, rows = header.numbers, len(header.uids)
     for values in (*msgspec.structs.astuple(numbers), *header.strings.values()):
         if values is not None and len(values) != rows:
@@ -313,10 +312,12 @@ def _check(header: Header) -> None:
 
 def _table(opened: Opened) -> Steps:
     header, memory = opened.header, opened.memory
-    rows, given = len(header.uids), header.numbers
-    numbers = {name: _of_rows(given, name, dtype, default, rows) for name, (dtype, default) in NUMBERS.items()}
+    rows, encoded = len(header.uids), header.numbers
+    numbers = {name: _of_rows(encoded, name, dtype, default, rows) for name, (dtype, default) in NUMBERS.items()}
     some = {
-        name: np.array(values, dtype) for name, dtype in OF_SOME.items() if (values := getattr(given, name)) is not None
+        name: np.array(values, dtype)
+        for name, dtype in OF_SOME.items()
+        if (values := getattr(encoded, name)) is not None
     }
     responses = numbers["response_lengths"]
     lengths: Array = numbers["prompt_lengths"] + responses
@@ -341,7 +342,7 @@ def steps_from(
     ragged: Mapping[str, Ragged],
     extras: Mapping[str, Extra],
 ) -> Steps:
-    """Makes a table of these columns. numbers: all of `NUMBERS`, and any of `OF_SOME`."""
+    """Makes a table from columns. numbers: all of `NUMBERS`, and any of `OF_SOME`."""
     single: dict[str, Any] = {name: column for name, column in numbers.items() if name != "response_lengths"}
     by_token: dict[str, Any] = {"logprobs": None, "token_rewards": None, **ragged}
     if "loss_mask" not in ragged:

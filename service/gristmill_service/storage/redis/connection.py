@@ -1,8 +1,8 @@
-"""Connections to Redis or Valkey: alone, behind sentinels or as a cluster, plainly or over TLS.
+"""Connects to Redis or Valkey: a single server, sentinels or a cluster, plain or over TLS.
 
-Owns the form of `redis_url`, the timeouts, and what becomes of Redis' errors. No command is ever sent twice on its own:
-whoever appends to a log must know when an outcome is unknown (`outcome_unknown`), and try again in a way that is safe.
-Redirects within a cluster are followed, since a node that redirects has not carried out the command.
+Defines the form of `redis_url`, the timeouts, and the translation of Redis' errors. No command is retried here: a
+caller that appends to a log must know when an outcome is unknown (`outcome_unknown`), and retry in a way that is safe.
+Redirects within a cluster are followed, since a node that redirects has not executed the command.
 """
 
 from __future__ import annotations
@@ -32,7 +32,11 @@ Address = tuple[str, int]
 
 
 class Sentinels(Sentinel):
-    """Thread-safe. nodes: for each sentinel the clients to try, one after another, until one is let in."""
+    """Finds the master: asks all sentinels, and believes the newest configuration, because one that is cut off may
+    still name a replaced master. Thread-safe.
+
+    nodes: for each sentinel the clients to try one after another until a login succeeds.
+    """
 
     def __init__(self, nodes: Sequence[Sequence[redis.Redis]], **options: Any) -> None:
         cast(Any, super()).__init__([], sentinel_kwargs={}, **options)
@@ -43,11 +47,11 @@ class Sentinels(Sentinel):
         self._found: Address | redis.RedisError
 
     def discover_master(self, service_name: str) -> Address:
-        """Raises MasterNotFoundError where no sentinel knows of one that is up, and AuthenticationError where none lets
-        us in."""
+        """Raises MasterNotFoundError if no sentinel knows a master that is up, and AuthenticationError if all refuse
+        the login."""
         called_at = time.monotonic()
         with self._lock:
-            # A crowd of new connections shares an answer that was asked for after all of them had come.
+            # Concurrent new connections share an answer that was requested after all of them had begun.
             if self._asked_at < called_at:
                 self._asked_at = time.monotonic()
                 self._found = self._ask_all(service_name)
@@ -73,7 +77,7 @@ class Sentinels(Sentinel):
 
 
 def _ask(clients: list[redis.Redis], service_name: str) -> tuple[int, Address | None]:
-    """The epoch of what one sentinel knows, and the address; None where the master is down."""
+    """Returns the epoch and the address that one sentinel knows; None if the master is down."""
     for client in clients:
         pipeline: Any = client.pipeline(transaction=False)
         pipeline.execute_command("SENTINEL MASTER", service_name)
@@ -89,7 +93,7 @@ def _ask(clients: list[redis.Redis], service_name: str) -> tuple[int, Address | 
             clients.insert(0, client)
         host, port = (part.decode() if isinstance(part, bytes) else str(part) for part in address)
         is_up = state["is_master"] and not state["is_sdown"] and not state["is_odown"]
-        # While it fails over, a sentinel already names the heir, beside the state of the master before.
+        # During a failover, a sentinel already names the new master, with the state of the former one.
         is_heir = (host, int(port)) != (state["ip"], state["port"])
         return int(state["config-epoch"]), (host, int(port)) if is_up or is_heir else None
     raise AssertionError("a sentinel has a client")
@@ -99,12 +103,12 @@ Client = redis.Redis | redis.RedisCluster
 
 CONNECT_TIMEOUT_S = 2.0
 SOCKET_TIMEOUT_S = 5.0
-"""For one read, and for the whole of one write: keep a command to some MiB, and what it blocks for below this."""
+"""For one read, and for all of one write: keep commands to some MiB, and their blocking below this."""
 SENTINEL_TIMEOUT_S = 1.0
 
-# More than the service has threads: one that waits in Redis never keeps another from it.
+# More than the service has threads, so that no thread waits for another one's connection.
 _MAX_CONNECTIONS = 1024
-# A connection that was idle for longer is tried by PING before a command is trusted to it.
+# A connection that was idle for longer is checked by PING before a command is sent on it.
 _HEALTH_CHECK_INTERVAL_S = 30
 _KEEPALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
 
@@ -116,15 +120,15 @@ _FORMS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RedisAddress:
-    """Where Redis is and how to enter. It is shown without its secrets."""
+    """The address and credentials of Redis. Its text has no secrets."""
 
     url: str
-    """One of the forms above, with USER:PASSWORD@ before the first host where they are not given apart."""
+    """One of the forms above, with USER:PASSWORD@ before the first host unless they are given separately."""
     username: str | None = None
     password: str | None = None
-    """From a secret; this and the username count before those of the URL."""
+    """From a secret. This and the username take precedence over those of the URL."""
     ca_file: Path | None = None
-    """The authority that signed the server's certificate, where the machine does not know it already."""
+    """The authority that signed the server's certificate, if the machine does not trust it already."""
 
     def __repr__(self) -> str:
         return f"RedisAddress({self})"
@@ -147,10 +151,10 @@ class _Target:
 
 
 def connect(address: RedisAddress) -> Client:
-    """A client that threads may share. Close it.
+    """Returns a thread-safe client, which the caller closes. Replies are bytes.
 
-    Raises InvalidArgumentError for a wrong `redis_url`, UnavailableError when the server cannot be reached, and
-    FailedPreconditionError when it does not let us in. Replies are bytes.
+    Raises InvalidArgumentError for a wrong `redis_url`, UnavailableError if the server cannot be reached, and
+    FailedPreconditionError if it refuses the login.
     """
     target = _parse(address)
     options = _options(target, address.ca_file)
@@ -168,7 +172,7 @@ def connect(address: RedisAddress) -> Client:
 
 @contextmanager
 def translated(where: Client | str, remedy: str = "retry") -> Iterator[None]:
-    """Turns Redis' errors into gristmill's, which say where and what to do; the original is the cause.
+    """Turns Redis' errors into gristmill's, which name the server and a remedy; the original is the cause.
 
     UnavailableError: a retry may help. FailedPreconditionError: the settings or the server must change first.
     """
@@ -179,16 +183,16 @@ def translated(where: Client | str, remedy: str = "retry") -> Iterator[None]:
 
 
 def outcome_unknown(error: BaseException) -> bool:
-    """True where the command that failed may have been carried out all the same, now or later; if in doubt, it may.
+    """Returns whether a failed command may have been executed all the same, now or later; True if in doubt.
 
-    For an error of Redis, or what `translated` made of it, from a command on keys of one slot. A script that failed
-    halfway has an answer, and is known.
+    For an error of Redis, or its translation, from a command on keys of one slot. A script that failed halfway returned
+    an error, so its outcome is known.
     """
     cause = error.__cause__ if isinstance(error, GristmillError) else error
     if isinstance(cause, _NEVER_SENT):
         return False
     if isinstance(cause, exceptions.RedisClusterException):
-        return True  # also raised where a command's connection broke, and then no node answered
+        return True  # also raised if a command's connection broke, and then no node answered
     is_silent = isinstance(cause, exceptions.ConnectionError | exceptions.TimeoutError)
     return is_silent and _CONNECTING.match(str(cause)) is None
 
@@ -210,9 +214,9 @@ def _parse(address: RedisAddress) -> _Target:
     scheme, separator, rest = address.url.partition("://")
     base, _, kind = scheme.partition("+")
     if not separator or base not in ("redis", "rediss") or kind not in ("", "sentinel", "cluster"):
-        # What stands there is not shown: it may be a password.
+        # The URL is not shown: it may contain a password.
         raise InvalidArgumentError(f"redis_url has no scheme, or an unknown one; expected {_FORMS}")
-    # The last @, so that a password may hold one, and / ? # too, at which redis-py's own from_url would cut it.
+    # The last @, so that a password may contain @ / ? and #, at which redis-py's own from_url would cut it.
     userinfo, _, location = rest.rpartition("@")
     username, _, password = userinfo.partition(":")
     hosts, _, path = location.partition("/")
@@ -290,7 +294,7 @@ def _connect_alone(target: _Target, options: dict[str, Any]) -> redis.Redis:
 
 
 class _Master(redis.Redis):
-    """The master that sentinels name at each new connection; closing it closes the connections to them too."""
+    """A client of the master that sentinels name at each new connection. Closing it closes connections to them, too."""
 
     def close(self) -> None:
         super().close()
@@ -299,9 +303,9 @@ class _Master(redis.Redis):
 
 
 def _connect_master(target: _Target, options: dict[str, Any]) -> redis.Redis:
-    apart = {name: value for name, value in options.items() if name not in ("username", "password")}
+    without_login = {name: value for name, value in options.items() if name not in ("username", "password")}
     # Sentinels may need the same password or none, and refuse one that they do not need: each is tried both ways.
-    ways = [apart] if target.password is None else [options, apart]
+    ways = [without_login] if target.password is None else [options, without_login]
     timeouts = {"socket_connect_timeout": SENTINEL_TIMEOUT_S, "socket_timeout": SENTINEL_TIMEOUT_S, "retry": _once()}
     nodes = [[redis.Redis(host, port, **way | timeouts) for way in ways] for host, port in target.nodes]
     manager = cast(Any, Sentinels(nodes, **options))
@@ -310,7 +314,7 @@ def _connect_master(target: _Target, options: dict[str, Any]) -> redis.Redis:
 
 
 def watched_master(client: Client) -> tuple[str, int] | None:
-    """The master that the sentinels name now; None where there are none. Connections to another server are closed.
+    """Returns the master that the sentinels name now; None without sentinels. Closes connections to a former master.
 
     Raises MasterNotFoundError of redis-py.
     """
@@ -322,19 +326,19 @@ def _connect_cluster(target: _Target, options: dict[str, Any]) -> redis.RedisClu
     return redis.RedisCluster(
         startup_nodes=[cast(Any, ClusterNode)(host, port) for host, port in target.nodes],
         retry=_once(),
-        # What it knows of the slots is read again with each redirection.
+        # Each redirection reloads the map of slots.
         reinitialize_steps=1,
         **options,
     )
 
 
 def is_full(error: BaseException | None) -> bool:
-    """Whether Redis refused a command because its memory is full."""
+    """Returns whether Redis refused a command because its memory is full."""
     return isinstance(error, exceptions.OutOfMemoryError) or "OOM command not allowed" in str(error)
 
 
 def server_of(client: Client, key: str) -> redis.Redis:
-    """The server that has the key, as far as the client knows."""
+    """Returns the server that has the key, as far as the client knows."""
     if isinstance(client, redis.RedisCluster):
         return client.get_redis_connection(cast(Any, client).get_node_from_key(key))
     return client
@@ -342,7 +346,7 @@ def server_of(client: Client, key: str) -> redis.Redis:
 
 def _translation(error: Exception, where: Client | str, remedy: str) -> GristmillError:
     place, text = where if isinstance(where, str) else described(where), str(error).removesuffix(".")
-    # Of a cluster, the reason why no node served is only in what led to the error.
+    # In a cluster, only the chain of causes says why no node answered.
     reasons = [error]
     while isinstance(error, exceptions.RedisClusterException) and (
         reason := reasons[-1].__cause__ or reasons[-1].__context__
@@ -365,7 +369,7 @@ def _translation(error: Exception, where: Client | str, remedy: str) -> Gristmil
 
 
 def _refusal(error: Exception, text: str, is_cluster: bool) -> str:
-    """What has to change before the server serves us; empty where nothing has to."""
+    """Returns why the server refuses us until something is changed; empty if it does not."""
     if isinstance(error, _REFUSED):
         return (
             f"refused the login: {text}; check the username and password of redis_url, or the secret that they come "
@@ -399,14 +403,14 @@ _PASSING = (
     exceptions.AskError,
     exceptions.ReadOnlyError,
 )
-# What the library has no class for, and what a script passes on, which stands in the midst of its own error.
+# Errors without a class in redis-py, and errors within a script, which are in the middle of the script's error.
 _PASSING_CODES = re.compile(
     r"(?:^|-)(?:MISCONF|NOREPLICAS|BUSY|UNBLOCKED|READONLY|CLUSTERDOWN|TRYAGAIN|MASTERDOWN|LOADING) "
 )
 
 
 def described(client: Client) -> str:
-    """The address that the client connects to, without secrets."""
+    """Returns the address that the client connects to, without secrets."""
     if isinstance(client, redis.RedisCluster):
         return ", ".join(sorted(client.nodes_manager.startup_nodes))
     pool = client.connection_pool

@@ -1,7 +1,7 @@
-"""A run's keys in Redis, and the form of values: a large one is cut into pieces, and all end with a checksum.
+"""A run's keys in Redis, and the form of values: large ones are cut into pieces, and all end with a checksum.
 
 All keys of a run have one hash tag, so that one server of a cluster has them all: scripts, MGET and UNLINK of a run
-work there as on a server alone.
+work there as on a single server.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from gristmill.errors import InvalidArgumentError
 from gristmill_service.storage.redis.connection import Client, server_of
 
 VALUE_BYTES = 8 << 20
-"""The most bytes that one command writes: less than a socket's timeout carries, and than Redis stores (512 MiB)."""
+"""The most bytes that one command writes: few enough for a socket's timeout, and for Redis' limit (512 MiB)."""
 KEYS_AT_ONCE = 500
 CRC_BYTES = 4
 
 
 class RunKeys:
-    """The names of one run's keys, whatever the run is called.
+    """The names of one run's keys, for any run name.
 
-    config: the description that the run was created with. log: the stream of records. head: a hash of what changes:
-    `token` and `claim` of the owner, `last` record that was appended, `generation`, `snapshot`, `reported`. owner: the
-    lease.
+    config: the description that the run was created with. log: the stream of records. head: a hash of mutable fields:
+    `token` and `claim` of the owner, the `last` record that was appended, `generation`, `snapshot`, `reported`. owner:
+    the lease.
     """
 
     def __init__(self, prefix: str, run: str) -> None:
@@ -42,7 +42,7 @@ class RunKeys:
         )
 
     def rows(self, run_id: str, number: int) -> str:
-        """A table of rows. run_id: so that a run of the same name never meets the rows of the one before it."""
+        """A table of rows. run_id: so that a run never finds rows of an earlier run of its name."""
         return f"{self.tag}:rows:{run_id}:{number}"
 
     def snapshot(self, token: str, number: int) -> str:
@@ -57,22 +57,22 @@ class RunKeys:
         return f"{self.tag}:staged:{claim}:{nonce}"
 
     def parts(self, key: bytes) -> list[str]:
-        """What follows the tag in one of the run's keys, such as ["batch", "7"]."""
+        """Returns the parts of a key after the tag, such as ["batch", "7"]."""
         return key.decode().removeprefix(f"{self.tag}:").split(":")
 
     def scan(self, client: Client, kind: str = "") -> Iterator[bytes]:
-        """The run's keys of this kind, such as "rows:"; all without one. Looks at all keys of the run's server."""
+        """Yields the run's keys of a kind, such as "rows:", or all. Scans all keys of the run's server."""
         return scan(server_of(client, self.head), f"{self.tag}:{kind}")
 
 
 def scan(client: Client, beginning: str) -> Iterator[bytes]:
-    """All keys that begin so."""
+    """Yields all keys with a prefix."""
     pattern = re.sub(r"([*?\[\]^\\])", r"\\\1", beginning) + "*"
     return cast(Iterator[bytes], client.scan_iter(match=pattern, count=KEYS_AT_ONCE))
 
 
 def unlink(client: Client, keys: Iterable[str | bytes]) -> int:
-    """Removes keys of one run. Returns how many there were."""
+    """Removes keys of one run. Returns how many existed."""
     left, count = iter(keys), 0
     while some := list(islice(left, KEYS_AT_ONCE)):
         count += client.unlink(*some)
@@ -80,7 +80,7 @@ def unlink(client: Client, keys: Iterable[str | bytes]) -> int:
 
 
 def sealed(buffers: Iterable[bytes | memoryview]) -> bytes:
-    """Joins buffers to a value that ends with their CRC-32."""
+    """Joins buffers to a value that ends with its CRC-32."""
     buffers, crc = list(buffers), 0
     for buffer in buffers:
         crc = crc32(buffer, crc)
@@ -88,7 +88,7 @@ def sealed(buffers: Iterable[bytes | memoryview]) -> bytes:
 
 
 def unsealed(value: bytes | None) -> memoryview | None:
-    """What the value was made of; None where it is missing or damaged."""
+    """Returns the content of a sealed value; None if it is missing or damaged."""
     if value is None or len(value) < CRC_BYTES:
         return None
     content = memoryview(value)[:-CRC_BYTES]
@@ -96,7 +96,7 @@ def unsealed(value: bytes | None) -> memoryview | None:
 
 
 def pieces(key: str, size: int) -> list[str]:
-    """The keys of a value of `size` bytes that is cut: the first is `key` itself."""
+    """Returns the keys of the pieces of a value of `size` bytes: the first is `key` itself."""
     return [key, *(f"{key}:{index}" for index in range(1, -(-size // VALUE_BYTES)))]
 
 
@@ -109,7 +109,8 @@ def write_value(client: Client, key: str, value: bytes) -> Sequence[str]:
 
 
 def read_values(client: Client, names: Sequence[str]) -> list[bytes | None]:
-    """The values of these keys of one run; None where there is none, or another type. At most some MiB at once."""
+    """Returns the values of keys of one run, None for missing ones and other types. Ask for at most some MiB at
+    once."""
     return cast(list[bytes | None], client.mget(names)) if names else []
 
 
@@ -119,7 +120,7 @@ def damaged(key: str, reason: object) -> InvalidArgumentError:
 
 @contextmanager
 def reading(key: str) -> Iterator[None]:
-    """Raises InvalidArgumentError that names the key where what is read there is not what was written."""
+    """Turns errors of reading a damaged value into InvalidArgumentError naming the key."""
     try:
         yield
     except redis.ResponseError as error:

@@ -1,7 +1,7 @@
-"""Runs in Redis of format 1: this version moves them into its own keys when it opens them.
+"""Converts runs of format 1 in Redis when they are opened.
 
-There the owner's token, the claim and the snapshot had a key each, and rows and shards had no hash tag. Records stay as
-they are; batches are built again.
+In format 1 the owner's token, the claim and the snapshot had a key each, and keys of rows and shards had no hash tag.
+Records stay as they are; batches are built again.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ class _OldSnapshot(msgspec.Struct, frozen=True):
 
 
 def convert(client: Client, log: RedisRunLog, description: bytes) -> None:
-    """Converts a run that this process has claimed. May be repeated, also where an earlier attempt ended halfway.
+    """Converts a run that this process has claimed. May be repeated, also after an attempt that ended halfway.
 
-    description: the run's in this version's format, with which it counts as converted.
+    description: the run's description in this version's format, which marks it as converted.
     """
     keys = log.keys
     fence, claims, snapshot = (f"{keys.tag}:{name}" for name in ("fence", "claims", "snapshot"))
-    # Without its token, a former owner of the older version writes nothing any more.
+    # Without its token, a former owner of the older version cannot write any more.
     client.unlink(fence)
     with reading(claims):
         before = int(cast(bytes, client.get(claims) or b"0"))
     if before >= log.claim:
         log.step(NOTE, "claim", before)
-        raise UnavailableError(f"run {keys.run!r} is converted from format 1; ask again")
+        raise UnavailableError(f"run {keys.run!r} is being converted from format 1; retry")
     _move_rows(client, keys, log.run_id)
     with reading(snapshot):
         if (described := cast(bytes | None, client.get(snapshot))) is not None:
@@ -56,7 +56,7 @@ def convert(client: Client, log: RedisRunLog, description: bytes) -> None:
 
 
 def delete_old(client: Client, keys: RunKeys) -> None:
-    """Removes what format 1 had of a run outside of its hash tag."""
+    """Removes the keys of a run of format 1 that do not have its hash tag."""
     for kind in ("rows:", "shard:"):
         unlink(client, scan(client, f"{keys.bare}:{kind}"))
 
@@ -66,7 +66,7 @@ def _move_rows(client: Client, keys: RunKeys, nonce: str) -> None:
         name, _, piece = key.decode().rpartition(":")
         if piece == "0":
             value = b"".join(_pieces(client, name))
-            # One that is not whole is lost, as it was.
+            # An incomplete table stays lost.
             if len(value) == int.from_bytes(value[:SIZE_BYTES], "little"):
                 write_value(client, keys.rows(nonce, int(name.rpartition(":")[2])), sealed([value]))
 

@@ -1,7 +1,7 @@
-"""The log of one run in Redis, a stream, and the run's tables of rows.
+"""One run's log in Redis, which is a stream, and its tables of rows.
 
-Only the process that claimed the run last appends: every step names the claim's token. What it cannot be sure of, it
-asks again, which is safe; where that does not help, the log is lost and has to be opened again.
+Only the process that claimed the run last can append: every step names the claim's token. A step whose outcome is
+unknown is repeated, which is safe; if that does not help, the log is lost and has to be opened again.
 """
 
 from __future__ import annotations
@@ -52,13 +52,16 @@ from gristmill_service.storage.run_store import CheckTable, LogLostError, Replay
 _log = structlog.get_logger(__name__)
 
 _SMALL_BYTES = 256 << 10
-# A damaged head may say anything.
+# A damaged head may state any size.
 _MOST_BYTES = 1 << 36
 
 
 class Tables:
-    """One thread at a time writes, any reads and removes. claim: this process's claim of the run, with which the
-    numbers of its tables begin."""
+    """The tables of a run. Small ones travel with the record that refers to them, large ones before it. One thread at a
+    time writes, any thread reads and removes.
+
+    claim: this process's claim of the run, the upper bits of its tables' numbers.
+    """
 
     def __init__(self, client: Client, scripts: Scripts, keys: RunKeys, run_id: str, claim: int) -> None:
         self._client, self._scripts, self._claim = client, scripts, claim
@@ -72,9 +75,10 @@ class Tables:
         return self._claim << 32
 
     def write(self, tables: Mapping[int, Steps]) -> tuple[dict[str, bytes], list[str]]:
-        """Writes the large tables of an append. Returns the values to write with the record, and the keys that must be
-        there by then: of each large table the last, which was written last. Whoever waits for the record's copies waits
-        for theirs, too."""
+        """Writes the large tables of an append. Returns the values to write with the record, and the keys that must
+        exist
+        by then: each large table's last, which was written last. Waiting for the record's copies waits for theirs,
+        too."""
         rows, present, left = dict[str, bytes](), list[str](), VALUE_BYTES
         for number, table in tables.items():
             value = sealed(row_tables.encode(table).buffers)
@@ -91,14 +95,14 @@ class Tables:
 
     def get_all(self, numbers: Collection[int]) -> dict[int, Stored]:
         """Raises NotFoundError for a table that is missing or damaged."""
-        found = dict[str, bytes | None]()
+        values = dict[str, bytes | None]()
         with translated(self._client):
             for names in self._parcels(numbers):
-                found |= zip(names, read_values(self._client, names), strict=True)
-        return {number: self._table(number, found) for number in numbers}
+                values |= zip(names, read_values(self._client, names), strict=True)
+        return {number: self._table(number, values) for number in numbers}
 
     def _parcels(self, numbers: Collection[int]) -> Iterator[list[str]]:
-        """The keys of the tables' pieces, some MiB at once."""
+        """Yields the keys of the tables' pieces, for some MiB at a time."""
         parcel, left = list[str](), VALUE_BYTES
         for number in numbers:
             rest = self._sizes.get(number, 0)
@@ -112,15 +116,15 @@ class Tables:
         if parcel:
             yield parcel
 
-    def _table(self, number: int, found: dict[str, bytes | None]) -> Stored:
-        parts = [found[name] for name in pieces(self._name(number), self._sizes.get(number, 0))]
+    def _table(self, number: int, values: dict[str, bytes | None]) -> Stored:
+        parts = [values[name] for name in pieces(self._name(number), self._sizes.get(number, 0))]
         table = unsealed(parts[0] if len(parts) == 1 else b"".join(part or b"" for part in parts))
         if table is None:
             raise NotFoundError(f"table {number:#x} of rows is not in Redis, or damaged there")
         return table
 
     def remove(self, numbers: Collection[int]) -> None:
-        """Never raises: what cannot be removed now goes when the run is swept."""
+        """Removes tables. Never raises: keys that cannot be removed now are removed when the run is swept."""
         names = [name for number in numbers for name in pieces(self._name(number), self._sizes.pop(number, 0))]
         try:
             unlink(self._client, names)
@@ -128,8 +132,8 @@ class Tables:
             _log.warning("rows could not be removed", tables=len(numbers), reason=str(error))
 
     def retain(self, numbers: Collection[int]) -> set[int]:
-        """Returns those that are lost. Only the heads of tables are read: gigabytes would take longer than a takeover
-        may."""
+        """Returns the lost ones of these tables. Reads only their heads: gigabytes would take too long for a
+        takeover."""
         names = {self._name(number): number for number in numbers}
         with translated(self._client):
             heads = self._scripts.heads([*names], SIZE_BYTES)
@@ -141,7 +145,7 @@ class Tables:
         return {number for number in numbers if number not in self._sizes}
 
     def is_orphan(self, number: int) -> bool:
-        """Whether a table is of an earlier claim, and was not wanted when the run was opened."""
+        """Returns whether a table is of an earlier claim, and was not retained when the run was opened."""
         return self._wanted is not None and number < self.first_number and number not in self._wanted
 
 
@@ -155,7 +159,8 @@ _LEAST_LENGTH = 16 << 20
 
 
 class Snapshot(msgspec.Struct, frozen=True):
-    """number: of the last record that it stands for. name: its first key. size: of its value, which is sealed."""
+    """A snapshot's place. number: of the last record that it includes. name: its first key. size: of its sealed
+    value."""
 
     name: str
     number: int
@@ -165,7 +170,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     def decode(cls, value: bytes) -> Self:
         """Raises ValueError."""
         if (content := unsealed(value)) is None:
-            raise ValueError("what it says of the snapshot is not what was written")
+            raise ValueError("the description of the snapshot is damaged")
         return msgspec.msgpack.decode(content, type=cls)
 
     def encode(self) -> bytes:
@@ -178,7 +183,7 @@ class Snapshot(msgspec.Struct, frozen=True):
 
 class Acknowledged(NamedTuple):
     """The last record of a run that a process knows to be in the log. digest: the record's CRC; None: not known.
-    generation: the run's then; 0: not known."""
+    generation: the run's at that time; 0: not known."""
 
     run_id: str
     number: int
@@ -189,8 +194,8 @@ class Acknowledged(NamedTuple):
 class RedisRunLog:
     """See `gristmill_service.storage.run_store.RunLog`.
 
-    before: what this process had acknowledged of the run when it had it last. compared: reports of former owners that
-    this process has compared with the log, now or when it had the run before; those to come are added.
+    before: the last record that this process acknowledged when it owned the run before. compared: reports of former
+    owners that this process has compared with the log, now or then; later ones are added.
     """
 
     reads_rows = is_remote = True
@@ -228,7 +233,7 @@ class RedisRunLog:
 
     @property
     def is_lost(self) -> bool:
-        """True where another process may own the run by now, or Redis has forgotten a part of the log."""
+        """Whether another process may own the run by now, or Redis has lost a part of the log."""
         return self._is_lost or time.monotonic() >= self._owned_until
 
     @property
@@ -237,13 +242,13 @@ class RedisRunLog:
 
     @property
     def reaches(self) -> int:
-        """The record that the log reaches at least: none where all of it was gone."""
+        """The number of the last record that the log must have; 0 if all of it was gone."""
         return self._last if self._end else 0
 
     @property
     def acknowledged(self) -> Acknowledged | None:
-        """Until the log is read and, where it was found too short, goes on, it is as it was before. One that a former
-        owner's report refutes is as that says."""
+        """The last acknowledged record. That of the earlier ownership counts until the log is read and, if it was too
+        short, appended to; a former owner's report that contradicts the log takes precedence."""
         own = Acknowledged(self.run_id, self._last, self._digest, self._generation) if self._last else None
         return self._reported or self._before or own
 
@@ -251,12 +256,12 @@ class RedisRunLog:
         self._owned_until = until
 
     def lose(self) -> None:
-        """From now on the log is to be opened again."""
+        """Marks the log as lost: it has to be opened again."""
         self._is_lost = True
 
     def compare(self, report: bytes) -> None:
-        """Compares what a former owner reports to have acknowledged, if any, with the log. Where the log lacks that, it
-        is to be opened again, and is found short then."""
+        """Compares a former owner's report of its last acknowledged record, if any, with the log. If the log lacks the
+        record, it has to be opened again, and is found to be short then."""
         if not report:
             return
         with reading(self.keys.head):
@@ -265,7 +270,7 @@ class RedisRunLog:
             return
         with translated(self._client):
             if not self._has(acknowledged):
-                # An append that is under way does not go on from it.
+                # Checked by an append that is under way.
                 self._reported, self._is_lost = acknowledged, True
         self._compared.add(acknowledged)
 
@@ -274,7 +279,7 @@ class RedisRunLog:
             return False
         entry = f"{acknowledged.number}-0"
         entries = self._entries(entry, entry)
-        # A snapshot may have taken the record's place.
+        # A snapshot may have replaced the record.
         return not entries or acknowledged.digest in (None, crc32(self._record(*entries[0])))
 
     # --- Reading
@@ -299,7 +304,7 @@ class RedisRunLog:
         return Replay(snapshot, records, lambda: is_short, self._generation)
 
     def _read_head(self) -> tuple[int | None, bytes | None]:
-        """The last record that was appended, None where a lost head may have known of more; and the snapshot."""
+        """Returns the number of the last appended record, None if a lost head may have known more; and the snapshot."""
         with reading(self.keys.head):
             head = cast(dict[bytes, bytes], self._client.hgetall(self.keys.head))
             self._stored_generation = int(head.get(b"generation", 0))
@@ -309,20 +314,20 @@ class RedisRunLog:
         return promised, None if self._snapshot is None else self._read_snapshot(self._snapshot)
 
     def _read_snapshot(self, snapshot: Snapshot) -> bytes:
-        # Few MiB at once: each is a value of its own.
+        # Key by key, because each value has some MiB.
         content = unsealed(b"".join(read_values(self._client, [key])[0] or b"" for key in snapshot.keys))
         if content is None:
-            raise damaged(snapshot.name, "the snapshot of the run is not there, or not whole")
+            raise damaged(snapshot.name, "the snapshot of the run is missing or incomplete")
         return bytes(content)
 
     def _read_records(self) -> list[bytes]:
-        """The records after the snapshot. `_last`, `_end` and `_digest` are those of the last one then."""
+        """Returns the records after the snapshot, and sets `_last`, `_end` and `_digest` to those of the last one."""
         base = self._last = 1 if self._snapshot is None else self._snapshot.number
         records, start = list[bytes](), f"{base}-0"
         with reading(self.keys.log):
             while entries := self._entries(start, "+"):
                 for name, fields in entries:
-                    # The first may be the last one that the snapshot stands for.
+                    # The first may be the last one that the snapshot includes.
                     if (number := _number(name)) != base:
                         if number != self._last + 1:
                             raise damaged(self.keys.log, f"the entry {self._last + 1}-0 is gone")
@@ -334,8 +339,8 @@ class RedisRunLog:
         return records
 
     def _entries(self, first: str, last: str) -> list[tuple[bytes, dict[bytes, bytes]]]:
-        found = self._client.xrange(self.keys.log, first, last, _ENTRIES_AT_ONCE)
-        return cast(list[tuple[bytes, dict[bytes, bytes]]], found)
+        entries = self._client.xrange(self.keys.log, first, last, _ENTRIES_AT_ONCE)
+        return cast(list[tuple[bytes, dict[bytes, bytes]]], entries)
 
     def _record(self, name: bytes, fields: dict[bytes, bytes]) -> bytes:
         # Format 1 had records without a checksum.
@@ -346,11 +351,11 @@ class RedisRunLog:
         return record
 
     def _has_before(self, records: Sequence[bytes]) -> bool:
-        """Whether the log has the last record that this process had acknowledged of it before."""
+        """Returns whether the log has the last record that this process acknowledged when it owned the run before."""
         assert self._before is not None
         _, number, digest, _ = self._before
         at = number - self._last - 1
-        # A snapshot may have taken the record's place.
+        # A snapshot may have replaced the record.
         return self._last >= number and (digest is None or -at > len(records) or crc32(records[at]) == digest)
 
     def retain(self, numbers: Collection[int], check: CheckTable) -> set[int]:
@@ -371,14 +376,15 @@ class RedisRunLog:
     # --- Writing
 
     def check(self, has_rows: bool = True) -> None:
-        """has_rows: whether rows are to be appended, which must not take what is left for ending batches."""
+        """has_rows: whether rows are to be appended, which must not use the memory that is reserved for ending
+        batches."""
         self._health.check(has_rows)
 
     def note_generation(self, generation: int) -> None:
         self._generation = generation
 
     def flush(self) -> None:
-        """Stores the generation, which else goes with the next append."""
+        """Stores the generation, unless an append has done so."""
         if self._generation != self._stored_generation and not self.is_lost:
             generation = self._generation
             with self._health.noted():
@@ -421,7 +427,7 @@ class RedisRunLog:
             try:
                 write_value(self._client, made.name, value)
             except BaseException:
-                # A server that is full must not be left with a part of it.
+                # A full server must not keep a part of it.
                 with suppress(*REDIS_ERRORS):
                     unlink(self._client, made.keys)
                 raise
@@ -432,7 +438,7 @@ class RedisRunLog:
                     unlink(self._client, before.keys)
 
     def publish(self, staged: str, batch: str, nonce: str) -> None:
-        """Puts a batch in its place. Raises UnavailableError where the process is not the run's owner any more."""
+        """Publishes a staged batch. Raises UnavailableError if this process no longer owns the run."""
         self.step(PUBLISH, nonce, more=[staged, batch])
 
     def free(self, batch: str) -> None:
@@ -440,7 +446,7 @@ class RedisRunLog:
         self.step(FREE, more=[batch])
 
     def step(self, script: Script, *arguments: object, more: Sequence[str] = ()) -> None:
-        """Raises UnavailableError where the process is not the run's owner any more. See `Scripts.step`."""
+        """Takes a step (`Scripts.step`). Raises UnavailableError if this process no longer owns the run."""
         with translated(self._client):
             self._check(self._scripts.step(script, self.keys, self.token, *arguments, more=more))
 
@@ -449,15 +455,15 @@ class RedisRunLog:
             return
         self._is_lost = True
         raise LogLostError(
-            "another replica owns this run by now; ask again"
+            "another replica owns this run by now; retry"
             if outcome is Outcome.FENCED
-            else f"Redis has forgotten a part of {self.keys.log}; the service reads the run again from the rest"
+            else f"Redis has lost a part of {self.keys.log}; the service reads the run again from the rest"
         )
 
     # --- The end
 
     def is_orphan(self, kind: str, *name: str) -> bool:
-        """Whether a key of the run is left of an earlier claim, and nothing refers to it. See `RunKeys.parts`."""
+        """Returns whether a key of the run is of an earlier claim, and nothing refers to it. See `RunKeys.parts`."""
         if kind == "rows":
             return self._tables.is_orphan(int(name[1])) or name[0] != self.run_id
         if kind == "snapshot":
@@ -470,19 +476,19 @@ class RedisRunLog:
             return
         self._is_closed = self._is_lost = True
         self.on_close()
-        # It refers to the log: without it, the log goes as soon as nobody has it.
+        # Breaks a reference cycle, so that the log is freed at once.
         self.on_close = lambda: None
         if self._health.unreachable_reason:
-            # It would only wait: the lease runs out by itself.
+            # Releasing would only time out: the lease expires by itself.
             return
         try:
             self._scripts.step(RELEASE, self.keys, self.token)
         except REDIS_ERRORS as error:
-            _log.warning("lease not given back; it runs out by itself", run=self.keys.log, reason=str(error))
+            _log.warning("lease not released; it expires by itself", run=self.keys.log, reason=str(error))
 
 
 def _number(entry: bytes) -> int:
-    """Raises ValueError for what is no entry of a log."""
+    """Returns the number of a log's entry. Raises ValueError for another id."""
     number, _, zero = entry.partition(b"-")
     if zero != b"0":
         raise ValueError(f"{entry!r} is no entry of a log")

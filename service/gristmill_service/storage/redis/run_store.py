@@ -1,8 +1,8 @@
-"""The runs of a service that is several processes: in Redis, each owned by the one process that claimed it.
+"""The runs of a service of several processes, in Redis: each run is owned by the process that claimed it.
 
-A claim is a lease that its owner renews. Any other process that is asked for the run learns where its owner is; when
-the lease has run out, the first one that is asked becomes the owner, and what the one before still sends is refused by
-its token.
+A claim is a lease that its owner renews. Any other process that opens the run learns its owner's address; when the
+lease has expired, the first process that opens the run becomes the owner, and Redis refuses the former owner's writes
+by their token.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ from gristmill_service.storage.run_store import LogLostError, OwnedElsewhereErro
 _log = structlog.get_logger(__name__)
 
 FORMAT = 2
-# A learned owner is trusted for this long: a call that reaches the wrong process is refused there.
+# The owner of a run is cached for this long: a call that reaches the wrong process is refused there.
 _OWNER_KNOWN_S = 0.5
-# A former owner reports again for this long: Redis may lose a report, and its reader may die.
+# A former owner repeats its report for this long: Redis may lose a report, and its reader may die.
 _REPORT_S = 30.0
 # Claims are numbered by the second in which they are made, counted from 2020.
 _EPOCH = 1_577_836_800
 
 
 class _Description(msgspec.Struct, frozen=True):
-    """nonce: tells this run from one of the same name that was deleted before. crc: of what precedes it; format 1 had
-    none."""
+    """A run's description. nonce: distinguishes the run from deleted ones of its name. crc: of the other fields; format
+    1 had none."""
 
     format: int
     nonce: str
@@ -69,10 +69,10 @@ class _Description(msgspec.Struct, frozen=True):
 
 @dataclass
 class _Known:
-    """What this process knows of a run beyond its own claim.
+    """A process's knowledge of a run, beyond its own claim.
 
-    acknowledged: what it had acknowledged when it had the run. reported, reports_until: what it reports of that to the
-    owner. compared: what others reported to it. elsewhere, elsewhere_until: the owner as it was learned.
+    acknowledged: the last record that it acknowledged when it owned the run. reported, reports_until: its report of
+    that to the owner. compared: reports that it received. elsewhere, elsewhere_until: the cached owner.
     """
 
     acknowledged: Acknowledged | None = None
@@ -84,7 +84,7 @@ class _Known:
 
 
 class RedisRunStore:
-    """See `gristmill_service.storage.run_store.RunStore`. The client stays the caller's to close.
+    """See `gristmill_service.storage.run_store.RunStore`. The caller closes the client.
 
     lease_s: how long the owner of a run may be silent before another process takes the run over.
     durability: the copies that a record must have before its append returns.
@@ -100,7 +100,8 @@ class RedisRunStore:
         self._known: dict[str, _Known] = {}
 
     def advertise(self, grpc_address: str, http_url: str, secret: str = "") -> None:
-        """Says where other processes reach this one, and what they show it there. Runs are claimed from now on."""
+        """Sets this process's address for other processes, and the secret that they present. Runs are claimed from now
+        on."""
         self._leases.owner = Owner(self._process, grpc_address, http_url, secret)
 
     def names(self) -> list[str]:
@@ -113,21 +114,21 @@ class RedisRunStore:
         check_config(name, config)
         description = _Description.of(secrets.token_hex(8), config.decode())
         with translated(self._client):
-            # Named first: a name without a run is nothing, a run without a name would be forgotten.
+            # The name first: one without a run is harmless, a run without one would be lost.
             self._client.sadd(self._runs, name)
             outcome = self._scripts.confirmed(CREATE, self._keys(name), msgspec.json.encode(description))
         if outcome is Outcome.EXISTS:
             raise AlreadyExistsError(f"run {name!r} exists in Redis")
         if outcome is Outcome.UNCONFIRMED:
-            raise UnavailableError(f"{self._health.unconfirmed}: run {name!r} may be gone again; ask again")
+            raise UnavailableError(f"{self._health.unconfirmed}: run {name!r} may be gone again; retry")
         return self.open(name)
 
     def open(self, name: str) -> RedisRunLog:
-        """Raises OwnedElsewhereError where another process has the run."""
+        """Claims a run. Raises OwnedElsewhereError if another process owns it."""
         keys, token, asked = self._keys(name), secrets.token_hex(8), time.monotonic()
         with translated(self._client):
             claim = self._claim(name, keys, token)
-            # A failover of another node of a cluster may have made that one forget it.
+            # The name is on another node of a cluster, which may have lost it in a failover.
             self._client.sadd(self._runs, name)
             try:
                 description = self._describe(keys)
@@ -165,7 +166,7 @@ class RedisRunStore:
         return log
 
     def _describe(self, keys: RunKeys) -> _Description:
-        """Raises InvalidArgumentError where the run's description is missing, damaged or of a newer format."""
+        """Reads a run's description. Raises InvalidArgumentError if it is missing, damaged or of a newer format."""
         with reading(keys.config):
             described = self._client.get(keys.config)
             if described is None:
@@ -177,22 +178,22 @@ class RedisRunStore:
                 "a newer gristmill"
             )
         if description.format != 1 and description != _Description.of(description.nonce, description.config):
-            raise damaged(keys.config, "its checksum is another one")
+            raise damaged(keys.config, "its checksum is wrong")
         return description
 
     def delete(self, name: str) -> None:
-        """Also of a run that cannot be read. Raises OwnedElsewhereError where another process has it."""
+        """Deletes a run, even one that cannot be read. Raises OwnedElsewhereError if another process owns it."""
         log, keys, token = self._leases.get(name), self._keys(name), secrets.token_hex(8)
         with translated(self._client):
             if log is None:
-                # What is damaged, or half deleted, can be claimed by nobody.
+                # A damaged or half deleted run cannot be claimed, but can be deleted.
                 with suppress(NotFoundError, InvalidArgumentError):
                     self._claim(name, keys, token)
             outcome = self._scripts.confirmed(DELETE, keys, token if log is None else log.token)
             if outcome is Outcome.FENCED:
                 if log is not None:
                     log.lose()
-                raise LogLostError(f"another replica owns run {name!r} by now; ask again")
+                raise LogLostError(f"another replica owns run {name!r} by now; retry")
             if outcome is Outcome.UNCONFIRMED:
                 raise UnavailableError(f"{self._health.unconfirmed}: run {name!r} may come back; delete it again")
             unlink(self._client, keys.scan(self._client))
@@ -203,16 +204,16 @@ class RedisRunStore:
         self._known.pop(name, None)
 
     def sweep(self, name: str) -> int:
-        """Removes the run's keys that nothing refers to. Returns how many there were."""
+        """Removes the run's keys that nothing refers to. Returns their number."""
         log = self.owned(name)
         with translated(self._client):
             return unlink(self._client, (key for key in log.keys.scan(self._client) if _is_orphan(log, key)))
 
     def owned(self, name: str) -> RedisRunLog:
-        """The log of a run that this process owns. Raises UnavailableError where it does not."""
+        """Returns the log of a run that this process owns. Raises UnavailableError if it does not."""
         log = self._leases.get(name)
         if log is None:
-            raise LogLostError(f"run {name!r} is not owned by this process any more; ask again")
+            raise LogLostError(f"this process no longer owns run {name!r}; retry")
         return log
 
     def unhealthy_reason(self) -> str:
@@ -222,7 +223,7 @@ class RedisRunStore:
         return self._health.unreachable_reason
 
     def room(self) -> dict[str, tuple[int, int]]:
-        """Bytes used of the fullest server's memory, and its `maxmemory`; nothing where it has none."""
+        """Returns the used bytes of the fullest server's memory, and its `maxmemory`; nothing if it has none."""
         return {"redis": self._health.memory} if self._health.memory[1] else {}
 
     def close(self) -> None:
@@ -241,14 +242,14 @@ class RedisRunStore:
             raise copy(known.elsewhere)
         owner = self._leases.owner
         if owner is None:
-            raise UnavailableError(f"run {name!r}: the service is starting; ask again")
+            raise UnavailableError(f"run {name!r}: the service is starting; retry")
         claimed = self._scripts.claim(keys, token, owner, self._leases.lease_ms, int(time.time()) - _EPOCH)
         if claimed is None:
             raise NotFoundError(f"run {name!r} is not in Redis")
         if isinstance(claimed, Owner):
             known = self._known.setdefault(name, _Known())
             known.elsewhere = OwnedElsewhereError(
-                f"run {name!r} is owned by the process at {claimed.grpc_address}; ask there, or again",
+                f"run {name!r} is owned by the process at {claimed.grpc_address}; call it, or retry",
                 name,
                 claimed.grpc_address,
                 claimed.http_url,
@@ -256,13 +257,13 @@ class RedisRunStore:
             )
             known.elsewhere_until = time.monotonic() + _OWNER_KNOWN_S
             self._report_acknowledged(known, keys)
-            # A copy: the one that is stored would retain the frames of all that it was raised through.
+            # A copy: the cached error would keep the frames alive through which it was raised.
             raise copy(known.elsewhere)
         return claimed
 
     def _report_acknowledged(self, known: _Known, keys: RunKeys) -> None:
-        """Reports to the run's owner what this process had acknowledged before: a log without it was rolled back, which
-        an owner that took the run over after a failover cannot know."""
+        """Reports the last record that this process acknowledged to the run's owner: a log without it was rolled back,
+        which an owner that took the run over after a failover cannot know."""
         if known.acknowledged is None:
             return
         now = time.monotonic()
@@ -281,7 +282,7 @@ def _is_orphan(log: RedisRunLog, key: bytes) -> bool:
     try:
         return log.is_orphan(*log.keys.parts(key))
     except (ValueError, IndexError):
-        # No key of ours.
+        # Not a key of gristmill.
         return False
 
 
@@ -292,7 +293,12 @@ _LOOK_S = 0.5
 
 
 class Leases:
-    """Thread-safe. owner: this process, known once it is reachable."""
+    """The claims of this process, whose leases it renews in the background, where it checks Redis' health, too.
+
+    It has threads of its own, so that a lease does not wait behind other tasks: a timer, one for health, and one for
+    each server of Redis that has runs, so that a server that hangs does not cost others their runs. Thread-safe.
+    owner: this process, set once it is reachable.
+    """
 
     def __init__(self, client: Client, scripts: Scripts, health: Health, lease_s: float) -> None:
         self.owner: Owner | None = None
@@ -310,11 +316,11 @@ class Leases:
         return int(1000 * self._lease_s)
 
     def get(self, name: str) -> RedisRunLog | None:
-        """The log of a run that this process has claimed."""
+        """Returns the log of a run that this process has claimed."""
         return self._logs.get(name)
 
     def add(self, name: str, log: RedisRunLog, claimed_at: float) -> None:
-        """claimed_at: the time before the claim was asked for."""
+        """Adds a claimed run. claimed_at: the time before the claim was requested."""
         log.renewed(claimed_at + self._lease_s)
         self._logs[name] = log
 
@@ -336,14 +342,14 @@ class Leases:
                 self._renew_all()
 
     def _start(self, what: object, task: Callable[[], None]) -> None:
-        """Runs a task, unless it is still under way."""
+        """Starts a task, unless it is still running."""
         if what not in self._under_way or self._under_way[what].done():
             self._under_way[what] = self._pool.submit(self._run, task)
 
     def _run(self, task: Callable[[], None]) -> None:
         try:
             task()
-        except Exception:  # noqa: BLE001 - there is a next time
+        except Exception:  # noqa: BLE001 - it runs again
             _log.exception("task failed", task="leases")
 
     def _renew_all(self) -> None:
@@ -358,7 +364,7 @@ class Leases:
             self._start(server, partial(self._renew, server, logs))
 
     def _renew(self, server: redis.Redis, logs: dict[str, RedisRunLog]) -> None:
-        """Renews the leases of runs that are on the same server."""
+        """Renews the leases of runs on one server."""
         owner, asked = self.owner, time.monotonic()
         assert owner is not None, "a run was claimed"
         claims = [(log.keys, log.token, log.reaches) for log in logs.values()]
@@ -380,11 +386,12 @@ class Leases:
             else:
                 log.lose()
                 is_fenced = answer[0] is Outcome.FENCED
-                _log.warning("run taken over by another process" if is_fenced else "log too short", run=name)
+                event = "run taken over by another process" if is_fenced else "log behind the acknowledged position"
+                _log.warning(event, run=name)
 
     def _look(self) -> None:
-        """Leaves a server that the sentinels do not name as the master any more, and checks what the new one has."""
-        # Without an answer, whoever needs the master says so.
+        """Switches to a new master that the sentinels name, and compares its logs with the leases; checks health."""
+        # Without an answer, the next command reports the error.
         with suppress(redis.RedisError):
             before, self._master = self._master, watched_master(self._client)
             if before not in (None, self._master):

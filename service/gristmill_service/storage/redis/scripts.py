@@ -1,7 +1,7 @@
-"""The steps that change a run, each whole or not at all: a Lua script and a typed method for each.
+"""The atomic steps that change a run in Redis, as Lua scripts.
 
-Whoever changes a run names its *token*, which the last to claim the run made up: with another one, nothing happens. So
-a former owner that wakes up changes nothing. Every step may be repeated: done twice, it is done once.
+A step names the run's *token*, which the process that claimed the run last has chosen: with another one, nothing
+happens. So a former owner that wakes up cannot change anything. Every step is idempotent.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ FIRST = "1-0"
 
 
 class Durability(NamedTuple):
-    """Which copies of a write have to exist, in addition to the one in the memory of the server that took it.
+    """The copies of a write that must exist, in addition to the one in its server's memory.
 
-    replicas: how many replicas must have it. on_disk: whether they, and the server itself, must have it on disk, too.
+    replicas: how many replicas must have it. on_disk: whether they, and the server itself, must have it on disk.
     """
 
     replicas: int = 0
@@ -36,15 +36,15 @@ class Durability(NamedTuple):
 
     @property
     def command(self) -> tuple[Any, ...] | None:
-        """Waits for the copies of all that was written before it; None where the server alone is enough."""
+        """The command that waits for the copies of all earlier writes; None if the server alone is enough."""
         if self.on_disk:
             return "WAITAOF", 1, self.replicas, _CONFIRM_MS
         return ("WAIT", self.replicas, _CONFIRM_MS) if self.replicas else None
 
     def is_reached(self, copies: Any) -> bool:
-        """copies: the answer to the command."""
+        """Returns whether there are enough copies. copies: the answer to the command."""
         if isinstance(copies, Exception):
-            # A server that refuses the question mostly refused the command for the same reason.
+            # A server that refuses it usually refused the write for the same reason.
             return False
         if self.on_disk:
             return bool(copies[0] >= 1 and copies[1] >= self.replicas)
@@ -59,8 +59,8 @@ SERVER_ALONE = Durability()
 
 
 class Owner(msgspec.Struct, frozen=True):
-    """The process that owns a run, and where the others reach it. secret: what they show it then; empty of a version
-    that asked for none."""
+    """The process that owns a run, and its addresses. secret: which others present there; empty for an older version
+    without one."""
 
     process: str
     grpc_address: str
@@ -75,14 +75,14 @@ class Outcome(Enum):
     FENCED = b"fenced"
     """Another process has claimed the run since."""
     LOST = b"lost"
-    """The log does not end where its owner left it, or what the step needs is gone: Redis has forgotten."""
+    """The log does not end where its owner left it, or a key that the step needs is gone: Redis has lost data."""
     EXISTS = b"exists"
     UNCONFIRMED = b""
-    """It is done on the server, and too few copies of it are known."""
+    """It is done on the server, but too few copies are confirmed."""
 
 
 class Script:
-    """A script's text, and its digest, by which a server knows it. Its keys begin with the run's head, log, owner and
+    """A script's text, and the digest by which a server caches it. Its keys begin with the run's head, log, owner and
     config."""
 
     def __init__(self, text: str) -> None:
@@ -91,7 +91,7 @@ class Script:
 
 
 def _fenced(text: str) -> Script:
-    """A step of the run's owner, whose token is its first argument."""
+    """Makes a step that only the run's owner may take, whose token is the first argument."""
     fence = "if redis.call('HGET', KEYS[1], 'token') ~= ARGV[1] then return {'fenced'} end"
     return Script(f"{fence}\n{text}\nreturn {{'done'}}\n")
 
@@ -103,9 +103,9 @@ redis.call('HSET', KEYS[1], 'last', '{FIRST}')
 redis.call('XADD', KEYS[2], '{FIRST}', 'e', '')
 return {{'done'}}
 """)
-# A claim has a larger number than all before it, also where a failover made the server forget the last of them: tables
-# of rows are named by it, and their names must never be used again. A lease that cannot be read is nobody's, and a
-# claim that cannot be is none.
+# A claim has a larger number than all before it, even if a failover lost the last of them: tables of rows are named by
+# it, and their names must never be reused. A lease that cannot be read has no owner, and a claim that cannot be read
+# counts as none.
 _CLAIM = Script("""
 local lease = redis.pcall('GET', KEYS[3])
 local ok, owner = pcall(cjson.decode, type(lease) == 'string' and lease or '')
@@ -120,7 +120,7 @@ redis.call('HSET', KEYS[1], 'token', ARGV[1], 'claim', claim)
 redis.call('SET', KEYS[3], ARGV[3], 'PX', ARGV[4])
 return tonumber(claim)
 """)
-# ARGV: token, owner, milliseconds, the record that the log reaches at least. PEXPIRE is allowed where memory is full.
+# ARGV: token, owner, milliseconds, the number of the record that the log must have. PEXPIRE works when memory is full.
 _RENEW = _fenced("""
 if redis.pcall('GET', KEYS[3]) == ARGV[2] then redis.call('PEXPIRE', KEYS[3], ARGV[3])
 else redis.call('SET', KEYS[3], ARGV[2], 'PX', ARGV[3]) end
@@ -134,9 +134,9 @@ if reported then
 end
 """)
 RELEASE = _fenced("redis.call('DEL', KEYS[3])")
-# KEYS: the rows to write with the record, the keys that must be there. ARGV: token, the entry before, the record's, the
-# record, the generation, the rows. The entry before is empty where the log has none that counts. What is done already
-# writes all the same, for only then WAIT waits for it. A log that was found short may have had later entries before.
+# KEYS: the rows to write with the record, the keys that must exist. ARGV: token, the entry before, the record's, the
+# record, the generation, the rows. The entry before is empty if the log has no valid one. A repeated append writes
+# again, because only then WAIT waits for it. A log that was found short may have had later entries before.
 APPEND = _fenced("""
 local last = redis.call('XREVRANGE', KEYS[2], '+', '-', 'COUNT', 1)[1]
 local at = last and last[1] or ''
@@ -154,12 +154,12 @@ redis.call('HSET', KEYS[1], 'last', ARGV[3], 'generation', ARGV[5])
 """)
 # ARGV: token, a field of the head, its value.
 NOTE = _fenced("redis.call('HSET', KEYS[1], ARGV[2], ARGV[3])")
-# ARGV: token, the entry with which the log begins then, the snapshot's description.
+# ARGV: token, the entry with which the log begins afterwards, the snapshot's description.
 COMPACT = _fenced("""
 redis.call('HSET', KEYS[1], 'snapshot', ARGV[3])
 redis.call('XTRIM', KEYS[2], 'MINID', ARGV[2])
 """)
-# KEYS: the batch as it was written, the batch. ARGV: token, the nonce of what was written.
+# KEYS: the staged batch, the published one. ARGV: token, the nonce of the staged batch.
 PUBLISH = _fenced("""
 if redis.call('EXISTS', KEYS[5]) == 1 then
   redis.call('UNLINK', KEYS[6])
@@ -167,8 +167,8 @@ if redis.call('EXISTS', KEYS[5]) == 1 then
 elseif redis.call('HGET', KEYS[6], 'nonce') ~= ARGV[2] then return {'lost'} end
 """)
 FREE = _fenced("redis.call('UNLINK', KEYS[5])")
-# Removes what makes the run one: without the head, no step of it is allowed any more. The head is written first, for
-# only then WAIT waits for its end; where memory is full it is not.
+# Removes the run's head, without which no step is allowed, and its other keys. The head is written first, because only
+# then WAIT waits for its removal; not if memory is full.
 DELETE = Script("""
 local token = redis.pcall('HGET', KEYS[1], 'token')
 if type(token) == 'string' and token ~= ARGV[1] then return {'fenced'} end
@@ -176,7 +176,7 @@ redis.pcall('SET', KEYS[1], '')
 redis.call('DEL', KEYS[1], KEYS[2], KEYS[3], KEYS[4])
 return {'done'}
 """)
-# ARGV: what a former owner had acknowledged.
+# ARGV: the last record that a former owner acknowledged.
 REPORT = Script("""
 if redis.call('EXISTS', KEYS[4]) == 1 then redis.call('HSET', KEYS[1], 'reported', ARGV[1]) end
 return {'done'}
@@ -192,17 +192,17 @@ return heads
 
 
 class Scripts:
-    """Runs them, and raises redis-py's own errors."""
+    """Runs scripts. Raises redis-py's own errors."""
 
     def __init__(self, client: Client, durability: Durability) -> None:
         self._client, self._durability = client, durability
 
     def step(self, script: Script, keys: RunKeys, *arguments: Any, more: Sequence[str] = ()) -> Outcome:
-        """more: keys of the run that the script names beyond those that all do."""
+        """Takes a step. more: keys of the run beyond those of all scripts."""
         return Outcome(self._run(script, [*_names(keys), *more], *arguments)[0])
 
     def confirmed(self, script: Script, keys: RunKeys, *arguments: Any, more: Sequence[str] = ()) -> Outcome:
-        """Takes a step and asks for its copies, in one round trip: UNCONFIRMED where too few are known in time."""
+        """Takes a step and waits for its copies, in one round trip: UNCONFIRMED if too few are confirmed in time."""
         confirm, names = self._durability.command, [*_names(keys), *more]
         if confirm is None:
             return self.step(script, keys, *arguments, more=more)
@@ -212,7 +212,7 @@ class Scripts:
             if not isinstance(answer, NoScriptError):
                 break
         if isinstance(answer, AskError):
-            # Nothing was done there. The copies are asked for when it is done again.
+            # Nothing was done there. A repetition waits for the copies.
             answer, copies = self._run(script, names, *arguments), answer
         if isinstance(answer, Exception):
             raise answer
@@ -221,8 +221,8 @@ class Scripts:
         return outcome if is_reached else Outcome.UNCONFIRMED
 
     def claim(self, keys: RunKeys, token: str, owner: Owner, lease_ms: int, least: int) -> int | Owner | None:
-        """Returns the claim's number, which is at least this; the owner where another process is that; None where there
-        is no such run. Raises InvalidArgumentError where the run's head is damaged."""
+        """Returns the claim's number, which is at least `least`; the owner if another process owns the run; None if
+        there is no such run. Raises InvalidArgumentError if the run's head is damaged."""
         lease = msgspec.json.encode(owner)
         answer = self._run(_CLAIM, _names(keys), token, owner.process, lease, lease_ms, least)
         if isinstance(answer, bytes):
@@ -235,8 +235,8 @@ class Scripts:
     def renew(
         self, server: redis.Redis, owner: Owner, lease_ms: int, claims: Sequence[tuple[RunKeys, str, int]]
     ) -> list[tuple[Outcome, bytes] | Exception]:
-        """Extends the leases of runs of one server, in one round trip. claims: of each run the token, and the record
-        that its log reaches at least. Returns of each what a former owner reported."""
+        """Extends the leases of runs of one server, in one round trip. claims: each run's token, and the record that
+        its log must have. Returns for each the report of a former owner."""
         lease, answers = msgspec.json.encode(owner), list[tuple[Outcome, bytes] | Exception]()
         calls = [(_names(keys), token, lease, lease_ms, last) for keys, token, last in claims]
         commands = [("EVALSHA", _RENEW.digest, len(names), *names, *arguments) for names, *arguments in calls]
@@ -250,7 +250,7 @@ class Scripts:
         return answers
 
     def heads(self, names: Sequence[str], nbytes: int) -> list[tuple[bytes, int]]:
-        """Of values of one run the first bytes and the length; empty where there is none, or another type."""
+        """Returns the first bytes and the length of values of one run; empty for missing keys and other types."""
         return [
             (head, length)
             for at in range(0, len(names), KEYS_AT_ONCE)
@@ -258,7 +258,7 @@ class Scripts:
         ]
 
     def _pipelined(self, server: redis.Redis, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """The answers of one of the client's servers, each of which may be an error."""
+        """Returns the answers of one of the client's servers, each of which may be an error."""
         pipeline: Any = server.pipeline(transaction=False)
         for command in commands:
             pipeline.execute_command(*command)
@@ -266,15 +266,15 @@ class Scripts:
             return cast(list[Any], pipeline.execute(raise_on_error=False))
         except (redis.ConnectionError, redis.TimeoutError):
             if isinstance(self._client, redis.RedisCluster):
-                # Only its own commands teach it that a node has failed.
+                # The client notices failed nodes in its own commands only.
                 with suppress(*REDIS_ERRORS):
                     cast(Any, self._client).nodes_manager.initialize()
             raise
 
     def _run(self, script: Script, names: Sequence[str], *arguments: Any) -> Any:
-        """Runs it by its digest, and by its text where the server does not know that yet.
+        """Runs a script by its digest, or by its text if the server does not know it yet.
 
-        redis-py's own Script would load it into every server of a cluster then, and wait for one that hangs.
+        redis-py's own Script would load it into every server of a cluster, and wait for one that hangs.
         """
         try:
             return cast(Any, self._client.evalsha(script.digest, len(names), *names, *arguments))

@@ -1,5 +1,5 @@
-"""Redis' servers: whether they answer, take writes and have room and replicas now, and whether their settings could
-lose what they confirm."""
+"""Checks Redis' servers: whether they answer, accept writes, and have memory and replicas now, and whether their
+settings could lose confirmed writes."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _log = structlog.get_logger(__name__)
 
 MIN_VERSION = (6, 2)
 _WAITAOF_VERSION = (7, 2)
-# Of `maxmemory`. What is left is for batches and acknowledgements, which make room.
+# Of `maxmemory`. The rest is for batches and acknowledgements, which free memory.
 _FULLEST = 0.9
-# What Redis has unless it is set. Rows and shards of one batch are often more.
+# Redis' default. Rows and shards of one batch are often more.
 _DEFAULT_REPLICA_BUFFER = 256 << 20
 _SILENT = (redis.ConnectionError, redis.TimeoutError)
 
 
 class Health:
-    """Thread-safe. unhealthy_reason: why something is refused. unreachable_reason: why Redis cannot even be asked.
-    Empty when all is well.
+    """The health of Redis. Thread-safe.
 
-    memory: bytes used of the fullest server, and its `maxmemory`, 0 where it has none, as they were last seen.
+    unhealthy_reason: why something is refused. unreachable_reason: why Redis does not even answer. Empty when all is
+    well. memory: used bytes of the fullest server, and its `maxmemory`, 0 if it has none, at the last check.
     """
 
     def __init__(self, client: Client, prefix: str, durability: Durability) -> None:
@@ -41,7 +41,7 @@ class Health:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Notes that Redis does not answer, or refuses, until `refresh` finds it well."""
+        """Notes that Redis does not answer, or refuses, until `refresh` finds it healthy."""
         try:
             yield
         except UnavailableError as error:
@@ -51,18 +51,18 @@ class Health:
             raise
 
     def check(self, has_rows: bool) -> None:
-        """Raises UnavailableError where nothing could be acknowledged for want of replicas, and where rows would take
-        what is left for ending batches."""
+        """Raises UnavailableError if too few replicas could acknowledge, or if rows would use the memory that is
+        reserved for ending batches."""
         if reason := self._too_few or (has_rows and self._no_room):
             raise UnavailableError(reason)
 
     @property
     def unconfirmed(self) -> str:
-        """The reason why a write does not count yet."""
+        """Why a write is not acknowledged yet."""
         return f"Redis did not confirm in time that the last change is on {self._durability}"
 
     def refresh(self) -> None:
-        """Asks the servers. Called about twice a second; never raises."""
+        """Checks the servers. Called about twice a second; never raises."""
         try:
             with translated(self._client):
                 self._client.ping()
@@ -75,11 +75,11 @@ class Health:
             with translated(self._client):
                 # A write: a server that is full, or only a replica, answers everything else.
                 self._client.set(self._probe, b"", px=1000)
-                found = [_info(server) for _, server in _servers(self._client)]
-            self.memory = max(map(_memory, found), key=lambda memory: memory[0] / (memory[1] or 1e18))
+                infos = [_info(server) for _, server in _servers(self._client)]
+            self.memory = max(map(_memory, infos), key=lambda memory: memory[0] / (memory[1] or 1e18))
             self._no_room = _fullness(*self.memory)
             if self._durability.replicas:
-                self._too_few = _too_few(min(map(_replicas, found)), self._durability.replicas)
+                self._too_few = _too_few(min(map(_replicas, infos)), self._durability.replicas)
             self._report(self._too_few or self._no_room)
         except GristmillError as error:
             self._report(str(error))
@@ -87,18 +87,18 @@ class Health:
     def _report(self, reason: str) -> None:
         before, self.unhealthy_reason = self.unhealthy_reason, reason
         if reason and not before:
-            _log.warning("Redis in trouble", reason=reason)
+            _log.warning("redis unhealthy", reason=reason)
         elif before and not reason:
-            _log.info("Redis well again")
+            _log.info("redis recovered")
 
 
 def _memory(about: dict[str, Any]) -> tuple[int, int]:
-    """The bytes that a server uses, and how many it may, 0 where that is not bounded or may not be seen."""
+    """Returns the bytes that a server uses, and its limit, 0 if there is none or it is hidden."""
     return int(about.get("used_memory", 0)), int(about.get("maxmemory", 0))
 
 
 def _replicas(about: dict[str, Any]) -> int:
-    """The number of replicas that follow a server now. Where it may not be seen, each append finds out by itself."""
+    """Returns the number of replicas that follow a server now; many if it is hidden, so that each append finds out."""
     if not about:
         return 1 << 30
     replicas = [replica for name, replica in about.items() if re.fullmatch(r"slave\d+", name)]
@@ -106,7 +106,7 @@ def _replicas(about: dict[str, Any]) -> int:
 
 
 def _too_few(replicas: int, wanted: int) -> str:
-    """The reason why nothing can be acknowledged; empty where it can."""
+    """Returns why nothing can be acknowledged; empty if it can."""
     if replicas >= wanted:
         return ""
     return (
@@ -116,7 +116,7 @@ def _too_few(replicas: int, wanted: int) -> str:
 
 
 def _fullness(used: int, most: int) -> str:
-    """The reason why there is no room for rows; empty where there is."""
+    """Returns why there is no memory for rows; empty if there is."""
     if not most or used <= _FULLEST * most:
         return ""
     return (
@@ -126,20 +126,20 @@ def _fullness(used: int, most: int) -> str:
 
 
 def check_server(client: Client, durability: Durability, *, is_thorough: bool = False) -> list[str]:
-    """Warnings about settings of the servers that may lose state; what they do not let us see is not judged.
+    """Returns warnings about settings of the servers that may lose state, as far as they are visible.
 
-    is_thorough: also about what only matters when memory is short, or when a server fails over. Raises
-    FailedPreconditionError for a server that is too old, or that cannot keep what `durability` promises.
+    is_thorough: also about settings that only matter when memory is short, or in a failover. Raises
+    FailedPreconditionError for a server that is too old, or that cannot provide the `durability`.
     """
     findings: dict[str, list[str]] = {}
     with translated(client):
         for name, server in _servers(client):
             about = _info(server)
-            found = [*_check(name, server, about, durability)]
+            warnings = [*_check(name, server, about, durability)]
             if is_thorough:
-                found += _check_limits(server, about, isinstance(client, redis.RedisCluster))
-            for finding in found:
-                findings.setdefault(finding, []).append(name)
+                warnings += _check_limits(server, about, isinstance(client, redis.RedisCluster))
+            for warning in warnings:
+                findings.setdefault(warning, []).append(name)
     return [f"Redis at {', '.join(names)}: {finding}" for finding, names in findings.items()]
 
 
@@ -194,8 +194,8 @@ def _check(name: str, server: redis.Redis, about: dict[str, Any], durability: Du
 
 
 def _check_version(name: str, version: str, durability: Durability) -> None:
-    found = re.match(r"(\d+)\.(\d+)", version)
-    number = (int(found[1]), int(found[2])) if found else _WAITAOF_VERSION
+    match = re.match(r"(\d+)\.(\d+)", version)
+    number = (int(match[1]), int(match[2])) if match else _WAITAOF_VERSION
     for needed, what in ((MIN_VERSION, "gristmill"), *([(_WAITAOF_VERSION, "redis_wait_aof")] * durability.on_disk)):
         if number < needed:
             raise FailedPreconditionError(
@@ -204,7 +204,7 @@ def _check_version(name: str, version: str, durability: Durability) -> None:
 
 
 def _servers(client: Client) -> list[tuple[str, redis.Redis]]:
-    """All servers that take writes, with their names."""
+    """Returns all servers that accept writes, with their names."""
     if isinstance(client, redis.RedisCluster):
         primaries = cast(Any, client).get_primaries()
         return [(node.name, client.get_redis_connection(node)) for node in primaries]

@@ -1,7 +1,7 @@
-"""Published batches in Redis: each a hash of the plan and of shards in frames of zstd, with checksums.
+"""Stores published batches in Redis: each is a hash of the plan and of the shards in zstd frames, with checksums.
 
-A batch is written under a key of its own and then renamed to the batch's, all at once, in place of what was published
-there before. A process that dies before that leaves a key that the next owner of the run sweeps.
+A batch is written under a key of its own and then renamed to the batch's key, which replaces an earlier one atomically.
+A process that dies before that leaves a key that the next owner of the run sweeps.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from gristmill_service.storage.shard_store import ShardLocation, ShardsLostError
 _log = structlog.get_logger(__name__)
 
 _FORMAT = 3
-# What a plan may grow to when it is read: a damaged frame may say anything.
+# The limit of a plan's decompressed bytes: a damaged frame may state any size.
 _MOST_PLAN_BYTES = 1 << 30
-# One compresses while the other one's bytes are on their way.
+# One thread compresses while the other one's bytes travel.
 _WRITERS = 2
 
 
@@ -52,20 +52,20 @@ class _ReplacedError(UnavailableError):
 
 
 class RedisShardStore:
-    """See `gristmill_service.storage.shard_store.ShardStore`; what is published outlives this process.
+    """See `gristmill_service.storage.shard_store.ShardStore`. Published batches outlive this process.
 
-    client: without `decode_responses`; stays the caller's to close. Every method may be tried again.
+    client: without `decode_responses`; the caller closes it.
     """
 
     is_remote = True
 
     def __init__(self, client: Client, runs: RedisRunStore, prefix: str = "gristmill") -> None:
         self._client, self._runs, self._prefix = client, runs, prefix
-        # What failed publications have left.
+        # The keys of failed publications that could not be removed yet.
         self._left: set[str] = set()
 
     def publish(self, run: str, batch: int, plan: bytes, shards: Iterable[ShardSource]) -> int:
-        """As the protocol has it; returns the bytes that the shards and the plan take compressed."""
+        """See the protocol. Returns the compressed bytes of the shards and the plan."""
         keys, owned, nonce = RunKeys(self._prefix, run), self._runs.owned(run), secrets.token_hex(8)
         place, staged = keys.batch(batch), keys.staged(owned.claim, nonce)
         self._remove_left()
@@ -80,7 +80,7 @@ class RedisShardStore:
             self._left.add(staged)
             self._remove_left()
             with suppress(GristmillError, *REDIS_ERRORS):
-                # Its answer was lost.
+                # It was published, but the answer was lost.
                 if self._client.hget(place, "nonce") == nonce.encode():
                     owned.free(place)
             if isinstance(error, UnavailableError) and is_full(error.__cause__):
@@ -119,7 +119,7 @@ class RedisShardStore:
         return ShardLocation(_size(run, batch, address, described)[0], None)
 
     def read(self, run: str, batch: int, address: ShardAddress) -> Iterator[bytes]:
-        """Holds the whole shard, compressed."""
+        """Reads the whole compressed shard into memory."""
         while True:
             try:
                 frames = list(self.read_frames(run, batch, address))
@@ -128,16 +128,16 @@ class RedisShardStore:
             return (_content(run, batch, frame, FRAME_BYTES) for frame in frames)
 
     def read_frames(self, run: str, batch: int, address: ShardAddress) -> Iterator[bytes]:
-        """Checks each frame. The iterator raises NotFoundError once the batch is freed, and UnavailableError where it
-        is published again meanwhile."""
+        """Checks each frame. The iterator raises NotFoundError once the batch is freed, and UnavailableError if it is
+        published again meanwhile."""
         name = _name(address)
         nonce, [described, first] = self._read(run, batch, name, f"{name}/0")
         _, frames = _size(run, batch, address, described)
 
         def rest() -> Iterator[bytes]:
             for index in range(1, frames):
-                found, [frame] = self._read(run, batch, f"{name}/{index}")
-                if found != nonce:
+                current, [frame] = self._read(run, batch, f"{name}/{index}")
+                if current != nonce:
                     raise _ReplacedError(
                         f"run {run!r}: batch {batch} was published again while it was read; read it again"
                     )
@@ -156,25 +156,25 @@ class RedisShardStore:
                 unlink(self._client, keys.scan(self._client, kind))
 
     def sweep(self, run: str) -> None:
-        """Removes the rows that no record refers to, too."""
+        """Also removes rows that no record refers to."""
         if count := self._runs.sweep(run):
             _log.info("leftovers of earlier owners removed", run=run, keys=count)
 
     def close(self) -> None:
-        """Leaves all that is published to the other replicas."""
+        """Does nothing: published batches stay for other replicas."""
 
     def _read(self, run: str, batch: int, *fields: str) -> tuple[bytes, list[bytes | None]]:
-        """The nonce of the batch as it is now, and the values of these fields, None where there is none."""
+        """Returns the batch's current nonce, and the values of these fields, None for missing ones."""
         key = RunKeys(self._prefix, run).batch(batch)
         try:
             with translated(self._client):
-                found = cast(list[bytes | None], self._client.hmget(key, ["format", "nonce", *fields]))
+                read = cast(list[bytes | None], self._client.hmget(key, ["format", "nonce", *fields]))
         except FailedPreconditionError as error:
             if "WRONGTYPE" not in str(error):
                 raise
             raise _lost(run, batch, "it has another type") from error
-        version, nonce, *values = found
-        if all(value is None for value in found):
+        version, nonce, *values = read
+        if all(value is None for value in read):
             raise NotFoundError(f"run {run!r}: batch {batch} is not published, or freed already")
         if version is not None and version.isdigit() and int(version) > _FORMAT:
             raise FailedPreconditionError(
@@ -182,7 +182,7 @@ class RedisShardStore:
                 "that published it, or a newer one"
             )
         if version != b"%d" % _FORMAT or nonce is None:
-            raise _lost(run, batch, "its format is another one")
+            raise _lost(run, batch, "it has another format")
         return nonce, values
 
 
@@ -196,12 +196,12 @@ def _put_in_place(owned: RedisRunLog, staged: str, place: str, nonce: str) -> No
 
 
 def _name(address: ShardAddress) -> str:
-    """The field that says how large a shard is; the fields of its frames are numbered after it."""
+    """Returns the field with a shard's size; the fields of its frames have a number after it."""
     return f"{address.model}/{address.mini_batch}/{address.rank}"
 
 
 def _size(run: str, batch: int, address: ShardAddress, described: bytes | None) -> tuple[int, int]:
-    """The bytes of a shard's file, and how many frames they are."""
+    """Returns the bytes of a shard's file, and the number of its frames."""
     if described is None:
         raise NotFoundError(f"run {run!r}: batch {batch} has no shard {address.path}")
     size, frames = _whole(run, batch, described).split()
@@ -209,7 +209,7 @@ def _size(run: str, batch: int, address: ShardAddress, described: bytes | None) 
 
 
 def _whole(run: str, batch: int, value: bytes | None) -> bytes:
-    """What a field was written with."""
+    """Returns a field's content. Raises ShardsLostError if it is missing or damaged."""
     content = unsealed(value)
     if content is None:
         raise _lost(run, batch, "a part of it is missing or damaged")
@@ -225,7 +225,6 @@ def _content(run: str, batch: int, frame: bytes, most_bytes: int) -> bytes:
 
 def _lost(run: str, batch: int, reason: str) -> ShardsLostError:
     return ShardsLostError(
-        f"run {run!r}: Redis has lost a part of batch {batch}, which is built again from its rows: {reason}; ask "
-        "again. Redis must not evict keys (maxmemory-policy noeviction), and loses at a failover what its replicas do "
-        "not have yet"
+        f"run {run!r}: Redis has lost a part of batch {batch}, which is built again from its rows: {reason}; retry. "
+        "Redis must not evict keys (maxmemory-policy noeviction), and a failover loses what replicas do not have yet"
     )
