@@ -143,7 +143,7 @@ def test_a_damaged_snapshot_sets_the_run_aside(store: RedisRunStore, log: RedisR
     log.close()
     [key] = [key for key in keys(store) if ":snapshot:" in key]
     spoil(store._client, key)
-    with pytest.raises(InvalidArgumentError, match="the snapshot of the run is not there, or not whole"):
+    with pytest.raises(InvalidArgumentError, match="the snapshot of the run is missing or incomplete"):
         replayed(store)
     store.delete("run")
 

@@ -258,7 +258,7 @@ class TestRowsTravelWithTheirRecord:
             return names
 
         monkeypatch.setattr(tables, "write_value", lost)
-        with pytest.raises(LogLostError, match="has forgotten a part"):
+        with pytest.raises(LogLostError, match="has lost a part"):
             stored(log, any_table(tokens=50_000))
         log.close()
         assert started(store.open("run")) == []

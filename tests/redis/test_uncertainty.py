@@ -185,7 +185,7 @@ class TestForgetfulServer:
         server.start()
         with pytest.raises(UnavailableError):
             log.append(b"four", {})
-        with pytest.raises(LogLostError, match=r"has forgotten a part|not known"):
+        with pytest.raises(LogLostError, match=r"has lost a part|not known"):
             log.append(b"four", {})
         assert log.is_lost
         again = join(server.url, 1)
@@ -256,7 +256,7 @@ class TestRollback:
         self, redis_server: RedisServer, store: RedisRunStore, log: RedisRunLog
     ) -> None:
         self.forget(redis_server, 2)
-        with pytest.raises(LogLostError, match="has forgotten a part"):
+        with pytest.raises(LogLostError, match="has lost a part"):
             log.append(b"four", {})
         log.close()
         with capture_logs() as said:

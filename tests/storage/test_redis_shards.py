@@ -440,7 +440,7 @@ class TestSweep:
     def test_who_does_not_own_the_run_writes_nothing(self, owners: list[RedisRunStore], client: redis.Redis) -> None:
         owners[1].create("run", b"{}")
         before = set(client.keys())
-        with pytest.raises(UnavailableError, match="run 'run' is not owned by this process any more; ask again"):
+        with pytest.raises(UnavailableError, match="this process no longer owns run 'run'; retry"):
             RedisShardStore(client, owners[0]).publish("run", 0, b"{}", sources())
         assert set(client.keys()) == before
 
