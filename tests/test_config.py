@@ -198,7 +198,7 @@ def test_a_required_setting_that_is_missing_is_named(name: str) -> None:
         ({"kl_in_reward": {"coef": 0.1, "estimator": "k1", "column": "kl"}}, "kl_in_reward: give exactly one of"),
         (
             {"kl_in_reward": {"coef": 0.1, "estimator": "k1"}, "advantage_estimator": "none"},
-            "kl_in_reward changes the rewards .* leave kl_in_reward out",
+            "kl_in_reward changes rewards.* leave kl_in_reward out",
         ),
         (
             {"kl_in_reward": {"coef": 0.1, "column": "kl"}, "advantage_estimator": "reinforce++"},
