@@ -40,7 +40,7 @@ from gristmill_service.run.machine.events import (
 from gristmill_service.run.machine.state import Decision, State, apply
 from gristmill_service.run.monitor import RunMonitor
 from gristmill_service.run.rows.row_buffer import RowBuffer
-from gristmill_service.run.waiters import Waiters
+from gristmill_service.run.waiters import TOPICS, Condition, Topic, Waiters
 from gristmill_service.storage.row_tables import Stored, to_stored
 from gristmill_service.storage.run_store import RunLog
 
@@ -151,52 +151,6 @@ class Writer:
             # A defect: nobody goes on with what is half applied.
             self.lose()
             raise
-        if happened or is_first:
-            self._finish(encoded, tables, effects, topics_of(happened))
-
-    def _following(self, decided: Sequence[Event], command: Command[Any], is_first: bool) -> Iterator[list[Event]]:
-        """Yields what follows from the events, then from what followed, once that is applied."""
-        happened: list[Event] | None = None if is_first else [*decided]
-        if command.follows and (followed := command.follow(self.state)):
-            happened = None if happened is None else [*happened, *followed]
-            yield [*followed]
-        while following := sealing.due(self.state, self.config, happened) or progress.freed(self.state):
-            yield following
-            happened = following
-
-    def _apply(self, events: Sequence[Event], tables: dict[int, Steps], effects: Effects) -> None:
-        for event in events:
-            for number, rows in _tables(event):
-                tables[number] = table = self._staged.pop(number)
-                is_held = self._log.is_remote or not self._log.reads_rows
-                self.rows.add(number, to_stored(table) if is_held else None, len(table), rows)
-            released = apply(self.state, event)
-            self._monitor.applied(event, self.state, released.rows, partial(getattr, released, "tokens"))
-            if released.refs:
-                self.rows.release(released.refs)
-            self._note_effect(event, effects)
-
-    def _note_effect(self, event: Event, effects: Effects) -> None:
-        match event:
-            case BatchSealed():
-                effects.sealed.append(event)
-                effects.builds = True
-            case BatchPublished(batch, awaits=()) if self._log.reads_rows:
-                self.rows.unload({ref.table for ref in self.state.batches[batch].refs()})
-            case ColumnsWritten(batch):
-                effects.builds = effects.builds or self.state.is_written(batch)
-            case BatchFreed(batch) | BatchGivenUp(batch):
-                effects.freed.append(batch)
-            case BatchFailed():
-                effects.failed.append(event)
-            case BatchWithdrawn():
-                effects.builds = True
-            case Resized(dp_size):
-                self.config = with_dp_size(self.config, dp_size)
-
-    def _finish(
-        self, encoded: list[EncodedEvent], tables: dict[int, Steps], effects: Effects, topics: set[Topic]
-    ) -> None:
         if encoded:
             self.commits.add(encoded, effects.tables)
         if self._log.is_long and self._clock() >= self._compact_after:
@@ -246,7 +200,7 @@ class Writer:
 
     def _add_table(self, number: int, table: Steps, rows: list[int], effects: Effects) -> None:
         effects.tables[number] = table
-        self.rows.add(number, held(table) if self._has_rows_in_memory else None, len(table), rows)
+        self.rows.add(number, to_stored(table) if self._has_rows_in_memory else None, len(table), rows)
 
     def _snapshot(self) -> bytes | None:
         # After a defect the state may be half applied.
