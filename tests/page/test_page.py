@@ -159,7 +159,7 @@ def test_scores_and_advantages_stand_by_group(open_page: OpenPage, run: str) -> 
 
 def test_ranks_stand_on_a_time_line(open_page: OpenPage, service: Service, run: str) -> None:
     page = drawn(open_page(f"#/{run}"))
-    line = section(page, "Time line of ranks")
+    line = section(page, "Timeline of ranks")
     line.locator("canvas").wait_for()
     service.runs.get(run).acknowledge("policy", 0, Position(0), 0, False)
     waits = section(page, "What waits, and for how long")
@@ -273,7 +273,7 @@ def test_nothing_moves_for_those_who_want_no_motion(open_page: OpenPage, run: st
 def test_everything_that_is_drawn_or_chosen_has_a_name(open_page: OpenPage, run: str) -> None:
     page = drawn(open_page(f"#/{run}"))
     section(page, "What waits, and for how long")
-    page.locator("section[aria-label='Time line of ranks'] canvas").wait_for()
+    page.locator("section[aria-label='Timeline of ranks'] canvas").wait_for()
     unnamed = "[...document.querySelectorAll('canvas, select, nav, [tabindex=\"0\"]')].filter(n => !n.ariaLabel)"
     assert page.evaluate(f"{unnamed}.length") == 0
     assert page.evaluate("document.documentElement.lang") == "en"

@@ -205,7 +205,7 @@ def _heat(services: Services, open_: Open) -> Any:
 
 def _timeline(services: Services, open_: Open) -> Any:
     page = _batch_of(open_(f"{services.runs.http_url}/#/{SMALL}"))
-    section(page, "Time line of ranks").locator("canvas").wait_for()
+    section(page, "Timeline of ranks").locator("canvas").wait_for()
     return page
 
 

@@ -1,4 +1,4 @@
-// The page: what is looked at stands in its address.
+// The page: its address names what it shows.
 import { readAddress } from "./shared/address.js";
 import { paths, readVersion } from "./shared/api.js";
 import { Poll } from "./shared/poll.js";
@@ -10,8 +10,8 @@ import { welcome } from "./welcome.js";
 const live = document.querySelector("#live"), main = document.querySelector("#main"), nav = document.querySelector("#runs");
 let view = null, runs = [], overviewAt = 0, grpcAddress = "";
 
-// The run that needs a person most, then the one that rows came for last.
-function mostTelling() {
+// The run that most needs a person, of several the one that last got rows.
+function mostUrgent() {
   const order = { failed: 0, stuck: 1, training: 2, collecting: 3, idle: 4, finished: 5 };
   const weight = run => order[run.state] ?? 6;
   return [...runs].sort((a, b) => weight(a) - weight(b) || (b.rows_since ?? 0) - (a.rows_since ?? 0))[0];
@@ -19,7 +19,7 @@ function mostTelling() {
 
 function follow() {
   const wanted = readAddress(location.hash);
-  const run = wanted.run || mostTelling()?.run;
+  const run = wanted.run || mostUrgent()?.run;
   if (!run) {
     view = null;
     if (main.dataset.empty !== grpcAddress) main.replaceChildren(welcome(grpcAddress));
@@ -45,7 +45,7 @@ async function lookAtRuns() {
   runs = body.runs;
   grpcAddress = body.grpc_address;
   const isListed = view !== null && runs.some(one => one.run === view.name);
-  if (view !== null && !isListed && view.health) view.tellGone();
+  if (view !== null && !isListed && view.health) view.showGone();
   if (view === null || view.isGone && isListed || !isListed && !readAddress(location.hash).run) follow();
   else showRuns(nav, runs, view.name);
 }
@@ -56,17 +56,17 @@ async function lookAtRun() {
     await shown.look();
   } catch (error) {
     if (error.status !== 404) throw error;
-    shown.tellGone();
+    shown.showGone();
     overviewAt = 0;
     return;
   }
-  // The list says what the run's own view says.
+  // The list agrees with the run's own view.
   const { state, groups_open, batches_published } = shown.health;
   runs = runs.map(one => one.run === shown.name ? { ...one, state, groups_open, batches_published } : one);
   if (view === shown) showRuns(nav, runs, shown.name);
 }
 
-// One small question every two seconds: of the run that is looked at; of all runs, now and then.
+// Asks for the shown run every two seconds, and for all runs now and then.
 async function look() {
   if (view === null || Date.now() - overviewAt > 10_000) await lookAtRuns();
   else if (!view.isGone) await lookAtRun();

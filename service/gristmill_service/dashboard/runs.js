@@ -1,4 +1,4 @@
-// The list of runs: a word and a shape for the state of each, never a colour alone.
+// The list of runs: a word and a shape for the state of each, never a color alone.
 import { addressOf } from "./shared/address.js";
 import { make } from "./shared/dom.js";
 import { some } from "./shared/text.js";
@@ -8,15 +8,15 @@ const SIGNS = { failed: "✖", stuck: "■", training: "●", collecting: "◌",
 export const badge = state => make("span", { class: `state ${state ?? ""}` }, state ? `${SIGNS[state]} ${state}` : "elsewhere");
 
 function line(run) {
-  if (run.state == null) return "another replica decides for it";
+  if (run.state == null) return "another replica owns it";
   return `${some(run.groups_open, "group")} open · ${some(run.batches_published, "batch", "batches")}`;
 }
 
 let shown = "";
 export function showRuns(nav, runs, current) {
-  const told = JSON.stringify([runs.map(run => [run.run, run.state, line(run)]), current]);
-  if (told === shown) return;
-  shown = told;
+  const version = JSON.stringify([runs.map(run => [run.run, run.state, line(run)]), current]);
+  if (version === shown) return;
+  shown = version;
   const focused = nav.contains(document.activeElement) ? document.activeElement.getAttribute("href") : null;
   nav.replaceChildren(make("ul", {}, runs.map(run => make("li", {}, make("a",
     { href: addressOf(run), "aria-current": run.run === current ? "page" : null },

@@ -1,9 +1,9 @@
-// One batch: its picture at once, the rest when it comes into sight.
+// One batch: its picture at once, the rest when it scrolls into sight.
 import { addressOf } from "../shared/address.js";
 import { paths, read } from "../shared/api.js";
 import { showBreaks } from "./breaks.js";
 import { showDistributions } from "./distributions.js";
-import { make, section } from "../shared/dom.js";
+import { make, quiet, section } from "../shared/dom.js";
 import { figures } from "../run/history.js";
 import { showHeat } from "./heat.js";
 import { showLoad } from "./load.js";
@@ -12,7 +12,7 @@ import { showRow } from "./row.js";
 import { ScoresView } from "./scores.js";
 import { count, share, some } from "../shared/text.js";
 
-// From so many on, ranks stand as a heat map: bars would fill many screens.
+// This many ranks or more are a heat map: bars would fill many screens.
 const MANY_RANKS = 16;
 
 export class BatchView {
@@ -20,7 +20,7 @@ export class BatchView {
     this.run = run;
     this.history = history;
     this.batch = null;
-    this.held = [];
+    this.offered = [];
     this.choices = make("div", { class: "bar" });
     this.facts = make("p", { class: "quiet small" });
     this.picture = make("div", {});
@@ -47,24 +47,24 @@ export class BatchView {
     this.wanted = wanted;
     this.node.hidden = false;
     const query = `?model=${model}${miniBatch === null ? "" : `&mini_batch=${miniBatch}`}`;
-    let told;
+    let picture;
     try {
-      told = await read(paths.batch(this.run, batch, "picture", query));
+      picture = await read(paths.batch(this.run, batch, "picture", query));
     } catch (error) {
       if (wanted === this.wanted) this.refuse(batch, error);
       return;
     }
     if (wanted !== this.wanted) return;
     const isOther = batch !== this.batch;
-    Object.assign(this, { batch, told, model, miniBatch, uid });
-    this.facts.textContent = facts(told);
+    Object.assign(this, { batch, answer: picture, model, miniBatch, uid });
+    this.facts.textContent = facts(picture);
     this.showChoices();
-    const longest = shard === null ? null : longestRow(told, shard);
-    showPicture(this.picture, told, { uid, marked: longest, openRow: row => showRow(this.row, this.run, batch, row) });
+    const longest = shard === null ? null : longestRow(picture, shard);
+    showPicture(this.picture, picture, { uid, marked: longest, openRow: row => showRow(this.row, this.run, batch, row) });
     if (batch !== this.batchOfRow || shard) this.row.replaceChildren();
     this.batchOfRow = batch;
     performance.mark("picture drawn");
-    (told.mini_batches.some(part => part.shards.length >= MANY_RANKS) ? showHeat : showLoad)(this.load, told);
+    (picture.mini_batches.some(part => part.shards.length >= MANY_RANKS) ? showHeat : showLoad)(this.load, picture);
     if (shard) this.openLongest(longest, shard);
     else if (uid) this.node.scrollIntoView();
     if (isOther) {
@@ -77,8 +77,8 @@ export class BatchView {
   }
 
   async openLongest(row, { rank }) {
-    if (row === null) return this.row.replaceChildren(make("p", { class: "quiet", role: "status" },
-      `No row of rank ${rank} can be opened: it has none here, or bars are several rows.`));
+    if (row === null) return this.row.replaceChildren(quiet(
+      `No row of rank ${rank} can be opened: it has none here, or bars are several rows.`, { role: "status" }));
     await showRow(this.row, this.run, this.batch, row);
     this.row.scrollIntoView({ block: "center" });
     this.row.querySelector("[tabindex]")?.focus({ preventScroll: true });
@@ -91,10 +91,10 @@ export class BatchView {
     const words = make("p", { class: "empty" }, `Batch ${batch} cannot be shown: ${error.message}`), { wanted } = this;
     this.picture.replaceChildren(words);
     for (const part of [this.row, this.load, this.breaks, this.scores.node, this.spread]) part.replaceChildren();
-    // Its figures may be kept.
+    // The history may have its figures.
     await this.history.whenDrawn;
-    const kept = this.history.kept(batch);
-    if (kept && wanted === this.wanted) this.picture.replaceChildren(words, figures(kept));
+    const point = this.history.pointOf(batch);
+    if (point && wanted === this.wanted) this.picture.replaceChildren(words, figures(point));
   }
 
   async see(part) {
@@ -108,22 +108,22 @@ export class BatchView {
         if (batch === this.batch) showDistributions(part, spread);
         return;
       }
-      const told = await read(paths.batch(this.run, batch, "breaks"));
-      if (batch === this.batch) showBreaks(part, told);
+      const breaks = await read(paths.batch(this.run, batch, "breaks"));
+      if (batch === this.batch) showBreaks(part, breaks);
     } catch (error) {
-      part.replaceChildren(make("p", { class: "quiet" }, error.message));
+      part.replaceChildren(quiet(error.message));
     }
   }
 
-  // Which batches may be looked at, and all that are held. The one that is looked at stays until another is chosen.
-  offer(held) {
-    if (JSON.stringify(held) === JSON.stringify(this.held)) return;
-    this.held = held;
+  // Offers these batches and the shown one, which stays until another is chosen.
+  offer(batches) {
+    if (JSON.stringify(batches) === JSON.stringify(this.offered)) return;
+    this.offered = batches;
     if (this.batch !== null) this.showChoices();
   }
 
   showChoices(batch = this.batch) {
-    const all = [...new Set([...this.held, batch])].sort((a, b) => a - b), at = all.indexOf(batch);
+    const all = [...new Set([...this.offered, batch])].sort((a, b) => a - b), at = all.indexOf(batch);
     const go = to => { location.hash = addressOf({ run: this.run, batch: to }); };
     const focused = this.choices.contains(document.activeElement) ? document.activeElement.getAttribute("aria-label") : null;
     const choice = (label, options, value, change) => make("select", { "aria-label": label, onchange: event => change(event.target.value) },
@@ -137,21 +137,21 @@ export class BatchView {
   }
 
   partChoices(choice) {
-    const { told, model, miniBatch } = this, parts = [["", "all mini-batches"]];
-    for (let index = 0; index < told.mini_batches_in_all; index += 1) parts.push([index, `mini-batch ${index}`]);
+    const { answer: picture, model, miniBatch } = this, parts = [["", "all mini-batches"]];
+    for (let index = 0; index < picture.mini_batches_in_all; index += 1) parts.push([index, `mini-batch ${index}`]);
     const chosen = value => this.show(this.batch, { model, uid: this.uid, miniBatch: value === "" ? null : Number(value) });
     return [
-      told.models.length > 1 ? choice("model", told.models.map(one => [one, one]), model, value => this.show(this.batch, { model: value, uid: this.uid })) : null,
+      picture.models.length > 1 ? choice("model", picture.models.map(one => [one, one]), model, value => this.show(this.batch, { model: value, uid: this.uid })) : null,
       choice("mini-batch", parts, miniBatch ?? "", chosen),
     ].filter(Boolean);
   }
 }
 
-function facts(told) {
-  const merged = told.merges ? `${some(told.rows_received, "row")} merged into ${count(told.rows)}` : some(told.rows, "row");
-  const { tokens = 0, distinct_tokens: distinct = tokens, padding_rows = 0, padding_share = 0, barrier_ratio = 1 } = told.metrics;
-  const dropped = told.dropped_uids ? ` · ${told.dropped_uids} groups dropped` : "";
-  const columns = told.columns.length ? ` · with ${told.columns.join(", ")}` : "";
-  return `${some(told.prompts, "group")} · ${merged} · ${count(tokens)} tokens${distinct < tokens ? `, ${count(distinct)} distinct` : ""} · ${share(padding_share)} padding · ` +
-    `${some(padding_rows, "padding row")} · ${barrier_ratio.toFixed(2)} × the mean load at barriers · ${told.layout}${dropped}${columns}`;
+function facts(picture) {
+  const merged = picture.merges ? `${some(picture.rows_received, "row")} merged into ${count(picture.rows)}` : some(picture.rows, "row");
+  const { tokens = 0, distinct_tokens: distinct = tokens, padding_rows = 0, padding_share = 0, barrier_ratio = 1 } = picture.metrics;
+  const dropped = picture.dropped_uids ? ` · ${picture.dropped_uids} groups dropped` : "";
+  const columns = picture.columns.length ? ` · with ${picture.columns.join(", ")}` : "";
+  return `${some(picture.prompts, "group")} · ${merged} · ${count(tokens)} tokens${distinct < tokens ? `, ${count(distinct)} distinct` : ""} · ${share(padding_share)} padding · ` +
+    `${some(padding_rows, "padding row")} · ${barrier_ratio.toFixed(2)} × the mean load at barriers · ${picture.layout}${dropped}${columns}`;
 }

@@ -1,37 +1,37 @@
-// Where merging broke: the token that differs, among those around it; as text where the service has a tokenizer.
-import { make, table } from "../shared/dom.js";
+// Where merging broke: the token that differs, with the tokens around it; as text where the service has a tokenizer.
+import { make, quiet, tableRegion } from "../shared/dom.js";
 import { count, share } from "../shared/text.js";
 
 const END = -1;
 let texts = {};
 
-// A token's id, and what it says where the service knows.
+// A token's id, and its text where the service has a tokenizer.
 function token(id) {
   if (id === END) return "end";
   const text = texts[id];
   return text === undefined ? String(id) : `${JSON.stringify(text).slice(1, -1).replaceAll(" ", "␣") || "∅"} (${id})`;
 }
 
-// Those around it: what they say, or their ids.
+// The tokens around it: their texts, or their ids.
 const around = tokens => tokens.map(id => texts[id] === undefined ? String(id) : JSON.stringify(texts[id]).slice(1, -1)).join(tokens.some(id => texts[id] !== undefined) ? "" : " ");
 
-export function showBreaks(parent, told) {
-  texts = told.texts ?? {};
-  if (!told.merges) return parent.replaceChildren(make("p", { class: "quiet" }, "This run does not merge (merge: none)."));
-  if (!told.in_all) return parent.replaceChildren(make("p", { class: "quiet" },
-    `Nowhere: ${count(told.rows_received)} rows became ${count(told.rows)}.`));
-  const { branches } = told;
-  const often = told.pairs.filter(pair => pair.count > 1).slice(0, 5);
-  const rest = told.in_all > told.breaks.length ? ` The first ${count(told.breaks.length)} are shown.` : "";
+export function showBreaks(parent, answer) {
+  texts = answer.texts ?? {};
+  if (!answer.merges) return parent.replaceChildren(quiet("This run does not merge (merge: none)."));
+  if (!answer.in_all) return parent.replaceChildren(
+    quiet(`Nowhere: ${count(answer.rows_received)} rows became ${count(answer.rows)}.`));
+  const { branches } = answer;
+  const often = answer.pairs.filter(pair => pair.count > 1).slice(0, 5);
+  const rest = answer.in_all > answer.breaks.length ? ` The first ${count(answer.breaks.length)} are shown.` : "";
   parent.replaceChildren(
-    make("p", {}, `${count(told.in_all)} of ${count(told.rows_received)} steps (${share(told.in_all / told.rows_received)}) did not ` +
+    make("p", {}, `${count(answer.in_all)} of ${count(answer.rows_received)} steps (${share(answer.in_all / answer.rows_received)}) did not ` +
       `extend ${branches ? "an earlier step" : "the step before them"}, and began a row of their own.${rest}`),
     make("p", { class: "small" }, often.length ? "Most often: " : "", often.flatMap((pair, index) => [index ? "; " : "",
       make("code", {}, token(pair.was)), " came back as ", make("code", {}, token(pair.now)), ` ${count(pair.count)} ×`])),
-    make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Breaks" },
-      table(["trajectory", "step", "token", branches ? "in the step most like it" : "in the step before", "in this step's prompt"], told.breaks.map(one => [
+    tableRegion("Breaks",
+      ["trajectory", "step", "token", branches ? "in the step most like it" : "in the step before", "in this step's prompt"], answer.breaks.map(one => [
         `${one.uid} sample ${one.sample}${one.round ? ` round ${one.round}` : ""}`, one.step, one.index,
-        branches ? make("span", {}, `step ${one.against}: `, other(one)) : other(one), one.column ? "" : context(one, one.now)]), "Where merging broke")));
+        branches ? make("span", {}, `step ${one.against}: `, other(one)) : other(one), one.column ? "" : context(one, one.now)])));
 }
 
 const other = one => one.column ? `other values of ${one.column}` : context(one, one.was);

@@ -1,18 +1,18 @@
-// How a batch's trajectories are spread: bars of scores, lengths and turns, and why they stopped.
-import { canvas, colours, readout, walkable } from "../shared/canvas.js";
-import { make, table } from "../shared/dom.js";
+// Distributions of a batch's trajectories: histograms of scores, lengths and turns, and stop reasons.
+import { canvas, colors, readout, walkable } from "../shared/canvas.js";
+import { make, tableRegion } from "../shared/dom.js";
 import { number, share, some } from "../shared/text.js";
 
 const HEIGHT = 96, FOOT = 18;
 
-export function showDistributions(parent, told) {
-  const reasons = Object.entries(told.stop_reasons);
-  const bars = [...told.histograms.map(one => ({ title: one.name, counts: one.counts, names: one.lows.map((low, index) => range(low, one.highs[index])) })),
+export function showDistributions(parent, distributions) {
+  const reasons = Object.entries(distributions.stop_reasons);
+  const bars = [...distributions.histograms.map(one => ({ title: one.name, counts: one.counts, names: one.lows.map((low, index) => range(low, one.highs[index])) })),
     { title: "stop reasons", counts: reasons.map(([, count]) => count), names: reasons.map(([reason]) => reason) }];
-  const charts = bars.filter(one => one.counts.length).map(one => chart(one, told.trajectories));
+  const charts = bars.filter(one => one.counts.length).map(one => chart(one, distributions.trajectories));
   parent.replaceChildren(make("div", { class: "curves" }, charts.map(one => one.node)), make("details", {}, make("summary", {}, "Distributions as a table"),
-    make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Distributions as a table" }, table(["of", "value", "trajectories"],
-      bars.flatMap(one => one.counts.map((count, index) => [one.title, one.names[index], count])), "Distributions"))));
+    tableRegion("Distributions as a table", ["of", "value", "trajectories"],
+      bars.flatMap(one => one.counts.map((count, index) => [one.title, one.names[index], count])))));
   charts.forEach(one => one.redraw());
 }
 
@@ -21,7 +21,7 @@ const range = (low, high) => low === high ? number(low) : `${number(low)} to ${n
 function chart({ title, counts, names }, whole) {
   const most = Math.max(...counts), words = readout(""), at = (index, width) => index / counts.length * width;
   const shape = canvas(`${title} of ${some(whole, "trajectory", "trajectories")}: most often ${names[counts.indexOf(most)]}`, HEIGHT, (context, width, height) => {
-    const paint = colours("prompt", "trained", "quiet", "grid");
+    const paint = colors("prompt", "trained", "quiet", "grid");
     context.fillStyle = paint.grid;
     context.fillRect(0, height - FOOT, width, 1);
     counts.forEach((count, index) => {
@@ -38,7 +38,7 @@ function chart({ title, counts, names }, whole) {
     readout: words,
     find: x => Math.min(counts.length - 1, Math.max(0, Math.floor(x / Math.max(1, shape.node.clientWidth) * counts.length))),
     move: (chosen, right) => Math.min(counts.length - 1, Math.max(0, (chosen ?? 0) + right)),
-    tell: index => `${names[index]}: ${some(counts[index], "trajectory", "trajectories")}, ${share(counts[index] / Math.max(1, whole))}`,
+    describe: index => `${names[index]}: ${some(counts[index], "trajectory", "trajectories")}, ${share(counts[index] / Math.max(1, whole))}`,
   });
   return { node: make("figure", { class: "curve" }, make("figcaption", {}, make("h3", { class: "small" }, title)), shape.node, words), redraw: shape.redraw };
 }

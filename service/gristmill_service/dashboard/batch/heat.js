@@ -1,14 +1,14 @@
-// Loads of many ranks: a line a rank, a column a micro-step, dark where a rank works as long as the slowest.
-import { canvas, colours, readout, walkable } from "../shared/canvas.js";
+// Loads of many ranks: one line per rank, one column per micro-step, dark where a rank works as long as the slowest.
+import { canvas, colors, readout, walkable } from "../shared/canvas.js";
 import { legend, make } from "../shared/dom.js";
 import { count, share } from "../shared/text.js";
 
 const LABEL = 62, END = 74, HEAD = 18;
 
-export function showHeat(parent, told) {
+export function showHeat(parent, picture) {
   const words = readout("Point at a cell, or walk through them with the arrow keys.");
-  const ranks = Math.max(...told.mini_batches.map(part => part.shards.length));
-  const columns = told.mini_batches.flatMap(part => {
+  const ranks = Math.max(...picture.mini_batches.map(part => part.shards.length));
+  const columns = picture.mini_batches.flatMap(part => {
     const loads = part.shards.map(shard => shard.load), steps = Math.max(0, ...loads.map(load => load.length));
     return Array.from({ length: steps }, (_, step) => ({ part: part.index, step, isFirst: step === 0, loads: loads.map(load => load[step] ?? 0),
       slowest: Math.max(1, ...loads.map(load => load[step] ?? 0)) }));
@@ -17,7 +17,7 @@ export function showHeat(parent, told) {
   const waits = Array.from({ length: ranks }, (_, rank) => 1 - columns.reduce((sum, one) => sum + one.loads[rank], 0) / Math.max(1, whole));
   const each = Math.ceil(14 / tall);
   const shape = canvas(`Loads of ${ranks} ranks in ${columns.length} micro-steps; ranks wait ${share(mean(waits))} of their time`, HEAD + ranks * tall + 2, (context, width) => {
-    const paint = colours("trained", "padding", "quiet", "text"), wide = (width - LABEL - END) / columns.length;
+    const paint = colors("trained", "padding", "quiet", "text"), wide = (width - LABEL - END) / columns.length;
     columns.forEach((one, column) => {
       const x = LABEL + column * wide;
       one.loads.forEach((load, rank) => {
@@ -53,10 +53,10 @@ export function showHeat(parent, told) {
       return rank >= 0 && rank < ranks && column >= 0 && column < columns.length ? [rank, column] : null;
     },
     move: (chosen, right, down) => [Math.min(ranks - 1, Math.max(0, (chosen?.[0] ?? 0) + down)), Math.min(columns.length - 1, Math.max(0, (chosen?.[1] ?? 0) + right))],
-    tell: ([rank, column]) => {
+    describe: ([rank, column]) => {
       const one = columns[column];
-      return `mini-batch ${one.part}, rank ${rank}, micro-step ${one.step * told.micro_steps_per_cell}: ${count(one.loads[rank])} ` +
-        `${told.load_unit === "tokens" ? "tokens" : "(in FLOPs)"}, ${share(one.loads[rank] / one.slowest)} of the slowest, rank ${one.loads.indexOf(one.slowest)}; it waits ${share(waits[rank])} of the batch`;
+      return `mini-batch ${one.part}, rank ${rank}, micro-step ${one.step * picture.micro_steps_per_cell}: ${count(one.loads[rank])} ` +
+        `${picture.load_unit === "tokens" ? "tokens" : "(in FLOPs)"}, ${share(one.loads[rank] / one.slowest)} of the slowest, rank ${one.loads.indexOf(one.slowest)}; it waits ${share(waits[rank])} of the batch`;
     },
   });
   parent.replaceChildren(make("div", { class: "bar" }, legend([["trained", "works as long as the slowest rank"], ["wait", "waits"]]),

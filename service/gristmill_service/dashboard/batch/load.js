@@ -1,17 +1,17 @@
-// Loads: a lane a rank, micro-steps side by side, each as long as its slowest rank. What a lane leaves empty is waiting.
-import { canvas, colours, readout, walkable } from "../shared/canvas.js";
+// Loads: one lane per rank, micro-steps next to each other, each as long as its slowest rank. Empty parts are waiting.
+import { canvas, colors, readout, walkable } from "../shared/canvas.js";
 import { legend, make } from "../shared/dom.js";
 import { count, share, some } from "../shared/text.js";
 
 const LABEL = 62, END = 74;
 
-export function showLoad(parent, told) {
+export function showLoad(parent, picture) {
   const words = readout("Point at a micro-step, or walk through them with the arrow keys.");
-  const unit = told.load_unit === "tokens" ? "tokens" : told.load_unit;
-  const lanes = told.mini_batches.map(part => lanesOf(part, told, words, unit));
+  const unit = picture.load_unit === "tokens" ? "tokens" : picture.load_unit;
+  const lanes = picture.mini_batches.map(part => lanesOf(part, picture, words, unit));
   const whole = Math.max(1, ...lanes.map(one => one.length));
   lanes.forEach(one => { one.whole = whole; });
-  const cells = told.micro_steps_per_cell > 1 ? ` Each cell is ${told.micro_steps_per_cell} micro-steps added up.` : "";
+  const cells = picture.micro_steps_per_cell > 1 ? ` Each cell is ${picture.micro_steps_per_cell} micro-steps added up.` : "";
   parent.replaceChildren(
     make("div", { class: "bar" }, legend([["trained", `works (${unit})`], ["wait", "waits for the slowest rank"]]),
       make("span", { class: "quiet small end" }, `${cells} At the right: how much of its time a rank waits.`)),
@@ -19,7 +19,7 @@ export function showLoad(parent, told) {
   lanes.forEach(one => one.shape.redraw());
 }
 
-function lanesOf(part, told, words, unit) {
+function lanesOf(part, picture, words, unit) {
   const loads = part.shards.map(shard => shard.load), steps = Math.max(0, ...loads.map(load => load.length));
   const slowest = Array.from({ length: steps }, (_, step) => Math.max(...loads.map(load => load[step] ?? 0)));
   const starts = slowest.reduce((ends, one) => [...ends, ends.at(-1) + one], [0]), length = starts.at(-1);
@@ -29,7 +29,7 @@ function lanesOf(part, told, words, unit) {
     `${share(idle.reduce((sum, one) => sum + one, 0) / Math.max(1, idle.length))} of their time`);
   const shape = canvas(`Mini-batch ${part.index}: load of ${loads.length} ranks in ${steps} micro-steps`, lane * loads.length + 2,
     (context, width) => {
-      const paint = colours("trained", "padding", "quiet", "card", "text"), scale = (width - LABEL - END) / whole.whole;
+      const paint = colors("trained", "padding", "quiet", "card", "text"), scale = (width - LABEL - END) / whole.whole;
       loads.forEach((load, rank) => {
         const y = rank * lane + 1;
         context.fillStyle = paint.quiet;
@@ -63,7 +63,7 @@ function lanesOf(part, told, words, unit) {
     move: (chosen, right, down) => steps ? [
       Math.min(loads.length - 1, Math.max(0, (chosen?.[0] ?? 0) + down)),
       Math.min(steps - 1, Math.max(0, (chosen?.[1] ?? 0) + right))] : null,
-    tell: ([rank, step]) => `mini-batch ${part.index}, rank ${rank}, micro-step ${step * told.micro_steps_per_cell}: ` +
+    describe: ([rank, step]) => `mini-batch ${part.index}, rank ${rank}, micro-step ${step * picture.micro_steps_per_cell}: ` +
       `${count(loads[rank][step] ?? 0)} ${unit === "tokens" ? "tokens" : "(in FLOPs)"}; the slowest, rank ` +
       `${loads.findIndex(load => (load[step] ?? 0) === slowest[step])}, has ${count(slowest[step])}`,
   });

@@ -1,10 +1,10 @@
-// What holds a run up, worst first and loud where a person is needed; each leads to what it is about.
+// What holds a run up, worst first, loud where a person is needed; each links to what it is about.
 import { make } from "../shared/dom.js";
 import { since } from "../shared/text.js";
 
 export const rankId = (model, rank) => `rank-${model}-${rank}`;
 
-// open(what): { batch }, { model, rank }, { batch, model, miniBatch, rank } for the rows of that shard, or { group }: one that is open.
+// open(what): { batch }, { model, rank }, { batch, model, miniBatch, rank } for the rows of that shard, or { group }, an open one.
 export function findingItems(health, open) {
   return health.findings.map(one => {
     const isLoud = ["failed", "stuck"].includes(one.level);

@@ -1,31 +1,31 @@
-// A group that is not sealed: what of each sample has come, and the tokens of its rows.
+// A group that is not sealed: which steps of each sample have arrived, and the tokens of its rows.
 import { showTokens } from "../batch/row.js";
 import { paths, read } from "../shared/api.js";
-import { make, table } from "../shared/dom.js";
+import { make, quiet, tableRegion } from "../shared/dom.js";
 import { count, number, some } from "../shared/text.js";
 
 export const nameOf = group => group.uid + (group.round ? ` round ${group.round}` : "") + (group.tag ? ` (${group.tag})` : "");
 
 // group: { uid, round }.
 export async function showGroup(parent, run, group) {
-  let told;
+  let answer;
   try {
-    told = await read(paths.samples(run, group));
+    answer = await read(paths.samples(run, group));
   } catch (error) {
-    return parent.replaceChildren(make("p", { class: "quiet", role: "status" }, error.message));
+    return parent.replaceChildren(quiet(error.message, { role: "status" }));
   }
   const tokens = make("div", {});
   const again = make("button", { onclick: () => showGroup(parent, run, group) }, "Look again");
   const open = one => make("button", { class: "way", "aria-label": `tokens of sample ${one.sample} step ${one.newest_step}`,
     onclick: () => showStep(tokens, run, group, one.sample, one.newest_step) }, `step ${one.newest_step}`);
-  const part = make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Samples of the group" },
-    table(["sample", "state", "steps", "missing", "tokens", "reward", "newest"], told.samples.map(one => [
+  const part = tableRegion("Samples of the group",
+    ["sample", "state", "steps", "missing", "tokens", "reward", "newest"], answer.samples.map(one => [
       one.sample, one.reason ? `${one.state}: ${one.reason}` : one.attempt ? `${one.state}, attempt ${one.attempt}` : one.state, one.rows,
       one.missing_step == null ? "" : `step ${one.missing_step}`, one.tokens, one.reward == null ? "" : number(one.reward),
-      one.newest_step == null ? "" : open(one)]), "Samples of the group"));
-  const more = told.in_all > told.samples.length ? `, the first ${count(told.samples.length)} of which are shown` : "";
-  parent.replaceChildren(make("div", { class: "bar" }, make("h3", {}, nameOf(told)),
-    make("span", { class: "quiet small" }, `${count(told.complete)} of ${some(told.in_all, "sample")} complete${more}`), again), part, tokens);
+      one.newest_step == null ? "" : open(one)]));
+  const more = answer.in_all > answer.samples.length ? `, the first ${count(answer.samples.length)} of which are shown` : "";
+  parent.replaceChildren(make("div", { class: "bar" }, make("h3", {}, nameOf(answer)),
+    make("span", { class: "quiet small" }, `${count(answer.complete)} of ${some(answer.in_all, "sample")} complete${more}`), again), part, tokens);
   part.scrollIntoView({ block: "center" });
   part.focus({ preventScroll: true });
 }

@@ -1,8 +1,8 @@
-// What became of all batches of a run, those that are freed, too.
+// Figures of all batches of a run, also of freed ones.
 import { addressOf } from "../shared/address.js";
 import { paths, readVersion } from "../shared/api.js";
 import { batches, curves } from "../shared/curves.js";
-import { make, section, table } from "../shared/dom.js";
+import { make, quiet, section, table, tableRegion, tile } from "../shared/dom.js";
 import { count, duration, number, share, some } from "../shared/text.js";
 
 const AGAIN_MS = 10_000;
@@ -19,10 +19,10 @@ export class HistoryView {
     this.body = make("div", {});
     this.node = section("History", this.body);
     this.node.hidden = true;
-    this.whenDrawn = new Promise(resolve => { this.tellDrawn = resolve; });
+    this.whenDrawn = new Promise(resolve => { this.drawn = resolve; });
   }
 
-  // Asks when batches came since, and not often.
+  // Asks when there are new batches, at most every ten seconds.
   async update(health) {
     const version = JSON.stringify([health.batches_published, health.batches_failed, health.state === "finished"]);
     if (version === this.version || this.version && health.state !== "finished" && Date.now() - this.asked < AGAIN_MS) return;
@@ -30,23 +30,23 @@ export class HistoryView {
     this.asked = Date.now();
     try {
       const { body, changed } = await readVersion(paths.history(this.run));
-      if (changed || !this.told) this.draw(body, health.state === "finished");
+      if (changed || !this.history) this.draw(body, health.state === "finished");
     } catch (error) {
       this.version = null;
-      if (this.told) this.body.append(make("p", { class: "quiet" }, error.message));
+      if (this.history) this.body.append(quiet(error.message));
     }
   }
 
-  // What is kept of this batch, alone or among others; null where nothing is.
-  kept(batch) {
-    return this.told?.points.find(point => point.first <= batch && batch <= point.last) ?? null;
+  // Returns the point that has this batch's figures, alone or with others; null where there is none.
+  pointOf(batch) {
+    return this.history?.points.find(point => point.first <= batch && batch <= point.last) ?? null;
   }
 
-  draw(told, isFinished) {
-    this.told = told;
-    this.node.hidden = !told.points.length && !told.failed.length;
+  draw(history, isFinished) {
+    this.history = history;
+    this.node.hidden = !history.points.length && !history.failed.length;
     const isOpen = this.body.querySelector("details.more")?.open ?? isFinished;
-    const { points, totals } = told, failed = told.failed.map(one => one.batch);
+    const { points, totals } = history, failed = history.failed.map(one => one.batch);
     const shared = { failed, open: point => this.open(point.last) };
     // One point makes no curve.
     const charts = points.length > 1 ? CURVES.flatMap(([title, linesOf, format]) => {
@@ -56,12 +56,11 @@ export class HistoryView {
     const rest = !charts.length ? null : make("details", { class: "more", open: isOpen }, make("summary", {}, "More curves"),
       make("div", { class: "curves" }, charts.slice(FIRST).map(chart => chart.node)));
     rest?.addEventListener("toggle", () => charts.forEach(chart => chart.redraw()));
-    this.body.replaceChildren(...failures(told.failed, this.run), ...(totals ? [make("dl", { class: "tiles" }, ...tiles(totals)),
+    this.body.replaceChildren(...failures(history.failed, this.run), ...(totals ? [make("dl", { class: "tiles" }, ...tiles(totals)),
       make("div", { class: "curves" }, charts.slice(0, FIRST).map(chart => chart.node)), ...(rest ? [rest] : []),
-      make("details", {}, make("summary", {}, "Figures of every batch"), make("div", { class: "scroll", tabindex: "0", role: "region",
-        "aria-label": "Figures of every batch" }, historyTable(points, this.run)))] : []));
+      make("details", {}, make("summary", {}, "Figures of every batch"), historyTable(points, this.run))] : []));
     charts.forEach(chart => chart.redraw());
-    this.tellDrawn();
+    this.drawn();
     performance.mark("history drawn");
   }
 }
@@ -81,7 +80,7 @@ const CURVES = [
   ["groups without variance", byTag("groups without variance", "zero_variance"), percent],
   ["response tokens", byTag("response tokens", "response_length_mean"), number],
   ["rows a batch", () => [
-    { name: "as they came", value: point => perBatch(point, point.rows) },
+    { name: "as received", value: point => perBatch(point, point.rows) },
     { name: "after merging", value: point => perBatch(point, point.rows_merged) },
     { name: "merge breaks", value: point => perBatch(point, point.breaks) }], number],
   ["staleness, versions", points => points.some(point => point.staleness_mean != null) ? [
@@ -92,7 +91,6 @@ const CURVES = [
 ];
 
 function tiles(totals) {
-  const tile = (name, value, more) => make("div", {}, make("dt", {}, name), make("dd", {}, value, make("span", {}, more)));
   const known = (value, format) => value == null ? "none" : format(value);
   return [
     tile("batches", count(totals.batches), `in ${duration(totals.seconds)}`),
@@ -111,10 +109,10 @@ function failures(failed, run) {
     one.remedy ? `: ${one.remedy}` : "")))];
 }
 
-// The figures of one point, for a batch that is freed.
+// Returns the figures of one point, for a batch that is freed.
 export function figures(point) {
   const shown = value => value == null ? "" : number(value);
-  return table(["figure", "value"], COLUMNS.map(([name, value]) => [name, shown(value(point))]), `What is kept of ${batches(point)}`);
+  return table(["figure", "value"], COLUMNS.map(([name, value]) => [name, shown(value(point))]), `Figures of ${batches(point)}`);
 }
 
 const COLUMNS = [
@@ -127,7 +125,7 @@ const COLUMNS = [
 ];
 
 function historyTable(points, run) {
-  return table(["batches", ...COLUMNS.map(([name]) => name)], points.map(point => [
+  return tableRegion("Figures of every batch", ["batches", ...COLUMNS.map(([name]) => name)], points.map(point => [
     make("a", { href: addressOf({ run, batch: point.last }) }, batches(point)),
-    ...COLUMNS.map(([, value]) => value(point) == null ? "" : number(value(point)))]), "History of batches");
+    ...COLUMNS.map(([, value]) => value(point) == null ? "" : number(value(point)))]));
 }

@@ -1,8 +1,8 @@
-// One run: how it is, what holds it up, and the batch that is looked at.
+// One run: its health, what holds it up, and one of its batches.
 import { addressOf } from "../shared/address.js";
 import { paths, readVersion } from "../shared/api.js";
 import { BatchView } from "../batch/batch.js";
-import { make, section, table } from "../shared/dom.js";
+import { make, quiet, section, tableRegion, tile } from "../shared/dom.js";
 import { findingItems, rankId } from "./findings.js";
 import { nameOf } from "./group.js";
 import { HistoryView } from "./history.js";
@@ -27,7 +27,7 @@ export class RunView {
     this.waiting = make("div", {});
     this.node = make("div", {}, this.title, this.findings, this.tiles, this.history.node, this.batch.node, this.timeline.node,
       section("What waits, and for how long", this.waiting), section("Find groups", this.search.node), this.settings.node);
-    // The first answer as early as can be; whoever polls tells what went wrong.
+    // Asks at once; the poll after it reports errors.
     this.look().catch(() => {});
   }
 
@@ -37,19 +37,19 @@ export class RunView {
     if (batch !== null) this.batch.show(batch, { uid, shard });
   }
 
-  tellGone() {
+  showGone() {
     if (this.isGone) return;
     this.isGone = true;
-    const was = this.health ? "It was deleted while you looked at it: its rows, shards and history are gone." : "It was deleted, or never created.";
+    const was = this.health ? "It was deleted while it was shown: its rows, shards and history are gone." : "It was deleted, or never created.";
     this.node.replaceChildren(make("h1", {}, this.name), make("p", { class: "empty", role: "status" },
       `This service has no run of the name ${this.name}. ${was} It appears here when a run of this name is created.`));
   }
 
-  // A finding leads to what it is about.
+  // Shows what a finding is about.
   lead({ batch, model, miniBatch, rank, group }) {
     if (group) {
       const address = addressOf({ run: this.name, ...group });
-      // Whoever is there already wants to look again.
+      // Asked again: the samples are read again.
       return location.hash === address ? this.search.find(group.uid, group.round) : location.hash = address;
     }
     if (batch != null) {
@@ -88,20 +88,19 @@ export class RunView {
   }
 }
 
-// Of a run that is failed or stuck the findings say it.
+// The findings say why a run is failed or stuck.
 function summary(body) {
   return ["failed", "stuck"].includes(body.state) ? [] : [make("span", { class: "quiet" }, body.summary)];
 }
 
 function tiles(body) {
-  const tile = (name, value, more) => make("div", {}, make("dt", {}, name), make("dd", {}, value, make("span", {}, more)));
   const room = body.groups_room >= 2 ** 31 ? "any" : count(body.groups_room);
   const dropped = Object.values(body.groups_dropped).reduce((sum, one) => sum + one, 0);
   return [
     tile("groups", `${count(body.groups_open)} open`, `${count(body.groups_complete)} complete, room for ${room}`),
     tile("groups dropped", count(dropped), Object.entries(body.groups_dropped).map(([why, n]) => `${why} ${n}`).join(", ")),
     tile("batches", `${count(body.batches_published)} made`, `${count(body.batches_freed)} freed, ${body.batches_failed} failed`),
-    tile("held", bytes(body.row_bytes + body.shard_bytes), `rows ${bytes(body.row_bytes)}`),
+    tile("stored", bytes(body.row_bytes + body.shard_bytes), `rows ${bytes(body.row_bytes)}`),
     tile("rows", count(body.rows_accepted), make("span", {}, "last ", since(body.rows_since, body.watched_since), " ago")),
   ];
 }
@@ -130,11 +129,10 @@ function waiting(body) {
     return part;
   };
   const part = (title, heads, rows, none) => make("div", {}, make("h3", { class: "small" }, title),
-    rows.length ? make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": title },
-      table(heads, rows, title)) : make("p", { class: "quiet" }, none));
+    rows.length ? tableRegion(title, heads, rows) : quiet(none));
   return [make("div", { class: "pair wide" },
     make("div", {},
       part("Oldest open groups", ["group", "complete", "rows", "open for"], groups, "No group is open."),
-      part("Batches that are held", ["batch", "state", "groups", "for"], batches, "No batch is held.")),
+      part("Batches in store", ["batch", "state", "groups", "for"], batches, "No batch is in store.")),
     rankTable(part("Ranks", ["rank", "next", "state", "for"], ranks, "No ranks.")))];
 }

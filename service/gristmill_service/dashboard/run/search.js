@@ -1,7 +1,7 @@
-// Groups by their uid: where they are, and what became of them.
+// Finds groups by uid: where they are, and why they were dropped.
 import { addressOf } from "../shared/address.js";
 import { paths, read } from "../shared/api.js";
-import { make, table } from "../shared/dom.js";
+import { make, quiet, tableRegion } from "../shared/dom.js";
 import { some } from "../shared/text.js";
 import { nameOf, showGroup } from "./group.js";
 
@@ -11,14 +11,14 @@ export class SearchView {
   constructor(run) {
     this.run = run;
     this.field = make("input", { type: "search", name: "uid", placeholder: "uid, or part of it", "aria-label": "Find groups by uid" });
-    this.found = make("div", { role: "status" });
+    this.matches = make("div", { role: "status" });
     this.group = make("div", {});
     const form = make("form", { class: "bar", role: "search" }, this.field, make("button", { type: "submit" }, "Find"));
     form.addEventListener("submit", event => { event.preventDefault(); this.look(); });
-    this.node = make("div", { class: "search" }, form, this.found, this.group);
+    this.node = make("div", { class: "search" }, form, this.matches, this.group);
   }
 
-  // Shows the samples of the open group of this round whose uid begins so; where it is open no more, what became of it.
+  // Shows the samples of the open group of this round whose uid begins with this text, or, where it is closed, its state.
   async find(uid, round) {
     this.field.value = uid;
     this.field.scrollIntoView({ block: "center" });
@@ -27,23 +27,22 @@ export class SearchView {
     if (group) await showGroup(this.group, this.run, group);
   }
 
-  // The groups that are found.
+  // Returns the matching groups.
   async look() {
     const uid = this.field.value.trim();
     this.group.replaceChildren();
     if (!uid) {
-      this.found.replaceChildren();
+      this.matches.replaceChildren();
       return [];
     }
     try {
-      const told = await read(paths.find(this.run, uid));
-      const what = told.in_all ? `${some(told.in_all, "group")}${told.in_all > told.groups.length ? `, the first ${told.groups.length}` : ""}` : `No group's uid contains ${uid}.`;
-      this.found.replaceChildren(make("p", { class: "quiet small" }, what), ...(told.groups.length ? [make("div",
-        { class: "scroll", tabindex: "0", role: "region", "aria-label": "Groups that were found" }, table(["group", "state", "where"],
-          told.groups.map(group => [nameOf(group), group.state, this.where(group)]), "Groups that were found"))] : []));
-      return told.groups;
+      const answer = await read(paths.find(this.run, uid));
+      const what = answer.in_all ? `${some(answer.in_all, "group")}${answer.in_all > answer.groups.length ? `, the first ${answer.groups.length}` : ""}` : `No group's uid contains ${uid}.`;
+      this.matches.replaceChildren(make("p", { class: "quiet small" }, what), ...(answer.groups.length ? [tableRegion(
+        "Groups that were found", ["group", "state", "where"], answer.groups.map(group => [nameOf(group), group.state, this.where(group)]))] : []));
+      return answer.groups;
     } catch (error) {
-      this.found.replaceChildren(make("p", { class: "quiet" }, error.message));
+      this.matches.replaceChildren(quiet(error.message));
       return [];
     }
   }

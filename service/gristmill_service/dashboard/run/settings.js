@@ -1,6 +1,6 @@
-// The run's settings beside their defaults, and what others would give for the batch that is looked at.
+// The run's settings with their defaults, and what other settings would cost for the shown batch.
 import { paths, read } from "../shared/api.js";
-import { make, table } from "../shared/dom.js";
+import { make, quiet, tableRegion } from "../shared/dom.js";
 import { count, share } from "../shared/text.js";
 
 export class SettingsView {
@@ -18,27 +18,27 @@ export class SettingsView {
 
   async show() {
     if (this.list.childElementCount) return;
-    const told = await read(paths.settings(this.run));
+    const answer = await read(paths.settings(this.run));
     const text = value => value == null ? "none" : typeof value === "string" ? value : JSON.stringify(value, (_, part) => part ?? undefined);
     const lines = all => all.map(one => [make("code", {}, one.name), text(one.value), one.is_default ? "the default" : one.default == null ? "none" : text(one.default)]);
-    const part = (name, all) => make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": name }, table(["setting", "value", "default"], lines(all), name));
-    this.list.replaceChildren(part("Settings of the run", told.settings.filter(one => !one.is_default)),
-      make("details", {}, make("summary", {}, "Those that have their default"), part("Settings that have their default", told.settings.filter(one => one.is_default))));
+    const part = (name, all) => tableRegion(name, ["setting", "value", "default"], lines(all));
+    this.list.replaceChildren(part("Settings of the run", answer.settings.filter(one => !one.is_default)),
+      make("details", {}, make("summary", {}, "Settings at their default"), part("Settings at their default", answer.settings.filter(one => one.is_default))));
   }
 
   async compute() {
     const batch = this.batchOf();
-    if (batch == null) return this.costs.replaceChildren(make("p", { class: "quiet" }, "No batch is shown."));
-    this.costs.replaceChildren(make("p", { class: "quiet" }, `Batch ${batch} is planned again; a large one takes seconds.`));
+    if (batch == null) return this.costs.replaceChildren(quiet("No batch is shown."));
+    this.costs.replaceChildren(quiet(`Batch ${batch} is planned again; a large one takes seconds.`));
     try {
-      const told = await read(paths.batch(this.run, batch, "costs"));
+      const answer = await read(paths.batch(this.run, batch, "costs"));
       const line = one => [one.setting ? make("code", {}, one.setting) : "as configured", one.rows, one.padding_rows,
         one.tokens == null ? "not known" : one.tokens, one.padding_share == null ? "" : share(one.padding_share), `${one.barrier_ratio.toFixed(2)} × the mean`];
-      this.costs.replaceChildren(...(told.costs.length > 1 ? [] : [make("p", {}, "No other setting would make it cheaper, or none is allowed.")]),
-        make("p", { class: "small quiet" }, `Batch ${count(batch)}`), make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "What other settings would give" },
-          table(["with", "rows", "padding rows", "tokens", "of it padding", "slowest rank"], told.costs.map(line), "What other settings would give")));
+      this.costs.replaceChildren(...(answer.costs.length > 1 ? [] : [make("p", {}, "No other setting would make it cheaper, or none is allowed.")]),
+        make("p", { class: "small quiet" }, `Batch ${count(batch)}`), tableRegion("What other settings would give",
+          ["with", "rows", "padding rows", "tokens", "padding share", "slowest rank"], answer.costs.map(line)));
     } catch (error) {
-      this.costs.replaceChildren(make("p", { class: "quiet" }, error.message));
+      this.costs.replaceChildren(quiet(error.message));
     }
   }
 }

@@ -1,7 +1,7 @@
-// The ranks' time line: when each worked on which batch, and when it had nothing to work on.
+// The ranks' timeline: when each worked on which batch, and when it had nothing to do.
 import { paths, read } from "../shared/api.js";
-import { canvas, colours } from "../shared/canvas.js";
-import { legend, make } from "../shared/dom.js";
+import { canvas, colors } from "../shared/canvas.js";
+import { legend, make, quiet } from "../shared/dom.js";
 import { duration, now } from "../shared/text.js";
 
 const LABEL = 62, MOST = 64;
@@ -12,7 +12,7 @@ export class TimelineView {
     this.seconds = 600;
     this.picture = make("div", {});
     const spans = [[120, "2 minutes"], [600, "10 minutes"], [3600, "an hour"], [14400, "4 hours"]];
-    this.node = make("section", { "aria-label": "Time line of ranks" }, make("div", { class: "bar" }, make("h2", {}, "Time line of ranks"),
+    this.node = make("section", { "aria-label": "Timeline of ranks" }, make("div", { class: "bar" }, make("h2", {}, "Timeline of ranks"),
       make("select", { "aria-label": "how far back", onchange: event => { this.seconds = Number(event.target.value); this.refresh(); } },
         spans.map(([value, text]) => make("option", { value, selected: value === this.seconds }, text))),
       legend([["trained", "works on an even batch"], ["prompt", "on an odd one"], ["wait", "began, not acknowledged"]])), this.picture);
@@ -20,7 +20,7 @@ export class TimelineView {
       { rootMargin: "100px" }).observe(this.node);
   }
 
-  // Asks only while it is seen: when something happened, and now and then for the time that passes.
+  // Asks only while it is in sight: when something happened, and every ten seconds.
   update(health) {
     const version = JSON.stringify([health.steps_seen, health.batches_published, health.models.map(model => model.incarnation)]);
     if (version === this.version && Date.now() - this.asked < 10_000) return;
@@ -31,36 +31,35 @@ export class TimelineView {
   async refresh() {
     this.asked = Date.now();
     try {
-      const told = await read(paths.timeline(this.run, "policy", this.seconds));
-      draw(this.picture, told);
+      draw(this.picture, await read(paths.timeline(this.run, "policy", this.seconds)));
     } catch (error) {
-      this.picture.replaceChildren(make("p", { class: "quiet" }, error.message));
+      this.picture.replaceChildren(quiet(error.message));
     }
   }
 }
 
-function spansOf(rank, told, published) {
-  let before = told.begin;
+function spansOf(rank, timeline, published) {
+  let before = timeline.begin;
   const spans = rank.passed.map(([at, batch, epoch, miniBatch]) => {
     const begin = Math.max(before, published.get(batch) ?? before);
     before = at;
     return { begin: Math.min(begin, at), end: at, batch, what: `batch ${batch} epoch ${epoch} mini-batch ${miniBatch}` };
   });
   const ready = published.get(rank.next.batch);
-  const open = ready == null ? null : { begin: Math.max(rank.since, ready, told.begin), end: told.end, batch: rank.next.batch };
+  const open = ready == null ? null : { begin: Math.max(rank.since, ready, timeline.begin), end: timeline.end, batch: rank.next.batch };
   return { spans, open };
 }
 
-function draw(parent, told) {
-  const ranks = told.ranks.slice(0, MOST), lane = ranks.length > 24 ? 9 : 16, length = Math.max(1, told.end - told.begin);
-  const published = new Map(told.batches.map(one => [one.batch, one.published]));
-  const lines = ranks.map(rank => spansOf(rank, told, published));
+function draw(parent, timeline) {
+  const ranks = timeline.ranks.slice(0, MOST), lane = ranks.length > 24 ? 9 : 16, length = Math.max(1, timeline.end - timeline.begin);
+  const published = new Map(timeline.batches.map(one => [one.batch, one.published]));
+  const lines = ranks.map(rank => spansOf(rank, timeline, published));
   const waited = ranks.map((rank, index) => 1 - [...lines[index].spans, lines[index].open].filter(Boolean)
     .reduce((sum, span) => sum + span.end - span.begin, 0) / length);
-  const label = `Of ${told.ranks_in_all} ranks over ${duration(length)}: ` +
-    ranks.slice(0, 8).map((_, rank) => `rank ${rank} had nothing to work on for ${Math.round(100 * Math.max(0, waited[rank]))}%`).join(", ");
+  const label = `Of ${timeline.ranks_in_all} ranks over ${duration(length)}: ` +
+    ranks.slice(0, 8).map((_, rank) => `rank ${rank} had nothing to do for ${Math.round(100 * Math.max(0, waited[rank]))}%`).join(", ");
   const shape = canvas(label, lane * ranks.length + 36, (context, width) => {
-    const paint = colours("trained", "prompt", "padding", "grid", "quiet"), x = at => LABEL + (at - told.begin) / length * (width - LABEL - 4);
+    const paint = colors("trained", "prompt", "padding", "grid", "quiet"), x = at => LABEL + (at - timeline.begin) / length * (width - LABEL - 4);
     lines.forEach(({ spans, open }, rank) => {
       const y = 18 + rank * lane;
       context.fillStyle = paint.grid;
@@ -72,18 +71,18 @@ function draw(parent, told) {
         context.fillRect(x(span.begin), y, Math.max(1.5, x(span.end) - x(span.begin) - 1), lane - 3);
       }
     });
-    marks(context, told, x, lane * ranks.length + 18, width, paint);
+    marks(context, timeline, x, lane * ranks.length + 18, width, paint);
   });
-  const more = told.ranks_in_all > ranks.length ? [make("p", { class: "quiet small" }, `The first ${ranks.length} of ${told.ranks_in_all} ranks are drawn.`)] : [];
+  const more = timeline.ranks_in_all > ranks.length ? [make("p", { class: "quiet small" }, `The first ${ranks.length} of ${timeline.ranks_in_all} ranks are drawn.`)] : [];
   parent.replaceChildren(shape.node, ...more);
   shape.redraw();
 }
 
 // When batches were published, and how long ago that is.
-function marks(context, told, x, bottom, width, paint) {
+function marks(context, timeline, x, bottom, width, paint) {
   let free = LABEL - 1;
-  for (const { batch, published } of told.batches) {
-    if (published < told.begin || x(published) < free) continue;
+  for (const { batch, published } of timeline.batches) {
+    if (published < timeline.begin || x(published) < free) continue;
     context.fillStyle = paint.quiet;
     context.fillRect(x(published), 12, 1, bottom - 12);
     const text = `batch ${batch}`, wide = context.measureText(text).width, left = Math.min(x(published), width - wide);
@@ -91,7 +90,7 @@ function marks(context, told, x, bottom, width, paint) {
     free = left + wide + 10;
   }
   context.fillStyle = paint.quiet;
-  context.fillText(`${duration(now() - told.begin)} ago`, LABEL, bottom + 8);
+  context.fillText(`${duration(now() - timeline.begin)} ago`, LABEL, bottom + 8);
   const last = "now";
   context.fillText(last, width - context.measureText(last).width - 4, bottom + 8);
 }

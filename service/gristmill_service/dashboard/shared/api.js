@@ -1,4 +1,4 @@
-// Reads the service. What has not changed is not sent again.
+// Reads the service's answers. What has not changed is not sent again.
 import { signIn } from "./signin.js";
 
 const versions = new Map();
@@ -24,19 +24,19 @@ export class Refused extends Error {
   }
 }
 
-// What the service refuses comes as an answer with status 200: a browser's console has errors for none.
+// A refusal comes as an answer with status 200, so that the browser's console logs no error.
 async function ask(path, headers = {}) {
   const answer = await fetch(path, { headers: { ...headers, Prefer: "errors=body" }, cache: "no-store" });
   const status = Number(answer.headers.get("Gristmill-Status") ?? answer.status);
   if (answer.ok && status < 400 || status === 304) return answer;
   if (status === 401) signIn();
-  const told = await answer.json().catch(() => null);
-  throw new Refused(told?.error?.message ?? `the service answered ${status}`, status);
+  const body = await answer.json().catch(() => null);
+  throw new Refused(body?.error?.message ?? `the service answered ${status}`, status);
 }
 
 export const read = async path => (await ask(path)).json();
 
-// {body, changed}: the body from before where the service says that it still holds.
+// Returns {body, changed}: the body from before where the service says that it has not changed.
 export async function readVersion(path) {
   const before = versions.get(path);
   const answer = await ask(path, before ? { "If-None-Match": before.etag } : {});

@@ -1,7 +1,7 @@
-// Canvases that are sharp on every screen and follow the page's colours.
+// Canvases that are sharp on every screen and follow the page's colors.
 const drawn = new Map();
 
-// draw(context, width, height) in CSS pixels; called again when the width or the colours change.
+// draw(context, width, height) in CSS pixels; called again when the width or the colors change.
 export function canvas(label, height, draw) {
   const node = document.createElement("canvas");
   node.setAttribute("role", "img");
@@ -30,7 +30,7 @@ const later = () => { cancelAnimationFrame(waiting); waiting = requestAnimationF
 window.addEventListener("resize", later);
 window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", later);
 
-export function colours(...names) {
+export function colors(...names) {
   const style = getComputedStyle(document.documentElement);
   return Object.fromEntries(names.map(name => [name, style.getPropertyValue(`--${name}`).trim()]));
 }
@@ -41,18 +41,17 @@ export const snap = value => {
   return Math.round(value * ratio) / ratio;
 };
 
-// A picture that can be walked through: pointer and arrow keys choose a thing, whose words stand below; a click or Enter
-// opens it.
-export function walkable(shape, { find, move, tell, open, readout }) {
+// A picture that one can walk through: pointer and arrow keys choose an item, which is described below; a click or Enter opens it.
+export function walkable(shape, { find, move, describe, open, readout }) {
   const { node, redraw } = shape;
   node.tabIndex = 0;
   node.setAttribute("role", "application");
   let chosen = null;
-  const choose = thing => {
-    if (JSON.stringify(thing) === JSON.stringify(chosen)) return;
-    chosen = thing;
-    shape.chosen = thing;
-    readout.textContent = thing == null ? "" : tell(thing);
+  const choose = item => {
+    if (JSON.stringify(item) === JSON.stringify(chosen)) return;
+    chosen = item;
+    shape.chosen = item;
+    readout.textContent = item == null ? "" : describe(item);
     redraw();
   };
   node.addEventListener("pointermove", event => choose(find(event.offsetX, event.offsetY)));

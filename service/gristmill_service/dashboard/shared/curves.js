@@ -1,5 +1,5 @@
-// Curves of a run's batches: a small chart a question, all over the same batches.
-import { canvas, colours, walkable } from "./canvas.js";
+// Curves of a run's batches: small charts, all over the same batches.
+import { canvas, colors, walkable } from "./canvas.js";
 import { make } from "./dom.js";
 import { compact, number } from "./text.js";
 
@@ -16,11 +16,11 @@ export function curves(title, points, lines, { failed = [], open, format = numbe
   const low = Math.min(0, ...known), most = Math.max(low, ...known), high = most === low ? low + 1 : most;
   const words = make("p", { class: "readout small", role: "status" });
   const paints = lines.map((_, index) => ({ name: PAINTS[index % PAINTS.length], dash: DASHES[Math.floor(index / PAINTS.length) % DASHES.length] }));
-  const ends = lines.map((line, index) => `${line.name} ${told(values[index].findLast(value => value != null), format)}`);
+  const ends = lines.map((line, index) => `${line.name} ${shown(values[index].findLast(value => value != null), format)}`);
   const label = `${title} over ${points.length} points from ${batches(points[0])}; at the end ${ends.join(", ")}`;
   const x = (index, width) => LEFT + (points.length === 1 ? .5 : index / (points.length - 1)) * (width - LEFT - RIGHT);
   const shape = canvas(label, HEIGHT, (context, width, height) => {
-    const paint = colours(...PAINTS, "grid"), y = value => TOP + (high - value) / (high - low) * (height - TOP - BOTTOM);
+    const paint = colors(...PAINTS, "grid"), y = value => TOP + (high - value) / (high - low) * (height - TOP - BOTTOM);
     axes(context, { values: [...new Set([low, most])], y, width, height, points, paint, format: one => Math.abs(one) < 10_000 ? format(one) : compact(one) });
     context.fillStyle = paint.stuck;
     for (const batch of failed) {
@@ -41,7 +41,7 @@ export function curves(title, points, lines, { failed = [], open, format = numbe
       return Math.min(points.length - 1, Math.max(0, Math.round((at - LEFT) / Math.max(1, width - LEFT - RIGHT) * (points.length - 1))));
     },
     move: (chosen, right) => Math.min(points.length - 1, Math.max(0, (chosen ?? points.length - 1) + right)),
-    tell: index => `${batches(points[index])}: ${lines.map((line, at) => `${line.name} ${told(values[at][index], format)}`).join(", ")}`,
+    describe: index => `${batches(points[index])}: ${lines.map((line, at) => `${line.name} ${shown(values[at][index], format)}`).join(", ")}`,
     open: index => open?.(points[index]),
   });
   const node = make("figure", { class: "curve" },
@@ -51,7 +51,7 @@ export function curves(title, points, lines, { failed = [], open, format = numbe
   return { node, redraw: shape.redraw };
 }
 
-const told = (value, format) => value == null ? "none" : format(value);
+const shown = (value, format) => value == null ? "none" : format(value);
 
 function key(lines, paints) {
   return make("ul", { class: "legend small" }, lines.map((line, index) => make("li", {},

@@ -1,4 +1,4 @@
-// The only way that nodes are made here: what is shown is text, never markup.
+// Makes all nodes of the page: what is shown is text, never markup.
 export function make(tag, attributes = {}, ...children) {
   const node = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
@@ -22,6 +22,14 @@ export function table(heads, rows, caption) {
       make("th", { scope: "col", class: numeric[index] ? "number" : "" }, head)))),
     make("tbody", {}, rows.map(row => make("tr", {}, row.map(value => cell("td", value))))));
 }
+
+// A table in a region that scrolls and takes the focus. label: of both.
+export const tableRegion = (label, heads, rows) =>
+  make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": label }, table(heads, rows, label));
+
+export const quiet = (text, attributes = {}) => make("p", { class: "quiet", ...attributes }, text);
+
+export const tile = (name, value, more) => make("div", {}, make("dt", {}, name), make("dd", {}, value, make("span", {}, more)));
 
 export function section(title, ...children) {
   return make("section", { "aria-label": title }, make("div", { class: "bar" }, make("h2", {}, title)), ...children);

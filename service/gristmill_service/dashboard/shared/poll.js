@@ -1,4 +1,4 @@
-// Asks again and again, gently: not while the page is hidden, and seldom while there is no answer.
+// Polls: not while the page is hidden, and less often while there is no answer.
 export class Poll {
   constructor(ask, seconds) {
     this.ask = ask;
@@ -24,7 +24,7 @@ export class Poll {
       this.failures += 1;
       this.failed?.(error);
     }
-    // Another one began meanwhile, or the page was hidden.
+    // Another poll began meanwhile, or the page was hidden.
     if (turn !== this.turn || document.hidden) return;
     this.timer = setTimeout(() => this.now(), 1000 * Math.min(30, this.seconds * 2 ** Math.min(this.failures, 4)));
   }

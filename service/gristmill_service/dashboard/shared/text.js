@@ -25,7 +25,7 @@ export function place(position) {
   return `batch ${position.batch}${epoch} mini-batch ${position.mini_batch}`;
 }
 
-// A time that goes on: `tick` rewrites all that are shown, without asking the service.
+// Durations that grow: `tick` rewrites all that are shown, without asking the service.
 let offset = 0;
 export const now = () => Date.now() / 1000 + offset;
 export const setClock = serverNow => { offset = serverNow - Date.now() / 1000; };
@@ -33,7 +33,7 @@ export const setClock = serverNow => { offset = serverNow - Date.now() / 1000; }
 export function since(seconds, watchedSince) {
   const node = document.createElement("span");
   node.dataset.since = seconds;
-  // It may be so for longer where it was so already when watching began.
+  // It may have begun before the service watched the run.
   node.dataset.atLeast = watchedSince != null && seconds <= watchedSince ? "at least " : "";
   return rewrite(node);
 }
