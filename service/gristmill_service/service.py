@@ -25,10 +25,8 @@ from gristmill_service.api.http.server import HttpServer
 from gristmill_service.api.long_poll import LongPoll
 from gristmill_service.api.rpc.server import GrpcServer
 from gristmill_service.monitoring.collectors.run_monitor import Monitor
-from gristmill_service.monitoring.metrics import Metrics
-from gristmill_service.monitoring.metrics.registry import Watched
-from gristmill_service.monitoring.metrics.run_stats import RunStats, run_stats
-from gristmill_service.monitoring.views.token_texts import TokenTexts
+from gristmill_service.monitoring.metrics import Metrics, RunStats, Watched, run_stats
+from gristmill_service.monitoring.views.tokens import TokenTexts
 from gristmill_service.run.runs import Runs
 from gristmill_service.settings import Settings, split_address
 from gristmill_service.storage.backends import Storage, open_storage

@@ -14,8 +14,7 @@ from prometheus_client import CollectorRegistry
 from gristmill import RolloutClient
 from gristmill._wire.steps import Steps
 from gristmill_service.monitoring.collectors.run_monitor import Monitor
-from gristmill_service.monitoring.metrics import Metrics
-from gristmill_service.monitoring.metrics.storage_timing import StoreMetrics
+from gristmill_service.monitoring.metrics import Metrics, StoreMetrics
 from gristmill_service.run.machine.answers import Outcome
 from gristmill_service.run.machine.events import RowsStored
 from gristmill_service.run.machine.state import State

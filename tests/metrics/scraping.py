@@ -7,9 +7,7 @@ from collections.abc import Iterable
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from gristmill_service.monitoring.metrics import Metrics
-from gristmill_service.monitoring.metrics.registry import Watched
-from gristmill_service.monitoring.metrics.run_stats import run_stats
+from gristmill_service.monitoring.metrics import Metrics, Watched, run_stats
 from gristmill_service.run.run import Run
 
 

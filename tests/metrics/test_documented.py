@@ -9,9 +9,7 @@ import pytest
 
 from gristmill._wire.rows import from_rows
 from gristmill_service.access.quotas import QuotaUsage
-from gristmill_service.monitoring.metrics import Metrics
-from gristmill_service.monitoring.metrics.registry import Watched
-from gristmill_service.monitoring.metrics.run_stats import run_stats
+from gristmill_service.monitoring.metrics import Metrics, Watched, run_stats
 from gristmill_service.pipeline import build_batch
 from gristmill_service.storage.memory import MemoryShardStore
 from tests.metrics.scraping import Scrape

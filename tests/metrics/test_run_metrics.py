@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from gristmill._wire.steps import TrajectoryKey
 from gristmill_service.monitoring.health.health import health
-from gristmill_service.monitoring.metrics.run_stats import run_stats
+from gristmill_service.monitoring.metrics import run_stats
 from gristmill_service.pipeline import build_batch
 from gristmill_service.run.machine.answers import Position
 from gristmill_service.run.machine.decisions.resume import Checkpoint

@@ -9,7 +9,7 @@ import redis
 from prometheus_client import CollectorRegistry, generate_latest
 
 from gristmill.errors import NotFoundError, UnavailableError
-from gristmill_service.monitoring.metrics.storage_timing import StoreMetrics
+from gristmill_service.monitoring.metrics import StoreMetrics
 from gristmill_service.storage.journal.run_store import JournalRunStore
 from gristmill_service.storage.memory import MemoryShardStore
 from gristmill_service.storage.row_tables import steps_of

@@ -12,7 +12,7 @@ from tokenizers.models import WordLevel
 
 from gristmill._wire.rows import from_rows
 from gristmill.errors import InvalidArgumentError
-from gristmill_service.monitoring.views.token_texts import TokenTexts
+from gristmill_service.monitoring.views.tokens import TokenTexts
 from gristmill_service.settings import Settings
 from tests.on_loop import Service
 from tests.page import stage

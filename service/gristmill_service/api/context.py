@@ -10,7 +10,7 @@ from gristmill_service.access.gate import Gate
 from gristmill_service.api.admission import Admission
 from gristmill_service.api.long_poll import LongPoll
 from gristmill_service.monitoring.metrics import Metrics
-from gristmill_service.monitoring.views.token_texts import TokenTexts
+from gristmill_service.monitoring.views.tokens import TokenTexts
 from gristmill_service.off_loop import OneByOne
 from gristmill_service.run.runs import Runs
 

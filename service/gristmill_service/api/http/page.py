@@ -34,9 +34,8 @@ from gristmill_service.monitoring.views.batch_view import (
     BatchViewCache,
 )
 from gristmill_service.monitoring.views.groups import FoundGroups, GroupSamples, OpenRowTokens
-from gristmill_service.monitoring.views.row_view import RowTokens, ShownTokens
 from gristmill_service.monitoring.views.run_settings import BatchCosts, RunSettings
-from gristmill_service.monitoring.views.token_texts import TokenTexts
+from gristmill_service.monitoring.views.tokens import RowTokens, ShownTokens, TokenTexts
 from gristmill_service.run.machine.batch_records import MOST as MOST_POINTS
 from gristmill_service.run.machine.events import GroupKey
 

@@ -11,8 +11,8 @@ from typing import Literal, get_args
 from pydantic import Field
 
 from gristmill_service.config import Model
+from gristmill_service.monitoring import Document
 from gristmill_service.monitoring.collectors.run_history import BatchTimes
-from gristmill_service.monitoring.documents import Document
 from gristmill_service.monitoring.health.run_facts import (
     SHOWN_GROUPS,
     AwaitingBatch,

@@ -12,9 +12,9 @@ from typing import NamedTuple
 from pydantic import Field
 
 from gristmill_service.config import Model
+from gristmill_service.monitoring import Document
 from gristmill_service.monitoring.collectors.run_history import HistorySnapshot, Passed
 from gristmill_service.monitoring.collectors.run_monitor import monitor_of
-from gristmill_service.monitoring.documents import Document
 from gristmill_service.monitoring.health.findings import (
     Finding,
     HealthState,

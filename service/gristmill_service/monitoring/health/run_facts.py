@@ -10,9 +10,9 @@ from typing import Literal
 from pydantic import Field
 
 from gristmill_service.config import Model
+from gristmill_service.monitoring import Document
 from gristmill_service.monitoring.collectors.run_history import BatchTimes, HistorySnapshot
 from gristmill_service.monitoring.collectors.run_monitor import monitor_of
-from gristmill_service.monitoring.documents import Document
 from gristmill_service.run.machine.answers import Position
 from gristmill_service.run.machine.decisions import progress, sealing
 from gristmill_service.run.machine.decisions.admission import Room

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import Field
 
-from gristmill_service.monitoring.documents import Document
+from gristmill_service.monitoring import Document
 from gristmill_service.pipeline.figures import Figures, GroupCounts
 from gristmill_service.run.machine.batch_records import total
 from gristmill_service.run.machine.status import remedy

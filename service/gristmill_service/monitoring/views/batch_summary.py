@@ -19,7 +19,7 @@ from gristmill._wire.columns import Int64s, Ragged
 from gristmill._wire.steps import PLAIN_FIELDS, Steps, concat
 from gristmill_service.config import RunConfig
 from gristmill_service.estimators import Float64s, TokenEstimator
-from gristmill_service.monitoring.documents import Document
+from gristmill_service.monitoring import Document
 from gristmill_service.pipeline.credit import advantage
 from gristmill_service.pipeline.rows import filters
 from gristmill_service.pipeline.rows.joins import breaks, mismatch

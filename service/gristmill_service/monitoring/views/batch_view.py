@@ -16,7 +16,7 @@ from pydantic import Field
 
 from gristmill.errors import InvalidArgumentError, NotFoundError
 from gristmill_service.config import Model, RunConfig
-from gristmill_service.monitoring.documents import Document
+from gristmill_service.monitoring import Document
 from gristmill_service.monitoring.views.batch_summary import (
     BatchReader,
     BatchSummary,
@@ -24,8 +24,8 @@ from gristmill_service.monitoring.views.batch_summary import (
     TokenPair,
     shortened,
 )
-from gristmill_service.monitoring.views.row_view import SHOWN_TOKENS, RowTokens, key_of, rows_of, tokens_of
 from gristmill_service.monitoring.views.shard_bars import LARGEST, MiniBatchPicture, ShardBars
+from gristmill_service.monitoring.views.tokens import SHOWN_TOKENS, RowTokens, key_of, rows_of, tokens_of
 from gristmill_service.off_loop import OneByOne
 from gristmill_service.pipeline.plan_document import MiniBatchDocument, PlanDocument, decode_plan
 from gristmill_service.run.machine.answers import BatchState

@@ -10,8 +10,8 @@ import numpy as np
 from pydantic import Field
 
 from gristmill.errors import NotFoundError
-from gristmill_service.monitoring.documents import Document
-from gristmill_service.monitoring.views.row_view import SHOWN_TOKENS, ShownTokens
+from gristmill_service.monitoring import Document
+from gristmill_service.monitoring.views.tokens import SHOWN_TOKENS, ShownTokens
 from gristmill_service.run.machine.answers import GroupAnswer, GroupState
 from gristmill_service.run.machine.events import GroupKey
 from gristmill_service.run.machine.groups import Group, Trajectory

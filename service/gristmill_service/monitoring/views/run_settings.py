@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 from gristmill._wire.steps import concat
 from gristmill.errors import FailedPreconditionError, ResourceExhaustedError
 from gristmill_service.config import RunConfig
-from gristmill_service.monitoring.documents import Document
+from gristmill_service.monitoring import Document
 from gristmill_service.off_loop import OneByOne
 from gristmill_service.pipeline.alternatives import costs
 from gristmill_service.run.run import Run

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from gristmill._wire.columns import Int64s
 from gristmill_service.config import RunConfig
-from gristmill_service.monitoring.documents import Document
+from gristmill_service.monitoring import Document
 from gristmill_service.monitoring.views.batch_summary import BatchSummary
 from gristmill_service.pipeline.plan_document import MiniBatchDocument, RankDocument
 from gristmill_service.pipeline.scheduling.balance import loads_of

@@ -1,16 +1,17 @@
-"""The tokens of one training row, as they were sampled and merged."""
+"""The tokens of one training row, as they were sampled and merged, and their texts."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
+from pathlib import Path
 
 import numpy as np
 from pydantic import Field
 
 from gristmill._wire.steps import Steps, TrajectoryKey, concat
-from gristmill.errors import NotFoundError
+from gristmill.errors import InvalidArgumentError, NotFoundError
 from gristmill_service.config import RunConfig
-from gristmill_service.monitoring.documents import Document
+from gristmill_service.monitoring import Document
 from gristmill_service.monitoring.views.batch_summary import BatchSummary
 from gristmill_service.pipeline.rows.merge import merge_rows
 from gristmill_service.pipeline.rows.validate import receive
@@ -75,3 +76,32 @@ def tokens_of(trajectory: Steps, row: int, config: RunConfig) -> tuple[list[int]
         begin = prompt + int(rows.starts[visit]) + int(rows.shared[visit])
         mask[begin : begin + int(trained.lengths[visit])] = trained[visit]
     return tokens, mask.tolist()
+
+
+class TokenTexts:
+    """Decodes tokens by a tokenizer of the tokenizers library, read from a file: nothing is downloaded.
+
+    path: a tokenizer.json, or the directory that has one. Raises InvalidArgumentError where there is none, and where
+    the library is not installed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            from tokenizers import Tokenizer
+        except ImportError:
+            raise InvalidArgumentError(
+                f"tokenizer is {path} and the tokenizers library is not installed: pip install 'gristmill[tokenizer]'"
+            ) from None
+        file = path / "tokenizer.json" if path.is_dir() else path
+        try:
+            self._tokenizer = Tokenizer.from_file(str(file))
+        except Exception as error:  # noqa: BLE001 - the library raises nothing more definite
+            raise InvalidArgumentError(
+                f"tokenizer: {file} cannot be read: {error}; give the tokenizer.json of the model that is trained"
+            ) from None
+
+    def of(self, tokens: Iterable[int]) -> dict[int, str]:
+        """Returns the text of each token by itself; tokens that the tokenizer does not know are left out."""
+        size = self._tokenizer.get_vocab_size()
+        known = (token for token in tokens if 0 <= token < size)
+        return {token: self._tokenizer.decode([token], skip_special_tokens=False) for token in known}
