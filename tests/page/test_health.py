@@ -168,7 +168,7 @@ def test_workers_that_wait_for_a_trainer_that_trains_are_well(watched: Make) -> 
     one.after(90)
     [(level, text, seconds)] = one.findings()
     assert (level, seconds) == ("note", 90.0)
-    assert text.startswith("workers wait for room: max_buffered_batches: 1 batches of train_batch_size: 2 are held")
+    assert text.startswith("workers wait for capacity: max_buffered_batches: 1 batches of train_batch_size: 2 are held")
     found = one.health()
     assert (found.state, found.summary) == (
         "training",
@@ -186,7 +186,7 @@ def test_a_trainer_that_never_commits_is_stuck(watched: Make) -> None:
     one.after(15)
     [(level, text, seconds)] = one.worst()
     assert (one.health().state, level, seconds) == ("stuck", "stuck", 65.0)
-    assert text.startswith("workers wait for room, and ranks for a batch: max_buffered_batches: 1")
+    assert text.startswith("workers wait for capacity, and ranks for a batch: max_buffered_batches: 1")
     assert "the trainer has to commit one" in text
 
 

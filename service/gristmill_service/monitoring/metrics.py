@@ -70,7 +70,7 @@ class Watched:
 
     runs: the metrics of each run that this process owns. waiting: the number of calls that wait. leases: runs by who
     owns them. unhealthy_reason: why storage cannot take batches or calls now, empty where it can. room: bytes used and
-    bytes in all, of each place where something is stored. quotas: how much of each is taken.
+    capacity of each store. quotas: the usage of each.
     """
 
     runs: Callable[[], Iterable[RunStats]]
@@ -82,7 +82,7 @@ class Watched:
 
 
 class Metrics:
-    """Thread-safe, as far as what is watched is."""
+    """The process's metrics. Thread-safe as far as the watched sources are."""
 
     def __init__(self) -> None:
         self._registry, self._watched = CollectorRegistry(), list[Watched]()
@@ -99,7 +99,7 @@ class Metrics:
         ProcessCollector(registry=self._registry)
 
     def watch(self, watched: Watched) -> None:
-        """Exposes these, too, from now on."""
+        """Adds these sources to each scrape."""
         self._watched.append(watched)
 
     def observe_call(self, door: str, call: str, status: str, seconds: float) -> None:
@@ -126,20 +126,18 @@ class _Read(Collector):
 
 
 class StoreMetrics:
-    """Thread-safe."""
+    """Measures calls to stores. Thread-safe."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         seconds = Histogram(
             "gristmill_store_seconds",
-            "Seconds of calls to what keeps shards, rows and events.",
+            "Seconds of calls to the stores of shards, rows and events.",
             ("operation",),
             registry=registry,
             buckets=_STORE_SECONDS,
         )
-        failed = Counter(
-            "gristmill_store_errors", "Calls to what keeps them that failed.", ("operation",), registry=registry
-        )
-        # Looked up once: some are made with each request.
+        failed = Counter("gristmill_store_errors", "Failed calls to these stores.", ("operation",), registry=registry)
+        # Looked up once: some calls are made for each request.
         self._observe = {name: seconds.labels(name).observe for name in _OPERATIONS}
         self._fail = {name: failed.labels(name).inc for name in _OPERATIONS}
 
@@ -168,7 +166,7 @@ class _Timed:
         if name in _OPENS:
             return lambda *args: self._metrics.timed(value(*args))
         if name in _MEASURED:
-            # The next access finds it without this.
+            # Later accesses find the attribute itself.
             value = self.__dict__[name] = partial(self._metrics.call, _MEASURED[name], value)
         return value
 
@@ -180,15 +178,15 @@ def _of_process(watched: Watched) -> Iterator[Metric]:
         "1 while batches or calls wait for storage; /readyz says why.",
         int(bool(watched.unhealthy_reason())),
     )
-    yield gauge("gristmill_leases", "Runs, by who decides for them.", watched.leases(), "state")
+    yield gauge("gristmill_leases", "Runs, by their owner.", watched.leases(), "state")
     room = watched.room()
     used = {store: taken for store, (taken, _) in room.items()}
     limit = {store: most for store, (_, most) in room.items()}
-    yield gauge("gristmill_store_used_bytes", "Bytes used, of each place where something is stored.", used, "store")
-    yield gauge("gristmill_store_limit_bytes", "Bytes in all, of each place where something is stored.", limit, "store")
+    yield gauge("gristmill_store_used_bytes", "Bytes used of each store's capacity.", used, "store")
+    yield gauge("gristmill_store_limit_bytes", "Capacity of each store in bytes.", limit, "store")
     labels = ("quota", "of", "name")
-    quota_used = GaugeMetricFamily("gristmill_quota_used", "How much of a quota is taken.", labels=labels)
-    quota_limit = GaugeMetricFamily("gristmill_quota_limit", "What the quota allows.", labels=labels)
+    quota_used = GaugeMetricFamily("gristmill_quota_used", "Usage of a quota.", labels=labels)
+    quota_limit = GaugeMetricFamily("gristmill_quota_limit", "Limit of a quota.", labels=labels)
     for usage in watched.quotas():
         quota_used.add_metric((usage.quota, usage.of, usage.name), usage.used)
         quota_limit.add_metric((usage.quota, usage.of, usage.name), usage.most)
@@ -196,7 +194,7 @@ def _of_process(watched: Watched) -> Iterator[Metric]:
 
 
 def _joined(runs: Iterable[RunStats]) -> Iterable[Metric]:
-    """Joins the metrics of all runs: each is written once, with the samples of every run."""
+    """Joins the metrics of all runs, so that each is exposed once, with the samples of every run."""
     metrics: dict[str, Metric] = {}
     for metric in chain.from_iterable(runs):
         joined = metrics.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
@@ -205,7 +203,7 @@ def _joined(runs: Iterable[RunStats]) -> Iterable[Metric]:
 
 
 def run_stats(run: Run) -> RunStats:
-    """Reads the run's metrics: a batch that is published in one of them is counted in the others."""
+    """Reads all metrics of the run at one moment: a batch that one counts as published is in the others, too."""
 
     def read(state: State, room: Room) -> tuple[RunFacts, list[Metric]]:
         facts, counted = facts_of(run, state, room), monitor_of(run).metrics
@@ -219,7 +217,7 @@ def run_stats(run: Run) -> RunStats:
     )
     for metric in metrics:
         for sample in metric.samples:
-            # Made for this scrape, each with labels of its own.
+            # Each sample was created for this scrape and has labels of its own.
             sample.labels["run"] = run.name
     return metrics
 
@@ -241,15 +239,17 @@ def _of_state(run: Run, state: State, facts: RunFacts, now: float) -> Iterator[M
         "failed": counts.batches_failed,
         "freed": counts.batches_freed,
     }
-    yield counter("gristmill_batches", "Batches, by how far they came.", batches, "stage")
+    yield counter("gristmill_batches", "Batches, by the stage that they reached.", batches, "stage")
     yield gauge("gristmill_batches_buffered", "Batches that are sealed and not freed.", facts.held)
     yield gauge(
-        "gristmill_batches_buffered_limit", "As many may be: max_buffered_batches.", run.config.max_buffered_batches
+        "gristmill_batches_buffered_limit",
+        "Limit of buffered batches: max_buffered_batches.",
+        run.config.max_buffered_batches,
     )
     held = {"rows": counts.row_bytes, "shards": counts.shard_bytes}
-    yield gauge("gristmill_held_bytes", "Bytes held of rows and of shards.", held, "kind")
+    yield gauge("gristmill_held_bytes", "Bytes that the run stores, of rows and of shards.", held, "kind")
     yield gauge(
-        "gristmill_held_limit_bytes", "As many may be held: max_buffered_bytes.", int(run.config.max_buffered_bytes)
+        "gristmill_held_limit_bytes", "Limit of stored bytes: max_buffered_bytes.", int(run.config.max_buffered_bytes)
     )
     yield gauge(
         "gristmill_run_generation",
@@ -263,7 +263,9 @@ def _of_state(run: Run, state: State, facts: RunFacts, now: float) -> Iterator[M
     )
     yield gauge("gristmill_journal_bytes", "Bytes of the run's log of events.", run.log_bytes)
     if (lease := run.lease) is not None:
-        yield gauge("gristmill_lease_seconds", "Seconds for which this process decides unless it renews that.", lease)
+        yield gauge(
+            "gristmill_lease_seconds", "Seconds until the run's lease expires unless this process renews it.", lease
+        )
 
 
 def _oldest_open(state: State, now: float) -> float:

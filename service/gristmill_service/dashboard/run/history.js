@@ -72,21 +72,21 @@ const FIRST = 4;
 const CURVES = [
   ["score", byTag("score", "score_mean"), number],
   ["padding", () => [{ name: "padding", value: point => point.padding_share }], percent],
-  ["tokens a second", () => [{ name: "tokens a second", value: point => point.tokens_per_second }], value => count(Math.round(value))],
-  ["waits, seconds a batch", () => [
+  ["tokens per second", () => [{ name: "tokens per second", value: point => point.tokens_per_second }], value => count(Math.round(value))],
+  ["waits, seconds per batch", () => [
     { name: "ranks", value: point => perBatch(point, point.ranks_waited) },
     { name: "workers", value: point => perBatch(point, point.workers_waited) }], time],
   ["solved groups", byTag("solved groups", "solved"), percent],
   ["groups without variance", byTag("groups without variance", "zero_variance"), percent],
   ["response tokens", byTag("response tokens", "response_length_mean"), number],
-  ["rows a batch", () => [
+  ["rows per batch", () => [
     { name: "as received", value: point => perBatch(point, point.rows) },
     { name: "after merging", value: point => perBatch(point, point.rows_merged) },
     { name: "merge breaks", value: point => perBatch(point, point.breaks) }], number],
   ["staleness, versions", points => points.some(point => point.staleness_mean != null) ? [
     { name: "mean", value: point => point.staleness_mean },
     { name: "most", value: point => point.staleness_mean == null ? null : point.staleness_max }] : [], number],
-  ["building, seconds a batch", (_, totals) => Object.entries(totals.stages).sort((a, b) => b[1] - a[1]).slice(0, 6)
+  ["building, seconds per batch", (_, totals) => Object.entries(totals.stages).sort((a, b) => b[1] - a[1]).slice(0, 6)
     .map(([stage]) => ({ name: stage, value: point => perBatch(point, point.stages[stage] ?? 0) })), time],
 ];
 
@@ -96,7 +96,7 @@ function tiles(totals) {
     tile("batches", count(totals.batches), `in ${duration(totals.seconds)}`),
     tile("groups", count(totals.groups), `${known(totals.solved, share)} solved, ${known(totals.zero_variance, share)} without variance`),
     tile("score", known(totals.score_mean, number), `of ${some(totals.trajectories, "trajectory", "trajectories")}`),
-    tile("tokens", count(totals.tokens), `${known(totals.tokens_per_second, value => count(Math.round(value)))} a second, ${known(totals.padding_share, share)} padding`),
+    tile("tokens", count(totals.tokens), `${known(totals.tokens_per_second, value => count(Math.round(value)))} per second, ${known(totals.padding_share, share)} padding`),
     tile("rows", count(totals.rows), `${count(totals.rows_merged)} after merging, ${some(totals.breaks, "break")}`),
     tile("ranks waited", share(totals.ranks_waited / Math.max(1e-9, totals.seconds)), `workers ${share(totals.workers_waited / Math.max(1e-9, totals.seconds))} of the time`),
   ];
@@ -119,7 +119,7 @@ const COLUMNS = [
   ["groups", point => point.groups], ["trajectories", point => point.trajectories], ["score", point => point.score_mean],
   ["solved", point => point.solved], ["without variance", point => point.zero_variance],
   ["response tokens", point => point.response_length_mean], ["rows", point => point.rows], ["after merging", point => point.rows_merged],
-  ["breaks", point => point.breaks], ["tokens", point => point.tokens], ["tokens a second", point => point.tokens_per_second],
+  ["breaks", point => point.breaks], ["tokens", point => point.tokens], ["tokens per second", point => point.tokens_per_second],
   ["padding", point => point.padding_share], ["staleness", point => point.staleness_mean], ["seconds", point => point.seconds],
   ["ranks waited", point => point.ranks_waited], ["workers waited", point => point.workers_waited],
 ];

@@ -1,1 +1,1 @@
-"""A run's monitor: it gets each event of the run, counts it for metrics, and notes its time for health and page."""
+"""Collects a run's events: counts for metrics, and times for health and the page."""

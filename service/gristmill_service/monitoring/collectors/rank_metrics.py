@@ -1,8 +1,8 @@
-"""A trainer's ranks for metrics: what each was given, how long it had nothing to train on, how far it is behind.
+"""Counts for each rank of a trainer: the shards it pulled, the time it had nothing to train on, and its lag.
 
-Waiting is found from the run's events, not from calls: a rank that prefetches asks long before it needs the answer. A
-rank waits while it has acknowledged all that is published and more is to come, from its first question on, and while
-its trainer is there: one of the model's ranks, or the controller of all of them, asks again and again.
+Waiting follows from the run's events, not from calls: a rank that prefetches asks long before it needs the answer. A
+rank waits, from its first question on, while it has acknowledged all that is published, more is to come, and its
+trainer is alive: one of the model's ranks, or the controller of all of them, keeps asking.
 """
 
 from __future__ import annotations
@@ -17,14 +17,17 @@ from gristmill_service.run.machine.answers import Position
 from gristmill_service.run.machine.decisions import progress
 from gristmill_service.run.machine.state import State
 
-# A trainer that found nothing asks again within this, or has gone away.
+# A trainer that is alive asks again within this time.
 ASKS_AGAIN_S = 35.0
 
 
 @dataclass(slots=True)
 class _RankCounts:
-    """What a rank did. pulls, nbytes: the shards whose location it got, and their bytes. waited: seconds, without the
-    wait that goes on since `waits_since`, which is None where the rank has something to train on."""
+    """The counts of a rank.
+
+    pulls, nbytes: the shards whose location it got, and their bytes. waited: seconds, without the current wait, which
+    began at `waits_since`; None while the rank has something to train on.
+    """
 
     pulls: int = 0
     nbytes: int = 0
@@ -60,7 +63,7 @@ class RankMetrics:
         self._update(state, model, rank, counts, self._clock())
 
     def update_all(self, state: State) -> None:
-        """After an event that may concern any rank."""
+        """Updates all ranks after an event that may concern any of them."""
         now = self._clock()
         for model, rank in list(self._counts):
             if rank >= len(state.models[model].next):
@@ -69,7 +72,7 @@ class RankMetrics:
                 self._update(state, model, rank, self._counts[model, rank], now)
 
     def waited(self, model: Model) -> float:
-        """Returns the seconds that a rank waited, on an average of those that asked for something."""
+        """Returns the mean seconds that a rank waited, of those that asked for something."""
         now = self._clock()
         ranks = [counts for (other, _), counts in list(self._counts.items()) if other == model]
         return sum(self._waited(now, model, counts) for counts in ranks) / len(ranks) if ranks else 0.0
@@ -78,10 +81,10 @@ class RankMetrics:
         """Returns the metrics of each rank that has asked for something."""
         labels = ("model", "rank")
         metrics: list[CounterMetricFamily | GaugeMetricFamily] = [
-            CounterMetricFamily("gristmill_rank_pulls", "Shards that the rank was given.", labels=labels),
+            CounterMetricFamily("gristmill_rank_pulls", "Shards that the rank pulled.", labels=labels),
             CounterMetricFamily(
                 "gristmill_rank_pulled_bytes",
-                "Bytes of the files of the shards that the rank was given.",
+                "Bytes of the shards that the rank pulled.",
                 labels=labels,
             ),
             CounterMetricFamily("gristmill_rank_acknowledged", "Shards that the rank acknowledged.", labels=labels),
@@ -89,7 +92,7 @@ class RankMetrics:
                 "gristmill_rank_wait_seconds", "Seconds during which the rank had nothing to train on.", labels=labels
             ),
             GaugeMetricFamily(
-                "gristmill_rank_lag_shards", "Shards that the rank is behind the one that is furthest.", labels=labels
+                "gristmill_rank_lag_shards", "Shards that the rank is behind the furthest one.", labels=labels
             ),
         ]
         now = self._clock()
@@ -110,7 +113,7 @@ class RankMetrics:
             counts.waits_since = now
 
     def _hear(self, model: Model) -> None:
-        """The model's trainer is there now. While it was gone nobody waited."""
+        """Notes that the model's trainer is alive. While it was gone nobody waited."""
         now = self._clock()
         if now - self._heard.get(model, now) > ASKS_AGAIN_S:
             for (other, _), counts in self._counts.items():
@@ -133,7 +136,7 @@ def _waits(state: State, position: Position) -> bool:
 
 
 def lags(state: State, model: Model) -> list[int]:
-    """The number of shards that each rank is behind the one that is furthest."""
+    """Returns by how many shards each rank is behind the furthest one."""
     places = [progress.next_of(state, model, rank) for rank in range(len(state.models[model].next))]
     furthest, behind = max(places), dict[Position, int]()
     for place in set(places):
@@ -142,7 +145,7 @@ def lags(state: State, model: Model) -> list[int]:
 
 
 def _between(state: State, model: Model, one: Position, other: Position) -> int:
-    """Shards from one position to a later one. What lies between is not freed yet."""
+    """Counts the shards from one position to a later one, between which nothing is freed."""
     sizes = {
         number: (batch.mini_batches or {}).get(model, 0)
         for number, batch in state.batches.items()

@@ -1,7 +1,7 @@
 """The times at which things happened in a run, for people: the run's state has no clock.
 
-Notes the run's events as they are applied. A history is in memory only, is bounded, and is no part of the run: a
-process that takes over a run begins its own.
+Notes the run's events as they are applied. A history is in memory only, bounded, and not part of the run: a process
+that takes over a run begins its own.
 """
 
 from __future__ import annotations
@@ -34,13 +34,16 @@ from gristmill_service.run.machine.state import State
 
 KEPT_BATCHES = 256
 _KEPT_STEPS = 16_384
-"""The entries of a time line, of all ranks of a model together."""
+"""Entries of a timeline, of all ranks of a model together."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankTimes:
-    """A rank's times. since: when it last acknowledged a shard, or when its trainer resumed. pulled: when it last got
-    the location of a shard, None before the first."""
+    """The times of a rank.
+
+    since: when it last acknowledged a shard, or its trainer resumed. pulled: when it last got the location of a shard,
+    None before the first.
+    """
 
     since: float
     pulled: float | None = None
@@ -77,11 +80,11 @@ class _Rank:
 class HistorySnapshot:
     """A run's history at one moment, in seconds since 1970.
 
-    now: that moment. began: nothing is known of before. last_event: when anything last happened in the run. rows_since:
-    when a row was last accepted. full_since: since when there is no room, None where there is. run_offset: what makes
-    this time of the run's own. steps: how many acknowledgements were noted. longest_step: of each model, the longest
-    that a rank took from when it could begin with a shard until it acknowledged it, since the trainer resumed; 0 before
-    the first.
+    now: that moment. began: when the history began. last_event: the time of the run's last event. rows_since: when a
+    row was last accepted. full_since: since when there has been no capacity, None where there is. run_offset: seconds
+    between the run's own time and this one. steps: how many acknowledgements were noted. longest_step: for each model,
+    the longest that a rank took from when it could begin with a shard until it acknowledged it, since the trainer
+    resumed; 0 before the first.
     """
 
     now: float
@@ -196,7 +199,7 @@ class RunHistory:
 
     def _acknowledged(self, state: State, model: Model, rank: int, following: Position, now: float) -> None:
         own = self._ranks[model][rank]
-        # The batch that stood there may have failed meanwhile.
+        # The batch at that position may have failed meanwhile.
         position = progress.settle(state, model, own.next)
         if position < following:
             own.passed.append(Passed(now, position))

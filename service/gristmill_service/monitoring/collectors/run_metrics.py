@@ -52,9 +52,9 @@ _OUTCOMES = tuple(outcome.name.lower() for outcome in Outcome)
 # By name, without `_total`: the help, the labels, and values that a single label has from the start on, so that the
 # first count of each is an increase.
 _COUNTERS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
-    "gristmill_rows": ("Rows received, by what became of them.", ("outcome",), _OUTCOMES),
+    "gristmill_rows": ("Rows received, by outcome.", ("outcome",), _OUTCOMES),
     "gristmill_tokens": (
-        "Prompt and response tokens received, by what became of their rows.", ("outcome",), _OUTCOMES
+        "Prompt and response tokens received, by the outcome of their rows.", ("outcome",), _OUTCOMES
     ),
     "gristmill_rows_dropped": ("Accepted rows that are not trained, by reason.", ("reason",), REASONS),
     "gristmill_tokens_dropped": ("Tokens of accepted rows that are not trained, by reason.", ("reason",), REASONS),
@@ -63,7 +63,7 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "gristmill_batch_tokens": ("Tokens of published batches.", ("kind",), TOKEN_KINDS),
     "gristmill_prefix_mismatches": ("Later steps that joined none before them.", ("cause",), CAUSES),
     "gristmill_column_bytes": (
-        "Bytes of declared columns: as rows brought them, as shards have them.", ("column", "kind"), ()
+        "Bytes of declared columns, in received rows and in shards.", ("column", "kind"), ()
     ),
     "gristmill_tag_groups": ("Prompt groups of published batches, by tag.", ("tag",), ()),
     "gristmill_tag_short_batches": ("Batches sealed with fewer groups of a tag than its share.", ("tag",), ()),
@@ -96,7 +96,7 @@ def bounded_reason(reason: str) -> str:
 
 @dataclass(slots=True)
 class _Build:
-    """A batch on its way from its seal to its publication. figures: once it was built for the first time."""
+    """A batch between its seal and its publication. figures: set when it is built for the first time."""
 
     sealed_at: float
     is_started: bool = False
@@ -123,7 +123,7 @@ class RunMetrics:
     def __init__(self, clock: Callable[[], float], now: Callable[[], float]) -> None:
         self._clock, self._now, self._began = clock, now, clock()
         self._builds: dict[int, _Build] = {}
-        # Seconds until workers last asked for room, and since when they have waited for it: replaced as one.
+        # How long workers had waited when they last asked for capacity, and since when they wait now: replaced as one.
         self._throttled: tuple[float, float | None] = (0.0, None)
         self._stage_sums = dict.fromkeys(STAGES, 0.0)
         self._ranks = RankMetrics(clock)
@@ -162,7 +162,9 @@ class RunMetrics:
     def collect(self, state: State) -> list[Metric]:
         """Returns all that was counted. state: as it is now, so that it and the counts agree."""
         throttled = CounterMetricFamily(
-            "gristmill_throttled_seconds", "Seconds during which workers waited for room.", self._throttled_until_now()
+            "gristmill_throttled_seconds",
+            "Seconds during which workers waited for capacity.",
+            self._throttled_until_now(),
         )
         return [*self._registry.collect(), throttled, *self._ranks.collect(state)]
 
@@ -193,14 +195,14 @@ class RunMetrics:
             self._count_stage(stage, self._clock() - begin)
 
     def building(self, batch: int) -> None:
-        """The batch's turn has come."""
+        """Counts the time that the batch waited for the builder, which begins with it."""
         build = self._builds.setdefault(batch, _Build(self._clock()))
         if not build.is_started:
             build.is_started = True
             self._count_stage("queue", self._clock() - build.sealed_at)
 
     def built(self, batch: int, figures: Figures, at: float) -> Figures:
-        """The batch will be published for the first time, with these figures. Returns them as the log keeps them, with
+        """Counts a batch that will be published for the first time. Returns its figures as the log stores them, with
         the seconds since the batch before. at: now, in seconds since 1970."""
         self._builds.setdefault(batch, _Build(self._clock())).figures = figures
         before, self._spent = self._spent, self._spent_until_now()
@@ -217,7 +219,7 @@ class RunMetrics:
         )
 
     def asked_for_groups(self, found_room: bool) -> None:
-        """A worker asked to begin groups. Between two that found no room, workers waited."""
+        """Counts a worker's request to begin groups: workers waited between two requests without capacity."""
         self._throttled = self._throttled_until_now(), None if found_room else self._clock()
 
     def asked_for_shard(self, state: State, model: Model, rank: int) -> None:

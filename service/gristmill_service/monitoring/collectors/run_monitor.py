@@ -29,13 +29,13 @@ R = TypeVar("R")
 
 
 def _never_raises(method: Callable[P, R]) -> Callable[P, R | None]:
-    """A run goes on, whether it can be monitored or not: an error is logged, and None returned."""
+    """Logs an error and returns None: a run goes on, whether it can be monitored or not."""
 
     @wraps(method)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> R | None:
         try:
             return method(*args, **kwargs)
-        except Exception:  # noqa: BLE001 - it has happened, whether it can be counted or not
+        except Exception:  # noqa: BLE001 - the event has happened, counted or not
             _log.exception("monitor callback failed", call=method.__name__)
             return None
 
@@ -43,7 +43,7 @@ def _never_raises(method: Callable[P, R]) -> Callable[P, R | None]:
 
 
 class Monitor:
-    """See `gristmill_service.run.writing.monitor.RunMonitor`.
+    """See `gristmill_service.run.monitor.RunMonitor`.
 
     clock: seconds, as `time.monotonic`. now: the run's own time, in which groups are admitted; not called before the
     first event.
@@ -96,7 +96,7 @@ class Monitor:
 
 
 def monitor_of(run: Run) -> Monitor:
-    """The run's monitor. Raises TypeError for a run that was given another one."""
+    """Returns the run's monitor. Raises TypeError for a run with a monitor of another kind."""
     if not isinstance(run.monitor, Monitor):
         raise TypeError(f"run {run.name!r} has a {type(run.monitor).__name__} and no Monitor; give Runs that")
     return run.monitor

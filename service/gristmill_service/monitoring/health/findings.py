@@ -33,9 +33,9 @@ Level = Literal["failed", "stuck", "slow", "note"]
 LEVELS: tuple[Level, ...] = get_args(Level)
 """Worst first."""
 
-# A rank that others are past: ranks of a model take each step together.
+# For a rank that others have passed: ranks of a model take each step together.
 LATE_RANK_S = 60.0
-# All ranks of a model: as many times their longest step; where they took none yet, one of them counts as so long.
+# For all ranks of a model: multiples of their longest step; before the first step one counts as this long.
 _SLOW_STEPS, _STUCK_STEPS, _FIRST_STEP_S = 3, 10, 180.0
 _SLOW_RANKS_S, _STUCK_RANKS_S = 60.0, 600.0
 _BLOCKED_S = 60.0
@@ -48,22 +48,29 @@ _NAMED_RANKS = 8
 
 
 class Finding(Document):
-    """failed: a batch that cannot be built. stuck: it will not go on by itself. slow: it takes longer than it should,
-    and may go on. note: who waits for whom."""
+    """Something that holds a run up, or a note.
+
+    failed: a batch cannot be built. stuck: the run will not go on by itself. slow: something takes longer than it
+    should, and may go on. note: who waits for whom.
+    """
 
     level: Level
     text: str
     since: float | None = Field(description="Seconds since 1970; null: not known.")
-    batch: int | None = Field(default=None, description="That it is about.")
-    mini_batch: int | None = Field(default=None, description="Of that batch, which the ranks are to acknowledge.")
+    batch: int | None = Field(default=None, description="The batch that it is about.")
+    mini_batch: int | None = Field(
+        default=None, description="The mini-batch of that batch that the ranks have to acknowledge."
+    )
     model: Model | None = None
-    ranks: list[int] = Field(default=[], description="That it is about, at most 8.")
-    uid: str | None = Field(default=None, description="Of an open group that it is about, its first 80 characters.")
-    round: int | None = Field(default=None, description="Of that group.")
+    ranks: list[int] = Field(default=[], description="The ranks that it is about, at most 8.")
+    uid: str | None = Field(
+        default=None, description="The open group that it is about: the first 80 characters of its uid."
+    )
+    round: int | None = Field(default=None, description="The round of that group.")
 
 
 def findings_of(facts: RunFacts) -> list[Finding]:
-    """Worst first."""
+    """Returns the findings, worst first."""
     rules = (_failed_batches, _unhealthy, _ranks, _columns, _build, _room, _stragglers, _rollbacks)
     findings = [finding for rule in rules for finding in rule(facts)]
     return sorted(findings, key=lambda finding: LEVELS.index(finding.level))
@@ -78,13 +85,13 @@ def state_of(facts: RunFacts, findings: Sequence[Finding]) -> HealthState:
     if facts.has_groups:
         return "collecting"
     if facts.held:
-        # All of them are trained, and wait for the trainer's commit.
+        # All batches are trained, and wait for the trainer's commit.
         return "training"
     return "finished" if facts.counts.finished else "idle"
 
 
 def summary_of(facts: RunFacts, state: HealthState, findings: Sequence[Finding]) -> str:
-    """The state's reason, in one sentence."""
+    """Returns the state's reason, in one sentence."""
     match state:
         case "failed" | "stuck":
             return findings[0].text
@@ -112,7 +119,8 @@ def has_pulled(facts: RunFacts, model: ModelFacts, rank: int) -> bool | None:
 
 
 def available(facts: RunFacts, model: ModelFacts, rank: int) -> float:
-    """Since when the rank could have begun with its next shard: it is past the one before, and this is published."""
+    """Returns since when the rank could have begun with its next shard: the one before is acknowledged, and this one is
+    published."""
     since = facts.history.ranks[model.model][rank].since
     return max(since, _times(facts, model.next[rank]).published or since)
 
@@ -132,7 +140,7 @@ def _training(facts: RunFacts) -> str:
 
 
 def _failed_batches(facts: RunFacts) -> Iterator[Finding]:
-    """A failure is over when a later batch is trained and committed."""
+    """Reports failed batches: a failure is over when a later batch is trained and committed."""
     committed = min(model.committed for model in facts.models)
     for number, reason in facts.failed.items():
         since = facts.history.batches.get(number, BatchTimes()).ended
@@ -185,7 +193,7 @@ def _working_ranks(facts: RunFacts, model: ModelFacts, ready: Sequence[int]) -> 
             text = f"{_did_not(facts, model, late)}; {others}"
             yield _finding("stuck", text, since, at=least, model=model.model, ranks=late)
         return
-    # The rank that came last delays the others; before it came, they waited for it.
+    # The last rank to get here holds up the others, which waited for it before.
     since = max(available(facts, model, rank) for rank in last)
     longest = facts.history.longest_step[model.model]
     pace = longest or _FIRST_STEP_S
@@ -209,7 +217,7 @@ def _waiting_ranks(facts: RunFacts, model: ModelFacts) -> Finding:
 
 
 def _columns(facts: RunFacts) -> Iterator[Finding]:
-    """The trainer that computes columns is at work while some come."""
+    """Judges a batch that waits for columns: its trainer is at work while some arrive."""
     if facts.awaiting is None:
         return
     since = facts.history.batches.get(facts.awaiting.number, BatchTimes()).columns
@@ -242,16 +250,16 @@ def _room(facts: RunFacts) -> Iterator[Finding]:
     since, reason = facts.history.full_since, facts.room.reason
     has_work = facts.ranks_have_work or facts.building is not None or facts.awaiting is not None
     if has_work or facts.counts.groups_open:
-        yield _finding("note", f"workers wait for room: {reason}", since)
+        yield _finding("note", f"workers wait for capacity: {reason}", since)
         return
-    # Nobody can go on: all buffered batches are trained, and nothing of the next one may begin.
+    # Nobody can go on: all buffered batches are trained, and no group of the next one may begin.
     since = max(since or facts.history.began, facts.history.last_event)
     level: Level = "stuck" if facts.history.now - since >= _BLOCKED_S else "note"
-    yield _finding(level, f"workers wait for room, and ranks for a batch: {reason}", since)
+    yield _finding(level, f"workers wait for capacity, and ranks for a batch: {reason}", since)
 
 
 def _stragglers(facts: RunFacts) -> Iterator[Finding]:
-    """Groups that are open for long delay nobody while ranks have work."""
+    """Judges groups that have been open for long: they hold up nobody while ranks have work."""
     now = facts.history.now
     old = [group for group in facts.open_groups if now - group.since >= _LONG_GROUP_S]
     if not old:
@@ -265,7 +273,7 @@ def _stragglers(facts: RunFacts) -> Iterator[Finding]:
     if facts.ranks_have_work or facts.building is not None:
         yield _finding("note", text, first.since, group=first)
     elif now - max(first.since, facts.history.rows_since) >= _NO_ROWS_S:
-        yield _finding("stuck", f"{text}, and no row comes", first.since, group=first)
+        yield _finding("stuck", f"{text}, and no row arrives", first.since, group=first)
     else:
         yield _finding("slow", text, first.since, group=first)
 

@@ -1,7 +1,7 @@
-"""A run's health: the one definition, which the page, the API, the commands and the metrics show.
+"""The health of a run: one definition for the page, the API, the commands and the metrics.
 
 Documents have times in seconds since 1970, never ages, so that they stay the same while nothing happens. They are
-bounded: of many groups, batches and ranks they have the oldest, and how many there are.
+bounded: of many groups, batches and ranks they have the oldest, and the number of all.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from gristmill_service.run.run import Run
 
 SHOWN_RANKS = 128
 _SHOWN_STEPS = 4_000
-"""The entries of a time line, of all ranks together."""
+"""Entries of a timeline, of all ranks together."""
 
 
 class TrainingPlace(Document):
@@ -59,9 +59,7 @@ class TrainingPlace(Document):
 class RankHealth(Document):
     rank: int
     next: TrainingPlace = Field(description="The shard that it has to acknowledge next.")
-    since: float = Field(
-        description="When it acknowledged the one before, or, where that is longer ago, watched_since."
-    )
+    since: float = Field(description="When it acknowledged the shard before, or watched_since, whichever is later.")
     has_shard: bool = Field(description="Whether its next shard is published.")
     available: float = Field(description="Since when it could have begun with its next shard.")
     pulled: float | None = Field(description="When it last asked for a shard that was published.")
@@ -73,7 +71,7 @@ class ModelHealth(Document):
     committed: TrainingPlace
     incarnation: int
     ranks_in_all: int
-    ranks: list[RankHealth] = Field(description="The ranks that are least far, at most 128.")
+    ranks: list[RankHealth] = Field(description="The ranks that are furthest behind, at most 128.")
 
 
 class RunHealth(RunCounts):
@@ -82,25 +80,25 @@ class RunHealth(RunCounts):
     state: HealthState
     summary: str = Field(description="The state's reason, in one sentence.")
     findings: list[Finding] = Field(description="What holds the run up, worst first.")
-    watched_since: float = Field(description="Nothing is known of when things happened before.")
-    last_event: float = Field(description="When anything last happened in the run.")
-    steps_seen: int = Field(description="Grows with every entry of the time line.")
+    watched_since: float = Field(description="The times of earlier events are not known.")
+    last_event: float = Field(description="The time of the run's last event.")
+    steps_seen: int = Field(description="Grows with every entry of the timeline.")
     rows_since: float = Field(description="When a row was last accepted.")
     train_batch_size: int
     max_buffered_batches: int
     open_groups: list[OpenGroup] = Field(description="The oldest that are not complete, at most 20.")
-    batches: list[HeldBatch] = Field(description="The batches that are held, oldest first, at most 32.")
+    batches: list[HeldBatch] = Field(description="The batches that are not freed, oldest first, at most 32.")
     models: list[ModelHealth]
 
 
 class RunSummary(Document):
-    """The run's name alone where another process decides for it: any process gives that run's health."""
+    """The summary of a run; only its name where another process owns it. Every process returns every run's health."""
 
     run: str
     state: HealthState | None = None
     summary: str | None = Field(default=None, description="The state's reason, in one sentence.")
     findings: int | None = Field(default=None, description="How many findings are worse than a note.")
-    newest_batch: int | None = Field(default=None, description="The newest that is published and not freed.")
+    newest_batch: int | None = Field(default=None, description="The newest batch that is published and not freed.")
     rows_since: float | None = Field(default=None, description="When a row was last accepted, seconds since 1970.")
     groups_open: int | None = None
     groups_complete: int | None = None
@@ -114,7 +112,7 @@ class RunSummary(Document):
 class Overview(Document):
     now: float = Field(description="The service's clock, seconds since 1970.")
     not_ready: str = Field(description="Why the service is not ready; empty when it is.")
-    grpc_address: str = Field(description="Where this process takes gRPC calls.")
+    grpc_address: str = Field(description="The address of this process for gRPC.")
     runs: list[RunSummary] = Field(description="The first 1,000 by name.")
 
 
@@ -122,7 +120,7 @@ class RankLine(Document):
     next: TrainingPlace
     since: float
     passed: list[tuple[float, int, int, int]] = Field(
-        description="When it acknowledged which batch, epoch, mini-batch."
+        description="Time, batch, epoch and mini-batch of each acknowledgement."
     )
 
 
@@ -151,6 +149,7 @@ class Assessment(NamedTuple):
 
 
 def assess(facts: RunFacts) -> Assessment:
+    """Judges a run's health."""
     findings = findings_of(facts)
     state = state_of(facts, findings)
     return Assessment(facts, state, summary_of(facts, state, findings), findings)
@@ -183,7 +182,7 @@ def health(run: Run) -> RunHealth:
 
 
 def summary(run: Run) -> RunSummary:
-    """The run's line in an overview of all runs."""
+    """Returns the run's line in an overview of all runs."""
     facts, state, text, findings = assess_run(run)
     return RunSummary(
         **{name: value for name, value in facts.counts if name in RunSummary.model_fields},
@@ -197,7 +196,7 @@ def summary(run: Run) -> RunSummary:
 
 
 def timeline(run: Run, model: Model, back_s: float) -> Timeline:
-    """The acknowledgements of each rank in the last seconds, and the publications of batches.
+    """Returns the acknowledgements of each rank in the last seconds, and the publications of batches.
 
     Raises InvalidArgumentError where the run has no such model.
     """
@@ -228,13 +227,13 @@ def timeline(run: Run, model: Model, back_s: float) -> Timeline:
 
 
 def _model(facts: RunFacts, model: ModelFacts) -> ModelHealth:
-    least_far = sorted(range(len(model.next)), key=lambda rank: (model.next[rank], rank))[:SHOWN_RANKS]
+    furthest_behind = sorted(range(len(model.next)), key=lambda rank: (model.next[rank], rank))[:SHOWN_RANKS]
     return ModelHealth(
         model=model.model,
         committed=TrainingPlace.of(model.committed),
         incarnation=model.incarnation,
         ranks_in_all=len(model.next),
-        ranks=[_rank(facts, model, rank) for rank in sorted(least_far)],
+        ranks=[_rank(facts, model, rank) for rank in sorted(furthest_behind)],
     )
 
 

@@ -1,4 +1,4 @@
-"""A run as it is at one moment, as far as its health depends on it."""
+"""The facts of a run at one moment that its health depends on."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _UNBOUNDED = 1 << 31
 
 
 Stage = Literal["published", "waiting for columns", "being built", "failed"]
-"""Of a batch that is not freed. failed: its rows are retained, for another dp_size."""
+"""The stage of a batch that is not freed. failed: its rows are retained for another dp_size."""
 
 
 class OpenGroup(Document):
@@ -93,9 +93,10 @@ class AwaitingBatch:
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """
+    """The facts of a run at one moment.
+
     missing_tags: groups of each tag that the next batch lacks (`tag_shares`), complete ones counted.
-    failed: the last batches that could not be built, with the reason. kept: those whose rows are kept, for another
+    failed: the last batches that could not be built, with the reason. kept: those whose rows are retained for another
         dp_size.
     published: the batches that are published, to be trained, and not freed. building: the oldest that is to be built.
         awaiting: the oldest that waits for columns. held: how many are sealed and not freed.
@@ -161,15 +162,18 @@ def facts_of(run: Run, state: State, room: Room) -> RunFacts:
 
 
 def next_positions(state: State, model: Model) -> list[Position]:
-    """The position that each rank has to acknowledge next. Raises InvalidArgumentError where there is no such model."""
+    """Returns the position that each rank has to acknowledge next.
+
+    Raises InvalidArgumentError where there is no such model.
+    """
     own = progress.model_state(state, model)
-    # Hundreds of ranks are at a few positions.
+    # Hundreds of ranks share a few positions.
     settled = {position: progress.settle(state, model, position) for position in set(own.next)}
     return [settled[position] for position in own.next]
 
 
 def seconds(value: float) -> float:
-    """A time as documents have it."""
+    """Rounds a time as documents have it."""
     return round(value, 1)
 
 

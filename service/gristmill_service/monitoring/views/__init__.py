@@ -1,1 +1,1 @@
-"""What people see of a run's story and settings, of a batch, a row, and a group."""
+"""The documents of the page: a run's history and settings, batches, rows and groups."""

@@ -1,5 +1,4 @@
-"""A run's story for people and programs, from the figures that its log keeps of its batches, those that are freed,
-too."""
+"""The history of a run: the figures of its batches, which its log keeps, also those of freed ones."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ _DIGITS = 6
 
 
 class GroupFigures(Document):
-    """What groups scored. Means and shares are null where there is nothing to take them of."""
+    """Figures of groups. Means and shares are null where there are none."""
 
     groups: int
     trajectories: int
@@ -30,14 +29,14 @@ class GroupFigures(Document):
 
 
 class BatchFigures(GroupFigures):
-    """Batches `first` to `last`, of which `batches` were published. Counts and seconds are of all of them together."""
+    """Batches `first` to `last`, of which `batches` were published. Counts and seconds are sums over them."""
 
     first: int
     last: int
     batches: int
     at: float = Field(description="When the last of them was published, seconds since 1970.")
-    rows: int = Field(description="As they came.")
-    rows_merged: int = Field(description="What they are after merging.")
+    rows: int = Field(description="Rows as received.")
+    rows_merged: int = Field(description="Rows after merging.")
     padding_rows: int
     breaks: int = Field(description="Steps that could not be merged into those before them.")
     tokens: int = Field(description="Of rows that are trained.")
@@ -47,23 +46,27 @@ class BatchFigures(GroupFigures):
     staleness_mean: float | None = Field(description="Policy versions that a trajectory was behind.")
     staleness_max: int
     seconds: float = Field(description="From the publication before, or since this process took the run.")
-    ranks_waited: float = Field(description="Of these, those in which a rank of the policy waited for its next shard.")
-    workers_waited: float = Field(description="Of these, those in which workers waited for room.")
+    ranks_waited: float = Field(description="Seconds of these in which a rank of the policy waited for its next shard.")
+    workers_waited: float = Field(description="Seconds of these in which workers waited for capacity.")
     stages: dict[str, float] = Field(description="Seconds in each stage of building.")
-    tags: dict[str, GroupFigures] = Field(description="By tag, of the 8 that have most groups; none without tags.")
+    tags: dict[str, GroupFigures] = Field(
+        description="By tag, for the 8 tags with the most groups; empty without tags."
+    )
 
 
 class FailedBatch(Document):
     batch: int
     reason: str
-    remedy: str = Field(description="What to do; empty where somebody gave the batch up.")
+    remedy: str = Field(description="What to do; empty where the batch was given up.")
 
 
 class BatchHistory(Document):
     run: str
     totals: BatchFigures | None = Field(description="Of all batches; null before the first.")
-    points: list[BatchFigures] = Field(description="Oldest first; each of equally many batches, the last of fewer.")
-    failed: list[FailedBatch] = Field(description="Batches that could not be built, the last 100.")
+    points: list[BatchFigures] = Field(
+        description="Oldest first; each of the same number of batches, the last of fewer."
+    )
+    failed: list[FailedBatch] = Field(description="The last 100 batches that could not be built.")
 
 
 def batch_history(run: Run, most: int) -> BatchHistory:

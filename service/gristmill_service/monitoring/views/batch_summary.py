@@ -1,8 +1,7 @@
 """A batch's rows without their tokens: lengths, where merging broke, scores and advantages.
 
-They are read from the run's own rows, some at a time and outside its lock, when somebody asks: a batch that nobody asks
-for costs nothing, and one that is asked for makes no second copy of its tokens. It retains only
-the few around a break, and a trajectory's until all of it is read.
+They are read from the run's own rows, some at a time, when somebody asks. Tokens are not copied: only the few around a
+break are retained, and those of a trajectory until all of it is read.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from gristmill_service.pipeline.rows.merge import merge_rows, visit_loss_tokens
 from gristmill_service.pipeline.rows.validate import Received, receive
 
 KEPT_BREAKS = 200
-"""Breaks that are retained of a batch: where thousands break, they break alike."""
+"""Breaks that are retained of a batch: thousands of breaks are alike."""
 CONTEXT = 6
 """Tokens that are shown before and after the one that differs."""
 _LONGEST_UID = 80
@@ -36,7 +35,7 @@ _EMPTY = Ragged(np.empty(0, np.int32), np.empty(0, np.int64), np.empty(0, np.int
 
 
 class TokenPair(Document):
-    was: int = Field(description="The token in the step that it is held against; -1: it had ended.")
+    was: int = Field(description="The token in the step that it is compared with; -1: it had ended.")
     now: int = Field(description="The token in the prompt; -1: it had ended.")
     count: int
 
@@ -46,17 +45,21 @@ class PrefixBreak(Document):
     round: int
     sample: int
     step: int
-    against: int = Field(description="The step that it is held against: the one before, or the most alike of a tree.")
+    against: int = Field(
+        description="The step that it is compared with: the one before, or, in a tree, the most similar one."
+    )
     index: int = Field(description="Of the first token of the step's prompt that differs, or the prompt's length.")
     before: list[int] = Field(description="Tokens before it, which are the same.")
-    was: list[int] = Field(description="From there on in the step that it is held against.")
+    was: list[int] = Field(description="From there on in the step that it is compared with.")
     now: list[int] = Field(description="From there on in this step's prompt.")
     column: str = Field(description="The declared column in which the two differ, where no token does; else empty.")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BatchSummary:
-    """Rows as the plan numbers them. prompts, lengths, trained: (rows,) tokens of the prompt, of the whole row, and
+    """The rows of a batch as the plan numbers them.
+
+    prompts, lengths, trained: (rows,) tokens of the prompt, of the whole row, and
     those with loss_mask 1. first, last, steps: (rows,) of the steps that it is made of the first and the last, by
     their own numbers, and how many they are. trajectories: (rows,). scores, responses, advantages:
     (trajectories,); responses are the tokens of all its steps' responses, advantages None where clients gave one per
@@ -123,7 +126,7 @@ class BatchReader:
         trained = np.concatenate(self._trained) * filters.trained_steps(received, scores, config)[0][visited]
         begins = np.cumsum(counts) - counts
         first, last = visited[begins], visited[begins + counts - 1]
-        # Of tokens, or with the KL in them, they are in the shards alone: here are no declared columns.
+        # Advantages of tokens, or with the KL in them, are only in shards: they need declared columns.
         is_elsewhere = (
             steps.token_advantages is not None
             or config.kl_in_reward is not None
@@ -147,13 +150,13 @@ class BatchReader:
         )
 
     def _end(self) -> None:
-        """Merges the last trajectory: it is whole."""
+        """Merges the last trajectory, which is complete."""
         if self._pending:
             self._merge(concat(self._pending))
         self._pending = []
 
     def _merge(self, table: Steps) -> None:
-        """Reads whole trajectories."""
+        """Merges whole trajectories."""
         if not len(table):
             return
         config, received = self._config, receive(table, self._config)
@@ -199,7 +202,7 @@ def shortened(uid: str) -> str:
 
 
 def _without_tokens(table: Steps) -> Steps:
-    """The columns that scores and filters need."""
+    """Returns the table with only the columns that scores and filters need."""
     nothing = Ragged(_EMPTY.values, np.zeros(len(table), np.int64), np.zeros(len(table), np.int64))
     advantages = None if table.token_advantages is None else nothing
     plain: dict[str, Any] = dict.fromkeys(one.name for one in PLAIN_FIELDS)

@@ -1,5 +1,5 @@
-"""Pictures of a published batch: its shards row by row, loads, breaks of merging, scores. They are bounded in size: a
-larger one is added up or given in part, and says so.
+"""Pictures of a published batch: its shards row by row, loads, breaks of merging, scores. They are bounded in size:
+a larger one is summed up or cut, and says so.
 
 The last batches that were asked for are cached, also when they are freed meanwhile.
 """
@@ -52,11 +52,13 @@ class BatchPicture(Document):
     metrics: dict[str, float] = Field(description="As in the plan.")
     counts: dict[str, int] = Field(description="As in the plan.")
     mini_batches_in_all: int
-    rows_per_bar: int = Field(description="Rows that are added up in each bar; 4,000 bars at most are given.")
-    micro_steps_per_cell: int = Field(description="Micro-steps that are added up in each load.")
+    rows_per_bar: int = Field(description="Rows that are summed up in each bar; there are at most 4,000 bars.")
+    micro_steps_per_cell: int = Field(description="Micro-steps that are summed up in each load.")
     load_unit: str
-    mini_batches: list[MiniBatchPicture] = Field(description="As many as have 1,024 shards; ask for others one by one.")
-    columns: list[str] = Field(description="The declared columns: name, type and shape, and what there is a value for.")
+    mini_batches: list[MiniBatchPicture] = Field(
+        description="As many as have 1,024 shards; ask for the others one by one."
+    )
+    columns: list[str] = Field(description="The declared columns: name, type, shape and scope.")
     groups: list[str] = Field(description="Their uids, shortened; the first 4,000.")
 
 
@@ -65,13 +67,13 @@ class BatchBreaks(Document):
     batch: int
     merges: bool = Field(description="Whether the run's merge mode joins steps.")
     branches: bool = Field(description="Whether a step may join any earlier one, not the one before it alone.")
-    in_all: int = Field(description="Steps that joined none, but for each trajectory's first.")
+    in_all: int = Field(description="Steps that joined none, without each trajectory's first.")
     rows_received: int
     rows: int
     pairs: list[TokenPair] = Field(description="The most frequent, at most 10.")
     breaks: list[PrefixBreak] = Field(description="The first 200.")
     texts: dict[int, str] = Field(
-        default={}, description="What each of these tokens says, where the service has a tokenizer."
+        default={}, description="The text of each of these tokens, where the service has a tokenizer."
     )
 
 
@@ -81,7 +83,7 @@ class GroupScores(Document):
     tag: str = Field(default="", description="Its environment or task.")
     samples: list[int]
     scores: list[float]
-    advantages: list[float] | None = Field(description="null where clients gave one per token.")
+    advantages: list[float] | None = Field(description="null where clients sent one per token.")
 
 
 class BatchScores(Document):
@@ -94,7 +96,7 @@ class BatchScores(Document):
 
 
 class Histogram(Document):
-    """A bar counts the trajectories from its low to its high, which are one where there are few different values."""
+    """Counts of trajectories between each low and high, which are equal where there are few different values."""
 
     name: Literal["score", "response tokens", "turns"]
     lows: list[float]
@@ -119,7 +121,7 @@ class BatchView:
         self._bars = ShardBars(rows, config)
 
     def picture(self, model: Model, mini_batch: int | None) -> BatchPicture:
-        """All mini-batches as far as they fit, or one alone, with finer bars then."""
+        """Returns as many mini-batches as fit, or one alone, with finer bars."""
         own = self._mini_batches(model)
         chosen = own if mini_batch is None else _chosen(own, model, mini_batch)
         drawn = self._bars.drawn(own, chosen[: max(1, LARGEST.shards // self._plan.dp_size)])
@@ -182,10 +184,10 @@ class BatchView:
         )
 
     def distributions(self) -> BatchDistributions:
-        """How the batch's trajectories are spread: scores, lengths, turns, and why they stopped."""
+        """Returns the distributions of trajectories: scores, lengths, turns, and stop reasons."""
         received = self._rows.received
         lasts = (received.trajectory_bounds[1:] - 1).tolist()
-        reasons = Counter(received.steps.stop_reasons[last] or "not told" for last in lasts)
+        reasons = Counter(received.steps.stop_reasons[last] or "unknown" for last in lasts)
         return BatchDistributions(
             run=self._run,
             batch=self._batch,
@@ -199,7 +201,7 @@ class BatchView:
         )
 
     def scores(self, start: int) -> BatchScores:
-        """The scores of 200 groups at most, from this one on."""
+        """Returns the scores of at most 200 groups, from this one on."""
         groups = self._rows.received.groups
         first = max(start, 0)
         return BatchScores(
@@ -243,9 +245,9 @@ class _Key(NamedTuple):
 
 
 class BatchViewCache:
-    """The views of the batches that were asked for last. Keeps no run alive.
+    """Caches the views of the last batches that were asked for. Keeps no run alive.
 
-    one_by_one: does their work, so that pictures never take more than one core.
+    one_by_one: runs their work, so that pictures never take more than one core.
     """
 
     def __init__(self) -> None:
@@ -276,9 +278,7 @@ class BatchViewCache:
         config = run.config
         answer = await run.batch(batch)
         if answer.state not in (BatchState.PUBLISHED, BatchState.FORWARD):
-            raise NotFoundError(
-                f"batch {batch} is not published yet, so that there is nothing to show; ask again later"
-            )
+            raise NotFoundError(f"batch {batch} is not published yet; ask again later")
         plan = await self.one_by_one(decode_plan, answer.plan)
         if plan.dp_size != config.dp_size:
             # The trainer came back with another number of ranks between the two.

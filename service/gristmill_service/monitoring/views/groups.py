@@ -1,9 +1,10 @@
-"""Prompt groups: found by uid; and of one that is not sealed yet, what has come of each sample, and a row's tokens."""
+"""Prompt groups: a search by uid; the samples of one that is not sealed yet, and the tokens of its rows."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import asdict
 from typing import Literal, get_args
 
 import numpy as np
@@ -22,7 +23,7 @@ from gristmill_service.run.run import Run
 SampleState = Literal["no row", "open", "waits for a reward", "complete", "aborted"]
 _STATES: tuple[SampleState, ...] = get_args(SampleState)
 _SHOWN = 200
-_MOST_FOUND = 50
+_SHOWN_MATCHES = 50
 _GROUPS_AT_ONCE = 100
 
 
@@ -31,7 +32,7 @@ class FoundGroup(Document):
     round: int
     tag: str
     state: GroupState
-    batch: int | None = Field(description="That it was sealed into.")
+    batch: int | None = Field(description="The batch that it was sealed into.")
     reason: str = Field(description="Why it was dropped; empty where it was not.")
 
 
@@ -42,23 +43,21 @@ class FoundGroups(Document):
 
 
 class GroupSample(Document):
-    """no row: none came. open: rows came, and some are missing. aborted: a worker gave it up."""
+    """A sample of a group. no row: none arrived. open: some rows are missing. aborted: a worker gave it up."""
 
     sample: int
     state: SampleState
     reason: str = Field(default="", description="Why it was aborted.")
     attempt: int = 0
-    rows: int = Field(default=0, description="Steps that came.")
-    newest_step: int | None = Field(default=None, description="The last step, by number, that came.")
-    missing_step: int | None = Field(
-        default=None, description="The first step that has not come; null where none is missing."
-    )
-    tokens: int = Field(default=0, description="Of the newest step, its prompt included.")
-    reward: float | None = Field(default=None, description="Of the newest step; null while it is pending.")
+    rows: int = Field(default=0, description="Steps that arrived.")
+    newest_step: int | None = Field(default=None, description="The last step, by number, that arrived.")
+    missing_step: int | None = Field(default=None, description="The first missing step; null where none is missing.")
+    tokens: int = Field(default=0, description="Tokens of the newest step, its prompt included.")
+    reward: float | None = Field(default=None, description="Reward of the newest step; null while it is pending.")
 
 
 class GroupSamples(Document):
-    """complete, in_all: samples that are complete, and that the group has."""
+    """The samples of a group. complete: how many are complete. in_all: how many there are."""
 
     run: str
     uid: str
@@ -66,7 +65,9 @@ class GroupSamples(Document):
     tag: str
     complete: int
     in_all: int
-    samples: list[GroupSample] = Field(description="The first 200: those that hold the group up come first.")
+    samples: list[GroupSample] = Field(
+        description="The first 200, ordered by state: those that hold the group up come first."
+    )
 
 
 class OpenRowTokens(ShownTokens):
@@ -76,13 +77,13 @@ class OpenRowTokens(ShownTokens):
 
 
 async def group_parts(run: Run) -> AsyncIterator[list[GroupAnswer]]:
-    """Yields every group that was ever admitted, the decided ones first. There may be hundreds of thousands: each part
-    is made when it is asked for, so that others are answered between them."""
+    """Yields every group that was ever admitted, the decided ones first, some at a time: there may be hundreds of
+    thousands, and others are answered in between."""
     keys = run.read(lambda state, _: [*state.closed, *state.open])
     for begin in range(0, len(keys), _GROUPS_AT_ONCE):
         some = keys[begin : begin + _GROUPS_AT_ONCE]
         answers = run.read(lambda state, _, some=some: _answers(state, some))  # type: ignore[misc]
-        # Nobody learns of what may be lost.
+        # Waits until all that was read is durable.
         await run.policy_version()
         yield answers
 
@@ -99,7 +100,7 @@ def _decided(state: State, key: GroupKey) -> GroupAnswer:
     batch, tag = state.closed[key], state.closed_tags.get(key, "")
     if isinstance(batch, str):
         return GroupAnswer(*key, "dropped", reason=batch, tag=tag)
-    # The rows of one that is kept may be built yet.
+    # The rows of a failed batch that are retained may still be built.
     if batch in state.failed and state.is_dropped(batch):
         return GroupAnswer(*key, "dropped", batch, "batch_failed", tag)
     return GroupAnswer(*key, "sealed", batch, tag=tag)
@@ -107,25 +108,15 @@ def _decided(state: State, key: GroupKey) -> GroupAnswer:
 
 async def find_groups(run: Run, text: str) -> FoundGroups:
     """Returns the groups whose uid contains this text."""
-    found: list[GroupAnswer] = []
+    matches: list[GroupAnswer] = []
     async for part in group_parts(run):
-        found += [group for group in part if text in group.uid]
+        matches += [group for group in part if text in group.uid]
         await asyncio.sleep(0)
-    found.sort(key=lambda group: (group.uid != text, group.uid, group.round))
+    matches.sort(key=lambda group: (group.uid != text, group.uid, group.round))
     return FoundGroups(
         run=run.name,
-        in_all=len(found),
-        groups=[
-            FoundGroup(
-                uid=group.uid,
-                round=group.round,
-                tag=group.tag,
-                state=group.state,
-                batch=group.batch,
-                reason=group.reason,
-            )
-            for group in found[:_MOST_FOUND]
-        ],
+        in_all=len(matches),
+        groups=[FoundGroup(**asdict(group)) for group in matches[:_SHOWN_MATCHES]],
     )
 
 
@@ -151,7 +142,7 @@ def group_samples(run: Run, key: GroupKey) -> GroupSamples:
 
 
 async def row_tokens(run: Run, key: GroupKey, sample: int, step: int, start: int) -> OpenRowTokens:
-    """Raises NotFoundError where the group is not open or the step has not come."""
+    """Raises NotFoundError where the group is not open or the step has not arrived."""
     row = await run.open_row(key, sample, step)
     prompt = int(row.prompt_lengths[0])
     tokens = row.tokens[0].tolist()
@@ -198,7 +189,7 @@ def _sample(group: Group, sample: int) -> GroupSample:
 
 
 def _missing(trajectory: Trajectory) -> int | None:
-    """The first step that has not come; None where all up to the last have."""
+    """Returns the first missing step; None where all up to the last have arrived."""
     if trajectory.last is not None and len(trajectory.rows) == trajectory.last + 1:
         return None
     return next(step for step in range(len(trajectory.rows) + 1) if step not in trajectory.rows)

@@ -1,4 +1,4 @@
-"""A run's settings and their defaults, and what a batch would cost with others."""
+"""A run's settings with their defaults, and the cost of a batch with other settings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gristmill_service.off_loop import OneByOne
 from gristmill_service.pipeline.alternatives import costs
 from gristmill_service.run.run import Run
 
-# Its rows are in memory a second time, and planned several times.
+# The rows are read into memory once more, and planned several times.
 _LARGEST = 1 << 30
 
 
@@ -30,14 +30,14 @@ class Setting(Document):
 
 class RunSettings(Document):
     run: str
-    settings: list[Setting] = Field(description="All that there are: those that differ from their default first.")
+    settings: list[Setting] = Field(description="All settings, first those that differ from their default.")
 
 
 class Cost(Document):
-    setting: str = Field(description="That differs from the run's, as `layout: packed`; empty for the run's own.")
+    setting: str = Field(description="The changed setting, as `layout: packed`; empty for the run's own settings.")
     rows: int
     padding_rows: int
-    tokens: int | None = Field(description="That go through the model, padding included.")
+    tokens: int | None = Field(description="Tokens that go through the model, padding included.")
     padding_share: float | None
     barrier_ratio: float = Field(description="The load of the slowest rank of each micro-step, by the mean load.")
 
@@ -65,10 +65,12 @@ async def batch_costs(run: Run, batch: int, one_by_one: OneByOne) -> BatchCosts:
     """
     size = run.read(lambda state, _: state.batches[batch].row_bytes if batch in state.batches else None)
     if size is None:
-        raise FailedPreconditionError(f"batch {batch} is not held: nothing can be planned of rows that are freed")
+        raise FailedPreconditionError(
+            f"batch {batch} is not in store, and freed rows cannot be planned; choose a batch that is not freed"
+        )
     if size > _LARGEST:
         raise ResourceExhaustedError(
-            f"batch {batch} has {size} bytes of rows, and {_LARGEST} are the most that are planned beside training; "
+            f"batch {batch} has {size} bytes of rows, and at most {_LARGEST} are planned while the run trains; "
             "use gristmill export and gristmill plan"
         )
     tables, config = [table async for table in run.export(batch)], run.config

@@ -19,18 +19,21 @@ from gristmill_service.pipeline.scheduling.balance import loads_of
 
 
 class ShardPicture(Document):
-    """Tokens a bar, in the shard's order. row, group, sample, first, last, steps: which row each bar is, the first and
-    the last step that it is made of, and how many they are; -1 for padding rows, null where a bar is several rows."""
+    """The bars of a shard, in its order, in tokens.
+
+    row, group, sample, first, last, steps: which row each bar is, the first and the last step that it consists of,
+    and their number; -1 for padding rows, null where a bar is several rows.
+    """
 
     rows: int
     shared: list[int] = Field(
-        description="With layout prefix_tree the tokens that stand with the row before, else 0; in none of the others."
+        description="With layout prefix_tree the tokens that are stored with the row before, else 0; not counted again."
     )
     prompt: list[int]
     observation: list[int] = Field(description="Response tokens with loss_mask 0.")
     trained: list[int]
     padding: list[int]
-    load: list[int] = Field(description="One a micro-step.")
+    load: list[int] = Field(description="One per micro-step.")
     row: list[int] | None = None
     group: list[int] | None = None
     sample: list[int] | None = None
@@ -44,7 +47,7 @@ class MiniBatchPicture(Document):
     rows: int
     padding_rows: int
     loss_tokens: int
-    shards: list[ShardPicture] = Field(description="One a rank.")
+    shards: list[ShardPicture] = Field(description="One per rank.")
 
 
 class Largest(NamedTuple):
@@ -68,7 +71,7 @@ class DrawnBars(NamedTuple):
 
 class _Rank(NamedTuple):
     """A shard: its rows, -1 for padding rows, where its micro-batches begin among them, and the tokens of each row that
-    stand with the row before it."""
+    are stored with the row before it."""
 
     rows: Int64s
     starts: Int64s
@@ -121,7 +124,7 @@ class ShardBars:
         loads = self._load_scale * (self._loads[rank.rows] - loads_of(rank.shared, self._config.flops))
         loads = np.add.reduceat(loads, rank.starts) if len(rank.rows) else np.empty(0)
         widths = widths - rank.shared
-        # What is shared is a row's first, none of which it trains.
+        # Shared tokens are a row's first ones, and the row trains none of them.
         observation = observation - np.maximum(rank.shared - prompt, 0)
         prompt = np.maximum(prompt - rank.shared, 0)
         return ShardPicture(
@@ -150,7 +153,7 @@ class ShardBars:
         return {name: np.append(values, -1)[numbers].tolist() for name, values in columns.items()}
 
     def _widths(self, rank: _Rank, part: Sequence[_Rank], every: Sequence[Sequence[_Rank]]) -> Int64s:
-        """The width at which each row is laid out: as the widest of those that share a width with it."""
+        """Returns the width at which each row is laid out: that of the widest row with which it shares a width."""
         if self._config.has_token_axis:
             return self._lengths[rank.rows]
         match self._config.pad_width:

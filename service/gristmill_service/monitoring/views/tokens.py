@@ -20,7 +20,7 @@ SHOWN_TOKENS = 2_000
 
 
 class ShownTokens(Document):
-    """Some of a row's tokens: from `start` on, at most 2,000. loss_mask: one each, -1 in the prompt."""
+    """Tokens of a row, from `start` on, at most 2,000. loss_mask: one for each, -1 in the prompt."""
 
     run: str
     uid: str
@@ -31,18 +31,21 @@ class ShownTokens(Document):
     start: int
     tokens: list[int]
     loss_mask: list[int]
-    texts: dict[int, str] = Field(default={}, description="What each says, where the service has a tokenizer.")
+    texts: dict[int, str] = Field(default={}, description="The text of each, where the service has a tokenizer.")
 
 
 class RowTokens(ShownTokens):
     """A training row. tokens: from `start` on, at most 2,000. loss_mask: one each, -1 in the prompt."""
 
     batch: int
-    row: int = Field(description="As the plan numbers them.")
+    row: int = Field(description="Its number in the plan.")
 
 
 def key_of(rows: BatchSummary, row: int) -> tuple[TrajectoryKey, int]:
-    """The row's trajectory, and which of its rows it is. Raises NotFoundError where the batch has no such row."""
+    """Returns the row's trajectory, and which of its rows it is.
+
+    Raises NotFoundError where the batch has no such row.
+    """
     if not 0 <= row < len(rows.trajectories):
         raise NotFoundError(f"the batch has no row {row}; it has {len(rows.trajectories)}, from 0")
     trajectory = int(rows.trajectories[row])
