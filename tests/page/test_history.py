@@ -203,6 +203,6 @@ def test_a_finished_run_shows_its_totals_and_all_curves(open_page: OpenPage, ser
     own.finish()
     page = open_page(f"#/{run}")
     told = page.locator("section[aria-label=History]")
-    told.get_by_role("heading", name="rows a batch").wait_for()
+    told.get_by_role("heading", name="rows per batch").wait_for()
     assert told.locator("dl.tiles dd").first.inner_text().startswith("3\n")
     assert told.locator("figure.curve").count() == 10

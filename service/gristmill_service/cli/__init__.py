@@ -1,4 +1,4 @@
-"""The command line's entry point. It imports nothing that an install without the extra `service` lacks."""
+"""The entry point of the command line. It imports nothing that an install without the extra `service` lacks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def main() -> None:
     try:
         _run()
     except KeyboardInterrupt:
-        # While packages are imported nobody else is there to take it.
+        # Nothing else handles Ctrl-C while packages are imported.
         sys.exit(128 + signal.SIGINT)
 
 

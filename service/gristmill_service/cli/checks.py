@@ -1,4 +1,4 @@
-"""What `gristmill doctor` checks: this machine, Redis, and the service's addresses."""
+"""The checks of `gristmill doctor`: of this machine, Redis, and the service's addresses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from gristmill_service.cli.watch.service_client import Replica, connect
 from gristmill_service.settings import Settings, split_address
 
 _LEAST_BYTES = 1_000_000_000
-# A container without a setting of its own has 64 MB of shared memory.
+# Containers have 64 MB of shared memory by default.
 _LARGER = (
     "give it the size that docs/operations.md, 'Sizing', comes to (docker run --shm-size, in Kubernetes an emptyDir of "
     "medium Memory), or name another tmpfs by --shared-memory-dir"
@@ -32,12 +32,12 @@ _LARGER = (
 _HTTP_TIMEOUT_S = 3.0
 # A Date header has whole seconds.
 _CLOCK_S = 2.0
-_START = "start it with `gristmill serve`, give where it is by --address, or let this machine through to the port"
+_START = "start it with `gristmill serve`, give its address by --address, or open the port to this machine"
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that was checked. found: how it is. remedy: what to do about it; empty where it is well."""
+    """The result of one check. found: the state. remedy: what to do about it; empty where all is well."""
 
     what: str
     found: str
@@ -54,15 +54,15 @@ class Check:
 
 
 def check_machine(settings: Settings) -> Iterator[Check]:
-    """Checks the directories that these settings name: whether they can be written to, their size, and their room."""
+    """Checks the directories that these settings name: write access, size and free space."""
     for store, directory in settings.store_directories.items():
         if store == "shared_memory":
             yield _check_directory("shared memory", directory, _LARGER)
             continue
-        # The service makes the directory when it starts.
+        # The service creates the directory when it starts.
         whole = directory.absolute()
         existing = next(path for path in (whole, *whole.parents) if path.exists())
-        yield _check_directory(store, existing, "make room on the disk, or name another directory for it")
+        yield _check_directory(store, existing, "free space on the disk, or name another directory")
 
 
 def _check_directory(what: str, directory: Path, remedy: str) -> Check:
@@ -77,12 +77,12 @@ def _check_directory(what: str, directory: Path, remedy: str) -> Check:
     found = f"{decimal(room)} free of {decimal(size)}"
     if room >= _LEAST_BYTES:
         return Check(what, found)
-    return Check(what, f"{found}, and real batches need {decimal(_LEAST_BYTES)} and more", remedy)
+    return Check(what, f"{found}, and real batches need at least {decimal(_LEAST_BYTES)}", remedy)
 
 
 def check_redis(settings: Settings) -> Iterator[Check]:
     """Checks the settings of Redis that docs/operations.md asks for, where the settings name one. A setting that Redis
-    does not show is not judged."""
+    does not report is not checked."""
     if settings.run_store != "redis":
         return
     from gristmill_service.storage.backends import redis_address
@@ -113,7 +113,7 @@ def check_redis(settings: Settings) -> Iterator[Check]:
 def check_replicas(address: str, http_port: int) -> Iterator[Check]:
     """Checks each replica of the address over gRPC, and over HTTP on the same host.
 
-    Raises InvalidArgumentError for an address that is none.
+    Raises InvalidArgumentError for an address that is not valid.
     """
     with connect(address, "gristmill doctor") as client:
         replicas = client.replicas()
@@ -136,7 +136,7 @@ def over_grpc(replica: Replica) -> Iterator[Check]:
         yield Check(what, reason or replica.problem, _START)
         return
     if replica.problem:
-        yield Check(what, "answers, and takes no new work", f"see to it that {replica.problem!r} is over")
+        yield Check(what, "answers, and takes no new work", f"resolve {replica.problem!r}")
     else:
         yield Check(what, "answers, and is ready")
     ours, theirs = gristmill.__version__, replica.version or "older than this command"
@@ -162,14 +162,16 @@ def _over_http(place: str) -> Iterator[Check]:
     if answer.is_success:
         yield Check(f"HTTP at {place}", "answers, and is ready")
     else:
-        yield Check(f"HTTP at {place}", f"{answer.status_code} to {url}", f"see to what it says: {answer.text[:200]!r}")
+        yield Check(
+            f"HTTP at {place}", f"{answer.status_code} to {url}", f"resolve what it reports: {answer.text[:200]!r}"
+        )
     if "date" in answer.headers:
         yield clock(place, parsedate_to_datetime(answer.headers["date"]).timestamp() + 0.5 - before - half_s, half_s)
 
 
 def clock(place: str, ahead_s: float, unsure_s: float = 0.0) -> Check:
-    """Judges a clock. ahead_s: by how much it is ahead of this machine's. unsure_s: how wrong that may be, since nobody
-    knows when within the call it was read."""
+    """Checks a clock. ahead_s: by how much it is ahead of this machine's. unsure_s: the error of that, since the clock
+    may have been read at any time within the call."""
     if abs(ahead_s) <= _CLOCK_S + unsure_s:
         return Check(f"clock at {place}", "as this machine's, to the second")
     shown = datetime.now(UTC).isoformat(timespec="seconds")

@@ -1,4 +1,4 @@
-"""All commands of the command line, put together."""
+"""The command line: all commands."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gristmill_service.cli.watch import commands as watching
 app = typer.Typer(name="gristmill", no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
-def _tell_version(asked: bool) -> None:
+def _print_version(asked: bool) -> None:
     if asked:
         print(f"gristmill {gristmill.__version__}")
         raise typer.Exit
@@ -22,9 +22,9 @@ def _tell_version(asked: bool) -> None:
 
 @app.callback()
 def about(
-    version: Annotated[bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="Its version.")] = (
-        False
-    ),
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = (False),
 ) -> None:
     """Rollouts of LLM reinforcement learning in, train-ready shards out."""
 

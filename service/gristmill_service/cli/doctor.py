@@ -1,4 +1,4 @@
-"""`gristmill doctor`: what stands between here and a service that works. What is heavy is imported when it runs."""
+"""`gristmill doctor` checks what a service needs. Heavy modules are imported when it runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _AddressOption = Annotated[
     str | None,
     typer.Option(
         envvar="GRISTMILL_ADDRESS",
-        help="The service, or all of its replicas: HOST:PORT or unix:/PATH, several with commas between "
+        help="The service, or all of its replicas: HOST:PORT or unix:/PATH, several separated by commas "
         "[default: where --grpc-address listens]",
     ),
 ]
@@ -34,11 +34,11 @@ def register(app: typer.Typer) -> None:
 
 
 def doctor(*, address: str | None, as_json: bool, **flags: object) -> None:
-    """Check what a service needs, a line a check, each with what to do where it is wrong.
+    """Check what a service needs, one check per line, each with a remedy where something is wrong.
 
     Takes the flags, the environment and the file of `gristmill serve`, and checks: these settings; whether each replica
-    answers over gRPC and over HTTP, takes the credentials of the environment, and has the version and the clock of this
-    machine; the size and the room of shared memory and journal here; and the settings of Redis.
+    answers over gRPC and HTTP, accepts the credentials of the environment, and has the version and the clock of this
+    machine; the size of shared memory and journal here, and their free space; and the settings of Redis.
 
     Exit status 0: all is well. 1: something is wrong.
 
@@ -74,7 +74,7 @@ def _checks(address: str | None, flags: dict[str, object]) -> Iterator[Check]:
         settings = load_settings(flags)
         yield Check("settings", "fit together")
     except InvalidArgumentError as error:
-        yield Check("settings", str(error), "correct them, and check again: the rest is checked with the defaults")
+        yield Check("settings", str(error), "correct them, and check again: the other checks use the defaults")
         settings = Settings.model_construct()
     yield from check_machine(settings)
     yield from check_redis(settings)
@@ -82,7 +82,7 @@ def _checks(address: str | None, flags: dict[str, object]) -> Iterator[Check]:
 
 
 def _reached(listens: str) -> str:
-    """Where this machine reaches what listens there."""
+    """Returns the address at which this machine reaches a service that listens there."""
     if listens.startswith("unix:"):
         return listens
     host, port = split_address(listens)

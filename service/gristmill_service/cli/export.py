@@ -1,4 +1,4 @@
-"""`gristmill export` writes a sealed batch of a running service to a rollout file, to be laid out again offline."""
+"""`gristmill export` writes a sealed batch of a running service to a rollout file, for `gristmill batch`."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from gristmill._wire.codecs.row_codec import decode
 from gristmill._wire.column_spec import ColumnSpec, specs_of
 from gristmill.errors import InvalidArgumentError
 from gristmill.v1 import run_pb2, trainer_pb2
+from gristmill_service.cli.options import ADDRESS, AddressOption
 from gristmill_service.cli.terminal import refusals
 from gristmill_service.rollout_lines import json_lines
 
@@ -28,9 +29,9 @@ def register(app: typer.Typer) -> None:
 
 def export(
     run: Annotated[str, typer.Argument(help="The run.", show_default=False)],
-    batch: Annotated[int, typer.Argument(help="The batch, from 0. It may be exported until it is freed.")],
+    batch: Annotated[int, typer.Argument(help="The batch, from 0. It can be exported until it is freed.")],
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="A rollout file: .jsonl or .jsonl.gz.")],
-    address: Annotated[str, typer.Option(help="The service: HOST:PORT or unix:/PATH.")] = "127.0.0.1:50051",
+    address: AddressOption = ADDRESS,
     config: Annotated[
         Path | None, typer.Option("--config", metavar="FILE", help="Also writes the run's configuration, as YAML.")
     ] = None,
@@ -39,7 +40,7 @@ def export(
 
     Example: gristmill export my-run 12 --out rollouts.jsonl.gz --config run.yaml
 
-    What gristmill batch makes of these two files has the tensors of the service's own shards.
+    From these two files gristmill batch makes the same tensors as the service.
     """
     with refusals(), closing(Transport(address, 10.0, "gristmill export")) as transport:
         settings = _settings(transport, run)
@@ -50,11 +51,11 @@ def export(
 
 
 def _settings(transport: Transport, run: str) -> dict[str, Any]:
-    """Returns the run's configuration, such that the offline commands lay the batch out as the service did."""
+    """Returns the run's configuration, with which the offline commands lay the batch out as the service did."""
     status = transport.call(transport.runs.GetRun, run_pb2.GetRunRequest(run=run)).status
     settings: dict[str, Any] = json.loads(status.config_json)
     if settings.get("zero_variance_filter") == "replace":
-        # The service has done so before it sealed the batch, and the offline commands cannot.
+        # The service did so before it sealed the batch; the offline commands cannot.
         del settings["zero_variance_filter"]
     return settings
 

@@ -1,4 +1,4 @@
-"""Options that commands share, and flags of a command, one per setting."""
+"""Options that several commands share, and flags that are made of settings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ AddressOption = Annotated[
     str,
     typer.Option(
         envvar="GRISTMILL_ADDRESS",
-        help="The service, or any of its replicas: HOST:PORT or unix:/PATH, several with commas between.",
+        help="The service, or any of its replicas: HOST:PORT or unix:/PATH, several separated by commas.",
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="For programs.")]

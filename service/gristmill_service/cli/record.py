@@ -1,4 +1,4 @@
-"""`gristmill record`: one recorder in one process. What it needs is imported when it runs."""
+"""`gristmill record` runs one recorder in one process. Heavy modules are imported when it runs."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ def record_command(**flags: object) -> None:
     """Record an agent's calls of an engine as steps of its trajectory.
 
     A proxy in front of vLLM or SGLang, for OpenAI's chat completions, completions and responses and Anthropic's
-    messages, streamed or not. An agent sets its base URL and is otherwise left as it is:
+    messages, streamed or not. An agent sets its base URL and needs no other change:
 
       client = openai.OpenAI(base_url="http://127.0.0.1:8090/runs/RUN/uid/UID/sample/0/v1")
 
-    RUN has step_wise: true, and merge: tree for sub-agents, parallel calls and shortened histories. What the model
-    sampled is trained, by the engine's own token ids and logprobs; what users and tools said is context. The trajectory
-    ends when its reward is known:
+    RUN has step_wise: true, and merge: tree for sub-agents, parallel calls and shortened histories. Sampled tokens are
+    trained, with the engine's own token ids and logprobs; messages of users and tools are context. The trajectory ends
+    when its reward is known:
 
       curl http://127.0.0.1:8090/runs/RUN/uid/UID/sample/0/finish -d '{"reward": 1.0}'
 
-    What was answered is in the journal before, and is delivered when the service is there and has room for it. The
-    engine's errors are passed on as they are. /metrics, /healthz and /readyz are as the service's.
+    Every answer is journaled before it is returned, and delivered when the service is reachable and has capacity. The
+    engine's errors are passed on unchanged. /metrics, /healthz and /readyz are as the service's.
 
-    A setting is taken from its flag, else from the environment (--upstream is GRISTMILL_RECORD_UPSTREAM); what it shows
-    the service is taken from GRISTMILL_TOKEN and the like (docs/security.md). It listens on this machine only, as it
-    asks nobody who they are; to listen wider it needs --insecure. SIGTERM or Ctrl-C answers the calls
-    that are under way and exits with 0; a second one exits at once. Exit status 2: a wrong setting, an address or a
+    A setting is taken from its flag, else from the environment (--upstream is GRISTMILL_RECORD_UPSTREAM); its
+    credentials for the service are GRISTMILL_TOKEN and the like (docs/security.md). It listens on this machine only,
+    since it does not authenticate callers; to listen wider it needs --insecure. SIGTERM or Ctrl-C answers the calls
+    under way and exits with 0; a second one exits at once. Exit status 2: a wrong setting, an address or a
     journal that is taken.
     """
     try:

@@ -1,4 +1,4 @@
-"""`gristmill runs`: a service's runs from the command line. What is heavy is imported when a command runs."""
+"""`gristmill runs` creates, lists, shows and deletes runs. Heavy modules are imported when a command runs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def register(app: typer.Typer) -> None:
 def about() -> None:
     """Create, list, show and delete runs.
 
-    Exit status 1: refused, for the reason that is told. 2: the service cannot be reached.
+    Exit status 1: the service refused, with the reason on standard error. 2: it cannot be reached.
     """
 
 
@@ -65,7 +65,7 @@ def create(
 
 @_runs.command("list")
 def list_runs(address: AddressOption = ADDRESS, as_json: JsonOption = False) -> None:
-    """List the runs that there are, each with its state and the reason for it.
+    """List all runs, each with its state and the reason for it.
 
     Example: gristmill runs list --json | jq -r '.runs[] | select(.state == "finished").run'
     """
@@ -91,7 +91,7 @@ def list_runs(address: AddressOption = ADDRESS, as_json: JsonOption = False) -> 
 
 @_runs.command("show")
 def show(run: RunArgument, address: AddressOption = ADDRESS, as_json: JsonOption = False) -> None:
-    """Show a run whole: its state, what holds it up, its counts, and its settings.
+    """Show all of a run: its state, what holds it up, its counts, and its settings.
 
     Example: gristmill runs show my-run --json | jq .config
     """
@@ -117,13 +117,13 @@ def show(run: RunArgument, address: AddressOption = ADDRESS, as_json: JsonOption
 @_runs.command("delete")
 def delete(
     run: RunArgument,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
     address: AddressOption = ADDRESS,
     as_json: JsonOption = False,
 ) -> None:
-    """Delete a run and all that it holds: rows, plans, shards and its state. Nothing brings it back.
+    """Delete a run with its rows, plans, shards and state. This cannot be undone.
 
-    Asks first on a terminal; elsewhere it needs --yes. Who waits for the run is told that it is gone.
+    Asks for confirmation on a terminal; elsewhere it needs --yes. Calls that wait for the run end with NOT_FOUND.
 
     Example: gristmill runs delete my-run --yes
     """
@@ -132,8 +132,10 @@ def delete(
     with early_ends():
         if not yes:
             if not sys.stdin.isatty():
-                raise InvalidArgumentError(f"this would delete all that run {run!r} holds; give --yes to do it")
-            typer.confirm(f"Delete run {run!r} at {address} and all that it holds?", abort=True, err=True)
+                raise InvalidArgumentError(
+                    f"this would delete run {run!r} with its rows and shards; give --yes to do it"
+                )
+            typer.confirm(f"Delete run {run!r} at {address} with its rows and shards?", abort=True, err=True)
         with connect(address, _OWNER) as client:
             client.delete(run)
     print(json.dumps({"run": run, "deleted": True}) if as_json else f"run {run!r} is deleted")

@@ -1,4 +1,5 @@
-"""`gristmill serve`: one service in one process, from flags to exit status. The service is imported when it runs."""
+"""`gristmill serve` runs one service in one process, from flags to exit status. Heavy modules are imported when it
+runs."""
 
 from __future__ import annotations
 
@@ -37,14 +38,14 @@ def register(app: typer.Typer) -> None:
 
 
 def serve_command(**flags: object) -> None:
-    """Take rollouts, make batches of them, and give trainers their shards.
+    """Serve runs: take rollouts, make batches, and serve shards to trainers.
 
     A setting is taken from its flag, else from the environment (--max-waiters is GRISTMILL_MAX_WAITERS), else from the
     file that --config-file or GRISTMILL_CONFIG_FILE names, else it has its default. Runs are created through the API.
     The service listens on this machine only; to listen wider it needs certificates and tokens (docs/security.md).
 
-    SIGTERM or Ctrl-C finishes what is being sealed and exits with 0; a second one exits at once. Exit status 2: a wrong
-    setting, an address that is taken, or a Redis that does not answer for half a minute.
+    SIGTERM or Ctrl-C finishes sealed batches and exits with 0; a second one exits at once. Exit status 2: a wrong
+    setting, an address in use, or a Redis that is unreachable for half a minute.
     """
     try:
         settings = load_settings(flags)
@@ -59,7 +60,7 @@ serve_command.__signature__ = flags_of(Settings)  # type: ignore[attr-defined]
 
 def serve(settings: Settings) -> int:
     """Serves until a signal asks to stop. Returns the exit status."""
-    # Not on the event loop, where it would take most of a second.
+    # Imported here, since it would block the event loop for most of a second.
     import gristmill_service.service  # noqa: F401
     from gristmill_service.logs import configure_logs
     from gristmill_service.process_tuning import tune_process
@@ -104,7 +105,7 @@ async def _serve(settings: Settings) -> int:
 
 
 async def _started(settings: Settings, stop_asked: asyncio.Event) -> Service | None:
-    """The service, as soon as its store answers; None where it is asked to stop before that."""
+    """Starts the service once its store answers. Returns None when a signal asks to stop before that."""
     import structlog
 
     from gristmill_service.service import Service

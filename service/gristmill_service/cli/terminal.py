@@ -19,29 +19,29 @@ messages = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 def screen(pipe_width: int = 140) -> Console:
-    """Returns standard output. pipe_width: such that a pipe or a log gets every column whole."""
+    """Returns a console on standard output. pipe_width: wide enough that no column is cut in a pipe or a log."""
     return Console(width=None if sys.stdout.isatty() else pipe_width, highlight=False)
 
 
 def printable(text: str) -> str:
-    """Returns the text with what a terminal would take for a command or a new line written out, as in `\\x1b`: a uid or
-    a reason may hold anything."""
+    """Returns the text with control characters and line breaks escaped, as in `\\x1b`: a uid or a reason may have any
+    character."""
     return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text)
 
 
 def counted(number: int, one: str, many: str = "") -> str:
-    """As in "1 rank", "2 ranks". many: where it is not `one` with an s."""
+    """As in "1 rank", "2 ranks". many: the plural, where it is not `one` with an s."""
     return f"{number:,} {one if number == 1 else many or f'{one}s'}"
 
 
 def reason_of(error: GristmillError) -> str:
-    """Returns the error's message without the client's own remarks on its attempts and the request."""
+    """Returns the error's message without what the client adds about its attempts and the request."""
     return str(error).partition(" (gave up after ")[0].partition(" (request ")[0]
 
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """Ends a command on files at a refusal with one message and no traceback, and so at Ctrl-C."""
+    """Ends a command on files with one message and no traceback at a refusal or Ctrl-C."""
     try:
         yield
     except KeyboardInterrupt:
@@ -60,8 +60,7 @@ def refusals() -> Iterator[None]:
 
 @contextmanager
 def early_ends() -> Iterator[None]:
-    """Turns what ends a command on a service early into its exit status. Ctrl-C is how a person ends one that goes on:
-    0."""
+    """Ends a command on a service with the exit status of its error; with 0 at Ctrl-C."""
     try:
         yield
     except KeyboardInterrupt:
@@ -78,5 +77,5 @@ def early_ends() -> Iterator[None]:
 
 
 def _leave_pipe() -> None:
-    """Sends what Python writes to standard output at its end nowhere: its reader has enough, and it must not fail."""
+    """Redirects standard output to nowhere, so that Python's last flush does not fail: the reader is gone."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

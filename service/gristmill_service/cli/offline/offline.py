@@ -1,7 +1,7 @@
 """The offline commands: `gristmill plan`, `gristmill batch` and `gristmill show`.
 
-Results go to standard output or the given directory, progress and messages to standard error. A refusal is one clear
-message there and exit code 1.
+Results go to standard output or a directory, progress and messages to standard error. A refusal is one message there
+and exit status 1.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ from gristmill_service.storage.shard_files import write_shards
 
 RolloutsArgument = Annotated[
     Path,
-    typer.Argument(metavar="FILE", help="Rollouts: .jsonl, .jsonl.gz or .parquet, one row a step.", show_default=False),
+    typer.Argument(
+        metavar="FILE", help="Rollouts: .jsonl, .jsonl.gz or .parquet, one row per step.", show_default=False
+    ),
 ]
 ConfigOption = Annotated[
     Path, typer.Option("--config", metavar="CONFIG", help="The run's configuration, YAML or JSON.", show_default=False)
@@ -57,7 +59,7 @@ def register(app: typer.Typer) -> None:
 
 
 def plan(file: RolloutsArgument, config: ConfigOption) -> None:
-    """Print the plan of each batch in FILE: one JSON document a line. Says on standard error what they come to.
+    """Print the plan of each batch in FILE, one JSON document per line, and a summary on standard error.
 
     FILE may also be a lengths file, with prompt_len and response_len in place of tokens, masks and rewards.
 
@@ -75,7 +77,7 @@ def plan(file: RolloutsArgument, config: ConfigOption) -> None:
             _warn(document.counts)
             sys.stdout.buffer.write(encode_plan(document) + b"\n")
         sys.stdout.flush()
-        _summarise(documents, batches[0], settings)
+        _summarize(documents, batches[0], settings)
 
 
 def batch(
@@ -85,9 +87,9 @@ def batch(
 ) -> None:
     """Make the shards of each batch in FILE, as the service would.
 
-    Writes DIR/batch-00000/plan.json and beside it MODEL-MINI_BATCH/rank-RANK.safetensors. A batch appears whole or not
-    at all, and nothing is written when any batch of FILE is refused. Says on standard error what the shards come to,
-    and what the first batch would with another balance, layout, padding or merging.
+    Writes DIR/batch-00000/plan.json and next to it MODEL-MINI_BATCH/rank-RANK.safetensors. A batch appears whole or not
+    at all, and nothing is written when any batch of FILE is refused. Prints a summary on standard error, and what the
+    first batch would cost with another balance, layout, padding or merging.
 
     Example: gristmill batch rollouts.jsonl --config run.yaml --out shards
     """
@@ -108,11 +110,11 @@ def batch(
             for target, one in zip(targets, built, strict=True):
                 _write(target, one, advance)
         messages.print(f"{counted(len(sizes), 'shard')}, {decimal(sum(sizes))}, in {out}", markup=False)
-        _summarise([one.plan for one in built], batches[0], settings)
+        _summarize([one.plan for one in built], batches[0], settings)
 
 
 def show(directory: Annotated[Path, typer.Argument(metavar="DIR", help="What gristmill batch wrote.")]) -> None:
-    """Show what is in the shards under DIR: rows, tokens, padding share and loss tokens of each, and by tag.
+    """Show the figures of the shards under DIR: rows, tokens, padding share and loss tokens of each, and by tag.
 
     Example: gristmill show shards
     """
@@ -124,7 +126,7 @@ def show(directory: Annotated[Path, typer.Argument(metavar="DIR", help="What gri
 
 
 def _read_settings(path: Path) -> RunConfig:
-    """Returns the run's settings. Raises InvalidArgumentError also for those that only a service can carry out."""
+    """Reads the run's settings. Raises InvalidArgumentError also for settings that only a service supports."""
     config = read_config(path)
     if config.zero_variance_filter == "replace":
         raise InvalidArgumentError(
@@ -166,16 +168,16 @@ def _build_all(batches: list[Steps], config: RunConfig, run: str, advance: _Adva
         yield built
 
 
-def _summarise(plans: Sequence[PlanDocument], first: Steps, config: RunConfig) -> None:
-    """Prints what the plans come to, and what another setting would have made of the first batch."""
+def _summarize(plans: Sequence[PlanDocument], first: Steps, config: RunConfig) -> None:
+    """Prints the totals of the plans, and the cost of the first batch with other settings."""
     messages.print(_totals(plans))
     table = Table(box=None, header_style="bold")
     table.add_column("first batch" if len(plans) > 1 else "")
-    for name in ("rows", "padding rows", "tokens", "of it padding", "slowest rank"):
+    for name in ("rows", "padding rows", "tokens", "padding share", "slowest rank"):
         table.add_column(name, justify="right")
     for setting, cost in costs(first, config):
         table.add_row(f"with {setting}" if setting else "as configured", *_cells(cost))
-    # Wide enough that a pipe or a log gets every column whole.
+    # Wide enough that no column is cut in a pipe or a log.
     Console(stderr=True, highlight=False, width=None if messages.is_terminal else 120).print(table)
 
 
@@ -235,8 +237,8 @@ def _write(target: Path, built: BuiltBatch, advance: _Advance) -> None:
 
 @contextmanager
 def _bar(label: str, total: int | None, done: ProgressColumn) -> Iterator[_Advance]:
-    """Shows a bar on standard error while its body works; none where that is no terminal. total: None where it is not
-    known. Yields a function that advances it."""
+    """Shows a progress bar on standard error, if that is a terminal. total: None if unknown. Yields a function that
+    advances it."""
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), done, TimeRemainingColumn())
     with Progress(*columns, console=messages, transient=True, disable=not messages.is_terminal) as bar:
         task = bar.add_task(label, total=total)

@@ -1,6 +1,6 @@
 """Reads rollout files, JSON lines (gzip by extension) and Parquet, as tables of steps, whole batches at a time.
 
-A lengths file has `prompt_len, response_len` in place of tokens, masks and rewards; it can be planned, not laid out.
+A lengths file has `prompt_len, response_len` in place of tokens, masks and rewards; it can only be planned.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from gristmill.errors import InvalidArgumentError
 from gristmill_service.config import MOST_TAGS, RunConfig
 
 Progress = Callable[[int], None]
-"""A function that is called with the number of the file's bytes that are read so far."""
+"""Called with the number of the file's bytes that are read so far."""
 
 _NO_ROW = object()
 _LENGTH_FIELDS = ("prompt_len", "response_len")
@@ -77,10 +77,10 @@ def _parse(line: bytes, number: int) -> Any:
     except orjson.JSONDecodeError:
         pass
     try:
-        # The slower parser takes NaN and Infinity, so that they can be refused with the trajectory's name.
+        # The slower parser accepts NaN and Infinity, which are refused later with the trajectory's name.
         return json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise InvalidArgumentError(f"line {number} is not valid JSON ({error}); one row a line is expected") from None
+        raise InvalidArgumentError(f"line {number} is not valid JSON ({error}); expected one row per line") from None
 
 
 def _read_parquet(path: Path) -> Iterator[dict[str, Any]]:
@@ -102,7 +102,7 @@ def _column_values(column: Any, pa: Any) -> Callable[[int], Any]:
     """Returns a function of a row's index: NumPy views of list columns, Python values of others."""
     chunk = column.chunk(0) if column.num_chunks else pa.array([], column.type)
     is_flat = _is_list(chunk.type, pa) and not pa.types.is_nested(chunk.type.value_type)
-    # NumPy has NaN in place of a null, which is to be refused by its own name.
+    # NumPy has NaN in place of a null, which must be refused as a null.
     if not is_flat or chunk.values.null_count:
         values: list[Any] = chunk.to_pylist()
         return values.__getitem__
@@ -158,7 +158,7 @@ def _check_tags(table: Steps) -> None:
 
 
 def _split(table: Steps, config: RunConfig) -> list[Steps]:
-    """Returns the batches: every `train_batch_size` prompt groups, in order of first appearance, are one."""
+    """Splits the rows into batches of `train_batch_size` prompt groups each, in order of first appearance."""
     size = config.train_batch_size
     index: dict[tuple[int, str], int] = {}
     keys = zip(table.rounds.tolist(), table.uids, strict=True)

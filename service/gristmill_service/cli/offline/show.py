@@ -1,4 +1,4 @@
-"""`gristmill show` prints figures of shards on disk. It reads them as any trainer would, through safetensors."""
+"""`gristmill show` prints figures of shards on disk, which it reads as a trainer does, through safetensors."""
 
 from __future__ import annotations
 
@@ -31,9 +31,12 @@ class TagFigures(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ShardFigures:
-    """The figures of one shard. tokens: of real rows. distinct_tokens: what of them stands there, fewer where rows
-    share some. elements: of all `sequences` tensors, padding included. column_bytes: of declared columns. by_tag: the
-    rows of each tag, "" for those without; empty where none has one."""
+    """The figures of one shard.
+
+    tokens: of real rows. distinct_tokens: the stored ones, fewer where rows share tokens. elements: of all `sequences`
+    tensors, padding included. column_bytes: of declared columns. by_tag: the rows of each tag, "" for rows without;
+    empty where no row has one.
+    """
 
     rows: int
     padding_rows: int
@@ -149,14 +152,15 @@ def read_figures(path: Path) -> ShardFigures:
 
 
 def _edges(file: Any, prefix: str, names: Sequence[str]) -> Array | None:
-    """Where on a token axis what is each row's own begins, and where the last one's ends; None where there is none."""
+    """Returns where each row's own tokens begin on a token axis, and where the last one's end; None without a token
+    axis."""
     if f"{prefix}/row_ends" in names:
         return np.append(0, file.get_tensor(f"{prefix}/row_ends") + 1)
     return file.get_tensor(f"{prefix}/cu_seqlens") if f"{prefix}/cu_seqlens" in names else None
 
 
 def _row_sums(mask: Array, edges: Array | None) -> Array:
-    """The sums of rows' masks. edges: (rows + 1,) where rows stand one after another; None: mask is (rows, width)."""
+    """Sums each row's mask. edges: (rows + 1,) on a token axis; None: the mask is (rows, width)."""
     if edges is None:
         sums: Array = mask.sum(axis=1, dtype=np.int64)
         return sums
@@ -165,7 +169,7 @@ def _row_sums(mask: Array, edges: Array | None) -> Array:
 
 
 def _nbytes(tensor: Any) -> int:
-    """Bytes of a tensor that is not read."""
+    """Returns the bytes of a tensor without reading it."""
     # "BOOL" has no number in it.
     bits = int(re.sub(r"\D", "", tensor.get_dtype()) or 8)
     shape: list[int] = tensor.get_shape()

@@ -1,4 +1,4 @@
-"""`gristmill status`, `top` and `tail` on the command line. What is heavy is imported when they run."""
+"""`gristmill status`, `top` and `tail` on the command line. Heavy modules are imported when they run."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ def status(
     stuck_after_s: Annotated[
         float,
         typer.Option(
-            "--for", min=0.0, metavar="SECONDS", help="A run in which nothing happened for so long is stuck, too."
+            "--for", min=0.0, metavar="SECONDS", help="Count a run as stuck, too, after this long without an event."
         ),
     ] = 0.0,
 ) -> None:
     """Show the service's runs and their states.
 
-    Exit status 1: a run is failed or stuck, its owner does not answer, a replica is not ready or away, or there is no
-    such run. 2: no replica can be reached. The service says which state a run is in, as on its page and in its metrics;
-    with --for, a run that is not finished is stuck, too, when nothing happened in it for so long.
+    Exit status 1: a run is failed or stuck, its owner or a replica is unreachable, a replica is not ready, or there is
+    no such run. 2: no replica can be reached. The service reports the state of a run, as on its page and in its
+    metrics; with --for, a run that is not finished also counts as stuck after this long without an event.
 
     Example: gristmill status --for 300 --json | jq '.runs[].health'
     """
@@ -59,7 +59,7 @@ def top(
 ) -> None:
     """Watch the service's runs, until q or Ctrl-C.
 
-    Where its output is no terminal, it prints what there is once. With --json a terminal gets one object a snapshot.
+    Without a terminal it prints one snapshot. With --json a terminal gets one object per snapshot.
     """
     from gristmill_service.cli.watch.top import show_top
 
@@ -75,10 +75,10 @@ def tail(
         float, typer.Option("--interval", min=0.05, metavar="SECONDS", help="Between snapshots.")
     ] = 0.5,
 ) -> None:
-    """Follow what happens in a run, a line each, from now on, until it is done, gone, or Ctrl-C is pressed.
+    """Follow a run's events, one per line, from now on, until it is done or deleted, or Ctrl-C is pressed.
 
-    Prints when batches are sealed, published, acknowledged, committed, freed or failed, and which groups were dropped
-    and why, and when the run is stuck. Goes on when the service was away meanwhile, and says so.
+    Prints when batches are sealed, published, acknowledged, committed, freed or failed, which groups are dropped
+    and why, and when the run is stuck. Goes on when the service was unreachable, and says so.
 
     Example: gristmill tail my-run --json | jq 'select(.event == "groups dropped")'
     """

@@ -1,5 +1,5 @@
-"""What `status` and `top` print: tables for people, a line per replica and run, or one run whole; and documents for
-programs, plain values with names as in the contract."""
+"""What `status` and `top` print: tables for people, one line per replica and run, or all of one run; and documents
+for programs, plain values with the contract's names."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _SAME = (
 
 
 def overview(snapshot: Snapshot, rates: Mapping[str, float] | None = None) -> RenderableType:
-    """Shows every run, a line each. rates: rows per second of each run, where they are known."""
+    """Shows all runs, one per line. rates: rows per second of each run, where they are known."""
     if not snapshot.runs:
         return Group(_replicas(snapshot.replicas), Text("no runs"))
     table = Table(box=None, header_style="bold", pad_edge=False)
     table.add_column("run", no_wrap=True, overflow="ellipsis", max_width=32)
     table.add_column("state", no_wrap=True)
-    for name in ("version", "open", "complete", "room", "sealed", "published", "freed", "held", "rows"):
+    for name in ("version", "open", "complete", "capacity", "sealed", "published", "freed", "stored", "rows"):
         table.add_column(name, justify="right", no_wrap=True)
     if rates is not None:
         table.add_column("rows/s", justify="right", no_wrap=True)
@@ -42,7 +42,7 @@ def overview(snapshot: Snapshot, rates: Mapping[str, float] | None = None) -> Re
         cells = [""] * 9 if run.status is None else _counts(run.status)
         rate = [] if rates is None else [f"{rates[run.name]:,.0f}" if run.name in rates else ""]
         table.add_row(Text(printable(run.name)), _state(run), *cells, *rate)
-    # The reason why a run will not go on does not fit into its line.
+    # Why a run will not go on does not fit into its line.
     reasons = [
         Text.assemble("\n", (f"{printable(run.name)}: ", "bold"), (printable(run.health.summary), "red"))
         for run in snapshot.runs
@@ -85,7 +85,7 @@ def place(position: run_pb2.Position) -> str:
 
 
 def order(position: run_pb2.Position) -> tuple[int, int, int]:
-    """Compares as the positions do."""
+    """Returns a key that sorts positions in training order."""
     return position.batch, position.epoch, position.mini_batch
 
 
@@ -125,7 +125,7 @@ def _facts(status: run_pb2.RunStatus) -> Table:
 
 
 def _lines(status: run_pb2.RunStatus) -> Iterable[tuple[str, str]]:
-    yield "groups", f"{status.groups_open} open, {status.groups_complete} complete, room for {status.groups_room}"
+    yield "groups", f"{status.groups_open} open, {status.groups_complete} complete, capacity for {status.groups_room}"
     if status.groups_dropped:
         most = sorted(status.groups_dropped.items(), key=lambda item: (-item[1], item[0]))
         more = f", and {len(most) - _REASONS} more reasons" if len(most) > _REASONS else ""
@@ -139,8 +139,8 @@ def _lines(status: run_pb2.RunStatus) -> Iterable[tuple[str, str]]:
         yield f"tag {tag}", counts
     for number, reason in sorted(status.failed_batches.items()):
         yield f"batch {number}", f"failed: {reason}"
-    yield "rows", f"{status.rows_accepted:,} accepted, {status.rows_duplicate:,} came again"
-    yield "held", f"{decimal(status.row_bytes)} of rows, {decimal(status.shard_bytes)} of shards"
+    yield "rows", f"{status.rows_accepted:,} accepted, {status.rows_duplicate:,} sent again"
+    yield "stored", f"{decimal(status.row_bytes)} of rows, {decimal(status.shard_bytes)} of shards"
     yield "policy version", f"{status.policy_version}{', finished' if status.finished else ''}"
 
 
@@ -150,7 +150,7 @@ def _models(status: run_pb2.RunStatus) -> Iterable[Text]:
         progress = (
             f"committed up to {place(model.committed)}, incarnation {model.incarnation}, {counted(len(ranks), 'rank')}"
         )
-        # The others wait for the first of those that are furthest behind.
+        # The others wait for the rank that is furthest behind; of several, the first.
         behind = min(ranks, key=lambda rank: order(rank.next), default=None)
         last = "" if behind is None else f"; the slowest, rank {behind.rank}, is at {place(behind.next)}"
         yield Text.assemble((f"{model_name(model.model)}: ", "bold"), progress, last)

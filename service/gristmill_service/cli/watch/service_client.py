@@ -1,4 +1,4 @@
-"""A running service as it reports itself: its replicas, and the state of each run. Nothing is judged here."""
+"""Reads a running service: its replicas, and each run's state as the service reports it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gristmill_service.cli.terminal import reason_of
 
 CANNOT_BE_REACHED = (UnavailableError, DeadlineExceededError)
 TIMEOUT_S = 3.0
-"""A call is tried again for so long before the service counts as unreachable."""
+"""Calls are retried for this long before the service counts as unreachable."""
 _NEEDS_PERSON = ("unreachable", "stuck", "failed")
 
 
@@ -42,13 +42,13 @@ class Run:
 
     @property
     def needs_person(self) -> bool:
-        """The run will not go on by itself."""
+        """Whether the run will not go on by itself."""
         return self.health.state in _NEEDS_PERSON
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A service at one moment. at: seconds of a clock that only goes forward."""
+    """A service at one moment. at: seconds of a monotonic clock."""
 
     at: float
     replicas: list[Replica]
@@ -56,19 +56,21 @@ class Snapshot:
 
     @property
     def needs_person(self) -> bool:
-        """A run will not go on by itself, or a replica is not ready or down."""
+        """Whether a run will not go on by itself, or a replica is not ready or unreachable."""
         return any(replica.problem for replica in self.replicas) or any(run.needs_person for run in self.runs)
 
 
 class ServiceClient:
-    """Connections to each replica for its health, and to any of them for the runs."""
+    """Has connections to each replica for its health, and to any of them for the runs."""
 
     def __init__(self, any_replica: Transport, replicas: dict[str, Transport]) -> None:
         self._any, self._replicas = any_replica, replicas
 
     def snapshot(self, run: str | None = None, stuck_after_s: float = 0.0) -> Snapshot:
-        """Reads all runs, or one. stuck_after_s: a run that is not finished counts as stuck, too, when nothing happened
-        in it for that long; 0: only the service decides.
+        """Reads all runs, or one.
+
+        stuck_after_s: a run that is not finished also counts as stuck after this long without an event; 0: only as the
+        service reports it.
 
         Raises UnavailableError or DeadlineExceededError where no replica answers, and NotFoundError where there is no
         such run.
@@ -101,7 +103,7 @@ class ServiceClient:
         return list(answer.runs)
 
     def groups(self, run: str) -> list[run_pb2.GroupStatus]:
-        """Returns every group that was ever admitted, the decided ones first, as they were decided."""
+        """Returns every group that was ever admitted, first the decided ones in the order of their decisions."""
         pages = self._any.call(
             lambda request, timeout: list(self._any.runs.ListGroups(request, timeout=timeout)),
             run_pb2.ListGroupsRequest(run=run),
@@ -109,13 +111,12 @@ class ServiceClient:
         return [group for page in pages for group in page.groups]
 
     def replicas(self) -> list[Replica]:
-        """Asks each replica of the address at once: one that hangs delays the others' answers by no more than its
-        own."""
+        """Asks all replicas of the address at the same time, so that one that hangs does not delay the others."""
         with ThreadPoolExecutor(len(self._replicas)) as pool:
             return list(pool.map(_read_replica, self._replicas, self._replicas.values()))
 
     def _run(self, name: str, stuck_after_s: float, *, is_required: bool) -> Run | None:
-        """Returns None for one that was deleted since its name was listed."""
+        """Reads a run. Returns None for one that was deleted since its name was listed."""
         try:
             status = self.status(name)
         except NotFoundError:
@@ -146,11 +147,11 @@ def _read_replica(address: str, transport: Transport) -> Replica:
 
 @contextmanager
 def connect(address: str, owner: str) -> Iterator[ServiceClient]:
-    """Raises InvalidArgumentError for an address that is none."""
+    """Connects to each address. Raises InvalidArgumentError for one that is not valid."""
     with ExitStack() as opened:
         any_replica = opened.enter_context(closing(Transport(address, TIMEOUT_S, owner)))
         names = addresses_of(address)
         others = {name: opened.enter_context(closing(Transport(name, TIMEOUT_S, owner))) for name in names[1:]}
-        # One address needs one connection.
+        # One replica needs one connection.
         first = any_replica if len(names) == 1 else opened.enter_context(closing(Transport(names[0], TIMEOUT_S, owner)))
         yield ServiceClient(any_replica, {names[0]: first, **others})

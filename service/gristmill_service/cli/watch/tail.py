@@ -1,5 +1,4 @@
-"""`gristmill tail`: what happens in a run, one line each: what differs from one status that the service reports to the
-next."""
+"""`gristmill tail` prints a run's events: what changed between two statuses that the service reported."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from gristmill_service.cli.watch.printed import model_name, order, place, place_
 from gristmill_service.cli.watch.service_client import CANNOT_BE_REACHED, ServiceClient, connect
 
 Change = dict[str, Any]
-"""`event`, and the values that belong to it."""
+"""The name under `event`, and its values."""
 
 Groups = Callable[[], Sequence[run_pb2.GroupStatus]]
 
@@ -45,7 +44,7 @@ def _follow(client: ServiceClient, run: str, pause: Callable[[], None]) -> Itera
         try:
             after = client.status(run)
         except NotFoundError:
-            yield {"event": "gone", "reason": "the run was deleted, or a service that keeps nothing has started again"}
+            yield {"event": "gone", "reason": "the run was deleted, or a service without a journal restarted"}
             return
         except CANNOT_BE_REACHED as error:
             if is_reached:
@@ -61,22 +60,22 @@ def _follow(client: ServiceClient, run: str, pause: Callable[[], None]) -> Itera
 
 
 def _is_done(status: run_pb2.RunStatus) -> bool:
-    """Returns whether nothing will happen any more, be it that the last batch could not be built."""
+    """Whether no event will follow, also where the last batch could not be built."""
     waiting = status.groups_open + status.groups_complete
     return status.finished and not waiting and status.batches_freed == status.batches_sealed
 
 
 def _groups(client: ServiceClient, run: str) -> Sequence[run_pb2.GroupStatus]:
-    """Returns nothing where the service became unreachable just now: the drops are reported all the same."""
+    """Returns no group where the service is unreachable by now: the drops are reported all the same."""
     with suppress(GristmillError):
         return client.groups(run)
     return ()
 
 
 def changes(before: run_pb2.RunStatus, after: run_pb2.RunStatus, groups: Groups) -> Iterator[Change]:
-    """In the order in which one leads to the next. groups: called only where groups were dropped."""
+    """Yields the changes in causal order. groups: called only where groups were dropped."""
     if after.batches_sealed < before.batches_sealed or after.rows_accepted < before.rows_accepted:
-        # Deleted, or lost with the process that had it, and created again by the same name.
+        # The run was deleted, or lost with its process, and created again.
         yield {"event": "recreated"}
         before = run_pb2.RunStatus(run=after.run, policy_version=after.policy_version)
     if after.policy_version != before.policy_version:
@@ -87,7 +86,7 @@ def changes(before: run_pb2.RunStatus, after: run_pb2.RunStatus, groups: Groups)
     yield from ({"event": "freed", "batch": number} for number in range(before.batches_freed, after.batches_freed))
     if after.finished and not before.finished:
         yield {"event": "finished"}
-    # A batch that could not be built, which makes a run failed, is a change of its own.
+    # A run that failed has an event of its own: the batch that could not be built.
     is_stuck, was_stuck = after.health.state == "stuck", before.health.state == "stuck"
     if is_stuck and not (was_stuck and before.health.summary == after.health.summary):
         yield {"event": "stuck", "reason": after.health.summary}
@@ -100,7 +99,7 @@ def _dropped(before: run_pb2.RunStatus, after: run_pb2.RunStatus, groups: Groups
     more = {reason: count for reason, count in sorted(more.items()) if count > 0}
     listed = groups() if more else ()
     for reason, count in more.items():
-        # They are listed as they were decided, so that the last ones are the new ones.
+        # Groups are listed in the order of their decisions: the last ones are new.
         names = [{"uid": one.uid, "round": one.round} for one in listed if one.reason == reason][-count:]
         yield {"event": "groups dropped", "reason": reason, "count": count, "groups": names}
 
@@ -112,7 +111,7 @@ def _batches(before: run_pb2.RunStatus, after: run_pb2.RunStatus) -> Iterator[Ch
         # A service that starts again rebuilds them, byte for byte.
         yield {"event": "rebuilt", "batch": number}
     for number, reason in sorted(after.failed_batches.items()):
-        # It may have failed before, for other ranks.
+        # It may have failed before, for another dp_size.
         if before.failed_batches.get(number) != reason:
             yield {"event": "failed", "batch": number, "reason": reason}
     for number in range(before.batches_published, after.batches_published):
@@ -131,7 +130,7 @@ def _trained(before: run_pb2.RunStatus, after: run_pb2.RunStatus) -> Iterator[Ch
             at = place_document(min(is_at.values(), key=order, default=model.committed))
             yield {"event": "resumed", "model": name, "incarnation": model.incarnation, "position": at}
         else:
-            # Ranks that are at the same place now, together: a trainer has hundreds.
+            # Ranks at the same position are one event: a trainer has hundreds of ranks.
             moved: defaultdict[tuple[int, int, int], list[int]] = defaultdict(list)
             for rank, position in sorted(is_at.items()):
                 if position != was_at.get(rank, run_pb2.Position()):
@@ -144,7 +143,7 @@ def _trained(before: run_pb2.RunStatus, after: run_pb2.RunStatus) -> Iterator[Ch
 
 
 def sentence(change: Change) -> str:
-    """Returns the change as a person at a terminal reads it."""
+    """Returns the change as a line for a terminal."""
     return printable(_sentence(change))
 
 

@@ -1,4 +1,4 @@
-"""`gristmill top`: snapshots, one after another, on a screen of their own."""
+"""`gristmill top` shows one snapshot after another on a screen of its own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from gristmill_service.cli.terminal import reason_of, screen
 from gristmill_service.cli.watch.printed import overview, snapshot_document
 from gristmill_service.cli.watch.service_client import CANNOT_BE_REACHED, ServiceClient, Snapshot, connect
 
-# Snapshots that rates are computed over.
+# Rates are computed over this many snapshots.
 _RATED = 10
 
 
@@ -74,8 +74,8 @@ def _rates(recent: deque[Snapshot]) -> dict[str, float]:
 
 @contextmanager
 def _keys() -> Iterator[Callable[[float], str]]:
-    """Yields a function that returns the key that is pressed within that many seconds, or nothing after them. Ctrl-C
-    stays Ctrl-C. Where standard input is no terminal, it only waits."""
+    """Yields a function that waits at most that many seconds for a key, and returns it or an empty string. Ctrl-C still
+    interrupts. Without a terminal on standard input it only waits."""
     terminals = [0] if os.isatty(0) else []
 
     def pressed(seconds: float) -> str:
