@@ -76,4 +76,4 @@ def test_what_goes_wrong_in_it_does_not_reach_the_run() -> None:
     monitor.applied(BatchSealed(7, (), 0), state, 1, break_off)
     monitor.applied(Acknowledged("policy", 99, START), state, 0, lambda: 0)
     monitor.received([Outcome.ACCEPTED, Outcome.SEALED], table())
-    assert monitor.history.snapshot(state).batches[7].sealed is not None, "the history is noted all the same"
+    assert monitor.history.batches[7].sealed is not None, "the history is noted all the same"

@@ -39,6 +39,15 @@ def fill(address: str, run: str, **settings: object) -> None:
             client.flush()
 
 
+def test_the_address_is_taken_from_the_environment_as_by_the_other_commands(
+    service: Service, run_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(service.grpc_address, run_name)
+    monkeypatch.setenv("GRISTMILL_ADDRESS", service.grpc_address)
+    exported = gristmill("export", run_name, 0, "--out", tmp_path / "rollouts.jsonl")
+    assert (exported.returncode, exported.stderr) == (0, "")
+
+
 @pytest.mark.parametrize(
     "settings",
     [{}, {"zero_variance_filter": "replace"}, {"micro_batch": {"count": 3}, "tag_shares": {"math": {"min": 0.5}}}],

@@ -437,7 +437,7 @@ def _status(status: RunStatus, assessment: Assessment) -> run_pb2.RunStatus:
 
 
 def _health_to(assessment: Assessment) -> run_pb2.RunHealth:
-    history = assessment.facts.history
+    facts = assessment.facts
     return run_pb2.RunHealth(
         state=assessment.state,
         summary=assessment.summary,
@@ -445,11 +445,11 @@ def _health_to(assessment: Assessment) -> run_pb2.RunHealth:
             run_pb2.Finding(
                 level=finding.level,
                 text=finding.text,
-                for_s=None if finding.since is None else max(0.0, history.now - finding.since),
+                for_s=None if finding.since is None else max(0.0, facts.now - finding.since),
             )
             for finding in assessment.findings
         ],
-        still_s=max(0.0, history.now - history.last_event),
+        still_s=max(0.0, facts.now - facts.history.last_event),
     )
 
 

@@ -12,7 +12,6 @@ from pydantic import Field
 
 from gristmill_service.config import Model
 from gristmill_service.monitoring import Document
-from gristmill_service.monitoring.collectors.run_history import BatchTimes
 from gristmill_service.monitoring.health.run_facts import (
     SHOWN_GROUPS,
     AwaitingBatch,
@@ -110,7 +109,7 @@ def summary_of(facts: RunFacts, state: HealthState, findings: Sequence[Finding])
 
 def has_pulled(facts: RunFacts, model: ModelFacts, rank: int) -> bool | None:
     """Returns whether the rank asked for a shard since its next batch was published; None where that is not known."""
-    batch, pulled = _times(facts, model.next[rank]), facts.history.ranks[model.model][rank].pulled
+    batch, pulled = facts.history.of_batch(model.next[rank].batch), facts.history.ranks[model.model][rank].pulled
     if batch.published is None:
         return None
     if pulled is not None and pulled >= batch.published:
@@ -122,7 +121,7 @@ def available(facts: RunFacts, model: ModelFacts, rank: int) -> float:
     """Returns since when the rank could have begun with its next shard: the one before is acknowledged, and this one is
     published."""
     since = facts.history.ranks[model.model][rank].since
-    return max(since, _times(facts, model.next[rank]).published or since)
+    return max(since, facts.history.of_batch(model.next[rank].batch).published or since)
 
 
 def _training(facts: RunFacts) -> str:
@@ -143,7 +142,7 @@ def _failed_batches(facts: RunFacts) -> Iterator[Finding]:
     """Reports failed batches: a failure is over when a later batch is trained and committed."""
     committed = min(model.committed for model in facts.models)
     for number, reason in facts.failed.items():
-        since = facts.history.batches.get(number, BatchTimes()).ended
+        since = facts.history.of_batch(number).ended
         if reason.startswith(GIVEN_UP):
             yield _finding("note", f"batch {number} was {reason}", since, batch=number)
         elif committed > Position(number + 1):
@@ -184,7 +183,7 @@ def _working_ranks(facts: RunFacts, model: ModelFacts, ready: Sequence[int]) -> 
     least = min(model.next[rank] for rank in ready)
     last = [rank for rank in ready if model.next[rank] == least]
     past = sum(position > least for position in model.next)
-    now = facts.history.now
+    now = facts.now
     if past:
         late = [rank for rank in last if now - available(facts, model, rank) >= LATE_RANK_S]
         if late:
@@ -220,8 +219,8 @@ def _columns(facts: RunFacts) -> Iterator[Finding]:
     """Judges a batch that waits for columns: its trainer is at work while some arrive."""
     if facts.awaiting is None:
         return
-    since = facts.history.batches.get(facts.awaiting.number, BatchTimes()).columns
-    waited = 0.0 if since is None else facts.history.now - since
+    since = facts.history.of_batch(facts.awaiting.number).columns
+    waited = 0.0 if since is None else facts.now - since
     level: Level = "stuck" if waited >= _STUCK_COLUMNS_S else "slow" if waited >= _SLOW_COLUMNS_S else "note"
     yield _finding(level, _awaited(facts.awaiting), since, batch=facts.awaiting.number)
 
@@ -237,9 +236,9 @@ def _awaited(batch: AwaitingBatch) -> str:
 
 def _build(facts: RunFacts) -> Iterator[Finding]:
     if facts.building is not None:
-        times = facts.history.batches.get(facts.building, BatchTimes())
+        times = facts.history.of_batch(facts.building)
         since = times.columns or times.sealed
-        if since is not None and facts.history.now - since >= _LONG_BUILD_S:
+        if since is not None and facts.now - since >= _LONG_BUILD_S:
             text = f"batch {facts.building} is sealed and not published"
             yield _finding("slow", text, since, batch=facts.building)
 
@@ -254,13 +253,13 @@ def _room(facts: RunFacts) -> Iterator[Finding]:
         return
     # Nobody can go on: all buffered batches are trained, and no group of the next one may begin.
     since = max(since or facts.history.began, facts.history.last_event)
-    level: Level = "stuck" if facts.history.now - since >= _BLOCKED_S else "note"
+    level: Level = "stuck" if facts.now - since >= _BLOCKED_S else "note"
     yield _finding(level, f"workers wait for capacity, and ranks for a batch: {reason}", since)
 
 
 def _stragglers(facts: RunFacts) -> Iterator[Finding]:
     """Judges groups that have been open for long: they hold up nobody while ranks have work."""
-    now = facts.history.now
+    now = facts.now
     old = [group for group in facts.open_groups if now - group.since >= _LONG_GROUP_S]
     if not old:
         return
@@ -282,10 +281,6 @@ def _did_not(facts: RunFacts, model: ModelFacts, ranks: Sequence[int]) -> str:
     nobody = all(has_pulled(facts, model, rank) is False for rank in ranks)
     verb = "even pull" if nobody else "acknowledge"
     return f"{model.model} {_named(ranks)} did not {verb} {_place(model.next[ranks[0]])}, which is published"
-
-
-def _times(facts: RunFacts, position: Position) -> BatchTimes:
-    return facts.history.batches.get(position.batch, BatchTimes())
 
 
 def _finding(

@@ -6,14 +6,13 @@ bounded: of many groups, batches and ranks they have the oldest, and the number 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from pydantic import Field
 
 from gristmill_service.config import Model
 from gristmill_service.monitoring import Document
-from gristmill_service.monitoring.collectors.run_history import HistorySnapshot, Passed
+from gristmill_service.monitoring.collectors.run_history import Passed
 from gristmill_service.monitoring.collectors.run_monitor import monitor_of
 from gristmill_service.monitoring.health.findings import (
     Finding,
@@ -164,7 +163,7 @@ def health(run: Run) -> RunHealth:
     history = facts.history
     return RunHealth(
         **dict(facts.counts),
-        now=seconds(history.now),
+        now=seconds(facts.now),
         run=run.name,
         state=state,
         summary=summary,
@@ -200,23 +199,28 @@ def timeline(run: Run, model: Model, back_s: float) -> Timeline:
 
     Raises InvalidArgumentError where the run has no such model.
     """
-    recorded = monitor_of(run).history
+    history = monitor_of(run).history
 
-    def read(state: State, _: Room) -> tuple[list[Position], HistorySnapshot, float, Sequence[Sequence[Passed]]]:
-        positions, history = next_positions(state, model), recorded.snapshot(state)
-        begin, shown = max(history.now - back_s, history.began), min(len(positions), SHOWN_RANKS)
-        return positions, history, begin, recorded.passed(model, shown, begin, max(4, _SHOWN_STEPS // max(1, shown)))
+    def read(state: State, _: Room) -> list[Position]:
+        history.follow(state)
+        return next_positions(state, model)
 
-    positions, history, begin, passed = run.read(read)
+    positions, now = run.read(read), history.now()
+    begin, shown = max(now - back_s, history.began), min(len(positions), SHOWN_RANKS)
+    most = max(4, _SHOWN_STEPS // max(1, shown))
     return Timeline(
         run=run.name,
         model=model,
         begin=seconds(begin),
-        end=seconds(history.now),
+        end=seconds(now),
         ranks_in_all=len(positions),
         ranks=[
-            RankLine(next=TrainingPlace.of(position), since=seconds(times.since), passed=[_entry(one) for one in own])
-            for position, times, own in zip(positions, history.ranks[model], passed, strict=False)
+            RankLine(
+                next=TrainingPlace.of(position),
+                since=seconds(rank.since),
+                passed=[_entry(passed) for passed in rank.passed if passed.at >= begin][-most:],
+            )
+            for position, rank in zip(positions[:shown], history.ranks[model], strict=False)
         ],
         batches=[
             PublishedBatch(batch=number, published=seconds(batch.published))

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from gristmill_service.config import Model
 from gristmill_service.monitoring import Document
-from gristmill_service.monitoring.collectors.run_history import BatchTimes, HistorySnapshot
+from gristmill_service.monitoring.collectors.run_history import BatchTimes, RunHistory
 from gristmill_service.monitoring.collectors.run_monitor import monitor_of
 from gristmill_service.run.machine.answers import Position
 from gristmill_service.run.machine.decisions import progress, sealing
@@ -104,6 +104,7 @@ class RunFacts:
     """
 
     run: str
+    now: float
     counts: RunCounts
     train_batch_size: int
     max_buffered_batches: int
@@ -119,7 +120,7 @@ class RunFacts:
     open_groups: list[OpenGroup]
     batches: list[HeldBatch]
     models: list[ModelFacts]
-    history: HistorySnapshot
+    history: RunHistory
 
     @property
     def ranks_have_work(self) -> bool:
@@ -133,10 +134,12 @@ class RunFacts:
 
 
 def facts_of(run: Run, state: State, room: Room) -> RunFacts:
-    """Reads the facts. state: the run's, locked."""
-    history = monitor_of(run).history.snapshot(state)
+    """Reads the facts, which are valid until the run goes on. state: the run's."""
+    history = monitor_of(run).history
+    history.follow(state)
     return RunFacts(
         run=run.name,
+        now=history.now(),
         counts=_counts(state, room),
         train_batch_size=run.config.train_batch_size,
         max_buffered_batches=run.config.max_buffered_batches,
@@ -215,12 +218,12 @@ def _awaiting(state: State) -> AwaitingBatch | None:
     return None
 
 
-def _open_groups(state: State, history: HistorySnapshot) -> list[OpenGroup]:
+def _open_groups(state: State, history: RunHistory) -> list[OpenGroup]:
     incomplete = (group for key, group in state.open.items() if key not in state.complete)
     return [_open_group(group, history) for group in islice(incomplete, SHOWN_GROUPS)]
 
 
-def _open_group(group: Group, history: HistorySnapshot) -> OpenGroup:
+def _open_group(group: Group, history: RunHistory) -> OpenGroup:
     return OpenGroup(
         uid=group.key.uid[:_LONGEST_UID],
         round=group.key.round,
@@ -233,10 +236,10 @@ def _open_group(group: Group, history: HistorySnapshot) -> OpenGroup:
     )
 
 
-def _batches(state: State, history: HistorySnapshot) -> list[HeldBatch]:
+def _batches(state: State, history: RunHistory) -> list[HeldBatch]:
     batches = []
     for number, batch in islice(state.batches.items(), SHOWN_BATCHES):
-        stage, since = _stage(state, number, history.batches.get(number, BatchTimes()))
+        stage, since = _stage(state, number, history.of_batch(number))
         at = None if since is None else seconds(since)
         batches.append(HeldBatch(batch=number, state=stage, prompts=batch.prompts, since=at))
     return batches
