@@ -193,7 +193,7 @@ def test_a_run_that_is_deleted_says_so_and_is_there_again_when_it_is_made_anew(
     page = open_page(f"#/{run}")
     page.locator("section[aria-label=Shards] canvas").first.wait_for()
     service.runs.delete(run)
-    page.get_by_text("It was deleted while you looked at it").wait_for()
+    page.get_by_text("It was deleted while it was shown").wait_for()
     service.runs.create(run, stage.CONFIG)
     page.locator("dl.tiles").first.wait_for()
 

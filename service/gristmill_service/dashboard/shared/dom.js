@@ -23,9 +23,9 @@ export function table(heads, rows, caption) {
     make("tbody", {}, rows.map(row => make("tr", {}, row.map(value => cell("td", value))))));
 }
 
-// A table in a region that scrolls and takes the focus. label: of both.
+// A table in a region that scrolls, takes the focus and has this label.
 export const tableRegion = (label, heads, rows) =>
-  make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": label }, table(heads, rows, label));
+  make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": label }, table(heads, rows));
 
 export const quiet = (text, attributes = {}) => make("p", { class: "quiet", ...attributes }, text);
 
