@@ -239,8 +239,8 @@ def test_metrics_count_what_a_run_got_and_forget_it_with_the_run(http_api: HttpA
 def test_metrics_time_each_call_by_its_name(http_api: HttpApi, run_name: str) -> None:
     http_api.create(run_name, CONFIG)
     http_api.client.get("/nowhere")
-    assert metric(http_api, "gristmill_call_seconds_count", door="http", call="create_run", status="200")
-    assert metric(http_api, "gristmill_call_seconds_count", door="http", call="unknown", status="404")
+    assert metric(http_api, "gristmill_call_seconds_count", api="http", call="create_run", status="200")
+    assert metric(http_api, "gristmill_call_seconds_count", api="http", call="unknown", status="404")
 
 
 @pytest.fixture

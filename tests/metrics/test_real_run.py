@@ -243,7 +243,7 @@ def test_the_service_itself(told: Told) -> None:
     assert metrics.of("gristmill_leases") == {"own": 1, "lost": 0, "elsewhere": 0, "nobody": 0}
     assert metrics.one("gristmill_store_unhealthy") == 0
     assert metrics.one("gristmill_build_info", version=gristmill.__version__) == 1
-    assert metrics.one("gristmill_call_seconds_count", door="grpc", call="SubmitRows", status="OK") == 24
+    assert metrics.one("gristmill_call_seconds_count", api="grpc", call="SubmitRows", status="OK") == 24
 
 
 def test_no_label_names_a_prompt(told: Told) -> None:

@@ -211,4 +211,4 @@ def test_refusals_come_in_the_body_for_whoever_prefers_it(service: Service, clie
     # What is counted is what was meant.
     client.get("/runs/nobody/batches/0/costs", headers={"Prefer": "errors=body"})
     counts = httpx.get(f"{service.http_url}/metrics", trust_env=False).text
-    assert 'gristmill_call_seconds_count{call="batch_costs",door="http",status="404"} 1.0' in counts
+    assert 'gristmill_call_seconds_count{api="http",call="batch_costs",status="404"} 1.0' in counts

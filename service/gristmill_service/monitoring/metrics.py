@@ -89,7 +89,7 @@ class Metrics:
         self._calls = Histogram(
             "gristmill_call_seconds",
             "Seconds from a call's arrival to its answer, waiting included.",
-            ("door", "call", "status"),
+            ("api", "call", "status"),
             registry=self._registry,
             buckets=_CALL_SECONDS,
         )
@@ -102,8 +102,8 @@ class Metrics:
         """Adds these sources to each scrape."""
         self._watched.append(watched)
 
-    def observe_call(self, door: str, call: str, status: str, seconds: float) -> None:
-        self._calls.labels(door, call, status).observe(seconds)
+    def observe_call(self, api: str, call: str, status: str, seconds: float) -> None:
+        self._calls.labels(api, call, status).observe(seconds)
 
     def read(self) -> Callable[[], bytes]:
         """Reads all metrics. Returns a function that writes them in the Prometheus text format: that takes most of the
