@@ -201,7 +201,7 @@ def test_groups_that_are_open_for_long_are_told_oldest_first(watched: Make) -> N
     assert [group.uid for group in one.health().open_groups] == ["late", "later"]
     assert one.health().state == "collecting"
     one.after(1500)
-    assert (one.health().state, one.worst()[0][1].endswith(", and no row comes")) == ("stuck", True)
+    assert (one.health().state, one.worst()[0][1].endswith(", and no row arrives")) == ("stuck", True)
 
 
 def test_groups_that_are_open_for_long_hold_nobody_up_while_ranks_train(watched: Make) -> None:
