@@ -401,6 +401,14 @@ def test_ctrl_c_ends_a_batch_without_a_traceback_or_a_half_written_batch(config:
     assert not list(tmp_path.glob("out/.*"))
 
 
+def test_rollouts_may_come_through_a_pipe(config: Path, file: Path, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe.jsonl"
+    os.mkfifo(pipe)
+    with subprocess.Popen(["cp", str(file), str(pipe)]):
+        planned = run("plan", pipe, "--config", config)
+    assert planned.stdout == run("plan", file, "--config", config).stdout
+
+
 def test_groups_of_a_file_are_as_large_as_their_rows_tell(config: Path, tmp_path: Path) -> None:
     config.write_text(json.dumps(CONFIG | {"max_samples_per_prompt": 3, "surplus": 1}))
     file = tmp_path / "rollouts.jsonl"

@@ -64,11 +64,14 @@ def _chain(first: Any, rest: Iterator[Any]) -> Iterator[Any]:
 
 def _read_lines(path: Path, progress: Progress) -> Iterator[Any]:
     with path.open("rb") as raw:
+        # A pipe has no position.
+        is_file = raw.seekable()
         lines: BinaryIO = gzip.open(raw) if path.suffix == ".gz" else raw  # type: ignore[assignment]  # noqa: SIM115
         for number, line in enumerate(lines, 1):
             if line.strip():
                 yield _parse(line, number)
-            progress(raw.tell())
+            if is_file:
+                progress(raw.tell())
 
 
 def _parse(line: bytes, number: int) -> Any:
