@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from gristmill import RolloutClient, TrainerClient
+from gristmill import Batch, RolloutClient, TrainerClient
 from gristmill._client.connection.transport import Transport
-from gristmill._client.trainer.trainer_batch import Batch
 from gristmill.converters import from_skyrl
 from gristmill.v1 import run_pb2
 from tests.bench.figures import Figure

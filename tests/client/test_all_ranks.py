@@ -1,4 +1,4 @@
-"""One client of all ranks, for trainers with a controller: every rank's shards, acknowledged together."""
+"""A client of several ranks, for trainers with a controller: every rank's shards, acknowledged together."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from gristmill import (
-    AllRanksClient,
     BatchFailedError,
     FailedPreconditionError,
     InvalidArgumentError,
@@ -17,7 +16,10 @@ from gristmill import (
     TrainerClient,
 )
 from gristmill._wire.addresses import Position
+from gristmill.torch import MiniBatch
 from tests.on_loop import Service
+
+Controller = TrainerClient[MiniBatch]
 
 CONFIG = {
     "train_batch_size": 2,
@@ -37,8 +39,8 @@ def client(service: Service, run_name: str) -> Iterator[RolloutClient]:
 
 
 @pytest.fixture
-def trainer(service: Service, client: RolloutClient) -> Iterator[AllRanksClient]:
-    with AllRanksClient(service.grpc_address, client.run, timeout_s=20) as trainer:
+def trainer(service: Service, client: RolloutClient) -> Iterator[Controller]:
+    with TrainerClient(service.grpc_address, client.run, ranks="all", timeout_s=20) as trainer:
         yield trainer
 
 
@@ -62,15 +64,15 @@ def places(client: RolloutClient) -> list[Position]:
 
 
 def test_a_batch_gives_the_shards_of_every_rank_in_training_order(
-    service: Service, client: RolloutClient, trainer: AllRanksClient
+    service: Service, client: RolloutClient, trainer: Controller
 ) -> None:
     roll_out(client, "ab")
     batch = next(iter(trainer))
     seen = []
     for mini_batch in batch.mini_batches():
         seen.append(mini_batch.position)
-        assert [shard.metadata["rank"] for shard in mini_batch] == [0, 1]
-        assert {shard.position for shard in mini_batch} == {mini_batch.position}
+        assert [shard.metadata["rank"] for shard in mini_batch.shards.values()] == [0, 1]
+        assert {shard.position for shard in mini_batch.shards.values()} == {mini_batch.position}
         mini_batch.ack()
         mini_batch.ack()
         assert len(set(places(client))) == 1, "ranks move together"
@@ -80,25 +82,27 @@ def test_a_batch_gives_the_shards_of_every_rank_in_training_order(
 
 def test_they_are_the_shards_that_each_rank_gets_by_itself(service: Service, client: RolloutClient) -> None:
     roll_out(client, "ab")
-    with AllRanksClient(service.grpc_address, client.run, dp_size=2) as trainer:
+    with TrainerClient(service.grpc_address, client.run, ranks="all", dp_size=2) as trainer:
         whole = list(next(iter(trainer)).epoch())
     for rank in range(2):
         with TrainerClient(service.grpc_address, client.run, rank) as one:
             for mini_batch, shard in zip(whole, next(iter(one)).forward(), strict=True):
-                assert mini_batch[rank]["sequences"].equal(shard["sequences"])
-                assert mini_batch[rank].metadata == shard.metadata
+                assert mini_batch.shards[rank]["sequences"].equal(shard["sequences"])
+                assert mini_batch.shards[rank].metadata == shard.metadata
 
 
 def test_a_trainer_that_goes_through_epochs_itself_acknowledges_the_batch(
-    client: RolloutClient, trainer: AllRanksClient
+    client: RolloutClient, trainer: Controller
 ) -> None:
     roll_out(client, "abcd")
     client.finish()
     trained = []
     for batch in trainer:
         shards = list(batch.epoch())
-        assert [len(mini_batch) for mini_batch in shards] == [2, 2]
-        trained += [uid for mini_batch in shards for shard in mini_batch for uid in shard.metadata["uids"]]
+        assert [len(mini_batch.shards) for mini_batch in shards] == [2, 2]
+        trained += [
+            uid for mini_batch in shards for shard in mini_batch.shards.values() for uid in shard.metadata["uids"]
+        ]
         batch.ack()
         batch.ack()
     assert sorted(trained) == sorted("abcd" * 4)
@@ -114,7 +118,7 @@ def test_one_rank_may_acknowledge_its_whole_batch_too(service: Service, client: 
         assert one.position == Position(1)
 
 
-def test_a_batch_that_was_begun_is_acknowledged_to_its_end(client: RolloutClient, trainer: AllRanksClient) -> None:
+def test_a_batch_that_was_begun_is_acknowledged_to_its_end(client: RolloutClient, trainer: Controller) -> None:
     roll_out(client, "ab")
     batch = next(iter(trainer))
     next(iter(batch.mini_batches())).ack()
@@ -122,17 +126,15 @@ def test_a_batch_that_was_begun_is_acknowledged_to_its_end(client: RolloutClient
     assert places(client) == [Position(1), Position(1)]
 
 
-def test_shards_of_an_epoch_are_acknowledged_by_their_batch_alone(
-    client: RolloutClient, trainer: AllRanksClient
-) -> None:
+def test_shards_of_an_epoch_are_acknowledged_by_their_batch_alone(client: RolloutClient, trainer: Controller) -> None:
     roll_out(client, "ab")
     mini_batch = next(iter(next(iter(trainer)).epoch()))
-    for acknowledge in (mini_batch.ack, mini_batch[1].ack):
+    for acknowledge in (mini_batch.ack, mini_batch.shards[1].ack):
         with pytest.raises(FailedPreconditionError, match="read outside of the training order"):
             acknowledge()
 
 
-def test_a_batch_that_is_not_acknowledged_is_not_skipped(client: RolloutClient, trainer: AllRanksClient) -> None:
+def test_a_batch_that_is_not_acknowledged_is_not_skipped(client: RolloutClient, trainer: Controller) -> None:
     roll_out(client, "abcd")
     batches = iter(trainer)
     next(batches)
@@ -146,13 +148,13 @@ def test_a_batch_that_is_not_acknowledged_is_not_skipped(client: RolloutClient, 
 def test_a_checkpoint_puts_every_rank_back(service: Service, client: RolloutClient) -> None:
     roll_out(client, "abcd")
     client.finish()
-    with AllRanksClient(service.grpc_address, client.run, auto_commit=False) as trainer:
+    with TrainerClient(service.grpc_address, client.run, ranks="all", auto_commit=False) as trainer:
         batches = iter(trainer)
         next(batches).ack()
         state = trainer.state_dict()
         trainer.commit()
         next(iter(next(batches).mini_batches())).ack()
-    with AllRanksClient(service.grpc_address, client.run, auto_commit=False) as again:
+    with TrainerClient(service.grpc_address, client.run, ranks="all", auto_commit=False) as again:
         again.load_state_dict(state)
         assert again.state_dict() == state
         assert places(client) == [Position(1), Position(1)]
@@ -161,16 +163,16 @@ def test_a_checkpoint_puts_every_rank_back(service: Service, client: RolloutClie
             batch.ack()
         again.commit()
     assert client.status().batches_freed == 2
-    with AllRanksClient(service.grpc_address, client.run) as former:
+    with TrainerClient(service.grpc_address, client.run, ranks="all") as former:
         former.load_state_dict({})
-        with AllRanksClient(service.grpc_address, client.run) as later:
+        with TrainerClient(service.grpc_address, client.run, ranks="all") as later:
             later.load_state_dict({})
         with pytest.raises(StaleIncarnationError):
             former.commit()
 
 
 def test_ranks_that_a_crash_left_apart_go_on_from_the_first_that_is_not_acknowledged(
-    service: Service, client: RolloutClient, trainer: AllRanksClient
+    service: Service, client: RolloutClient, trainer: Controller
 ) -> None:
     roll_out(client, "ab")
     acknowledge_rank(service, client.run, rank=0, count=3)
@@ -183,16 +185,16 @@ def test_ranks_that_a_crash_left_apart_go_on_from_the_first_that_is_not_acknowle
 
 def test_a_controller_comes_back_with_other_ranks(service: Service, client: RolloutClient) -> None:
     roll_out(client, "ab")
-    with AllRanksClient(service.grpc_address, client.run, dp_size=4) as trainer:
+    with TrainerClient(service.grpc_address, client.run, ranks="all", dp_size=4) as trainer:
         with pytest.raises(InvalidArgumentError, match="has dp_size 2 and this trainer 4"):
             next(iter(trainer))
         trainer.load_state_dict({})
         batch = next(iter(trainer))
-        assert [len(mini_batch) for mini_batch in batch.epoch()] == [4, 4]
+        assert [len(mini_batch.shards) for mini_batch in batch.epoch()] == [4, 4]
         batch.ack()
 
 
-def test_all_ranks_go_on_behind_a_batch_that_failed(client: RolloutClient, trainer: AllRanksClient) -> None:
+def test_all_ranks_go_on_behind_a_batch_that_failed(client: RolloutClient, trainer: Controller) -> None:
     """Its rows are kept until every rank did."""
     client.create_run(CONFIG | {"train_batch_size": 1, "micro_batch": {"max_tokens": 100}, "on_misaligned": "error"})
     assert trainer.position == Position(0)
@@ -211,7 +213,7 @@ def test_all_ranks_go_on_behind_a_batch_that_failed(client: RolloutClient, train
     assert client.status().batches_freed == 1
 
 
-def test_what_was_sampled_before_is_had_again(client: RolloutClient, trainer: AllRanksClient) -> None:
+def test_what_was_sampled_before_is_had_again(client: RolloutClient, trainer: Controller) -> None:
     roll_out(client, "ab")
     rows = trainer.rows(next(iter(trainer)).number)
     assert [(row["uid"], row["sample"]) for row in rows] == [(uid, sample) for uid in "ab" for sample in range(4)]
@@ -226,25 +228,67 @@ def test_what_was_sampled_before_is_had_again(client: RolloutClient, trainer: Al
 # Columns that the controller writes.
 
 
-def test_the_controller_writes_columns_for_every_rank(client: RolloutClient, trainer: AllRanksClient) -> None:
+def test_the_controller_writes_columns_for_every_rank(client: RolloutClient, trainer: Controller) -> None:
     values = {"name": "values", "dtype": "float32", "scope": "response", "source": "trainer"}
     roll_out(client, "ab", columns=[values], advantage_estimator="gae", update_epochs_per_batch=1)
     batch = next(iter(trainer))
     assert batch.awaits == {"values"}
     for mini_batch in batch.forward():
-        for shard in mini_batch:
+        for shard in mini_batch.shards.values():
             assert shard.is_forward
             trainer.write(shard, {"values": shard["response_mask"] * 0.5})
     for mini_batch in batch.epoch():
-        assert all(shard["returns"].shape == shard["response_mask"].shape for shard in mini_batch)
+        assert all(shard["returns"].shape == shard["response_mask"].shape for shard in mini_batch.shards.values())
     batch.ack()
     assert places(client) == [Position(1), Position(1)]
 
 
 def test_a_mini_batch_is_opened_ahead_for_all_ranks(service: Service, client: RolloutClient) -> None:
     roll_out(client, "ab")
-    with AllRanksClient(service.grpc_address, client.run, prefetch=2) as trainer:
+    with TrainerClient(service.grpc_address, client.run, ranks="all", prefetch=2) as trainer:
         for mini_batch in next(iter(trainer)).mini_batches():
-            assert len(mini_batch) == 2
+            assert len(mini_batch.shards) == 2
             mini_batch.ack()
         assert trainer.position == Position(1)
+
+
+def test_a_client_of_some_ranks_acknowledges_those_alone(service: Service, client: RolloutClient) -> None:
+    roll_out(client, "ab", dp_size=4)
+    with TrainerClient(service.grpc_address, client.run, ranks=range(2, 4)) as upper:
+        mini_batch = next(next(iter(upper)).mini_batches())
+        assert [shard.metadata["rank"] for shard in mini_batch.shards.values()] == [*mini_batch.shards] == [2, 3]
+        mini_batch.ack()
+    assert places(client) == [Position(0), Position(0), Position(0, 0, 1), Position(0, 0, 1)]
+
+
+def test_iterating_a_batch_gives_its_mini_batches(client: RolloutClient, trainer: Controller) -> None:
+    roll_out(client, "ab")
+    seen = []
+    for mini_batch in next(iter(trainer)):
+        seen.append(mini_batch.position)
+        mini_batch.ack()
+    assert seen == MINI_BATCHES
+
+
+@pytest.mark.parametrize(
+    ("which", "message"),
+    [
+        ({}, "rank is None and ranks is None; give rank=N"),
+        ({"rank": 0, "ranks": "all"}, "rank is 0 and ranks is all; give rank=N"),
+        ({"ranks": "some"}, "ranks is 'some'; give a range, or 'all'"),
+        ({"ranks": range(0, 4, 2)}, "give a range of one rank or more, one after the other"),
+        ({"ranks": range(0)}, "give a range of one rank or more, one after the other"),
+    ],
+)
+def test_a_client_is_told_its_ranks_in_one_way(service: Service, which: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        TrainerClient(service.grpc_address, "run", **which)
+
+
+def test_ranks_that_the_run_does_not_have_are_refused(service: Service, client: RolloutClient) -> None:
+    roll_out(client, "ab")
+    with (
+        TrainerClient(service.grpc_address, client.run, ranks=range(1, 3)) as trainer,
+        pytest.raises(InvalidArgumentError, match=r"ranks is range\(1, 3\); dp_size is 2"),
+    ):
+        _ = trainer.position

@@ -31,7 +31,6 @@ EDGES = ("gristmill.adapters.", "gristmill.environments.")
 
 def test_all_is_the_public_surface() -> None:
     assert gristmill.__all__ == [
-        "AllRanksClient",
         "AlreadyExistsError",
         "AsyncRolloutClient",
         "AsyncTrajectory",
@@ -46,7 +45,6 @@ def test_all_is_the_public_surface() -> None:
         "GroupState",
         "InvalidArgumentError",
         "MicroBatch",
-        "MiniBatch",
         "ModelProgress",
         "NotFoundError",
         "PermissionDeniedError",
@@ -65,7 +63,6 @@ def test_all_is_the_public_surface() -> None:
         "UnauthenticatedError",
         "UnavailableError",
         "UnsupportedError",
-        "WholeBatch",
     ]
 
 

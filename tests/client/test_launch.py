@@ -11,7 +11,7 @@ import pytest
 from torch import distributed
 
 from gristmill import InvalidArgumentError, RolloutClient, TrainerClient
-from gristmill._client.trainer.launch_id import make_launch_id
+from gristmill._client.trainer.training_order import make_launch_id
 from tests.on_loop import Service
 
 CONFIG = {"train_batch_size": 1, "n_samples_per_prompt": 1, "policy_mini_batch_size": 1, "micro_batch": {"size": 1}}

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gristmill import AllRanksClient, RolloutClient, TrainerClient
+from gristmill import RolloutClient, TrainerClient
 from gristmill.errors import FailedPreconditionError
 from tests.on_loop import Service
 
@@ -31,7 +31,7 @@ def fill(client: RolloutClient) -> None:
     client.finish()
 
 
-@pytest.mark.parametrize("make", [partial(TrainerClient, rank=0), AllRanksClient])
+@pytest.mark.parametrize("make", [partial(TrainerClient, rank=0), partial(TrainerClient, ranks="all")])
 def test_figures_are_numbers_by_name_of_the_batch_that_is_trained(service: Service, run_name: str, make: Any) -> None:
     with RolloutClient(service.grpc_address, run_name) as client:
         fill(client)

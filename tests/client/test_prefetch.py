@@ -268,7 +268,7 @@ def test_a_position_that_is_loaded_throws_away_what_was_opened_before(
         opened.until(2)
         with TrainerClient(service.grpc_address, run_name, 0, dp_size=1, auto_commit=False) as alone:
             alone.load_state_dict(trainer.state_dict())
-        trainer._expected_dp_size = 1
+        trainer._order._expected_dp_size = 1
         trainer.load_state_dict({}, launch="again")
         cut_anew = next(shards)
     assert opened == [(0, 0, False), (0, 1, True), (0, 1, False)]

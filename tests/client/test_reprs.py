@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from gristmill import AllRanksClient, Credentials, RolloutClient, TrainerClient
+from gristmill import Credentials, RolloutClient, TrainerClient
 from tests.client.faces import FACES, connecting
 from tests.on_loop import Service
 
@@ -84,9 +84,9 @@ def test_what_a_rank_trains_on_is_one_line_each(service: Service, run_name: str,
 def test_the_trainer_of_all_ranks_shows_ranks_not_shards(service: Service, run_name: str) -> None:
     with RolloutClient(service.grpc_address, run_name) as client:
         fill(client)
-    with AllRanksClient(service.grpc_address, run_name) as trainer:
-        assert repr(trainer).startswith(f"<AllRanksClient of run '{run_name}' at {service.grpc_address}: policy, ")
+    with TrainerClient(service.grpc_address, run_name, ranks="all") as trainer:
+        assert repr(trainer).startswith(f"<TrainerClient of run '{run_name}' at {service.grpc_address}: policy, ")
         batch = next(iter(trainer))
-        assert repr(batch).startswith("<WholeBatch 0: 1 prompt, 3 rows, ")
+        assert repr(batch).startswith("<Batch 0: 1 prompt, 3 rows, ")
         mini_batch = next(batch.mini_batches())
         assert repr(mini_batch) == "<MiniBatch batch 0 epoch 0 mini-batch 0: 4 rows in the shards of 2 ranks>"

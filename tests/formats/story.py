@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gristmill import AllRanksClient, RolloutClient
+from gristmill import RolloutClient, TrainerClient
 from tests.serving import FREE_PORTS
 
 RUN = "kept"
@@ -32,7 +32,7 @@ def begin(address: str) -> None:
         client.begin_groups(["e"])
         _roll_out(client, "e", 4, range(1))
         client.flush()
-    with AllRanksClient(address, RUN) as trainer:
+    with TrainerClient(address, RUN, ranks="all") as trainer:
         next(iter(next(iter(trainer)).mini_batches())).ack()
 
 
@@ -48,12 +48,12 @@ def go_on(address: str) -> dict[str, Any]:
         client.begin_groups(["f"])
         _roll_out(client, "f", 5, range(2))
         client.finish()
-    with AllRanksClient(address, RUN) as trainer:
+    with TrainerClient(address, RUN, ranks="all") as trainer:
         for batch in trainer:
             for mini_batch in batch.mini_batches():
                 of_ranks = [
                     {name: shard[name].tolist() for name in ("sequences", "loss_mask", "verdict")}
-                    for shard in mini_batch
+                    for shard in mini_batch.shards.values()
                 ]
                 shards.append([batch.number, mini_batch.position.mini_batch, of_ranks])
                 mini_batch.ack()

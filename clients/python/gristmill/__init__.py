@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from gristmill._client.rollout.rollout_client import RolloutClient
     from gristmill._client.rollout.trajectory import Trajectory
     from gristmill._client.run_status import Finding, ModelProgress, RunHealth, RunStatus, TagGroups
-    from gristmill._client.trainer.all_ranks import AllRanksClient, MiniBatch, WholeBatch
-    from gristmill._client.trainer.trainer_batch import Batch
+    from gristmill._client.trainer.batch import Batch
     from gristmill._client.trainer.trainer_client import TrainerClient
     from gristmill._wire.addresses import Position
     from gristmill._wire.steps import TrajectoryKey
@@ -45,7 +44,6 @@ if TYPE_CHECKING:
     from gristmill.torch import MicroBatch, Shard
 
 __all__ = [
-    "AllRanksClient",
     "AlreadyExistsError",
     "AsyncRolloutClient",
     "AsyncTrajectory",
@@ -60,7 +58,6 @@ __all__ = [
     "GroupState",
     "InvalidArgumentError",
     "MicroBatch",
-    "MiniBatch",
     "ModelProgress",
     "NotFoundError",
     "PermissionDeniedError",
@@ -79,19 +76,16 @@ __all__ = [
     "UnauthenticatedError",
     "UnavailableError",
     "UnsupportedError",
-    "WholeBatch",
 ]
 
 _MODULES = {
-    "AllRanksClient": "_client.trainer.all_ranks",
     "AsyncRolloutClient": "aio",
     "AsyncTrajectory": "aio",
-    "Batch": "_client.trainer.trainer_batch",
+    "Batch": "_client.trainer.batch",
     "Credentials": "_client.connection.credentials",
     "Group": "_client.rollout.groups",
     "GroupState": "_client.rollout.groups",
     "MicroBatch": "torch",
-    "MiniBatch": "_client.trainer.all_ranks",
     "Position": "_wire.addresses",
     "RolloutClient": "_client.rollout.rollout_client",
     "RowOutcome": "_client.rollout.delivery",
@@ -104,7 +98,6 @@ _MODULES = {
     "TrainerClient": "_client.trainer.trainer_client",
     "Trajectory": "_client.rollout.trajectory",
     "TrajectoryKey": "_wire.steps",
-    "WholeBatch": "_client.trainer.all_ranks",
 }
 
 

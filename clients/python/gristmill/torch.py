@@ -6,13 +6,14 @@ Needs PyTorch: `pip install gristmill[torch]`. `TrainerClient` opens shards of a
 from __future__ import annotations
 
 from gristmill._torch.jagged import Jagged
-from gristmill._torch.rows import MicroBatch, Rows, Shard, load_shard
+from gristmill._torch.rows import MicroBatch, MiniBatch, Rows, Shard, load_shard
 from gristmill._torch.token_tree import TokenTree
 from gristmill._torch.tree_attention import register_tree_attention, tree_attention
 
 __all__ = [
     "Jagged",
     "MicroBatch",
+    "MiniBatch",
     "Rows",
     "Shard",
     "TokenTree",

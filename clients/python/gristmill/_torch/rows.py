@@ -290,6 +290,30 @@ class Shard(Rows):
         self._ack()
 
 
+class MiniBatch:
+    """The shards of one mini-batch; made by the `Batch` of a client of several ranks.
+
+    position: which mini-batch, in training order. shards: by rank, in the order of ranks.
+    """
+
+    def __init__(self, position: Position, shards: Mapping[int, Shard], ack: Callable[[], None] | None = None) -> None:
+        self.position, self.shards = position, shards
+        self._ack = ack
+
+    def __repr__(self) -> str:
+        rows = sum(map(len, self.shards.values()))
+        return f"<MiniBatch {self.position}: {rows} rows in the shards of {len(self.shards)} ranks>"
+
+    def ack(self) -> None:
+        """Acknowledges the mini-batch for each of its ranks, as `Shard.ack` does for one."""
+        if self._ack is None:
+            raise FailedPreconditionError(
+                f"{self.position}: these shards were read outside of the training order; acknowledge those of "
+                "mini_batches(), or the batch"
+            )
+        self._ack()
+
+
 def _next_logprobs(logits: torch.Tensor, sequences: torch.Tensor) -> torch.Tensor:
     """The log-probability, at each position, of the token after it; 0 at the last position. Padded or packed."""
     following = sequences[..., 1:].long().unsqueeze(-1)

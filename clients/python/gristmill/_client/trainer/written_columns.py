@@ -1,8 +1,8 @@
-"""What a trainer computed for a shard, as the tensors that it writes back."""
+"""Columns that a trainer writes back: the requests that write them, and whether the service still has them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,11 +12,11 @@ from gristmill._torch.rows import Shard
 from gristmill._wire.codecs import columns_codec
 from gristmill._wire.column_spec import ColumnSpec
 from gristmill._wire.columns import Array
-from gristmill.errors import InvalidArgumentError
+from gristmill.errors import FailedPreconditionError, InvalidArgumentError
 from gristmill.v1 import trainer_pb2
 
 
-def requests(
+def write_requests(
     shard: Shard, values: Mapping[str, Any], written: Mapping[str, ColumnSpec], run: str, incarnation: int, dp_size: int
 ) -> Iterator[tuple[str, trainer_pb2.WriteColumnsRequest, bytes]]:
     """The calls that write these columns for a shard, one a column: its name, the request without its tensors, and its
@@ -106,3 +106,45 @@ def _array(column: ColumnSpec, values: Any) -> Array:
     if wanted is torch.bfloat16:
         return np.asarray(tensor.view(torch.int16)).view(np.uint16)
     return np.asarray(tensor)
+
+
+class KeptColumns:
+    """What a trainer knows to be stored of its batch's columns: a store may lose it, and only the trainer can write it
+    again."""
+
+    def __init__(self) -> None:
+        self._batch = -1
+        self.forget()
+
+    def wrote(self, request: trainer_pb2.WriteColumnsRequest, column: str) -> None:
+        self._at(request.batch)
+        self._written.add((request.mini_batch, request.rank, column))
+
+    def completed(self, batch: int) -> None:
+        """All that the batch awaited is there."""
+        self._at(batch)
+        self._is_complete = True
+
+    def forget(self) -> None:
+        """Under another incarnation all is written anew."""
+        self._written, self._is_complete = set[tuple[int, int, str]](), False
+
+    def knows(self, batch: int) -> bool:
+        return batch == self._batch
+
+    def check(self, run: str, ranks: Collection[int], awaits: Iterable[trainer_pb2.AwaitedColumn]) -> None:
+        """Raises FailedPreconditionError where the batch awaits of these ranks, or of who wrote it, what was there."""
+        for place in awaits:
+            is_own = self._is_complete and place.rank in ranks
+            if is_own or (place.mini_batch, place.rank, place.column) in self._written:
+                self.forget()
+                raise FailedPreconditionError(
+                    f"run {run!r}: batch {self._batch} mini-batch {place.mini_batch} rank {place.rank}: {place.column} "
+                    "was written, and the service's store has lost it; iterate the trainer again, and write what the "
+                    "batch awaits"
+                )
+
+    def _at(self, batch: int) -> None:
+        if batch != self._batch:
+            self._batch = batch
+            self.forget()

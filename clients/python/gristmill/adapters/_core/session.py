@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from gristmill import AllRanksClient, Group, Position, RolloutClient, Shard, TrainerClient
+from gristmill import Group, Position, RolloutClient, Shard, TrainerClient
 from gristmill.adapters._core.checkpoint import OpenFile, States, write_states
 from gristmill.adapters._core.options import Gristmill
 from gristmill.errors import AlreadyExistsError, BatchFailedError, FailedPreconditionError
@@ -64,7 +64,7 @@ class RunSession:
         models = ("policy", "critic") if "critic_mini_batch_size" in (settings or ()) else ("policy",)
         options = {"dp_size": dp_size, "auto_commit": auto_commit, "timeout_s": gristmill.timeout_s} | reading
         self.trainers: dict[str, Any] = {
-            model: AllRanksClient(gristmill.address, gristmill.run, model=model, **options)
+            model: TrainerClient(gristmill.address, gristmill.run, ranks="all", model=model, **options)
             if rank is None
             else TrainerClient(gristmill.address, gristmill.run, rank, model=model, **options)
             for model in models

@@ -139,7 +139,7 @@ class Session:
             self._commit(step)
 
     def _send(self, step: int, mini_batch: Any) -> None:
-        self._transport.send(step, [self._encoding.encode(shard) for shard in mini_batch])
+        self._transport.send(step, [self._encoding.encode(shard) for shard in mini_batch.shards.values()])
         _log.info("step %d sent: %s", step, mini_batch.position)
 
     def _send_again(self, step: int, mini_batch: Any) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from skyrl.backends.skyrl_train.training_batch import TrainingInputBatch
 
-from gristmill import MiniBatch, Shard
+from gristmill import Shard
+from gristmill.torch import MiniBatch
 
 # SkyRL's dtypes; its names are those of shards.
 _DTYPES = {
@@ -39,9 +40,9 @@ class BatchRows:
         self._places: list[tuple[Shard, int]] = []
         begin = 0
         for mini_batch in mini_batches:
-            per_rank = max(map(len, mini_batch))
-            self._places += [(shard, begin + rank * per_rank) for rank, shard in enumerate(mini_batch)]
-            end = begin + per_rank * len(mini_batch)
+            per_rank = max(map(len, mini_batch.shards.values()))
+            self._places += [(shard, begin + rank * per_rank) for rank, shard in mini_batch.shards.items()]
+            end = begin + per_rank * len(mini_batch.shards)
             self.boundaries.append((begin, end))
             begin = end
 

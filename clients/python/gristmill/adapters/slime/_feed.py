@@ -124,7 +124,8 @@ class Feed:
         return ranks
 
     def _data(self, batch: Any) -> list[Data]:
-        ranks = rank_data(list(batch.epoch()), images=self._images, per_token=self._per_token)
+        shards = [list(mini_batch.shards.values()) for mini_batch in batch.epoch()]
+        ranks = rank_data(shards, images=self._images, per_token=self._per_token)
         padding = sum(row < 0 for rank in ranks for row in rank["sample_indices"])
         if padding and self._args.calculate_per_token_loss:
             _log.warning(

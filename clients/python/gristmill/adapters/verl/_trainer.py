@@ -187,9 +187,10 @@ class GristmillTrainer(PPOTrainer):  # type: ignore[misc]
         """Compute the values that workers have to know of a whole batch before its first update, and write back the
         columns that advantages depend on."""
         passes = list(self._passes())
-        for shards in batch.forward() if passes else ():
+        for mini_batch in batch.forward() if passes else ():
+            shards = list(mini_batch.shards.values())
             part = MiniBatchData(shards)
-            computed = self._batch.computed[shards.position.mini_batch] = {}
+            computed = self._batch.computed[mini_batch.position.mini_batch] = {}
             for timer, compute in passes:
                 with marked_timer(timer, timing_raw):
                     computed |= compute(part)
@@ -236,26 +237,27 @@ class GristmillTrainer(PPOTrainer):  # type: ignore[misc]
 
     def _update_critic(self, batch: Any) -> dict[str, Any]:
         metrics: dict[str, Any] = {}
-        for shards in batch.mini_batches():
-            part = MiniBatchData(shards)
-            output = self.critic_wg.train_mini_batch(self._to_train(part, batch, shards.position, self.config.critic))
+        for mini_batch in batch.mini_batches():
+            part = MiniBatchData(list(mini_batch.shards.values()))
+            data = self._to_train(part, batch, mini_batch.position, self.config.critic)
+            output = self.critic_wg.train_mini_batch(data)
             append_to_dict(metrics, tensordict_utils.get(output.get(), "metrics"))
-            shards.ack()
+            mini_batch.ack()
         return _reduced(metrics, "critic")
 
     def _update_actor(self, batch: Any) -> dict[str, Any]:
         actor, metrics = self.config.actor_rollout_ref.actor, dict[str, Any]()
         calculate_entropy = actor.calculate_entropy or actor.entropy_coeff != 0.0
         is_warming_up = self.global_steps < self.config.trainer.critic_warmup
-        for shards in batch.mini_batches():
-            part = MiniBatchData(shards)
-            self._batch.add(shards.position.mini_batch, part)
+        for mini_batch in batch.mini_batches():
+            part = MiniBatchData(list(mini_batch.shards.values()))
+            self._batch.add(mini_batch.position.mini_batch, part)
             if bypasses_old_logprobs(self.config):
                 part.add({"old_log_probs": part["rollout_log_probs"]})
             if not is_warming_up:
-                data = self._to_train(part, batch, shards.position, actor, calculate_entropy=calculate_entropy)
+                data = self._to_train(part, batch, mini_batch.position, actor, calculate_entropy=calculate_entropy)
                 append_to_dict(metrics, tensordict_utils.get(self.actor_rollout_wg.update_actor(data), "metrics"))
-            shards.ack()
+            mini_batch.ack()
         return _reduced(metrics, "actor") if metrics else {}
 
     def _to_train(self, part: MiniBatchData, batch: Any, position: Any, settings: DictConfig, **more: Any) -> RankParts:

@@ -7,10 +7,10 @@ from math import inf
 from typing import NamedTuple
 
 from gristmill._client.connection.transport import Transport
-from gristmill._client.trainer.kept_columns import KeptColumns
 from gristmill._client.trainer.shards.chosen_columns import ChosenColumns
 from gristmill._client.trainer.shards.prefetch import Prefetch
 from gristmill._client.trainer.shards.pull import Opened, ReplacedError, map_published, stream
+from gristmill._client.trainer.written_columns import KeptColumns
 from gristmill._torch.conversion import Conversion
 from gristmill._wire.addresses import MODELS, Position, ShardAddress
 from gristmill.errors import (

@@ -1,0 +1,174 @@
+"""One batch as it is trained: its plan, its figures, and the order of its mini-batches over all epochs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Generic, Protocol
+
+from gristmill._torch.rows import Shard
+from gristmill._wire.addresses import Position
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar
+
+    S = TypeVar("S", default=Shard)
+    S_co = TypeVar("S_co", covariant=True)
+else:
+    from typing import TypeVar
+
+    S = TypeVar("S")
+    S_co = TypeVar("S_co", covariant=True)
+
+METRICS_PREFIX = "gristmill/"
+
+
+class Plan(dict[str, Any]):
+    """The mapping that `gristmill plan` prints; its repr is one line."""
+
+    def __repr__(self) -> str:
+        sizes = f"{_some(self['prompts'], 'prompt')}, {_some(self['rows'], 'row')}"
+        steps = f"{_some(self['optimizer_steps'], 'optimizer step')} on {_some(self['dp_size'], 'rank')}"
+        padding = self["metrics"].get("padding_share", 0.0)
+        return f"<Plan of batch {self['batch']}: {sizes}, {steps}, {padding:.1%} padding; keys {', '.join(self)}>"
+
+
+def _some(count: int, word: str) -> str:
+    return f"{count} {word}{'s' * (count != 1)}"
+
+
+def batch_metrics(plan: Mapping[str, Any], waited_s: float, prefix: str) -> dict[str, float]:
+    """A batch's figures in one flat dictionary, as experiment trackers take them. waited_s: for how long the trainer
+    waited for the batch."""
+    whole = {name: plan[name] for name in ("batch", "prompts", "rows_received", "rows", "optimizer_steps")}
+    counts = {f"counts/{name}": count for name, count in plan["counts"].items()}
+    tags = {
+        f"tags/{tag or 'none'}/{name}": figure
+        for tag, figures in plan["tag_metrics"].items()
+        for name, figure in figures.items()
+    }
+    figures = {**whole, "waited_s": waited_s, **plan["metrics"], **counts, **tags}
+    return {f"{prefix}{name}": value for name, value in figures.items()}
+
+
+class Source(Protocol[S_co]):
+    """The part of a trainer's client that a batch uses."""
+
+    @property
+    def position(self) -> Position: ...
+
+    def ack(self, position: Position, following: Position) -> None: ...
+
+    def _open(self, position: Position, *, forward: bool = ..., ack: Callable[[], None] | None = ...) -> S_co: ...
+
+    def _expect(self, positions: Iterable[Position], *, forward: bool = ...) -> None: ...
+
+
+class Batch(Generic[S]):
+    """A published batch, or one that waits for columns; made by iterating a `TrainerClient`.
+
+    Its methods give a `Shard` for each mini-batch if the client is one rank's, and else a `MiniBatch`, which has the
+    shards of all of the client's ranks.
+
+    number: from 0. plan: which rows train when and where, as `gristmill plan` prints it.
+    awaits: names of the columns that trainers still had to write when the batch was given: their values for each shard
+        of `forward()`, with `TrainerClient.write`. `mini_batches()` waits for them.
+    """
+
+    def __init__(
+        self,
+        source: Source[S],
+        number: int,
+        plan: dict[str, Any],
+        model: str,
+        epochs: int,
+        awaits: frozenset[str] = frozenset(),
+    ) -> None:
+        self.number = number
+        self.plan = plan
+        self.awaits = awaits
+        self._source = source
+        self._count: int = sum(mini_batch["model"] == model for mini_batch in plan["mini_batches"])
+        self._epochs = epochs
+
+    def __repr__(self) -> str:
+        epochs = f" in each of {self._epochs} epochs" if self._epochs > 1 else ""
+        awaits = f", awaits {', '.join(sorted(self.awaits))}" if self.awaits else ""
+        parts = f"{self._count} mini-batch{'es' * (self._count != 1)}{epochs}"
+        size = f"{_some(self.plan['prompts'], 'prompt')}, {_some(self.plan['rows'], 'row')}"
+        return f"<Batch {self.number}: {size}, {parts}{awaits}>"
+
+    def __len__(self) -> int:
+        """The optimizer steps of the batch: its mini-batches, once an epoch."""
+        return self._count * self._epochs
+
+    def __iter__(self) -> Iterator[S]:
+        """Iterates `mini_batches()`."""
+        return self.mini_batches()
+
+    def mini_batches(self) -> Iterator[S]:
+        """The mini-batches in training order, epoch after epoch, from the trainer's position on: after a resume in the
+        middle of a batch these are the ones not trained yet. Acknowledge each with its `ack`."""
+        order = self._order()
+        with self._ahead():
+            for index, position in enumerate(order[:-1]):
+                if position >= self._source.position:
+                    mini_batch = self._source._open(position, ack=self._ack_of(position, order[index + 1]))
+                    self._source._expect(order[index + 1 :])
+                    yield mini_batch
+                    del mini_batch
+
+    def forward(self) -> Iterator[S]:
+        """The mini-batches of the whole batch, each once in plan order, for what must be known before the first
+        optimizer step. They cannot be acknowledged, and may be read again afterwards.
+
+            old = {shard.position.mini_batch: [old_logprobs(micro) for micro in shard.micro_batches()]
+                   for shard in batch.forward()}
+
+        While the batch waits for columns these are its forward shards: without the columns, and without advantages,
+        returns and rewards that depend on them.
+        """
+        # After the forward pass comes the training, of other shards where columns have to be written before.
+        return self._once(forward=bool(self.awaits), then=[] if self.awaits else [self._source.position])
+
+    def epoch(self) -> Iterator[S]:
+        """The mini-batches of the whole batch, each once in plan order and as they are trained, for a trainer that goes
+        through the epochs itself and then calls `ack` of the batch. Waits until awaited columns are written."""
+        return self._once(forward=False, then=[])
+
+    def ack(self) -> None:
+        """Acknowledges every mini-batch in every epoch, as `ack` of each would: the trainer moves on to the next batch.
+        Idempotent, and safe to repeat; errors are those of `Shard.ack`."""
+        for position, following in pairwise(self._order()):
+            if position >= self._source.position:
+                self._source.ack(position, following)
+
+    def _once(self, *, forward: bool, then: list[Position]) -> Iterator[S]:
+        order = self._epoch(0)
+        with self._ahead():
+            for index, position in enumerate(order):
+                mini_batch = self._source._open(position, forward=forward)
+                self._source._expect([*order[index + 1 :], *then], forward=forward)
+                yield mini_batch
+                del mini_batch
+
+    def _epoch(self, epoch: int) -> list[Position]:
+        return [Position(self.number, epoch, index) for index in range(self._count)]
+
+    def _order(self) -> list[Position]:
+        """The positions of the batch, and the one after it."""
+        return [*(place for epoch in range(self._epochs) for place in self._epoch(epoch)), Position(self.number + 1)]
+
+    @contextmanager
+    def _ahead(self) -> Iterator[None]:
+        """Within it shards are opened ahead of their use, while the order is followed: a caller that leaves it half-way
+        may go anywhere, even to another incarnation of the trainer."""
+        try:
+            yield
+        except GeneratorExit:
+            self._source._expect(())
+            raise
+
+    def _ack_of(self, position: Position, following: Position) -> Callable[[], None]:
+        return lambda: self._source.ack(position, following)

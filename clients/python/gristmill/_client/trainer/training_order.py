@@ -1,0 +1,317 @@
+"""The position of one client's ranks in a run's training order: resuming, acknowledging, committing."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import distributed
+
+from gristmill._client.connection.transport import Transport
+from gristmill._client.run_status import RunStatus, status_of
+from gristmill._wire.addresses import MODELS, Position
+from gristmill._wire.column_spec import ColumnSpec, specs_of
+from gristmill.errors import FailedPreconditionError, InvalidArgumentError
+from gristmill.v1 import run_pb2, trainer_pb2
+
+_log = logging.getLogger("gristmill")
+
+_STATE_VERSION = 2
+_KNOWN_STATE_VERSIONS = (1, 2)
+"""Version 1 does not name the run's identity, which is then not checked."""
+_LAUNCH_BYTES = 16
+
+
+class Ranks(NamedTuple):
+    """The ranks that a client trains: one, a range of them, or all."""
+
+    chosen: int | range | Literal["all"]
+
+    @classmethod
+    def of(cls, rank: int | None, ranks: range | Literal["all"] | None) -> Ranks:
+        """Raises InvalidArgumentError unless exactly one of the two says which."""
+        if (rank is None) == (ranks is None):
+            raise InvalidArgumentError(
+                f"rank is {rank} and ranks is {ranks}; give rank=N for one data-parallel rank, ranks=range(...) for "
+                "several, or ranks='all'"
+            )
+        chosen = rank if ranks is None else ranks
+        if chosen != "all" and not isinstance(chosen, (int, range)):
+            raise InvalidArgumentError(f"ranks is {chosen!r}; give a range, or 'all'")
+        if isinstance(chosen, range) and (chosen.step != 1 or not chosen):
+            raise InvalidArgumentError(f"ranks is {chosen}; give a range of one rank or more, one after the other")
+        return cls(chosen)
+
+    @property
+    def is_one(self) -> bool:
+        """Whether the client was made for one rank, and so gives its shards instead of mini-batches."""
+        return isinstance(self.chosen, int)
+
+    def of_run(self, run: str, dp_size: int) -> range:
+        """Raises InvalidArgumentError where the run does not have them."""
+        if isinstance(self.chosen, int):
+            if not 0 <= self.chosen < dp_size:
+                raise InvalidArgumentError(
+                    f"run {run!r}: rank is {self.chosen}; with dp_size {dp_size} it is 0..{dp_size - 1}"
+                )
+            return range(self.chosen, self.chosen + 1)
+        if self.chosen == "all":
+            return range(dp_size)
+        if not 0 <= self.chosen.start < self.chosen.stop <= dp_size:
+            raise InvalidArgumentError(f"run {run!r}: ranks is {self.chosen}; dp_size is {dp_size}")
+        return self.chosen
+
+    def __str__(self) -> str:
+        """The ranks as errors name them, after the run."""
+        if isinstance(self.chosen, int):
+            return f" rank {self.chosen}"
+        return "" if self.chosen == "all" else f" ranks {self.chosen.start}..{self.chosen.stop - 1}"
+
+
+class Checkpoint(NamedTuple):
+    """A position and the run that it is in, as a trainer's checkpoint has them.
+
+    run_id, generation: as in `RunStatus`; empty and 0 where they are not known.
+    """
+
+    position: Position
+    run_id: str = ""
+    generation: int = 0
+
+    def state(self, run: str, model: str) -> dict[str, Any]:
+        """The checkpoint as plain values."""
+        identity = {"run_id": self.run_id, "generation": self.generation}
+        return {"version": _STATE_VERSION, "run": run, "model": model, **self.position._asdict(), **identity}
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any], run: str, model: str) -> Checkpoint:
+        """Raises InvalidArgumentError for a state of another run's name, model or version, or one that is damaged."""
+        if state.get("version") not in _KNOWN_STATE_VERSIONS:
+            known = ", ".join(map(str, _KNOWN_STATE_VERSIONS))
+            raise InvalidArgumentError(f"state: version is {state.get('version')!r} and this gristmill reads {known}")
+        for name, value in {"run": run, "model": model}.items():
+            if state.get(name) != value:
+                raise InvalidArgumentError(
+                    f"state: {name} is {state.get(name)!r} and this trainer's is {value!r}; load the state that this "
+                    "trainer saved"
+                )
+        run_id, generation = state.get("run_id", ""), state.get("generation", 0)
+        if not isinstance(run_id, str) or not isinstance(generation, int):
+            raise InvalidArgumentError(
+                f"state: run_id is {run_id!r} and generation {generation!r}; give what state_dict returned"
+            )
+        try:
+            position = Position(*(int(state[name]) for name in Position._fields))
+        except (KeyError, TypeError, ValueError):
+            raise InvalidArgumentError(
+                f"state: no position in {dict(state)!r}; give what state_dict returned"
+            ) from None
+        return cls(position, run_id, generation)
+
+
+class TrainingOrder:
+    """The position of some ranks of one model, as the service has it.
+
+    dp_size: the number of ranks that the trainer expects, None for any. on_read: called with the columns that the run
+    declares when the run was read. on_resume: called when the ranks resumed: shards that were opened before are of
+    another incarnation, and may be cut for another dp_size.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        run: str,
+        model: str,
+        ranks: Ranks,
+        *,
+        dp_size: int | None,
+        auto_commit: bool,
+        acks: bool,
+        on_read: Callable[[Sequence[ColumnSpec]], None],
+        on_resume: Callable[[], None],
+    ) -> None:
+        self.run, self.model, self.acks = run, model, acks
+        self.name = f"run {run!r}{ranks}"
+        self.ranks = range(0)
+        self.dp_size = self.incarnation = 0
+        self.epochs = 1
+        self._transport, self._chosen_ranks = transport, ranks
+        self._expected_dp_size, self._auto_commit = dp_size, auto_commit
+        self._on_read, self._on_resume = on_read, on_resume
+        self._position: Position | None = None
+        # The batch whose failure was raised last.
+        self._failed: int | None = None
+        # A position in the last failed batch that the ranks stepped over, until it is acknowledged.
+        self._stepped_over: Position | None = None
+        self._run_id, self._generation = "", 0
+
+    def __str__(self) -> str:
+        return "not asked yet where it is" if self._position is None else f"next is {self._position}"
+
+    @property
+    def position(self) -> Position:
+        """The next position to train. Asks the service when first used."""
+        if self._position is None:
+            self._position = self._start()
+        return self._position
+
+    def _start(self) -> Position:
+        """Checks the run against what these ranks expect; returns the position of the rank that is furthest behind."""
+        status = self._read_run(None)
+        if self._expected_dp_size not in (None, self.dp_size):
+            raise InvalidArgumentError(
+                f"run {self.run!r} has dp_size {self.dp_size} and this trainer {self._expected_dp_size}; create the "
+                "run with the trainer's dp_size, or call load_state_dict first: the service then builds the run's "
+                "batches for so many ranks"
+            )
+        self.ranks = self._chosen_ranks.of_run(self.run, self.dp_size)
+        self._run_id, self._generation = status.run_id, status.generation
+        progress = status.models.get(self.model)
+        if progress is None:
+            raise InvalidArgumentError(f"run {self.run!r} has no {self.model}; create it with critic_mini_batch_size")
+        self.incarnation = progress.incarnation
+        furthest_behind = min(progress.next[rank] for rank in self.ranks)
+        if furthest_behind.batch - 1 in status.failed_batches:
+            self._stepped_over = Position(furthest_behind.batch - 1, self.epochs)
+        return furthest_behind
+
+    def _read_run(self, dp_size: int | None) -> RunStatus:
+        """Reads the run's state. dp_size: the one that the run is about to get; None: its own."""
+        answer: run_pb2.GetRunResponse = self._transport.call(
+            self._transport.runs.GetRun, run_pb2.GetRunRequest(run=self.run)
+        )
+        status = status_of(answer.status)
+        self.epochs, self.dp_size = status.config["update_epochs_per_batch"], dp_size or status.config["dp_size"]
+        self._on_read(specs_of(status.config["columns"]))
+        return status
+
+    # Checkpoints.
+
+    def state_dict(self) -> dict[str, Any]:
+        return Checkpoint(self.position, self._run_id, self._generation).state(self.run, self.model)
+
+    def resume(self, state: Mapping[str, Any], launch: str | None, give_up_reason: str | None) -> None:
+        """Puts the model's ranks to the state's position, as a new incarnation. launch: None: one is made up."""
+        if give_up_reason == "":
+            raise InvalidArgumentError("give_up_reason is empty; name the reason under which the groups are counted")
+        saved = Checkpoint.of(state, self.run, self.model) if state else None
+        self._read_run(self._expected_dp_size)
+        self.ranks = self._chosen_ranks.of_run(self.run, self.dp_size)
+        request = trainer_pb2.ResumeRequest(
+            run=self.run,
+            model=MODELS[self.model],
+            position=None if saved is None else saved.position.message(),
+            launch=launch or self._make_launch_id(),
+            dp_size=self.dp_size,
+            run_id="" if saved is None else saved.run_id,
+            generation=0 if saved is None else saved.generation,
+            give_up_reason=give_up_reason or "",
+        )
+        response = self._transport.call(self._transport.trainers.Resume, request)
+        resumed = Position.of(response.position)
+        if saved is not None and resumed != saved.position:
+            raise FailedPreconditionError(
+                f"{self.name}: another rank of this launch resumed at {resumed} and this one's state is "
+                f"{saved.position}; load the state of the same checkpoint on all ranks"
+            )
+        self._position, self.incarnation = resumed, response.incarnation
+        self._failed = self._stepped_over = None
+        self._run_id, self._generation = response.run_id, response.generation
+        self._step_over_all(self._read_run(self._expected_dp_size).failed_batches)
+        self._on_resume()
+
+    def _make_launch_id(self) -> str:
+        is_whole = not self._chosen_ranks.is_one and len(self.ranks) == self.dp_size
+        return secrets.token_hex(_LAUNCH_BYTES) if is_whole else make_launch_id(self.dp_size)
+
+    def commit(self, state: Mapping[str, Any] | None) -> None:
+        position = self.position if state is None else Checkpoint.of(state, self.run, self.model).position
+        request = trainer_pb2.CommitRequest(
+            run=self.run, model=MODELS[self.model], position=position.message(), incarnation=self.incarnation
+        )
+        self._follow(self._transport.call(self._transport.trainers.Commit, request).generation)
+
+    def _follow(self, generation: int) -> None:
+        """Takes over the generation in which the run stored the ranks' position, for their next checkpoints."""
+        self._generation = max(self._generation, generation)
+
+    # Progress.
+
+    def ack(self, position: Position, following: Position) -> None:
+        """Acknowledges a mini-batch; `following` is the position after it. Again, or for one before, does nothing."""
+        if position < self.position:
+            return
+        if not self.acks and position > self.position:
+            raise FailedPreconditionError(
+                f"{self.name}: {position} cannot be acknowledged, the next is {self.position}; acknowledge in order"
+            )
+        self._send_acks(position)
+        # Not the next that the service answers, which steps over failed batches: iterating raises their errors.
+        self._position = following
+
+    def _send_acks(self, position: Position) -> None:
+        for rank in self.ranks if self.acks else ():
+            request = trainer_pb2.AcknowledgeRequest(
+                run=self.run,
+                model=MODELS[self.model],
+                rank=rank,
+                position=position.message(),
+                incarnation=self.incarnation,
+                commit=self._auto_commit,
+            )
+            self._follow(self._transport.call(self._transport.trainers.Acknowledge, request).generation)
+
+    def skip_to(self, batch: int) -> None:
+        """Continues with this batch; nothing of those before it is for this model."""
+        self._position = Position(batch)
+
+    def failed(self, batch: int) -> None:
+        """Notes that the batch's failure is raised now: the next `step_over_failed` continues behind it."""
+        self._failed = batch
+
+    def step_over_failed(self) -> None:
+        """Continues behind a batch whose failure was raised, and tells the service, which keeps the rows of a failed
+        batch until all ranks did."""
+        if self._failed == self.position.batch:
+            self._step_over(self._failed)
+        if self._stepped_over is not None:
+            self._send_acks(self._stepped_over)
+            self._stepped_over = None
+
+    def _step_over_all(self, failed: Mapping[int, str]) -> None:
+        """The failure of a batch is raised once. A trainer that it ends, and that is started again, would get the same
+        error for ever. A batch that failed for another dp_size is not in `failed` any more: it is built again."""
+        while (number := self.position.batch) in failed:
+            _log.warning("run %r: batch %d failed, and the trainer skips it: %s", self.run, number, failed[number])
+            self._step_over(number)
+
+    def _step_over(self, batch: int) -> None:
+        self._stepped_over, self._position = self.position, Position(batch + 1)
+
+
+def make_launch_id(dp_size: int) -> str:
+    """Makes a random name for one start of a trainer, the same on all of its ranks: rank 0's where torch.distributed is
+    initialized, in a collective call that every process makes.
+
+    Raises InvalidArgumentError where there are several ranks and no way to agree.
+    """
+    if distributed.is_available() and distributed.is_initialized():
+        return _broadcast_id()
+    if dp_size == 1:
+        return secrets.token_hex(_LAUNCH_BYTES)
+    raise InvalidArgumentError(
+        f"launch is not given, and dp_size is {dp_size} without torch.distributed; give a name that is the same on all "
+        "ranks of this start and on no other (the job's id and restart count, for instance), or initialize "
+        "torch.distributed first"
+    )
+
+
+def _broadcast_id() -> str:
+    """As bytes: broadcast_object_list would unpickle them."""
+    device = "cuda" if distributed.get_backend() == "nccl" else "cpu"
+    name = torch.tensor(list(secrets.token_bytes(_LAUNCH_BYTES)), dtype=torch.uint8, device=device)
+    distributed.broadcast(name, src=0)
+    return bytes(name.tolist()).hex()
