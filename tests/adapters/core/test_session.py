@@ -161,12 +161,12 @@ def test_columns_are_written_back_by_the_trainer_s_names(start: Start, rollouts:
     assert batch.awaits == {"values"}
     computed = (
         (shard, {"vf": [torch.ones(micro["response_mask"].shape) for micro in shard.micro_batches()]})
-        for shards in batch.forward()
-        for shard in shards
+        for mini_batch in batch.forward()
+        for shard in mini_batch.shards.values()
     )
     session.write_back(batch.awaits, {"values": "vf"}, computed)
-    (shards,) = batch.mini_batches()
-    assert (shards[0].jagged("values", "response").values == 1).all()
+    (mini_batch,) = batch.mini_batches()
+    assert (mini_batch.shards[0].jagged("values", "response").values == 1).all()
 
 
 def test_figures_of_a_batch_are_metrics(start: Start, rollouts: RolloutClient) -> None:
