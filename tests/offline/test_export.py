@@ -40,11 +40,11 @@ def fill(address: str, run: str, **settings: object) -> None:
 
 
 def test_the_address_is_taken_from_the_environment_as_by_the_other_commands(
-    service: Service, run_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    service: Service, run_name: str, tmp_path: Path
 ) -> None:
     fill(service.grpc_address, run_name)
-    monkeypatch.setenv("GRISTMILL_ADDRESS", service.grpc_address)
-    exported = gristmill("export", run_name, 0, "--out", tmp_path / "rollouts.jsonl")
+    out = tmp_path / "rollouts.jsonl"
+    exported = gristmill("export", run_name, 0, "--out", out, GRISTMILL_ADDRESS=service.grpc_address)
     assert (exported.returncode, exported.stderr) == (0, "")
 
 
