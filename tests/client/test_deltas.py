@@ -15,7 +15,7 @@ from gristmill import InvalidArgumentError, RolloutClient, RowOutcome
 from gristmill._client.connection.failures import failure_of
 from gristmill._client.rollout.delivery import Delivery
 from gristmill._client.rollout.outbox import Limits, Outbox
-from gristmill._client.rollout.prefix_dedup import PreviousSteps
+from gristmill._client.rollout.prefix_dedup import RequestEncoder
 from gristmill._wire.codecs.row_codec import Sent
 from gristmill._wire.codecs.row_codec import encode as encode_message
 from gristmill._wire.codecs.submit_codec import Submission
@@ -226,13 +226,13 @@ def test_what_a_few_bytes_ask_for_is_no_more_than_a_request_may_be(start_service
 
 
 def test_a_client_remembers_no_more_than_it_is_told_to() -> None:
-    previous, outbox = PreviousSteps(most_bytes=2_000), Outbox(Limits(1, 1 << 20, 0.0), 10.0)
+    encoder, outbox = RequestEncoder("run", False, most_bytes=2_000), Outbox(Limits(1, 1 << 20, 0.0), 10.0)
 
     def shortened(row: Row) -> bool:
         outbox.add(from_rows([row]), Delivery(), 0.0)
         entries = outbox.next_message(0.0)
         outbox.on_outcomes(entries, [RowOutcome.ACCEPTED])
-        previous.find(entries)
+        encoder.encode(entries)
         return any(entry.prefix.length for entry in entries if entry.prefix)
 
     trajectories = [conversation(2, uid) for uid in "abcde"]

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gristmill._wire import lists
-from gristmill._wire.lists import ConvertedTokens, from_list, joined
+from gristmill._wire.lists import from_list, joined
 from gristmill._wire.rows import from_rows
 from gristmill.errors import InvalidArgumentError
 from tests.strategies import Row, rollouts
@@ -57,15 +57,13 @@ def lists_of(row: Row) -> Row:
 
 
 @given(rollouts())
-def test_rows_of_lists_are_those_of_arrays_whether_they_come_at_once_or_step_by_step(rows: list[Row]) -> None:
+def test_rows_of_lists_are_those_of_arrays(rows: list[Row]) -> None:
     listed = [lists_of(row) for row in rows]
     arrays = [{**row, "prompt_token_ids": np.array(row["prompt_token_ids"], np.int32)} for row in listed]
-    converted = ConvertedTokens()
     at_once = from_rows(listed)
-    for index, row in enumerate(listed):
+    for index in range(len(listed)):
         expected = from_rows([arrays[index]])
         np.testing.assert_array_equal(at_once.tokens[index], expected.tokens[0])
-        np.testing.assert_array_equal(from_rows([row], converted=converted).tokens[0], expected.tokens[0])
 
 
 STEP = {"uid": "a", "sample": 0, "reward": 0.0}
@@ -101,33 +99,23 @@ def test_of_a_prompt_that_goes_on_only_what_is_new_is_converted(conversions: lis
 @given(
     st.lists(st.integers(0, 2), min_size=1, max_size=9),
     st.lists(st.tuples(st.integers(0, 12), st.lists(st.integers(0, 2), max_size=6)), max_size=5),
-    st.booleans(),
 )
 def test_a_prompt_that_goes_on_from_any_token_of_the_step_before_is_itself(
-    prompt: list[int], changes: list[tuple[int, list[int]]], at_once: bool
+    prompt: list[int], changes: list[tuple[int, list[int]]]
 ) -> None:
-    rows, converted = [step(prompt, [1, 0], 0)], ConvertedTokens()
+    rows = [step(prompt, [1, 0], 0)]
     for number, (kept, added) in enumerate(changes, 1):
         before = [*rows[-1]["prompt_token_ids"], *rows[-1]["response_ids"]]
         rows.append(step([*before[:kept], *added] or [1], [2, number], number))
-    tables = [from_rows(rows)] if at_once else [from_rows([row], converted=converted) for row in rows]
-    found = [tokens.tolist() for table in tables for tokens in table.tokens.arrays()]
-    assert found == [row["prompt_token_ids"] + row["response_ids"] for row in rows]
+    assert [tokens.tolist() for tokens in from_rows(rows).tokens.arrays()] == [
+        row["prompt_token_ids"] + row["response_ids"] for row in rows
+    ]
 
 
 def test_samples_of_one_prompt_convert_it_once(conversions: list[int]) -> None:
     table = from_rows([step([*range(100)], [7], 0, sample=sample) for sample in range(3)])
     assert conversions == [100]
     assert [len(row) for row in table.tokens.arrays()] == [101] * 3
-
-
-def test_a_list_that_its_owner_goes_on_changing_is_converted_as_it_is(conversions: list[int]) -> None:
-    converted, conversation = ConvertedTokens(), [1, 2, 3]
-    from_rows([step(conversation, [4], 0)], converted=converted)
-    conversation[:] = [1, 9, 3, 4, 5]
-    table = from_rows([step(conversation, [6], 1)], converted=converted)
-    assert table.tokens[0].tolist() == [1, 9, 3, 4, 5, 6]
-    assert conversions == [3, 5]
 
 
 @pytest.mark.parametrize(

@@ -95,21 +95,19 @@ Pieces = list[Array]
 
 
 class ConvertedTokens:
-    """Tokens that were given as lists. A prompt that begins with the objects of its trajectory's step before, or has
-    those of another sample's first one, is compared with it, which costs a third of converting it again. Equal numbers
-    that are other objects are converted, which costs no more than comparing them.
+    """The token lists of a table's rows, converted once.
 
-    are_kept: whether prompts come later that begin with lists which are changed until then, as agents add to theirs:
-    lists are copied for it.
+    A prompt that begins with the same number objects as its trajectory's last step, or another sample's first prompt,
+    is compared with it, which takes a third of the time of converting it again. Equal numbers that are other objects
+    are converted, which takes no longer than comparing them. The lists must not change in the meantime.
     """
 
-    def __init__(self, are_kept: bool = True) -> None:
-        self._are_kept = are_kept
+    def __init__(self) -> None:
         self._steps: dict[tuple[str, int], tuple[list[list[Any]], Pieces]] = {}
         self._prompts: dict[str, tuple[list[Any], Pieces]] = {}
 
     def prompt(self, key: tuple[str, int], values: list[Any]) -> Pieces | None:
-        """As `from_list` has it; int32. key: uid and sample."""
+        """Returns the tokens like `from_list`; int32. key: uid and sample."""
         before, begin = Pieces(), 0
         if step := self._steps.get(key):
             if (known := _known(values, step[0])) is not None:
@@ -120,15 +118,13 @@ class ConvertedTokens:
         return None if rest is None else [*before, rest]
 
     def keep(self, key: tuple[str, int], prompt: list[Any], response: Any, pieces: Pieces) -> None:
-        """Keeps a step that another follows: prompt and response as they were given, and all pieces of both, of which
-        the last one is the response."""
+        """Stores a step that another one follows: its prompt and response, and the pieces of both."""
         if key not in self._steps:
-            self._prompts.setdefault(key[0], (prompt.copy() if self._are_kept else prompt, pieces[:-1]))
+            self._prompts.setdefault(key[0], (prompt, pieces[:-1]))
         listed = response if type(response) is list else pieces[-1].tolist()
-        lists = [prompt + listed] if self._are_kept else [prompt, listed]
         if len(pieces) > _MOST_PIECES:
             pieces = [np.concatenate(pieces)]
-        self._steps[key] = lists, pieces
+        self._steps[key] = [prompt, listed], pieces
 
 
 def _known(values: list[Any], lists: list[list[Any]]) -> int | None:

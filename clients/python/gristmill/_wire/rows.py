@@ -10,7 +10,6 @@ from typing import Any
 
 from gristmill._wire.column_spec import BFLOAT16, ColumnSpec, from_bfloat16
 from gristmill._wire.foreign_names import renamings
-from gristmill._wire.lists import ConvertedTokens
 from gristmill._wire.steps import ROW_FIELDS, TOKEN_FIELDS, Extra, Steps
 from gristmill._wire.tables import ARRAYS, SCALARS, ValueColumns, describe, extras_of_row
 from gristmill.errors import InvalidArgumentError
@@ -24,17 +23,15 @@ def from_rows(
     *,
     step_wise: bool = True,
     columns: Sequence[ColumnSpec] = (),
-    converted: ConvertedTokens | None = None,
 ) -> Steps:
     """A checked table from rows with the field names of the specification (lists or arrays).
 
     columns: those that the run declares, which rows may have under their names. Without `step_wise`, `step` and
-    `is_last_step` may be absent (0, true). No `reward` (or None) makes it pending. converted: tokens of earlier steps,
-    which are not converted again, and to which those of these rows are added.
+    `is_last_step` may be absent (0, true). No `reward` (or None) makes it pending.
     Raises InvalidArgumentError naming the trajectory, the field, the value and the remedy. The rows are not modified.
     """
     rows = list(rows)
-    return columns_of(rows, step_wise=step_wise, columns=columns, converted=converted).table(0, len(rows))
+    return columns_of(rows, step_wise=step_wise, columns=columns).table(0, len(rows))
 
 
 def columns_of(
@@ -42,12 +39,11 @@ def columns_of(
     *,
     step_wise: bool,
     columns: Sequence[ColumnSpec] = (),
-    converted: ConvertedTokens | None = None,
 ) -> ValueColumns:
     """The rows' columns, with checked types. Raises InvalidArgumentError as `from_rows` does."""
     known = _FIELDS.union(column.name for column in columns)
     names = _names(rows, (*_REQUIRED, "step", "is_last_step") if step_wise else _REQUIRED, known)
-    return ValueColumns({name: [row.get(name) for row in rows] for name in names}, len(rows), columns, converted)
+    return ValueColumns({name: [row.get(name) for row in rows] for name in names}, len(rows), columns)
 
 
 def extras_of(row: Mapping[str, Any], columns: Sequence[ColumnSpec]) -> dict[str, Extra]:

@@ -74,9 +74,8 @@ class ValueColumns:
         columns: Mapping[str, list[Any]],
         count: int,
         declared: Sequence[ColumnSpec] = (),
-        converted: ConvertedTokens | None = None,
     ) -> None:
-        """declared: the run's own columns. converted: tokens of earlier steps, to which those of these rows are added.
+        """declared: the run's own columns.
 
         Where there is no column of loss masks they are ones. Raises InvalidArgumentError naming the trajectory, the
         field and the value. The lists are not modified.
@@ -86,7 +85,7 @@ class ValueColumns:
         self._scalars = {name: self._scalar_column(name, *found) for name, found in SCALARS.items()}
         for name in ("prompt_token_ids", "response_ids", "loss_mask"):
             self._check_complete(name)
-        self._tokens = self._token_column(converted or ConvertedTokens(are_kept=False))
+        self._tokens = self._token_column()
         self._masks = self._array_column("loss_mask", np.uint8, mask)
         self._plain = {one: self._array_column(one.given, one.dtype, _reader(one)) for one in PLAIN_FIELDS}
         self._versions = self._array_column("policy_versions", np.int32, version_array)
@@ -113,7 +112,7 @@ class ValueColumns:
             row = next(row for row, value in enumerate(self._columns[name]) if value is None)
             raise InvalidArgumentError(f"{self._where(row)}: {name} is missing; every row needs it")
 
-    def _token_column(self, converted: ConvertedTokens) -> _Tokens:
+    def _token_column(self) -> _Tokens:
         responses = _arrays_of(self._array_column("response_ids", np.int32, tokens))
         prompts = self._columns.get("prompt_token_ids", [])
         if self._kinds.get("prompt_token_ids", set()) <= {np.ndarray}:
@@ -122,7 +121,7 @@ class ValueColumns:
             return _Tokens(pieces, range(0, len(pieces) + 1, 2), lengths_of(prompts), lengths_of(responses))
         keys = zip(self._scalars["uid"], self._scalars["sample"], strict=True)
         rows = zip(keys, self._scalars["is_last_step"], prompts, responses, strict=True)
-        pieces, edges, lengths = Pieces(), [0], list[int]()
+        converted, pieces, edges, lengths = ConvertedTokens(), Pieces(), [0], list[int]()
         for row, (key, is_last, prompt, response) in enumerate(rows):
             is_list = type(prompt) is list
             found = converted.prompt(key, prompt) if is_list else None

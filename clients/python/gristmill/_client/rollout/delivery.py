@@ -63,7 +63,7 @@ class Delivery:
 
 
 class Prefix(NamedTuple):
-    """How many of a row's first tokens are not sent, their CRC-32, and the columns whose values of these are not."""
+    """The leading tokens that a row omits: how many, their CRC-32, and the columns that are omitted with them."""
 
     length: int = 0
     checksum: int = 0
@@ -71,15 +71,15 @@ class Prefix(NamedTuple):
 
 
 WHOLE = Prefix()
-"""Nothing is left out."""
+"""The prefix of a row that is sent whole."""
 
 
 @dataclass(slots=True, eq=False)
 class PendingRow:
-    """One row on its way.
+    """A row that has no outcome yet.
 
-    expires: when it is given up, from its first attempt on. prefix: what is not sent of it; None before that is found
-    out.
+    expires: when to give it up; set by the first attempt. prefix: what need not be sent; None if the encoder has to
+    look its trajectory up.
     """
 
     table: Steps

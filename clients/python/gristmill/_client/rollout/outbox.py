@@ -21,6 +21,7 @@ from gristmill._client.rollout.delivery import (
     Delivery,
     Group,
     PendingRow,
+    Prefix,
     RowOutcome,
     error_of,
     form_of,
@@ -107,13 +108,13 @@ class Outbox:
             return False
         return not self._parked or not any(table.key(row)[:2] in self._parked for row in range(len(table)))
 
-    def add(self, table: Steps, delivery: Delivery, now: float) -> bool:
-        """Puts the rows at the end. Returns whether that may have made a message due earlier."""
+    def add(self, table: Steps, delivery: Delivery, now: float, prefix: Prefix | None = None) -> bool:
+        """Appends the rows. Returns whether a message may be due earlier. prefix: as `PendingRow` has it."""
         form, sizes, was_empty = form_of(table), self._check_sizes(table).tolist(), not self._fresh
         keys = made_of(TrajectoryKey, table.rounds.tolist(), table.uids, table.samples.tolist())
         first, index = self._last_number + 1, len(delivery.outcomes)
         entries = [
-            PendingRow(table, row, key, form, size, delivery, index + row, first + row, now)
+            PendingRow(table, row, key, form, size, delivery, index + row, first + row, now, inf, prefix)
             for row, (key, size) in enumerate(zip(keys, sizes, strict=True))
         ]
         delivery.outcomes += [None] * len(entries)

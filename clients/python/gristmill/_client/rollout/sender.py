@@ -15,7 +15,7 @@ from gristmill._client.connection.channels import Begun
 from gristmill._client.connection.drivers import Join, Signal
 from gristmill._client.connection.failures import Failure, failure_of
 from gristmill._client.connection.transport import Connection
-from gristmill._client.rollout.delivery import Delivery, PendingRow, outcomes_of
+from gristmill._client.rollout.delivery import Delivery, PendingRow, Prefix, outcomes_of
 from gristmill._client.rollout.outbox import Limits, Outbox
 from gristmill._client.rollout.prefix_dedup import RequestEncoder
 from gristmill._wire.steps import Steps, TrajectoryKey
@@ -72,9 +72,9 @@ class Sender:
         await self._until(lambda: not delivery.pending)
         return delivery
 
-    async def put(self, table: Steps, delivery: Delivery) -> None:
-        """Adds rows, and waits only while too many are pending."""
-        if await self._add(table, delivery):
+    async def put(self, table: Steps, delivery: Delivery, prefix: Prefix) -> None:
+        """Adds the rows of a trajectory, and waits only while too many are pending. prefix: what need not be sent."""
+        if await self._add(table, delivery, prefix):
             self._wake_worker()
 
     async def wait_for(self, is_meant: Callable[[TrajectoryKey], bool]) -> None:
@@ -113,7 +113,7 @@ class Sender:
         if self._connection.fork_guard.is_here() and self._join_worker is not None:
             await self._join_worker()
 
-    async def _add(self, table: Steps, delivery: Delivery) -> bool:
+    async def _add(self, table: Steps, delivery: Delivery, prefix: Prefix | None = None) -> bool:
         """Adds the rows when the outbox has capacity. Returns whether the worker has to look at them."""
         self._connection.check_usable()
         while True:
@@ -121,7 +121,8 @@ class Sender:
                 if self._closing:
                     raise self._connection.closed_error()
                 if self._outbox.has_room(table):
-                    return self._outbox.add(table, delivery, time.monotonic()) or self._join_worker is None
+                    is_due = self._outbox.add(table, delivery, time.monotonic(), prefix)
+                    return is_due or self._join_worker is None
             await self._until(lambda: self._closing or self._outbox.has_room(table))
 
     async def _until(self, is_done: Callable[[], bool]) -> None:

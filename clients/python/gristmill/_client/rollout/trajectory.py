@@ -14,8 +14,8 @@ from gristmill._client.connection.drivers import block_on
 from gristmill._client.rollout.declared_columns import Declared, DeclaredColumns, checked_names
 from gristmill._client.rollout.delivery import Delivery
 from gristmill._client.rollout.sender import Sender
-from gristmill._client.rollout.step_writer import StepWriter
-from gristmill._wire.steps import Steps, TrajectoryKey
+from gristmill._client.rollout.step_writer import Step, StepWriter
+from gristmill._wire.steps import TrajectoryKey
 from gristmill.completions import sampled
 from gristmill.errors import FailedPreconditionError, GristmillError, InvalidArgumentError, NotFoundError
 
@@ -86,10 +86,10 @@ class AsyncTrajectory:
             raise error
         if self.is_dropped:
             return False
-        given = checked_names(columns, self.key)
+        values = checked_names(columns, self.key)
 
-        def table_of(declared: Declared) -> Steps:
-            return self._writer.table(
+        def step_of(declared: Declared) -> Step:
+            return self._writer.step(
                 response_ids,
                 prompt_token_ids=prompt_token_ids,
                 loss_mask=loss_mask,
@@ -100,13 +100,14 @@ class AsyncTrajectory:
                 policy_version=policy_version,
                 policy_versions=policy_versions,
                 advantage=advantage,
-                columns=given,
+                columns=values,
                 declared=declared.columns,
                 shared=declared.shared,
             )
 
-        await self._sender.put(await self._declared.used(given.keys(), table_of), self._delivery)
-        self._writer.written(is_last_step)
+        step = await self._declared.used(values.keys(), step_of)
+        await self._sender.put(step.table, self._delivery, step.prefix)
+        self._writer.written(step)
         return not self.is_dropped
 
     async def extend(self, observation_ids: Any, response_ids: Any, **fields: Unpack[StepFields]) -> bool:

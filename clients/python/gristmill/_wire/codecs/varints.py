@@ -1,23 +1,24 @@
-"""Numbers as protobuf writes them, for messages that are written and read by hand."""
+"""Encode and decode protobuf's varints."""
 
 from __future__ import annotations
 
 LENGTH_BYTES = 5
-"""A length may be written longer than it needs to be, so that it is known where a field begins before it is known how
-long it is. So many bytes are the most that every reader takes."""
+"""The longest encoding of a length that every reader accepts. A length of fixed size can be reserved before its
+value is known."""
 
 
 def varint(value: int, least_bytes: int = 1) -> bytes:
-    found = bytearray()
-    while value >= 0x80 or len(found) + 1 < least_bytes:
-        found.append(value & 0x7F | 0x80)
+    """Encodes a value, in at least this many bytes."""
+    encoded = bytearray()
+    while value >= 0x80 or len(encoded) + 1 < least_bytes:
+        encoded.append(value & 0x7F | 0x80)
         value >>= 7
-    found.append(value)
-    return bytes(found)
+    encoded.append(value)
+    return bytes(encoded)
 
 
 def read_varint(data: bytes | memoryview, at: int) -> tuple[int, int]:
-    """The value, and where it ends. Raises IndexError where the data ends first."""
+    """Returns the value at this offset and the offset after it. Raises IndexError if the data ends first."""
     value = shift = 0
     while True:
         byte = data[at]
