@@ -155,8 +155,8 @@ def test_attention_is_that_of_each_row_alone(attend: Any, key_heads: int) -> Non
     ("changes", "problem"),
     [
         ({"tree": None}, r"call the model with tree=micro\.tree"),
-        ({"sliding_window": 4}, "does not know sliding_window"),
-        ({"softcap": 30.0}, "does not know softcap"),
+        ({"sliding_window": 4}, "does not support sliding_window"),
+        ({"softcap": 30.0}, "does not support softcap"),
         ({"query": torch.zeros(2, 1, 5, 4)}, "give the model one micro-batch"),
         ({"key": torch.zeros(1, 1, 7, 4)}, "and no cache"),
     ],
@@ -171,7 +171,7 @@ def test_attention_refuses_what_it_would_get_wrong(changes: dict[str, Any], prob
 
 def test_what_a_shared_token_has_no_single_answer_for_is_refused() -> None:
     micro = one_tree()
-    with pytest.raises(InvalidArgumentError, match="a shared token stands once"):
+    with pytest.raises(InvalidArgumentError, match="a shared token occurs once"):
         micro.jagged("advantages")
     with pytest.raises(InvalidArgumentError, match="these rows need"):
         micro.logprobs(torch.zeros(3, 100))

@@ -60,7 +60,7 @@ def test_what_a_rank_trains_on_is_one_line_each(service: Service, run_name: str,
         fill(client, layout=layout)
     with TrainerClient(service.grpc_address, run_name, 1, credentials=Credentials(token=SECRET)) as trainer:
         head = f"<TrainerClient of run '{run_name}' rank 1 at {service.grpc_address}: policy, "
-        assert repr(trainer) == head + "not asked yet where it is>"
+        assert repr(trainer) == head + "position not read yet>"
         batch = next(iter(trainer))
         assert repr(trainer) == head + "next is batch 0 epoch 0 mini-batch 0>"
         assert repr(batch) == "<Batch 0: 1 prompt, 3 rows, 1 mini-batch in each of 2 epochs>"

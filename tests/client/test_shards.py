@@ -166,7 +166,9 @@ def test_jagged_rows_are_refused_where_there_are_no_tokens(changes: dict[str, An
         shard.jagged("sequences", "answer")  # type: ignore[arg-type]
     with pytest.raises(KeyError, match="no tensor 'scores'; there are"):
         shard.jagged("scores")
-    with pytest.raises(InvalidArgumentError, match=r"sample has shape .* and no value a token, so it has no rows"):
+    with pytest.raises(
+        InvalidArgumentError, match=r"sample has shape .*, not one value per token; name a tensor of tokens"
+    ):
         shard.jagged("sample")
 
 

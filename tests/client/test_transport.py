@@ -220,7 +220,7 @@ def test_a_stream_that_breaks_is_made_again_from_its_start(read: Read) -> None:
 
 def test_a_stream_that_ends_early_is_an_error(read: Read) -> None:
     (data,) = shard_bytes(ROWS, CONFIG)
-    with pytest.raises(UnavailableError, match=rf"100 bytes came where the service said {len(data)}"):
+    with pytest.raises(UnavailableError, match=rf"received 100 bytes instead of {len(data)}"):
         read(len(data), [data[:100]])
 
 
@@ -239,7 +239,7 @@ def test_a_shard_that_comes_compressed_is_the_file(read: Read) -> None:
 
 def test_a_compressed_shard_that_ends_early_is_an_error(read: Read) -> None:
     (data,) = shard_bytes(ROWS, CONFIG)
-    with pytest.raises(UnavailableError, match=rf"1000 bytes came where the service said {len(data)}"):
+    with pytest.raises(UnavailableError, match=rf"received 1000 bytes instead of {len(data)}"):
         read(len(data), in_frames(data)[:1], are_zstd=True)
 
 

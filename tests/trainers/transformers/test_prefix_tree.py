@@ -108,5 +108,5 @@ def test_a_model_that_is_called_without_a_tree_or_has_a_sliding_window_is_refuse
     windowed = model_of(
         "qwen2", register_tree_attention(), use_sliding_window=True, sliding_window=4, max_window_layers=0
     )
-    with pytest.raises(InvalidArgumentError, match="does not know sliding_window"):
+    with pytest.raises(InvalidArgumentError, match="does not support sliding_window"):
         windowed(tokens, tree=micro.tree, use_cache=False)

@@ -21,24 +21,24 @@ _KINDS = {
 class Conversion:
     """Moves tensors to a device and a dtype when they are used.
 
-    device: None leaves them where they are, in the mapped file.
-    dtypes: by tensor, such as `loss_mask` or a declared column, and for those not named by kind, `tokens`, `masks` and
-        `floats`; the others keep what the file has, int32, uint8 and float32 of these kinds.
+    device: None leaves them in the mapped file.
+    dtypes: by the name of a tensor, such as `loss_mask` or a declared column, or by kind: `tokens`, `masks` and
+        `floats`. Other tensors keep the file's dtype, which is int32, uint8 and float32 for these kinds.
     """
 
     def __init__(
         self, device: torch.device | str | None = None, dtypes: Mapping[str, torch.dtype] | None = None
     ) -> None:
-        given = dict(dtypes or {})
+        dtypes = dict(dtypes or {})
         self._device = device
         self._side = side_stream(device)
         self._used: set[str] = set()
-        self._named = given.keys() - _KINDS.keys()
-        of_kinds = {name: given[kind] for kind, names in _KINDS.items() if kind in given for name in names}
-        self._dtypes = of_kinds | {name: given[name] for name in self._named}
+        self._named = dtypes.keys() - _KINDS.keys()
+        of_kinds = {name: dtypes[kind] for kind, names in _KINDS.items() if kind in dtypes for name in names}
+        self._dtypes = of_kinds | {name: dtypes[name] for name in self._named}
 
     def check(self, declared: Iterable[str]) -> None:
-        """Raises InvalidArgumentError where a dtype is of no tensor. declared: those that columns of the run make."""
+        """Raise InvalidArgumentError if a dtype names no tensor. declared: the tensors of the run's columns."""
         known = [*SHARD_TENSORS, *declared]
         if unknown := sorted(self._named.difference(known)):
             raise InvalidArgumentError(
@@ -47,14 +47,14 @@ class Conversion:
             )
 
     def begin(self, tensors: Tensors) -> Copies:
-        """Begins to copy those that were used of earlier shards; none where they are not copied to a GPU."""
+        """Start copying the tensors whose names were used in earlier shards; none if the device is no GPU."""
         if self._side is None:
             return {}
         used = self._used.copy()
         return {name: self._side.begin(raw) for name, raw in tensors.items() if name.rpartition("/")[2] in used}
 
     def __call__(self, name: str, tensor: torch.Tensor, copy: Copy | None = None) -> torch.Tensor:
-        """The tensor itself where there is nothing to convert. copy: of it, where one was begun."""
+        """Convert a tensor; returns itself if there is nothing to convert. copy: its copy, if one was started."""
         if self._side is not None:
             self._used.add(name.rpartition("/")[2])
             tensor = (copy or self._side.begin(tensor)).awaited()

@@ -1,4 +1,4 @@
-"""Copies to a GPU that run beside its computation: from pinned memory, on a stream of their own."""
+"""Copies to a GPU during its computation: from pinned memory, on a separate stream."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class Copy(NamedTuple):
-    """A copy that was begun. `tensor` is on the device, and holds its values once `is_there`."""
+    """A copy that was started. `tensor` is on the device, and has its values once `is_there` has happened."""
 
     tensor: torch.Tensor
     is_there: torch.cuda.Event
@@ -18,10 +18,10 @@ class Copy(NamedTuple):
         return Copy(self.tensor[begin:end], self.is_there)
 
     def awaited(self) -> torch.Tensor:
-        """The tensor, to be used on the current stream, which waits for the copy; this thread does not."""
+        """Return the tensor for use on the current stream, which waits for the copy; this thread does not."""
         current = torch.cuda.current_stream(self.tensor.device)
         current.wait_event(self.is_there)
-        # Its memory is the copying stream's, which must not have it back while this one computes with it.
+        # The copying stream owns the memory, and must not reuse it while the current stream computes with it.
         self.tensor.record_stream(current)
         return self.tensor
 
@@ -37,7 +37,7 @@ class SideStream:
         self._stream: torch.cuda.Stream | None = None
 
     def begin(self, tensor: torch.Tensor) -> Copy:
-        """tensor: in host memory, which may be changed or freed at once."""
+        """Start a copy of a tensor in host memory, which may be changed or freed at once."""
         if self._stream is None:
             if self._device.index is None:
                 self._device = torch.device(self._device.type, torch.cuda.current_device())
@@ -48,7 +48,7 @@ class SideStream:
 
 
 def side_stream(device: torch.device | str | None) -> SideStream | None:
-    """None where tensors are not copied to a GPU."""
+    """Return a stream for copies to the device; None if it is no GPU."""
     if device is None or torch.device(device).type != "cuda" or not torch.cuda.is_available():
         return None
     return SideStream(torch.device(device))

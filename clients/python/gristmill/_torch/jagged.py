@@ -11,10 +11,11 @@ from gristmill.errors import InvalidArgumentError
 
 Part = Literal["row", "prompt", "response"]
 _PARTS = ("row", "prompt", "response")
+_REMEDY = "name a tensor of tokens, such as sequences or advantages"
 
 
 class Rows(Protocol):
-    """What is asked of `gristmill.torch.Rows`."""
+    """The part of `gristmill.torch.Rows` that this module uses."""
 
     @property
     def is_packed(self) -> bool: ...
@@ -28,32 +29,35 @@ class Rows(Protocol):
 
 
 class Jagged(NamedTuple):
-    """Row i is `values[offsets[i]:offsets[i + 1]]`. values: (tokens, ...). offsets: int64 (rows + 1,), from 0."""
+    """Rows of different lengths: row i is `values[offsets[i]:offsets[i + 1]]`.
+
+    values: (tokens, ...). offsets: int64 (rows + 1,), from 0.
+    """
 
     values: torch.Tensor
     offsets: torch.Tensor
 
     @property
     def lengths(self) -> torch.Tensor:
-        """(rows,) int64."""
+        """Return the rows' lengths, (rows,) int64."""
         return self.offsets.diff()
 
     def nested(self) -> torch.Tensor:
-        """The same as a nested tensor of layout `torch.jagged`, over the same memory."""
+        """Return a nested tensor of layout `torch.jagged` over the same memory."""
         lengths = self.lengths
-        # Without them `to_padded_tensor` would make every row as long as all together.
+        # Without both, `to_padded_tensor` would make every row as long as all together.
         shortest, longest = int(lengths.min()), int(lengths.max())
         return torch.nested.nested_tensor_from_jagged(
             self.values, self.offsets, min_seqlen=shortest, max_seqlen=longest
         )
 
     def at(self, places: Places) -> Jagged:
-        """Parts of the rows."""
+        """Select parts of the rows."""
         return Jagged(self.values.index_select(0, places.tokens), places.offsets)
 
 
 class Places(NamedTuple):
-    """Where parts of rows stand: of part i the tokens `tokens[offsets[i]:offsets[i + 1]]`, indices of a jagged's
+    """The positions of parts of rows: part i has the indices `tokens[offsets[i]:offsets[i + 1]]` of a `Jagged`'s
     values."""
 
     tokens: torch.Tensor
@@ -61,9 +65,9 @@ class Places(NamedTuple):
 
 
 def stretches(begins: torch.Tensor, lengths: torch.Tensor) -> Places:
-    """So many tokens of each row, from where each begins. Both (rows,) int64."""
+    """Return the places of `lengths[i]` tokens from `begins[i]` on, for each row i. Both (rows,) int64."""
     offsets = offsets_of(lengths)
-    # Token j of all is that many behind its row's begin as j is behind the row's first.
+    # Each token's index is its index among all parts, shifted by the same number for all of a part.
     shifts = torch.repeat_interleave(begins - offsets[:-1], lengths)
     return Places(torch.arange(len(shifts), device=shifts.device) + shifts, offsets)
 
@@ -73,18 +77,18 @@ def offsets_of(lengths: torch.Tensor) -> torch.Tensor:
 
 
 def join(parts: Iterable[Jagged]) -> Jagged:
-    """The rows of one after those of another; at least one is given."""
+    """Concatenate the rows of at least one `Jagged`."""
     values, offsets = zip(*parts, strict=True)
     return Jagged(torch.cat(values), offsets_of(torch.cat([each.diff() for each in offsets])))
 
 
 def jagged(rows: Rows, name: str, part: Part) -> Jagged:
-    """This part of each row of a tensor with a value a token; see `gristmill.torch.Rows.jagged`."""
+    """Return a part of each row of a per-token tensor; see `gristmill.torch.Rows.jagged`."""
     if part not in _PARTS:
         raise InvalidArgumentError(f"part is {part!r}; known are {', '.join(_PARTS)}")
     if rows.is_tree:
         raise InvalidArgumentError(
-            f"{name}: with layout: prefix_tree a shared token stands once, with the values of the row that trains it, "
+            f"{name}: with layout: prefix_tree a shared token occurs once, with the values of the row that trains it, "
             "and the other rows have no values for it; use layout: packed"
         )
     values = rows.position_ids() if name == "position_ids" else rows[name]
@@ -94,10 +98,10 @@ def jagged(rows: Rows, name: str, part: Part) -> Jagged:
 
 
 def _of_axis(rows: Rows, values: torch.Tensor, name: str, part: Part) -> Jagged:
-    """The parts of rows in the packed layout."""
+    """Return the parts of rows in the packed layout."""
     edges = rows["cu_seqlens"].long()
     if len(values) != len(rows["sequences"]):
-        raise InvalidArgumentError(f"{name} has shape {tuple(values.shape)} and no value a token, so it has no rows")
+        raise InvalidArgumentError(f"{name} has shape {tuple(values.shape)}, not one value per token; {_REMEDY}")
     whole = Jagged(values, edges)
     if part == "row":
         return whole
@@ -107,17 +111,20 @@ def _of_axis(rows: Rows, values: torch.Tensor, name: str, part: Part) -> Jagged:
 
 
 def response_lengths(response_mask: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
-    """Response tokens of each packed row, (rows,) int64; 1 of a padding row. edges: int64 (rows + 1,), from 0."""
+    """Count the response tokens of each packed row, (rows,) int64; a padding row counts as 1.
+
+    edges: int64 (rows + 1,), from 0.
+    """
     return offsets_of(response_mask != 0)[edges].diff().clamp(min=1)
 
 
 def _of_lines(rows: Rows, values: torch.Tensor, name: str, part: Part) -> Jagged:
-    """The parts of rows in the padded layout, where everything is right-aligned."""
+    """Return the parts of rows in the padded layout, where everything is right-aligned."""
     response, row = rows["response_mask"] != 0, rows["attention_mask"] != 0
     response[rows["is_padding"] != 0, -1] = True
     width = values.shape[1] if values.ndim > 1 else 0
     if width not in (response.shape[1], row.shape[1]):
-        raise InvalidArgumentError(f"{name} has shape {tuple(values.shape)} and no value a token, so it has no rows")
+        raise InvalidArgumentError(f"{name} has shape {tuple(values.shape)}, not one value per token; {_REMEDY}")
     if part != "response" and width != row.shape[1]:
         raise InvalidArgumentError(
             f"{name} is as wide as the responses, {tuple(values.shape)}, and has no {part}; ask for part='response'"

@@ -19,7 +19,7 @@ from gristmill._torch.token_tree import TokenTree
 from gristmill._wire.addresses import Position
 from gristmill.errors import FailedPreconditionError, InvalidArgumentError
 
-# Metadata with one value a row, also within loss_denominators.
+# Metadata with one value per row, also within loss_denominators.
 _OF_ROWS = (
     *("uids", "rounds", "stop_reasons", "response_lengths"),
     *("row_tokens", "prompt_tokens", "trajectory_tokens"),
@@ -29,11 +29,11 @@ _OF_ROWS = (
 class Rows:
     """Rows of a shard with their tensors: a micro-batch, or a whole shard.
 
-    Tensors are had by name, as in `rows["sequences"]`: converted when first used, else views of the mapped file.
-    Writing to them changes nobody's data but this process's.
+    Get tensors by name, as in `rows["sequences"]`: they are converted when first used, or are views of the mapped file.
+    Writing to them changes only this process's data.
 
-    metadata: `uids`, `stop_reasons`, `loss_denominators` and what else the shard says; lists with one value a row hold
-        these rows' values.
+    metadata: the shard's, such as `uids`, `stop_reasons` and `loss_denominators`; lists with one value per row have
+        the values of these rows.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Rows:
         return f"<{type(self).__name__}: {self._size()}>"
 
     def _size(self) -> str:
-        """How many rows there are, and how they stand, for a person."""
+        """Describe the number of rows and their layout, for a person."""
         padding = int((self._raw["is_padding"] != 0).sum())
         rows = f"{len(self)} rows{f', {padding} of them padding' if padding else ''}"
         if (sequences := self._raw.get("sequences")) is None:
@@ -58,14 +58,14 @@ class Rows:
         return f"{rows}, {shape} {sequences.shape[-1]} tokens"
 
     def __len__(self) -> int:
-        """Rows, padding rows included."""
+        """Return the number of rows, padding rows included."""
         return len(self._raw["row"])
 
     def __contains__(self, name: object) -> bool:
         return name in self._raw
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """Raises KeyError naming the tensors that there are."""
+        """Return a tensor, converted. Raises KeyError naming the existing tensors."""
         if name not in self._converted:
             if name not in self._raw:
                 raise KeyError(f"no tensor {name!r}; there are {', '.join(sorted(self._raw))}")
@@ -74,42 +74,42 @@ class Rows:
 
     @property
     def tensors(self) -> Tensors:
-        """All tensors by name, converted."""
+        """Return all tensors by name, converted."""
         return {name: self[name] for name in self._raw}
 
     @property
     def returns(self) -> torch.Tensor:
-        """The returns of `gae` and `reinforce++`; with other estimators the advantages, which they equal."""
+        """Return the returns of `gae` and `reinforce++`; for other estimators the advantages, which are the same."""
         return self["returns" if "returns" in self else "advantages"]
 
     @property
     def is_packed(self) -> bool:
-        """Whether the rows stand on one token axis, cut by `cu_seqlens`, instead of one a line with padding."""
+        """Return whether the rows share one token axis, cut by `cu_seqlens`, instead of a padded line for each."""
         return "cu_seqlens" in self._raw
 
     @property
     def is_tree(self) -> bool:
-        """Whether the rows stand on one token axis on which what they share stands once."""
+        """Return whether the rows share one token axis that has the tokens of a common prefix only once."""
         return "parents" in self._raw
 
     @cached_property
     def tree(self) -> TokenTree:
-        """Which token attends to which on the shared axis. Raises FailedPreconditionError where there is none."""
+        """Return the tree that says which token attends to which. Raises FailedPreconditionError if there is none."""
         if not self.is_tree:
             raise FailedPreconditionError("these rows have no tree; only micro-batches of layout: prefix_tree have one")
-        # What is read number by number stays in this machine's memory.
+        # Tensors that are read number by number stay in host memory.
         return TokenTree(
             self["parents"], *(self._raw[name] for name in ("segment_starts", "segment_parents", "row_ends"))
         )
 
     def position_ids(self) -> torch.Tensor:
-        """Each token's place in its row; int64, shaped as `sequences`. 0 on padding, which nothing attends to."""
+        """Return each token's position in its row; int64, shaped as `sequences`. 0 on padding, which is masked."""
         if self.is_packed or self.is_tree:
             return self["position_ids"].long()
         return (self["attention_mask"].long().cumsum(-1) - 1).clamp_(min=0)
 
     def logprobs(self, logits: torch.Tensor) -> torch.Tensor:
-        """Computes the log-probability of each token of `advantages` and the other response tensors, in their shape.
+        """Compute the log-probability of each token of the response tensors, in the shape of `advantages`.
 
         logits: of a causal model, shaped as `sequences` with the vocabulary as last dimension. Works for every layout.
         Differentiable; the vocabulary's log-softmax is not stored. Values outside of `response_mask` mean nothing.
@@ -123,7 +123,7 @@ class Rows:
         return self.at_responses(_next_logprobs(logits, self["sequences"]))
 
     def at_responses(self, output: torch.Tensor) -> torch.Tensor:
-        """Selects, for each token of the response tensors, the model's output at the token before it, where a causal
+        """Select, for each token of the response tensors, the model's output at the token before it, where a causal
         model predicts it: an entropy, a critic's value, a log-probability of the next token.
 
         output: shaped as `sequences`; further dimensions may follow. Returns it in the shape of `advantages`, and the
@@ -139,15 +139,15 @@ class Rows:
         response = self["response_mask"].shape[1]
         if response < output.shape[1]:
             return output[:, -response - 1 : -1]
-        # Rounded up to one width, there is no column before the response; a prompt takes it, so none is needed.
+        # Without a column before the response no row has a prompt there, so that its value is not needed.
         return torch.cat([torch.zeros_like(output[:, :1]), output[:, :-1]], dim=1)
 
     def unpad(self, output: torch.Tensor) -> list[torch.Tensor]:
-        """Cuts per-token output into each row's response: its last `response_len` tokens.
+        """Cut per-token output into each row's response: its last `response_len` tokens.
 
-        output: (rows, width, ...) with any width that holds the responses, such as max_response or max_total, right-
-            aligned as `response_mask` is; packed or a tree: (tokens, ...). Padding rows give an empty tensor.
-        Returns views, of a tree copies, one a row. Raises InvalidArgumentError naming both shapes.
+        output: (rows, width, ...), right-aligned like `response_mask`, at least as wide as the longest response, such
+            as max_response or max_total; packed or a tree: (tokens, ...). Padding rows give an empty tensor.
+        Returns one tensor per row: views, or copies for a tree. Raises InvalidArgumentError naming both shapes.
 
             old = micro.unpad(micro.logprobs(logits))     # old[i]: the logprobs of row i's response
         """
@@ -170,18 +170,18 @@ class Rows:
                 f"output has shape {tuple(output.shape)} and the longest response {max(lengths)} tokens; give its "
                 "whole width"
             )
-        # Not [-length:], which for a length of 0 takes all.
+        # Not [-length:], which takes the whole row for a length of 0.
         return [row[width - length :] for row, length in zip(output, lengths, strict=True)]
 
     def jagged(self, name: str, part: Part = "row") -> Jagged:
-        """A tensor with a value a token, of all rows in order without the padding: (tokens, ...) values, and offsets.
+        """Remove the padding from a per-token tensor: return the values of all rows in order, and the rows' offsets.
 
         name: such as `sequences`, `advantages`, `position_ids`, or a column of scope `token` or `response`.
-        part: what of each row: all its tokens, its prompt, or its response. Padded, what stands at responses alone has
-            no other part; packed, it has 0, or the column's `fill`, on prompts.
+        part: the part of each row to return: all its tokens, its prompt, or its response. In the padded layout, tensors
+            of responses have no other part; in the packed layout they have 0, or the column's `fill`, on prompts.
         The response of a padding row is its last token, though `response_mask` is 0 there, so that no row is empty.
-        Raises KeyError for a name that there is not, and InvalidArgumentError for a tensor or a part without tokens,
-        and where rows share tokens (`layout: prefix_tree`).
+        Raises KeyError for an unknown name, and InvalidArgumentError for a tensor or a part without tokens, or if rows
+        share tokens (`layout: prefix_tree`).
 
             input_ids = shard.jagged("sequences").nested()                    # torch.nested, layout torch.jagged
             advantages = shard.jagged("advantages", "response").nested()
@@ -203,8 +203,8 @@ class MicroBatch(Rows):
 class Shard(Rows):
     """One rank's rows of one mini-batch; made by `Batch`.
 
-    position: which mini-batch, in training order. is_mapped: whether it is shared memory, not a copy. is_forward:
-    whether it lacks columns that trainers have to write, and what depends on them.
+    position: of the mini-batch in the training order. is_mapped: whether the tensors are in shared memory, not a copy.
+    is_forward: whether columns that trainers have to write, and tensors that depend on them, are still missing.
     """
 
     def __init__(
@@ -234,37 +234,39 @@ class Shard(Rows):
 
     @property
     def is_per_micro_batch(self) -> bool:
-        """Whether each micro-batch has tensors of its own (packed, or as wide as its own longest row)."""
+        """Return whether each micro-batch has tensors of its own (packed, or as wide as its own longest row)."""
         return "sequences" not in self._raw
 
     def micro_batches(self) -> Iterator[MicroBatch]:
-        """The shard's micro-batches in order, as views. Every rank has the same number of them."""
-        of_rows, own_of = self._by_micro_batch()
-        places = self.metadata["micro_batches"]
-        # Rows stand in micro-batch order, so that a micro-batch is a slice. Together slices are made in half the time.
-        with_items, sizes = _with_items(of_rows), [len(positions) for positions in places]
-        slices = {name: raw.split_with_sizes(sizes) for name, raw in of_rows.items() if name not in with_items}
-        for index, positions in enumerate(places):
-            begin, end = positions[0], positions[-1] + 1
+        """Yield the shard's micro-batches in order, as views. Every rank has the same number of them."""
+        shared, by_prefix = self._by_micro_batch()
+        rows_of_each = self.metadata["micro_batches"]
+        # Rows are in micro-batch order, so that a micro-batch is a slice. One split takes half the time of many slices.
+        with_items, sizes = _with_items(shared), [len(rows) for rows in rows_of_each]
+        slices = {name: raw.split_with_sizes(sizes) for name, raw in shared.items() if name not in with_items}
+        for index, rows in enumerate(rows_of_each):
+            begin, end = rows[0], rows[-1] + 1
             prefix = f"micro_batch_{index:03d}"
-            own = own_of.get(prefix, {})
+            separate = by_prefix.get(prefix, {})
             cut = {name: of_micro_batches[index] for name, of_micro_batches in slices.items()}
             copies = {name: self._copies[name].rows(begin, end) for name in cut if name in self._copies}
-            copies |= {name: self._copies[f"{prefix}/{name}"] for name in own if f"{prefix}/{name}" in self._copies}
-            tensors = cut | _items(with_items, begin, end) | own
+            copies |= {
+                name: self._copies[f"{prefix}/{name}"] for name in separate if f"{prefix}/{name}" in self._copies
+            }
+            tensors = cut | _items(with_items, begin, end) | separate
             yield MicroBatch(tensors, _metadata_of(self.metadata, begin, end), self._convert, copies)
 
     def _by_micro_batch(self) -> tuple[Tensors, dict[str, Tensors]]:
-        """The tensors with a line a row of the shard, and by micro-batch those of its own."""
-        of_rows: Tensors = {}
-        own: dict[str, Tensors] = {}
+        """Split the tensors into those of the whole shard, and by prefix those of a single micro-batch."""
+        shared: Tensors = {}
+        by_prefix: dict[str, Tensors] = {}
         for path, raw in self._raw.items():
             prefix, _, name = path.rpartition("/")
-            (own.setdefault(prefix, {}) if prefix else of_rows)[name] = raw
-        return of_rows, own
+            (by_prefix.setdefault(prefix, {}) if prefix else shared)[name] = raw
+        return shared, by_prefix
 
     def jagged(self, name: str, part: Part = "row") -> Jagged:
-        """As that of any rows; over all micro-batches, also where each has tensors of its own."""
+        """Remove the padding as `Rows.jagged` does, also if each micro-batch has tensors of its own."""
         if self.is_per_micro_batch:
             return join_jagged(micro.jagged(name, part) for micro in self.micro_batches())
         return super().jagged(name, part)
@@ -275,12 +277,12 @@ class Shard(Rows):
         return super().__getitem__(name)
 
     def ack(self) -> None:
-        """Says that the optimizer step on this mini-batch is made: the rank moves on to the next.
+        """Acknowledge the mini-batch after its optimizer step: the rank continues with the next.
 
-        Idempotent, and safe to repeat. Without checkpoints (`auto_commit`) this also commits: what lies before is freed
-        once every rank is past it, and a crash then loses what the optimizer learned from it. Mini-batches are
-        acknowledged in order; raises FailedPreconditionError for one ahead of the rank's next, and
-        StaleIncarnationError when another start of the trainer has taken over.
+        Idempotent. Without checkpoints (`auto_commit`) this also commits: earlier mini-batches are freed once every
+        rank is past them, and a crash then loses their optimizer steps. Acknowledge mini-batches in order. Raises
+        FailedPreconditionError for one after the rank's next, and StaleIncarnationError if another start of the trainer
+        has taken over.
         """
         if self._ack is None:
             raise FailedPreconditionError(
@@ -293,7 +295,7 @@ class Shard(Rows):
 class MiniBatch:
     """The shards of one mini-batch; made by the `Batch` of a client of several ranks.
 
-    position: which mini-batch, in training order. shards: by rank, in the order of ranks.
+    position: of the mini-batch in the training order. shards: by rank, in the order of ranks.
     """
 
     def __init__(self, position: Position, shards: Mapping[int, Shard], ack: Callable[[], None] | None = None) -> None:
@@ -305,7 +307,7 @@ class MiniBatch:
         return f"<MiniBatch {self.position}: {rows} rows in the shards of {len(self.shards)} ranks>"
 
     def ack(self) -> None:
-        """Acknowledges the mini-batch for each of its ranks, as `Shard.ack` does for one."""
+        """Acknowledge the mini-batch for each of its ranks, as `Shard.ack` does for one."""
         if self._ack is None:
             raise FailedPreconditionError(
                 f"{self.position}: these shards were read outside of the training order; acknowledge those of "
@@ -315,7 +317,7 @@ class MiniBatch:
 
 
 def _next_logprobs(logits: torch.Tensor, sequences: torch.Tensor) -> torch.Tensor:
-    """The log-probability, at each position, of the token after it; 0 at the last position. Padded or packed."""
+    """Compute, at each position, the log-probability of the next token; 0 at the last position. Padded or packed."""
     following = sequences[..., 1:].long().unsqueeze(-1)
     chosen = logits[..., :-1, :].gather(-1, following).squeeze(-1)
     known = chosen - logits[..., :-1, :].logsumexp(-1)
@@ -328,9 +330,9 @@ def load_shard(
     device: torch.device | str | None = None,
     dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> Shard:
-    """Maps a shard file, for instance one of `gristmill batch`. It cannot be acknowledged.
+    """Map a shard file, for instance one of `gristmill batch`. The shard cannot be acknowledged.
 
-    Raises OSError when it cannot be read, InvalidArgumentError when it is no whole shard.
+    Raises OSError if the file cannot be read, InvalidArgumentError if it is no whole shard.
 
         for micro in load_shard("shards/batch-00000/policy-000/rank-000.safetensors").micro_batches():
             train(micro["sequences"], micro["attention_mask"], micro.position_ids())
@@ -343,27 +345,27 @@ def load_shard(
 
 
 def _with_items(tensors: Tensors) -> Tensors:
-    """The columns with any number of items a row, and their offsets."""
-    found: Tensors = {}
+    """Select the columns of `items` scope, and their offsets."""
+    columns: Tensors = {}
     for name, items in tensors.items():
-        if (of_rows := tensors.get(f"{name}_offsets")) is not None and of_rows.dtype == torch.int64:
-            found |= {name: items, f"{name}_offsets": of_rows}
-    return found
+        if (offsets := tensors.get(f"{name}_offsets")) is not None and offsets.dtype == torch.int64:
+            columns |= {name: items, f"{name}_offsets": offsets}
+    return columns
 
 
 def _items(tensors: Tensors, begin: int, end: int) -> Tensors:
-    """The columns of `items` scope, cut to these rows."""
-    found: Tensors = {}
+    """Cut the columns of `items` scope to these rows."""
+    columns: Tensors = {}
     for name, items in tensors.items():
         if (of_rows := tensors.get(f"{name}_offsets")) is not None:
             offsets = of_rows[begin : end + 1]
-            found[name] = items[int(offsets[0]) : int(offsets[-1])]
-            found[f"{name}_offsets"] = offsets - offsets[0]
-    return found
+            columns[name] = items[int(offsets[0]) : int(offsets[-1])]
+            columns[f"{name}_offsets"] = offsets - offsets[0]
+    return columns
 
 
 def _metadata_of(metadata: dict[str, Any], begin: int, end: int) -> dict[str, Any]:
-    """The metadata, in which lists with one value a row hold only these rows'."""
+    """Cut lists with one value per row to these rows; keep all other metadata."""
     return {
         name: value[begin:end]
         if name in _OF_ROWS

@@ -25,7 +25,7 @@ _DTYPES: dict[str, Any] = {
     "I32": np.int32,
     "I64": np.int64,
     "F16": np.float16,
-    # Its bits: NumPy has no such type.
+    # As its bits, because NumPy has no bfloat16.
     "BF16": np.uint16,
     "F32": np.float32,
     "F64": np.float64,
@@ -33,7 +33,7 @@ _DTYPES: dict[str, Any] = {
 
 
 def map_shard(path: str) -> tuple[Tensors, dict[str, Any]]:
-    """Tensors over a private map of a shard's file, and its metadata. Nothing is copied: under 1 ms at any size.
+    """Map a shard's file privately; return tensors over it, and its metadata. Copies nothing: under 1 ms at any size.
 
     Raises OSError and InvalidArgumentError.
     """
@@ -44,15 +44,16 @@ def map_shard(path: str) -> tuple[Tensors, dict[str, Any]]:
 
 
 def parse_shard(data: NDArray[np.uint8], where: str) -> tuple[Tensors, dict[str, Any]]:
-    """The same over a shard's bytes in memory of our own, uint8 (size,): views of it. Raises InvalidArgumentError."""
+    """Return tensors that are views of a shard's bytes in this process, uint8 (size,), and its metadata. Raises
+    InvalidArgumentError."""
     head = data[: 8 + int.from_bytes(data[:8].tobytes(), "little")]
     header = read_header(io.BytesIO(head.tobytes()), len(data), where)
     return _tensors(data, header, where, "read it again"), header.metadata
 
 
 def _tensors(data: mmap.mmap | NDArray[np.uint8], header: Header, where: str, remedy: str) -> Tensors:
-    """Views of a shard's bytes, each of which keeps these. safetensors' own reader takes 6 times as long, which with
-    tensors for every micro-batch are tens of milliseconds."""
+    """Return views of a shard's bytes, each of which keeps them alive. safetensors' own reader takes 6 times as long,
+    which is tens of milliseconds with tensors for every micro-batch."""
     try:
         tensors = {name: _view(data, header.size, **entry) for name, entry in header.entries.items()}
         size = len(data) - header.size
@@ -68,10 +69,10 @@ def _view(
 ) -> torch.Tensor:
     begin, end = data_offsets
     if not 0 <= begin <= end <= len(data) - start:
-        raise ValueError(f"a tensor stands at {begin}:{end} of {len(data) - start} bytes")
-    # NumPy's views are made in half the time of PyTorch's, and there may be thousands.
+        raise ValueError(f"a tensor is at {begin}:{end} of {len(data) - start} bytes")
+    # Making a view in NumPy takes half as long as in PyTorch, and there may be thousands.
     array: NDArray[Any] = np.ndarray(shape, _DTYPES[dtype], data, start + begin)
     if array.nbytes != end - begin:
-        raise ValueError(f"a tensor of {array.nbytes} bytes stands at {begin}:{end}")
-    found = torch.from_numpy(array)
-    return found.view(torch.bfloat16) if dtype == "BF16" else found
+        raise ValueError(f"a tensor of {array.nbytes} bytes is at {begin}:{end}")
+    tensor = torch.from_numpy(array)
+    return tensor.view(torch.bfloat16) if dtype == "BF16" else tensor

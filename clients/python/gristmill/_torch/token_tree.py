@@ -1,7 +1,7 @@
 """The tokens of a micro-batch whose rows share their beginnings (`layout: prefix_tree`).
 
-The axis is the tree walked depth first, so that a token's descendants are a range of it: the token itself up to an end.
-Token i attends to j exactly where i lies in j's range, which needs one number a token and no list of ancestors.
+The axis is the tree in depth-first order, so that a token's descendants are a range: from the token itself to an end.
+Token i attends to j exactly if i is in j's range, which takes one number per token and no list of ancestors.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 
 class TokenTree:
-    """What is computed of a micro-batch's axis; had by `MicroBatch.tree`.
+    """Computes masks, log-probabilities and paths of a micro-batch's tree; see `MicroBatch.tree`.
 
     parents: int32 (tokens,), the token before each, -1 at a root. segment_starts, segment_parents: int32 (segments,),
-    where runs without a branch begin, and the segment that each follows, -1 for none. row_ends: int32 (rows,), each
-    row's last token. What is computed of them is on the device of `parents`.
+    the first token of each stretch without a branch, and the segment that it follows, -1 for none. row_ends: int32
+    (rows,), each row's last token. Results are on the device of `parents`.
     """
 
     def __init__(
@@ -39,12 +39,12 @@ class TokenTree:
         self._segment_parents = segment_parents.tolist()
 
     def __len__(self) -> int:
-        """Tokens."""
+        """Return the number of tokens."""
         return len(self.parents)
 
     @cached_property
     def descendant_ends(self) -> torch.Tensor:
-        """Where each token's descendants end: they are the tokens from itself up to there; int64 (tokens,)."""
+        """Return the end of each token's range of descendants, which starts at the token itself; int64 (tokens,)."""
         ends = self._edges[1:]
         for segment in range(len(ends) - 1, 0, -1):
             if (parent := self._segment_parents[segment]) >= 0:
@@ -55,15 +55,15 @@ class TokenTree:
 
     @cached_property
     def mask(self) -> torch.Tensor:
-        """Whether token i attends to token j: to itself and its ancestors; bool (tokens, tokens)."""
+        """Return the dense mask: token i attends to itself and its ancestors j; bool (tokens, tokens)."""
         places = torch.arange(len(self), device=self.parents.device)
         return (places[None, :] <= places[:, None]) & (places[:, None] < self.descendant_ends[None, :])
 
     @cached_property
     def mask_mod(self) -> MaskMod:
-        """The same of one query and one key, as FlexAttention asks it: with batch, head, query and key."""
-        # With room for indices that FlexAttention rounds up to blocks, of 128 tokens or a multiple. A closure over a
-        # tensor, which torch.compile takes.
+        """Return the mask as a function of batch, head, query and key, as FlexAttention takes it."""
+        # Padded, because FlexAttention rounds indices up to blocks of 128 tokens or a multiple. A closure over a
+        # tensor, which torch.compile supports.
         ends = torch.nn.functional.pad(self.descendant_ends, (0, -len(self) % 4096))
 
         def attends(batch: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
@@ -72,9 +72,9 @@ class TokenTree:
         return attends
 
     def block_mask(self, block_size: int = 128) -> BlockMask:
-        """The mask for `torch.nn.attention.flex_attention`, made of a number a token, not of each pair of them.
+        """Return the mask for `torch.nn.attention.flex_attention`, computed from one number per token, not per pair.
 
-        block_size: tokens of a block. Raises ImportError where this PyTorch has no FlexAttention (it came with 2.5).
+        block_size: tokens of a block. Raises ImportError if this PyTorch has no FlexAttention (before 2.5).
         """
         from torch.nn.attention.flex_attention import BlockMask
 
@@ -83,8 +83,8 @@ class TokenTree:
         begins = torch.arange(blocks, device=ends.device) * block_size
         most, least = ends.view(blocks, block_size).amax(1), ends.view(blocks, block_size).amin(1)
         below = begins[None, :] < begins[:, None]
-        # Of keys before its queries a block has all, where all their descendants end behind the last query, and none,
-        # where none end behind the first.
+        # A block whose keys are before its queries is full if all keys' descendants end after the last query, and empty
+        # if none end after the first.
         full = below & (least[None, :] >= begins[:, None] + block_size)
         partial = (below & (most[None, :] > begins[:, None]) & ~full) | (begins[None, :] == begins[:, None])
         return BlockMask.from_kv_blocks(
@@ -97,27 +97,27 @@ class TokenTree:
 
     @cached_property
     def blocks(self) -> BlockMask:
-        """`block_mask`, made once for all layers."""
+        """Return `block_mask()`, computed once for all layers."""
         return self.block_mask()
 
     def logprobs(self, logits: torch.Tensor, sequences: torch.Tensor) -> torch.Tensor:
-        """The log probability of each token given those before it in its row; (tokens,), 0 at roots.
+        """Compute the log-probability of each token given those before it in its row; (tokens,), 0 at roots.
 
         logits: (tokens, vocabulary) of a model that attends as `mask` says. sequences: (tokens,) of any integer dtype.
-        Differentiable; what several tokens follow is read for each of them, and the log-softmax is not kept.
+        Differentiable; a token's logits are read for each token that follows it, and the log-softmax is not stored.
         """
         before = self.parents.clamp(min=0)
         known = logits[before, sequences.long()] - logits.logsumexp(-1)[before]
         return torch.where(self.parents >= 0, known, torch.zeros_like(known))
 
     def at_parents(self, output: torch.Tensor) -> torch.Tensor:
-        """Per-token output (tokens, ...) moved to the tokens that follow: each has its parent's, roots have 0."""
+        """Move per-token output (tokens, ...) to the tokens that follow: each gets its parent's, roots get 0."""
         moved = output[self.parents.clamp(min=0)]
         is_root = (self.parents < 0).view(-1, *[1] * (output.ndim - 1))
         return moved.masked_fill(is_root, 0)
 
     def path(self, row: int) -> torch.Tensor:
-        """The tokens of a row, from its first to its last; int64 (tokens of the row,)."""
+        """Return the positions of a row's tokens, from its first to its last; int64 (tokens of the row,)."""
         end = self.row_ends[row]
         segment = int(torch.searchsorted(torch.tensor(self._edges), end, right=True)) - 1
         pieces = [torch.arange(self._edges[segment], end + 1)]
@@ -127,7 +127,7 @@ class TokenTree:
 
 
 def _listed(blocks: torch.Tensor) -> tuple[Any, Any]:
-    """How many blocks of each line are set, and which, those first; with dimensions for batch and head."""
+    """Return the number of set blocks in each line, and their indices first; with dimensions for batch and head."""
     counts = blocks.sum(-1, dtype=torch.int32)
     which = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True).to(torch.int32)
     return counts[None, None], which[None, None]

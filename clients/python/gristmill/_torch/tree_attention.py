@@ -1,4 +1,4 @@
-"""An attention function for models of the transformers library, with which they train on `layout: prefix_tree`."""
+"""An attention function with which models of the transformers library train on `layout: prefix_tree`."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ NAME = "gristmill_tree"
 
 
 def register_tree_attention() -> str:
-    """Makes `tree_attention` known to the transformers library, and returns the name that models are given:
+    """Register `tree_attention` with the transformers library, and return its name for models:
 
         model = AutoModelForCausalLM.from_pretrained(path, attn_implementation=register_tree_attention())
         tokens, positions = micro["sequences"].long(), micro.position_ids()
         logits = model(tokens[None], position_ids=positions[None], tree=micro.tree).logits[0]
 
-    For models that hand the keywords of their call on to their attention, as those of the Llama and Qwen kind do.
-    Raises ImportError where the library is not there, or older than 4.48.
+    Works for models that pass the keywords of their call to their attention, such as Llama and Qwen. Raises ImportError
+    if the library is not installed, or older than 4.48.
     """
     from transformers import AttentionInterface
 
@@ -41,11 +41,11 @@ def tree_attention(
     dropout: float = 0.0,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention in which each token sees its row alone: by FlexAttention on a GPU, else with a dense mask.
+    """Compute attention in which each token sees only its row: by FlexAttention on a GPU, else with a dense mask.
 
     query: (1, heads, tokens, size); key, value: (1, heads or fewer, tokens, size). tree: of the micro-batch.
     Returns (1, tokens, heads, size), and no weights. Raises InvalidArgumentError without a tree, for other shapes, and
-    for what changes attention otherwise (a sliding window, soft caps, sinks).
+    for unsupported kinds of attention (a sliding window, soft caps, sinks).
     """
     if tree is None:
         raise InvalidArgumentError(
@@ -58,11 +58,11 @@ def tree_attention(
         )
     if changed := [name for name in ("sliding_window", "softcap", "s_aux") if others.get(name) is not None]:
         raise InvalidArgumentError(
-            f"attention {NAME!r} does not know {changed[0]}, which this model has; use layout: packed for it"
+            f"attention {NAME!r} does not support {changed[0]}, which this model has; use layout: packed for it"
         )
     attend = _by_blocks if query.is_cuda and not dropout else _by_mask
-    found = attend(query, key, value, tree, scaling, dropout)
-    return found.transpose(1, 2).contiguous(), None
+    output = attend(query, key, value, tree, scaling, dropout)
+    return output.transpose(1, 2).contiguous(), None
 
 
 def _by_mask(
@@ -79,10 +79,10 @@ def _by_blocks(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tree: TokenTree, scaling: float | None, dropout: float
 ) -> torch.Tensor:
     has_groups = query.shape[1] != key.shape[1]
-    found: torch.Tensor = _flex_attention(query.is_cuda)(
+    output: torch.Tensor = _flex_attention(query.is_cuda)(
         query, key, value, block_mask=tree.blocks, scale=scaling, enable_gqa=has_groups
     )
-    return found
+    return output
 
 
 @lru_cache

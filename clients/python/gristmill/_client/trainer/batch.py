@@ -1,4 +1,4 @@
-"""One batch as it is trained: its plan, its figures, and the order of its mini-batches over all epochs."""
+"""A batch of a trainer: its plan, its metrics, and the order of its mini-batches over all epochs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _some(count: int, word: str) -> str:
 
 
 def batch_metrics(plan: Mapping[str, Any], waited_s: float, prefix: str) -> dict[str, float]:
-    """A batch's figures in one flat dictionary, as experiment trackers take them. waited_s: for how long the trainer
+    """Return a batch's metrics in one flat dictionary, as experiment trackers take them. waited_s: how long the trainer
     waited for the batch."""
     whole = {name: plan[name] for name in ("batch", "prompts", "rows_received", "rows", "optimizer_steps")}
     counts = {f"counts/{name}": count for name, count in plan["counts"].items()}
@@ -68,12 +68,12 @@ class Source(Protocol[S_co]):
 class Batch(Generic[S]):
     """A published batch, or one that waits for columns; made by iterating a `TrainerClient`.
 
-    Its methods give a `Shard` for each mini-batch if the client is one rank's, and else a `MiniBatch`, which has the
-    shards of all of the client's ranks.
+    Its methods yield a `Shard` for each mini-batch if the client has one rank, else a `MiniBatch` with the shards of
+    all of the client's ranks.
 
     number: from 0. plan: which rows train when and where, as `gristmill plan` prints it.
-    awaits: names of the columns that trainers still had to write when the batch was given: their values for each shard
-        of `forward()`, with `TrainerClient.write`. `mini_batches()` waits for them.
+    awaits: names of the columns that trainers still had to write when the batch was given, for each shard of
+        `forward()`, with `TrainerClient.write`. `mini_batches()` waits for them.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Batch(Generic[S]):
         return f"<Batch {self.number}: {size}, {parts}{awaits}>"
 
     def __len__(self) -> int:
-        """The optimizer steps of the batch: its mini-batches, once an epoch."""
+        """Return the number of optimizer steps: mini-batches times epochs."""
         return self._count * self._epochs
 
     def __iter__(self) -> Iterator[S]:
@@ -108,8 +108,8 @@ class Batch(Generic[S]):
         return self.mini_batches()
 
     def mini_batches(self) -> Iterator[S]:
-        """The mini-batches in training order, epoch after epoch, from the trainer's position on: after a resume in the
-        middle of a batch these are the ones not trained yet. Acknowledge each with its `ack`."""
+        """Yield the mini-batches in training order, epoch after epoch, from the trainer's position on: after a resume
+        in the middle of a batch, only those not trained yet. Acknowledge each with its `ack`."""
         order = self._order()
         with self._ahead():
             for index, position in enumerate(order[:-1]):
@@ -120,26 +120,26 @@ class Batch(Generic[S]):
                     del mini_batch
 
     def forward(self) -> Iterator[S]:
-        """The mini-batches of the whole batch, each once in plan order, for what must be known before the first
+        """Yield each mini-batch of the batch once, in plan order, for values that must be computed before the first
         optimizer step. They cannot be acknowledged, and may be read again afterwards.
 
             old = {shard.position.mini_batch: [old_logprobs(micro) for micro in shard.micro_batches()]
                    for shard in batch.forward()}
 
-        While the batch waits for columns these are its forward shards: without the columns, and without advantages,
+        While the batch waits for columns, yields its forward shards: without the columns, and without advantages,
         returns and rewards that depend on them.
         """
-        # After the forward pass comes the training, of other shards where columns have to be written before.
+        # Training follows; it reads other shards if columns have to be written first.
         return self._once(forward=bool(self.awaits), then=[] if self.awaits else [self._source.position])
 
     def epoch(self) -> Iterator[S]:
-        """The mini-batches of the whole batch, each once in plan order and as they are trained, for a trainer that goes
-        through the epochs itself and then calls `ack` of the batch. Waits until awaited columns are written."""
+        """Yield each mini-batch of the batch once, in plan order, with all that training needs, for a trainer that
+        repeats epochs itself and then calls the batch's `ack`. Waits until awaited columns are written."""
         return self._once(forward=False, then=[])
 
     def ack(self) -> None:
-        """Acknowledges every mini-batch in every epoch, as `ack` of each would: the trainer moves on to the next batch.
-        Idempotent, and safe to repeat; errors are those of `Shard.ack`."""
+        """Acknowledge every mini-batch of every epoch: the trainer continues with the next batch. Idempotent; errors
+        are those of `Shard.ack`."""
         for position, following in pairwise(self._order()):
             if position >= self._source.position:
                 self._source.ack(position, following)
@@ -157,13 +157,14 @@ class Batch(Generic[S]):
         return [Position(self.number, epoch, index) for index in range(self._count)]
 
     def _order(self) -> list[Position]:
-        """The positions of the batch, and the one after it."""
-        return [*(place for epoch in range(self._epochs) for place in self._epoch(epoch)), Position(self.number + 1)]
+        """Return the positions of the batch, and the one after it."""
+        positions = [position for epoch in range(self._epochs) for position in self._epoch(epoch)]
+        return [*positions, Position(self.number + 1)]
 
     @contextmanager
     def _ahead(self) -> Iterator[None]:
-        """Within it shards are opened ahead of their use, while the order is followed: a caller that leaves it half-way
-        may go anywhere, even to another incarnation of the trainer."""
+        """Release the shards that were opened ahead if the caller stops iterating, because it may continue at any
+        position, even as another incarnation of the trainer."""
         try:
             yield
         except GeneratorExit:

@@ -47,33 +47,31 @@ class TrainerOptions(TypedDict, total=False):
 
 
 class TrainerClient(Generic[S]):
-    """Trains one data-parallel rank, or several, on a run: batches, their shards as torch tensors, acknowledgements,
-    resuming.
+    """Reads a run's batches for one or several data-parallel ranks: gives their shards as torch tensors, acknowledges
+    them, and resumes after a restart.
 
-    address, run: as for RolloutClient, also several replicas with commas between. The run exists before the first call.
+    address, run: as for RolloutClient; separate several replicas by commas. The run must exist before the first call.
     rank: the data-parallel rank of this process, from 0. Batches give a `Shard` for each mini-batch.
-    ranks: in place of `rank`, for a controller that hands several ranks their work: a range, or "all" for every rank of
-        the run. Batches give a `MiniBatch` for each mini-batch, with the shard of each rank in `shards[rank]`; it is
-        acknowledged for all of them. Where a crash left ranks at different mini-batches, they continue from the first
+    ranks: instead of `rank`, for a controller that distributes work to several ranks: a range, or "all" for every rank
+        of the run. Batches give a `MiniBatch` for each mini-batch, with the shard of each rank in `shards[rank]`; it is
+        acknowledged for all of them. If a crash left ranks at different mini-batches, they continue from the first
         one that not all of them acknowledged.
-    dp_size: when given, checked against the run's, so that a trainer of another size does not start unknowingly:
-        `load_state_dict` is how it comes back with other ranks.
-    model: `policy`, or `critic` where the run has one; each has an order of its own.
-    device, dtypes: what tensors become when they are used, such as `device="cuda"` and
-        `dtypes={"tokens": torch.int64, "masks": torch.int64, "loss_mask": torch.float32}`: by kind (also `floats`), and
-        by name for a tensor or a declared column; left alone, they are as the mapped file has them.
-    auto_commit: whether an acknowledgement also commits. Without checkpoints this is what you want; with them, pass
-        False and call `commit` after each.
+    dp_size: if given, it must equal the run's, so that a trainer of another size does not start by mistake. To resume
+        with another number of ranks, call `load_state_dict`.
+    model: `policy`, or `critic` if the run has one; each has an order of its own.
+    device, dtypes: the device and dtypes to which tensors are converted when they are used, such as `device="cuda"` and
+        `dtypes={"tokens": torch.int64, "masks": torch.int64, "loss_mask": torch.float32}`: by kind (also `floats`), or
+        by the name of a tensor or a declared column. By default tensors are as the mapped file has them.
+    auto_commit: whether an acknowledgement also commits. Keep it True without checkpoints; with them, pass False and
+        call `commit` after each.
     acks: False for all but one of the processes of a data-parallel rank (tensor, pipeline, context parallel):
-        they read the same shards and call `ack` likewise, which then only moves themselves.
-    prefetch: how many shards are opened in the background while one is trained, so that the next is there when it is
-        asked for, also the next batch's first where that is published already. Each is held in memory, unless it is
-        mapped. 0 opens each when it is asked for.
-    columns: which of the columns that the run declares are wanted; None: all. No byte of the others is streamed, copied
-        or converted.
-    timeout_s: for how long a call is tried while the service is away. Waiting for a batch is not bounded.
-    credentials: the token and certificates of calls (`gristmill.Credentials`). None: what the environment has, which is
-        nothing where no variable is set.
+        they read the same shards and call `ack` likewise, which then changes only their own position.
+    prefetch: the number of shards to open in the background while one is trained, including the first of the next
+        batch if it is published already. Each is in memory, unless it is mapped. 0 opens each on demand.
+    columns: the declared columns to read; None: all. No byte of the others is streamed, copied or converted.
+    timeout_s: how long to retry a call while the service is unreachable. Waiting for a batch has no limit.
+    credentials: the token and certificates of calls (`gristmill.Credentials`). None: those of the environment
+        variables, if any is set.
 
     Worked example, for one rank:
 
@@ -103,12 +101,12 @@ class TrainerClient(Generic[S]):
     ranks *average* gradients (DDP, FSDP) divides by dp_size once too often: multiply its loss by `dp_size`. One that
     sums gradients does not. KL and entropy terms find the denominators in `shard.metadata["loss_denominators"]`.
 
-    **Without checkpoints** an acknowledgement commits at once: after a crash the run goes on behind what was
-    acknowledged, and what the lost optimizer steps had learned is not offered again.
+    **Without checkpoints** an acknowledgement commits at once: after a crash the run continues after the last
+    acknowledged mini-batch, and mini-batches whose optimizer steps were lost are not trained again.
 
-    **With checkpoints**, save `state_dict()` beside the weights, `commit()` when they are safe, and after a restart
-    `load_state_dict(state)` on all ranks before the first batch. Every mini-batch is then trained exactly once by the
-    weights that go on living.
+    **With checkpoints**, save `state_dict()` with the weights, `commit()` when they are safe, and after a restart
+    `load_state_dict(state)` on all ranks before the first batch. The surviving weights have then trained every
+    mini-batch exactly once.
     """
 
     @overload
@@ -174,10 +172,10 @@ class TrainerClient(Generic[S]):
             convert=self._convert,
             columns=self._columns,
             ahead=prefetch,
-            place=lambda: self.position,
+            position=lambda: self.position,
         )
-        # The plan of the batch that was given last, and the seconds that it was waited for.
-        self._given: tuple[dict[str, Any], float] | None = None
+        # The plan of the batch that was given last, and how many seconds the trainer waited for it.
+        self._last_batch: tuple[dict[str, Any], float] | None = None
 
     def __repr__(self) -> str:
         return f"<TrainerClient of {self._order.name} {self._transport.state}: {self.model}, {self._order}>"
@@ -195,62 +193,63 @@ class TrainerClient(Generic[S]):
 
     @property
     def position(self) -> Position:
-        """The next mini-batch to train: the one after the last acknowledged. Asks the service when first used.
+        """Return the position of the next mini-batch to train, after the last acknowledged one. Asks the service when
+        first used.
 
-        Raises NotFoundError where there is no such run, and InvalidArgumentError where it has another `dp_size`, no
-        such rank, or no such model.
+        Raises NotFoundError if the run does not exist, and InvalidArgumentError if it has another `dp_size`, no such
+        rank, or no such model.
         """
         return self._order.position
 
     def state_dict(self) -> dict[str, Any]:
-        """The position in training and the identity of the run, for the trainer's checkpoint: plain values, to be saved
-        together with the weights.
+        """Return the position in training and the identity of the run as plain values, to be saved together with the
+        weights in the trainer's checkpoint.
 
-        `run_id` distinguishes the run from one that is created later under its name. `generation` counts how often the
-        service found less of the run than it had acknowledged, as after a failover of Redis that lost the last writes.
+        `run_id` distinguishes the run from one that is created later under its name. `generation` grows each time that
+        the service has lost acknowledged data of the run, as after a failover of Redis that lost the last writes.
         """
         return self._order.state_dict()
 
     def load_state_dict(
         self, state: Mapping[str, Any], launch: str | None = None, give_up_reason: str | None = None
     ) -> None:
-        """Puts the rank back to the position that `state_dict` gave, as a new incarnation of the trainer; every rank
-        calls it, with the state of the same checkpoint, before its first batch. Calls of processes that were started
-        earlier are refused from then on, with StaleIncarnationError.
+        """Resume at the position that `state_dict` returned, as a new incarnation of the trainer. Every rank calls it,
+        with the state of the same checkpoint, before its first batch. Calls of processes that were started earlier
+        then fail with StaleIncarnationError.
 
-        With another `dp_size` than the run has (given to the constructor), mini-batches that not all ranks have
-        acknowledged are planned and cut again for it, from the same rows.
+        If `dp_size` (of the constructor) is not the run's, the service plans mini-batches that not all ranks have
+        acknowledged again for the new size, from the same rows.
 
-        Call `commit` once all ranks have loaded: where the crash came between saving and `commit`, the batches before
-        the state's position are still held, and may be all that there is room for.
+        Call `commit` once all ranks have loaded: if the crash came between saving and `commit`, the batches before
+        the state's position are still stored, and may use the run's whole capacity.
 
-        state: of `state_dict`; `{}`, where there is no checkpoint, stands for the committed position, which brings
-            ranks together that a crash left at different mini-batches. A state of an earlier gristmill, which does not
-            name the run's identity, is not checked against it.
-        launch: names this start of the trainer, the same on all its ranks and never used before. Not given, it is
-            rank 0's choice, broadcast by torch.distributed (then a collective call of every process); random when
-            dp_size is 1; else refused.
-        give_up_reason: goes on from a state that is ahead of what the run has acknowledged: the prompt groups that it
-            steps over are dropped and counted under this reason. Give it once, after you read what would be lost.
+        state: from `state_dict`. Without a checkpoint give `{}`: all ranks continue at the committed position, also
+            if a crash left them at different mini-batches. A state of an earlier gristmill, which does not name the
+            run's identity, is not checked against it.
+        launch: a name of this start of the trainer, the same on all its ranks and never used before. By default rank 0
+            chooses it and torch.distributed broadcasts it (a collective call of every process); with dp_size 1 it is
+            random; otherwise the call is refused.
+        give_up_reason: continue from a state that is ahead of what the run has acknowledged: the prompt groups in
+            between are dropped and counted under this reason. Give it once, after you read what would be lost.
 
         Raises InvalidArgumentError for a state of another run's name, model or version. Raises FailedPreconditionError
-        when the state's position is freed already (committed by a later checkpoint); when the state is of an earlier
-        run, which was deleted and created again under the name: load `{}` to begin the new one; and when it is ahead of
+        if the state's position is freed already (committed by a later checkpoint); if the state is of an earlier run,
+        which was deleted and created again under the name: load `{}` to start the new one; and if it is ahead of
         what the run has acknowledged, so that accepted rows would be skipped. The message then says what would be lost
         and which position fits: load the checkpoint of that position, or give `give_up_reason`.
         """
         self._order.resume(state, launch, give_up_reason)
 
     def commit(self, state: Mapping[str, Any] | None = None) -> None:
-        """Says that a checkpoint holds all training before its position: batches before it are freed once every rank
-        has acknowledged them. Idempotent; any rank may call it, one is enough.
+        """Commit: a checkpoint has all training before its position, so that batches before it are freed once every
+        rank has acknowledged them. Idempotent; any rank may call it, one is enough.
 
-        state: the checkpoint's `state_dict`, where training went on since; else the position now.
+        state: the checkpoint's `state_dict`, if training has continued since; by default the current position.
         """
         self._order.commit(state)
 
     def ack(self, position: Position, following: Position) -> None:
-        """Acknowledges a mini-batch that need not be opened; `Shard.ack` and `Batch.ack` call this.
+        """Acknowledge a mini-batch, opened or not; `Shard.ack` and `Batch.ack` call this.
 
         following: the position after it. Errors are those of `Shard.ack`.
         """
@@ -278,12 +277,12 @@ class TrainerClient(Generic[S]):
     # Batches.
 
     def __iter__(self) -> Iterator[Batch[S]]:
-        """Batches from the ranks' place on, each waited for as long as it takes, until the run is finished.
+        """Yield batches from the ranks' position on, until the run is finished. Waits for each without limit.
 
-        Raises BatchFailedError with the reason for a batch that could not be made; iterating again goes on behind it,
-        and lets its rows go. One that could not be aligned may be for another `dp_size`: its rows are kept until then.
-        (One that failed before this trainer started is stepped over; `load_state_dict` logs a warning.)
-        Raises FailedPreconditionError when asked for the next batch before all of this one is acknowledged.
+        Raises BatchFailedError with the reason for a batch that could not be made. Iterating again continues after it,
+        and frees its rows. A batch that could not be aligned may be possible with another `dp_size`: its rows stay
+        until then. (A batch that failed before this trainer started is skipped; `load_state_dict` logs a warning.)
+        Raises FailedPreconditionError if the next batch is requested before all of this one is acknowledged.
         """
         while (batch := self._next_batch()) is not None:
             yield batch
@@ -297,23 +296,23 @@ class TrainerClient(Generic[S]):
                 )
 
     def metrics(self, prefix: str = METRICS_PREFIX) -> dict[str, float]:
-        """The figures of the batch that iterating gave last, for an experiment tracker: numbers by name.
+        """Return the metrics of the batch that was given last, for an experiment tracker: numbers by name.
 
         The names are `batch`, `prompts`, `rows_received`, `rows` (after merging), `optimizer_steps`, `waited_s` (from
-        asking for the batch until it came), those of the plan's `metrics`, such as `score_mean`, `pass_at_n`,
+        the request for the batch until its arrival), those of the plan's `metrics`, such as `score_mean`, `pass_at_n`,
         `padding_share` and `staleness_mean`, those of its `counts` as `counts/NAME`, and of each tag as
-        `tags/TAG/NAME`; each after the prefix. All ranks have the same but for `waited_s`: one logs them.
+        `tags/TAG/NAME`; each after the prefix. All ranks have the same except for `waited_s`, so that one logs them.
 
             for batch in trainer:
                 wandb.log(trainer.metrics(), step=batch.number)
 
         Raises FailedPreconditionError before the first batch.
         """
-        if self._given is None:
+        if self._last_batch is None:
             raise FailedPreconditionError(
                 f"{self._order.name}: the trainer has given no batch yet; call metrics() inside `for batch in trainer`"
             )
-        return batch_metrics(*self._given, prefix)
+        return batch_metrics(*self._last_batch, prefix)
 
     def _next_batch(self) -> Batch[S] | None:
         self._order.step_over_failed()
@@ -330,14 +329,14 @@ class TrainerClient(Generic[S]):
         if answer.state == trainer_pb2.BATCH_STATE_END:
             return None
         if answer.HasField("shard"):
-            self._reader.found(self._wanted(self.position, forward=False), answer.shard)
+            self._reader.use_answer(self._wanted(self.position, forward=False), answer.shard)
         awaits = frozenset(awaited.column for awaited in answer.awaits)
         plan = Plan(json.loads(answer.plan_json))
-        self._given = plan, time.monotonic() - asked
+        self._last_batch = plan, time.monotonic() - asked
         return Batch(self, number, plan, self.model, self._order.epochs, awaits)
 
     def _ask_batch(self, number: int, wait_s: float) -> trainer_pb2.GetBatchResponse:
-        # A critic waits for what the policy's ranks are awaited for, all of them.
+        # A critic waits until all of the policy's ranks have written their columns.
         ranks = self._order.ranks if self.model == "policy" else ()
         request = trainer_pb2.GetBatchRequest(
             run=self.run,
@@ -353,20 +352,22 @@ class TrainerClient(Generic[S]):
         return response
 
     def _first_shard(self) -> trainer_pb2.GetShardRequest | None:
-        """The shard that is opened first, to be found with its batch; None where each of many ranks has one."""
+        """Return the request for the first shard, which the answer for its batch then includes; None with several
+        ranks, because each has a shard of its own."""
         wanted = self._wanted(self.position, forward=False)
         return self._reader.request(wanted, wanted.ranks[0]) if len(wanted.ranks) == 1 else None
 
     # Shards.
 
     def open_shard(self, position: Position, *, forward: bool = False) -> S:
-        """Opens one mini-batch, wherever it is in the training order: mapped where the service's shared memory is this
-        machine's, else streamed. May be repeated until its batch is freed. It cannot be acknowledged.
+        """Open any mini-batch of the training order: map it if the service's shared memory is on this machine, else
+        stream it. May be repeated until its batch is freed. The shard cannot be acknowledged.
 
-        A batch up to the client's own is waited for: a service that comes back makes what it had published again.
-        forward: whether the forward shard is wanted, too, while the batch waits for columns. Raises NotFoundError for a
-        batch that is freed, BatchFailedError for one that could not be made, and FailedPreconditionError for one ahead
-        that is not published yet, or whose columns were lost.
+        Waits for a batch that is not later than the client's own: a restarted service rebuilds what it had published.
+        forward: whether to accept the forward shard while the batch waits for columns.
+
+        Raises NotFoundError for a batch that is freed, BatchFailedError for one that could not be made, and
+        FailedPreconditionError for a later batch that is not published yet, or whose columns were lost.
         """
         return self._open(position, forward=forward)
 
@@ -390,30 +391,31 @@ class TrainerClient(Generic[S]):
         )
 
     def _wanted(self, position: Position, forward: bool) -> Wanted:
-        # Asking for the place is what reads the run, and with it the ranks.
+        # Reading the position reads the run, and with it the ranks.
         _ = self.position
         return Wanted(position, self._order.ranks, forward, self._order.incarnation)
 
     def _expect(self, positions: Iterable[Position], *, forward: bool = False) -> None:
-        """Names the shards that will be opened next, in this order: as many as `prefetch` says are opened in the
-        background meanwhile, and others that were opened ahead are released.
+        """Open the next shards in the background, in this order, at most `prefetch` of them; release all others that
+        were opened ahead.
 
-        An error is raised when the shard is opened, unless it may be over by then.
+        Errors found here are raised when the shard is opened, except transient ones, which are tried again.
         """
         self._reader.expect(self._wanted(position, forward) for position in positions)
 
     def write(self, shard: Shard, columns: Mapping[str, Any]) -> None:
-        """Writes columns of `source: trainer` for a shard of `batch.forward()`. Once every shard of every rank has
-        every column, the batch is completed, and its `mini_batches()` are there.
+        """Write columns of `source: trainer` for a shard of `batch.forward()`. Once every shard of every rank has
+        every column, the batch is complete, and `mini_batches()` yields it.
 
-        columns: by name a tensor in the shape of the shard's `response_mask` (scope `row`: a value a row), or a list
-            with one for each micro-batch. What stands on padding, prompts and padding rows is ignored.
+        columns: by name a tensor in the shape of the shard's `response_mask` (scope `row`: one value per row), or a
+            list with one for each micro-batch. Values on padding, prompts and padding rows are ignored.
 
             for shard in batch.forward():
                 trainer.write(shard, {"values": [critic(micro) for micro in shard.micro_batches()]})
 
-        Idempotent; a shard that is no forward shard has its columns. Raises AlreadyExistsError for other values than
-        this incarnation wrote before (after `load_state_dict` all is written anew), and StaleIncarnationError.
+        Idempotent. Does nothing for a shard that is no forward shard, because it has its columns. Raises
+        AlreadyExistsError if this incarnation wrote other values before (after `load_state_dict` all columns are
+        written again), and StaleIncarnationError.
         """
         self._transport.check_usable()
         written = self._columns.written
@@ -424,8 +426,8 @@ class TrainerClient(Generic[S]):
             self._reader.kept.wrote(request, name)
 
     def rows(self, batch: int) -> list[dict[str, Any]]:
-        """The rows of a sealed batch as they were submitted, in the batch's order, each as `submit` takes it: what
-        a trainer that comes back need not sample again. Raises NotFoundError for a batch that is freed, and
+        """Return the rows of a sealed batch as they were submitted, in the batch's order, each as `submit` takes it, so
+        that a restarted trainer need not sample them again. Raises NotFoundError for a batch that is freed, and
         FailedPreconditionError for one that is not sealed yet.
         """
         request = trainer_pb2.ExportBatchRequest(run=self.run, batch=batch)
@@ -437,7 +439,7 @@ class TrainerClient(Generic[S]):
     # The end.
 
     def close(self) -> None:
-        """Closes the connection, and ends what is opened ahead. Shards that are there stay valid. Idempotent."""
+        """Close the connection and stop opening shards ahead. Shards that were given stay valid. Idempotent."""
         self._transport.close()
         self._reader.close()
 

@@ -32,7 +32,7 @@ class Ranks(NamedTuple):
 
     @classmethod
     def of(cls, rank: int | None, ranks: range | Literal["all"] | None) -> Ranks:
-        """Raises InvalidArgumentError unless exactly one of the two says which."""
+        """Check the constructor's arguments. Raises InvalidArgumentError unless exactly one of them is given."""
         if (rank is None) == (ranks is None):
             raise InvalidArgumentError(
                 f"rank is {rank} and ranks is {ranks}; give rank=N for one data-parallel rank, ranks=range(...) for "
@@ -47,11 +47,11 @@ class Ranks(NamedTuple):
 
     @property
     def is_one(self) -> bool:
-        """Whether the client was made for one rank, and so gives its shards instead of mini-batches."""
+        """Return whether the client has one rank, so that it gives shards instead of mini-batches."""
         return isinstance(self.chosen, int)
 
     def of_run(self, run: str, dp_size: int) -> range:
-        """Raises InvalidArgumentError where the run does not have them."""
+        """Return the ranks as a range. Raises InvalidArgumentError if the run does not have them."""
         if isinstance(self.chosen, int):
             if not 0 <= self.chosen < dp_size:
                 raise InvalidArgumentError(
@@ -72,9 +72,9 @@ class Ranks(NamedTuple):
 
 
 class Checkpoint(NamedTuple):
-    """A position and the run that it is in, as a trainer's checkpoint has them.
+    """A position and the run that it is in, as stored in a trainer's checkpoint.
 
-    run_id, generation: as in `RunStatus`; empty and 0 where they are not known.
+    run_id, generation: as in `RunStatus`; empty and 0 if unknown.
     """
 
     position: Position
@@ -82,13 +82,13 @@ class Checkpoint(NamedTuple):
     generation: int = 0
 
     def state(self, run: str, model: str) -> dict[str, Any]:
-        """The checkpoint as plain values."""
+        """Return the checkpoint as plain values."""
         identity = {"run_id": self.run_id, "generation": self.generation}
         return {"version": _STATE_VERSION, "run": run, "model": model, **self.position._asdict(), **identity}
 
     @classmethod
     def of(cls, state: Mapping[str, Any], run: str, model: str) -> Checkpoint:
-        """Raises InvalidArgumentError for a state of another run's name, model or version, or one that is damaged."""
+        """Read a state. Raises InvalidArgumentError if it is of another run's name, model or version, or damaged."""
         if state.get("version") not in _KNOWN_STATE_VERSIONS:
             known = ", ".join(map(str, _KNOWN_STATE_VERSIONS))
             raise InvalidArgumentError(f"state: version is {state.get('version')!r} and this gristmill reads {known}")
@@ -113,10 +113,10 @@ class Checkpoint(NamedTuple):
 
 
 class TrainingOrder:
-    """The position of some ranks of one model, as the service has it.
+    """Tracks the position of some ranks of one model, as the service has it.
 
-    dp_size: the number of ranks that the trainer expects, None for any. on_read: called with the columns that the run
-    declares when the run was read. on_resume: called when the ranks resumed: shards that were opened before are of
+    dp_size: the number of ranks that the trainer expects, None for any. on_read: called with the declared columns
+    whenever the run was read. on_resume: called when the ranks have resumed: shards that were opened before are of
     another incarnation, and may be cut for another dp_size.
     """
 
@@ -149,23 +149,23 @@ class TrainingOrder:
         self._run_id, self._generation = "", 0
 
     def __str__(self) -> str:
-        return "not asked yet where it is" if self._position is None else f"next is {self._position}"
+        return "position not read yet" if self._position is None else f"next is {self._position}"
 
     @property
     def position(self) -> Position:
-        """The next position to train. Asks the service when first used."""
+        """Return the next position to train. Asks the service when first used."""
         if self._position is None:
             self._position = self._start()
         return self._position
 
     def _start(self) -> Position:
-        """Checks the run against what these ranks expect; returns the position of the rank that is furthest behind."""
+        """Check the run against what these ranks expect; return the position of the rank that is furthest behind."""
         status = self._read_run(None)
         if self._expected_dp_size not in (None, self.dp_size):
             raise InvalidArgumentError(
                 f"run {self.run!r} has dp_size {self.dp_size} and this trainer {self._expected_dp_size}; create the "
                 "run with the trainer's dp_size, or call load_state_dict first: the service then builds the run's "
-                "batches for so many ranks"
+                "batches for that many ranks"
             )
         self.ranks = self._chosen_ranks.of_run(self.run, self.dp_size)
         self._run_id, self._generation = status.run_id, status.generation
@@ -179,7 +179,7 @@ class TrainingOrder:
         return furthest_behind
 
     def _read_run(self, dp_size: int | None) -> RunStatus:
-        """Reads the run's state. dp_size: the one that the run is about to get; None: its own."""
+        """Read the run's state. dp_size: the number of ranks that the run is about to get; None: its own."""
         answer: run_pb2.GetRunResponse = self._transport.call(
             self._transport.runs.GetRun, run_pb2.GetRunRequest(run=self.run)
         )
@@ -194,7 +194,7 @@ class TrainingOrder:
         return Checkpoint(self.position, self._run_id, self._generation).state(self.run, self.model)
 
     def resume(self, state: Mapping[str, Any], launch: str | None, give_up_reason: str | None) -> None:
-        """Puts the model's ranks to the state's position, as a new incarnation. launch: None: one is made up."""
+        """Move the model's ranks to the state's position, as a new incarnation. launch: None generates a name."""
         if give_up_reason == "":
             raise InvalidArgumentError("give_up_reason is empty; name the reason under which the groups are counted")
         saved = Checkpoint.of(state, self.run, self.model) if state else None
@@ -235,13 +235,13 @@ class TrainingOrder:
         self._follow(self._transport.call(self._transport.trainers.Commit, request).generation)
 
     def _follow(self, generation: int) -> None:
-        """Takes over the generation in which the run stored the ranks' position, for their next checkpoints."""
+        """Remember the generation in which the run stored the ranks' position, for their next checkpoints."""
         self._generation = max(self._generation, generation)
 
     # Progress.
 
     def ack(self, position: Position, following: Position) -> None:
-        """Acknowledges a mini-batch; `following` is the position after it. Again, or for one before, does nothing."""
+        """Acknowledge a mini-batch; `following` is the position after it. Does nothing if it was done before."""
         if position < self.position:
             return
         if not self.acks and position > self.position:
@@ -249,7 +249,7 @@ class TrainingOrder:
                 f"{self.name}: {position} cannot be acknowledged, the next is {self.position}; acknowledge in order"
             )
         self._send_acks(position)
-        # Not the next that the service answers, which steps over failed batches: iterating raises their errors.
+        # Not the service's next position, which skips failed batches: iterating raises their errors.
         self._position = following
 
     def _send_acks(self, position: Position) -> None:
@@ -265,16 +265,16 @@ class TrainingOrder:
             self._follow(self._transport.call(self._transport.trainers.Acknowledge, request).generation)
 
     def skip_to(self, batch: int) -> None:
-        """Continues with this batch; nothing of those before it is for this model."""
+        """Continue with this batch; the batches before it have no mini-batch of this model."""
         self._position = Position(batch)
 
     def failed(self, batch: int) -> None:
-        """Notes that the batch's failure is raised now: the next `step_over_failed` continues behind it."""
+        """Note that the batch's failure is raised now: the next `step_over_failed` continues after it."""
         self._failed = batch
 
     def step_over_failed(self) -> None:
-        """Continues behind a batch whose failure was raised, and tells the service, which keeps the rows of a failed
-        batch until all ranks did."""
+        """Continue after a batch whose failure was raised, and acknowledge it: the service keeps the rows of a failed
+        batch until all ranks have done so."""
         if self._failed == self.position.batch:
             self._step_over(self._failed)
         if self._stepped_over is not None:
@@ -282,8 +282,9 @@ class TrainingOrder:
             self._stepped_over = None
 
     def _step_over_all(self, failed: Mapping[int, str]) -> None:
-        """The failure of a batch is raised once. A trainer that it ends, and that is started again, would get the same
-        error for ever. A batch that failed for another dp_size is not in `failed` any more: it is built again."""
+        """Skip the failed batches at the position. A failure is raised once: a trainer that it ends, and that is
+        restarted, would get the same error forever. A batch that failed for another dp_size is not in `failed` any
+        more, because it is built again."""
         while (number := self.position.batch) in failed:
             _log.warning("run %r: batch %d failed, and the trainer skips it: %s", self.run, number, failed[number])
             self._step_over(number)
@@ -293,10 +294,10 @@ class TrainingOrder:
 
 
 def make_launch_id(dp_size: int) -> str:
-    """Makes a random name for one start of a trainer, the same on all of its ranks: rank 0's where torch.distributed is
-    initialized, in a collective call that every process makes.
+    """Return a random name for one start of a trainer, the same on all of its ranks. If torch.distributed is
+    initialized, rank 0 broadcasts it in a collective call of every process.
 
-    Raises InvalidArgumentError where there are several ranks and no way to agree.
+    Raises InvalidArgumentError if there are several ranks and no way to agree.
     """
     if distributed.is_available() and distributed.is_initialized():
         return _broadcast_id()
@@ -310,7 +311,7 @@ def make_launch_id(dp_size: int) -> str:
 
 
 def _broadcast_id() -> str:
-    """As bytes: broadcast_object_list would unpickle them."""
+    """Broadcast rank 0's name, as bytes: broadcast_object_list would unpickle them."""
     device = "cuda" if distributed.get_backend() == "nccl" else "cpu"
     name = torch.tensor(list(secrets.token_bytes(_LAUNCH_BYTES)), dtype=torch.uint8, device=device)
     distributed.broadcast(name, src=0)

@@ -19,10 +19,10 @@ from gristmill.v1 import trainer_pb2
 def write_requests(
     shard: Shard, values: Mapping[str, Any], written: Mapping[str, ColumnSpec], run: str, incarnation: int, dp_size: int
 ) -> Iterator[tuple[str, trainer_pb2.WriteColumnsRequest, bytes]]:
-    """The calls that write these columns for a shard, one a column: its name, the request without its tensors, and its
-    bytes with them; none where it has its columns.
+    """Yield a request for each column to write for a shard: the column's name, the request without its tensors, and the
+    encoded request with them. Yields none for a shard that has its columns.
 
-    written: the columns that trainers of the run write. dp_size: as many ranks as the trainer has now. Raises
+    written: the columns that trainers of the run write. dp_size: the trainer's current number of ranks. Raises
     InvalidArgumentError naming the column.
     """
     if not isinstance(values, Mapping):
@@ -47,7 +47,7 @@ def write_requests(
                 f"run {run!r}: {name!r} is not a column that trainers write; these are {known}; declare it with "
                 "source: trainer"
             )
-    for name, own in values.items() if shard.is_forward else ():
+    for name, column_values in values.items() if shard.is_forward else ():
         request = trainer_pb2.WriteColumnsRequest(
             run=run,
             batch=metadata["batch"],
@@ -55,14 +55,14 @@ def write_requests(
             rank=metadata["rank"],
             incarnation=incarnation,
         )
-        yield name, request, columns_codec.encode(request, _tensors(shard, written[name], own))
+        yield name, request, columns_codec.encode(request, _tensors(shard, written[name], column_values))
 
 
 def _tensors(shard: Shard, column: ColumnSpec, values: Any) -> dict[str, Array]:
-    """The column's tensors by the names that the shard's would have.
+    """Return the column's tensors under the names that they have in a shard.
 
     values: a tensor or array of the whole shard, or a sequence with one for each micro-batch.
-    Raises InvalidArgumentError for what cannot be that; the service checks shapes.
+    Raises InvalidArgumentError for other values; the service checks shapes.
     """
     count = len(shard.metadata["micro_batches"])
     pieces = list(values) if isinstance(values, Sequence) else [values]
@@ -88,7 +88,7 @@ def _tensors(shard: Shard, column: ColumnSpec, values: Any) -> dict[str, Array]:
 
 
 def _array(column: ColumnSpec, values: Any) -> Array:
-    """One tensor or array as the column is stored."""
+    """Convert a tensor or array to the column's stored dtype."""
     try:
         tensor = torch.as_tensor(values).detach()
     except (TypeError, ValueError, RuntimeError) as error:
@@ -109,8 +109,8 @@ def _array(column: ColumnSpec, values: Any) -> Array:
 
 
 class KeptColumns:
-    """What a trainer knows to be stored of its batch's columns: a store may lose it, and only the trainer can write it
-    again."""
+    """Records the columns of its batch that a trainer knows to be stored: if the store loses them, only the trainer can
+    write them again."""
 
     def __init__(self) -> None:
         self._batch = -1
@@ -121,19 +121,19 @@ class KeptColumns:
         self._written.add((request.mini_batch, request.rank, column))
 
     def completed(self, batch: int) -> None:
-        """All that the batch awaited is there."""
+        """Record that the batch has all columns that it waited for."""
         self._at(batch)
         self._is_complete = True
 
     def forget(self) -> None:
-        """Under another incarnation all is written anew."""
+        """Forget everything, because another incarnation writes all columns again."""
         self._written, self._is_complete = set[tuple[int, int, str]](), False
 
     def knows(self, batch: int) -> bool:
         return batch == self._batch
 
     def check(self, run: str, ranks: Collection[int], awaits: Iterable[trainer_pb2.AwaitedColumn]) -> None:
-        """Raises FailedPreconditionError where the batch awaits of these ranks, or of who wrote it, what was there."""
+        """Raise FailedPreconditionError if the batch waits for columns that these ranks have stored already."""
         for place in awaits:
             is_own = self._is_complete and place.rank in ranks
             if is_own or (place.mini_batch, place.rank, place.column) in self._written:

@@ -1,4 +1,4 @@
-"""The columns that a rank wants, of those that the run declares."""
+"""The declared columns that a trainer reads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ if TYPE_CHECKING:
 
 
 class ChosenColumns:
-    """names: of those wanted; None: all. written: those declared that trainers write, by name."""
+    """Selects the columns that a trainer reads.
+
+    names: the columns to read; None: all. written: the declared columns that trainers write, by name.
+    """
 
     def __init__(self, run: str, names: Sequence[str] | None) -> None:
         self.written: dict[str, ColumnSpec] = {}
@@ -21,7 +24,7 @@ class ChosenColumns:
         self._unwanted: frozenset[str] = frozenset()
 
     def declare(self, columns: Sequence[ColumnSpec]) -> None:
-        """Says what the run declares. Raises InvalidArgumentError where a column is wanted that is not among them."""
+        """Set the run's declared columns. Raises InvalidArgumentError if one to read is not among them."""
         self.written = by_name(column for column in columns if column.source == "trainer")
         if self._names is None:
             return
@@ -35,11 +38,12 @@ class ChosenColumns:
         self._unwanted = frozenset(name for column in others for name in tensor_names(column))
 
     def of(self, is_forward: bool) -> Sequence[str] | None:
-        """The names to ask a shard for; a forward shard does not have what trainers write. None: all."""
+        """Return the names to request of a shard; a forward shard does not have the columns that trainers write. None:
+        all."""
         if self._names is None or not is_forward:
             return self._names
         return [name for name in self._names if name not in self.written]
 
     def among(self, tensors: Tensors) -> Tensors:
-        """The tensors without those of columns that are not wanted."""
+        """Return the tensors without those of unwanted columns."""
         return {name: raw for name, raw in tensors.items() if name.rpartition("/")[2] not in self._unwanted}

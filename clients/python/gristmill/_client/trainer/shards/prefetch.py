@@ -1,4 +1,4 @@
-"""Loads values before they are asked for, in a thread that lives only while there is something to load."""
+"""Loads values before they are requested, in a thread that lives only while there is something to load."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Load = Callable[[K, Callable[[], bool]], V | None]
 
 
 class _Ticket(Generic[V]):
-    """One thing that is expected."""
+    """A value that will be requested."""
 
     def __init__(self) -> None:
         self.has_begun = False
@@ -25,10 +25,10 @@ class _Ticket(Generic[V]):
 
 
 class Prefetch(Generic[K, V]):
-    """At most `ahead` things are held, loaded or being loaded. Thread-safe.
+    """Loads at most `ahead` values in the background and stores them until they are taken. Thread-safe.
 
-    load(key, is_wanted): what is expected under this key; None where it cannot be had ahead, which is no error. Where
-        it waits, it is to give up once `is_wanted()` is False.
+    load(key, is_wanted): returns the value of this key; None if it cannot be loaded ahead, which is no error. While it
+        waits, it must give up once `is_wanted()` is False.
     """
 
     def __init__(self, load: Load[K, V], ahead: int) -> None:
@@ -39,12 +39,12 @@ class Prefetch(Generic[K, V]):
         self._is_loading = False
 
     def expect(self, keys: Iterable[K]) -> None:
-        """Names the keys that will be asked for next, in order. Everything else that was loaded is thrown away."""
+        """Load the keys that will be taken next, in order. Everything else that was loaded is dropped."""
         with self._lock:
-            held, self._tickets = self._tickets, {}
+            earlier, self._tickets = self._tickets, {}
             for key in islice(keys, self._ahead):
-                self._tickets[key] = held.get(key) or _Ticket()
-            for key, ticket in held.items():
+                self._tickets[key] = earlier.get(key) or _Ticket()
+            for key, ticket in earlier.items():
                 ticket.is_wanted = key in self._tickets
             if not self._is_loading and self._waiting():
                 self._is_loading = True
@@ -52,7 +52,7 @@ class Prefetch(Generic[K, V]):
                 self._thread.start()
 
     def take(self, key: K) -> V | None:
-        """The value that was loaded ahead, waited for while it is loading; None where none was. Raises the error of
+        """Return the value that was loaded ahead, waiting while it is loading; None if it was not. Raises the error of
         loading it, once."""
         with self._lock:
             ticket = self._tickets.pop(key, None)
@@ -64,7 +64,7 @@ class Prefetch(Generic[K, V]):
         return ticket.value
 
     def close(self) -> None:
-        """Throws everything away, and returns when the thread has ended: what it loads must have been made to end."""
+        """Drop everything, and return when the thread has ended: the caller must have made its current load end."""
         self.expect(())
         if self._thread is not None:
             self._thread.join()
@@ -81,12 +81,12 @@ class Prefetch(Generic[K, V]):
                 ticket = self._tickets[waiting[0]]
                 ticket.has_begun = True
             self._fill(waiting[0], ticket)
-            # What it holds is for who takes it, not for this thread to keep alive.
+            # This thread must not keep the value alive after it was taken.
             del ticket
 
     def _fill(self, key: K, ticket: _Ticket[V]) -> None:
         try:
             ticket.value = self._load(key, lambda: ticket.is_wanted)
-        except Exception as error:  # noqa: BLE001  it is raised to who asks
+        except Exception as error:  # noqa: BLE001  `take` raises it
             ticket.error = error
         ticket.is_done.set()

@@ -1,5 +1,5 @@
-"""Gets a shard's tensors: maps the service's shared memory where it is this machine's, else streams the bytes,
-compressed where the service has them so."""
+"""Gets a shard's tensors: maps the service's shared memory if it is on this machine, else streams the bytes, compressed
+if the service has them compressed."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from gristmill._wire.codecs.zstd_frames import DamagedFrameError, decompressed, 
 from gristmill.errors import InvalidArgumentError, UnavailableError
 from gristmill.v1 import trainer_pb2
 
-# A stream that brings less than this is given up and made again.
+# A stream that is slower than this is canceled and repeated.
 _SLOWEST_BYTES_PER_S = 5e6
 _READ_SHARD = "/gristmill.v1.TrainerService/ReadShard"
 
 
 class Opened(NamedTuple):
-    """A shard's tensors, and what of them is on its way to the device."""
+    """A shard's tensors, and the copies of them to the device that were started."""
 
     tensors: Tensors
     metadata: dict[str, Any]
@@ -37,12 +37,12 @@ class Opened(NamedTuple):
 
 
 class ReplacedError(UnavailableError):
-    """The shard that came is another than the one that was found: its batch was published anew in between."""
+    """The batch was published again between locating the shard and reading it."""
 
 
 def map_published(address: ShardAddress, path: str, size: int) -> tuple[Tensors, dict[str, Any]] | None:
-    """The shard's tensors, mapped; None where the file is not there, or is not the one meant: the service's memory is
-    not this machine's, or the batch was freed at this moment."""
+    """Map the shard's file and return its tensors; None if the file does not exist or is another shard's, because the
+    service's memory is not on this machine or the batch was just freed."""
     if not path or not is_mappable(path, size):
         return None
     try:
@@ -55,10 +55,10 @@ def map_published(address: ShardAddress, path: str, size: int) -> tuple[Tensors,
 def stream(
     transport: Transport, address: ShardAddress, size: int, columns: Sequence[str] | None = None
 ) -> tuple[Tensors, dict[str, Any]]:
-    """A copy, over the connection; blocks until the file's `size` bytes are here. A stream that breaks is made
-    again, from its start, by another replica where there is one. columns: the declared ones that are wanted; None: all.
+    """Copy a shard over the connection; block until the file's `size` bytes have arrived. A stream that breaks is
+    repeated from its start, by another replica if there is one. columns: the declared columns to read; None: all.
 
-    Raises what the call ends with, NotFoundError for instance when the batch is freed.
+    Raises the call's error, such as NotFoundError if the batch is freed.
     """
     request: trainer_pb2.ReadShardRequest = address.request()
     request.accepts_zstd = is_available()
@@ -69,38 +69,38 @@ def stream(
     try:
         data = transport.call(read, request, wait_s=wait_s)
     except DamagedFrameError:
-        # Frames pass the service unread. What is asked for as it is it decompresses itself, and builds a batch again
-        # whose bytes are not those that were published.
+        # The service sends compressed frames without reading them. To send them uncompressed it decompresses them, and
+        # rebuilds the batch if they are damaged.
         request.accepts_zstd = False
         data = transport.call(read, request, wait_s=wait_s)
     return parse_shard(data, str(address))
 
 
 def _read(transport: Transport, address: ShardAddress, size: int, request: Any, timeout: float) -> NDArray[np.uint8]:
-    """The file's bytes; more or less than `size` where the service sends more or less."""
-    # Bytes as they come, which `piece_of` reads.
+    """Return the file's bytes. Raises UnavailableError if the service sends more or fewer than `size`."""
+    # Without a deserializer, because `piece_of` reads the messages' bytes.
     serialize = trainer_pb2.ReadShardRequest.SerializeToString
     read = transport.channels.unary_stream(_READ_SHARD, request_serializer=serialize)
     data: NDArray[np.uint8] = np.empty(size, np.uint8)
-    into, came = data.data, 0
+    target, received = data.data, 0
     for message in read(request, timeout=timeout):
         piece, is_zstd = piece_of(message)
-        content = decompressed(piece, max(0, size - came)) if is_zstd else piece
-        # What is too much is counted only.
-        into[came : came + len(content)] = content[: max(0, size - came)]
-        came += len(content)
-    if request.chooses_columns and came <= size:
-        # What was left out is not known before it has come.
-        return data[:came]
-    if came != size and came == _file_size(data[:came]):
-        raise ReplacedError(f"{address}: {came} bytes came where the service said {size}: it was published anew")
-    if came != size:
-        raise UnavailableError(f"{address}: {came} bytes came where the service said {size}; read it again")
+        content = decompressed(piece, max(0, size - received)) if is_zstd else piece
+        # Bytes beyond `size` are only counted.
+        target[received : received + len(content)] = content[: max(0, size - received)]
+        received += len(content)
+    if request.chooses_columns and received <= size:
+        # The size without the other columns is not known beforehand.
+        return data[:received]
+    if received != size and received == _file_size(data[:received]):
+        raise ReplacedError(f"{address}: received {received} bytes instead of {size}: it was published again")
+    if received != size:
+        raise UnavailableError(f"{address}: received {received} bytes instead of {size}; read it again")
     return data
 
 
 def _file_size(data: NDArray[np.uint8]) -> int:
-    """The bytes that a shard's file has by its header; 0 for what is none."""
+    """Return the file size according to the shard's header; 0 if there is no valid header."""
     try:
         head = data[: 8 + int.from_bytes(data[:8].tobytes(), "little")]
         _, entries, begin = read_header(io.BytesIO(head.tobytes()), len(head) + 1, "shard")

@@ -1,4 +1,4 @@
-"""Opens shards wherever they are, mapped or streamed, and some ahead of their use. Owns no place in training order."""
+"""Opens shards, mapped or streamed, some ahead of their use. Does not own the position in the training order."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _WITHDRAWN_PAUSE_S = 0.1
 
 
 class Wanted(NamedTuple):
-    """The shards of a mini-batch that some ranks have, or their forward shards while its batch waits for columns.
+    """Names the shards of a mini-batch for some ranks, or their forward shards while its batch waits for columns.
 
-    incarnation: the trainer's; its shards may be cut for another dp_size than those of an earlier one.
+    incarnation: the trainer's; shards of an earlier one may be cut for another dp_size.
     """
 
     position: Position
@@ -41,9 +41,9 @@ class Wanted(NamedTuple):
 class ShardReader:
     """Opens the shards of one model of a run.
 
-    convert: begins to copy what is opened ahead to the device. columns: which of the declared ones are wanted.
-    ahead: how many mini-batches are opened in the background. place: the position that the trainer is at.
-    kept: what is known of columns that the trainer wrote.
+    convert: starts copying shards that are opened ahead to the device. columns: the declared columns to read.
+    ahead: how many mini-batches are opened in the background. position: returns the trainer's position.
+    kept: the columns that the trainer knows to be stored.
     """
 
     def __init__(
@@ -55,20 +55,20 @@ class ShardReader:
         convert: Conversion,
         columns: ChosenColumns,
         ahead: int,
-        place: Callable[[], Position],
+        position: Callable[[], Position],
     ) -> None:
         self._transport, self._run, self._model = transport, run, model
-        self._convert, self._columns, self._place = convert, columns, place
+        self._convert, self._columns, self._position = convert, columns, position
         self.kept = KeptColumns()
-        self._found: tuple[Wanted, trainer_pb2.GetShardResponse] | None = None
+        self._answer: tuple[Wanted, trainer_pb2.GetShardResponse] | None = None
         self._prefetch: Prefetch[Wanted, list[Opened]] = Prefetch(self._open_ahead, ahead)
 
     def open(self, wanted: Wanted) -> list[Opened]:
-        """One a rank: what was opened ahead, else opened now.
+        """Return one shard per rank, which may have been opened ahead.
 
-        A batch up to the trainer's own is waited for. Raises NotFoundError for one that is freed, BatchFailedError for
-        one that could not be made, and FailedPreconditionError for one ahead that is not published yet, or whose
-        columns the trainer has to write again.
+        Waits for a batch that is not later than the trainer's own. Raises NotFoundError for one that is freed,
+        BatchFailedError for one that could not be made, and FailedPreconditionError for a later one that is not
+        published yet, or whose columns the trainer has to write again.
         """
         self._transport.check_usable()
         opened = self._prefetch.take(_in_any_epoch(wanted)) or self._open(wanted)
@@ -76,12 +76,12 @@ class ShardReader:
             self.kept.completed(wanted.position.batch)
         return opened
 
-    def found(self, wanted: Wanted, answer: trainer_pb2.GetShardResponse) -> None:
-        """Says where the shard of one rank is, which need not be asked for when it is opened."""
-        self._found = wanted, answer
+    def use_answer(self, wanted: Wanted, answer: trainer_pb2.GetShardResponse) -> None:
+        """Use the answer when the shard of one rank is opened, instead of asking the service where it is."""
+        self._answer = wanted, answer
 
     def request(self, wanted: Wanted, rank: int, wait_s: float = 0.0) -> trainer_pb2.GetShardRequest:
-        """Asks where the rank's shard is."""
+        """Return the request that asks where the rank's shard is."""
         return trainer_pb2.GetShardRequest(
             run=self._run,
             model=MODELS[self._model],
@@ -93,25 +93,25 @@ class ShardReader:
         )
 
     def expect(self, wanted: Iterable[Wanted]) -> None:
-        """Names what will be opened next, in this order; all else that was opened ahead is thrown away."""
+        """Open the next shards in the background, in this order; drop all others that were opened ahead."""
         if self._transport.fork_guard.is_here():
             self._prefetch.expect(map(_in_any_epoch, wanted))
 
     def close(self) -> None:
-        """Returns when nothing is opened any more; the transport is closed before."""
+        """Stop opening shards; returns when the thread has ended. Close the transport first."""
         if self._transport.fork_guard.is_here():
             self._prefetch.close()
 
     def _open_ahead(self, wanted: Wanted, is_wanted: Callable[[], bool]) -> list[Opened] | None:
-        is_next_batch = wanted.position.batch > self._place().batch
+        is_next_batch = wanted.position.batch > self._position().batch
         try:
             opened = self._open(wanted, is_wanted)
         except (UnavailableError, DeadlineExceededError, ResourceExhaustedError):
-            # The service has until the shard is needed to come back.
+            # The service may recover before the shard is needed.
             return None
         except GristmillError:
             if is_next_batch:
-                # Not published yet, or no batch at all: iterating the trainer raises which.
+                # Not published yet, or no batch at all: iterating the trainer raises the right error.
                 return None
             raise
         return [shard._replace(copies=self._convert.begin(shard.tensors)) for shard in opened]
@@ -122,36 +122,36 @@ class ShardReader:
     def _open_rank(self, wanted: Wanted, rank: int, is_wanted: Callable[[], bool]) -> Opened:
         position = wanted.position
         while True:
-            found = self._find_shard(wanted, rank, is_wanted)
-            is_forward = found.state == trainer_pb2.BATCH_STATE_FORWARD
+            answer = self._find_shard(wanted, rank, is_wanted)
+            is_forward = answer.state == trainer_pb2.BATCH_STATE_FORWARD
             address = ShardAddress(self._run, self._model, rank, position.batch, position.mini_batch)
-            mapped = map_published(address, found.shared_memory_path, found.size_bytes)
+            mapped = map_published(address, answer.shared_memory_path, answer.size_bytes)
             try:
                 columns = self._columns.of(is_forward)
-                tensors, metadata = mapped or stream(self._transport, address, found.size_bytes, columns)
+                tensors, metadata = mapped or stream(self._transport, address, answer.size_bytes, columns)
             except (NotFoundError, ReplacedError):
-                # Withdrawn since it was found, or freed: the next answer says which.
+                # Withdrawn since the answer, or freed: the next answer says which.
                 self._transport.pause(_WITHDRAWN_PAUSE_S)
                 continue
             return Opened(self._columns.among(tensors), metadata, is_mapped=mapped is not None, is_forward=is_forward)
 
     def _find_shard(self, wanted: Wanted, rank: int, is_wanted: Callable[[], bool]) -> trainer_pb2.GetShardResponse:
-        if (known := self._found) is not None and known[0] == wanted:
-            # Once: where it is gone by now, the next answer says where it is.
-            self._found = None
+        if (known := self._answer) is not None and known[0] == wanted:
+            # Used once: if the shard has moved since, the service must be asked again.
+            self._answer = None
             if known[1].state == trainer_pb2.BATCH_STATE_PUBLISHED:
                 return known[1]
         position = wanted.position
-        found: trainer_pb2.GetShardResponse = self._transport.wait(
+        answer: trainer_pb2.GetShardResponse = self._transport.wait(
             lambda wait_s: self._ask_shard(wanted, rank, wait_s),
             lambda answer: bool(answer.state != trainer_pb2.BATCH_STATE_PENDING) or not is_wanted(),
-            inf if position.batch <= self._place().batch else 0.0,
+            inf if position.batch <= self._position().batch else 0.0,
         )
-        if found.state not in (trainer_pb2.BATCH_STATE_PUBLISHED, trainer_pb2.BATCH_STATE_FORWARD):
+        if answer.state not in (trainer_pb2.BATCH_STATE_PUBLISHED, trainer_pb2.BATCH_STATE_FORWARD):
             raise FailedPreconditionError(
                 f"run {self._run!r}: {position} is not published; iterate the trainer to wait"
             )
-        return found
+        return answer
 
     def _ask_shard(self, wanted: Wanted, rank: int, wait_s: float) -> trainer_pb2.GetShardResponse:
         response: trainer_pb2.GetShardResponse = self._transport.call(
@@ -162,7 +162,7 @@ class ShardReader:
         return response
 
     def _check_kept(self, wanted: Wanted) -> None:
-        """Who waits for what it wrote itself would wait for ever where that is lost."""
+        """Raise if the store lost a column that this trainer wrote, because waiting for it would never end."""
         batch = wanted.position.batch
         if self.kept.knows(batch):
             request = trainer_pb2.GetBatchRequest(run=self._run, batch=batch, ranks=wanted.ranks)
