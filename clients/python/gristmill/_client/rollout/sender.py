@@ -53,6 +53,8 @@ class Sender:
         self._lock = self._driver.lock
         self._work: Signal = self._driver.signal()
         self._progress: Signal = self._driver.signal()
+        # Apart from progress, so that a message that is sent does not wake the callers that wait for its answer.
+        self._capacity: Signal = self._driver.signal()
         self._join_worker: Join | None = None
         self._closing = False
 
@@ -123,7 +125,7 @@ class Sender:
                 if self._outbox.has_room(table):
                     is_due = self._outbox.add(table, delivery, time.monotonic(), prefix)
                     return is_due or self._join_worker is None
-            await self._until(lambda: self._closing or self._outbox.has_room(table))
+                await self._capacity.wait(None)
 
     async def _until(self, is_done: Callable[[], bool]) -> None:
         """Returns when the condition is true. Tests it with the lock held."""
@@ -142,6 +144,7 @@ class Sender:
     def _notify(self) -> None:
         """Wakes callers and the worker. Call it with the lock held."""
         self._progress.notify_all()
+        self._capacity.notify_all()
         self._work.notify_all()
 
     def _wake_worker(self) -> None:
@@ -177,8 +180,7 @@ class Sender:
         if len(calls) < _MAX_CALLS:
             with self._lock:
                 if entries := self._outbox.next_message(time.monotonic()):
-                    # The outbox has capacity for more rows now.
-                    self._progress.notify_all()
+                    self._capacity.notify_all()
         if entries:
             await self._begin(entries, calls)
         elif calls:
