@@ -37,7 +37,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def resources(text: str) -> list[dict[str, Any]]:
-    return [found for found in yaml.load_all(text, _Loader) if found]
+    return [resource for resource in yaml.load_all(text, _Loader) if resource]
 
 
 def schema_errors(resource: dict[str, Any]) -> Iterator[str]:
@@ -150,9 +150,13 @@ def errors(text: str) -> list[str]:
 
 
 def main(files: list[str]) -> int:
-    found = [f"{file}: {error}" for file in files for error in errors(Path(file).read_text(encoding="utf-8"))]
-    print("\n".join([*found, f"{len(files)} files, {len(found)} errors against Kubernetes {' and '.join(VERSIONS)}"]))
-    return 1 if found or not files else 0
+    problems = [f"{file}: {error}" for file in files for error in errors(Path(file).read_text(encoding="utf-8"))]
+    print(
+        "\n".join(
+            [*problems, f"{len(files)} files, {len(problems)} errors against Kubernetes {' and '.join(VERSIONS)}"]
+        )
+    )
+    return 1 if problems or not files else 0
 
 
 if __name__ == "__main__":

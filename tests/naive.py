@@ -78,7 +78,7 @@ def _merged_trajectory(steps: list[Row], merge: str, tail: int) -> list[Merged]:
             paths[grown[0]] = path_to[number]
         else:
             paths.append(path_to[number])
-    found: list[Merged] = []
+    rows: list[Merged] = []
     trained: set[tuple[int, int] | None] = set()
     rewarded: set[int] = set()
     visited: set[int] = set()
@@ -86,7 +86,7 @@ def _merged_trajectory(steps: list[Row], merge: str, tail: int) -> list[Merged]:
         prompt = steps[path[0]]["prompt_token_ids"]
         own_sources = sources[path[-1]][len(prompt) :]
         last = {source[0]: at for at, source in enumerate(own_sources) if source is not None}
-        found.append(
+        rows.append(
             Merged(
                 steps=[steps[number] for number in path],
                 sources=own_sources,
@@ -99,7 +99,7 @@ def _merged_trajectory(steps: list[Row], merge: str, tail: int) -> list[Merged]:
         trained |= set(own_sources)
         rewarded |= set(last)
         visited |= set(path)
-    return found
+    return rows
 
 
 def joined(
@@ -266,13 +266,13 @@ def distinct_tokens(rows: list[Merged]) -> int:
             chains[-1].append(row)
         else:
             chains.append([row])
-    found = 0
+    count = 0
     seen: list[list[int]] = []
     for chain in sorted(chains, key=lambda chain: may_share(chain[0])):
         head, whole = tokens_of(chain[0])[: may_share(chain[0])], tokens_of(chain[-1])
-        found += len(whole) - max((in_common(head, other) for other in seen), default=0)
+        count += len(whole) - max((in_common(head, other) for other in seen), default=0)
         seen.append(whole)
-    return found
+    return count
 
 
 @dataclass
@@ -287,7 +287,7 @@ class Axis:
 def axes(shard: Any) -> list[tuple[list[int], Axis]]:
     """Of each micro-batch of a shard: its rows (-1 for padding rows), and its axis."""
     tensors, metadata = read_shard(shard)
-    found = []
+    pairs = []
     for index, positions in enumerate(metadata["micro_batches"]):
         prefix = f"micro_batch_{index:03d}/"
         own = {name.removeprefix(prefix): values for name, values in tensors.items() if name.startswith(prefix)}
@@ -297,5 +297,5 @@ def axes(shard: Any) -> list[tuple[list[int], Axis]]:
             while (parent := int(own["parents"][path[-1]])) >= 0:
                 path.append(parent)
             paths.append(path[::-1])
-        found.append((tensors["row"][positions].tolist(), Axis(own, paths)))
-    return found
+        pairs.append((tensors["row"][positions].tolist(), Axis(own, paths)))
+    return pairs

@@ -151,12 +151,12 @@ _COLUMN_MERGES = {
 
 @st.composite
 def declared_columns(draw: st.DrawFn) -> list[dict[str, Any]]:
-    found = []
+    columns = []
     for number in range(draw(st.integers(1, 4))):
         scope = draw(st.sampled_from(list(_COLUMN_MERGES)))
         dtype = draw(st.sampled_from(DTYPES))
         merge = draw(st.sampled_from(_COLUMN_MERGES[scope]))
-        found.append(
+        columns.append(
             {
                 "name": f"column_{number}",
                 "dtype": dtype,
@@ -167,12 +167,12 @@ def declared_columns(draw: st.DrawFn) -> list[dict[str, Any]]:
             }
             | ({"merge": "last"} if merge == "sum" and dtype == "bool" else {"merge": merge} if merge else {})
         )
-    return found
+    return columns
 
 
 def _with_columns(draw: st.DrawFn, rows: list[Row], specs: tuple[ColumnSpec, ...]) -> list[Row]:
     """The rows with values of the columns, small integers that every type holds."""
-    found = []
+    extended = []
     for row in rows:
         tokens, response = len(row["prompt_token_ids"]) + len(row["response_ids"]), len(row["response_ids"])
         row = dict(row)
@@ -183,8 +183,8 @@ def _with_columns(draw: st.DrawFn, rows: list[Row], specs: tuple[ColumnSpec, ...
             values = draw(st.integers(0, 100)) + np.arange(count * int(np.prod(spec.shape))).reshape(count, *spec.shape)
             values = values % (2 if spec.dtype == "bool" else 100)
             row[spec.name] = (values[0] if spec.scope == "row" else values).tolist()
-        found.append(row)
-    return found
+        extended.append(row)
+    return extended
 
 
 @st.composite

@@ -46,49 +46,49 @@ def files(room: str) -> list[Path]:
 @pytest.mark.parametrize("room", ROOMS)
 def test_a_room_imports_none_above_it(room: str) -> None:
     above = ROOMS[: ROOMS.index(room)]
-    found = [
+    wrong = [
         f"{path.relative_to(SERVICE)} imports {module}"
         for path in files(room)
         for module in imports(path)
         if module.startswith("gristmill_service.") and module.split(".")[1] in above
     ]
     assert files(room)
-    assert found == []
+    assert wrong == []
 
 
 @pytest.mark.parametrize("room", ["run/machine", "pipeline", "estimators"])
 def test_what_is_pure_does_no_io_and_asks_no_clock(room: str) -> None:
     forbidden = {"grpc", "redis", "fastapi", "socket", "subprocess", "threading", "time"}
-    found = [
+    wrong = [
         f"{path.relative_to(SERVICE)} imports {module}"
         for path in files(room)
         for module in imports(path)
         if any(module == name or module.startswith(f"{name}.") for name in forbidden)
     ]
-    assert found == []
+    assert wrong == []
 
 
 @pytest.mark.parametrize("room", ["api", "run"])
 def test_what_runs_on_the_event_loop_has_no_threads_of_its_own_and_never_sleeps(room: str) -> None:
-    found = [
+    wrong = [
         f"{path.relative_to(SERVICE)} imports {module}"
         for path in files(room)
         for module in imports(path)
         if module in ("threading", "queue", "time.sleep", "requests", "redis", "sqlite3")
     ]
-    found += [f"{path.relative_to(SERVICE)} sleeps" for path in files(room) if "time.sleep(" in path.read_text()]
-    assert found == []
+    wrong += [f"{path.relative_to(SERVICE)} sleeps" for path in files(room) if "time.sleep(" in path.read_text()]
+    assert wrong == []
 
 
 @pytest.mark.parametrize("package", ["clients/python/gristmill", "recorder/gristmill_recorder", "clients/demo"])
 def test_clients_import_nothing_of_the_service(package: str) -> None:
-    found = [
+    wrong = [
         f"{path.relative_to(ROOT)} imports {module}"
         for path in sorted((ROOT / package).rglob("*.py"))
         for module in imports(path)
         if module.startswith("gristmill_service")
     ]
-    assert found == []
+    assert wrong == []
 
 
 LAYERS = ("_wire", "_torch", "_client", "torch", "_converters", "adapters")
@@ -112,26 +112,26 @@ def test_a_layer_of_the_client_imports_none_above_it(layer: str) -> None:
 
 
 def test_the_service_never_imports_torch() -> None:
-    found = [
+    wrong = [
         f"{path.relative_to(SERVICE)} imports {module}"
         for path in sorted(SERVICE.rglob("*.py"))
         for module in imports(path)
         if module.split(".")[0] == "torch" or module.startswith(("gristmill.torch", "gristmill._torch"))
     ]
-    assert found == []
+    assert wrong == []
 
 
 ADAPTERS = ROOT / "clients" / "python" / "gristmill" / "adapters"
 
 
 def test_adapters_use_what_every_user_can() -> None:
-    found = [
+    wrong = [
         f"{path.relative_to(ADAPTERS)} imports {module}"
         for path in sorted(ADAPTERS.rglob("*.py"))
         for module in imports(path)
         if module.startswith("gristmill._")
     ]
-    assert found == []
+    assert wrong == []
 
 
 @pytest.mark.parametrize("trainer", ["prime_rl", "skyrl", "slime", "trl", "verl"])

@@ -401,8 +401,8 @@ def test_warnings_name_settings_that_do_not_go_together() -> None:
     assert "makes 9 micro-batches, and a mini-batch has 8 rows at most" in warnings_of(parse_config(crowded))[0]
     assert warnings_of(parse_config(crowded | {"dp_size": 2})) == []
     lone = GOOD | {"n_samples_per_prompt": 1, "max_samples_per_prompt": 2}
-    (told,) = warnings_of(parse_config(lone))
-    assert "max_samples_per_prompt: 2 with n_samples_per_prompt: 1: a group of one" in told
+    (warning,) = warnings_of(parse_config(lone))
+    assert "max_samples_per_prompt: 2 with n_samples_per_prompt: 1: a group of one" in warning
     cut = GOOD | {"layout": "prefix_tree", "n_samples_per_prompt": 4, "micro_batch": {"size": 3}}
     assert "cuts every group of 4 samples" in warnings_of(parse_config(cut))[0]
     assert warnings_of(parse_config(cut | {"micro_batch": {"size": 4}})) == []
@@ -446,7 +446,7 @@ def test_a_missing_file_is_refused_with_its_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "beginnings"),
     [
         ({}, []),
         ({"grpo_epsilon": 1e-4}, []),
@@ -457,10 +457,10 @@ def test_a_missing_file_is_refused_with_its_name(tmp_path: Path) -> None:
         ({"kl_from": "rollout_logprobs"}, ["kl_from: rollout_logprobs has no effect: it is read with kl_in_reward"]),
     ],
 )
-def test_a_setting_that_the_estimator_does_not_read_is_told(change: dict[str, Any], told: list[str]) -> None:
-    found = warnings_of(parse_config(GOOD | change))
-    assert len(found) == len(told)
-    assert all(warning.startswith(expected) for warning, expected in zip(found, told, strict=True))
+def test_a_setting_that_the_estimator_does_not_read_is_reported(change: dict[str, Any], beginnings: list[str]) -> None:
+    warnings = warnings_of(parse_config(GOOD | change))
+    assert len(warnings) == len(beginnings)
+    assert all(warning.startswith(expected) for warning, expected in zip(warnings, beginnings, strict=True))
 
 
 def test_lambda_has_its_own_name_wherever_a_configuration_is_stored_or_sent() -> None:

@@ -36,8 +36,8 @@ NAMED = re.compile(r"<!-- [\w-]+ -->\n\Z")
 def blocks(page: str, language: str) -> list[str]:
     """The blocks of a page that have no name before them."""
     text = (DOCS / page).read_text(encoding="utf-8")
-    found = re.finditer(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-    return [match[1] for match in found if not NAMED.search(text[: match.start()])]
+    matches = re.finditer(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    return [match[1] for match in matches if not NAMED.search(text[: match.start()])]
 
 
 def run(block: str, service: Service, run_name: str, names: dict[str, Any]) -> None:
@@ -77,7 +77,7 @@ def test_columns_are_declared_sent_and_chosen(service: Service, run_name: str) -
         assert "routed_experts" not in shard.tensors
 
 
-def test_what_trainers_write_back_is_written_as_told(service: Service, run_name: str) -> None:
+def test_what_trainers_write_back_is_written_as_documented(service: Service, run_name: str) -> None:
     settings = yaml.safe_load(blocks("columns.md", "yaml")[2])
     with RolloutClient(service.grpc_address, run_name) as client:
         client.create_run(COUNTS | settings)
@@ -98,7 +98,7 @@ def test_what_trainers_write_back_is_written_as_told(service: Service, run_name:
     assert service.runs.get(run_name).status().batches_freed == 1
 
 
-def test_a_trainer_with_checkpoints_goes_on_as_operations_tell(service: Service, run_name: str) -> None:
+def test_a_trainer_with_checkpoints_goes_on_as_operations_say(service: Service, run_name: str) -> None:
     (block,) = blocks("operations.md", "python")
     with RolloutClient(service.grpc_address, run_name) as client:
         client.create_run(COUNTS)

@@ -27,12 +27,12 @@ def run(service: Service, name: str, *arguments: object) -> str:
     return done.stdout
 
 
-def rewards(told: str) -> list[float]:
-    return [float(reward) for reward in re.findall(r"reward (\d\.\d\d)", told)]
+def rewards(output: str) -> list[float]:
+    return [float(reward) for reward in re.findall(r"reward (\d\.\d\d)", output)]
 
 
 @pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)
-def test_every_example_is_told_of_and_run_by_a_test(example: Path) -> None:
+def test_every_example_is_documented_and_run_by_a_test(example: Path) -> None:
     """Those of trainers are run with the real ones, in tests/trainers."""
     assert f"[{example.name}]({example.name})" in (ROOT / "examples/README.md").read_text(encoding="utf-8")
     assert any(example.stem in path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
@@ -40,15 +40,15 @@ def test_every_example_is_told_of_and_run_by_a_test(example: Path) -> None:
 
 @pytest.mark.parametrize(("name", "steps"), [("grpo.py", 6), ("ppo_values.py", 8)])
 def test_a_trainer_in_one_file_learns(service: Service, run_name: str, name: str, steps: int) -> None:
-    found = rewards(run(service, name, "--run", run_name, "--steps", steps))
-    assert len(found) == steps
-    assert found[-1] > found[0] + 0.1
+    learned = rewards(run(service, name, "--run", run_name, "--steps", steps))
+    assert len(learned) == steps
+    assert learned[-1] > learned[0] + 0.1
     assert service.runs.get(run_name).status().batches_freed == steps
 
 
 def test_agents_play_at_once_and_their_run_is_planned_again(service: Service, run_name: str) -> None:
-    told = run(service, "agents_asyncio.py", "--run", run_name)
-    assert re.match(r"16 groups: \{'sealed': 16\}; \d+ agents failed; \d+ turns; 2 batches", told)
+    output = run(service, "agents_asyncio.py", "--run", run_name)
+    assert re.match(r"16 groups: \{'sealed': 16\}; \d+ agents failed; \d+ turns; 2 batches", output)
     lines = run(service, "replan.py", run_name).splitlines()
     assert len(lines) == 6
     rows = {line[:28].strip(): int(line[28:].split()[0].replace(",", "")) for line in lines[1:]}

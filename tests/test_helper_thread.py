@@ -29,7 +29,7 @@ def test_two_tasks_are_done_at_the_same_time() -> None:
 
 
 @pytest.mark.parametrize("failing", [{0}, {7}, {3, 4}, {4, 5, 6}])
-def test_the_first_failure_is_raised_whoever_is_faster_and_nothing_is_done_any_more(failing: set[int]) -> None:
+def test_the_first_failure_is_raised_whichever_is_faster_and_nothing_is_done_any_more(failing: set[int]) -> None:
     done: list[int] = []
 
     def fail(number: int) -> None:

@@ -28,13 +28,13 @@ def printed() -> dict[str, tuple[int, int]]:
     done = subprocess.run(
         [sys.executable, "-m", "tests.bench.way"], capture_output=True, text=True, timeout=120, check=True
     )
-    found = {}
+    by_part = {}
     for line in done.stdout.splitlines():
         name, colon, rest = line.partition(": ")
         if colon and name in MOST_OF_A_WAY:
             functions, files, _ = [int(word) for word in rest.replace(",", "").split() if word.isdigit()]
-            found[name] = functions, files
-    return found
+            by_part[name] = functions, files
+    return by_part
 
 
 @pytest.mark.parametrize("call", MOST_OF_A_WAY)

@@ -41,9 +41,9 @@ def call_of(method: MethodDescriptor) -> str:
 
 
 def test_the_table_names_every_call_and_no_other() -> None:
-    found = {call_of(method) for method in METHODS} | {route.name for route in ROUTES}
+    names = {call_of(method) for method in METHODS} | {route.name for route in ROUTES}
     operation = {"metrics", "docs", "healthz", "readyz"}
-    assert found | operation == CALLS.keys() | OPEN_CALLS
+    assert names | operation == CALLS.keys() | OPEN_CALLS
 
 
 def allowed(call: str) -> set[str]:
@@ -81,9 +81,9 @@ def test_over_grpc_a_call_is_made_by_its_roles_alone(
     guarded: Guarded, channel: grpc.Channel, method: MethodDescriptor
 ) -> None:
     call = call_of(method)
-    told = {role: status(channel, method, guarded.tokens[role]) for role in ROLES}
-    assert {role for role, code in told.items() if code != "PERMISSION_DENIED"} == allowed(call)
-    assert "UNAUTHENTICATED" not in told.values()
+    codes = {role: status(channel, method, guarded.tokens[role]) for role in ROLES}
+    assert {role for role, code in codes.items() if code != "PERMISSION_DENIED"} == allowed(call)
+    assert "UNAUTHENTICATED" not in codes.values()
     assert (status(channel, method, None) == "UNAUTHENTICATED") == (call not in OPEN_CALLS)
 
 
@@ -97,9 +97,9 @@ def test_over_http_a_call_is_made_by_its_roles_alone(guarded: Guarded, route: AP
     method = next(iter(route.methods or ()))
     path = route.path_format.format(**FILLED)
     body = {"json": {"run": "r"}} if route.name == "create_run" else {}
-    told = {role: answer(guarded, method, path, guarded.tokens[role], **body).status_code for role in ROLES}
-    assert {role for role, code in told.items() if code != 403} == allowed(route.name)
-    assert 401 not in told.values()
+    answers = {role: answer(guarded, method, path, guarded.tokens[role], **body).status_code for role in ROLES}
+    assert {role for role, code in answers.items() if code != 403} == allowed(route.name)
+    assert 401 not in answers.values()
     assert (answer(guarded, method, path, None, **body).status_code == 401) == (route.name not in OPEN_CALLS)
 
 
@@ -110,17 +110,17 @@ def test_probes_need_no_token_and_the_description_does(guarded: Guarded, path: s
 
 
 def test_metrics_are_for_scrapers(guarded: Guarded) -> None:
-    told = {role: answer(guarded, "GET", "/metrics", guarded.tokens[role]).status_code for role in ROLES}
-    assert {role for role, code in told.items() if code == 200} == {"scraper", "admin"}
+    answers = {role: answer(guarded, "GET", "/metrics", guarded.tokens[role]).status_code for role in ROLES}
+    assert {role for role, code in answers.items() if code == 200} == {"scraper", "admin"}
     assert answer(guarded, "GET", "/metrics", None).status_code == 401
 
 
 @pytest.mark.parametrize("shown", ["Bearer nonsense", "Basic dXNlcjpwYXNz", "Bearer", "Bearer " + "x" * 20_000])
 def test_what_is_no_token_of_ours_is_unauthenticated(guarded: Guarded, shown: str) -> None:
-    told = httpx.get(f"{guarded.service.http_url}/v1/runs", headers={"authorization": shown}, trust_env=False)
-    assert (told.status_code, told.headers["www-authenticate"]) == (401, "Bearer")
-    assert told.json()["error"]["type"] == "UnauthenticatedError"
-    assert "nonsense" not in told.text
+    response = httpx.get(f"{guarded.service.http_url}/v1/runs", headers={"authorization": shown}, trust_env=False)
+    assert (response.status_code, response.headers["www-authenticate"]) == (401, "Bearer")
+    assert response.json()["error"]["type"] == "UnauthenticatedError"
+    assert "nonsense" not in response.text
 
 
 def test_a_body_is_not_waited_for_where_its_caller_is_not_known(guarded: Guarded) -> None:
@@ -194,7 +194,7 @@ def test_a_ranks_token_is_for_that_rank(guarded: Guarded) -> None:
             assert refused.value.code() is code
 
 
-def test_a_client_without_a_token_is_told_where_it_takes_one_from(guarded: Guarded) -> None:
+def test_a_client_without_a_token_learns_where_it_takes_one_from(guarded: Guarded) -> None:
     with (
         RolloutClient(guarded.service.grpc_address, "r") as client,
         pytest.raises(UnauthenticatedError, match="GRISTMILL_TOKEN or GRISTMILL_TOKEN_FILE"),

@@ -83,9 +83,9 @@ def replicas(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replicas]:
 
 def secret_of(redis: RedisServer, run: str) -> str:
     """What the run's owner tells its peers."""
-    found = redis.client().get(f"{{gristmill:{run}}}:owner")
-    assert isinstance(found, bytes)
-    return msgspec.json.decode(found, type=Owner).secret
+    content = redis.client().get(f"{{gristmill:{run}}}:owner")
+    assert isinstance(content, bytes)
+    return msgspec.json.decode(content, type=Owner).secret
 
 
 def get(service: Service, path: str, headers: dict[str, Any], address: str = "127.0.0.1") -> httpx.Response:
@@ -95,14 +95,14 @@ def get(service: Service, path: str, headers: dict[str, Any], address: str = "12
 
 
 @pytest.mark.parametrize("mark", [b"1", b"", b"x" * 43, "é".encode()])
-def test_a_mark_that_no_peer_made_is_refused_whoever_shows_it(guarded: Guarded, service: Service, mark: bytes) -> None:
+def test_a_mark_that_no_peer_made_is_refused_from_any_caller(guarded: Guarded, service: Service, mark: bytes) -> None:
     shown = {MARK: mark, "authorization": f"Bearer {guarded.tokens['admin']}".encode()}
-    for found in (guarded.service, service):
+    for target in (guarded.service, service):
         for path in ("/v1/runs", "/metrics", "/", "/v1/runs/r"):
-            told = get(found, path, shown)
-            assert (told.status_code, told.json()["error"]["code"]) == (503, "UNAVAILABLE")
+            response = get(target, path, shown)
+            assert (response.status_code, response.json()["error"]["code"]) == (503, "UNAVAILABLE")
         method = next(method for method in METHODS if method.name == "ListRuns")
-        with grpc.insecure_channel(found.grpc_address) as channel:
+        with grpc.insecure_channel(target.grpc_address) as channel:
             if mark.isascii():
                 assert status(channel, method, guarded.tokens["admin"], {MARK: mark.decode()}) == "UNAVAILABLE"
             # The next call of the same connection, and perhaps of the same thread.
@@ -143,8 +143,10 @@ def test_over_http_a_peer_may_no_more_than_its_caller(replicas: Replicas, route:
     method, path = next(iter(route.methods or ())), route.path_format.format(**FILLED)
     for token, expected in ((None, 401), (replicas.secret, 401), (replicas.tokens["scraper"], 403)):
         shown = replicas.passed_on("10.0.0.7") | ({"authorization": f"Bearer {token}"} if token else {})
-        told = httpx.request(method, replicas.owner.http_url + path, headers=shown, json={"run": "r"}, trust_env=False)
-        assert told.status_code == expected
+        response = httpx.request(
+            method, replicas.owner.http_url + path, headers=shown, json={"run": "r"}, trust_env=False
+        )
+        assert response.status_code == expected
 
 
 def test_a_call_is_passed_on_once(replicas: Replicas) -> None:
@@ -152,9 +154,9 @@ def test_a_call_is_passed_on_once(replicas: Replicas) -> None:
     assert get(replicas.other, "/v1/runs/r", {"authorization": f"Bearer {viewer}"}).status_code == 200
     # As it comes from a peer that took this replica for the owner.
     marked = {MARK: replicas.other_secret, CAME_FROM: "10.0.0.7"}
-    told = get(replicas.other, "/v1/runs/r", marked | {"authorization": f"Bearer {viewer}"})
-    assert told.status_code == 503
-    assert "its owner is moving to another replica" in told.json()["error"]["message"]
+    response = get(replicas.other, "/v1/runs/r", marked | {"authorization": f"Bearer {viewer}"})
+    assert response.status_code == 503
+    assert "its owner is moving to another replica" in response.json()["error"]["message"]
     with grpc.insecure_channel(replicas.other.grpc_address) as channel:
         assert status(channel, method, viewer) == "OK"
         assert status(channel, method, viewer, marked) == "UNAVAILABLE"
@@ -190,8 +192,8 @@ def test_a_request_is_passed_on_byte_for_byte(replicas: Replicas) -> None:
         (b"sec-fetch-site", b"same-origin"),
     ]
     for service in (replicas.owner, replicas.other):
-        told = httpx.get(f"{service.http_url}/v1/runs/r", headers=headers, trust_env=False)
-        assert (told.status_code, told.headers["x-request-id"]) == (200, "mine-1")
+        response = httpx.get(f"{service.http_url}/v1/runs/r", headers=headers, trust_env=False)
+        assert (response.status_code, response.headers["x-request-id"]) == (200, "mine-1")
 
 
 def test_what_a_page_of_the_service_sends_is_passed_on(replicas: Replicas) -> None:
@@ -199,19 +201,19 @@ def test_what_a_page_of_the_service_sends_is_passed_on(replicas: Replicas) -> No
     for service in (replicas.owner, replicas.other):
         origin = {"origin": service.http_url, **asked}
         body = {"round": 0, "uids": ["nobody"], "reason": "test"}
-        told = httpx.post(f"{service.http_url}/v1/runs/r/groups:abort", headers=origin, json=body, trust_env=False)
-        assert told.status_code == 404, "it reached the run, which has no such group"
+        response = httpx.post(f"{service.http_url}/v1/runs/r/groups:abort", headers=origin, json=body, trust_env=False)
+        assert response.status_code == 404, "it reached the run, which has no such group"
         foreign = {**origin, "origin": "https://elsewhere.example"}
-        told = httpx.post(f"{service.http_url}/v1/runs/r/groups:abort", headers=foreign, json=body, trust_env=False)
-        assert told.status_code == 403
+        response = httpx.post(f"{service.http_url}/v1/runs/r/groups:abort", headers=foreign, json=body, trust_env=False)
+        assert response.status_code == 403
 
 
 def test_replicas_without_tokens_reach_each_other_under_the_name_that_they_advertise(
     serve: Serve, tmp_path: Path
 ) -> None:
     with RedisServer(tmp_path / "redis", appendonly="no") as redis:
-        told = {"store": "redis", "redis_url": redis.url, "http_host_names": "*.example.org"}
-        owner = serve(**told, advertise_http_url="http://one.localtest.example:1")
+        settings = {"store": "redis", "redis_url": redis.url, "http_host_names": "*.example.org"}
+        owner = serve(**settings, advertise_http_url="http://one.localtest.example:1")
         assert owner.http_url
         for host, expected in (("one.localtest.example", 404), ("two.localtest.example", 421)):
             assert get(owner, "/v1/runs/none", {"host": host}).status_code == expected

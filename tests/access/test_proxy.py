@@ -19,9 +19,9 @@ USER = "X-Forwarded-User"
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    found = tmp_path / "tokens.yaml"
-    found.write_text(SUBJECTS)
-    return found
+    tokens_file = tmp_path / "tokens.yaml"
+    tokens_file.write_text(SUBJECTS)
+    return tokens_file
 
 
 def test_whom_the_proxy_names_may_what_the_file_says(serve: Serve, path: Path) -> None:
@@ -42,9 +42,11 @@ def test_whom_the_proxy_names_may_what_the_file_says(serve: Serve, path: Path) -
     assert get("math-1", X_Forwarded_User="ann@example.org", Authorization="Bearer wrong") == 401
 
 
-def test_the_header_counts_for_nothing_from_other_addresses_or_where_it_is_not_told(serve: Serve, path: Path) -> None:
-    for told in ({"proxy_user_header": USER, "proxy_addresses": "10.0.0.0/8, ::1"}, {}):
-        service = serve(tokens_file=path, **told)
+def test_the_header_counts_for_nothing_from_other_addresses_or_where_it_is_not_configured(
+    serve: Serve, path: Path
+) -> None:
+    for settings in ({"proxy_user_header": USER, "proxy_addresses": "10.0.0.0/8, ::1"}, {}):
+        service = serve(tokens_file=path, **settings)
         service.runs.create("math-1", CONFIG)
         shown = {USER: "ann@example.org", "X-Forwarded-For": "10.0.0.1"}
         assert httpx.get(f"{service.http_url}/v1/runs/math-1", headers=shown, trust_env=False).status_code == 401

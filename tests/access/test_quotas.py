@@ -39,11 +39,11 @@ def post(service: Service, path: str, body: object, headers: dict[str, str]) -> 
 
 def quotas(service: Service, headers: dict[str, str] | None = None) -> dict[tuple[str, str], tuple[float, float]]:
     """Of each quota and whose it is: what is taken, and what it allows."""
-    found = Scrape(httpx.get(f"{service.http_url}/metrics", headers=headers, trust_env=False).text)
+    scraped = Scrape(httpx.get(f"{service.http_url}/metrics", headers=headers, trust_env=False).text)
     used, limit = (
         {
             (sample.labels["quota"], sample.labels["name"]): sample.value
-            for family in found.families
+            for family in scraped.families
             for sample in family.samples
             if sample.name == name
         }
@@ -65,7 +65,7 @@ def test_a_caller_has_no_more_runs_than_its_token_says(serve: Serve, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("quota", "told"),
+    ("quota", "message"),
     [
         ({"max_rows": 5}, "brings 4 rows, and the runs of team (team-*) hold 4 rows, where max_rows of the token"),
         ({"max_row_bytes": "4KiB"}, "hold 3176 bytes of rows, where max_row_bytes of the token allows 4096"),
@@ -73,7 +73,7 @@ def test_a_caller_has_no_more_runs_than_its_token_says(serve: Serve, tmp_path: P
     ids=["rows", "bytes"],
 )
 def test_a_caller_brings_no_more_rows_than_its_token_says(
-    serve: Serve, tmp_path: Path, quota: dict[str, object], told: str
+    serve: Serve, tmp_path: Path, quota: dict[str, object], message: str
 ) -> None:
     path = tmp_path / "tokens.yaml"
     team, other = limited(path, "team", "team-*", **quota), limited(path, "other", "free")
@@ -84,7 +84,7 @@ def test_a_caller_brings_no_more_rows_than_its_token_says(
     assert post(service, "/team-1/rows", {"rows": rows}, team).status_code == 200
     refused = post(service, "/team-2/rows", {"rows": group("c")}, team)
     assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
-    assert told in refused.json()["error"]["message"]
+    assert message in refused.json()["error"]["message"]
     assert post(service, "/team-1/rows", {"rows": rows}, team).json()["outcomes"] == ["duplicate"] * 4
     assert post(service, "/team-2/rows", {"rows": [row("d", 0)]}, team).status_code == 200, "so much fits yet"
     api = GrpcApi(service.grpc_address)
@@ -193,7 +193,7 @@ def test_calls_of_one_caller_in_flight_are_counted_over_both_apis(serve: Serve, 
     assert quotas(service, other)["max_requests", "team"] == (0, 1)
 
 
-def test_a_service_has_no_more_runs_than_it_is_told(serve: Serve) -> None:
+def test_a_service_has_no_more_runs_than_it_is_configured_for(serve: Serve) -> None:
     service = serve(max_runs=1)
     for _ in range(2):
         assert post(service, "", {"run": "a", "config": CONFIG}, {}).status_code == 200

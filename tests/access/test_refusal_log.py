@@ -55,7 +55,7 @@ def test_callers_without_number_share_lines() -> None:
     assert max(len(str(line)) for line in lines) < 1000
 
 
-def test_what_was_left_out_last_is_told_at_the_end() -> None:
+def test_what_was_left_out_last_is_logged_at_the_end() -> None:
     log = RefusalLog(Clock())
     with capture_logs() as lines:
         for _ in range(3):

@@ -59,8 +59,8 @@ def test_who_ended_or_took_something_is_logged_and_who_was_refused(guarded: Guar
         # Nobody else of these tests is refused this: like lines within a second are counted, not written.
         for name in ("admin", "scraper"):
             httpx.delete(url, headers={"authorization": f"Bearer {guarded.tokens[name]}"}, trust_env=False)
-    told = [(line["event"], line["caller"], line["call"], line["target"]) for line in lines if "target" in line]
-    assert told == [("allowed", "admin", "delete_run", "math-9"), ("refused", "scraper", "delete_run", "math-9")]
+    logged = [(line["event"], line["caller"], line["call"], line["target"]) for line in lines if "target" in line]
+    assert logged == [("allowed", "admin", "delete_run", "math-9"), ("refused", "scraper", "delete_run", "math-9")]
     assert not any(token in str(lines) for token in guarded.tokens.values())
 
 
@@ -88,11 +88,11 @@ def test_cookies_of_other_programs_are_passed_over(guarded: Guarded, browser: ht
 @pytest.mark.parametrize(
     "content", [b'"gristmill_misplaced"', b"token=gristmill_misplaced", b'{"token": ["gristmill_misplaced"]}']
 )
-def test_a_token_in_the_wrong_place_is_not_told_again(browser: httpx.Client, content: bytes) -> None:
+def test_a_token_in_the_wrong_place_is_not_repeated(browser: httpx.Client, content: bytes) -> None:
     with browser, structlog.testing.capture_logs() as lines:
-        told = browser.post("/v1/session", content=content)
-    assert told.status_code == 422
-    assert "misplaced" not in told.text
+        response = browser.post("/v1/session", content=content)
+    assert response.status_code == 422
+    assert "misplaced" not in response.text
     assert "misplaced" not in str(lines)
 
 
@@ -101,9 +101,11 @@ def test_of_callers_who_are_not_known_little_is_read(browser: httpx.Client, is_p
     content = b" " * 100_000
     headers = {"content-encoding": "gzip"} if is_packed else {}
     with browser:
-        told = browser.post("/v1/session", content=gzip.compress(content) if is_packed else content, headers=headers)
-    assert told.status_code == 413
-    assert "from a caller without a known token" in told.text
+        response = browser.post(
+            "/v1/session", content=gzip.compress(content) if is_packed else content, headers=headers
+        )
+    assert response.status_code == 413
+    assert "from a caller without a known token" in response.text
 
 
 def test_a_name_of_megabytes_is_cut_in_the_log(guarded: Guarded) -> None:

@@ -166,14 +166,14 @@ def test_services_on_redis_pass_calls_on_over_tls_with_the_callers_own_token(
         context = ssl.create_default_context(cafile=ca)
         context.load_cert_chain(cert, key)
         for token, expected in ((worker, 200), (viewer, 403)):
-            told = httpx.post(
+            response = httpx.post(
                 f"{other.http_url}/v1/runs/r/groups",
                 json={"uids": ["b"]},
                 headers={"authorization": f"Bearer {token}"},
                 verify=context,
                 trust_env=False,
             )
-            assert told.status_code == expected
+            assert response.status_code == expected
         assert [service.stop() for service in (owner, other)] == [0, 0]
 
 
@@ -199,7 +199,7 @@ def test_this_machine_alone_needs_nothing(address: str) -> None:
     assert load_settings({"grpc_address": address}).grpc_address == address
 
 
-def test_whoever_says_insecure_listens_anywhere() -> None:
+def test_a_service_that_says_insecure_listens_anywhere() -> None:
     assert load_settings({"grpc_address": "0.0.0.0:1", "insecure": True}).insecure
 
 

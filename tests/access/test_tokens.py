@@ -162,8 +162,8 @@ class Issuer:
         self.path.write_text(json.dumps({"keys": self.keys}))
 
     def token(self, **claims: Any) -> str:
-        found = {"sub": SUBJECT, "iss": "https://issuer", "aud": "gristmill", "exp": time.time() + 600} | claims
-        held = {name: value for name, value in found.items() if value is not None}
+        payload = {"sub": SUBJECT, "iss": "https://issuer", "aud": "gristmill", "exp": time.time() + 600} | claims
+        held = {name: value for name, value in payload.items() if value is not None}
         return jwt.encode(held, self._key, "RS256", headers={"kid": self._id})
 
 
@@ -186,9 +186,9 @@ def test_a_service_accounts_token_has_its_subjects_roles(trusting: Service, issu
     issuer.rotate()
     assert status(trusting, issuer.token()) == 200
     headers = {"authorization": f"Bearer {issuer.token()}"}
-    told = httpx.delete(f"{trusting.http_url}/v1/runs/math-1", headers=headers, trust_env=False)
-    assert told.status_code == 403
-    assert SUBJECT in told.json()["error"]["message"]
+    response = httpx.delete(f"{trusting.http_url}/v1/runs/math-1", headers=headers, trust_env=False)
+    assert response.status_code == 403
+    assert SUBJECT in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -315,12 +315,14 @@ class Publisher(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def publisher() -> Iterator[tuple[str, type[Publisher]]]:
-    told: Any = type("Told", (Publisher,), {"content": b"", "asked": threading.Event(), "goes_on": threading.Event()})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), told)
+    handler: Any = type(
+        "Told", (Publisher,), {"content": b"", "asked": threading.Event(), "goes_on": threading.Event()}
+    )
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
-    yield f"http://127.0.0.1:{server.server_port}/", told
-    told.goes_on.set()
+    yield f"http://127.0.0.1:{server.server_port}/", handler
+    handler.goes_on.set()
     server.shutdown()
     thread.join()
     server.server_close()
@@ -329,41 +331,41 @@ def publisher() -> Iterator[tuple[str, type[Publisher]]]:
 def test_keys_outlive_their_issuers_garbage_and_one_call_alone_waits_for_it(
     publisher: tuple[str, type[Publisher]], issuer: Issuer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    url, told = publisher
+    url, handler = publisher
     monkeypatch.setattr("gristmill_service.access.web_tokens._PAUSE_S", 0.0)
     monkeypatch.setattr("gristmill_service.access.web_tokens._KEEP_S", 0.0)
     keys = WebTokens(url, "https://issuer", "gristmill")
     callers = Callers.model_validate({"subjects": [{"subject": SUBJECT, "roles": ["trainer"]}]})
     for garbage in (b"", b"<html>", b"[]", b'{"keys": []}', b"\xff"):
-        told.content = garbage
+        handler.content = garbage
         with pytest.raises(UnavailableError, match="cannot be fetched"):
             on_loop(keys.caller, issuer.token(), callers)
-    told.content = issuer.path.read_bytes()
+    handler.content = issuer.path.read_bytes()
     assert on_loop(keys.caller, issuer.token(), callers).name == SUBJECT
     known = issuer.token()
     issuer.rotate()
     with pytest.raises(UnauthenticatedError, match="no key 'key-1'"):
         on_loop(keys.caller, issuer.token(), callers)
-    told.content = None
-    told.asked.clear()
+    handler.content = None
+    handler.asked.clear()
     waiting = threading.Thread(target=on_loop, args=(keys.caller, known, callers))
     waiting.start()
-    assert told.asked.wait(30)
+    assert handler.asked.wait(30)
     assert on_loop(keys.caller, known, callers).name == SUBJECT
     assert waiting.is_alive()
-    told.goes_on.set()
+    handler.goes_on.set()
     waiting.join()
 
 
-def test_keys_at_a_url_are_had_by_the_authority_that_is_told(
+def test_keys_at_a_url_are_had_by_the_authority_that_is_configured(
     publisher: tuple[str, type[Publisher]], issuer: Issuer, files: Files, tmp_path: Path
 ) -> None:
-    _, told = publisher
-    told.content = issuer.path.read_bytes()
+    _, handler = publisher
+    handler.content = issuer.path.read_bytes()
     cert, key = files.certify("issuer")
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(cert, key)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), told)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.socket = context.wrap_socket(server.socket, server_side=True)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()

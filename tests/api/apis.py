@@ -152,20 +152,20 @@ class GrpcApi:
         status = self._call(self.runs.GetRun, run_pb2.GetRunRequest(run=run)).status
         names = [field.name for field in status.DESCRIPTOR.fields]
         left = ("config_json", "resolved_config_json", "ranks", "models", "health")
-        found = {name: getattr(status, name) for name in names if name not in left}
-        found["tags"] = {
+        values = {name: getattr(status, name) for name in names if name not in left}
+        values["tags"] = {
             tag: {name: getattr(own, name) for name in ("open", "complete", "sealed", "dropped")}
             for tag, own in status.tags.items()
         }
-        found["groups_dropped"], found["failed_batches"] = dict(status.groups_dropped), dict(status.failed_batches)
+        values["groups_dropped"], values["failed_batches"] = dict(status.groups_dropped), dict(status.failed_batches)
         models = [{"model": one.model, "next": []} | _progress(one) for one in status.models]
         for rank in status.ranks:
             models[rank.model - 1]["next"].append(_place(rank.next))
         for one in models:
             one["model"] = ("policy", "critic")[one["model"] - 1]
-        found["config"] = json.loads(status.config_json)
-        found["resolved_config"] = json.loads(status.resolved_config_json)
-        return {**found, "models": models}
+        values["config"] = json.loads(status.config_json)
+        values["resolved_config"] = json.loads(status.resolved_config_json)
+        return {**values, "models": models}
 
     def groups(self, run: str) -> list[Json]:
         pages = self._call(self.runs.ListGroups, run_pb2.ListGroupsRequest(run=run))
@@ -308,92 +308,96 @@ class HttpApi:
         return answer
 
     def create(self, run: str, config: Any) -> Json:
-        found: Json = self.call("POST", "/runs", {"run": run, "config": config}).json()
-        return found
+        created: Json = self.call("POST", "/runs", {"run": run, "config": config}).json()
+        return created
 
     def get(self, run: str) -> Json:
-        found = self.call("GET", f"/runs/{run}").json()
-        return {**found, "failed_batches": {int(batch): why for batch, why in found["failed_batches"].items()}}
+        values = self.call("GET", f"/runs/{run}").json()
+        return {**values, "failed_batches": {int(batch): why for batch, why in values["failed_batches"].items()}}
 
     def groups(self, run: str) -> list[Json]:
-        found: list[Json] = self.call("GET", f"/runs/{run}/groups").json()["groups"]
-        return found
+        listed: list[Json] = self.call("GET", f"/runs/{run}/groups").json()["groups"]
+        return listed
 
     def names(self) -> list[str]:
-        found: list[str] = self.call("GET", "/runs").json()["runs"]
-        return found
+        runs: list[str] = self.call("GET", "/runs").json()["runs"]
+        return runs
 
     def delete(self, run: str) -> None:
         self.call("DELETE", f"/runs/{run}")
 
     def finish(self, run: str) -> int:
-        found: int = self.call("POST", f"/runs/{run}/finish").json()["batches"]
-        return found
+        batches: int = self.call("POST", f"/runs/{run}/finish").json()["batches"]
+        return batches
 
     def begin(self, run: str, uids: Sequence[str], wait_s: float = 0.0, **more: Any) -> list[str]:
         body = {"uids": uids, "wait_s": wait_s, **more}
-        found: list[str] = self.call("POST", f"/runs/{run}/groups", body).json()["admissions"]
-        return found
+        admissions: list[str] = self.call("POST", f"/runs/{run}/groups", body).json()["admissions"]
+        return admissions
 
     def submit(self, run: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
-        found: list[str] = self.call("POST", f"/runs/{run}/rows", {"rows": rows}).json()["outcomes"]
-        return found
+        outcomes: list[str] = self.call("POST", f"/runs/{run}/rows", {"rows": rows}).json()["outcomes"]
+        return outcomes
 
     def set_rewards(self, run: str, rewards: Sequence[Json]) -> int:
-        found: int = self.call("POST", f"/runs/{run}/rewards", {"rewards": rewards}).json()["changed"]
-        return found
+        changed: int = self.call("POST", f"/runs/{run}/rewards", {"rewards": rewards}).json()["changed"]
+        return changed
 
     def abort_trajectories(self, run: str, keys: Sequence[Json], reason: str) -> int:
         body = {"trajectories": keys, "reason": reason}
-        found: int = self.call("POST", f"/runs/{run}/trajectories:abort", body).json()["changed"]
-        return found
+        changed: int = self.call("POST", f"/runs/{run}/trajectories:abort", body).json()["changed"]
+        return changed
 
     def abort_groups(self, run: str, uids: Sequence[str], reason: str) -> int:
-        found: int = self.call("POST", f"/runs/{run}/groups:abort", {"uids": uids, "reason": reason}).json()["changed"]
-        return found
+        changed: int = self.call("POST", f"/runs/{run}/groups:abort", {"uids": uids, "reason": reason}).json()[
+            "changed"
+        ]
+        return changed
 
     def seal(self, run: str, batch: int | None = None) -> Json:
-        found: Json = self.call("POST", f"/runs/{run}/seal", {"batch": batch}).json()
-        return found
+        sealed: Json = self.call("POST", f"/runs/{run}/seal", {"batch": batch}).json()
+        return sealed
 
     def batch(self, run: str, batch: int, wait_s: float = 0.0, ranks: Sequence[int] = ()) -> Json:
-        found: Json = self.call("GET", f"/runs/{run}/batches/{batch}", wait_s=wait_s, rank=ranks).json()
-        return found
+        answer: Json = self.call("GET", f"/runs/{run}/batches/{batch}", wait_s=wait_s, rank=ranks).json()
+        return answer
 
     def shard(self, run: str, rank: int, *, wait_s: float = 0.0, **fields: Any) -> Json:
-        found: Json = self.call("GET", f"/runs/{run}/shards", rank=rank, wait_s=wait_s, **fields).json()
-        del found["path"]
-        return found
+        answer: Json = self.call("GET", f"/runs/{run}/shards", rank=rank, wait_s=wait_s, **fields).json()
+        del answer["path"]
+        return answer
 
     def read(self, run: str, batch: int, mini_batch: int, rank: int, model: str = "policy") -> bytes:
-        found: bytes = self.call("GET", f"/runs/{run}/batches/{batch}/{model}/{mini_batch}/{rank}").content
-        return found
+        content: bytes = self.call("GET", f"/runs/{run}/batches/{batch}/{model}/{mini_batch}/{rank}").content
+        return content
 
     def write(self, run: str, place: tuple[int, int, int], incarnation: int, tensors: bytes) -> int:
         path = f"/runs/{run}/batches/{place[0]}/policy/{place[1]}/{place[2]}"
-        found: int = self.call("PUT", path, tensors, incarnation=incarnation).json()["lacking"]
-        return found
+        lacking: int = self.call("PUT", path, tensors, incarnation=incarnation).json()["lacking"]
+        return lacking
 
     def acknowledge(self, run: str, rank: int, position: Json, *, commit: bool = False, **fields: Any) -> Json:
         body = {"rank": rank, "position": position, "commit": commit, **fields}
-        found: Json = self.call("POST", f"/runs/{run}/ack", body).json()["next"]
-        return found
+        following: Json = self.call("POST", f"/runs/{run}/ack", body).json()["next"]
+        return following
 
     def commit(self, run: str, position: Json, incarnation: int = 0) -> Json:
         body = {"position": position, "incarnation": incarnation}
-        found: Json = self.call("POST", f"/runs/{run}/commit", body).json()["committed"]
-        return found
+        committed: Json = self.call("POST", f"/runs/{run}/commit", body).json()["committed"]
+        return committed
 
     def resume(self, run: str, launch: str, position: Json | None = None) -> Json:
-        found: Json = self.call("POST", f"/runs/{run}/resume", {"launch": launch, "position": position}).json()
-        return found
+        resumed: Json = self.call("POST", f"/runs/{run}/resume", {"launch": launch, "position": position}).json()
+        return resumed
 
     def announce(self, run: str, version: int) -> None:
         self.call("PUT", f"/runs/{run}/policy-version", {"version": version})
 
     def policy_version(self, run: str, at_least: int = -1, wait_s: float = 0.0) -> int:
-        found: int = self.call("GET", f"/runs/{run}/policy-version", at_least=at_least, wait_s=wait_s).json()["version"]
-        return found
+        version: int = self.call("GET", f"/runs/{run}/policy-version", at_least=at_least, wait_s=wait_s).json()[
+            "version"
+        ]
+        return version
 
 
 def refused(error: Any) -> Refused:

@@ -29,8 +29,8 @@ def http_api(service: Service) -> Iterator[HttpApi]:
 
 @pytest.fixture(params=["grpc", "http"])
 def api(request: pytest.FixtureRequest) -> Api:
-    found: Api = request.getfixturevalue(f"{request.param}_api")
-    return found
+    fixture: Api = request.getfixturevalue(f"{request.param}_api")
+    return fixture
 
 
 @pytest.fixture

@@ -156,7 +156,7 @@ def test_a_place_is_taken_back_from_the_caller_with_the_most_whose_bytes_do_not_
     run(test)
 
 
-def test_where_no_place_comes_free_the_caller_is_told_to_retry(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_no_place_comes_free_the_caller_is_asked_to_retry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "REQUEST_S", 0.01)
 
     async def test() -> None:

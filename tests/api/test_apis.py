@@ -24,8 +24,8 @@ def fill_batch(api: Api, run: str, *uids: str) -> None:
 def metadata(shard: bytes) -> Json:
     """The safetensors file's own."""
     size = struct.unpack("<Q", shard[:8])[0]
-    found: Json = json.loads(shard[8 : 8 + size])["__metadata__"]
-    return found
+    entries: Json = json.loads(shard[8 : 8 + size])["__metadata__"]
+    return entries
 
 
 def code_once_removed(api: Api, run: str) -> str:
@@ -206,7 +206,7 @@ def test_policy_versions_go_forward_only(api: Api, run: str) -> None:
     assert refused.value.code == "FAILED_PRECONDITION"
 
 
-def test_groups_beyond_the_room_are_told_to_wait(api: Api, run_name: str) -> None:
+def test_groups_beyond_the_room_are_asked_to_wait(api: Api, run_name: str) -> None:
     api.create(run_name, {**CONFIG, "max_buffered_batches": 1})
     admissions = api.begin(run_name, ["a", "b", "c", "d", "e", "f"])
     assert admissions == sorted(admissions)
@@ -296,5 +296,5 @@ def test_tokens_may_have_a_version_each(api: Api, run_name: str) -> None:
 
 
 def _header(shard: bytes) -> Json:
-    found: Json = json.loads(shard[8 : 8 + struct.unpack("<Q", shard[:8])[0]])
-    return found
+    header: Json = json.loads(shard[8 : 8 + struct.unpack("<Q", shard[:8])[0]])
+    return header

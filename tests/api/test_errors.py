@@ -8,36 +8,36 @@ from gristmill_service.api.errors import INTERNAL_MESSAGE, STATUSES, refusal
 
 
 def all_errors() -> list[type[errors.GristmillError]]:
-    found, todo = [], [errors.GristmillError]
+    kinds, todo = [], [errors.GristmillError]
     while todo:
         one = todo.pop()
-        found.append(one)
+        kinds.append(one)
         todo += one.__subclasses__()
-    return found
+    return kinds
 
 
 @pytest.mark.parametrize("kind", all_errors())
 def test_every_error_has_a_status(kind: type[errors.GristmillError]) -> None:
-    told = refusal(kind("what, where, the value, the remedy"))
-    assert told.code == kind.code
-    assert told.grpc_status is grpc.StatusCode[kind.code]
-    assert 400 <= told.http_status < 600
+    answer = refusal(kind("what, where, the value, the remedy"))
+    assert answer.code == kind.code
+    assert answer.grpc_status is grpc.StatusCode[kind.code]
+    assert 400 <= answer.http_status < 600
 
 
-def test_statuses_tell_codes_apart() -> None:
+def test_statuses_distinguish_codes() -> None:
     assert len({status for _, status in STATUSES.values()}) == len(STATUSES)
 
 
-def test_an_error_that_is_not_ours_is_told_without_its_words() -> None:
-    told = refusal(KeyError("/secret/path"))
-    assert (told.code, told.message) == ("INTERNAL", INTERNAL_MESSAGE)
+def test_an_error_that_is_not_ours_is_reported_without_its_words() -> None:
+    answer = refusal(KeyError("/secret/path"))
+    assert (answer.code, answer.message) == ("INTERNAL", INTERNAL_MESSAGE)
 
 
 def test_a_limit_says_when_to_retry() -> None:
-    told = refusal(errors.ResourceExhaustedError("no room", retry_after_s=1.25))
-    assert ("grpc-retry-pushback-ms", "1250") in told.trailers
-    assert told.headers == {"Retry-After": "2"}
-    assert told.http_status == 429
+    answer = refusal(errors.ResourceExhaustedError("no room", retry_after_s=1.25))
+    assert ("grpc-retry-pushback-ms", "1250") in answer.trailers
+    assert answer.headers == {"Retry-After": "2"}
+    assert answer.http_status == 429
 
 
 def test_a_shutdown_says_when_to_retry() -> None:
@@ -45,12 +45,12 @@ def test_a_shutdown_says_when_to_retry() -> None:
 
 
 def test_a_failed_batch_says_which() -> None:
-    told = refusal(errors.BatchFailedError("no plan aligns", batch=7))
-    assert dict(told.trailers) == {"gristmill-error": "BatchFailedError", "gristmill-batch": "7"}
-    assert told.body["error"]["batch"] == 7  # type: ignore[index]
+    answer = refusal(errors.BatchFailedError("no plan aligns", batch=7))
+    assert dict(answer.trailers) == {"gristmill-error": "BatchFailedError", "gristmill-batch": "7"}
+    assert answer.body["error"]["batch"] == 7  # type: ignore[index]
 
 
 def test_a_long_message_fits_the_trailers_of_grpc() -> None:
-    told = refusal(errors.InvalidArgumentError("×" * 100_000))
-    assert len(told.grpc_message.encode()) < 2100
-    assert len(told.message) == 100_000
+    answer = refusal(errors.InvalidArgumentError("×" * 100_000))
+    assert len(answer.grpc_message.encode()) < 2100
+    assert len(answer.message) == 100_000

@@ -150,7 +150,7 @@ def test_health_and_reflection_are_bounded_and_nobody_is_kept_from_calling(monke
         assert end_of(reflect(iter(silent), timeout=20)) is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
-def test_streams_beyond_the_limit_are_told_to_retry() -> None:
+def test_streams_beyond_the_limit_are_asked_to_retry() -> None:
     service = serving(max_streams=1)
     with ExitStack() as opened:
         opened.callback(service.stop)
@@ -283,8 +283,8 @@ def test_bytes_of_answers_that_nobody_reads_are_bounded() -> None:
             client.get("/v1/runs/r/groups", timeout=1)
         assert client.get("/v1/runs/r").json()["groups_open"] == 1000
         wire.close()
-        found = client.get("/v1/runs/r/groups").json()["groups"]
-        assert [group["uid"] for group in found] == uids
+        groups = client.get("/v1/runs/r/groups").json()["groups"]
+        assert [group["uid"] for group in groups] == uids
 
 
 def connected(service: Service) -> socket.socket:

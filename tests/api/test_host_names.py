@@ -27,16 +27,16 @@ def test_addresses_and_names_that_nobody_can_buy_are_answered(service: Service, 
     assert httpx.get(f"{service.http_url}/v1/runs", headers={"host": host}).status_code == 200
 
 
-def test_names_that_are_told_are_answered() -> None:
+def test_names_that_are_configured_are_answered() -> None:
     running = Service(
         Settings(**FREE_PORTS, store="memory", http_host_names="a.example, *.example.org", shutdown_grace_s=5)
     )
     running.start()
     try:
-        found = {
+        statuses = {
             host: httpx.get(f"{running.http_url}/healthz", headers={"host": host}).status_code
             for host in ("Grist.Example.org", "example.org", "grist.example.com")
         }
     finally:
         running.stop()
-    assert found == {"Grist.Example.org": 200, "example.org": 421, "grist.example.com": 421}
+    assert statuses == {"Grist.Example.org": 200, "example.org": 421, "grist.example.com": 421}

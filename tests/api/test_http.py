@@ -79,25 +79,25 @@ def test_the_page_of_the_api_describes_a_plan_and_plans_are_as_it_says(http_api:
     http_api.create(run_name, CONFIG)
     for uid in ("a", "b"):
         http_api.submit(run_name, group(uid))
-    found = http_api.client.get(f"/v1/runs/{run_name}/batches/0", params={"wait_s": 20}).json()
-    plan = found["plan"]
+    response = http_api.client.get(f"/v1/runs/{run_name}/batches/0", params={"wait_s": 20}).json()
+    plan = response["plan"]
     assert list(plan) == schemas["PlanDocument"]["required"]
     assert [*plan, "steps"] == list(schemas["PlanDocument"]["properties"])
     (first, *_), part = plan["mini_batches"], schemas["MiniBatchDocument"]
     assert list(first) == list(part["properties"])
     assert [*first["ranks"][0], "shared"] == list(schemas["RankDocument"]["properties"])
-    assert models.Batch.model_validate(found).plan is not None
+    assert models.Batch.model_validate(response).plan is not None
 
 
 def test_the_plan_of_a_tree_has_the_steps_of_each_row(http_api: HttpApi, run_name: str) -> None:
     http_api.create(run_name, {**CONFIG, "merge": "tree"})
     for uid in ("a", "b"):
         http_api.submit(run_name, group(uid))
-    found = http_api.client.get(f"/v1/runs/{run_name}/batches/0", params={"wait_s": 20}).json()
-    assert len(found["plan"]["steps"]) == found["plan"]["rows"]
-    plan = models.Batch.model_validate(found).plan
+    answer = http_api.client.get(f"/v1/runs/{run_name}/batches/0", params={"wait_s": 20}).json()
+    assert len(answer["plan"]["steps"]) == answer["plan"]["rows"]
+    plan = models.Batch.model_validate(answer).plan
     assert plan is not None
-    assert plan.steps == found["plan"]["steps"]
+    assert plan.steps == answer["plan"]["steps"]
 
 
 def test_openapi_says_what_each_call_does_and_how_it_fails(http_api: HttpApi) -> None:
@@ -194,7 +194,7 @@ def test_a_field_of_the_wrong_type_is_named_with_its_value(http_api: HttpApi, ru
     ("headers", "came"),
     [({}, "without content-type"), ({"Content-Type": "text/plain"}, "as content-type 'text/plain'")],
 )
-def test_a_body_that_does_not_say_that_it_is_json_is_told_to(
+def test_a_body_that_does_not_say_that_it_is_json_is_asked_to(
     http_api: HttpApi, run_name: str, headers: dict[str, str], came: str
 ) -> None:
     body = json.dumps({"run": run_name, "config": CONFIG}).encode()

@@ -45,7 +45,7 @@ class Counter:
 
     def reaches(self, value: int) -> Question[int]:
         condition = Condition(Topic.VERSION, value, lambda state: False)
-        return Question(self, lambda: condition, self.read, lambda found: found >= value)
+        return Question(self, lambda: condition, self.read, lambda current: current >= value)
 
 
 def slot(waits: int = 1) -> Slot:

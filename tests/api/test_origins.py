@@ -32,5 +32,5 @@ def test_pages_of_other_sites_change_nothing(service: Service, run_name: str, he
 def test_programs_and_the_services_own_pages_are_answered(service: Service, run_name: str) -> None:
     config = {"train_batch_size": 1, "n_samples_per_prompt": 1, "policy_mini_batch_size": 1, "micro_batch": {"size": 1}}
     for headers in ({}, {"origin": service.http_url, "sec-fetch-site": "same-origin"}):
-        found = httpx.post(f"{service.http_url}/v1/runs", json={"run": run_name, "config": config}, headers=headers)
-        assert found.status_code in (200, 201), found.text
+        response = httpx.post(f"{service.http_url}/v1/runs", json={"run": run_name, "config": config}, headers=headers)
+        assert response.status_code in (200, 201), response.text

@@ -28,7 +28,7 @@ from tests.serving import FREE_PORTS
 SERVICES = {"gristmill.v1.RunService", "gristmill.v1.RolloutService", "gristmill.v1.TrainerService"}
 
 
-def test_health_is_told_for_the_whole_and_for_each_service(grpc_api: GrpcApi) -> None:
+def test_health_is_reported_for_the_whole_and_for_each_service(grpc_api: GrpcApi) -> None:
     stub = health_pb2_grpc.HealthStub(grpc_api.channel)
     for name in ("", *SERVICES):
         answer = stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=20)
@@ -139,9 +139,9 @@ def test_a_shard_that_is_wanted_with_its_batch_is_refused_as_if_it_were_asked_fo
     alone.run = run_name
     with pytest.raises(grpc.RpcError) as expected:
         grpc_api.trainers.GetShard(alone, timeout=30)
-    found, needed = refused(caught.value), refused(expected.value)
-    assert (found.code, found.message) == (needed.code, needed.message)
-    assert message in found.message
+    answer, needed = refused(caught.value), refused(expected.value)
+    assert (answer.code, answer.message) == (needed.code, needed.message)
+    assert message in answer.message
 
 
 def test_bytes_that_are_no_message_are_the_callers_fault(service: Service) -> None:

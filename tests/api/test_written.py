@@ -39,13 +39,13 @@ def test_a_batch_is_forward_until_its_columns_are_written_and_published_then(api
     ]
     assert api.batch(run, 0, ranks=[1])["awaits"] == [one for one in batch["awaits"] if one["rank"] == 1]
     assert api.shard(run, 0)["state"] == "pending"
-    found = api.shard(run, 0, forward=True)
-    assert (found["state"], found["incarnation"]) == ("forward", 1)
-    assert found["size_bytes"] == len(api.read(run, 0, 0, 0))
+    forward = api.shard(run, 0, forward=True)
+    assert (forward["state"], forward["incarnation"]) == ("forward", 1)
+    assert forward["size_bytes"] == len(api.read(run, 0, 0, 0))
     for number, place in enumerate(PLACES):
         assert api.write(run, place, 1, save(values_for(api, run, place))) == 3 - number
-    found = api.shard(run, 0, wait_s=WAIT_S)
-    assert found["state"] == "published"
+    forward = api.shard(run, 0, wait_s=WAIT_S)
+    assert forward["state"] == "published"
     shard = load(api.read(run, 0, 0, 0))
     np.testing.assert_array_equal(shard["values"], 0.25 * shard["response_mask"])
     assert {"advantages", "returns"} <= shard.keys()

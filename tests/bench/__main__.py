@@ -85,7 +85,7 @@ def main(names: list[str]) -> int:
 def measured(sources: dict[str, ModuleType]) -> int:
     """Measures, prints, and gives the exit code."""
     console = Console(width=None if sys.stdout.isatty() else 130)
-    found: list[Figure] = []
+    figures: list[Figure] = []
     with console.status("measuring") as status:
         for name, source in sources.items():
             of_source: list[Figure] = []
@@ -93,22 +93,22 @@ def measured(sources: dict[str, ModuleType]) -> int:
                 of_source.append(figure)
                 status.update(f"measured {figure.name}")
                 merge(name, of_source)
-            found += of_source
+            figures += of_source
     plot.reached()
-    console.print(_table(found))
+    console.print(_table(figures))
     console.print(f"written to {OUTPUT} and {plot.REACHED}")
-    return 0 if all(figure.ok for figure in found) else 1
+    return 0 if all(figure.ok for figure in figures) else 1
 
 
 def _name(source: ModuleType) -> str:
     return source.__name__.rpartition(".")[2]
 
 
-def _table(found: list[Figure]) -> Table:
+def _table(figures: list[Figure]) -> Table:
     table = Table(box=None, header_style="bold")
     for name in ("figure", "ours", "bound in this run", "ratio", "reach", ""):
         table.add_column(name, justify="left" if name in ("figure", "") else "right")
-    for figure in found:
+    for figure in figures:
         verdict = "" if figure.reach is None else "[green]ok[/]" if figure.ok else "[red]missed[/]"
         cells = (formats.ours(figure), formats.bound(figure), formats.ratio(figure), formats.reach(figure))
         table.add_row(figure.name, *cells, verdict)

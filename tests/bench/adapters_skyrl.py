@@ -64,10 +64,10 @@ class Clock:
 
 def figures() -> Iterator[Figure]:
     """`skyrl_cpu`: what the trainer's process computes of both, which a busy machine does not change."""
-    found = _rounds()[1:]
+    rounds = _rounds()[1:]
     for name, kind in (("adapters.skyrl", ""), ("adapters.skyrl_cpu", "cpu ")):
-        ratio = statistics.median(spent[f"{kind}ours"] / spent[f"{kind}theirs"] for spent in found)
-        bound = statistics.median(spent[f"{kind}theirs"] for spent in found)
+        ratio = statistics.median(spent[f"{kind}ours"] / spent[f"{kind}theirs"] for spent in rounds)
+        bound = statistics.median(spent[f"{kind}theirs"] for spent in rounds)
         yield Figure(name, ratio, "x SkyRL's own batch", 0.2, bound, "s, SkyRL's own batch")
 
 
@@ -163,11 +163,11 @@ def trainer_of(kind: Any, directory: Path, named: dict[str, Any] | None = None, 
 
 
 def main() -> int:
-    found = list(figures())
-    merge("adapters_skyrl", found)
-    for figure in found:
+    measured = list(figures())
+    merge("adapters_skyrl", measured)
+    for figure in measured:
         print(f"{figure.name}: {figure.value:.3f} {figure.unit} of {figure.bound:.2f} s, to reach {figure.reach}")
-    return 0 if all(figure.ok for figure in found) else 1
+    return 0 if all(figure.ok for figure in measured) else 1
 
 
 if __name__ == "__main__":

@@ -61,10 +61,10 @@ class Clock:
         """What comes, with the time that it takes to come."""
         while True:
             with self.on(name):
-                found = next(source, None)
-            if found is None:
+                value = next(source, None)
+            if value is None:
                 return
-            yield found
+            yield value
 
 
 class Measured(GristmillGRPOTrainer):
@@ -97,23 +97,23 @@ class Measured(GristmillGRPOTrainer):
 
     def end_step(self) -> bool:
         with self.clock.on("acknowledgement"):
-            found = super().end_step()
+            result = super().end_step()
         with self.clock.on("theirs"):
             self.theirs._step, self.theirs._buffered_inputs = 0, None
             self.theirs._prepare_inputs([{"prompt": text} for text in TEXTS for _ in range(SAMPLES)])
         self.rounds.append(self.clock.spent.copy())
         self.clock.spent.clear()
-        return found
+        return result
 
 
 def figures() -> Iterator[Figure]:
     """`trl_step`: without the submission, as where workers submit. `trl_cpu`: what the trainer's process computes of
     both, which a busy machine does not change."""
-    found = _rounds()[1:]
+    rounds = _rounds()[1:]
     parts = {
-        "adapters.trl": [(_own(spent), spent["theirs"]) for spent in found],
-        "adapters.trl_step": [(_own(spent) - spent["submission"], spent["theirs"]) for spent in found],
-        "adapters.trl_cpu": [(_own(spent, "cpu "), spent["cpu theirs"]) for spent in found],
+        "adapters.trl": [(_own(spent), spent["theirs"]) for spent in rounds],
+        "adapters.trl_step": [(_own(spent) - spent["submission"], spent["theirs"]) for spent in rounds],
+        "adapters.trl_cpu": [(_own(spent, "cpu "), spent["cpu theirs"]) for spent in rounds],
     }
     for name, pairs in parts.items():
         ratio = statistics.median(ours / theirs for ours, theirs in pairs)
@@ -171,11 +171,11 @@ def _trainer(kind: Any, directory: str, **named: Any) -> Any:
 
 
 def main() -> int:
-    found = list(figures())
-    merge("adapters_trl", found)
-    for figure in found:
+    measured = list(figures())
+    merge("adapters_trl", measured)
+    for figure in measured:
         print(f"{figure.name}: {figure.value:.3f} {figure.unit} of {figure.bound:.2f} s, to reach {figure.reach}")
-    return 0 if all(figure.ok for figure in found) else 1
+    return 0 if all(figure.ok for figure in measured) else 1
 
 
 if __name__ == "__main__":

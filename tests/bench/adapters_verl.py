@@ -66,12 +66,12 @@ class Workers:
     def compute_log_prob(self, batch: Any) -> Any:
         parts = self._hand_out(batch)
         answers = [{name: _of_rows(part["input_ids"]) for name in ("log_probs", "entropy")} for part in parts]
-        found = [TensorDict(answer, batch_size=len(part)) for part, answer in zip(parts, answers, strict=True)]
+        parts_logprobs = [TensorDict(answer, batch_size=len(part)) for part, answer in zip(parts, answers, strict=True)]
         if not isinstance(batch, KVBatchMeta):
-            return BatchData(found).concat()
+            return BatchData(parts_logprobs).concat()
         # Workers write what they computed into the queue.
         size = len(batch) // RANKS
-        for rank, fields in enumerate(found):
+        for rank, fields in enumerate(parts_logprobs):
             keys = batch.keys[rank * size : (rank + 1) * size]
             tq.kv_batch_put(keys=keys, partition_id=batch.partition_id, fields=fields)
         return batch
@@ -203,10 +203,10 @@ def rounds() -> Iterator[tuple[tuple[float, float], tuple[float, float]]]:
 
 def figures() -> Iterator[Figure]:
     """`verl_cpu`: what the trainer's process computes of both, which a busy machine does not change."""
-    found = list(rounds())[1:]
+    pairs = list(rounds())[1:]
     for name, which in (("adapters.verl", 0), ("adapters.verl_cpu", 1)):
-        ratio = statistics.median(ours[which] / theirs[which] for ours, theirs in found)
-        bound = statistics.median(theirs[which] for _, theirs in found)
+        ratio = statistics.median(ours[which] / theirs[which] for ours, theirs in pairs)
+        bound = statistics.median(theirs[which] for _, theirs in pairs)
         yield Figure(name, ratio, "x verl's own batch", REACH, bound, "s, verl's own batch")
 
 
@@ -219,14 +219,14 @@ def main() -> int:
     queue.enable = True
     tq.init(queue)
     try:
-        found = list(figures())
+        results = list(figures())
     finally:
         tq.close()
         ray.shutdown()
-    merge("adapters_verl", found)
-    for figure in found:
+    merge("adapters_verl", results)
+    for figure in results:
         print(f"{figure.name}: {figure.value:.3f} {figure.unit} of {figure.bound:.2f} s, to reach {figure.reach}")
-    return 0 if all(figure.ok for figure in found) else 1
+    return 0 if all(figure.ok for figure in results) else 1
 
 
 if __name__ == "__main__":

@@ -87,19 +87,19 @@ def _service() -> Iterator[Figure]:
     whole, experts = encode("bench", [work.steps]), whole_experts(work)
     pieces = [whole[at : at + _CHUNK // 2] for at in range(0, len(whole), _CHUNK // 2)]
     with bare() as limit, served([]) as service:
-        found = []
+        ratios = []
         for number in range(ROUNDS + 1):
             name = f"columns-{number}"
             with RolloutClient(service.grpc_address, name) as client:
                 client.create_run(_config(work, layout="left_padded").model_dump(mode="json", exclude_defaults=True))
                 ours = seconds(lambda client=client: _roll_out(client, work, experts))  # type: ignore[misc]
-            found.append(seconds(lambda: limit.send(pieces)) / ours)
+            ratios.append(seconds(lambda: limit.send(pieces)) / ours)
             if number == ROUNDS:
                 yield Figure("columns.skipped_bytes", _skipped(service.grpc_address, name), "bytes", 0.0)
             transport = Transport(service.grpc_address, 60.0, "bench")
             transport.call(transport.runs.DeleteRun, run_pb2.DeleteRunRequest(run=name))
             transport.close()
-        ratio = statistics.median(found[1:])
+        ratio = statistics.median(ratios[1:])
         yield Figure("columns.submit_ratio", ratio, "x bare gRPC", 0.6, len(whole) / 1e6, "MB", at_most=False)
 
 

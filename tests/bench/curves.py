@@ -96,21 +96,21 @@ RATES = {f"submit.producers.{kind}": kind for kind in producers.KINDS}
 def main() -> None:
     """Measures and draws; with the argument `draw` it draws what was measured before."""
     if sys.argv[1:] != ["draw"]:
-        found = {name: cost.curve() for name, cost in COSTS.items()}
-        found |= {name: producers.over_producers(kind) for name, kind in RATES.items()}
+        curves = {name: cost.curve() for name, cost in COSTS.items()}
+        curves |= {name: producers.over_producers(kind) for name, kind in RATES.items()}
         MEASURED.parent.mkdir(exist_ok=True)
-        MEASURED.write_text(json.dumps(found, indent=2) + "\n")
+        MEASURED.write_text(json.dumps(curves, indent=2) + "\n")
     draw(json.loads(MEASURED.read_text()))
     print(f"written to {MEASURED} and {OUTPUT}")
 
 
-def draw(found: dict[str, Curve]) -> None:
+def draw(curves: dict[str, Curve]) -> None:
     with rc_context(plot.STYLE):
         picture = Picture(figsize=(10, 5.6), layout="constrained")
         places = picture.subplots(2, 3)
         for axes, (name, cost) in zip(places.flat, COSTS.items(), strict=False):
-            _draw_cost(axes, cost, found[name])
-        _draw_rates(places[1, 1], places[1, 2], found)
+            _draw_cost(axes, cost, curves[name])
+        _draw_rates(places[1, 1], places[1, 2], curves)
     plot.save(picture, OUTPUT)
 
 
@@ -122,7 +122,7 @@ def fitted(curve: Curve) -> tuple[float, float]:
 
 
 def _arrays(curve: Curve) -> tuple[np.ndarray, np.ndarray]:
-    return np.array([at for at, _ in curve]), np.array([1e3 * found for _, found in curve])
+    return np.array([at for at, _ in curve]), np.array([1e3 * value for _, value in curve])
 
 
 def _draw_cost(axes: Axes, cost: Cost, curve: Curve) -> None:
@@ -133,18 +133,18 @@ def _draw_cost(axes: Axes, cost: Cost, curve: Curve) -> None:
     axes.plot(x, milliseconds, color=plot.OK, marker="o", markersize=4, linestyle="none")
     axes.set_ylabel("ms")
     _frame(axes, cost.title, cost.over)
-    for at, found in zip(x.tolist(), milliseconds.tolist(), strict=True):
-        print(f"{cost.title:40} {at:8,} {found:10.2f} ms")
+    for at, value in zip(x.tolist(), milliseconds.tolist(), strict=True):
+        print(f"{cost.title:40} {at:8,} {value:10.2f} ms")
     print(f"{cost.title:40} {label}")
 
 
-def _draw_rates(rate: Axes, volume: Axes, found: dict[str, Curve]) -> None:
+def _draw_rates(rate: Axes, volume: Axes, curves: dict[str, Curve]) -> None:
     """Rows a second of all producers together, and the MB a second that they are."""
     for name, kind in RATES.items():
         size = producers.row_bytes(kind) / 1e6
-        _draw_rate(rate, kind, found[name])
-        _draw_rate(volume, kind, [(count, rows_s * size) for count, rows_s in found[name]])
-        for count, rows_s in found[name]:
+        _draw_rate(rate, kind, curves[name])
+        _draw_rate(volume, kind, [(count, rows_s * size) for count, rows_s in curves[name]])
+        for count, rows_s in curves[name]:
             told_of = f"{rows_s:10,.0f} rows/s {rows_s * size:8.0f} MB/s"
             print(f"{'Submission over producers, ' + kind:40} {count:8} {told_of}")
     for axes, unit in ((rate, "rows/s"), (volume, "MB/s of tokens and logprobs")):

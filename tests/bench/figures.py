@@ -74,8 +74,8 @@ def read() -> dict[str, dict[str, Any]]:
     """The entries that were written, by name."""
     if not OUTPUT.exists():
         return {}
-    found: dict[str, dict[str, Any]] = json.loads(OUTPUT.read_text())["figures"]
-    return found
+    figures: dict[str, dict[str, Any]] = json.loads(OUTPUT.read_text())["figures"]
+    return figures
 
 
 def parse(entries: dict[str, dict[str, Any]]) -> list[Figure]:

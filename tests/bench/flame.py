@@ -31,8 +31,8 @@ def main() -> None:
             with subprocess.Popen(command, stdout=subprocess.PIPE) as client:
                 assert client.stdout is not None
                 client.stdout.readline()
-                found = {"client": client.pid, "service": service.process.pid}
-                started = [_record(pid, PROFILES / f"submit-{kind}-{side}.svg") for side, pid in found.items()]
+                pids = {"client": client.pid, "service": service.process.pid}
+                started = [_record(pid, PROFILES / f"submit-{kind}-{side}.svg") for side, pid in pids.items()]
                 for recorder in started:
                     recorder.wait()
                 client.terminate()

@@ -21,8 +21,8 @@ def bound(figure: Figure) -> str:
 
 def ratio(figure: Figure) -> str:
     """Three decimals near 1, where 1.005 is not 1.01; else three significant digits."""
-    found = figure.ratio
-    return "" if found is None else f"{found:.3f}" if 0.1 <= found < 100 else number(found)
+    value = figure.ratio
+    return "" if value is None else f"{value:.3f}" if 0.1 <= value < 100 else number(value)
 
 
 def reach(figure: Figure) -> str:

@@ -38,13 +38,13 @@ def figures() -> Iterator[Figure]:
     worst = peak = worst_elsewhere = 0.0
     quiet_ms = 0.0
     for way in Flood("", "", "").ways():
-        found = _beside(way)
-        peak, worst_elsewhere = max(peak, found.over), max(worst_elsewhere, found.elsewhere)
-        if found.ratio > worst:
-            worst, quiet_ms = found.ratio, found.quiet * 1e3
-        yield Figure(f"hostile.{way}_p99_ratio", found.ratio, "x beside nobody", None, found.quiet * 1e3, "ms")
-        yield Figure(f"hostile.{way}_elsewhere_p99_ratio", found.elsewhere, "x beside nobody", None)
-        yield Figure(f"hostile.{way}_cores", found.cores, "cores", None)
+        times = _beside(way)
+        peak, worst_elsewhere = max(peak, times.over), max(worst_elsewhere, times.elsewhere)
+        if times.ratio > worst:
+            worst, quiet_ms = times.ratio, times.quiet * 1e3
+        yield Figure(f"hostile.{way}_p99_ratio", times.ratio, "x beside nobody", None, times.quiet * 1e3, "ms")
+        yield Figure(f"hostile.{way}_elsewhere_p99_ratio", times.elsewhere, "x beside nobody", None)
+        yield Figure(f"hostile.{way}_cores", times.cores, "cores", None)
     yield Figure("hostile.neighbour_p99_ratio", worst, "x beside nobody", 3.0, quiet_ms, "ms")
     yield Figure("hostile.elsewhere_p99_ratio", worst_elsewhere, "x beside nobody", None)
     limits = MAX_ROW_BYTES + APIS * AT_ONCE * MAX_MESSAGE_BYTES
@@ -83,8 +83,8 @@ def _beside(way: str) -> _Beside:
             for name, sign in (("quiet", signal.SIGSTOP), ("busy", signal.SIGCONT)):
                 flood.send_signal(sign)
                 time.sleep(SETTLED_S)
-                for client, found in zip(clients, times, strict=True):
-                    getattr(found, name).extend(_turns(client, f"{name}-{number}"))
+                for client, measured in zip(clients, times, strict=True):
+                    getattr(measured, name).extend(_turns(client, f"{name}-{number}"))
         over = _memory(services[0], "VmHWM") - idle
         here, elsewhere = times
         return _Beside(_p99(here.quiet), here.ratio, elsewhere.ratio, over, _cores(services[0]))
@@ -106,8 +106,8 @@ def _turns(client: RolloutClient, name: str) -> list[float]:
     return [seconds(lambda row=row: client.submit([row])) for row in turn_rows(TURNS, name)]  # type: ignore[misc]
 
 
-def _p99(found: list[float]) -> float:
-    return float(np.quantile(found, 0.99))
+def _p99(times: list[float]) -> float:
+    return float(np.quantile(times, 0.99))
 
 
 def _client(service: Served, run: str, token: str) -> RolloutClient:
@@ -138,8 +138,8 @@ def _create(service: Served, run: str, token: str) -> None:
 
 
 def _settings() -> dict[str, object]:
-    found: dict[str, object] = config().model_dump(mode="json", exclude_defaults=True)
-    return found
+    settings: dict[str, object] = config().model_dump(mode="json", exclude_defaults=True)
+    return settings
 
 
 def _memory(service: Served, field: str) -> int:

@@ -39,13 +39,13 @@ def _recovery() -> Figure:
     with tempfile.TemporaryDirectory(dir=TMPFS) as directory:
         _fill(Path(directory))
         size = _held(Path(directory))
-        found = []
+        seconds = []
         for _ in range(STARTS):
             with served(["--journal-dir", directory]) as service:
-                found.append(service.ready_s)
+                seconds.append(service.ready_s)
     with served() as empty:
         limit = empty.ready_s
-    return Figure("recovery.seconds_per_gb", statistics.median(found) / (size / 1e9), "s/GB", 3.0, limit, "s empty")
+    return Figure("recovery.seconds_per_gb", statistics.median(seconds) / (size / 1e9), "s/GB", 3.0, limit, "s empty")
 
 
 def _fill(directory: Path) -> None:
@@ -75,8 +75,8 @@ def _throughput(name: str, lengths: tuple[int, int], reach: float | None) -> Ite
         pairs = []
         for number in range(ROUNDS + 1):
             order = senders if number % 2 else senders[::-1]
-            found = [_round(transport, sender, f"round-{number}") for transport, sender in order]
-            pairs.append(found if number % 2 else found[::-1])
+            pair = [_round(transport, sender, f"round-{number}") for transport, sender in order]
+            pairs.append(pair if number % 2 else pair[::-1])
     # The first round warms up.
     ratio = statistics.median(without / journal for without, journal in pairs[1:])
     without, journal = (statistics.median(side) for side in zip(*pairs[1:], strict=True))

@@ -40,10 +40,12 @@ def figures() -> Iterator[Figure]:
     for name in NAMES:
         work = rollouts(name)
         for kind, reach in (("", 2.0), (".apart", None)):
-            found = _measured(work, generator_output(work, is_apart=bool(kind)))
-            yield Figure(f"once.lists_ratio.{name}{kind}", found.ratio, "x bound", reach, found.bound_s * 1e3, "ms")
-            cpu = found.cpu_bound_s * 1e3
-            yield Figure(f"once.lists_cpu_ratio.{name}{kind}", found.cpu_ratio, "x bound", None, cpu, "ms of a core")
+            measured = _measured(work, generator_output(work, is_apart=bool(kind)))
+            yield Figure(
+                f"once.lists_ratio.{name}{kind}", measured.ratio, "x bound", reach, measured.bound_s * 1e3, "ms"
+            )
+            cpu = measured.cpu_bound_s * 1e3
+            yield Figure(f"once.lists_cpu_ratio.{name}{kind}", measured.cpu_ratio, "x bound", None, cpu, "ms of a core")
 
 
 class _Measured(NamedTuple):
@@ -79,13 +81,13 @@ def _apart(steps: Steps) -> list[list[int]]:
 
 def _going_on(steps: Steps) -> list[list[int]]:
     """Each row with what it has in common with the one before: the step before, or another sample of its prompt."""
-    found: list[list[int]] = []
+    prompts: list[list[int]] = []
     before, known = np.empty(0, np.int32), list[int]()
     for row in steps.tokens.arrays():
         common = common_prefix(before, row)
         before, known = row, known[:common] + row[common:].tolist()
-        found.append(known)
-    return found
+        prompts.append(known)
+    return prompts
 
 
 def published(output: dict[str, Any], work: Workload, target: Path) -> int:

@@ -105,13 +105,13 @@ def _spent(work: Callable[[], object]) -> tuple[float, float]:
 
 
 def main() -> int:
-    found = list(figures())
-    merge("lists_skyrl", found)
-    for figure in found:
+    measured = list(figures())
+    merge("lists_skyrl", measured)
+    for figure in measured:
         print(
             f"{figure.name}: {figure.value:.2f} {figure.unit}, which took {figure.bound:.0f} ms; reach {figure.reach}"
         )
-    return 0 if all(figure.ok for figure in found) else 1
+    return 0 if all(figure.ok for figure in measured) else 1
 
 
 if __name__ == "__main__":

@@ -38,13 +38,13 @@ def figures() -> Iterator[Figure]:
     own time, measured alone, as often as the service says it used it."""
     with served(["--store", "memory"]) as service:
         _train(service)
-        found = [1000 * seconds(lambda: _scrape(service)) for _ in range(SCRAPES)]
-        yield Figure("metrics.scrape_ms", statistics.median(found), "ms", 50.0)
+        samples = [1000 * seconds(lambda: _scrape(service)) for _ in range(SCRAPES)]
+        yield Figure("metrics.scrape_ms", statistics.median(samples), "ms", 50.0)
         scrape_s = _cpu_seconds_of(service, lambda: [_scrape(service) for _ in range(SCRAPES)]) / SCRAPES
         yield Figure("metrics.scrape_cpu_ms", 1000 * scrape_s, "ms", None)
         yield Figure("metrics.series", float(sum(line[:1] != "#" for line in _scrape(service).splitlines())), "", None)
-        found = [_share(service, f"load-{at}", scrape_s) for at in range(_ROUNDS)]
-        yield Figure("metrics.cpu_percent", 100 * statistics.median(found), "%", 2.0)
+        samples = [_share(service, f"load-{at}", scrape_s) for at in range(_ROUNDS)]
+        yield Figure("metrics.cpu_percent", 100 * statistics.median(samples), "%", 2.0)
 
 
 def _train(service: Served) -> None:

@@ -37,15 +37,15 @@ Work = Callable[[Transport, int], object]
 
 
 def figures() -> Iterator[Figure]:
-    quiet, busy = _beside_waiters()
-    slow = _beside_a_slow_store()
-    quiet_ms, busy_ms, slow_ms = (float(np.percentile(found, 99)) * 1e3 for found in (quiet, busy, slow))
+    quiet, busy = _with_waiters()
+    slow = _with_a_slow_store()
+    quiet_ms, busy_ms, slow_ms = (float(np.percentile(latencies, 99)) * 1e3 for latencies in (quiet, busy, slow))
     yield Figure("wake.beside_slow_ms", max(busy_ms, slow_ms), "ms", 50.0, quiet_ms, "ms, beside nobody")
     yield Figure("wake.beside_slow_store_ms", slow_ms, "ms", None, quiet_ms, "ms, beside nobody")
     yield Figure("wake.beside_waiters_ms", busy_ms, "ms", None, quiet_ms, "ms, beside nobody")
 
 
-def _beside_waiters() -> tuple[list[float], list[float]]:
+def _with_waiters() -> tuple[list[float], list[float]]:
     """Beside nobody, and beside a run that is full, where each worker asks for thousands of groups."""
     with served(["--store", "memory"]) as service:
         transport = Transport(service.grpc_address, 60.0, "bench")
@@ -58,7 +58,7 @@ def _beside_waiters() -> tuple[list[float], list[float]]:
     return quiet, busy
 
 
-def _beside_a_slow_store() -> list[float]:
+def _with_a_slow_store() -> list[float]:
     """From the answer of the call that wakes, which takes the store's time itself, to the last rank's."""
     with ExitStack() as opened:
         directory = opened.enter_context(tempfile.TemporaryDirectory())
@@ -72,9 +72,9 @@ def _beside_a_slow_store() -> list[float]:
         runs = [_create(transport, f"woken-{number}") for number in range(WAKES)]
         proxy.delay(STORE_DELAY_S / 2)
         with _busy(address, [_begin] * 2 + [_wait_for_batch] * 4):
-            found = _wakes(address, transport, runs, from_answer=True)
+            latencies = _wakes(address, transport, runs, from_answer=True)
         proxy.delay(0)
-    return found
+    return latencies
 
 
 # Waking.
@@ -86,7 +86,7 @@ def _woken(address: str, transport: Transport, name: str) -> list[float]:
 
 def _wakes(address: str, transport: Transport, runs: list[str], from_answer: bool = False) -> list[float]:
     """Seconds from a run's end, which its ranks wait for, until each of them knows. One wake of each run."""
-    ranks, found = Ranks(address, RANKS), []
+    ranks, latencies = Ranks(address, RANKS), []
     for run in runs:
         ranks.ask(_GET_BATCH, trainer_pb2.GetBatchRequest(run=run, wait_s=30).SerializeToString())
         time.sleep(_SETTLED_S)
@@ -97,9 +97,9 @@ def _wakes(address: str, transport: Transport, runs: list[str], from_answer: boo
         _call(transport, "runs.FinishRun", run_pb2.FinishRunRequest(run=run))
         begin = time.monotonic() if from_answer else begin
         waiting.join()
-        found += [max(0.0, answered - begin) for answered in answers]
+        latencies += [max(0.0, answered - begin) for answered in answers]
     ranks.close()
-    return found
+    return latencies
 
 
 # The slow run.

@@ -57,24 +57,24 @@ def distinct_bytes(work: Workload) -> int:
 def distinct_tokens(work: Workload) -> int:
     """Tokens of the trees that prompt groups are."""
     steps = work.steps
-    found, group = 0, list[bytes]()
+    count, group = 0, list[bytes]()
     for row in range(len(steps)):
         if row and steps.uids[row] != steps.uids[row - 1]:
-            found, group = found + _distinct(group), []
+            count, group = count + _distinct(group), []
         group.append(steps.tokens[row].astype(">i4").tobytes())
-    return found + _distinct(group)
+    return count + _distinct(group)
 
 
 def _distinct(rows: list[bytes]) -> int:
     """Tokens of the tree that rows make. In the order of their bytes each shares most with the one before it."""
-    found, before = 0, np.empty(0, np.int32)
+    count, before = 0, np.empty(0, np.int32)
     for row in sorted(rows):
         tokens = np.frombuffer(row, ">i4")
         shorter = min(len(before), len(tokens))
         differs = np.flatnonzero(before[:shorter] != tokens[:shorter])
-        found += len(tokens) - (int(differs[0]) if len(differs) else shorter)
+        count += len(tokens) - (int(differs[0]) if len(differs) else shorter)
         before = tokens
-    return found
+    return count
 
 
 def _settings(work: Workload, **more: object) -> dict[str, Any]:

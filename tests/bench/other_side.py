@@ -75,15 +75,15 @@ class OtherSide:
 
     def fill(self, run: str, groups: int, first: int = 0) -> None:
         """Sends one batch of rows; `first` tells the batches apart."""
-        found, count = [], 0
+        sent, count = [], 0
         for table in tables(LONG, 1 << 40):
             take = min(len(table), (groups - count) * SAMPLES)
             rows = table.take(np.arange(take))
-            found.append(_renamed(rows, first))
+            sent.append(_renamed(rows, first))
             count += take // SAMPLES
             if count == groups:
                 break
-        sender = Sender(self.grpc_address, found)
+        sender = Sender(self.grpc_address, sent)
         sender.seconds(run)
         sender.close()
 
@@ -94,8 +94,8 @@ class OtherSide:
 
     def shard(self, run: str, position: Position) -> trainer_pb2.GetShardResponse:
         request = trainer_pb2.GetShardRequest(run=run, model=run_pb2.MODEL_POLICY, position=position.message())
-        found: trainer_pb2.GetShardResponse = self.transport.call(self.transport.trainers.GetShard, request)
-        return found
+        answer: trainer_pb2.GetShardResponse = self.transport.call(self.transport.trainers.GetShard, request)
+        return answer
 
     def close(self) -> None:
         self.transport.close()
@@ -106,9 +106,9 @@ def waiting_calls(http_url: str) -> int:
     """Reads from a service's metrics how many calls wait there."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with opener.open(f"{http_url}/metrics") as answer:
-        found = re.search(r"^gristmill_waiting_calls (\S+)", answer.read().decode(), re.MULTILINE)
-    assert found, "the service counts who waits"
-    return int(float(found[1]))
+        match = re.search(r"^gristmill_waiting_calls (\S+)", answer.read().decode(), re.MULTILINE)
+    assert match, "the service counts who waits"
+    return int(float(match[1]))
 
 
 def _renamed(rows: Any, batch: int) -> Any:

@@ -95,9 +95,9 @@ def _long_view(browser: Any, http_url: str, run: str) -> float:
         page = context.new_page()
         page.goto(f"{http_url}/#/{run}")
         marks = "['picture drawn', 'history drawn'].map(name => performance.getEntriesByName(name)[0]?.startTime)"
-        while not all(found := page.evaluate(marks)):
+        while not all(times := page.evaluate(marks)):
             time.sleep(0.05)
-        return float(max(found)) / 1000
+        return float(max(times)) / 1000
     finally:
         context.close()
 

@@ -75,9 +75,9 @@ class Queue:
 def _batches(kind: str, address: str, queue: Queue, output: Output) -> Iterator[Figure]:
     """Rates of one call each for all rows, by turns; a ratio is the median of the rounds'."""
     once = _submitting(address, output)
-    found = [(once(), queue.seconds(kind)) for _ in range(ROUNDS)][1:]
-    ratio = statistics.median(theirs / ours for ours, theirs in found)
-    theirs_s = statistics.median(theirs for _, theirs in found)
+    rounds = [(once(), queue.seconds(kind)) for _ in range(ROUNDS)][1:]
+    ratio = statistics.median(theirs / ours for ours, theirs in rounds)
+    theirs_s = statistics.median(theirs for _, theirs in rounds)
     size = sum(row.nbytes for name in _COLUMNS for row in output[name]) / 1e6
     for name, amount, unit in (("rows_s", len(output["uids"]), "rows/s"), ("mb_s", size, "MB/s")):
         yield Figure(f"peers.{kind}_{name}", ratio, _UNIT, None, amount / theirs_s, unit, at_most=False)
@@ -87,10 +87,10 @@ def _turns(address: str, queue: Queue, rows: list[Output]) -> Iterator[Figure]:
     ours: list[float] = []
     theirs: list[float] = []
     for number in range(TURN_ROUNDS + 1):
-        found = _submitted(address, f"peers-turns-{number}", rows), queue.seconds("turns")
+        times = _submitted(address, f"peers-turns-{number}", rows), queue.seconds("turns")
         if number > 0:
-            ours += found[0]
-            theirs += found[1]
+            ours += times[0]
+            theirs += times[1]
     for name, quantile in (("p50", 0.5), ("p99", 0.99)):
         mine, limit = float(np.quantile(ours, quantile)), float(np.quantile(theirs, quantile))
         yield Figure(f"peers.turn_{name}", mine / limit, _UNIT, None, limit * 1e3, "ms")
@@ -101,9 +101,9 @@ def _turns(address: str, queue: Queue, rows: list[Output]) -> Iterator[Figure]:
 def _submitted(address: str, run: str, rows: list[Output]) -> list[float]:
     with RolloutClient(address, run) as client:
         client.create_run(_config())
-        found = [seconds(lambda row=row: client.submit([row])) for row in rows]  # type: ignore[misc]
+        times = [seconds(lambda row=row: client.submit([row])) for row in rows]  # type: ignore[misc]
     _delete(address, run)
-    return found
+    return times
 
 
 @contextmanager

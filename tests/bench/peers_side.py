@@ -43,16 +43,16 @@ def put_batch(columns: Columns, partition: str) -> float:
 
 def put_turns(columns: Columns, partition: str) -> list[float]:
     """Seconds of each row alone, put one after another and waited for."""
-    found, keys = [], []
+    times, keys = [], []
     for number, row in enumerate(zip(*(columns[name] for name in NAMES), strict=True)):
         begin = time.perf_counter()
         fields = {name: torch.from_numpy(values) for name, values in zip(NAMES, row, strict=True)}
         fields["rewards"] = torch.tensor(1.0)
         keys.append(f"turn-{number}")
         tq.kv_put(key=keys[-1], partition_id=partition, fields=fields, tag={"uid": number // 8, "sample": number % 8})
-        found.append(time.perf_counter() - begin)
+        times.append(time.perf_counter() - begin)
     tq.kv_clear(keys=keys, partition_id=partition)
-    return found
+    return times
 
 
 def _jagged(rows: list[Any]) -> torch.Tensor:

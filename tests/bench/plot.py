@@ -38,15 +38,15 @@ def save(picture: Picture, path: Path) -> None:
 def reached() -> None:
     """Every figure that has a reach, of the last runs: left of the line it is reached. What missed is an open cross
     with its name in bold, so that it stands out in grey too."""
-    found = [figure for figure in parse(read()) if figure.reach is not None]
-    if not found:
+    figures = [figure for figure in parse(read()) if figure.reach is not None]
+    if not figures:
         return
     with matplotlib.rc_context(STYLE):
-        picture = Picture(figsize=(9, 1.2 + _LINE_INCHES * len(found)))
+        picture = Picture(figsize=(9, 1.2 + _LINE_INCHES * len(figures)))
         axes = picture.subplots()
-        for line, figure in enumerate(found):
+        for line, figure in enumerate(figures):
             _mark(axes, line, figure)
-        _frame(axes, found)
+        _frame(axes, figures)
     save(picture, REACHED)
 
 
@@ -61,17 +61,17 @@ def _mark(axes: Axes, line: int, figure: Figure) -> None:
     axes.text(1.01, line, text, transform=axes.get_yaxis_transform(), va="center", fontsize=7, fontweight=weight)
 
 
-def _frame(axes: Axes, found: list[Figure]) -> None:
+def _frame(axes: Axes, figures: list[Figure]) -> None:
     axes.axvline(1, color="black", linewidth=1)
     axes.set_xscale("log")
     axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
     axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.set_yticks(range(len(found)), [figure.name for figure in found], fontsize=7)
-    for label, figure in zip(axes.get_yticklabels(), found, strict=True):
+    axes.set_yticks(range(len(figures)), [figure.name for figure in figures], fontsize=7)
+    for label, figure in zip(axes.get_yticklabels(), figures, strict=True):
         label.set_fontweight("normal" if figure.ok else "bold")
-    axes.set_ylim(len(found) - 0.3, -0.7)
+    axes.set_ylim(len(figures) - 0.3, -0.7)
     axes.grid(axis="x", linewidth=0.4, alpha=0.6)
-    missed = sum(not figure.ok for figure in found)
-    axes.set_title(f"{len(found) - missed} of {len(found)} reached (● reached, × missed)", fontsize=9)
+    missed = sum(not figure.ok for figure in figures)
+    axes.set_title(f"{len(figures) - missed} of {len(figures)} reached (● reached, × missed)", fontsize=9)
     axes.set_xlabel("value relative to its reach; reach over value where more is better. Left of 1 is reached.")

@@ -40,8 +40,8 @@ def served(flags: Sequence[str] = ()) -> Iterator[Served]:
                     raise RuntimeError(f"gristmill serve ended with {process.returncode}")
                 time.sleep(0.005)
             ready = time.perf_counter() - begin
-            found = json.loads(announced.read_text())
-            yield Served(process, found["grpc_address"], found["http_url"], ready)
+            addresses = json.loads(announced.read_text())
+            yield Served(process, addresses["grpc_address"], addresses["http_url"], ready)
         finally:
             process.send_signal(signal.SIGTERM)
             try:

@@ -66,21 +66,21 @@ def _streamed(side: OtherSide) -> Iterator[Figure]:
     them, or only counts them."""
     for size in STREAMED_MIB:
         run = side.publish(f"streamed-{size}", _GROUPS * size // 30, mini_batches=1)
-        found = side.shard(run, Position(0))
+        answer = side.shard(run, Position(0))
         address = ShardAddress(run, "policy", 0, 0, 0)
 
-        def ours(address: ShardAddress = address, nbytes: int = found.size_bytes) -> None:
+        def ours(address: ShardAddress = address, nbytes: int = answer.size_bytes) -> None:
             stream(side.transport, address, nbytes)
 
-        def joined(path: str = found.shared_memory_path) -> None:
+        def joined(path: str = answer.shared_memory_path) -> None:
             b"".join(side.read(path))
 
-        def counted(path: str = found.shared_memory_path) -> None:
+        def counted(path: str = answer.shared_memory_path) -> None:
             sum(map(len, side.read(path)))
 
         rounds = max(5, ROUNDS * 30 // size)
         ratio, limit = paired(ours, joined, rounds)
-        name, mib = f"pull.stream_ratio.{size}_mib", found.size_bytes / 2**20
+        name, mib = f"pull.stream_ratio.{size}_mib", answer.size_bytes / 2**20
         yield Figure(name, 1 / ratio, "x bare gRPC", 0.85, mib / limit, "MiB/s", at_most=False)
         ratio, limit = paired(ours, counted, rounds)
         yield Figure(f"{name}.kept_nowhere", 1 / ratio, "x bare gRPC", None, mib / limit, "MiB/s", at_most=False)

@@ -35,16 +35,16 @@ BATCH = "{gristmill:bench}:batch:0"
 
 
 def figures() -> Iterator[Figure]:
-    found: list[Figure] = []
+    measured: list[Figure] = []
     with tempfile.TemporaryDirectory() as directory, RedisServer(Path(directory), appendonly="no") as server:
         for name in NAMES:
             for merge in MERGES:
-                found += _figures(server.client(), name, merge)
+                measured += _figures(server.client(), name, merge)
         for name in NAMES:
-            found += _at_rest(server, name)
-    yield from found
+            measured += _at_rest(server, name)
+    yield from measured
     for name, reach in (("redis.bytes_ratio", 1.1), ("redis.pull_ratio", 1.4)):
-        yield _together(name, reach, [figure for figure in found if figure.name.startswith(name)])
+        yield _together(name, reach, [figure for figure in measured if figure.name.startswith(name)])
 
 
 def _together(name: str, reach: float, parts: list[Figure]) -> Figure:
@@ -117,8 +117,8 @@ def _real_bytes(shard: Shard) -> int:
 def _pull(client: redis.Redis, store: RedisShardStore, shards: Sequence[Shard]) -> tuple[float, float]:
     """Shard after shard, as ranks pull them. What came is kept, so that memory is fresh each time, for both alike."""
     kept: list[np.ndarray] = []
-    found = [_pull_one(client, store, shard, kept) for shard in shards[:SHARDS]]
-    return statistics.median(ratio for ratio, _ in found), statistics.median(limit for _, limit in found)
+    pulls = [_pull_one(client, store, shard, kept) for shard in shards[:SHARDS]]
+    return statistics.median(ratio for ratio, _ in pulls), statistics.median(limit for _, limit in pulls)
 
 
 def _pull_one(client: redis.Redis, store: RedisShardStore, shard: Shard, kept: list[np.ndarray]) -> tuple[float, float]:

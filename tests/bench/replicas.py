@@ -35,15 +35,15 @@ def figures() -> Iterator[Figure]:
         opened.callback(transport.close)
         messages = list(tables(LONG, ROUND_BYTES))
         for name, at in (("owner", True), ("forwarded", False)):
-            found = []
+            times = []
             for number in range(ROUNDS):
                 run = f"{name}-{number}"
                 _create(transport, run, config())
                 sender = Sender(next(one for one in both if decides(one, run) is at).grpc_address, messages)
-                found.append(sender.seconds(run))
+                times.append(sender.seconds(run))
                 sender.close()
                 transport.call(transport.runs.DeleteRun, run_pb2.DeleteRunRequest(run=run))
-            size, rows, taken = sender.nbytes / 1e6, sender.rows, statistics.median(found)
+            size, rows, taken = sender.nbytes / 1e6, sender.rows, statistics.median(times)
             yield Figure(f"redis.submit_mb_s.{name}", size / taken, "MB/s", None, rows / taken, "rows/s")
         _create(transport, "read", workload("agent").config("prefix"))
         reader = next(one for one in both if not decides(one, "read"))

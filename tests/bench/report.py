@@ -23,35 +23,35 @@ def main() -> int:
     if not OUTPUT.exists():
         print(f"{OUTPUT} is not there: run `make bench` first", file=sys.stderr)
         return 2
-    found = parse(read())
-    DOCUMENT.write_text(rendered(DOCUMENT.read_text(), found))
+    figures = parse(read())
+    DOCUMENT.write_text(rendered(DOCUMENT.read_text(), figures))
     plot.reached()
     PICTURES.mkdir(exist_ok=True)
     for picture in (plot.REACHED, curves.OUTPUT):
         if picture.exists():
             shutil.copyfile(picture, PICTURES / picture.name)
-    print(f"{len(found)} figures written into {DOCUMENT}")
+    print(f"{len(figures)} figures written into {DOCUMENT}")
     return 0
 
 
-def rendered(text: str, found: list[Figure]) -> str:
+def rendered(text: str, figures: list[Figure]) -> str:
     """The document with its tables made anew; the table without a NAME takes the figures that no other one has."""
     named = tuple(name for _, names in _TABLE.findall(text) for name in names.split())
 
     def make(match: re.Match[str]) -> str:
         kind, names = match.group(1), match.group(2) or ""
         if kind == "summary":
-            return f"<!-- summary -->\n\n{_summary(found)}\n\n<!-- end -->"
+            return f"<!-- summary -->\n\n{_summary(figures)}\n\n<!-- end -->"
         begins = tuple(names.split())
-        mine = [one for one in found if one.name.startswith(begins or named) == bool(begins)]
+        mine = [one for one in figures if one.name.startswith(begins or named) == bool(begins)]
         table = f"{_HEAD}{''.join(map(_row, mine))}\n" if mine else ""
         return f"<!-- {f'figures {names}'.strip()} -->\n{table}<!-- end -->"
 
     return _TABLE.sub(make, text)
 
 
-def _summary(found: list[Figure]) -> str:
-    reaching = [figure for figure in found if figure.reach is not None]
+def _summary(figures: list[Figure]) -> str:
+    reaching = [figure for figure in figures if figure.reach is not None]
     missed = [f"`{figure.name}`" for figure in reaching if not figure.ok]
     which = f" Missed: {', '.join(missed)}." if missed else ""
     return f"{len(reaching) - len(missed)} of {len(reaching)} figures reached.{which}"

@@ -73,12 +73,12 @@ def _short(rng: np.random.Generator) -> Iterator[Turns]:
 
 def _turn_counts(rng: np.random.Generator) -> list[int]:
     """1 to 10 turns of each of 640 trajectories, 3,509 in all."""
-    found = rng.integers(1, 10, 640, endpoint=True)
-    while missing := 3509 - int(found.sum()):
+    counts = rng.integers(1, 10, 640, endpoint=True)
+    while missing := 3509 - int(counts.sum()):
         step = 1 if missing > 0 else -1
-        at = int(rng.integers(len(found)))
-        found[at] = min(max(found[at] + step, 1), 10)
-    turns: list[int] = found.tolist()
+        at = int(rng.integers(len(counts)))
+        counts[at] = min(max(counts[at] + step, 1), 10)
+    turns: list[int] = counts.tolist()
     return turns
 
 

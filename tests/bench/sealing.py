@@ -50,12 +50,12 @@ def _while_sealing(address: str, turn: Callable[[], object]) -> tuple[float, flo
     """Returns how long the sealing took, and the p99 of turns meanwhile."""
     with ThreadPoolExecutor(1) as pool:
         sealing = pool.submit(_seal, address)
-        found = []
+        times = []
         for _ in count():
-            found.append(_seconds(turn))
+            times.append(_seconds(turn))
             if sealing.done():
                 break
-        return sealing.result(), _p99(found)
+        return sealing.result(), _p99(times)
 
 
 def _seal(address: str) -> float:

@@ -57,8 +57,8 @@ def figures() -> Iterator[Figure]:
         for times, rounds in TIMES.items():
             size = times * rollouts("agent").input_bytes / 1e9
             with ProcessPoolExecutor(1, get_context("spawn"), tune_process) as pool:
-                found = [pool.submit(sealing, kind, times).result() for _ in range(rounds)]
-            elapsed, cpu = (statistics.median(values) / size for values in zip(*found, strict=True))
+                measured = [pool.submit(sealing, kind, times).result() for _ in range(rounds)]
+            elapsed, cpu = (statistics.median(values) / size for values in zip(*measured, strict=True))
             name = f"{kind}.seal_seconds_per_gb" + ("" if times == 1 else f".{times}x")
             yield Figure(name, elapsed, "s/GB", reach, cpu, "core-s/GB")
     with ProcessPoolExecutor(1, get_context("spawn"), tune_process) as pool:

@@ -41,29 +41,29 @@ def figures() -> Iterator[Figure]:
 
 def _turns(open_to: dict[str, Callable[[str], RolloutClient]]) -> tuple[float, float]:
     """The median seconds of a turn, each side's after the other's."""
-    found: dict[str, list[float]] = {side: [] for side in open_to}
+    times: dict[str, list[float]] = {side: [] for side in open_to}
     with ExitStack() as opened:
         clients = {side: opened.enter_context(open_(f"turns-{side}")) for side, open_ in open_to.items()}
         for client in clients.values():
             client.create_run(_settings())
         for row in turn_rows(TURNS):
             for side, client in clients.items():
-                found[side].append(seconds(lambda client=client, row=row: client.submit([row])))  # type: ignore[misc]
-    return statistics.median(found["secured"][50:]), statistics.median(found["plain"][50:])
+                times[side].append(seconds(lambda client=client, row=row: client.submit([row])))  # type: ignore[misc]
+    return statistics.median(times["secured"][50:]), statistics.median(times["plain"][50:])
 
 
 def _long(open_to: dict[str, Callable[[str], RolloutClient]]) -> tuple[float, float]:
     """The median seconds of long rows as one submission."""
     output = generator_output(LONG_ROWS, LONG)
-    found: dict[str, list[float]] = {side: [] for side in open_to}
+    times: dict[str, list[float]] = {side: [] for side in open_to}
     for number in range(ROUNDS):
         for side, open_ in open_to.items():
             with open_(f"long-{number}") as client:
                 client.create_run(_settings())
                 client.status()
-                found[side].append(seconds(lambda client=client: client.submit(from_skyrl(output))))  # type: ignore[misc]
+                times[side].append(seconds(lambda client=client: client.submit(from_skyrl(output))))  # type: ignore[misc]
                 client.delete_run()
-    return statistics.median(found["secured"][1:]), statistics.median(found["plain"][1:])
+    return statistics.median(times["secured"][1:]), statistics.median(times["plain"][1:])
 
 
 def _secured(directory: Path) -> tuple[list[str], Credentials]:
@@ -80,5 +80,5 @@ def _secured(directory: Path) -> tuple[list[str], Credentials]:
 
 
 def _settings() -> dict[str, object]:
-    found: dict[str, object] = config().model_dump(mode="json", exclude_defaults=True)
-    return found
+    settings: dict[str, object] = config().model_dump(mode="json", exclude_defaults=True)
+    return settings

@@ -120,11 +120,11 @@ class Sender:
     """Sends the same messages to run after run of a service, encoded before, so that little of the machine goes into
     that."""
 
-    def __init__(self, address: str, found: list[Steps]) -> None:
+    def __init__(self, address: str, batches: list[Steps]) -> None:
         self._channels = [grpc.insecure_channel(address, [*_OPTIONS, ("sender", at)]) for at in range(_SENDERS)]
-        self._rows = [rollout_pb2.SubmitRowsRequest(rows=encode(table)).SerializeToString() for table in found]
+        self._rows = [rollout_pb2.SubmitRowsRequest(rows=encode(table)).SerializeToString() for table in batches]
         self.nbytes = sum(map(len, self._rows))
-        self.rows = sum(map(len, found))
+        self.rows = sum(map(len, batches))
 
     def seconds(self, run: str) -> float:
         """Seconds of all messages, over several connections at once. The run exists and is empty."""

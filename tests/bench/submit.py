@@ -54,19 +54,19 @@ def _long(limit: Bare, addresses: list[str]) -> Iterator[Figure]:
     messages = _messages(output)
     size = sum(map(len, messages)) / 1e6
     work = [_submitting(address, output) for address in addresses]
-    found = [(seconds(lambda: limit.send(messages)), *(once() for once in work)) for _ in range(ROUNDS)][1:]
-    bound, *ours = (statistics.median(side) for side in zip(*found, strict=True))
+    rounds = [(seconds(lambda: limit.send(messages)), *(once() for once in work)) for _ in range(ROUNDS)][1:]
+    bound, *ours = (statistics.median(side) for side in zip(*rounds, strict=True))
     for name, reach, at in (("submit.long_ratio", 0.5, 1), ("submit.long_journal_ratio", 0.2, 2)):
-        ratio = statistics.median(each[0] / each[at] for each in found)
+        ratio = statistics.median(each[0] / each[at] for each in rounds)
         yield Figure(name, ratio, "x bare gRPC", reach, size / bound, "MB/s", at_most=False)
     yield Figure("submit.long_mb_s", size / ours[0], "MB/s", None, size / bound, "MB/s")
 
 
 def _short(address: str) -> Figure:
     once = _submitting(address, generator_output(SHORT_ROWS, SHORT))
-    found = statistics.median([once() for _ in range(ROUNDS)][1:])
+    elapsed = statistics.median([once() for _ in range(ROUNDS)][1:])
     reach = 10 * TRANSFER_QUEUE_SHORT_ROWS_S
-    return Figure("submit.short_rows_s", SHORT_ROWS / found, "rows/s", reach, at_most=False)
+    return Figure("submit.short_rows_s", SHORT_ROWS / elapsed, "rows/s", reach, at_most=False)
 
 
 def _submitting(address: str, output: Output) -> Callable[[], float]:
@@ -106,10 +106,10 @@ def _turns_while_sealing(address: str) -> Figure:
     """p99 of single turns while batches of long rows are sealed one after another, by another process."""
     with RolloutClient(address, "turns") as client, _sealing(address) as sealed:
         client.create_run(_config())
-        found = [seconds(lambda row=row: client.submit([row])) for row in turn_rows(TURNS)]  # type: ignore[misc]
+        times = [seconds(lambda row=row: client.submit([row])) for row in turn_rows(TURNS)]  # type: ignore[misc]
         assert sealed() > 2, "batches were sealed meanwhile"
     _delete(address, "turns")
-    return Figure("turn.p99_sealing_ms", float(np.quantile(found, 0.99)) * 1e3, "ms", 10.0)
+    return Figure("turn.p99_sealing_ms", float(np.quantile(times, 0.99)) * 1e3, "ms", 10.0)
 
 
 def _step_on(client: RolloutClient) -> None:

@@ -28,13 +28,13 @@ class Team:
 
     def answers(self) -> list[Any]:
         """Returns every member's answers to the last order. Raises RuntimeError where one has failed."""
-        found: list[Any] = []
+        values: list[Any] = []
         for process in self._processes:
             assert process.stdout is not None
             if not (line := process.stdout.readline()):
                 raise RuntimeError("a process of clients has ended; its standard error says why")
-            found += json.loads(line)
-        return found
+            values += json.loads(line)
+        return values
 
 
 @contextmanager

@@ -43,11 +43,11 @@ def figures(kinds: Sequence[str] = KINDS, rounds: int = ROUNDS, seconds: float =
         team = opened.enter_context(workers(WORKERS))
         for side in sides:
             _rate(team, side, f"warm-{side.name}", seconds / 2)
-        found = [_round(team, sides, number, seconds) for number in range(rounds)]
+        measured = [_round(team, sides, number, seconds) for number in range(rounds)]
     for kind in kinds:
         bound = "bare" if kind == "memory" else "memory"
-        ratio = statistics.median(rates[kind] / rates[bound] for rates in found)
-        rate = statistics.median(rates[bound] for rates in found)
+        ratio = statistics.median(rates[kind] / rates[bound] for rates in measured)
+        rate = statistics.median(rates[bound] for rates in measured)
         name, unit = f"turns.{kind}_ratio", f"turns/s, {_BOUND[kind]}"
         yield Figure(name, ratio, f"x {_BOUND[kind]}", _REACH[kind], rate, unit, at_most=False)
 

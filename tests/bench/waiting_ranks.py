@@ -41,9 +41,9 @@ class Rank:
         )
         asked = trainer_pb2.GetBatchRequest(run=run, batch=batch, wait_s=_WAIT_S, shard=wanted)
         answer = channel.unary_unary(_GET_BATCH)(asked.SerializeToString(), timeout=2 * _WAIT_S)
-        found = trainer_pb2.GetBatchResponse.FromString(answer)
-        assert found.state == trainer_pb2.BATCH_STATE_PUBLISHED, f"batch {batch} is {found.state}"
-        shard = found.shard
+        response = trainer_pb2.GetBatchResponse.FromString(answer)
+        assert response.state == trainer_pb2.BATCH_STATE_PUBLISHED, f"batch {batch} is {response.state}"
+        shard = response.shard
         assert Path(shard.shared_memory_path).stat().st_size == shard.size_bytes
         return time.monotonic()
 

@@ -60,7 +60,7 @@ def _woken(side: OtherSide) -> Iterator[Figure]:
     bare.close()
     side.delete(run)
     for name, percent, reach in (("p99", 99, 5.0), ("median", 50, None)):
-        value, limit = (float(np.percentile(found, percent)) * 1e3 for found in (ours_s, bare_s))
+        value, limit = (float(np.percentile(latencies, percent)) * 1e3 for latencies in (ours_s, bare_s))
         yield Figure(f"wake.{name}_ms", value, "ms", reach, limit, "ms, bare gRPC")
         if name == "p99":
             yield Figure("wake.p99_ratio", value / limit, "x bare gRPC", 1.2, limit, "ms")

@@ -92,18 +92,18 @@ class Worker:
     def send(self, load: Load, turns: list[bytes], start: float) -> list[tuple[float, bool]]:
         """Gives how long each answer took, and whether it came within the time."""
         call, end = self._calls[load.address, load.method], start + load.seconds
-        found: list[tuple[float, bool]] = []
+        answers: list[tuple[float, bool]] = []
         answer = b""
         for number in self._numbers(load, start, end):
             turn = turns[number % load.samples].replace(_PLACEHOLDER, self._uid(number // load.samples))
             begin = time.monotonic()
             answer = call(turn, timeout=_TIMEOUT_S)
             answered = time.monotonic()
-            found.append((answered - begin, answered <= end))
+            answers.append((answered - begin, answered <= end))
         if load.method == SUBMIT:
             outcomes = rollout_pb2.SubmitRowsResponse.FromString(answer).outcomes
             assert list(outcomes) == [rows_pb2.ROW_OUTCOME_ACCEPTED], outcomes
-        return found
+        return answers
 
     def _numbers(self, load: Load, start: float, end: float) -> Iterator[int]:
         """Counts turns from 0, each when it is due. Paced workers send all of theirs, late ones too."""

@@ -26,9 +26,9 @@ COLUMNS = ("values", "old_logprobs", "ref_logprobs")
 def figures() -> Iterator[Figure]:
     """5 million trained tokens over 8 ranks, PPO with the KL in its rewards. GB: of the train shards."""
     with served([]) as service:
-        found = [_round(service.grpc_address, f"writeback-{number}") for number in range(ROUNDS)][1:]
-    seconds = statistics.median(taken for taken, _ in found)
-    gigabytes = found[0][1] / 1e9
+        measured = [_round(service.grpc_address, f"writeback-{number}") for number in range(ROUNDS)][1:]
+    seconds = statistics.median(taken for taken, _ in measured)
+    gigabytes = measured[0][1] / 1e9
     yield Figure("writeback.seconds_per_gb", seconds / gigabytes, "s/GB", 1.5, seconds, "s of them")
 
 

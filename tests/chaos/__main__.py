@@ -94,7 +94,7 @@ def _print(reports: list[Report]) -> None:
     documents = [report.document() for report in reports]
     for name in documents[0]:
         if not isinstance(documents[0][name], dict):
-            table.add_row(name.replace("_", " "), *(str(found[name]) for found in documents))
+            table.add_row(name.replace("_", " "), *(str(document[name]) for document in documents))
     Console().print(table)
     for report in reports:
         for line in report.findings[:10]:

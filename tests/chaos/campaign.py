@@ -277,15 +277,15 @@ class Campaign:
             time.sleep(0.02)
 
 
-def rollbacks_of(found: Sequence[tuple[float, float, int]], generation: int) -> list[Rollback]:
+def rollbacks_of(failovers: Sequence[tuple[float, float, int]], generation: int) -> list[Rollback]:
     """found: since when, until when, and the run's generation before, of each in turn. generation: at the end.
 
     Each that is reported has a growth of its own, at the latest before the next but one: an owner may learn of it after
     it serves again, and the next may come before that.
     """
     rollbacks: list[Rollback] = []
-    latest = [*(before for *_, before in found[2:]), generation, generation]
-    for (since, until, before), reached in reversed(list(zip(found, latest, strict=False))):
+    latest = [*(before for *_, before in failovers[2:]), generation, generation]
+    for (since, until, before), reached in reversed(list(zip(failovers, latest, strict=False))):
         generation = min(generation, reached)
         is_reported = generation > before
         generation -= is_reported

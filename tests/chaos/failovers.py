@@ -125,8 +125,8 @@ class DurableClusterMode(ClusterMode):
 
 
 def _follows(server: RedisServer) -> bool:
-    found = server.client().info("replication")
-    return bool(found["role"] == "slave" and found["master_link_status"] == "up")
+    info = server.client().info("replication")
+    return bool(info["role"] == "slave" and info["master_link_status"] == "up")
 
 
 MODES: dict[str, Callable[[Path, random.Random], Mode]] = {

@@ -211,12 +211,12 @@ class Neighbours:
         return {effect.uid: effect.digest for effect in effects_of(data)}
 
     def _export_of(self, run: str) -> Rows:
-        found: Rows = {}
+        digests: Rows = {}
         request = trainer_pb2.ExportBatchRequest(run=run)
         for part in self._transport.trainers.ExportBatch(request, timeout=_TIMEOUT_S):
             table = decode(part.rows)
-            found |= {uid: digest(row.tolist()) for uid, row in zip(table.uids, table.tokens.arrays(), strict=True)}
-        return found
+            digests |= {uid: digest(row.tolist()) for uid, row in zip(table.uids, table.tokens.arrays(), strict=True)}
+        return digests
 
     def delete_all(self) -> None:
         for neighbour in self._resting:
@@ -244,11 +244,11 @@ def _beside(count: int, work: Callable[[int, threading.Event], None]) -> Iterato
 
 def wrong_rows(sent: Rows, shard: Rows, exported: Rows) -> str | None:
     """None where a batch has the rows that were sent, and no others."""
-    for name, found in (("its shard", shard), ("its export", exported)):
-        if missing := sent.keys() - found.keys():
+    for name, rows in (("its shard", shard), ("its export", exported)):
+        if missing := sent.keys() - rows.keys():
             return f"{name} lacks {sorted(missing)}"
-        if strange := found.keys() - sent.keys():
+        if strange := rows.keys() - sent.keys():
             return f"{name} has {sorted(strange)}, which nobody sent to it"
-        if changed := [uid for uid in sent if sent[uid] != found[uid]]:
+        if changed := [uid for uid in sent if sent[uid] != rows[uid]]:
             return f"{name} has other tokens of {changed}"
     return None

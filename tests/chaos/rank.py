@@ -169,10 +169,10 @@ class Rank:
         )
         deadline = time.monotonic() + 60
         while True:
-            found = self._call("GetShard", request, wait_s=1.0)
-            if found.state in (trainer_pb2.BATCH_STATE_PUBLISHED, trainer_pb2.BATCH_STATE_FORWARD):
+            shard = self._call("GetShard", request, wait_s=1.0)
+            if shard.state in (trainer_pb2.BATCH_STATE_PUBLISHED, trainer_pb2.BATCH_STATE_FORWARD):
                 try:
-                    data = self._read(position, found)
+                    data = self._read(position, shard)
                 except grpc.RpcError as call:
                     failure = failure_of(call, "the service")
                     # A batch that is made again after its service died is not there for a moment.
@@ -180,18 +180,18 @@ class Rank:
                         raise failure.error from None
                     time.sleep(0.1)
                     continue
-                if len(data) == found.size_bytes:
+                if len(data) == shard.size_bytes:
                     return data
             elif not forward:
                 # The store may have lost what was written.
                 again = trainer_pb2.GetBatchRequest(run=self._run, batch=position.batch)
                 self._write_awaited(self._call("GetBatch", again))
 
-    def _read(self, position: Position, found: trainer_pb2.GetShardResponse) -> bytes:
-        if found.shared_memory_path:
+    def _read(self, position: Position, shard: trainer_pb2.GetShardResponse) -> bytes:
+        if shard.shared_memory_path:
             try:
-                data = Path(found.shared_memory_path).read_bytes()
-                if len(data) == found.size_bytes:
+                data = Path(shard.shared_memory_path).read_bytes()
+                if len(data) == shard.size_bytes:
                     return data
             except OSError:
                 pass
@@ -234,8 +234,8 @@ def effects_of(data: bytes) -> list[Effect]:
 
 def _uids(data: bytes) -> list[str]:
     length = int.from_bytes(data[:8], "little")
-    found: list[str] = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["uids"])
-    return found
+    uids: list[str] = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["uids"])
+    return uids
 
 
 def _columns(tensors: Tensors, index: int) -> list[Any]:

@@ -63,25 +63,25 @@ class RankLog:
 
     def checkpoints(self) -> dict[int, Position]:
         """The next position at each checkpoint."""
-        found = self._database.execute("SELECT number, b, e, m FROM checkpoints")
-        return {number: Position(*place) for number, *place in found}
+        rows = self._database.execute("SELECT number, b, e, m FROM checkpoints")
+        return {number: Position(*place) for number, *place in rows}
 
     def generation(self, number: int) -> int:
         """The run's generation, as the rank had last heard of it at a checkpoint."""
-        found = self._database.execute("SELECT generation FROM checkpoints WHERE number = ?", (number,))
-        return int(found.fetchone()[0])
+        rows = self._database.execute("SELECT generation FROM checkpoints WHERE number = ?", (number,))
+        return int(rows.fetchone()[0])
 
     def trained(self, up_to: int) -> list[Trained]:
         """Returns what took effect up to a checkpoint, in order."""
-        found: list[Trained] = []
+        steps: list[Trained] = []
         lines = self._database.execute("SELECT * FROM steps WHERE number <= ? ORDER BY rowid", (up_to,))
         for _, b, e, m, *effect in lines:
             position = Position(b, e, m)
-            if not found or found[-1].position != position:
-                found.append(Trained(position, []))
+            if not steps or steps[-1].position != position:
+                steps.append(Trained(position, []))
             if effect[0]:
-                found[-1] = Trained(position, [*found[-1].effects, Effect(*effect)])
-        return found
+                steps[-1] = Trained(position, [*steps[-1].effects, Effect(*effect)])
+        return steps
 
     def stepped_over(self, up_to: int) -> list[int]:
         """Returns the failed batches that were left out up to a checkpoint, in order."""

@@ -15,9 +15,9 @@ CAMPAIGNS = (("journal", COLUMNS), ("redis", PLAIN), ("sentinel-durable", COLUMN
 @pytest.mark.parametrize(("mode", "kind"), CAMPAIGNS)
 def test_whatever_is_killed_every_accepted_row_takes_effect_once_an_epoch(mode: str, kind: str) -> None:
     report = run_campaign(mode, faults=12, seed=7, kind=kind)
-    found = report.document()
-    assert report.is_clean, f"{found}; see {report.directory}"
-    assert found["faults"] == 12
-    assert found["rows_acknowledged"] > 300, "there was work to lose"
-    assert len(found["by_kind"]) >= 7
-    assert (found["written_values_trained"] > 1000) == (kind == COLUMNS)
+    document = report.document()
+    assert report.is_clean, f"{document}; see {report.directory}"
+    assert document["faults"] == 12
+    assert document["rows_acknowledged"] > 300, "there was work to lose"
+    assert len(document["by_kind"]) >= 7
+    assert (document["written_values_trained"] > 1000) == (kind == COLUMNS)

@@ -169,12 +169,12 @@ def test_an_attempt_that_was_superseded_may_not_be_trained() -> None:
     [(GroupState.DROPPED, "timeout"), (GroupState.DROPPED, ""), (GroupState.OPEN, ""), (GroupState.COMPLETE, "")],
 )
 def test_a_whole_group_that_is_not_in_a_batch_is_lost(state: GroupState, reason: str) -> None:
-    found = groups()
-    found[0] = Group(UIDS[0], 0, state, None, reason)
+    contents = groups()
+    contents[0] = Group(UIDS[0], 0, state, None, reason)
     ranks = [
         [step._replace(effects=[e for e in step.effects if e.uid != UIDS[0]]) for step in rank] for rank in training()
     ]
-    assert judged(groups=found, launches=[ranks]).lost
+    assert judged(groups=contents, launches=[ranks]).lost
 
 
 def test_a_group_that_the_service_has_forgotten_is_lost() -> None:
@@ -184,9 +184,9 @@ def test_a_group_that_the_service_has_forgotten_is_lost() -> None:
 def test_what_was_dropped_may_not_be_trained() -> None:
     log = worker_log()
     log.done.discard(UIDS[0])
-    found = groups()
-    found[0] = Group(UIDS[0], 0, GroupState.DROPPED, None, "finished")
-    assert judged(logs=[log], groups=found).wrong
+    contents = groups()
+    contents[0] = Group(UIDS[0], 0, GroupState.DROPPED, None, "finished")
+    assert judged(logs=[log], groups=contents).wrong
 
 
 def test_a_rank_keeps_what_is_in_a_checkpoint_and_forgets_the_rest(tmp_path: Path) -> None:
@@ -252,9 +252,9 @@ def test_a_group_that_is_sealed_and_that_nobody_trains_is_skipped_though_its_row
 
 
 def test_a_rollback_is_reported_where_the_generation_grows_for_it_alone() -> None:
-    found = rollbacks_of([(1.0, 2.0, 1), (3.0, 4.0, 2), (5.0, 6.0, 2)], generation=3)
-    assert [rollback.is_reported for rollback in found] == [True, False, True]
-    assert [(rollback.since, rollback.until) for rollback in found] == [(1.0, 2.0), (3.0, 4.0), (5.0, 6.0)]
+    rollbacks = rollbacks_of([(1.0, 2.0, 1), (3.0, 4.0, 2), (5.0, 6.0, 2)], generation=3)
+    assert [rollback.is_reported for rollback in rollbacks] == [True, False, True]
+    assert [(rollback.since, rollback.until) for rollback in rollbacks] == [(1.0, 2.0), (3.0, 4.0), (5.0, 6.0)]
     late = [(1.0, 2.0, 1), (3.0, 4.0, 1)]
     assert [rollback.is_reported for rollback in rollbacks_of(late, generation=3)] == [True, True]
     assert [rollback.is_reported for rollback in rollbacks_of(late, generation=2)] == [False, True]
@@ -268,10 +268,10 @@ def test_a_rollback_is_reported_where_the_generation_grows_for_it_alone() -> Non
 
 def failed(trained: int = 0, reason: str = "batch_failed", **changed: Any) -> dict[str, Any]:
     """The first batch has failed, when so many of its positions were trained, and the ranks have stepped over it."""
-    found = [group if group.batch else Group(group.uid, 0, GroupState.DROPPED, None, reason) for group in groups()]
+    contents = [group if group.batch else Group(group.uid, 0, GroupState.DROPPED, None, reason) for group in groups()]
     ranks = [[*steps[:trained], *(step for step in steps if step.position.batch)] for steps in training()]
     given: dict[str, Any] = {"reported": {0: "rows of it are lost"}, "stepped_over": [0], "are_allowed": True}
-    return {"groups": found, "launches": [ranks], "failures": Failures(**given | changed)}
+    return {"groups": contents, "launches": [ranks], "failures": Failures(**given | changed)}
 
 
 @pytest.mark.parametrize("trained", [0, 1, 3, 4])
@@ -395,7 +395,7 @@ def test_all_campaigns_together_have_all_faults() -> None:
     assert [share(1000, 6, number) for number in range(6)] == [167, 167, 167, 167, 166, 166]
 
 
-def test_a_workers_log_tells_when_something_happened_to_a_group_and_which_it_gave_up(tmp_path: Path) -> None:
+def test_a_workers_log_says_when_something_happened_to_a_group_and_which_it_gave_up(tmp_path: Path) -> None:
     log = WorkerLog(tmp_path / "worker.log")
     log.write("begin", "w0-1", 0, 0)
     log.write("row", "w0-1", 0, 0, 0, "ACCEPTED")

@@ -43,11 +43,11 @@ class Launch:
         paths = [self._path(rank) for rank in range(self.ranks)]
         if not all(path.exists() for path in paths):
             return {}
-        found = []
+        by_rank = []
         for path in paths:
             with closing(RankLog(path)) as log:
-                found.append(log.checkpoints())
-        return {number: place for number, place in found[0].items() if all(number in other for other in found[1:])}
+                by_rank.append(log.checkpoints())
+        return {number: place for number, place in by_rank[0].items() if all(number in other for other in by_rank[1:])}
 
     @property
     def next(self) -> Position:
@@ -56,19 +56,19 @@ class Launch:
     @property
     def generation(self) -> int:
         """The run's generation that the checkpoint is of, as its ranks heard of it."""
-        found = []
+        generations = []
         for rank in range(self.ranks):
             with closing(RankLog(self._path(rank))) as log:
-                found.append(log.generation(self.up_to))
-        return max(found)
+                generations.append(log.generation(self.up_to))
+        return max(generations)
 
     def effects(self) -> list[list[Trained]]:
         """Returns what took effect, of each rank."""
-        found = []
+        by_rank = []
         for rank in range(self.ranks):
             with closing(RankLog(self._path(rank))) as log:
-                found.append(log.trained(self.up_to))
-        return found
+                by_rank.append(log.trained(self.up_to))
+        return by_rank
 
     def stepped_over(self) -> list[int]:
         """Returns the failed batches that its ranks left out, all of them the same."""

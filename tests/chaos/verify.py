@@ -114,11 +114,11 @@ def verify(
                 verdict.rows_reported_lost += count
                 continue
             is_excused = any(rollback.excuses(log.times.get(uid, ())) for rollback in rollbacks)
-            found = Verdict()
-            _check_group(contents, epochs, uid, taken, known.get(uid), effects, log, found, is_excused)
-            (verdict.rolled_back if is_excused else verdict.lost).extend(found.lost)
-            verdict.trained_twice += found.trained_twice
-            verdict.wrong += found.wrong
+            findings = Verdict()
+            _check_group(contents, epochs, uid, taken, known.get(uid), effects, log, findings, is_excused)
+            (verdict.rolled_back if is_excused else verdict.lost).extend(findings.lost)
+            verdict.trained_twice += findings.trained_twice
+            verdict.wrong += findings.wrong
     trained = {uid for per_epoch in effects for uid, _ in per_epoch}
     verdict.wrong += [
         f"{uid}: trained although {known[uid].state if uid in known else 'nobody knows it'}"
@@ -126,7 +126,7 @@ def verify(
         if uid not in known or not (known[uid].state is GroupState.SEALED or _has_failed(known[uid], failures))
     ]
     verdict.skipped += _skipped(contents, epochs, known.values(), effects)
-    all_effects = [effect for per_epoch in effects for found in per_epoch.values() for effect in found]
+    all_effects = [effect for per_epoch in effects for findings in per_epoch.values() for effect in findings]
     verdict.rows_trained = len(all_effects)
     verdict.values_trained = sum(effect.trained for effect in all_effects if effect.launch)
     return verdict
@@ -167,7 +167,7 @@ def _check_order(
         expected += planned[: trained[batch]] if batch in failures.stepped_over else planned
     pairs = enumerate(zip_longest(order, expected))
     verdict.out_of_order += [
-        f"step {at} is {found} where the plan has {wanted}" for at, (found, wanted) in pairs if found != wanted
+        f"step {at} is {actual} where the plan has {wanted}" for at, (actual, wanted) in pairs if actual != wanted
     ]
 
 
@@ -178,9 +178,9 @@ def _check_writers(launches: Sequence[Sequence[Sequence[Trained]]], verdict: Ver
         for trained in (trained for rank in ranks for trained in rank):
             writers.setdefault(trained.position.batch, set()).update(effect.launch for effect in trained.effects)
         verdict.wrong += [
-            f"launch {number}: batch {batch} has columns of launches {sorted(found)}"
-            for batch, found in writers.items()
-            if len(found) > 1
+            f"launch {number}: batch {batch} has columns of launches {sorted(numbers)}"
+            for batch, numbers in writers.items()
+            if len(numbers) > 1
         ]
 
 
@@ -209,8 +209,8 @@ def _skipped(
         if group.state is not GroupState.SEALED or not expected:
             continue
         for epoch in range(epochs):
-            found = effects[epoch] if epoch < len(effects) else {}
-            if not any((group.uid, sample) in found for sample in expected):
+            trained = effects[epoch] if epoch < len(effects) else {}
+            if not any((group.uid, sample) in trained for sample in expected):
                 yield f"{group.uid}: sealed into batch {group.batch}, and skipped in epoch {epoch}"
 
 
@@ -218,15 +218,15 @@ def _effects_by_epoch(
     launches: Sequence[Sequence[Sequence[Trained]]],
 ) -> list[dict[tuple[str, int], list[Effect]]]:
     """Per epoch, what took effect of each trajectory."""
-    found: list[dict[tuple[str, int], list[Effect]]] = []
+    by_epoch: list[dict[tuple[str, int], list[Effect]]] = []
     for ranks in launches:
         for rank in ranks:
             for trained in rank:
-                while len(found) <= trained.position.epoch:
-                    found.append({})
+                while len(by_epoch) <= trained.position.epoch:
+                    by_epoch.append({})
                 for effect in trained.effects:
-                    found[trained.position.epoch].setdefault((effect.uid, effect.sample), []).append(effect)
-    return found
+                    by_epoch[trained.position.epoch].setdefault((effect.uid, effect.sample), []).append(effect)
+    return by_epoch
 
 
 def _check_group(
@@ -300,7 +300,7 @@ def _is_among(own: Iterable[Effect], expected: Iterable[Effect]) -> bool:
     return all(effect[:5] in by_name and _is_same(effect, by_name[effect[:5]]) for effect in own)
 
 
-def _is_same(found: Effect, expected: Effect) -> bool:
-    is_close = isclose(found.reward, expected.reward, abs_tol=1e-5)
-    is_close &= isclose(found.advantage, expected.advantage, abs_tol=1e-3)
-    return is_close and found == expected._replace(reward=found.reward, advantage=found.advantage)
+def _is_same(actual: Effect, expected: Effect) -> bool:
+    is_close = isclose(actual.reward, expected.reward, abs_tol=1e-5)
+    is_close &= isclose(actual.advantage, expected.advantage, abs_tol=1e-3)
+    return is_close and actual == expected._replace(reward=actual.reward, advantage=actual.advantage)

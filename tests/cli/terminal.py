@@ -92,21 +92,21 @@ class Followed:
 
     def until(self, event: str, timeout_s: float = 60.0) -> list[dict[str, Any]]:
         """Everything that was printed up to the first of this event."""
-        found: list[dict[str, Any]] = []
+        events: list[dict[str, Any]] = []
         deadline = time.monotonic() + timeout_s
-        while not found or found[-1]["event"] != event:
+        while not events or events[-1]["event"] != event:
             line = self._lines.get(timeout=max(0.1, deadline - time.monotonic()))
-            assert line is not None, f"it ended before {event!r}: {found}"
-            found.append(json.loads(line))
-        return found
+            assert line is not None, f"it ended before {event!r}: {events}"
+            events.append(json.loads(line))
+        return events
 
 
 @contextmanager
 def followed(*arguments: object) -> Iterator[Followed]:
     command = [GRISTMILL, *map(str, arguments)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment())
-    with closing(Followed(process)) as found:
-        yield found
+    with closing(Followed(process)) as tail:
+        yield tail
 
 
 class Screen:

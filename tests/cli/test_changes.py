@@ -33,7 +33,7 @@ def between(before: run_pb2.RunStatus, after: run_pb2.RunStatus) -> list[Change]
     return list(changes(before, after, lambda: ()))
 
 
-def test_nothing_is_told_of_what_is_as_it_was() -> None:
+def test_nothing_is_said_of_what_is_as_it_was() -> None:
     same = status(ranks=(1, 1), batches_sealed=2, batches_published=1, groups_dropped={"stale": 3})
     assert between(same, same) == []
 
@@ -44,7 +44,7 @@ def test_what_leads_to_the_next_comes_first() -> None:
     assert events == ["sealed", "published", "acknowledged", "committed", "freed", "finished"]
 
 
-def test_ranks_that_are_at_the_same_place_are_told_of_together() -> None:
+def test_ranks_that_are_at_the_same_place_are_reported_together() -> None:
     [first, last] = between(status(ranks=(0,) * 6), status(ranks=(1, 1, 2, 1, 0, 1)))
     assert (first["ranks"], last["ranks"]) == ([0, 1, 3, 5], [2])
     assert sentence(first) == "acknowledged by policy rank 0-1,3,5; next is batch 1 mini-batch 0"
@@ -52,12 +52,12 @@ def test_ranks_that_are_at_the_same_place_are_told_of_together() -> None:
 
 def test_a_failed_batch_is_not_published() -> None:
     after = status(batches_sealed=2, batches_published=2, failed_batches={0: "no"})
-    found = [(one["event"], one["batch"]) for one in between(status(batches_sealed=2), after)]
-    assert found == [("failed", 0), ("published", 1)]
+    events = [(one["event"], one["batch"]) for one in between(status(batches_sealed=2), after)]
+    assert events == [("failed", 0), ("published", 1)]
     assert sentence(between(status(batches_sealed=2), after)[0]) == "batch 0 failed: no"
 
 
-def test_a_batch_that_fails_again_for_other_ranks_is_told_of_again() -> None:
+def test_a_batch_that_fails_again_for_other_ranks_is_reported_again() -> None:
     before, after = (
         status(batches_sealed=1, batches_published=1, failed_batches={0: reason}) for reason in ("two", "three")
     )
@@ -70,20 +70,20 @@ def test_a_trainer_that_comes_back_resumes_and_acknowledges_nothing() -> None:
     assert sentence(resumed) == "policy resumed at batch 1 mini-batch 0"
 
 
-def test_batches_that_a_restart_makes_again_are_told_of_and_published_again() -> None:
+def test_batches_that_a_restart_rebuilds_are_reported_and_published_again() -> None:
     whole, restarted = (status(batches_sealed=3, batches_published=count, batches_freed=1) for count in (3, 1))
     assert [(one["event"], one["batch"]) for one in between(whole, restarted)] == [("rebuilt", 1), ("rebuilt", 2)]
     assert [(one["event"], one["batch"]) for one in between(restarted, whole)] == [("published", 1), ("published", 2)]
 
 
-def test_a_run_of_the_same_name_that_was_begun_anew_is_told_from_its_beginning() -> None:
+def test_a_run_of_the_same_name_that_was_recreated_is_reported_from_its_beginning() -> None:
     before = status(batches_sealed=9, batches_published=9, rows_accepted=900)
-    found = between(before, status(batches_sealed=1, rows_accepted=4))
-    assert [one["event"] for one in found][:2] == ["recreated", "sealed"]
+    events = between(before, status(batches_sealed=1, rows_accepted=4))
+    assert [one["event"] for one in events][:2] == ["recreated", "sealed"]
 
 
 @pytest.mark.parametrize("is_reached", [True, False])
-def test_drops_are_told_even_where_their_names_are_not_to_be_had(is_reached: bool) -> None:
+def test_drops_are_reported_even_where_their_names_are_not_to_be_had(is_reached: bool) -> None:
     groups = [
         run_pb2.GroupStatus(uid=uid, state=run_pb2.GROUP_STATE_DROPPED, reason="stale") for uid in ("old", "a", "b")
     ]
@@ -94,10 +94,10 @@ def test_drops_are_told_even_where_their_names_are_not_to_be_had(is_reached: boo
     assert sentence(dropped).startswith("2 groups dropped (stale): " + ("a, b" if is_reached else ""))
 
 
-def test_a_run_that_gets_stuck_and_goes_on_again_is_told() -> None:
+def test_a_run_that_gets_stuck_and_goes_on_again_is_reported() -> None:
     well = status(health=run_pb2.RunHealth(state="training", summary="2 batches not committed"))
     stuck = status(health=run_pb2.RunHealth(state="stuck", summary="rank 1 did not"))
-    [found] = between(well, stuck)
-    assert (found, sentence(found)) == ({"event": "stuck", "reason": "rank 1 did not"}, "stuck: rank 1 did not")
+    [event] = between(well, stuck)
+    assert (event, sentence(event)) == ({"event": "stuck", "reason": "rank 1 did not"}, "stuck: rank 1 did not")
     assert between(stuck, stuck) == []
     assert [sentence(one) for one in between(stuck, well)] == ["unstuck: training: 2 batches not committed"]

@@ -21,52 +21,52 @@ def addresses(service: Service) -> tuple[str, ...]:
 
 def checked(*arguments: object) -> tuple[int, dict[str, dict[str, Any]]]:
     """The exit status, and what was found, by what was looked at."""
-    told = gristmill("doctor", "--json", *arguments)
-    return told.returncode, {check["what"]: check for check in json.loads(told.stdout)["checks"]}
+    done = gristmill("doctor", "--json", *arguments)
+    return done.returncode, {check["what"]: check for check in json.loads(done.stdout)["checks"]}
 
 
 def test_all_is_well(service: Service) -> None:
-    told = gristmill("doctor", "--store", "memory", *addresses(service))
-    assert (told.returncode, told.stderr) == (0, ""), told.stdout
-    lines = told.stdout.splitlines()
+    done = gristmill("doctor", "--store", "memory", *addresses(service))
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout
+    lines = done.stdout.splitlines()
     assert all(line.startswith("ok     ") for line in lines)
     for what in ("settings", "gRPC at", "version of", "credentials", "HTTP at", "clock at"):
         assert sum(line.startswith(f"ok     {what}") for line in lines) == 1
 
 
 def test_a_service_that_is_away_is_wrong_over_both_apis() -> None:
-    status, found = checked("--store", "memory", "--address", "127.0.0.1:1", "--http-address", "127.0.0.1:1")
+    status, by_name = checked("--store", "memory", "--address", "127.0.0.1:1", "--http-address", "127.0.0.1:1")
     assert status == 1
     for api in ("gRPC", "HTTP"):
-        assert "gristmill serve" in found[f"{api} at 127.0.0.1:1"]["remedy"]
+        assert "gristmill serve" in by_name[f"{api} at 127.0.0.1:1"]["remedy"]
 
 
-def test_a_wrong_setting_is_told_and_the_rest_is_checked_all_the_same(service: Service) -> None:
-    status, found = checked("--store", "memory", "--max-waiters", 0, "--address", service.grpc_address)
+def test_a_wrong_setting_is_reported_and_the_rest_is_checked_all_the_same(service: Service) -> None:
+    status, by_name = checked("--store", "memory", "--max-waiters", 0, "--address", service.grpc_address)
     assert status == 1
-    assert "max_waiters" in found["settings"]["found"]
-    assert found[f"gRPC at {service.grpc_address}"]["ok"]
+    assert "max_waiters" in by_name["settings"]["found"]
+    assert by_name[f"gRPC at {service.grpc_address}"]["ok"]
 
 
 def test_shared_memory_that_cannot_be_written_to_is_wrong(service: Service, tmp_path: Path) -> None:
-    status, found = checked("--shared-memory-dir", tmp_path / "none", *addresses(service))
+    status, by_name = checked("--shared-memory-dir", tmp_path / "none", *addresses(service))
     assert status == 1
-    place = found[f"shared memory in {tmp_path / 'none'}"]
+    place = by_name[f"shared memory in {tmp_path / 'none'}"]
     assert not place["ok"]
     assert "--shared-memory-dir" in place["remedy"]
 
 
 def test_a_journal_is_looked_for_where_it_will_be_made(service: Service, tmp_path: Path) -> None:
     journal = tmp_path / "later" / "journal"
-    _, found = checked("--store", "memory", "--journal-dir", journal, *addresses(service))
-    assert f"journal in {tmp_path}" in found
+    _, by_name = checked("--store", "memory", "--journal-dir", journal, *addresses(service))
+    assert f"journal in {tmp_path}" in by_name
 
 
 def test_settings_of_redis_that_lose_rows_are_wrong(service: Service, tmp_path: Path) -> None:
     with RedisServer(tmp_path, appendonly="no", arguments=["maxmemory-policy allkeys-lru"]) as redis:
-        told = gristmill("doctor", "--store", "redis", "--redis-url", redis.url, *addresses(service))
-    assert told.returncode == 1
-    wrong = "\n".join(line for line in told.stdout.splitlines() if line.startswith("WRONG  Redis at"))
+        done = gristmill("doctor", "--store", "redis", "--redis-url", redis.url, *addresses(service))
+    assert done.returncode == 1
+    wrong = "\n".join(line for line in done.stdout.splitlines() if line.startswith("WRONG  Redis at"))
     for words in ("is allkeys-lru", "set it to noeviction", "appendonly is no", "maxmemory is not set"):
         assert words in wrong
 
@@ -79,21 +79,21 @@ def test_a_redis_whose_replicas_may_fall_behind_is_wrong(service: Service, tmp_p
         client = master.client()
         wait_until(lambda: client.info("replication")["connected_slaves"] == 1, "the replica follows")
         asked = ("--store", "redis", "--redis-url", master.url, "--redis-min-replicas", 1, *addresses(service))
-        told = gristmill("doctor", *asked)
+        done = gristmill("doctor", *asked)
         for name, value in (
             ("min-replicas-to-write", 1),
             ("client-output-buffer-limit", "replica 4gb 4gb 60"),
         ):
             client.config_set(name, value)
         assert gristmill("doctor", *asked).returncode == 0
-    assert told.returncode == 1
-    wrong = [line for line in told.stdout.splitlines() if line.startswith("WRONG")]
+    assert done.returncode == 1
+    wrong = [line for line in done.stdout.splitlines() if line.startswith("WRONG")]
     assert len(wrong) == 2
     assert f"WRONG  Redis at {master.address}: min-replicas-to-write is 0" in wrong[0]
     assert "cuts off a replica that is 256 MiB behind" in wrong[1]
 
 
-def test_a_clock_that_differs_is_told_with_its_direction() -> None:
+def test_a_clock_that_differs_is_reported_with_its_direction() -> None:
     assert checks.clock("host:8080", 1.4).is_well
     assert checks.clock("host:8080", 3.4, unsure_s=1.5).is_well, "the answer took 3 s to come"
     assert not checks.clock("host:8080", 3.4, unsure_s=0.1).is_well

@@ -40,9 +40,9 @@ def without(
 def test_what_is_missing_is_named_with_the_remedy(package: str) -> None:
     ended = without(package, "serve")
     assert ended.returncode == 2
-    [told] = ended.stderr.splitlines()
-    assert told.startswith(f"gristmill: the commands and the service need {package}, which is not installed; ")
-    assert told.endswith("pip install 'gristmill[service]'")
+    [message] = ended.stderr.splitlines()
+    assert message.startswith(f"gristmill: the commands and the service need {package}, which is not installed; ")
+    assert message.endswith("pip install 'gristmill[service]'")
 
 
 def test_ctrl_c_is_quiet_also_while_packages_are_imported() -> None:
@@ -65,9 +65,9 @@ def test_a_shell_completes_commands_and_flags() -> None:
 
 
 def test_a_refusal_is_one_line_in_a_pipe_however_long(tmp_path: Path) -> None:
-    told = gristmill_process("runs", "create", "any", "--config", tmp_path / f"{'long' * 60}.yaml").stderr
-    assert told.startswith("refused: ")
-    assert len(told.splitlines()) == 1
+    message = gristmill_process("runs", "create", "any", "--config", tmp_path / f"{'long' * 60}.yaml").stderr
+    assert message.startswith("refused: ")
+    assert len(message.splitlines()) == 1
 
 
 def test_the_installed_command_is_this_entry_point() -> None:

@@ -30,24 +30,24 @@ def test_a_run_is_created_of_a_file_once(service: Service, run_name: str, config
 
 def test_other_settings_are_refused(service: Service, run_name: str, config: Path) -> None:
     create(service.grpc_address, run_name, n_samples_per_prompt=4)
-    told = gristmill("runs", "create", run_name, "--config", config, "--address", service.grpc_address)
-    assert told.returncode == 1
-    assert told.stderr.startswith("refused: ")
-    assert "n_samples_per_prompt" in told.stderr
+    done = gristmill("runs", "create", run_name, "--config", config, "--address", service.grpc_address)
+    assert done.returncode == 1
+    assert done.stderr.startswith("refused: ")
+    assert "n_samples_per_prompt" in done.stderr
 
 
 def test_a_file_with_a_wrong_setting_is_refused_without_a_service(tmp_path: Path) -> None:
     wrong = tmp_path / "wrong.yaml"
     wrong.write_text("train_batch_sise: 2\n")
-    told = gristmill("runs", "create", "any", "--config", wrong, "--address", "127.0.0.1:1")
-    assert told.returncode == 1
-    assert "unknown setting train_batch_sise" in told.stderr
+    done = gristmill("runs", "create", "any", "--config", wrong, "--address", "127.0.0.1:1")
+    assert done.returncode == 1
+    assert "unknown setting train_batch_sise" in done.stderr
 
 
 def test_runs_are_listed_with_their_states(service: Service, run_name: str) -> None:
     create(service.grpc_address, run_name)
-    told = gristmill("runs", "list", GRISTMILL_ADDRESS=service.grpc_address)
-    [line] = [line for line in told.stdout.splitlines() if line.startswith(run_name)]
+    done = gristmill("runs", "list", GRISTMILL_ADDRESS=service.grpc_address)
+    [line] = [line for line in done.stdout.splitlines() if line.startswith(run_name)]
     assert line.split()[1] == "idle"
     listed = json.loads(gristmill("runs", "list", "--json", "--address", service.grpc_address).stdout)["runs"]
     assert {one["run"]: one["state"] for one in listed}[run_name] == "idle"
@@ -55,9 +55,9 @@ def test_runs_are_listed_with_their_states(service: Service, run_name: str) -> N
 
 def test_a_run_is_shown_with_its_settings(service: Service, run_name: str) -> None:
     create(service.grpc_address, run_name)
-    told = gristmill("runs", "show", run_name, "--address", service.grpc_address)
-    assert told.returncode == 0
-    assert "  max_buffered_batches: 2\n" in told.stdout
+    done = gristmill("runs", "show", run_name, "--address", service.grpc_address)
+    assert done.returncode == 0
+    assert "  max_buffered_batches: 2\n" in done.stdout
     shown = json.loads(gristmill("runs", "show", run_name, "--json", "--address", service.grpc_address).stdout)
     assert (shown["run"], shown["config"]["dp_size"]) == (run_name, 2)
 

@@ -35,9 +35,9 @@ def test_all_runs_are_on_one_screen(service: Service, run_name: str) -> None:
     create(service.grpc_address, run_name)
     fill(service.grpc_address, run_name, "a", "b", "c")
     wait_until(lambda: service.runs.get(run_name).status().batches_published == 1)
-    told = gristmill("status", "--address", service.grpc_address)
-    assert (told.returncode, told.stderr) == (0, "")
-    [line] = [line for line in told.stdout.splitlines() if line.startswith(run_name)]
+    done = gristmill("status", "--address", service.grpc_address)
+    assert (done.returncode, done.stderr) == (0, "")
+    [line] = [line for line in done.stdout.splitlines() if line.startswith(run_name)]
     assert line.split()[1:] == ["training", "0", "0", "1", "1", "1", "1", "0", *line.split()[-3:-1], "6"]
 
 
@@ -48,17 +48,17 @@ def test_one_run_is_shown_whole(service: Service, run_name: str) -> None:
     with RolloutClient(service.grpc_address, run_name) as client:
         client.begin_groups(["c"])
         client.abort_group("c", reason="no_answer")
-    told = gristmill("status", run_name, "--address", service.grpc_address)
-    assert told.returncode == 0
+    done = gristmill("status", run_name, "--address", service.grpc_address)
+    assert done.returncode == 0
     for words in ("1 sealed, 1 published, 1 freed", "1 no_answer", "4 accepted", "2 ranks", "batch 1 mini-batch 0"):
-        assert words in told.stdout
+        assert words in done.stdout
 
 
 def test_programs_get_one_object_with_the_names_of_the_contract(service: Service, run_name: str) -> None:
     create(service.grpc_address, run_name)
-    told = json.loads(gristmill("status", run_name, "--json", "--address", service.grpc_address).stdout)
-    [run] = told["runs"]
-    assert [one["problem"] for one in told["replicas"]] == [""]
+    document = json.loads(gristmill("status", run_name, "--json", "--address", service.grpc_address).stdout)
+    [run] = document["runs"]
+    assert [one["problem"] for one in document["replicas"]] == [""]
     assert (run["run"], run["batches_sealed"], run["health"]["state"]) == (run_name, 0, "idle")
     assert [len(model["next"]) for model in run["models"]] == [2]
     assert run["config"]["train_batch_size"] == 2
@@ -69,30 +69,30 @@ def test_the_address_may_come_from_the_environment(service: Service) -> None:
 
 
 def test_a_service_that_is_down_is_status_2_in_one_line() -> None:
-    told = gristmill("status", "--address", NOBODY)
-    assert (told.returncode, told.stdout) == (2, "")
-    assert told.stderr.startswith(f"unreachable: {NOBODY}: the service cannot be reached")
-    assert len(told.stderr.splitlines()) == 1
+    done = gristmill("status", "--address", NOBODY)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"unreachable: {NOBODY}: the service cannot be reached")
+    assert len(done.stderr.splitlines()) == 1
 
 
-def test_a_replica_that_is_away_is_told_and_the_others_answer(service: Service, run_name: str) -> None:
+def test_a_replica_that_is_unreachable_is_reported_and_the_others_answer(service: Service, run_name: str) -> None:
     create(service.grpc_address, run_name)
-    told = gristmill("status", run_name, "--address", f"{NOBODY},{service.grpc_address}")
-    assert told.returncode == 1
-    assert f"at {NOBODY}: {NOBODY}: the service cannot be reached" in told.stdout
-    assert f"at {service.grpc_address}: ready" in told.stdout
-    assert run_name in told.stdout
+    done = gristmill("status", run_name, "--address", f"{NOBODY},{service.grpc_address}")
+    assert done.returncode == 1
+    assert f"at {NOBODY}: {NOBODY}: the service cannot be reached" in done.stdout
+    assert f"at {service.grpc_address}: ready" in done.stdout
+    assert run_name in done.stdout
 
 
 def test_a_run_that_there_is_not_is_refused(service: Service) -> None:
-    told = gristmill("status", "no-such-run", "--address", service.grpc_address)
-    assert told.returncode == 1
-    assert told.stderr.startswith("refused: run 'no-such-run' does not exist")
+    done = gristmill("status", "no-such-run", "--address", service.grpc_address)
+    assert done.returncode == 1
+    assert done.stderr.startswith("refused: run 'no-such-run' does not exist")
 
 
 def test_an_address_that_is_none_is_refused() -> None:
-    told = gristmill("status", "--address", "http://somewhere")
-    assert (told.returncode, told.stderr.startswith("refused: address is")) == (1, True)
+    done = gristmill("status", "--address", "http://somewhere")
+    assert (done.returncode, done.stderr.startswith("refused: address is")) == (1, True)
 
 
 def test_a_run_whose_batch_could_not_be_built_is_failed(service: Service, run_name: str) -> None:
@@ -101,12 +101,12 @@ def test_a_run_whose_batch_could_not_be_built_is_failed(service: Service, run_na
     with RolloutClient(service.grpc_address, run_name) as client:
         while not (failed := client.status().failed_batches):
             pass
-    told = gristmill("status", run_name, "--json", "--address", service.grpc_address)
+    done = gristmill("status", run_name, "--json", "--address", service.grpc_address)
     page = httpx.get(f"{service.http_url}/v1/runs/{run_name}/health").json()
     # The others of this service look at all runs.
     httpx.delete(f"{service.http_url}/v1/runs/{run_name}").raise_for_status()
-    assert told.returncode == 1
-    [run] = json.loads(told.stdout)["runs"]
+    assert done.returncode == 1
+    [run] = json.loads(done.stdout)["runs"]
     assert run["health"]["needs_person"]
     assert failed[0] in run["health"]["summary"]
     # The page says the same, in the same words.
@@ -121,10 +121,10 @@ def test_a_run_in_which_nothing_happened_for_so_long_is_stuck_for_who_says_so(se
     create(service.grpc_address, run_name)
     fill(service.grpc_address, run_name, "a", "b", "c", "d")
     assert gristmill("status", run_name, "--for", 300, "--address", service.grpc_address).returncode == 0
-    told = gristmill("status", run_name, "--for", 0.001, "--address", service.grpc_address)
-    assert told.returncode == 1
-    assert "workers wait for the trainer: 2 batches not committed, policy rank 0 is at batch 0" in told.stdout
-    assert re.search(r"stuck  nothing happened for \d+ s: workers wait", told.stdout)
+    done = gristmill("status", run_name, "--for", 0.001, "--address", service.grpc_address)
+    assert done.returncode == 1
+    assert "workers wait for the trainer: 2 batches not committed, policy rank 0 is at batch 0" in done.stdout
+    assert re.search(r"stuck  nothing happened for \d+ s: workers wait", done.stdout)
 
 
 def test_a_rank_that_others_are_past_is_stuck_by_itself(
@@ -136,11 +136,11 @@ def test_a_rank_that_others_are_past_is_stuck_by_itself(
         next(iter(next(iter(trainer)).mini_batches())).ack()
     assert gristmill("status", run_name, "--address", service.grpc_address).returncode == 0
     monkeypatch.setattr(findings, "LATE_RANK_S", 0.1)
-    told = gristmill("status", run_name, "--address", service.grpc_address)
+    done = gristmill("status", run_name, "--address", service.grpc_address)
     # The others of this service look at all runs, perhaps when this one is stuck without that.
     httpx.delete(f"{service.http_url}/v1/runs/{run_name}").raise_for_status()
-    assert told.returncode == 1
-    assert "stuck  policy rank 1 did not even pull batch 0 mini-batch 0, which is published; 1 other" in told.stdout
+    assert done.returncode == 1
+    assert "stuck  policy rank 1 did not even pull batch 0 mini-batch 0, which is published; 1 other" in done.stdout
 
 
 def test_a_run_that_is_done_is_never_stuck(service: Service, run_name: str) -> None:
@@ -149,8 +149,8 @@ def test_a_run_that_is_done_is_never_stuck(service: Service, run_name: str) -> N
     train(service.grpc_address, run_name)
     with RolloutClient(service.grpc_address, run_name) as client:
         client.finish()
-    told = gristmill("status", run_name, "--for", 0.001, "--address", service.grpc_address)
-    assert (told.returncode, "finished, 1 batch trained" in told.stdout) == (0, True)
+    done = gristmill("status", run_name, "--for", 0.001, "--address", service.grpc_address)
+    assert (done.returncode, "finished, 1 batch trained" in done.stdout) == (0, True)
 
 
 def test_a_service_that_is_not_ready_says_why(start_service: StartService, tmp_path: Path) -> None:
@@ -167,10 +167,10 @@ def test_a_service_that_is_not_ready_says_why(start_service: StartService, tmp_p
         refused = pytest.raises((UnavailableError, DeadlineExceededError))
         with RolloutClient(service.grpc_address, "run", timeout_s=3) as client, refused:
             client.submit([LONG_ROW])
-        told = gristmill("status", "--address", service.grpc_address)
-        assert told.returncode == 1
-        assert "not ready: " in told.stdout
-        assert "is full" in told.stdout
+        done = gristmill("status", "--address", service.grpc_address)
+        assert done.returncode == 1
+        assert "not ready: " in done.stdout
+        assert "is full" in done.stdout
     finally:
         subprocess.run(["umount", "-l", str(small)], check=True)
 

@@ -27,9 +27,9 @@ def test_a_run_is_followed_from_its_first_batch_to_its_end(service: Service, run
         fill(address, run_name, "a", "b")
         assert [(one["event"], one["batch"]) for one in tail.until("published")] == [("sealed", 0), ("published", 0)]
         train(address, run_name)
-        told = tail.until("freed")
-        assert {"acknowledged", "committed"} < {one["event"] for one in told}
-        last = [one for one in told if one["event"] == "acknowledged"][-1]
+        events = tail.until("freed")
+        assert {"acknowledged", "committed"} < {one["event"] for one in events}
+        last = [one for one in events if one["event"] == "acknowledged"][-1]
         assert last["position"] == {"batch": 1, "epoch": 0, "mini_batch": 0}
         assert 1 in last["ranks"]
         with RolloutClient(address, run_name) as client:
@@ -50,11 +50,11 @@ def test_dropped_groups_are_named_with_their_reasons(service: Service, run_name:
             dropped = tail.until("groups dropped")
             while sum(one["count"] for one in dropped if one["event"] == "groups dropped") < 2:
                 dropped += tail.until("groups dropped")
-    found = {one["reason"]: [group["uid"] for group in one["groups"]] for one in dropped}
-    assert found == {"no_answer": ["b"], "too_hard": ["c"]}
+    uids = {one["reason"]: [group["uid"] for group in one["groups"]] for one in dropped}
+    assert uids == {"no_answer": ["b"], "too_hard": ["c"]}
 
 
-def test_a_batch_that_fails_is_told_with_its_reason(service: Service, run_name: str) -> None:
+def test_a_batch_that_fails_is_reported_with_its_reason(service: Service, run_name: str) -> None:
     create(service.grpc_address, run_name, **FAILS)
     with followed("tail", run_name, *SOON, "--address", service.grpc_address) as tail:
         tail.until("following")
@@ -69,9 +69,9 @@ def test_people_get_a_sentence_a_line(service: Service, run_name: str) -> None:
     train(service.grpc_address, run_name)
     with RolloutClient(service.grpc_address, run_name) as client:
         client.finish()
-    told = gristmill("tail", run_name, "--address", service.grpc_address)
-    assert (told.returncode, told.stderr) == (0, "")
-    assert [line.split(" ", 1)[1] for line in told.stdout.splitlines()] == [
+    done = gristmill("tail", run_name, "--address", service.grpc_address)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [line.split(" ", 1)[1] for line in done.stdout.splitlines()] == [
         "following: batches sealed 1, batches published 1, batches freed 1, groups open 0, groups complete 0",
         "done",
     ]
@@ -90,10 +90,10 @@ def test_it_goes_on_when_the_service_starts_again(start_service: StartService, t
         again = start_service(*flags, "--grpc-address", service.grpc_address)
         assert tail.until("reached again")[-1]["run"] == "run"
         fill(again.grpc_address, "run", "c", "d")
-        told = tail.until("published")
-        while told[-1]["batch"] != 1:
-            told += tail.until("published")
-        assert [one["batch"] for one in told if one["event"] == "sealed"] == [1]
+        events = tail.until("published")
+        while events[-1]["batch"] != 1:
+            events += tail.until("published")
+        assert [one["batch"] for one in events if one["event"] == "sealed"] == [1]
 
 
 def test_it_ends_where_the_run_is_deleted(service: Service, run_name: str) -> None:
@@ -113,6 +113,6 @@ def test_ctrl_c_ends_it_without_a_trace(service_process: ServiceProcess) -> None
         assert tail.process.wait(timeout=30) == 0
 
 
-def test_a_run_or_a_service_that_there_is_not_is_told_at_once(service: Service) -> None:
+def test_a_run_or_a_service_that_there_is_not_is_reported_at_once(service: Service) -> None:
     assert gristmill("tail", "no-such-run", "--address", service.grpc_address).returncode == 1
     assert gristmill("tail", "run", "--address", "127.0.0.1:1").returncode == 2

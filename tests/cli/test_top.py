@@ -15,9 +15,9 @@ from tests.serving import StartService
 
 def test_without_a_terminal_it_prints_what_there_is_once(service: Service, run_name: str) -> None:
     create(service.grpc_address, run_name)
-    told = gristmill("top", "--address", service.grpc_address)
-    assert (told.returncode, told.stderr, run_name in told.stdout) == (0, "", True)
-    assert "\x1b" not in told.stdout
+    done = gristmill("top", "--address", service.grpc_address)
+    assert (done.returncode, done.stderr, run_name in done.stdout) == (0, "", True)
+    assert "\x1b" not in done.stdout
     [line] = gristmill("top", "--json", "--address", service.grpc_address).stdout.splitlines()
     assert run_name in [run["run"] for run in json.loads(line)["runs"]]
 

@@ -52,13 +52,13 @@ class Demo:
 
     def descendants(self) -> dict[int, str]:
         """Its processes and theirs, with their command lines."""
-        found, unseen = {}, [self.process.pid]
+        commands, unseen = {}, [self.process.pid]
         while unseen:
             for task in Path(f"/proc/{unseen.pop()}/task").glob("*/children"):
                 for pid in map(int, task.read_text().split()):
-                    found[pid] = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+                    commands[pid] = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
                     unseen.append(pid)
-        return found
+        return commands
 
     def leftovers(self) -> list[Path]:
         return [*self.shards.iterdir(), *self.scratch.glob("gristmill-demo-*")]

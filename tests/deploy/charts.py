@@ -24,17 +24,17 @@ _spec.loader.exec_module(validate)
 def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
     """One run of the helm that `make setup` installs, or of the one on the PATH."""
     installed = ROOT / ".venv/bin/helm"
-    found = str(installed) if installed.exists() else shutil.which("helm")
-    assert found is not None, "helm is not installed: run `make setup`"
-    return subprocess.run([found, *arguments], capture_output=True, text=True, timeout=60, check=False)
+    binary = str(installed) if installed.exists() else shutil.which("helm")
+    assert binary is not None, "helm is not installed: run `make setup`"
+    return subprocess.run([binary, *arguments], capture_output=True, text=True, timeout=60, check=False)
 
 
 def render(*flags: str, chart: Path = CHART) -> list[dict[str, Any]]:
     """The resources that `helm install` with these flags would make."""
     done = helm("template", "gristmill", str(chart), "-n", "gristmill", "--kube-version", "1.29", *flags)
     assert done.returncode == 0, done.stderr
-    found: list[dict[str, Any]] = validate.resources(done.stdout)
-    return found
+    manifests: list[dict[str, Any]] = validate.resources(done.stdout)
+    return manifests
 
 
 def refusal(*flags: str) -> str:
@@ -46,13 +46,13 @@ def refusal(*flags: str) -> str:
 
 def only(resources: list[dict[str, Any]], kind: str, name: str = "") -> dict[str, Any]:
     """The one resource of a kind whose name ends so."""
-    (found,) = [
+    (manifest,) = [
         resource for resource in resources if resource["kind"] == kind and resource["metadata"]["name"].endswith(name)
     ]
-    return found
+    return manifest
 
 
 def pod(resource: dict[str, Any]) -> dict[str, Any]:
     """The pod that a workload makes; empty for another resource."""
-    found: dict[str, Any] = resource.get("spec", {}).get("template", {}).get("spec", {})
-    return found
+    spec: dict[str, Any] = resource.get("spec", {}).get("template", {}).get("spec", {})
+    return spec

@@ -93,7 +93,7 @@ def test_the_fill_is_recorded_only_where_something_scales_by_it(mode: str, recor
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "message"),
     [
         ((*REDIS, "--set", "ports.grpc=8080"), "ports.grpc and ports.http are the same"),
         ((*REDIS, "--set", "autoscaling.minReplicas=9"), "autoscaling.minReplicas is more than"),
@@ -143,8 +143,8 @@ def test_the_fill_is_recorded_only_where_something_scales_by_it(mode: str, recor
         (("--set", "mode=sidecar,access.tlsSecret=tls"), "access is for mode: service"),
     ],
 )
-def test_values_that_would_not_do_what_they_say_are_refused(flags: tuple[str, ...], told: str) -> None:
-    assert told in refusal(*flags)
+def test_values_that_would_not_do_what_they_say_are_refused(flags: tuple[str, ...], message: str) -> None:
+    assert message in refusal(*flags)
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_with_certificates_and_tokens_nothing_is_left_open() -> None:
     )
 
 
-def test_without_them_the_service_is_told_that_its_network_is_trusted() -> None:
+def test_without_them_the_service_is_configured_so_that_its_network_is_trusted() -> None:
     (container,) = pod(only(render(*REDIS), "StatefulSet", "gristmill"))["containers"]
     assert {"name": "GRISTMILL_INSECURE", "value": "true"} in container["env"]
     assert "grpc" in container["startupProbe"]

@@ -29,11 +29,11 @@ SERVE = "from gristmill_service.cli import main; main()"
 
 def interpreter() -> str:
     """A Python of this version that another user may run, as that of an image is."""
-    for found in (sys.executable, "/usr/bin/python3", "/usr/local/bin/python3"):
+    for path in (sys.executable, "/usr/bin/python3", "/usr/local/bin/python3"):
         asked = f"import sys; sys.exit(sys.version_info[:2] != {sys.version_info[:2]!r})"
         try:
-            if not subprocess.run([found, "-c", asked], user=NOBODY, group=NOBODY, capture_output=True).returncode:
-                return found
+            if not subprocess.run([path, "-c", asked], user=NOBODY, group=NOBODY, capture_output=True).returncode:
+                return path
         except (OSError, subprocess.SubprocessError):
             continue
     pytest.skip(f"no Python {sys.version_info[0]}.{sys.version_info[1]} that user {NOBODY} may run")

@@ -43,7 +43,7 @@ def test_every_example_is_valid_and_of_the_restricted_profile(manifests: dict[st
 
 
 @pytest.mark.parametrize(
-    ("name", "before", "after", "told"),
+    ("name", "before", "after", "message"),
     [
         ("service", "serviceName:", "serviceNam:", "serviceNam"),
         ("service", "endpoints:", "endpoint:", "endpoint"),
@@ -63,9 +63,9 @@ def test_every_example_is_valid_and_of_the_restricted_profile(manifests: dict[st
         ("service", "managed-by: Helm", 'managed-by: "a b"', "is no label's value"),
     ],
 )
-def test_what_is_wrong_is_told(manifests: dict[str, str], name: str, before: str, after: str, told: str) -> None:
+def test_what_is_wrong_is_reported(manifests: dict[str, str], name: str, before: str, after: str, message: str) -> None:
     assert before in manifests[name]
-    assert told in "\n".join(validate.errors(manifests[name].replace(before, after)))
+    assert message in "\n".join(validate.errors(manifests[name].replace(before, after)))
 
 
 def test_a_name_that_is_given_twice_is_refused() -> None:
@@ -117,8 +117,8 @@ def test_values_take_settings_that_exist() -> None:
 def pins() -> dict[str, Requirement]:
     """The packages that the image installs, by name."""
     text = (DEPLOY / "requirements.txt").read_text(encoding="utf-8")
-    found = map(Requirement, re.findall(r"^([\w.-]+==[^\\]+?) \\$", text, re.MULTILINE))
-    return {canonicalize_name(pin.name): pin for pin in found}
+    requirements = map(Requirement, re.findall(r"^([\w.-]+==[^\\]+?) \\$", text, re.MULTILINE))
+    return {canonicalize_name(pin.name): pin for pin in requirements}
 
 
 @pytest.mark.parametrize("file", ["requirements.txt", "build-requirements.txt"])
@@ -151,10 +151,10 @@ def test_the_images_requirements_are_complete(version: str) -> None:
                         assert canonicalize_name(wanted.name) in pins(), f"{name} needs {wanted}"
 
 
-def test_the_documentation_tells_every_value() -> None:
+def test_the_documentation_names_every_value() -> None:
     values = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
-    told = (ROOT / "docs/kubernetes.md").read_text(encoding="utf-8")
-    assert [name for name in values if f"`{name}" not in told] == []
+    guide = (ROOT / "docs/kubernetes.md").read_text(encoding="utf-8")
+    assert [name for name in values if f"`{name}" not in guide] == []
 
 
 def test_every_process_of_the_compose_file_is_confined() -> None:

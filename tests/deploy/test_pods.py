@@ -22,7 +22,7 @@ def test_a_digest_says_which_image_is_run() -> None:
     assert container["image"] == f"a/b@{digest}"
 
 
-def test_pods_are_placed_as_told() -> None:
+def test_pods_are_placed_as_configured() -> None:
     spread = {"maxSkew": 1, "topologyKey": "topology.kubernetes.io/zone", "whenUnsatisfiable": "DoNotSchedule"}
     flags = ("--set", "priorityClassName=high", "--set-json", f"topologySpreadConstraints=[{json.dumps(spread)}]")
     resources = render(*REDIS, *flags)
@@ -76,7 +76,7 @@ def checksums(secrets: dict[str, dict[str, str]], *flags: str) -> dict[str, str 
     }
 
 
-def test_an_upgrade_starts_pods_anew_where_a_secret_that_they_read_once_changed() -> None:
+def test_an_upgrade_starts_new_pods_where_a_secret_that_they_read_once_changed() -> None:
     before, after = ({"secret": {"password": word}} for word in ("b25l", "dHdv"))
     one, same, other = (checksums(secrets, *REDIS) for secrets in (before, before, after))
     assert one == same

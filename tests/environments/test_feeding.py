@@ -70,11 +70,11 @@ def groups(service: Service, run: str) -> dict[str, tuple[str, str]]:
 
 
 def test_every_prompt_becomes_a_group_of_as_many_samples_as_the_run_wants(service: Service, run_name: str) -> None:
-    told: list[int] = []
+    counts: list[int] = []
     progress = asyncio.run(
-        fed(service, run_name, Played(well), prompts("a", "b"), on_group=lambda now: told.append(now.groups))
+        fed(service, run_name, Played(well), prompts("a", "b"), on_group=lambda now: counts.append(now.groups))
     )
-    assert (progress.groups, progress.trajectories, progress.mean_reward, told) == (2, 4, 0.5, [1, 2])
+    assert (progress.groups, progress.trajectories, progress.mean_reward, counts) == (2, 4, 0.5, [1, 2])
     with TrainerClient(service.grpc_address, run_name, 0) as trainer:
         (shard,) = next(iter(trainer)).mini_batches()
         assert (shard["loss_mask"].sum().item(), len(shard["row"])) == (8, 8)
@@ -135,7 +135,7 @@ def test_what_was_consumed_in_a_round_is_left_out_and_another_round_samples_it_a
     assert (next_round.groups, next_round.consumed) == (2, 0)
 
 
-def test_the_open_group_of_a_worker_that_was_killed_is_rolled_out_anew(service: Service, run_name: str) -> None:
+def test_the_open_group_of_a_worker_that_was_killed_is_rolled_out_again(service: Service, run_name: str) -> None:
     async def killed() -> None:
         async with AsyncRolloutClient(service.grpc_address, run_name) as client:
             await client.create_run(CONFIG)
@@ -172,9 +172,9 @@ def test_cancelling_ends_the_rollouts_and_aborts_their_groups(service: Service, 
         assert len(asyncio.all_tasks()) == 1
 
     asyncio.run(work())
-    found = groups(service, run_name)
-    assert found.pop("game/b")[0] == "dropped"
-    assert {state for state, _ in found.values()} <= {"complete", "dropped"}
+    states = groups(service, run_name)
+    assert states.pop("game/b")[0] == "dropped"
+    assert {state for state, _ in states.values()} <= {"complete", "dropped"}
 
 
 def test_what_the_run_refuses_ends_the_feeding(service: Service, run_name: str) -> None:

@@ -66,5 +66,5 @@ def published(replica: Replica, run: str, batch: int) -> bool:
 
 
 def keys(server: RedisServer, run: str) -> list[str]:
-    found: Any = server.client().keys("*")
-    return [key.decode() for key in found if run in key.decode()]
+    names: Any = server.client().keys("*")
+    return [key.decode() for key in names if run in key.decode()]

@@ -168,15 +168,15 @@ def check(refused: Refused, *codes: str) -> None:
 def eventually(condition: Callable[[], T | None], what: str, timeout_s: float = PATIENCE_S) -> T:
     """What the condition gives once that is true. A call that is refused counts as not yet."""
     deadline = time.monotonic() + timeout_s
-    found: Any = None
+    value: Any = None
     while time.monotonic() < deadline:
         try:
-            if found := condition():
-                return found
+            if value := condition():
+                return value
         except (Refused, httpx.TransportError) as error:
-            found = error
+            value = error
         time.sleep(0.05)
-    raise AssertionError(f"{what}: not within {timeout_s:.0f} s; last: {found!r}")
+    raise AssertionError(f"{what}: not within {timeout_s:.0f} s; last: {value!r}")
 
 
 def owner(services: Sequence[Service], run: str) -> Service:

@@ -51,8 +51,8 @@ def other(replicas: tuple[Service, Service], owned: Service) -> Service:
 @pytest.fixture(params=["grpc", "http"])
 def api(request: pytest.FixtureRequest, other: Service) -> Api:
     """To the replica that does not decide."""
-    found: Api = getattr(other, request.param)
-    return found
+    fixture: Api = getattr(other, request.param)
+    return fixture
 
 
 class TestAnyTakesAnyCall:
@@ -110,7 +110,7 @@ class TestAnyTakesAnyCall:
 
     def test_a_refusal_is_the_owners_own_word(self, api: Api, owned: Service, run: str) -> None:
         def refusals(at: Api) -> list[tuple[str, str, str]]:
-            found = []
+            answers = []
             for call in (
                 lambda: at.create(run, {**CONFIG, "dp_size": 2}),
                 lambda: at.batch(run, -1),
@@ -122,8 +122,8 @@ class TestAnyTakesAnyCall:
             ):
                 with pytest.raises(Refused) as refused:
                     call()
-                found.append((refused.value.code, refused.value.kind, refused.value.message))
-            return found
+                answers.append((refused.value.code, refused.value.kind, refused.value.message))
+            return answers
 
         assert refusals(api) == refusals(getattr(owned, "grpc" if api.__class__.__name__ == "GrpcApi" else "http"))
 
@@ -137,7 +137,7 @@ class TestAnyTakesAnyCall:
         for name in names:
             assert {one.grpc.get(name)["rows_accepted"] for one in replicas} == {0}
 
-    def test_other_ranks_asked_for_at_one_that_does_not_decide_get_every_batch_cut_anew(
+    def test_other_ranks_asked_for_at_one_that_does_not_decide_get_every_batch_cut_again(
         self, other: Service, run: str
     ) -> None:
         stop, errors = threading.Event(), []

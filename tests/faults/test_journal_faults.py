@@ -203,7 +203,7 @@ def test_a_deleted_run_stays_deleted_and_its_name_is_free(services: Services, tm
     assert service.grpc.submit(run, group("a")) == ["accepted"] * 2
 
 
-def test_a_torn_tail_is_cut_and_told_and_the_rest_is_there(services: Services, tmp_path: Path, run: str) -> None:
+def test_a_torn_tail_is_cut_and_reported_and_the_rest_is_there(services: Services, tmp_path: Path, run: str) -> None:
     flags = in_journal(tmp_path)
     [service] = services.start(1, *flags)
     service.grpc.create(run, CONFIG)
@@ -220,7 +220,7 @@ def test_a_torn_tail_is_cut_and_told_and_the_rest_is_there(services: Services, t
 
 
 class TestItDoesNotStart:
-    def test_beside_another_in_the_same_directory(self, services: Services, tmp_path: Path) -> None:
+    def test_next_to_another_in_the_same_directory(self, services: Services, tmp_path: Path) -> None:
         flags = in_journal(tmp_path)
         [service] = services.start(1, *flags)
         second = refused_start(*flags)
@@ -231,9 +231,9 @@ class TestItDoesNotStart:
 
     def test_in_a_directory_that_it_may_not_use(self, tmp_path: Path) -> None:
         (tmp_path / "journal").write_text("a file")
-        found = refused_start(*in_journal(tmp_path))
-        assert (found.returncode, len(found.stderr.strip().splitlines())) == (2, 1)
-        assert "journal_dir" in found.stderr
+        ended = refused_start(*in_journal(tmp_path))
+        assert (ended.returncode, len(ended.stderr.strip().splitlines())) == (2, 1)
+        assert "journal_dir" in ended.stderr
 
 
 def test_a_run_that_a_newer_version_wrote_is_set_aside_untouched_and_the_others_serve(
@@ -319,8 +319,8 @@ class TestTheDiskIsFull:
         journal = ["--journal-dir", str(disk / "journal"), "--shared-memory-dir", str(tmp_path / "shards")]
         [again] = services.start(1, *journal)
         for batch in range(taken // 2):
-            found = train(again.grpc, run, batch)
-            assert batch or found == data
+            trained = train(again.grpc, run, batch)
+            assert batch or trained == data
         eventually(lambda: again.trouble == "", "it is ready")
         assert again.grpc.submit(run, group("more")) == ["accepted"] * 2
 

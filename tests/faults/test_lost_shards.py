@@ -54,7 +54,7 @@ def test_a_flipped_bit_reaches_no_trainer_and_its_batch_is_built_again(
 
 @pytest.mark.parametrize("lost", PULLS)
 @pytest.mark.parametrize("when", ["while the run is open", "before it is opened"])
-def test_shards_that_redis_lost_are_made_anew_from_their_rows(
+def test_shards_that_redis_lost_are_rebuilt_from_their_rows(
     server: RedisServer, join: Join, lost: str, when: str
 ) -> None:
     first = join(server.url, "first")
@@ -89,7 +89,7 @@ def test_shards_that_redis_lost_are_made_anew_from_their_rows(
 
 
 @pytest.mark.parametrize("kind", ["grpc", "http"])
-def test_they_are_made_anew_also_where_another_replica_is_asked(
+def test_they_are_rebuilt_also_where_another_replica_is_asked(
     services: Services, shared_redis: RedisServer, run: str, kind: str
 ) -> None:
     both = services.start(2, *on_redis(shared_redis.url))

@@ -58,9 +58,9 @@ class TestTheOwnerGoes:
         first.kill()
         killed = time.monotonic()
         assert second.grpc.read(run, 0, 0, 0) == data, "shards need no owner"
-        found = patiently(lambda: second.grpc.batch(run, 0))
+        after = patiently(lambda: second.grpc.batch(run, 0))
         assert time.monotonic() - killed < 15
-        assert found == before
+        assert after == before
         assert second.grpc.policy_version(run) == 4
         assert second.grpc.submit(run, [*group("a"), *group("c")]) == ["duplicate"] * 4
         assert second.grpc.shard(run, 0, incarnation=resumed["incarnation"])["incarnation"] == resumed["incarnation"]
@@ -307,7 +307,7 @@ class TestOneIsCutOff:
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0"])
-def test_one_that_listens_everywhere_tells_the_others_where_or_does_not_start(
+def test_one_that_listens_everywhere_reports_to_the_others_where_or_does_not_start(
     shared_redis: RedisServer, address: str
 ) -> None:
     command = [

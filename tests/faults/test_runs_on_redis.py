@@ -183,7 +183,7 @@ def test_what_could_not_be_removed_while_redis_was_away_is_removed_later(
     wait_until(lambda: not [key for key in keys(server, "run") if ":batch:" in key or ":staged:" in key], "it goes")
 
 
-def test_a_batch_whose_publication_is_in_doubt_is_there_when_the_run_is_opened_anew(
+def test_a_batch_whose_publication_is_in_doubt_is_there_when_the_run_is_opened_again(
     server: RedisServer, join: Join
 ) -> None:
     """The log may tell of it: what was published is not for the former book to remove."""
@@ -324,7 +324,7 @@ def test_a_node_of_a_cluster_that_hangs_takes_only_its_own_runs_with_it(tmp_path
             hangs.resume()
 
 
-def test_a_run_read_anew_again_and_again_leaves_no_thread_and_no_connection(server: RedisServer, join: Join) -> None:
+def test_a_run_recovered_again_and_again_leaves_no_thread_and_no_connection(server: RedisServer, join: Join) -> None:
     one = join(server.url)
     one.runs.create("run", CREATED)
     one.runs.get("run").submit(table(*group_rows("a")))

@@ -68,13 +68,13 @@ class Run:
             self.errors.append(error)
 
     def _train_next(self) -> None:
-        found = self._again(lambda: self._next(forward=True))
-        batch, count = found["position"]["batch"], None
+        answer = self._again(lambda: self._next(forward=True))
+        batch, count = answer["position"]["batch"], None
         while count is None or self._again(lambda: self.api.batch(self.name, batch))["state"] == "forward":
             plan = self._again(lambda: self._plan(batch))
             count = len(plan["mini_batches"])
             for mini_batch in range(count):
-                self._again(lambda at=mini_batch: write(self.api, self.name, batch, at, found["incarnation"]))
+                self._again(lambda at=mini_batch: write(self.api, self.name, batch, at, answer["incarnation"]))
         for mini_batch in range(count):
             shard = self._again(lambda: self._next(forward=False))
             assert shard["position"] == {"batch": batch, "epoch": 0, "mini_batch": mini_batch}
@@ -95,10 +95,10 @@ class Run:
         return shard
 
     def _plan(self, batch: int) -> Json:
-        found = self.api.batch(self.name, batch, wait_s=1.0)
-        if "plan" not in found:
+        answer = self.api.batch(self.name, batch, wait_s=1.0)
+        if "plan" not in answer:
             raise Refused("UNAVAILABLE", "", "not there yet", None)
-        plan: Json = found["plan"]
+        plan: Json = answer["plan"]
         return plan
 
     def _again(self, call: Any) -> Any:
@@ -117,8 +117,8 @@ def _uids(shard: bytes) -> list[str]:
     import json
 
     length = int.from_bytes(shard[:8], "little")
-    found: list[str] = json.loads(json.loads(shard[8 : 8 + length])["__metadata__"]["uids"])
-    return found
+    uids: list[str] = json.loads(json.loads(shard[8 : 8 + length])["__metadata__"]["uids"])
+    return uids
 
 
 def test_killed_at_any_moment_each_value_is_trained_once_on_its_own_token(

@@ -31,13 +31,13 @@ def _pieces(path: Path) -> Iterator[tuple[str, str]]:
 
 def put_files(files: dict[str, Any], directory: Path) -> None:
     """Writes them, for their owner alone, as a service does."""
-    for name, told in files.items():
+    for name, content in files.items():
         path = directory / name
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with path.open("wb") as file:
             path.chmod(0o600)
-            file.truncate(told["size"])
-            for offset, piece in told["pieces"].items():
+            file.truncate(content["size"])
+            for offset, piece in content["pieces"].items():
                 file.seek(int(offset))
                 file.write(b64decode(piece))
 
@@ -67,21 +67,21 @@ def _flat(fields: Any) -> list[bytes]:
 
 def put_keys(keys: dict[str, Any], client: Any) -> None:
     """Writes them."""
-    for name, told in keys.items():
+    for name, content in keys.items():
         key = b64decode(name)
-        if "string" in told:
-            client.set(key, b64decode(told["string"]))
-        elif "set" in told:
-            client.sadd(key, *map(b64decode, told["set"]))
-        elif "hash" in told:
-            client.hset(key, mapping={b64decode(field): b64decode(value) for field, value in told["hash"].items()})
+        if "string" in content:
+            client.set(key, b64decode(content["string"]))
+        elif "set" in content:
+            client.sadd(key, *map(b64decode, content["set"]))
+        elif "hash" in content:
+            client.hset(key, mapping={b64decode(field): b64decode(value) for field, value in content["hash"].items()})
         else:
-            for number, fields in told["stream"]:
+            for number, fields in content["stream"]:
                 client.execute_command("XADD", key, number, *map(b64decode, fields))
-            if not told["stream"]:
-                client.execute_command("XADD", key, told["last"], "-", "-")
-                client.xdel(key, told["last"])
-            client.execute_command("XSETID", key, told["last"])
+            if not content["stream"]:
+                client.execute_command("XADD", key, content["last"], "-", "-")
+                client.xdel(key, content["last"])
+            client.execute_command("XSETID", key, content["last"])
 
 
 def _text(value: bytes) -> str:

@@ -18,8 +18,8 @@ def test_every_format_that_this_version_writes_has_a_fixture() -> None:
 
 @pytest.mark.parametrize("name", FIXTURES)
 def test_a_run_that_was_kept_goes_on_where_it_was(name: str, tmp_path: Path) -> None:
-    told = json.loads((DIRECTORY / f"{name}.json").read_text())
+    stored = json.loads((DIRECTORY / f"{name}.json").read_text())
     through = through_journal if name.startswith("journal") else through_redis
-    assert read(told["kept"], tmp_path, through) == told["found"], (
+    assert read(stored["kept"], tmp_path, through) == stored["found"], (
         "an unreleased format changed? run `make formats` and look at what is found now"
     )

@@ -30,13 +30,13 @@ def inputs(target: Target, seed: int) -> Iterator[bytes]:
     """Changed inputs without end, the same for the same seed. Some are changed again."""
     random, seeds = Random(f"{target.name} {seed}"), target.seeds()
     while True:
-        found = target.change(random, random.choice(seeds))
+        changed = target.change(random, random.choice(seeds))
         if random.random() < 0.2:
             try:
-                found = target.change(random, found)
+                changed = target.change(random, changed)
             except Exception:  # noqa: BLE001 - what is broken already may have no structure to change
                 continue
-        yield found
+        yield changed
 
 
 def run(target: Target, seed: int, *, count: int | None = None, seconds: float | None = None) -> Outcome:

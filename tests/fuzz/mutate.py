@@ -51,26 +51,26 @@ VALUES: tuple[Any, ...] = (
 
 def changed_bytes(random: Random, data: bytes) -> bytes:
     """The bytes with one to four changes: cut, doubled, filled with others, or numbers of theirs replaced."""
-    found = bytearray(data)
+    changed = bytearray(data)
     for _ in range(random.randint(1, 4)):
-        at = random.randrange(len(found) + 1)
+        at = random.randrange(len(changed) + 1)
         match random.randrange(6):
             case 0:
-                del found[at : at + random.randint(1, 16)]
+                del changed[at : at + random.randint(1, 16)]
             case 1:
-                found[at:at] = random.randbytes(random.randint(1, 16))
+                changed[at:at] = random.randbytes(random.randint(1, 16))
             case 2:
-                found[at : at + 1] = bytes([random.randrange(256)])
+                changed[at : at + 1] = bytes([random.randrange(256)])
             case 3:
                 size = random.choice((1, 2, 4, 8))
                 value = random.choice(INTEGERS) % 256**size
-                found[at : at + size] = value.to_bytes(size, random.choice(("little", "big")))
+                changed[at : at + size] = value.to_bytes(size, random.choice(("little", "big")))
             case 4:
-                other = random.randrange(len(found) + 1)
-                found[at:at] = found[other : other + random.randint(1, 64)]
+                other = random.randrange(len(changed) + 1)
+                changed[at:at] = changed[other : other + random.randint(1, 64)]
             case 5:
-                del found[at:]
-    return bytes(found)
+                del changed[at:]
+    return bytes(changed)
 
 
 def changed_message(random: Random, message: Any) -> None:
@@ -137,15 +137,15 @@ def changed_document(random: Random, document: Any) -> Any:
 
 def _changed(random: Random, document: Any) -> Any:
     if isinstance(document, dict) and document and random.random() < 0.9:
-        found, name = dict(document), random.choice(list(document))
+        changed, name = dict(document), random.choice(list(document))
         match random.randrange(8):
             case 0:
-                del found[name]
+                del changed[name]
             case 1:
-                found[random.choice(("x", "", f"{name}s", "lambda"))] = random.choice(VALUES)
+                changed[random.choice(("x", "", f"{name}s", "lambda"))] = random.choice(VALUES)
             case _:
-                found[name] = _changed(random, found[name])
-        return found
+                changed[name] = _changed(random, changed[name])
+        return changed
     if isinstance(document, list | tuple) and document and random.random() < 0.8:
         items, at = list(document), random.randrange(len(document))
         match random.randrange(6):

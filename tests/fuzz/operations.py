@@ -38,7 +38,7 @@ def run(seed: int, *, examples: int, seconds: float = 0.0) -> Outcome:
     outcome, end = Outcome("operations"), time.monotonic() + seconds
     with _service() as service:
         schema = schemathesis.openapi.from_url(f"{service.http_url}/openapi.json")
-        operations = [found.ok() for found in schema.get_all_operations() if isinstance(found, Ok)]
+        operations = [result.ok() for result in schema.get_all_operations() if isinstance(result, Ok)]
         for turn in count():
             for operation in operations:
                 for mode in GenerationMode:
@@ -50,12 +50,12 @@ def run(seed: int, *, examples: int, seconds: float = 0.0) -> Outcome:
 
 @contextmanager
 def _service() -> Iterator[Service]:
-    found = Service(Settings(**FREE_PORTS, store="memory", shutdown_grace_s=1))
-    found.start()
+    served = Service(Settings(**FREE_PORTS, store="memory", shutdown_grace_s=1))
+    served.start()
     try:
-        yield found
+        yield served
     finally:
-        found.stop()
+        served.stop()
 
 
 def _ask(service: Service, operation: Any, mode: GenerationMode, examples: int, seed: str, outcome: Outcome) -> None:

@@ -44,8 +44,8 @@ def _seeds() -> list[bytes]:
         [_row(reward=None, policy_versions=[2, 3], policy_version=2), _row(sample=1, attempt=2, round=4)],
         [_row(advantage=[0.1, 0.2]), _row(sample=1, advantage=[0.3, 0.4])],
     ]
-    found = [encode("r", [from_rows(rows, step_wise=True)]) for rows in tables]
-    return [*found, compressed(found[1])]
+    bodies = [encode("r", [from_rows(rows, step_wise=True)]) for rows in tables]
+    return [*bodies, compressed(bodies[1])]
 
 
 def _change(random: Random, data: bytes) -> bytes:
@@ -86,15 +86,15 @@ def _bench() -> Bench:
 
 
 def _delta_seeds() -> list[bytes]:
-    found = []
+    bodies = []
     history = np.array([1, 2, 3, 4, 5], np.int32)
     for lengths in ([5], [5, 5], [3]):
         prompt = [*history.tolist(), 9]
         rows = [_row(sample=at, step=1, prompt_token_ids=prompt) for at in range(len(lengths))]
         checksums = [zlib.crc32(history[:length].tobytes()) for length in lengths]
         prefixes = Prefixes(np.array(lengths, np.int64), np.array(checksums, np.uint32))
-        found.append(encode("r", [from_rows(rows, step_wise=True)], prefixes))
-    return found
+        bodies.append(encode("r", [from_rows(rows, step_wise=True)], prefixes))
+    return bodies
 
 
 def _read_delta(data: bytes) -> None:

@@ -36,7 +36,7 @@ def all_targets() -> dict[str, Target]:
     """By their names."""
     from tests.fuzz import configurations, http_bodies, journals, shards, submissions
 
-    found = [
+    targets = [
         submissions.SUBMISSIONS,
         submissions.DELTAS,
         shards.FRAMES,
@@ -48,4 +48,4 @@ def all_targets() -> dict[str, Target]:
         configurations.CONFIGURATIONS,
         http_bodies.BODIES,
     ]
-    return {target.name: target for target in found}
+    return {target.name: target for target in targets}

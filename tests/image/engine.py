@@ -85,20 +85,20 @@ class Engine:
     def concede(self, image: str) -> None:
         """Finds out what has to be conceded so that the image runs confined here: skips, in the engine's own words,
         where nothing helps."""
-        told = []
+        messages = []
         for concessions in _concessions():
             try:
                 self("run", "--rm", *CONFINED, *flags("RUN"), *concessions, "--entrypoint", "true", image)
             except EngineError as error:
                 if not is_of_the_machine(error):
                     raise
-                told.append(last_line(error))
+                messages.append(last_line(error))
                 continue
             self.concessions = concessions
-            if told:
-                print(f"\ncontainers run with {shlex.join(concessions)}: {told[0]}")
+            if messages:
+                print(f"\ncontainers run with {shlex.join(concessions)}: {messages[0]}")
             return
-        pytest.skip(f"{self.runner} cannot run a container on this machine: {'; '.join(told)}")
+        pytest.skip(f"{self.runner} cannot run a container on this machine: {'; '.join(messages)}")
 
     def base(self) -> str:
         """What the Dockerfile builds on, or where no registry can be reached a stand-in made of Debian's packages."""
@@ -137,9 +137,9 @@ class Engine:
             self("import", *changes, archive, name)
 
     def inspect(self, image: str) -> dict[str, Any]:
-        (found,) = json.loads(self("image", "inspect", image))
-        assert isinstance(found, dict)
-        return found
+        (details,) = json.loads(self("image", "inspect", image))
+        assert isinstance(details, dict)
+        return details
 
     def start(self, image: str, name: str, *arguments: str, **environment: str) -> None:
         """A confined container that serves on this machine's loopback."""
@@ -148,8 +148,8 @@ class Engine:
         self("run", "--detach", "--name", name, *confined, *variables, *arguments, image)
 
     def state(self, name: str) -> dict[str, Any]:
-        (found,) = json.loads(self("container", "inspect", name))
-        state: dict[str, Any] = found["State"]
+        (details,) = json.loads(self("container", "inspect", name))
+        state: dict[str, Any] = details["State"]
         return state
 
 

@@ -80,11 +80,11 @@ def train(address: str, run: str, uid: str) -> list[list[str]]:
     with RolloutClient(address, run, timeout_s=120) as client, TrainerClient(address, run, 0, timeout_s=120) as trainer:
         client.create_run(CONFIG)
         submit(client, uid)
-        found = []
+        uids = []
         for shard in next(iter(trainer)).mini_batches():
-            found.append(shard.metadata["uids"])
+            uids.append(shard.metadata["uids"])
             shard.ack()
-        return found
+        return uids
 
 
 def submit(client: RolloutClient, uid: str) -> None:
@@ -114,8 +114,8 @@ def test_it_serves_confined_and_ends_in_order(engine: Engine, start: Start) -> N
     address = f"127.0.0.1:{free_port()}"
     name = start(GRISTMILL_GRPC_ADDRESS=address)
     assert train(address, "run", "a") == [["a"]]
-    told = engine("exec", name, "cat", "/proc/1/status")
-    status = dict(line.split(":\t", 1) for line in told.splitlines() if ":\t" in line)
+    content = engine("exec", name, "cat", "/proc/1/status")
+    status = dict(line.split(":\t", 1) for line in content.splitlines() if ":\t" in line)
     assert status["Uid"].split() == [str(USER)] * 4
     assert (int(status["CapEff"], 16), status["NoNewPrivs"]) == (0, "1")
     with pytest.raises(Exception, match="Read-only file system"):

@@ -17,13 +17,13 @@ RULES = Path(__file__).parents[2] / "deploy/helm/gristmill/files/alerts.yaml"
 
 def promtool(*arguments: str) -> str:
     """What it says; skips where it is not installed, which in CI is an error."""
-    found = shutil.which("promtool")
-    if found is None:
+    binary = shutil.which("promtool")
+    if binary is None:
         reason = "promtool is not installed: apt-get install prometheus"
         if os.environ.get("CI") == "true":
             pytest.fail(reason)
         pytest.skip(reason)
-    done = subprocess.run([found, *arguments], capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run([binary, *arguments], capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -68,5 +68,5 @@ def check_alert(
 
 
 def _document() -> dict[str, Any]:
-    found: dict[str, Any] = yaml.safe_load(RULES.read_text())
-    return found
+    document: dict[str, Any] = yaml.safe_load(RULES.read_text())
+    return document

@@ -80,10 +80,10 @@ class Recording:
 
 def _group(uid: str, lengths: tuple[int, int], merges: bool) -> list[Row]:
     """Two trajectories of two turns."""
-    found = []
+    rows = []
     for sample, length in enumerate(lengths):
         first = list(range(100, 100 + length))
         context = [1, 2, *first] if merges else [1, 2, *first[:-1], 7]
-        found.append(row(uid, sample, 0, last=False, response=first))
-        found.append(row(uid, sample, 1, reward=float(sample), response=[5], prompt_token_ids=[*context, 9]))
-    return found
+        rows.append(row(uid, sample, 0, last=False, response=first))
+        rows.append(row(uid, sample, 1, reward=float(sample), response=[5], prompt_token_ids=[*context, 9]))
+    return rows

@@ -30,9 +30,9 @@ class Scrape:
         }
 
     def one(self, name: str, **given: str) -> float:
-        found = self.of(name, **given)
-        assert len(found) == 1, f"{name} {given}: {found}"
-        return next(iter(found.values()))
+        samples = self.of(name, **given)
+        assert len(samples) == 1, f"{name} {given}: {samples}"
+        return next(iter(samples.values()))
 
     def runs(self) -> set[str]:
         return {sample.labels["run"] for sample in self._samples if "run" in sample.labels}

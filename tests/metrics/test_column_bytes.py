@@ -35,12 +35,12 @@ ROWS = [
 def test_bytes_are_those_of_the_file_by_column(tmp_path: Path) -> None:
     config = parse_config(CONFIG)
     batch = build_batch(from_rows(ROWS, step_wise=False, columns=config.columns), config, run="r", batch=0)
-    found = batch.stats()
+    stats = batch.stats()
     # Two rows of 3 tokens; one item, three offsets and two flags; a flag a row.
-    assert found.column_bytes == {"experts": 2 * 3 * 4 * 2, "pixels": 3 * 2 + 3 * 8 + 2, "is_hard": 2}
+    assert stats.column_bytes == {"experts": 2 * 3 * 4 * 2, "pixels": 3 * 2 + 3 * 8 + 2, "is_hard": 2}
     write_shards(tmp_path, batch.shards)
     figures = read_figures(tmp_path / "policy-000/rank-000.safetensors")
-    assert figures.column_bytes == sum(found.column_bytes.values())
+    assert figures.column_bytes == sum(stats.column_bytes.values())
     shown = gristmill("show", tmp_path)
     assert (shown.returncode, shown.stderr) == (0, "")
     assert "declared columns" in " ".join(shown.stdout.split())

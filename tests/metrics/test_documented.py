@@ -58,13 +58,13 @@ def test_every_metric_is_documented_with_its_type_and_labels(busy: Metrics) -> N
         name: (kind, set(re.findall(r"`(\w+)`", labels)))
         for name, kind, labels in _ROW.findall(Path("docs/metrics.md").read_text())
     }
-    found = {}
+    families = {}
     for family in Scrape(busy.text().decode()).families:
         if family.name.startswith("gristmill_"):
             name = family.name + ("_total" if family.type == "counter" else "")
             labels = {label for sample in family.samples for label in sample.labels} - {"le"}
-            found[name] = family.type, labels
-    assert found == documented
+            families[name] = family.type, labels
+    assert families == documented
 
 
 def test_names_and_units_follow_the_conventions(busy: Metrics) -> None:

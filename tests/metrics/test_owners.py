@@ -23,9 +23,9 @@ def test_a_deleted_run_has_no_series_and_one_of_its_name_begins_at_0(services: S
     service.grpc.delete("run")
     assert scrape(service.http_url).runs() == set()
     service.grpc.create("run", CONFIG)
-    told = scrape(service.http_url)
-    assert set(told.of("gristmill_rows_total").values()) == {0}
-    assert told.of("gristmill_rank_pulls_total") == {}
+    scraped = scrape(service.http_url)
+    assert set(scraped.of("gristmill_rows_total").values()) == {0}
+    assert scraped.of("gristmill_rank_pulls_total") == {}
 
 
 def test_a_restart_begins_at_0_and_counts_nothing_again(services: Services, tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ def test_a_restart_begins_at_0_and_counts_nothing_again(services: Services, tmp_
 
 
 @pytest.mark.slow
-def test_a_run_that_moves_is_told_by_one_replica_and_counted_once(services: Services, redis_url: str) -> None:
+def test_a_run_that_moves_is_reported_by_one_replica_and_counted_once(services: Services, redis_url: str) -> None:
     one, two = services.start(2, *on_redis(redis_url, LEASE_S))
     one.grpc.create("run", SMALL)
     # Through either, it is the owner that counts.

@@ -47,11 +47,11 @@ class Worker:
         return rows
 
     def _trajectory(self, uid: str, sample: int) -> list[Json]:
-        found: list[Json] = []
+        rows: list[Json] = []
         prompt, count = self._tokens(4), self._random.randint(1, 9)
         for step in range(count):
             response = self._tokens(3)
-            found.append(
+            rows.append(
                 {
                     "uid": uid,
                     "sample": sample,
@@ -64,18 +64,18 @@ class Worker:
                     "policy_version": self._random.randint(0, 3),
                 }
             )
-            prompt = self._next(prompt, response, found, is_over=step == count - 1)
-        return found
+            prompt = self._next(prompt, response, rows, is_over=step == count - 1)
+        return rows
 
-    def _next(self, prompt: list[int], response: list[int], found: list[Json], is_over: bool) -> list[int]:
+    def _next(self, prompt: list[int], response: list[int], rows: list[Json], is_over: bool) -> list[int]:
         whole = [*prompt, *response]
         cause = self._random.choice(["", "", "prompt", "response", "truncated"])
         at = {"prompt": len(prompt) - 1, "response": len(whole) - 1}.get(cause)
         if at is not None:
             whole[at] += 1000
         if cause and not is_over:
-            breaks = sum(row.get("breaks", False) for row in found)
-            found[-1]["breaks"] = True
+            breaks = sum(row.get("breaks", False) for row in rows)
+            rows[-1]["breaks"] = True
             self.causes[cause if breaks < 3 else "further"] += 1
         return whole[:-1] if cause == "truncated" else [*whole, *self._tokens(2)]
 
@@ -181,10 +181,10 @@ def test_what_padding_takes_at_each_level(told: Told) -> None:
 
 def test_mismatches_by_cause(told: Told) -> None:
     metrics, worker, _, _ = told
-    found = metrics.of("gristmill_prefix_mismatches_total", run="real")
-    assert found.pop("column") == 0, "the run declares none"
-    assert found == {cause: worker.causes[cause] for cause in ("prompt", "response", "truncated", "further")}
-    assert min(found.values()) > 0
+    counts = metrics.of("gristmill_prefix_mismatches_total", run="real")
+    assert counts.pop("column") == 0, "the run declares none"
+    assert counts == {cause: worker.causes[cause] for cause in ("prompt", "response", "truncated", "further")}
+    assert min(counts.values()) > 0
 
 
 def test_staleness_of_each_trajectory_by_its_oldest_step(told: Told) -> None:

@@ -19,7 +19,7 @@ def values(bench: Bench, name: str) -> dict[str, float]:
     return {labels: value for labels, value in scraped([bench.run]).of(name).items() if value}
 
 
-def test_lost_rows_are_told_apart_from_what_clients_gave_up() -> None:
+def test_lost_rows_are_distinguished_from_what_clients_gave_up() -> None:
     bench = Bench()
     bench.state.groups_dropped |= {"rows_lost": 2, "the environment crashed": 1, "bad prompt": 3}
     assert values(bench, "gristmill_groups_dropped_total") == {"aborted": 4, "rows_lost": 2}
@@ -106,7 +106,7 @@ def test_ranks_that_are_gone_have_no_series() -> None:
     assert set(scraped([bench.run]).of("gristmill_rank_pulls_total")) == {"policy,0"}
 
 
-def test_a_batch_that_is_made_again_is_counted_once() -> None:
+def test_a_batch_that_is_rebuilt_is_counted_once() -> None:
     bench = Bench(build_batch=build_batch, store=MemoryShardStore(), dp_size=1)
     bench.begin("a", "b")
     bench.submit(*group_rows("a"), *group_rows("b"))
@@ -128,9 +128,9 @@ def test_how_old_the_oldest_incomplete_group_is() -> None:
     assert values(bench, "gristmill_oldest_open_group_seconds") == {"": 7}
 
 
-def test_a_run_is_in_one_state_and_it_is_the_one_that_the_api_tells() -> None:
+def test_a_run_is_in_one_state_and_it_is_the_one_that_the_api_reports() -> None:
     bench = Bench(build_batch=BuildBatch(fails=(1,)))
-    found = []
+    seen = []
 
     def train_apart() -> None:
         train(bench, "c")
@@ -148,8 +148,8 @@ def test_a_run_is_in_one_state_and_it_is_the_one_that_the_api_tells() -> None:
         assert sorted(states) == ["collecting", "failed", "finished", "idle", "stuck", "training"]
         [(state, _)] = values(bench, "gristmill_run_state").items()
         assert state == health(bench.run).state
-        found.append(state)
-    assert found == ["idle", "collecting", "training", "failed"]
+        seen.append(state)
+    assert seen == ["idle", "collecting", "training", "failed"]
 
 
 def test_statistics_are_of_the_moment_at_which_they_were_taken() -> None:

@@ -24,8 +24,8 @@ class Watched:
         self.metrics = StoreMetrics(self._registry)
 
     def calls(self, name: str = "gristmill_store_seconds_count") -> dict[str, float]:
-        found = Scrape(generate_latest(self._registry).decode()).of(name)
-        return {operation: count for operation, count in found.items() if count}
+        counts = Scrape(generate_latest(self._registry).decode()).of(name)
+        return {operation: count for operation, count in counts.items() if count}
 
 
 def test_a_journals_calls_are_counted_and_do_what_they_did(tmp_path: Path) -> None:

@@ -334,17 +334,17 @@ def test_a_tree_is_planned_with_its_paths_and_laid_out(config: Path, file: Path,
     assert "total" in run("show", tmp_path / "out").stdout
 
 
-def test_the_summary_tells_what_was_made_and_what_another_setting_would_make(
+def test_the_summary_says_what_was_made_and_what_another_setting_would_make(
     config: Path, file: Path, tmp_path: Path
 ) -> None:
     """A batch has two prompts of two samples, each of two steps that merge, for two ranks."""
     config.write_text(json.dumps(CONFIG | {"merge": "none", "micro_batch": {"size": 4}}))
-    told = run("batch", file, "--config", config, "--out", tmp_path / "out").stderr
-    assert "8 shards, " in told
-    assert "2 batches; 4 prompt groups; 16 rows sent; 4 optimizer steps on 2 ranks" in told
+    output = run("batch", file, "--config", config, "--out", tmp_path / "out").stderr
+    assert "8 shards, " in output
+    assert "2 batches; 4 prompt groups; 16 rows sent; 4 optimizer steps on 2 ranks" in output
     # A mini-batch has 2 rows of 4 tokens and 2 of 6, a rank one of each; merged, 2 of 6. A tree has each trajectory's
     # last row, and its prompt of 2 tokens once.
-    assert summary_lines(told) == {
+    assert summary_lines(output) == {
         "as configured": "8 0 48 16.7% 1.00 of mean",
         "with merge: prefix": "4 0 24 0.0% 1.00 of mean",
         "with layout: packed": "8 0 40 0.0% 1.00 of mean",
@@ -352,13 +352,13 @@ def test_the_summary_tells_what_was_made_and_what_another_setting_would_make(
     }
     config.write_text(json.dumps(CONFIG | {"merge": "none", "micro_batch": {"size": 4}, "layout": "packed"}))
     changed = run("plan", file, "--config", config).stderr
-    assert summary_lines(changed)["as configured"] == summary_lines(told)["with layout: packed"]
+    assert summary_lines(changed)["as configured"] == summary_lines(output)["with layout: packed"]
 
 
-def summary_lines(told: str) -> dict[str, str]:
+def summary_lines(output: str) -> dict[str, str]:
     """By what stands first in a line of the summary, its figures."""
-    found = re.findall(r"^ *(as configured|with \S+ \S+) +(.*of mean)", told, re.MULTILINE)
-    return {name: " ".join(figures.split()) for name, figures in found}
+    matches = re.findall(r"^ *(as configured|with \S+ \S+) +(.*of mean)", output, re.MULTILINE)
+    return {name: " ".join(figures.split()) for name, figures in matches}
 
 
 @pytest.mark.slow
@@ -409,7 +409,7 @@ def test_rollouts_may_come_through_a_pipe(config: Path, file: Path, tmp_path: Pa
     assert planned.stdout == run("plan", file, "--config", config).stdout
 
 
-def test_groups_of_a_file_are_as_large_as_their_rows_tell(config: Path, tmp_path: Path) -> None:
+def test_groups_of_a_file_are_as_large_as_their_rows_say(config: Path, tmp_path: Path) -> None:
     config.write_text(json.dumps(CONFIG | {"max_samples_per_prompt": 3, "surplus": 1}))
     file = tmp_path / "rollouts.jsonl"
     one = {"step": 0, "is_last_step": True, "prompt_token_ids": [1], "response_ids": [2], "loss_mask": [1]}

@@ -82,7 +82,7 @@ def test_an_exported_batch_is_laid_out_as_the_service_did(
 
 
 @pytest.mark.slow
-def test_what_cannot_be_exported_is_told_in_one_line_and_leaves_no_file(
+def test_what_cannot_be_exported_is_reported_in_one_line_and_leaves_no_file(
     service: Service, run_name: str, tmp_path: Path
 ) -> None:
     out = tmp_path / "rollouts.jsonl"
@@ -99,12 +99,12 @@ def test_a_client_learns_what_became_of_every_group(service: Service, run_name: 
     with RolloutClient(service.grpc_address, run_name) as client:
         client.begin_groups(["c", "d", "e"])
         client.abort_group("c", reason="bad prompt")
-        found = {group.uid: group for group in client.groups()}
-    assert {uid: (group.state, group.batch, group.reason) for uid, group in found.items()} == {
+        groups = {group.uid: group for group in client.groups()}
+    assert {uid: (group.state, group.batch, group.reason) for uid, group in groups.items()} == {
         "a": ("sealed", 0, ""),
         "b": ("sealed", 0, ""),
         "c": ("dropped", None, "bad prompt"),
         "d": ("open", None, ""),
         "e": ("open", None, ""),
     }
-    assert [uid for uid, group in sorted(found.items()) if group.is_consumed] == ["a", "b", "c"]
+    assert [uid for uid, group in sorted(groups.items()) if group.is_consumed] == ["a", "b", "c"]

@@ -27,7 +27,7 @@ def script() -> str:
 def violations(page: Any, source: str) -> list[str]:
     """What is wrong on the page as it is, each with the elements that it is about."""
     page.evaluate(source)
-    found = page.evaluate("axe.run()")["violations"]
+    rules = page.evaluate("axe.run()")["violations"]
     return [
-        f"{one['id']}: {one['help']}: {'; '.join(node['html'][:120] for node in one['nodes'][:5])}" for one in found
+        f"{one['id']}: {one['help']}: {'; '.join(node['html'][:120] for node in one['nodes'][:5])}" for one in rules
     ]

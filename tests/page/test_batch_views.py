@@ -30,8 +30,8 @@ PARTS = ("prompt", "observation", "trained", "padding")
 
 @pytest.fixture(scope="module")
 def client(service: Service) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=service.http_url, trust_env=False, timeout=240) as found:
-        yield found
+    with httpx.Client(base_url=service.http_url, trust_env=False, timeout=240) as session:
+        yield session
 
 
 def agents() -> Steps:
@@ -83,22 +83,22 @@ def test_bars_are_the_rows_of_the_shards(service: Service, client: httpx.Client,
         steps = replace(steps, stop_reasons=["length" if row % 7 == 0 else "stop" for row in range(len(steps))])
     run = stage.published(service.runs, run_name, {**CONFIG, **CONFIGS[case]}, [steps])
     for model in run.config.models:
-        told = client.get(f"/v1/runs/{run_name}/batches/0/picture", params={"model": model}).json()
-        BatchPicture.model_validate(told)
-        assert told["rows_per_bar"] == 1
-        for part in told["mini_batches"]:
+        picture = client.get(f"/v1/runs/{run_name}/batches/0/picture", params={"model": model}).json()
+        BatchPicture.model_validate(picture)
+        assert picture["rows_per_bar"] == 1
+        for part in picture["mini_batches"]:
             for rank, shard in enumerate(part["shards"]):
                 data = b"".join(run.read_shard(0, ShardAddress(model, part["index"], rank)))
                 assert shown(shard) == in_file(data)
         alone = client.get(
             f"/v1/runs/{run_name}/batches/0/picture",
-            params={"model": model, "mini_batch": told["mini_batches_in_all"] - 1},
+            params={"model": model, "mini_batch": picture["mini_batches_in_all"] - 1},
         ).json()
-        assert alone["mini_batches"] == told["mini_batches"][-1:]
-        padding = sum(sum(shard["padding"]) for part in told["mini_batches"] for shard in part["shards"])
+        assert alone["mini_batches"] == picture["mini_batches"][-1:]
+        padding = sum(sum(shard["padding"]) for part in picture["mini_batches"] for shard in part["shards"])
         if model == "policy":
-            assert padding == told["metrics"]["padding_tokens"]
-            assert barrier(told) == pytest.approx(told["metrics"]["barrier_ratio"])
+            assert padding == picture["metrics"]["padding_tokens"]
+            assert barrier(picture) == pytest.approx(picture["metrics"]["barrier_ratio"])
 
 
 def shown(shard: dict[str, Any]) -> list[list[int]]:
@@ -121,8 +121,8 @@ def in_file(data: bytes) -> list[list[int]]:
     # A padding row is all padding.
     counts[~real] = np.stack([0 * counts[~real].sum(1)] * 3 + [counts[~real].sum(1)], axis=1)
     labels = np.stack([tensors[name] for name in ("row", "sample", "step_first", "step_last")], axis=1)
-    found: list[list[int]] = np.concatenate([counts, labels], axis=1).tolist()
-    return found
+    pairs: list[list[int]] = np.concatenate([counts, labels], axis=1).tolist()
+    return pairs
 
 
 NAMES = ("sequences", "attention_mask", "response_mask", "loss_mask", "cu_seqlens", "row_ends")
@@ -144,8 +144,8 @@ def block(tensors: dict[str, Any]) -> Any:
     return np.stack([lengths - responses, responses - trained, trained, widths - lengths], axis=1)
 
 
-def barrier(told: dict[str, Any]) -> float:
-    loads = [np.array([shard["load"] for shard in part["shards"]]) for part in told["mini_batches"]]
+def barrier(picture: dict[str, Any]) -> float:
+    loads = [np.array([shard["load"] for shard in part["shards"]]) for part in picture["mini_batches"]]
     return float(sum(load.max(axis=0).sum() for load in loads) / sum(load.sum() / len(load) for load in loads))
 
 
@@ -154,33 +154,39 @@ def test_breaks_are_those_of_the_plan_with_the_tokens_around_them(
 ) -> None:
     steps = agents()
     run = stage.published(service.runs, run_name, CONFIG, [steps])
-    told = client.get(f"/v1/runs/{run_name}/batches/0/breaks").json()
-    BatchBreaks.model_validate(told)
+    breaks = client.get(f"/v1/runs/{run_name}/batches/0/breaks").json()
+    BatchBreaks.model_validate(breaks)
     planned = {
         (one["uid"], one["sample"], one["step"]): one["index"]
         for one in json.loads(run.batch(0).plan)["merge_mismatches"]
     }
-    found = {(one["uid"], one["sample"], one["step"]): one["index"] for one in told["breaks"]}
+    indexes = {(one["uid"], one["sample"], one["step"]): one["index"] for one in breaks["breaks"]}
     assert planned
     # The plan has the first three of a trajectory alone.
-    assert {key: found[key] for key in planned} == planned
-    assert len(found) == told["in_all"] == told["rows"] - len(set(zip(steps.uids, steps.samples.tolist(), strict=True)))
-    for one in told["breaks"]:
+    assert {key: indexes[key] for key in planned} == planned
+    assert (
+        len(indexes)
+        == breaks["in_all"]
+        == breaks["rows"] - len(set(zip(steps.uids, steps.samples.tolist(), strict=True)))
+    )
+    for one in breaks["breaks"]:
         assert one["was"][0] != one["now"][0]
         assert one["was"][0] + 1 == one["now"][0]
         assert len(one["before"]) == 6
-    assert sum(pair["count"] for pair in told["pairs"]) <= told["in_all"]
+    assert sum(pair["count"] for pair in breaks["pairs"]) <= breaks["in_all"]
 
 
-def test_a_prompt_that_ends_too_early_is_told_as_such(service: Service, client: httpx.Client, run_name: str) -> None:
+def test_a_prompt_that_ends_too_early_is_reported_as_such(
+    service: Service, client: httpx.Client, run_name: str
+) -> None:
     rows = [
         stage.turn("a", 0, 0, [1, 2], [3, 4], is_last_step=False),
         stage.turn("a", 0, 1, [1, 2, 3], [9]),
     ]
     config = {**stage.CONFIG, "train_batch_size": 1, "n_samples_per_prompt": 1, "dp_size": 1}
     stage.published(service.runs, run_name, config, [from_rows(rows, step_wise=True)])
-    [found] = client.get(f"/v1/runs/{run_name}/batches/0/breaks").json()["breaks"]
-    assert (found["index"], found["before"], found["was"], found["now"]) == (3, [1, 2, 3], [4], [])
+    [mismatch] = client.get(f"/v1/runs/{run_name}/batches/0/breaks").json()["breaks"]
+    assert (mismatch["index"], mismatch["before"], mismatch["was"], mismatch["now"]) == (3, [1, 2, 3], [4], [])
 
 
 @pytest.mark.parametrize("merge", [{"merge": "prefix"}, {"merge": "tree"}, {"merge": "tree", "retokenized_tail": 900}])
@@ -190,20 +196,20 @@ def test_it_does_not_matter_how_many_rows_are_read_at_a_time(size: int, merge: d
     reader = BatchReader(config, 0)
     for at in range(0, len(steps), size):
         reader.read(steps.take(np.arange(at, min(at + size, len(steps)))))
-    found = reader.summary()
+    summary = reader.summary()
     plan = build_batch(steps, config, run="r", batch=0).plan
-    assert len(found.lengths) == plan.rows
-    assert found.trained.sum() == sum(part.loss_tokens for part in plan.mini_batches)
+    assert len(summary.lengths) == plan.rows
+    assert summary.trained.sum() == sum(part.loss_tokens for part in plan.mini_batches)
     if config.merge == "prefix":
-        assert found.breaks_in_all == plan.rows - 48
+        assert summary.breaks_in_all == plan.rows - 48
     else:
-        assert found.breaks_in_all == len(plan.merge_mismatches) < plan.rows - 48
-        assert found.steps.tolist() == [len(path) for path in plan.steps or []]
-        assert found.first.tolist() == [path[0] for path in plan.steps or []]
-        assert found.last.tolist() == [path[-1] for path in plan.steps or []]
+        assert summary.breaks_in_all == len(plan.merge_mismatches) < plan.rows - 48
+        assert summary.steps.tolist() == [len(path) for path in plan.steps or []]
+        assert summary.first.tolist() == [path[0] for path in plan.steps or []]
+        assert summary.last.tolist() == [path[-1] for path in plan.steps or []]
 
 
-def test_a_break_of_a_tree_is_shown_beside_the_step_most_like_it(
+def test_a_break_of_a_tree_is_shown_next_to_the_step_most_like_it(
     service: Service, client: httpx.Client, run_name: str
 ) -> None:
     rows = [
@@ -213,9 +219,9 @@ def test_a_break_of_a_tree_is_shown_beside_the_step_most_like_it(
     ]
     config = {**stage.CONFIG, "train_batch_size": 1, "n_samples_per_prompt": 1, "dp_size": 1, "merge": "tree"}
     stage.published(service.runs, run_name, config, [from_rows(rows, step_wise=True)])
-    found = client.get(f"/v1/runs/{run_name}/batches/0/breaks").json()["breaks"]
-    assert [(one["step"], one["against"], one["index"]) for one in found] == [(1, 0, 0), (2, 0, 3)]
-    assert (found[1]["before"], found[1]["was"], found[1]["now"]) == ([1, 2, 3], [4], [9])
+    breaks = client.get(f"/v1/runs/{run_name}/batches/0/breaks").json()["breaks"]
+    assert [(one["step"], one["against"], one["index"]) for one in breaks] == [(1, 0, 0), (2, 0, 3)]
+    assert (breaks[1]["before"], breaks[1]["was"], breaks[1]["now"]) == ([1, 2, 3], [4], [9])
 
 
 def test_a_column_that_keeps_steps_apart_is_named(service: Service, client: httpx.Client, run_name: str) -> None:
@@ -227,25 +233,25 @@ def test_a_column_that_keeps_steps_apart_is_named(service: Service, client: http
     config = {**stage.CONFIG, "train_batch_size": 1, "n_samples_per_prompt": 1, "dp_size": 1, "columns": columns}
     table = from_rows(rows, step_wise=True, columns=specs_of(columns))
     stage.published(service.runs, run_name, config, [table])
-    told = client.get(f"/v1/runs/{run_name}/batches/0/breaks").json()
-    assert [(one["step"], one["column"]) for one in told["breaks"]] == [(1, "x")]
-    assert (told["in_all"], told["rows"], told["pairs"]) == (1, 2, [])
+    breaks = client.get(f"/v1/runs/{run_name}/batches/0/breaks").json()
+    assert [(one["step"], one["column"]) for one in breaks["breaks"]] == [(1, "x")]
+    assert (breaks["in_all"], breaks["rows"], breaks["pairs"]) == (1, 2, [])
 
 
 def test_scores_are_those_that_were_sent_and_advantages_those_of_the_shards(
     service: Service, client: httpx.Client, run_name: str
 ) -> None:
     run = stage.published(service.runs, run_name, CONFIG, [agents()])
-    told = client.get(f"/v1/runs/{run_name}/batches/0/scores").json()
+    scores = client.get(f"/v1/runs/{run_name}/batches/0/scores").json()
     assert client.get(f"/v1/runs/{run_name}/batches/0/scores", params={"start": 10**30}).status_code == 422
-    BatchScores.model_validate(told)
-    assert [group["uid"] for group in told["groups"]] == [f"p{number}" for number in range(6)]
-    assert [len(group["scores"]) for group in told["groups"]] == [8] * 6
-    means = [score for group in told["groups"] for score in group["scores"]]
+    BatchScores.model_validate(scores)
+    assert [group["uid"] for group in scores["groups"]] == [f"p{number}" for number in range(6)]
+    assert [len(group["scores"]) for group in scores["groups"]] == [8] * 6
+    means = [score for group in scores["groups"] for score in group["scores"]]
     assert np.mean(means) == pytest.approx(json.loads(run.batch(0).plan)["metrics"]["score_mean"])
     advantages = {
         (group["uid"], sample): value
-        for group in told["groups"]
+        for group in scores["groups"]
         for sample, value in zip(group["samples"], group["advantages"], strict=True)
     }
     data = b"".join(run.read_shard(0, ShardAddress("policy", 0, 0)))
@@ -256,10 +262,10 @@ def test_scores_are_those_that_were_sent_and_advantages_those_of_the_shards(
     ):
         assert set(values[mask == 1].tolist()) <= {np.float32(advantages[uid, sample])}
     later = client.get(f"/v1/runs/{run_name}/batches/0/scores", params={"start": 4}).json()
-    assert later["groups"] == told["groups"][4:]
+    assert later["groups"] == scores["groups"][4:]
 
 
-def test_advantages_that_clients_gave_by_token_are_not_told(
+def test_advantages_that_clients_gave_by_token_are_not_shown(
     service: Service, client: httpx.Client, run_name: str
 ) -> None:
     rows = [stage.turn("a", sample, 0, [1], [2, 3], advantage=[0.5, 1.0]) for sample in range(2)]
@@ -279,10 +285,10 @@ def test_a_batch_of_a_hundred_thousand_rows_makes_small_pictures(
     stage.published(service.runs, run_name, config, [work.steps])
     answer = client.get(f"/v1/runs/{run_name}/batches/0/picture")
     assert len(answer.content) < 400_000
-    told = answer.json()
-    BatchPicture.model_validate(told)
-    shards = [shard for part in told["mini_batches"] for shard in part["shards"]]
-    assert (told["rows_per_bar"], told["mini_batches_in_all"], len(shards)) == (25, 100, 800)
+    picture = answer.json()
+    BatchPicture.model_validate(picture)
+    shards = [shard for part in picture["mini_batches"] for shard in part["shards"]]
+    assert (picture["rows_per_bar"], picture["mini_batches_in_all"], len(shards)) == (25, 100, 800)
     assert sum(sum(shard["trained"]) for shard in shards) == 400_000
     fine = client.get(f"/v1/runs/{run_name}/batches/0/picture", params={"mini_batch": 7}).json()
     assert (fine["rows_per_bar"], len(fine["mini_batches"])) == (1, 1)
@@ -337,7 +343,7 @@ def test_the_page_may_load_and_run_nothing_but_its_own_files(client: httpx.Clien
     assert again.status_code == 304
 
 
-def test_a_batch_tells_of_the_columns_that_its_rows_have(service: Service, client: httpx.Client, run_name: str) -> None:
+def test_a_batch_names_the_columns_that_its_rows_have(service: Service, client: httpx.Client, run_name: str) -> None:
     columns = [
         {"name": "experts", "dtype": "int16", "scope": "token", "shape": [4, 2]},
         {"name": "level", "dtype": "bool", "scope": "row"},
@@ -348,5 +354,5 @@ def test_a_batch_tells_of_the_columns_that_its_rows_have(service: Service, clien
     own = {"experts": [[[1, 2]] * 4] * 2, "level": True}
     client.post(f"/v1/runs/{run_name}/rows", json={"rows": [row | own]}).raise_for_status()
     client.get(f"/v1/runs/{run_name}/batches/0", params={"wait_s": 20}).raise_for_status()
-    told = client.get(f"/v1/runs/{run_name}/batches/0/picture").raise_for_status().json()
-    assert told["columns"] == ["experts (int16[4, 2] per token)", "level (bool per step)"]
+    picture = client.get(f"/v1/runs/{run_name}/batches/0/picture").raise_for_status().json()
+    assert picture["columns"] == ["experts (int16[4, 2] per token)", "level (bool per step)"]

@@ -50,15 +50,15 @@ class Watched:
                 stage.acknowledge(self.run, rank, mini_batch, batch=batch, commit=commit)
 
     def health(self) -> RunHealth:
-        found: RunHealth = on_loop(health, self.run)
-        return found
+        answer: RunHealth = on_loop(health, self.run)
+        return answer
 
     def findings(self) -> list[tuple[str, str, float | None]]:
         """Level, words, and for how long."""
-        found = self.health()
+        answer = self.health()
         return [
-            (one.level, one.text, None if one.since is None else round(found.now - one.since, 1))
-            for one in found.findings
+            (one.level, one.text, None if one.since is None else round(answer.now - one.since, 1))
+            for one in answer.findings
         ]
 
     def worst(self) -> list[tuple[str, str, float | None]]:
@@ -147,7 +147,7 @@ def test_many_ranks_that_stand_at_one_place_do_not_hold_up_each_other(watched: M
                                  "is past it")) == ("stuck", True)  # fmt: skip
 
 
-def test_ranks_that_wait_for_rollouts_are_well_and_told_what_is_missing(watched: Make) -> None:
+def test_ranks_that_wait_for_rollouts_are_well_and_learn_what_is_missing(watched: Make) -> None:
     one = watched()
     one.fill("a")
     one.run.begin_groups(0, ["b"])
@@ -169,8 +169,8 @@ def test_workers_that_wait_for_a_trainer_that_trains_are_well(watched: Make) -> 
     [(level, text, seconds)] = one.findings()
     assert (level, seconds) == ("note", 90.0)
     assert text.startswith("workers wait for capacity: max_buffered_batches: 1 batches of train_batch_size: 2 are held")
-    found = one.health()
-    assert (found.state, found.summary) == (
+    answer = one.health()
+    assert (answer.state, answer.summary) == (
         "training",
         "workers wait for the trainer: 1 batch not committed, policy rank 0 is at batch 0 mini-batch 0",
     )
@@ -190,7 +190,7 @@ def test_a_trainer_that_never_commits_is_stuck(watched: Make) -> None:
     assert "the trainer has to commit one" in text
 
 
-def test_groups_that_are_open_for_long_are_told_oldest_first(watched: Make) -> None:
+def test_groups_that_are_open_for_long_are_reported_oldest_first(watched: Make) -> None:
     one = watched()
     one.after(1)
     one.run.begin_groups(0, ["late"])
@@ -256,7 +256,7 @@ def test_a_run_whose_failed_batch_other_ranks_align_is_well(watched: Make) -> No
     assert [(held.batch, held.state) for held in one.health().batches] == [(0, "published")]
 
 
-def test_a_batch_that_is_lost_for_good_is_told_so(watched: Make) -> None:
+def test_a_batch_that_is_lost_for_good_is_reported_so(watched: Make) -> None:
     one = watched(store=Shelf(places=-1))
     one.fill("a", "b")
     stage.until(lambda: bool(one.run.status().failed_batches))
@@ -278,8 +278,8 @@ def test_a_run_that_is_done_is_finished(watched: Make) -> None:
     one.run.finish()
     one.train()
     one.after(1000)
-    found = one.health()
-    assert (found.state, found.summary, one.findings()) == ("finished", "finished, 1 batch trained", [])
+    answer = one.health()
+    assert (answer.state, answer.summary, one.findings()) == ("finished", "finished, 1 batch trained", [])
 
 
 def test_when_a_run_last_moved_is_known(watched: Make) -> None:
@@ -303,14 +303,14 @@ def test_the_time_line_has_what_each_rank_passed_and_when(watched: Make) -> None
     stage.acknowledge(one.run, 0, 1)
     stage.acknowledge(one.run, 1, 0)
     one.after(4)
-    found = on_loop(timeline, one.run, "policy", 600)
-    passed = [[(round(at - found.begin, 1), *place) for at, *place in rank.passed] for rank in found.ranks]
+    line = on_loop(timeline, one.run, "policy", 600)
+    passed = [[(round(at - line.begin, 1), *place) for at, *place in rank.passed] for rank in line.ranks]
     # At the very moment, whenever somebody looks.
     assert passed == [[(2.0, 0, 0, 0), (5.0, 0, 0, 1)], [(5.0, 0, 0, 0)]]
-    assert [(batch.batch, round(batch.published - found.begin, 1)) for batch in found.batches] == [(0, 1.0)]
-    assert round(found.end - found.begin, 1) == 9.0
+    assert [(batch.batch, round(batch.published - line.begin, 1)) for batch in line.batches] == [(0, 1.0)]
+    assert round(line.end - line.begin, 1) == 9.0
     short = on_loop(timeline, one.run, "policy", 5)
-    assert [rank.passed for rank in short.ranks] == [found.ranks[0].passed[1:], found.ranks[1].passed]
+    assert [rank.passed for rank in short.ranks] == [line.ranks[0].passed[1:], line.ranks[1].passed]
 
 
 def test_a_trainer_that_starts_again_begins_a_new_time_line(watched: Make) -> None:
@@ -340,26 +340,26 @@ def test_a_batch_that_failed_is_no_step_of_a_rank(watched: Make) -> None:
 def test_answers_stay_small_whatever_a_run_holds(watched: Make) -> None:
     one = watched(dp_size=512, train_batch_size=4096, policy_mini_batch_size=4096, n_samples_per_prompt=1)
     one.run.begin_groups(0, [f"{'long' * 100}{number}" for number in range(4096)])
-    found = one.health()
-    assert (len(found.open_groups), len(found.models[0].ranks)) == (20, 128)
-    assert found.models[0].ranks_in_all == 512
-    assert len(found.model_dump_json()) < 100_000
+    answer = one.health()
+    assert (len(answer.open_groups), len(answer.models[0].ranks)) == (20, 128)
+    assert answer.models[0].ranks_in_all == 512
+    assert len(answer.model_dump_json()) < 100_000
 
 
 @pytest.fixture
 def client(service: Service) -> Any:
-    with httpx.Client(base_url=service.http_url, trust_env=False) as found:
-        yield found
+    with httpx.Client(base_url=service.http_url, trust_env=False) as session:
+        yield session
 
 
-def test_the_overview_tells_how_every_run_is(service: Service, client: httpx.Client, run_name: str) -> None:
+def test_the_overview_says_how_every_run_is(service: Service, client: httpx.Client, run_name: str) -> None:
     stage.published(
         service.runs, run_name, stage.CONFIG, [from_rows([*stage.group("a"), *stage.group("b")], step_wise=True)]
     )
     answer = client.get("/v1/overview")
     Overview.model_validate(answer.json())
-    [found] = [run for run in answer.json()["runs"] if run["run"] == run_name]
-    assert (found["state"], found["newest_batch"], found["batches_published"]) == ("training", 0, 1)
+    [shown] = [run for run in answer.json()["runs"] if run["run"] == run_name]
+    assert (shown["state"], shown["newest_batch"], shown["batches_published"]) == ("training", 0, 1)
 
 
 def test_what_is_the_same_is_not_sent_again(service: Service, client: httpx.Client, run_name: str) -> None:

@@ -47,15 +47,15 @@ def run(service: Service, run_name: str) -> str:
 def history(client: httpx.Client, run: str, **query: Any) -> dict[str, Any]:
     answer = client.get(f"/runs/{run}/history", params=query)
     assert answer.status_code == 200, answer.text
-    found: dict[str, Any] = answer.json()
-    return found
+    points: dict[str, Any] = answer.json()
+    return points
 
 
 def test_figures_are_those_of_the_plan_also_where_the_batch_is_freed(client: httpx.Client, run: str) -> None:
-    told = history(client, run)
-    assert [(point["first"], point["last"]) for point in told["points"]] == [(0, 0), (1, 1), (2, 2)]
+    shown = history(client, run)
+    assert [(point["first"], point["last"]) for point in shown["points"]] == [(0, 0), (1, 1), (2, 2)]
     plan = client.get(f"/runs/{run}/batches/1/picture").json()
-    for point in told["points"]:
+    for point in shown["points"]:
         assert point["groups"] == 2
         assert point["score_mean"] == pytest.approx(plan["metrics"]["score_mean"])
         assert point["solved"] == plan["metrics"]["pass_at_n"] == 0.5
@@ -67,14 +67,14 @@ def test_figures_are_those_of_the_plan_also_where_the_batch_is_freed(client: htt
         assert point["stages"]["merge"] >= 0
         assert point["seconds"] > 0
         assert point["tags"] == {}
-    assert told["totals"]["batches"] == 3
-    assert told["totals"]["rows"] == 24
-    assert told["failed"] == []
+    assert shown["totals"]["batches"] == 3
+    assert shown["totals"]["rows"] == 24
+    assert shown["failed"] == []
 
 
 def test_neighbours_are_added_up_where_fewer_points_are_asked_for(client: httpx.Client, run: str) -> None:
-    told = history(client, run, points=2)
-    assert [(point["first"], point["last"], point["rows"]) for point in told["points"]] == [(0, 1, 16), (2, 2, 8)]
+    shown = history(client, run, points=2)
+    assert [(point["first"], point["last"], point["rows"]) for point in shown["points"]] == [(0, 1, 16), (2, 2, 8)]
     assert client.get(f"/runs/{run}/history", params={"points": 0}).status_code == 422
 
 
@@ -90,7 +90,7 @@ def test_groups_of_environments_have_figures_of_their_own(
     }
 
 
-def test_a_failed_batch_is_told_with_its_reason_and_what_to_do(
+def test_a_failed_batch_is_shown_with_its_reason_and_what_to_do(
     open_page: OpenPage, service: Service, client: httpx.Client, run_name: str
 ) -> None:
     sizes = {"n_samples_per_prompt": 1, "train_batch_size": 1, "micro_batch": {"max_tokens": 100}}
@@ -108,9 +108,9 @@ def test_a_failed_batch_is_told_with_its_reason_and_what_to_do(
     assert "resume with a dp_size that aligns it" in failed["remedy"]
     [line] = [line for line in logged if line["event"] == "batch failed"]
     assert (line["log_level"], line["reason"], line["remedy"]) == ("error", failed["reason"], failed["remedy"])
-    told = open_page(f"#/{run_name}").locator("section[aria-label=History] .failures li")
-    told.wait_for()
-    assert told.inner_text() == f"batch 0 {failed['reason']}: {failed['remedy']}"
+    entry = open_page(f"#/{run_name}").locator("section[aria-label=History] .failures li")
+    entry.wait_for()
+    assert entry.inner_text() == f"batch 0 {failed['reason']}: {failed['remedy']}"
 
 
 def fill(service: Any, number: int) -> None:
@@ -179,7 +179,7 @@ def test_curves_are_walked_by_keyboard_and_enter_opens_the_batch(open_page: Open
     page.get_by_role("heading", name="Batch 1").wait_for()
 
 
-def test_of_a_freed_batch_its_figures_are_still_told(open_page: OpenPage, run: str) -> None:
+def test_of_a_freed_batch_its_figures_are_still_shown(open_page: OpenPage, run: str) -> None:
     page = open_page(f"#/{run}/2")
     page.locator("figure.curve").first.wait_for()
     page.get_by_text("Figures of every batch").first.click()
@@ -202,7 +202,7 @@ def test_a_finished_run_shows_its_totals_and_all_curves(open_page: OpenPage, ser
                 stage.acknowledge(own, rank, mini_batch, batch=batch, commit=True)
     own.finish()
     page = open_page(f"#/{run}")
-    told = page.locator("section[aria-label=History]")
-    told.get_by_role("heading", name="rows per batch").wait_for()
-    assert told.locator("dl.tiles dd").first.inner_text().startswith("3\n")
-    assert told.locator("figure.curve").count() == 10
+    section = page.locator("section[aria-label=History]")
+    section.get_by_role("heading", name="rows per batch").wait_for()
+    assert section.locator("dl.tiles dd").first.inner_text().startswith("3\n")
+    assert section.locator("figure.curve").count() == 10

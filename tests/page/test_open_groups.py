@@ -49,10 +49,10 @@ def asked(client: httpx.Client, run: str, path: str, **query: Any) -> httpx.Resp
 
 
 def test_each_sample_says_what_of_it_has_come(client: httpx.Client, run: Run) -> None:
-    told = asked(client, run.name, "").json()
-    assert (told["tag"], told["complete"], told["in_all"]) == ("code", 1, 5)
+    group = asked(client, run.name, "").json()
+    assert (group["tag"], group["complete"], group["in_all"]) == ("code", 1, 5)
     shown = [
-        (one["sample"], one["state"], one["rows"], one["newest_step"], one["missing_step"]) for one in told["samples"]
+        (one["sample"], one["state"], one["rows"], one["newest_step"], one["missing_step"]) for one in group["samples"]
     ]
     assert shown == [
         (4, "no row", 0, None, None),
@@ -61,22 +61,22 @@ def test_each_sample_says_what_of_it_has_come(client: httpx.Client, run: Run) ->
         (0, "complete", 2, 1, None),
         (3, "aborted", 0, None, None),
     ]
-    assert told["samples"][-1]["reason"] == "the sandbox died"
-    assert [(one["tokens"], one["reward"]) for one in told["samples"][1:4]] == [(5, 1.0), (3, None), (8, 0.0)]
+    assert group["samples"][-1]["reason"] == "the sandbox died"
+    assert [(one["tokens"], one["reward"]) for one in group["samples"][1:4]] == [(5, 1.0), (3, None), (8, 0.0)]
 
 
 def test_a_row_of_it_has_its_tokens_though_part_of_them_stand_with_the_step_before(
     client: httpx.Client, run: Run
 ) -> None:
-    told = asked(client, run.name, "/0/rows/1").json()
-    assert told["tokens"] == [1, 2, 3, 4, 5, 6, 7, 8]
-    assert told["loss_mask"] == [-1] * 7 + [1]
+    shown = asked(client, run.name, "/0/rows/1").json()
+    assert shown["tokens"] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert shown["loss_mask"] == [-1] * 7 + [1]
     assert asked(client, run.name, "/0/rows/1", start=6).json()["tokens"] == [7, 8]
     # A reward that has not come yet keeps nothing back.
     assert asked(client, run.name, "/2/rows/0").json()["tokens"] == [1, 2, 9]
 
 
-def test_what_has_not_come_and_what_is_not_open_are_told_apart(
+def test_what_has_not_come_and_what_is_not_open_are_distinguished(
     client: httpx.Client, service: Service, run_name: str
 ) -> None:
     run = stage.published(
@@ -110,8 +110,10 @@ def test_rows_that_a_journal_holds_are_read_from_it(start_service: StartService,
         worker.flush()
     first.stop()
     again = start_service("--journal-dir", str(tmp_path / "journal"))
-    told = httpx.get(f"{again.http_url}/v1/runs/r/samples/0/rows/0", params={"uid": "p"}, trust_env=False, timeout=30)
-    assert told.json()["tokens"] == [1, 2, 3]
+    response = httpx.get(
+        f"{again.http_url}/v1/runs/r/samples/0/rows/0", params={"uid": "p"}, trust_env=False, timeout=30
+    )
+    assert response.json()["tokens"] == [1, 2, 3]
 
 
 def test_a_finding_leads_to_the_samples_of_an_open_group_and_to_their_rows(

@@ -66,12 +66,12 @@ def test_another_run_is_chosen_by_a_click(open_page: OpenPage, service: Service,
     drawn(page)
 
 
-def test_rows_are_told_when_pointed_at(open_page: OpenPage, run: str) -> None:
+def test_rows_are_named_when_pointed_at(open_page: OpenPage, run: str) -> None:
     page = drawn(open_page(f"#/{run}"))
     # The first panel's first bar: below its line of words.
     page.locator("section[aria-label=Shards] canvas").first.hover(position={"x": 40, "y": 22})
-    told = page.locator("section[aria-label=Shards] .readout").inner_text()
-    assert told == (
+    readout = page.locator("section[aria-label=Shards] .readout").inner_text()
+    assert readout == (
         "mini-batch 0, rank 0, row 0 (a sample 0, steps 0 to 1): prompt 3, observation 2, trained 3, padding 0"
     )
 
@@ -90,7 +90,7 @@ def test_the_keyboard_walks_through_rows_and_shards(open_page: OpenPage, run: st
     assert "rank 1, padding row: prompt 0, observation 0, trained 0, padding 8" in readout.inner_text()
 
 
-def test_what_rows_of_a_prefix_tree_share_is_told(open_page: OpenPage, service: Service, run_name: str) -> None:
+def test_what_rows_of_a_prefix_tree_share_is_shown(open_page: OpenPage, service: Service, run_name: str) -> None:
     config = stage.CONFIG | {"layout": "prefix_tree", "merge": "none", "micro_batch": {"size": 4}, "dp_size": 1}
     stage.published(service.runs, run_name, config, [two_groups("a", "b")])
     page = drawn(open_page(f"#/{run_name}"))
@@ -130,7 +130,7 @@ def test_a_mini_batch_may_be_looked_at_alone(open_page: OpenPage, run: str) -> N
     assert "2 groups · 8 rows merged into 6" in page.locator("section[aria-label=Shards]").inner_text()
 
 
-def test_loads_are_told_by_micro_step(open_page: OpenPage, run: str) -> None:
+def test_loads_are_shown_by_micro_step(open_page: OpenPage, run: str) -> None:
     page = drawn(open_page(f"#/{run}"))
     loads = section(page, "Load per rank and micro-step")
     loads.locator("canvas").first.hover(position={"x": 100, "y": 20})
@@ -169,7 +169,7 @@ def test_ranks_stand_on_a_time_line(open_page: OpenPage, service: Service, run: 
     assert "Of 2 ranks over" in (line.locator("canvas").get_attribute("aria-label") or "")
 
 
-def test_what_is_stuck_is_told_with_its_time(
+def test_what_is_stuck_is_shown_with_its_time(
     open_page: OpenPage, service: Service, run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(findings, "LATE_RANK_S", 0.2)
@@ -259,9 +259,9 @@ def test_names_are_text_whatever_they_say(open_page: OpenPage, service: Service,
 def test_text_stands_out_from_what_is_behind_it(open_page: OpenPage, run: str, scheme: str) -> None:
     page = drawn(open_page(f"#/{run}", color_scheme=scheme))
     section(page, "Where merging broke").locator("mark").first.wait_for()
-    found = page.evaluate(_CONTRASTS)
-    assert len(found) > 40
-    assert {text: ratio for text, ratio in found if ratio < 4.5} == {}
+    contrasts = page.evaluate(_CONTRASTS)
+    assert len(contrasts) > 40
+    assert {text: ratio for text, ratio in contrasts if ratio < 4.5} == {}
 
 
 def test_nothing_moves_for_those_who_want_no_motion(open_page: OpenPage, run: str) -> None:
@@ -295,7 +295,7 @@ def test_an_empty_service_says_so(open_page: OpenPage, service: Service) -> None
     page.get_by_role("heading", name="first").wait_for()
 
 
-def test_a_service_that_is_gone_is_told_and_found_again(
+def test_a_service_that_is_gone_is_reported_and_found_again(
     browser: Any, start_service: StartService, tmp_path: Path
 ) -> None:
     first = start_service("--journal-dir", str(tmp_path / "journal"))

@@ -35,11 +35,11 @@ def run(service: Service, run_name: str) -> str:
 def told(client: httpx.Client, path: str, **query: Any) -> dict[str, Any]:
     answer = client.get(path, params=query)
     assert answer.status_code == 200, answer.text
-    found: dict[str, Any] = answer.json()
-    return found
+    document: dict[str, Any] = answer.json()
+    return document
 
 
-def test_every_setting_is_told_beside_its_default(client: httpx.Client, run: str) -> None:
+def test_every_setting_is_shown_next_to_its_default(client: httpx.Client, run: str) -> None:
     settings = {one["name"]: one for one in told(client, f"/runs/{run}/settings")["settings"]}
     assert (settings["merge"]["value"], settings["merge"]["default"]) == ("prefix", "none")
     assert not settings["train_batch_size"]["is_default"]
@@ -59,8 +59,8 @@ def test_what_other_settings_would_give_is_computed_of_the_batch(client: httpx.C
 
 
 def test_groups_are_found_by_a_part_of_their_uid(client: httpx.Client, run: str) -> None:
-    found = told(client, f"/runs/{run}/find", uid="a")
-    assert [(one["uid"], one["state"], one["batch"]) for one in found["groups"]] == [
+    matches = told(client, f"/runs/{run}/find", uid="a")
+    assert [(one["uid"], one["state"], one["batch"]) for one in matches["groups"]] == [
         ("a", "sealed", 0),
         ("another", "open", None),
     ]
@@ -68,10 +68,10 @@ def test_groups_are_found_by_a_part_of_their_uid(client: httpx.Client, run: str)
 
 
 def test_scores_lengths_turns_and_stop_reasons_are_counted_by_trajectory(client: httpx.Client, run: str) -> None:
-    found = told(client, f"/runs/{run}/batches/0/distributions")
-    bars = {one["name"]: dict(zip(one["lows"], one["counts"], strict=True)) for one in found["histograms"]}
+    distributions = told(client, f"/runs/{run}/batches/0/distributions")
+    bars = {one["name"]: dict(zip(one["lows"], one["counts"], strict=True)) for one in distributions["histograms"]}
     assert bars == {"score": {0.0: 2, 1.0: 2}, "response tokens": {3.0: 2, 5.0: 2}, "turns": {2.0: 4}}
-    assert found["stop_reasons"] == {"length": 4}
+    assert distributions["stop_reasons"] == {"length": 4}
 
 
 def test_a_row_has_its_tokens_and_where_a_loss_is_taken(client: httpx.Client, run: str) -> None:
@@ -187,7 +187,7 @@ def test_an_empty_service_shows_a_first_run_that_runs(open_page: OpenPage, servi
     stage.until(lambda: service.runs.get("my-run").status().batches_published == 1)
 
 
-def test_a_run_that_is_deleted_says_so_and_is_there_again_when_it_is_made_anew(
+def test_a_run_that_is_deleted_says_so_and_is_there_again_when_it_is_recreated(
     open_page: OpenPage, service: Service, run: str
 ) -> None:
     page = open_page(f"#/{run}")
@@ -202,11 +202,11 @@ def test_a_link_to_a_run_that_there_is_not_says_so(open_page: OpenPage) -> None:
     open_page("#/nobody").get_by_text("It was deleted, or never created.").wait_for()
 
 
-def test_refusals_come_in_the_body_for_whoever_prefers_it(service: Service, client: httpx.Client) -> None:
+def test_refusals_come_in_the_body_for_clients_that_prefer_it(service: Service, client: httpx.Client) -> None:
     plain = client.get("/runs/nobody/health")
-    told = client.get("/runs/nobody/health", headers={"Prefer": "errors=body"})
-    assert (plain.status_code, told.status_code, told.headers["gristmill-status"]) == (404, 200, "404")
-    assert told.json() == plain.json()
+    preferred = client.get("/runs/nobody/health", headers={"Prefer": "errors=body"})
+    assert (plain.status_code, preferred.status_code, preferred.headers["gristmill-status"]) == (404, 200, "404")
+    assert preferred.json() == plain.json()
     assert "gristmill-status" not in client.get("/overview", headers={"Prefer": "errors=body"}).headers
     # What is counted is what was meant.
     client.get("/runs/nobody/batches/0/costs", headers={"Prefer": "errors=body"})

@@ -28,7 +28,7 @@ def tokenizer(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("is_directory", [False, True])
-def test_tokens_are_told_as_text_where_merging_broke(browser: Any, tokenizer: Path, is_directory: bool) -> None:
+def test_tokens_are_shown_as_text_where_merging_broke(browser: Any, tokenizer: Path, is_directory: bool) -> None:
     path = tokenizer.parent if is_directory else tokenizer
     service = Service(Settings(**FREE_PORTS, store="memory", shutdown_grace_s=5, tokenizer=path))
     service.start()
@@ -36,9 +36,9 @@ def test_tokens_are_told_as_text_where_merging_broke(browser: Any, tokenizer: Pa
     try:
         rows = [row for uid in ("a", "b") for row in stage.group(uid)]
         stage.published(service.runs, "r", stage.CONFIG, [from_rows(rows, step_wise=True)])
-        told = httpx.get(f"{service.http_url}/v1/runs/r/batches/0/breaks", trust_env=False, timeout=60).json()
-        assert told["texts"]["13"] == "w13"
-        assert "99" not in told["texts"]
+        breaks = httpx.get(f"{service.http_url}/v1/runs/r/batches/0/breaks", trust_env=False, timeout=60).json()
+        assert breaks["texts"]["13"] == "w13"
+        assert "99" not in breaks["texts"]
         row = httpx.get(f"{service.http_url}/v1/runs/r/batches/0/rows/0", trust_env=False, timeout=60).json()
         assert row["texts"]["5"] == "w5"
         page.goto(f"{service.http_url}/#/r")

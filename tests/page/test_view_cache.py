@@ -24,11 +24,11 @@ class HookedStore(MemoryShardStore):
         self.after_plan: Callable[[], object] | None = None
 
     def plan(self, run: str, batch: int) -> bytes:
-        found = super().plan(run, batch)
+        stored = super().plan(run, batch)
         hook, self.after_plan = self.after_plan, None
         if hook is not None:
             hook()
-        return found
+        return stored
 
 
 def published(store: MemoryShardStore) -> Bench:
@@ -40,8 +40,8 @@ def published(store: MemoryShardStore) -> Bench:
 
 
 def view(cache: BatchViewCache, bench: Bench) -> BatchView:
-    found: BatchView = on_loop(cache.get, bench.run, 0)
-    return found
+    answer: BatchView = on_loop(cache.get, bench.run, 0)
+    return answer
 
 
 def ranks(cache: BatchViewCache, bench: Bench) -> int:
@@ -57,7 +57,7 @@ def test_a_run_that_is_gone_is_not_held_by_its_pictures() -> None:
     wait_until(lambda: gc.collect() >= 0 and run() is None)
 
 
-def test_a_run_of_the_same_name_that_was_made_anew_has_pictures_of_its_own() -> None:
+def test_a_run_of_the_same_name_that_was_recreated_has_pictures_of_its_own() -> None:
     cache, first, second = BatchViewCache(), published(MemoryShardStore()), published(MemoryShardStore())
     assert view(cache, first) is view(cache, first)
     assert view(cache, second) is not view(cache, first)

@@ -149,9 +149,9 @@ def _batch_of(page: Any) -> Any:
 
 
 def section(page: Any, name: str) -> Any:
-    found = page.locator(f"section[aria-label='{name}']")
-    found.scroll_into_view_if_needed()
-    return found
+    located = page.locator(f"section[aria-label='{name}']")
+    located.scroll_into_view_if_needed()
+    return located
 
 
 def _empty(services: Services, open_: Open) -> Any:

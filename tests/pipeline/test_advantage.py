@@ -55,29 +55,29 @@ def test_seven_times_0_7_is_exactly_zero_where_arithmetic_leaves_a_rest(estimato
 
 
 def test_grpo_divides_by_the_sample_standard_deviation() -> None:
-    found = group_advantages(np.array([0.0, 0.0, 0.0, 1.0]), config("grpo"))
-    np.testing.assert_allclose(found, (np.array([0, 0, 0, 1]) - 0.25) / (0.5 + 1e-6))
+    advantages = group_advantages(np.array([0.0, 0.0, 0.0, 1.0]), config("grpo"))
+    np.testing.assert_allclose(advantages, (np.array([0, 0, 0, 1]) - 0.25) / (0.5 + 1e-6))
 
 
 @pytest.mark.parametrize(("scores", "expected"), [([0.0, 0.0, 0.0, 1.0], 0.75 / (0.5 + 0.25)), ([1.0], 1 / 1.25)])
 def test_grpo_epsilon_is_what_is_added_to_the_standard_deviation(scores: list[float], expected: float) -> None:
-    found = group_advantages(np.array(scores), config("grpo", len(scores), grpo_epsilon=0.25))
-    assert found[-1] == pytest.approx(expected)
+    advantages = group_advantages(np.array(scores), config("grpo", len(scores), grpo_epsilon=0.25))
+    assert advantages[-1] == pytest.approx(expected)
 
 
 def test_grpo_without_norm_is_the_difference_from_the_mean() -> None:
-    found = group_advantages(np.array([0.0, 0.0, 0.0, 1.0]), config("grpo", grpo_norm_by_std=False))
-    np.testing.assert_array_equal(found, [-0.25, -0.25, -0.25, 0.75])
+    advantages = group_advantages(np.array([0.0, 0.0, 0.0, 1.0]), config("grpo", grpo_norm_by_std=False))
+    np.testing.assert_array_equal(advantages, [-0.25, -0.25, -0.25, 0.75])
 
 
 def test_rloo_is_the_difference_from_the_mean_of_the_others() -> None:
-    found = group_advantages(np.array([1.0, 2.0, 6.0]), config("rloo", 3))
-    np.testing.assert_allclose(found, [1 - 4.0, 2 - 3.5, 6 - 1.5])
+    advantages = group_advantages(np.array([1.0, 2.0, 6.0]), config("rloo", 3))
+    np.testing.assert_allclose(advantages, [1 - 4.0, 2 - 3.5, 6 - 1.5])
 
 
 def test_maxrl_divides_by_the_mean() -> None:
-    found = group_advantages(np.array([0.0, 1.0]), config("maxrl", 2))
-    np.testing.assert_allclose(found, np.array([-0.5, 0.5]) / (0.5 + 1e-6))
+    advantages = group_advantages(np.array([0.0, 1.0]), config("maxrl", 2))
+    np.testing.assert_allclose(advantages, np.array([-0.5, 0.5]) / (0.5 + 1e-6))
 
 
 @pytest.mark.parametrize(
@@ -103,8 +103,8 @@ def test_a_lone_survivor_of_a_larger_group_has_no_baseline_and_gets_zero(estimat
 @pytest.mark.parametrize("estimator", ["grpo", "rloo"])
 @given(scores=st.lists(st.floats(-100, 100), min_size=2, max_size=10))
 def test_advantages_of_a_group_sum_to_zero(estimator: str, scores: list[float]) -> None:
-    found = group_advantages(np.array(scores), config(estimator, 10))
-    assert abs(found.sum()) <= 1e-6 * max(1.0, np.abs(found).max())
+    advantages = group_advantages(np.array(scores), config(estimator, 10))
+    assert abs(advantages.sum()) <= 1e-6 * max(1.0, np.abs(advantages).max())
 
 
 def test_the_score_is_the_last_steps_reward_or_the_sum_over_steps() -> None:
@@ -142,8 +142,8 @@ def test_scores_too_far_apart_for_the_float32_of_a_shard_are_refused_with_the_tr
 def test_many_groups_at_once_get_the_same_bits_as_each_alone(estimator: str, groups: list[list[float]]) -> None:
     settings = config(estimator, 40)
     together = group_advantages(np.array(groups), settings)
-    for scores, found in zip(groups, together, strict=True):
-        assert found.tobytes() == group_advantages(np.array(scores), settings).tobytes()
+    for scores, advantages in zip(groups, together, strict=True):
+        assert advantages.tobytes() == group_advantages(np.array(scores), settings).tobytes()
 
 
 def test_groups_of_different_sizes_are_each_compared_with_their_own() -> None:

@@ -302,7 +302,7 @@ def test_rows_are_left_for_every_micro_batch_that_there_has_to_be() -> None:
     assert sorted(all_micro_batches(plan)) == [[0], [1, 2, 3, 4], [5], [6]]
 
 
-def test_beside_a_row_over_the_cap_the_other_ranks_micro_batches_are_filled() -> None:
+def test_next_to_a_row_over_the_cap_the_other_ranks_micro_batches_are_filled() -> None:
     config = settings_of(policy_mini_batch_size=8, dp_size=2, micro_batch={"max_tokens": 10}, balance="tokens")
     (plan,) = planned([[12], [6], [1], [1], [1], [1], [1], [1]], config)
     assert sorted(all_micro_batches(plan)) == [[0], [1, 2, 3, 4, 5], [6], [7]]
@@ -315,7 +315,7 @@ def test_first_fit_is_kept_where_it_happens_to_be_more_even() -> None:
     assert slowest(plan, Batch([[2, 8, 6, 3, 6, 6]], config)) == 10 + 6
 
 
-def test_counted_in_rows_the_longest_row_is_put_beside_the_shortest() -> None:
+def test_counted_in_rows_the_longest_row_is_put_next_to_the_shortest() -> None:
     config = settings_of(policy_mini_batch_size=4, dp_size=2, micro_batch={"size": 2}, balance="tokens")
     (plan,) = planned([[3], [9], [7], [1]], config)
     assert sorted(all_micro_batches(plan)) == [[0, 2], [1, 3]]
@@ -382,7 +382,7 @@ def test_coefficients_of_any_size_do_not_overflow() -> None:
 # --- As a person runs it
 
 
-def test_the_plan_command_balances_a_lengths_file_and_tells_the_barrier_ratio(tmp_path: Path) -> None:
+def test_the_plan_command_balances_a_lengths_file_and_prints_the_barrier_ratio(tmp_path: Path) -> None:
     lengths = REFERENCE["lengths"]
     rows = [
         {"uid": f"p{number // 8}", "sample": number % 8, "prompt_len": 1, "response_len": tokens - 1, "reward": 0.0}

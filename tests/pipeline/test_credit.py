@@ -62,7 +62,7 @@ def kl(config: dict[str, Any], row: Row, token: int) -> float:
 
 def plain_credit(rows: list[Row], config: dict[str, Any]) -> dict[tuple[str, int, int, int], tuple[float, float]]:
     """Advantage and return of each trained token, by a loop from the end of its trajectory."""
-    found: dict[tuple[str, int, int, int], tuple[float, float]] = {}
+    credit: dict[tuple[str, int, int, int], tuple[float, float]] = {}
     for key in {(row["uid"], row["sample"]) for row in rows}:
         trained: list[tuple[int, int]] = []
         rewards: list[float] = []
@@ -82,19 +82,19 @@ def plain_credit(rows: list[Row], config: dict[str, Any]) -> dict[tuple[str, int
                 delta = rewards[place] + gamma * after - values[place]
                 advantage = delta + gamma * config["lambda"] * advantage
                 after = values[place]
-                found[*key, *trained[place]] = (advantage, advantage + after)
+                credit[*key, *trained[place]] = (advantage, advantage + after)
         else:
             to_go = 0.0
             for place in reversed(range(len(trained))):
                 to_go = rewards[place] + gamma * to_go
-                found[*key, *trained[place]] = (to_go, to_go)
-    return found
+                credit[*key, *trained[place]] = (to_go, to_go)
+    return credit
 
 
 def trained_tokens(batch: BuiltBatch, rows: list[Row], config: dict[str, Any], model: str = "policy") -> dict[Any, Any]:
     """Advantage, return and mini-batch of each trained token of the shards, by its trajectory, step and place."""
     groups = naive.merged(rows, config["merge"], config.get("retokenized_tail", 0))
-    found: dict[Any, Any] = {}
+    tokens: dict[Any, Any] = {}
     for shard in batch.shards:
         if shard.address.model != model:
             continue
@@ -106,14 +106,14 @@ def trained_tokens(batch: BuiltBatch, rows: list[Row], config: dict[str, Any], m
                 if row["loss_mask"][place]:
                     assert source is not None
                     key = (own.steps[0]["uid"], own.steps[0]["sample"], *source)
-                    assert key not in found
+                    assert key not in tokens
                     returns = row["returns"][-len(row["loss_mask"]) :] if "returns" in row else None
-                    found[key] = (
+                    tokens[key] = (
                         float(row["advantages"][place]),
                         None if returns is None else float(returns[place]),
                         shard.address.mini_batch,
                     )
-    return found
+    return tokens
 
 
 def without_realigned(rows: list[Row], config: dict[str, Any]) -> list[Row]:
@@ -123,8 +123,8 @@ def without_realigned(rows: list[Row], config: dict[str, Any]) -> list[Row]:
 def whitened(values: np.ndarray) -> np.ndarray:
     if len(values) < 2 or np.ptp(values) == 0:
         return np.zeros(len(values))
-    found: np.ndarray = (values - values.mean()) / np.sqrt(values.var(ddof=1) + 1e-8)
-    return found
+    result: np.ndarray = (values - values.mean()) / np.sqrt(values.var(ddof=1) + 1e-8)
+    return result
 
 
 @SLOW
@@ -133,19 +133,19 @@ def test_each_trained_token_has_the_credit_of_a_plain_loop(drawn: tuple[list[Row
     rows, config = drawn
     batch = built(rows, config)
     for model in ("policy", "critic") if "critic_mini_batch_size" in config else ("policy",):
-        found = trained_tokens(batch, rows, config, model)
+        actual = trained_tokens(batch, rows, config, model)
         if config["advantage_estimator"] in ("gae", "reinforce++"):
             expected = plain_credit(without_realigned(rows, config), config)
-            assert found.keys() == expected.keys()
-            parts = [found[key][2] if config["whiten"] == "mini_batch" else 0 for key in found]
-            wanted = np.array([expected[key][0] for key in found])
+            assert actual.keys() == expected.keys()
+            parts = [actual[key][2] if config["whiten"] == "mini_batch" else 0 for key in actual]
+            wanted = np.array([expected[key][0] for key in actual])
             if config["whiten"] != "none":
                 for part in set(parts):
                     chosen = np.array(parts) == part
                     wanted[chosen] = whitened(wanted[chosen])
-            np.testing.assert_allclose([one for one, _, _ in found.values()], wanted, rtol=1e-4, atol=1e-4)
-            wanted_returns = [expected[key][1] for key in found]
-            np.testing.assert_allclose([one for _, one, _ in found.values()], wanted_returns, rtol=1e-5, atol=1e-6)
+            np.testing.assert_allclose([one for one, _, _ in actual.values()], wanted, rtol=1e-4, atol=1e-4)
+            wanted_returns = [expected[key][1] for key in actual]
+            np.testing.assert_allclose([one for _, one, _ in actual.values()], wanted_returns, rtol=1e-5, atol=1e-6)
 
 
 @SLOW

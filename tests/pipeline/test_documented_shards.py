@@ -50,8 +50,8 @@ class Entry(NamedTuple):
 def tables(*columns: str) -> Iterator[dict[str, str]]:
     """All lines of the page's tables that begin with these columns, by column."""
     text = PAGE.read_text(encoding="utf-8")
-    for found in re.finditer(r"^\|.*\n\|[ -|]+\n((?:\|.*\n)+)", text, re.MULTILINE):
-        names, *lines = (_cells(line) for line in (found[0].splitlines()[0], *found[1].splitlines()))
+    for match in re.finditer(r"^\|.*\n\|[ -|]+\n((?:\|.*\n)+)", text, re.MULTILINE):
+        names, *lines = (_cells(line) for line in (match[0].splitlines()[0], *match[1].splitlines()))
         if names[: len(columns)] == list(columns):
             yield from (dict(zip(names, cells, strict=True)) for cells in lines)
 
@@ -65,25 +65,25 @@ def tensors_listed() -> Iterator[dict[str, str]]:
     """The lines about built-in tensors; those with one shape have it in both layouts."""
     for line in tables("tensor", "dtype"):
         shape = line.get("shape", "")
-        found = {"left_padded": shape, "packed": shape, **line, "tensor": line["tensor"].rpartition("/")[2]}
-        yield {"prefix_tree": found["packed"], **found}
+        shapes = {"left_padded": shape, "packed": shape, **line, "tensor": line["tensor"].rpartition("/")[2]}
+        yield {"prefix_tree": shapes["packed"], **shapes}
 
 
 def documented(layout: str) -> dict[str, Entry]:
     """Every tensor that the page says this layout may have, without the micro-batch before its name."""
-    found = {}
+    listed = {}
     others = set().union(*(names for other, names in OF_AXES.items() if other != layout))
     for line in tensors_listed():
         if (shape := line[layout]) and line["tensor"] not in others:
-            found[line["tensor"]] = Entry(_DTYPES[line["dtype"]], _words(shape))
+            listed[line["tensor"]] = Entry(_DTYPES[line["dtype"]], _words(shape))
     for spec in columns_of(layout):
         for line in tables("scope", "tensor"):
             if spec["scope"] == line["scope"]:
                 name = line["tensor"].replace("NAME", spec["name"])
                 dtype = _DTYPES[spec["dtype"] if name == spec["name"] else "int64"]
                 shape = line["packed" if layout == "prefix_tree" else layout]
-                found[name] = Entry(dtype, _words(shape, spec.get("shape", ())))
-    return found | {"experts_given": Entry("U8", ("rows",))}
+                listed[name] = Entry(dtype, _words(shape, spec.get("shape", ())))
+    return listed | {"experts_given": Entry("U8", ("rows",))}
 
 
 def _words(shape: str, inner: Any = ()) -> tuple[Any, ...]:
@@ -98,10 +98,10 @@ def columns_of(layout: str) -> list[dict[str, Any]]:
 
 def rows(layout: str = "left_padded") -> list[Row]:
     """Two prompts of three samples, with all that a row may bring; the ranks of two need padding rows."""
-    found = []
+    received = []
     for prompt, sample in product(range(2), range(3)):
         count = 1 + prompt + sample
-        found.append(
+        received.append(
             {
                 "uid": f"p{prompt}",
                 "sample": sample,
@@ -123,8 +123,8 @@ def rows(layout: str = "left_padded") -> list[Row]:
             }
         )
         if layout == "prefix_tree":
-            del found[-1]["images"]
-    return found
+            del received[-1]["images"]
+    return received
 
 
 SETTINGS: dict[str, Any] = {
@@ -164,17 +164,17 @@ def test_every_tensor_of_every_layout_is_on_the_page_and_no_other(changes: dict[
     page = documented(layout)
     page["values"] = Entry("F32", page["loss_mask"].shape)
     for data in shards(**changes).values():
-        found = entries(data)
-        assert {name.rpartition("/")[2] for name in found} == page.keys()
-        for name, entry in found.items():
+        actual = entries(data)
+        assert {name.rpartition("/")[2] for name in actual} == page.keys()
+        for name, entry in actual.items():
             assert entry.dtype == page[name.rpartition("/")[2]].dtype, name
-        _check_shapes(found, page, metadata(data, tmp_path)["micro_batches"])
+        _check_shapes(actual, page, metadata(data, tmp_path)["micro_batches"])
 
 
-def _check_shapes(found: dict[str, Entry], page: dict[str, Entry], micro_batches: list[list[int]]) -> None:
+def _check_shapes(actual: dict[str, Entry], page: dict[str, Entry], micro_batches: list[list[int]]) -> None:
     """Each word of a shape is one number within a micro-batch, and over the shard."""
     sizes: dict[tuple[str, str], int] = {}
-    for name, entry in found.items():
+    for name, entry in actual.items():
         prefix, _, bare = name.rpartition("/")
         rows = len(micro_batches[int(prefix[-3:])]) if prefix else sum(map(len, micro_batches))
         assert len(entry.shape) == len(page[bare].shape), name
@@ -229,11 +229,13 @@ def test_all_metadata_is_on_the_page(tmp_path: Path) -> None:
     of = "of `loss_denominators`"
     divisors = {name: line["is"] for line in tables(of) for name in re.findall(r"\w+", line[of])}
     for data in [*shards().values(), *shards(layout="prefix_tree").values()]:
-        found = metadata(data, tmp_path)
-        assert found.keys() | {"response_lengths"} == page
-        assert ("response_lengths" in found) == ("images" not in load(data))
-        assert found["loss_denominators"].keys() == divisors.keys()
-        count = len(found["uids"])
-        for name, told in divisors.items():
-            value = found["loss_denominators"][name]
-            assert (len(value) == count) if told.startswith("one number for each row") else isinstance(value, int)
+        actual = metadata(data, tmp_path)
+        assert actual.keys() | {"response_lengths"} == page
+        assert ("response_lengths" in actual) == ("images" not in load(data))
+        assert actual["loss_denominators"].keys() == divisors.keys()
+        count = len(actual["uids"])
+        for name, description in divisors.items():
+            value = actual["loss_denominators"][name]
+            assert (
+                (len(value) == count) if description.startswith("one number for each row") else isinstance(value, int)
+            )

@@ -73,7 +73,7 @@ def own_values(spec: ColumnSpec, shard: Any) -> list[Any]:
         assert edges[0] == 0
         assert edges[-1] == len(items)
         return [items[start:end].tolist() for start, end in itertools.pairwise(edges)]
-    found: list[Any] = []
+    listed: list[Any] = []
     prefixes = sorted({name.rpartition("/")[0] for name in tensors if name.endswith("sequences")})
     for prefix in (f"{prefix}/" if prefix else "" for prefix in prefixes):
         values = numbers(tensors[prefix + spec.name])
@@ -87,9 +87,9 @@ def own_values(spec: ColumnSpec, shard: Any) -> list[Any]:
         for row, mask in pairs:
             count = len(row) if spec.scope == "token" and f"{prefix}cu_seqlens" in tensors else int(mask.sum())
             assert (row[: len(row) - count] == spec.fill).all(), "what is no value is fill"
-            found.append(row[len(row) - count :].tolist())
-    assert len(found) == len(metadata["uids"])
-    return found
+            listed.append(row[len(row) - count :].tolist())
+    assert len(listed) == len(metadata["uids"])
+    return listed
 
 
 def check_batch(batch: BuiltBatch, rows: list[Row], config: dict[str, Any]) -> None:
@@ -235,7 +235,7 @@ def test_steps_that_differ_in_a_column_of_equal_merge_stay_apart(scope: str, sam
     assert built(from_rows(two_steps(*same), columns=specs), config).plan.rows == 1
     apart = built(from_rows(two_steps(*other), columns=specs), config).plan
     assert apart.rows == 2
-    assert [(found.step, found.index, found.column) for found in apart.merge_mismatches] == [(1, 2, "x")]
+    assert [(mismatch.step, mismatch.index, mismatch.column) for mismatch in apart.merge_mismatches] == [(1, 2, "x")]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -263,12 +263,12 @@ def test_in_a_tree_a_step_joins_the_next_best_that_no_column_keeps_apart() -> No
         with_x = [row | {"x": value} for row, value in zip(rows, values, strict=True)]
         batch = built(from_rows(with_x, columns=specs), config)
         assert batch.plan.steps == paths
-        assert {found.column for found in batch.plan.merge_mismatches} <= {"x"}
+        assert {mismatch.column for mismatch in batch.plan.merge_mismatches} <= {"x"}
         mismatches = batch.stats().mismatches
         assert (mismatches.get("column", 0), mismatches["further"]) == (len(batch.plan.merge_mismatches), 0)
 
 
-def test_of_a_tail_that_was_tokenised_anew_no_value_of_a_column_has_to_be_equal() -> None:
+def test_of_a_tail_that_was_retokenized_no_value_of_a_column_has_to_be_equal() -> None:
     config = CONFIG | {"retokenized_tail": 1, "columns": [{"name": "x", "dtype": "int8", "scope": "token"}]}
     config["columns"][0]["merge"] = "equal"
     specs = specs_of(config["columns"])

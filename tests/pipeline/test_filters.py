@@ -45,12 +45,12 @@ def built(given: list[Row], **overrides: Any) -> BuiltBatch:
 
 
 def trained(batch: BuiltBatch) -> dict[tuple[str, int], list[int]]:
-    found: dict[tuple[str, int], list[int]] = {}
+    masks: dict[tuple[str, int], list[int]] = {}
     for shard in batch.shards:
         _, metadata = naive.read_shard(shard)
         for uid, row in zip(metadata["uids"], naive.shard_rows(shard), strict=True):
-            found[uid, int(row["sample"])] = row["loss_mask"].tolist()
-    return found
+            masks[uid, int(row["sample"])] = row["loss_mask"].tolist()
+    return masks
 
 
 @pytest.mark.parametrize("setting", ["mask", True])
@@ -144,7 +144,7 @@ def test_a_batch_whose_every_group_is_stale_is_empty_and_not_an_error() -> None:
     assert batch.shards == []
 
 
-def test_staleness_is_told_per_trajectory_by_its_oldest_step() -> None:
+def test_staleness_is_reported_per_trajectory_by_its_oldest_step() -> None:
     given = rows([[0.0, 1.0]])
     given[0] |= {"policy_version": 1, "is_last_step": False}
     given.insert(1, {**given[0], "step": 1, "is_last_step": True, "policy_version": 4})

@@ -64,14 +64,14 @@ def kl_of(batch: list[Trajectory], estimator: KlEstimator) -> tuple[TrainedToken
 def test_each_trained_token_has_the_estimate_of_its_two_logprobs(
     estimator: KlEstimator, batch: list[Trajectory]
 ) -> None:
-    _, found = kl_of(batch, estimator)
+    _, estimates = kl_of(batch, estimator)
     expected = [
         definition(token.logprob, token.reference, estimator)
         for trajectory in batch
         for token in flat(trajectory)
         if token.mask
     ]
-    np.testing.assert_allclose(found, np.array(expected, np.float64), rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(estimates, np.array(expected, np.float64), rtol=1e-9, atol=1e-12)
 
 
 @given(LOGPROBS, LOGPROBS)
@@ -85,9 +85,9 @@ def test_k1_turns_with_the_order_and_k2_and_k3_are_never_negative(one: float, ot
 
 @pytest.mark.parametrize("difference", [1e-3, 1e-5, 1e-7, -1e-3, -1e-5, -1e-7])
 def test_k3_of_a_small_difference_is_not_rounding(difference: float) -> None:
-    found = kl(np.array([difference]), np.array([0.0]), "k3")[0]
+    estimate = kl(np.array([difference]), np.array([0.0]), "k3")[0]
     exact = float(sum(Fraction(-difference) ** n / math.factorial(n) for n in range(2, 12)))
-    assert found == pytest.approx(exact, rel=1e-6 if abs(difference) > 1e-6 else 1e-2)
+    assert estimate == pytest.approx(exact, rel=1e-6 if abs(difference) > 1e-6 else 1e-2)
 
 
 def test_k3_that_overflows_is_refused_with_the_token_and_both_logprobs() -> None:
@@ -108,13 +108,13 @@ def test_each_trained_tokens_reward_is_less_by_its_kl_and_no_others_changes(
 ) -> None:
     tokens, estimates = kl_of(batch, estimator)
     before = response_rewards(tokens.steps)
-    found = kl_in_rewards(tokens, before, estimates, 0.5)
+    rewards = kl_in_rewards(tokens, before, estimates, 0.5)
     assert before.tobytes() == response_rewards(tokens.steps).tobytes()
     numbers = iter(estimates.tolist())
     expected = [
         token.reward - (0.5 * next(numbers) if token.mask else 0) for trajectory in batch for token in flat(trajectory)
     ]
-    np.testing.assert_array_equal(found, np.array(expected, np.float64))
+    np.testing.assert_array_equal(rewards, np.array(expected, np.float64))
 
 
 @given(BATCHES)
@@ -162,8 +162,8 @@ def test_equal_rewards_and_kl_in_another_order_are_equal_scores(logprobs: list[f
     shuffled = data.draw(st.permutations(logprobs))
     batch = [[[Token(logprob=number, reference=-1.0) for number in numbers]] for numbers in (logprobs, shuffled)]
     tokens, estimates = kl_of(batch, "k3")
-    found = kl_in_scores(received_of(batch), np.array([0.7, 0.7]), kl_of_trajectories(tokens, estimates), 0.1)
-    assert found[0] == found[1]
+    scores = kl_in_scores(received_of(batch), np.array([0.7, 0.7]), kl_of_trajectories(tokens, estimates), 0.1)
+    assert scores[0] == scores[1]
 
 
 def config(**more: object) -> RunConfig:
@@ -189,8 +189,8 @@ def test_a_column_of_row_sums_gives_the_score_that_the_tokens_give(rows: list[di
     edges = tokens.step_bounds[np.append(scored.rows.first, len(steps))]
     sums = np.array([estimates[edges[row] : edges[row + 1]].sum() for row in range(len(scored.rows))], np.float64)
     sums[scored.loss_tokens == 0] = 99.0
-    found = kl_of_rows(sums, scored.rows, scored.loss_tokens, len(scored.scores))
-    np.testing.assert_allclose(found, kl_of_trajectories(tokens, estimates), rtol=1e-12)
+    sums_by_trajectory = kl_of_rows(sums, scored.rows, scored.loss_tokens, len(scored.scores))
+    np.testing.assert_allclose(sums_by_trajectory, kl_of_trajectories(tokens, estimates), rtol=1e-12)
 
 
 def test_group_estimators_take_the_kl_as_a_change_of_the_score() -> None:

@@ -123,7 +123,7 @@ def test_merging_never_changes_scores_advantages_or_trained_tokens(drawn: tuple[
     config["loss_reduction"] = "none"
 
     def trained(merge: str) -> tuple[list[Any], float]:
-        found = []
+        tokens = []
         batch = built(rows, {**config, "merge": merge})
         for shard in batch.shards:
             if shard.address.model == "policy":
@@ -132,10 +132,10 @@ def test_merging_never_changes_scores_advantages_or_trained_tokens(drawn: tuple[
                     tail = row["sequences"][len(row["sequences"]) - len(row["loss_mask"]) :]
                     keep = row["loss_mask"] == 1
                     advantages = row["advantages"][keep].tolist()
-                    found += [
+                    tokens += [
                         (uid, int(row["sample"]), *pair) for pair in zip(tail[keep].tolist(), advantages, strict=True)
                     ]
-        return sorted(found), batch.plan.metrics["score_mean"]
+        return sorted(tokens), batch.plan.metrics["score_mean"]
 
     assert trained("prefix") == trained("tree") == trained("none")
 

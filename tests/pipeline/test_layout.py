@@ -181,13 +181,13 @@ def test_a_rows_advantage_stands_on_each_of_its_tokens_however_many(overrides: d
         for index, row in enumerate(rows(*((3, length) for length in lengths)))
     ]
     batch = built(given_rows, advantage_estimator="none", policy_mini_batch_size=8, **overrides)
-    found = {}
+    advantages = {}
     for shard in batch.shards:
         for row in naive.shard_rows(shard):
-            found[int(row["row"])] = row["advantages"]
+            advantages[int(row["row"])] = row["advantages"]
     for index, length in enumerate(lengths):
         expected = np.full(length, given_rows[index]["advantage"], np.float32)
-        assert found[index].tobytes() == expected.tobytes()
+        assert advantages[index].tobytes() == expected.tobytes()
 
 
 def test_steps_without_a_reward_are_fill_between_those_that_have_one() -> None:
@@ -224,7 +224,7 @@ def test_steps_without_a_reward_are_fill_between_those_that_have_one() -> None:
 
 
 @given(st.integers(1, 5), st.sampled_from(["batch", "mini_batch", "shard"]))
-def test_shards_of_a_batch_tell_their_own_rows(dp_size: int, pad_width: str) -> None:
+def test_shards_of_a_batch_name_their_own_rows(dp_size: int, pad_width: str) -> None:
     batch = built(rows(*((2, index % 4 + 1) for index in range(6))), dp_size=dp_size, pad_width=pad_width)
     for part in batch.plan.mini_batches:
         for rank in part.ranks:

@@ -59,8 +59,8 @@ class Transformer(torch.nn.Module):
             query, key, value = layer(hidden).chunk(3, dim=-1)
             weights = (query @ key.transpose(1, 2) / WIDTH**0.5).masked_fill(~mask, -torch.inf).softmax(-1)
             hidden = hidden + torch.tanh(weights @ value)
-        found: torch.Tensor = self.head(hidden).log_softmax(-1)
-        return found
+        logprobs: torch.Tensor = self.head(hidden).log_softmax(-1)
+        return logprobs
 
 
 def clipped_loss(
@@ -250,11 +250,11 @@ def test_loss_and_gradients_are_those_of_training_without_gristmill(
         layout=layout, dp_size=dp_size, loss_reduction=loss_reduction, merge=merge.removesuffix(" that breaks")
     )
     expected = without_gristmill(rows, config)
-    found, padding_rows = through_gristmill(rows, config)
-    assert len(found) == len(expected) == 2
-    for mine, reference in zip(found, expected, strict=True):
+    actual, padding_rows = through_gristmill(rows, config)
+    assert len(actual) == len(expected) == 2
+    for mine, reference in zip(actual, expected, strict=True):
         assert mine.item() == pytest.approx(reference.item(), rel=1e-9, abs=1e-12)
-    for own, others in zip(gradients(found), gradients(expected), strict=True):
+    for own, others in zip(gradients(actual), gradients(expected), strict=True):
         assert max(float(g.abs().max()) for g in others) > 1e-6
         for a, b in zip(own, others, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
@@ -271,7 +271,7 @@ def test_the_rows_of_a_tree_share_steps() -> None:
 
 @pytest.mark.parametrize("layout", ["left_padded", "packed", "prefix_tree"])
 @pytest.mark.parametrize("merge", ["prefix", "tree"])
-def test_tails_that_were_tokenised_anew_leave_the_loss_of_all_other_tokens(merge: str, layout: str) -> None:
+def test_tails_that_were_retokenized_leave_the_loss_of_all_other_tokens(merge: str, layout: str) -> None:
     rng, rows = random.Random(8), batch_rows(forks=merge == "tree")
     for row in rows:
         if row["step"] and len(row["prompt_token_ids"]) > 4:
@@ -281,11 +281,11 @@ def test_tails_that_were_tokenised_anew_leave_the_loss_of_all_other_tokens(merge
     config = settings(layout=layout, loss_reduction="token_mean", merge=merge, retokenized_tail=4)
     plan = build_batch(from_rows(rows), parse_config(config), run="r", batch=0).plan
     assert plan.counts["realigned_loss_tokens"] > 0
-    found, _ = through_gristmill(rows, config)
+    actual, _ = through_gristmill(rows, config)
     expected = without_gristmill(naive.without_realigned(rows, merge, 4), config)
-    for mine, reference in zip(found, expected, strict=True):
+    for mine, reference in zip(actual, expected, strict=True):
         assert mine.item() == pytest.approx(reference.item(), rel=1e-9, abs=1e-12)
-    for own, others in zip(gradients(found), gradients(expected), strict=True):
+    for own, others in zip(gradients(actual), gradients(expected), strict=True):
         for a, b in zip(own, others, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
 
@@ -302,6 +302,6 @@ def test_no_padding_width_and_no_micro_batching_changes_the_loss(pad_width: str,
         loss_reduction="token_mean",
         pad_token_id=3,
     )
-    found, _ = through_gristmill(rows, config)
-    for mine, reference in zip(found, without_gristmill(rows, config), strict=True):
+    actual, _ = through_gristmill(rows, config)
+    for mine, reference in zip(actual, without_gristmill(rows, config), strict=True):
         assert mine.item() == pytest.approx(reference.item(), rel=1e-9, abs=1e-12)

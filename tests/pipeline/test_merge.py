@@ -90,7 +90,7 @@ def test_a_prompt_that_is_merely_too_short_is_reported_at_its_length() -> None:
 
 def test_only_the_first_three_mismatches_of_a_trajectory_are_reported() -> None:
     batch = built(trajectory(*(([step + 1], [9]) for step in range(6))))
-    assert [found.step for found in batch.plan.merge_mismatches] == [1, 2, 3]
+    assert [mismatch.step for mismatch in batch.plan.merge_mismatches] == [1, 2, 3]
 
 
 def test_trajectories_are_never_merged_with_each_other() -> None:

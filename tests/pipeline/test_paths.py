@@ -71,8 +71,8 @@ def built(settings: dict[str, Any], changes: dict[int, Row] | None = None) -> Bu
 
 
 def rows_of(batch: BuiltBatch) -> list[Row]:
-    found = [row for shard in batch.shards for row in naive.shard_rows(shard)]
-    return [row for row in found if not row["is_padding"]]
+    rows = [row for shard in batch.shards for row in naive.shard_rows(shard)]
+    return [row for row in rows if not row["is_padding"]]
 
 
 def column(batch: BuiltBatch, name: str) -> list[list[float]]:
@@ -133,7 +133,7 @@ def test_a_step_of_which_nothing_is_kept_leaves_nothing(
     assert column(batch, "rewards") == [[0, 0, 0, 2, 0, 0, 4], [0, 0, 0, 3], [0, 0, 0, 0, 0, 0, 5]]
 
 
-def test_a_row_tells_its_paths_ends_and_its_oldest_version(settings: dict[str, Any]) -> None:
+def test_a_row_says_its_paths_ends_and_its_oldest_version(settings: dict[str, Any]) -> None:
     batch = built(settings)
     rows = rows_of(batch)
     assert [(row["step_first"], row["step_last"], row["policy_version"]) for row in rows] == [

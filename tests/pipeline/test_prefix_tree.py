@@ -131,8 +131,8 @@ def test_caps_count_distinct_tokens_and_all_else_of_scheduling_stands(random: Ra
     checked, expected = parse_config(config), merged(rows, config)
     batch = built(rows, config)
     for part in batch.plan.mini_batches:
-        found = sorted(row for rank in part.ranks for row in rank.rows if row >= 0)
-        assert found == list(range(part.start, part.end))
+        scheduled = sorted(row for rank in part.ranks for row in rank.rows if row >= 0)
+        assert scheduled == list(range(part.start, part.end))
         assert len({len(rank.micro_batches) for rank in part.ranks}) == 1
         assert part.micro_batches_per_rank * checked.dp_size % checked.align_to == 0
         if checked.micro_batch.size is not None:
@@ -222,33 +222,33 @@ def only_axis(rows: list[Row], **changes: Any) -> dict[str, list[Any]]:
 
 
 def test_a_prompt_that_samples_share_stands_once() -> None:
-    found = only_axis(group(([1, 2, 3], [7, 8]), ([1, 2, 3], [9]), ([1, 2, 3], [6, 5])))
-    assert found["sequences"] == [1, 2, 3, 7, 8, 9, 6, 5]
-    assert found["position_ids"] == [0, 1, 2, 3, 4, 3, 3, 4]
-    assert found["parents"] == [-1, 0, 1, 2, 3, 2, 2, 6]
-    assert found["segment_starts"] == [0, 3, 5, 6]
-    assert found["segment_parents"] == [-1, 0, 0, 0]
-    assert found["row_ends"] == [4, 5, 7]
-    assert found["response_mask"] == found["loss_mask"] == [0, 0, 0, 1, 1, 1, 1, 1]
-    assert found["rewards"] == [0, 0, 0, 0, 0, 1, 0, 2]
+    axis = only_axis(group(([1, 2, 3], [7, 8]), ([1, 2, 3], [9]), ([1, 2, 3], [6, 5])))
+    assert axis["sequences"] == [1, 2, 3, 7, 8, 9, 6, 5]
+    assert axis["position_ids"] == [0, 1, 2, 3, 4, 3, 3, 4]
+    assert axis["parents"] == [-1, 0, 1, 2, 3, 2, 2, 6]
+    assert axis["segment_starts"] == [0, 3, 5, 6]
+    assert axis["segment_parents"] == [-1, 0, 0, 0]
+    assert axis["row_ends"] == [4, 5, 7]
+    assert axis["response_mask"] == axis["loss_mask"] == [0, 0, 0, 1, 1, 1, 1, 1]
+    assert axis["rewards"] == [0, 0, 0, 0, 0, 1, 0, 2]
 
 
 def test_what_samples_happen_to_sample_alike_keeps_a_position_each() -> None:
-    found = only_axis(group(([1, 2], [7, 8]), ([1, 2], [7, 8]), ([1, 2], [7, 9])))
-    assert found["sequences"] == [1, 2, 7, 8, 7, 8, 7, 9]
-    assert found["rollout_logprobs"] == [0, 0, -1, -1, -2, -2, -3, -3]
-    assert sorted(set(found["advantages"][2:])) == pytest.approx([-1, 0, 1], abs=1e-5)
+    axis = only_axis(group(([1, 2], [7, 8]), ([1, 2], [7, 8]), ([1, 2], [7, 9])))
+    assert axis["sequences"] == [1, 2, 7, 8, 7, 8, 7, 9]
+    assert axis["rollout_logprobs"] == [0, 0, -1, -1, -2, -2, -3, -3]
+    assert sorted(set(axis["advantages"][2:])) == pytest.approx([-1, 0, 1], abs=1e-5)
 
 
 def test_turns_that_are_not_merged_are_one_path_and_each_trains_its_own() -> None:
     rows = group(([1], [2]), ([1, 2, 3], [4]), ([1, 2, 3, 4], [5, 6]))
     rows = [row | {"sample": 0, "step": step, "is_last_step": step == 2} for step, row in enumerate(rows)]
-    found = only_axis(rows, n_samples_per_prompt=1)
-    assert found["sequences"] == [1, 2, 3, 4, 5, 6]
-    assert found["segment_starts"] == [0]
-    assert found["row_ends"] == [1, 3, 5]
-    assert found["loss_mask"] == [0, 1, 0, 1, 1, 1]
-    assert found["rewards"] == [0, 0, 0, 1, 0, 2]
+    axis = only_axis(rows, n_samples_per_prompt=1)
+    assert axis["sequences"] == [1, 2, 3, 4, 5, 6]
+    assert axis["segment_starts"] == [0]
+    assert axis["row_ends"] == [1, 3, 5]
+    assert axis["loss_mask"] == [0, 1, 0, 1, 1, 1]
+    assert axis["rewards"] == [0, 0, 0, 1, 0, 2]
 
 
 def test_rows_that_branch_late_stand_before_those_that_branch_early() -> None:
@@ -263,8 +263,8 @@ def test_rows_that_branch_late_stand_before_those_that_branch_early() -> None:
 
 def test_other_groups_share_nothing_even_where_their_prompts_are_alike() -> None:
     rows = [*group(([1, 2], [3])), *group(([1, 2], [4]), uid="q")]
-    found = only_axis(rows, train_batch_size=2, policy_mini_batch_size=2, n_samples_per_prompt=1)
-    assert found["parents"] == [-1, 0, 1, -1, 3, 4]
+    axis = only_axis(rows, train_batch_size=2, policy_mini_batch_size=2, n_samples_per_prompt=1)
+    assert axis["parents"] == [-1, 0, 1, -1, 3, 4]
 
 
 def test_a_family_with_more_tokens_than_the_cap_is_cut_and_shares_in_each_part() -> None:
@@ -328,7 +328,7 @@ def test_a_batch_of_which_all_groups_are_stale_has_no_shards() -> None:
         ({"name": "mrope", "dtype": "int64", "scope": "token", "merge": "equal"}, "mrope has merge: equal"),
     ],
 )
-def test_columns_that_tell_rows_apart_whose_tokens_are_alike_are_refused(column: dict[str, Any], problem: str) -> None:
+def test_columns_that_distinguish_rows_whose_tokens_are_alike_are_refused(column: dict[str, Any], problem: str) -> None:
     with pytest.raises(InvalidArgumentError, match=f"{problem}, and with layout: prefix_tree"):
         parse_config(CONFIG | {"columns": [column]})
 

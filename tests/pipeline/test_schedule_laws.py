@@ -50,13 +50,13 @@ def batches(
 ) -> Batch:
     mode = draw(on_misaligned)
     critic = None if mode == "drop_trailing" else draw(st.none() | st.integers(1, 6))
-    group_size, found = draw(st.integers(1, 4)), draw(micro_batch)
+    group_size, spec = draw(st.integers(1, 4)), draw(micro_batch)
     return Batch(
         draw(groups),
         settings_of(
             policy_mini_batch_size=draw(st.integers(1, 6)),
             critic_mini_batch_size=critic,
-            micro_batch={"count": found["count"] * group_size} if "count" in found else found,
+            micro_batch={"count": spec["count"] * group_size} if "count" in spec else spec,
             on_misaligned=mode,
             dp_size=draw(DP_SIZES),
             cp_size=draw(st.integers(1, 2)),
@@ -168,7 +168,7 @@ def test_filling_micro_batches_only_puts_padding_rows_behind_each_ranks_last(bat
 
 
 @given(batches(micro_batch=BY_COUNT))
-def test_with_a_count_every_rank_has_so_many_micro_batches_of_contiguous_rows_as_even_as_can_be(batch: Batch) -> None:
+def test_with_a_count_every_rank_has_that_many_micro_batches_of_contiguous_rows_as_even_as_can_be(batch: Batch) -> None:
     count = batch.config.micro_batch.count
     assert count is not None
     for plan in planned(batch.groups, batch.config):

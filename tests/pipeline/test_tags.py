@@ -21,7 +21,7 @@ def built(rows: list[Row], **settings: Any) -> BuiltBatch:
     return build_batch(from_rows(rows), parse_config(CONFIG | settings), run="r", batch=0)
 
 
-def test_the_plan_lists_the_tag_of_each_group_and_tells_its_figures() -> None:
+def test_the_plan_lists_the_tag_of_each_group_and_its_figures() -> None:
     one = built([*group_rows("a", tag="math", response=range(5)), *group_rows("b")])
     assert one.plan.tags == ["math", ""]
     assert one.plan.tag_metrics["math"] == {
@@ -51,10 +51,10 @@ def test_without_tags_plan_and_shards_are_as_before() -> None:
     assert "tags" not in naive.read_shard(one.shards[0])[1]
 
 
-def test_shards_tell_the_tag_of_each_row() -> None:
+def test_shards_name_the_tag_of_each_row() -> None:
     one = built([*group_rows("a", 1, tag="math"), *group_rows("b", 1)], policy_mini_batch_size=2, dp_size=3)
-    found = [naive.read_shard(shard)[1]["tags"] for shard in one.shards]
-    assert found == [["math"], [""], [""]], "the last is a padding row"
+    tags = [naive.read_shard(shard)[1]["tags"] for shard in one.shards]
+    assert tags == [["math"], [""], [""]], "the last is a padding row"
 
 
 def test_rows_of_a_group_that_disagree_are_refused_naming_both() -> None:
@@ -78,19 +78,19 @@ def test_the_figures_of_all_tags_together_are_those_of_the_batch(
     tagged = [row | {"tag": tags[row["uid"]]} for row in rows]
     one = build_batch(from_rows(tagged), parse_config(config), run="r", batch=0)
     assert list(from_rows(to_rows(from_rows(tagged))).tags or [""] * len(rows)) == [row["tag"] for row in tagged]
-    found, whole = one.plan.tag_metrics.values(), one.plan.metrics
+    by_tag, whole = one.plan.tag_metrics.values(), one.plan.metrics
     if not any(tags.values()):
-        assert not found
+        assert not by_tag
         return
     for name in ("trajectories", "tokens"):
-        assert sum(figures[name] for figures in found) == whole[name]
-    assert sum(figures["prompts"] for figures in found) == one.plan.prompts
-    scores = sum(figures["score_mean"] * figures["trajectories"] for figures in found)
+        assert sum(figures[name] for figures in by_tag) == whole[name]
+    assert sum(figures["prompts"] for figures in by_tag) == one.plan.prompts
+    scores = sum(figures["score_mean"] * figures["trajectories"] for figures in by_tag)
     assert scores == pytest.approx(whole["score_mean"] * whole["trajectories"])
     policy = [part for part in one.plan.mini_batches if part.model == "policy"]
-    assert sum(figures["rows"] for figures in found) == sum(part.rows for part in policy)
-    assert sum(figures["loss_tokens"] for figures in found) == sum(part.loss_tokens for part in policy)
-    padding = whole["padding_tokens"] - sum(figures["padding_tokens"] for figures in found)
+    assert sum(figures["rows"] for figures in by_tag) == sum(part.rows for part in policy)
+    assert sum(figures["loss_tokens"] for figures in by_tag) == sum(part.loss_tokens for part in policy)
+    padding = whole["padding_tokens"] - sum(figures["padding_tokens"] for figures in by_tag)
     in_padding_rows = sum(
         len(row["sequences"]) if "attention_mask" not in row else len(row["attention_mask"])
         for shard in one.shards

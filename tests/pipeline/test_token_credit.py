@@ -40,9 +40,9 @@ from tests.pipeline.credit import (
 Float32s = NDArray[np.float32]
 
 
-def assert_close(found: Float64s, expected: NDArray[Any]) -> None:
+def assert_close(actual: Float64s, expected: NDArray[Any]) -> None:
     """To the rounding of float64."""
-    np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-11)
+    np.testing.assert_allclose(actual, expected, rtol=1e-12, atol=1e-11)
 
 
 def credited(tokens: TrainedTokens) -> Float64s:
@@ -183,10 +183,10 @@ def test_the_rewards_of_response_tokens_are_a_column_of_the_steps() -> None:
 @given(BATCHES)
 def test_results_stand_on_their_tokens_and_0_elsewhere(batch: list[Trajectory]) -> None:
     tokens = tokens_of(batch)
-    found = tokens.response(np.arange(1.0, len(tokens) + 1), "advantage")
-    assert found.values.dtype == np.float32
+    advantages = tokens.response(np.arange(1.0, len(tokens) + 1), "advantage")
+    assert advantages.values.dtype == np.float32
     numbers = iter(range(1, len(tokens) + 1))
-    assert [row.tolist() for row in found.arrays()] == [
+    assert [row.tolist() for row in advantages.arrays()] == [
         [next(numbers) if token.mask else 0 for token in step] for steps in batch for step in steps
     ]
 
@@ -252,8 +252,8 @@ PLAIN = st.builds(Token, reward=SMALL, value=SMALL)
 OBSERVED = PLAIN | st.builds(Token, mask=st.just(0), value=SMALL)
 
 
-def assert_close_in_float32(found: Float64s, expected: Float32s) -> None:
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+def assert_close_in_float32(actual: Float64s, expected: Float32s) -> None:
+    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 def one_row_each(token: st.SearchStrategy[Token]) -> st.SearchStrategy[list[Trajectory]]:
@@ -265,8 +265,8 @@ def one_row_each(token: st.SearchStrategy[Token]) -> st.SearchStrategy[list[Traj
 def test_gae_over_observations_is_that_of_verl(batch: list[Trajectory], gamma: float, lambda_: float) -> None:
     _, advantages, returns = gae_of(batch, gamma, lambda_)
     rewards, values, mask = (credit.padded(batch, name) for name in ("reward", "value", "mask"))
-    for found, expected in zip((advantages, returns), verl_gae(rewards, values, mask, gamma, lambda_), strict=True):
-        assert_close_in_float32(found, expected[mask == 1])
+    for actual, expected in zip((advantages, returns), verl_gae(rewards, values, mask, gamma, lambda_), strict=True):
+        assert_close_in_float32(actual, expected[mask == 1])
 
 
 @given(one_row_each(PLAIN), DISCOUNTS, DISCOUNTS)
@@ -297,8 +297,8 @@ WHOLE = st.lists(st.integers(-(10**6), 10**6).map(float), min_size=2, max_size=5
 
 @given(WHOLE.filter(lambda numbers: np.ptp(numbers) > 0))
 def test_whitened_advantages_have_mean_0_and_variance_1(advantages: Float64s) -> None:
-    found = whitened(advantages)
-    assert (found.mean(), found.var(ddof=1)) == (pytest.approx(0, abs=1e-8), pytest.approx(1, rel=1e-6))
+    result = whitened(advantages)
+    assert (result.mean(), result.var(ddof=1)) == (pytest.approx(0, abs=1e-8), pytest.approx(1, rel=1e-6))
 
 
 @pytest.mark.parametrize("advantages", [[], [3.0], [-1e38], [0.7] * 7, [1e-300] * 3, [0.0, -0.0]])
@@ -317,14 +317,14 @@ def test_each_mini_batch_is_whitened_by_itself(batch: list[Trajectory], data: st
     steps = len(tokens.steps)
     cuts = sorted(data.draw(st.sets(st.integers(1, steps - 1))) if steps > 1 else [])
     edges = tokens.step_bounds[[0, *cuts, steps]]
-    found = whiten(advantages, np.repeat(np.arange(len(edges) - 1), np.diff(edges)))
+    result = whiten(advantages, np.repeat(np.arange(len(edges) - 1), np.diff(edges)))
     for begin, end in pairwise(edges.tolist()):
-        assert found[begin:end].tobytes() == whitened(advantages[begin:end]).tobytes()
+        assert result[begin:end].tobytes() == whitened(advantages[begin:end]).tobytes()
 
 
 def test_whitening_mini_batches_does_not_mix_them() -> None:
-    found = whiten(np.array([1.0, 100.0, 3.0, 300.0]), np.array([0, 7, 0, 7]))
-    np.testing.assert_allclose(found, np.array([-1, -1, 1, 1]) / np.sqrt(2), rtol=1e-6)
+    result = whiten(np.array([1.0, 100.0, 3.0, 300.0]), np.array([0, 7, 0, 7]))
+    np.testing.assert_allclose(result, np.array([-1, -1, 1, 1]) / np.sqrt(2), rtol=1e-6)
 
 
 # Sums.
@@ -349,28 +349,28 @@ def test_sums_of_long_runs_are_those_of_the_plain_loop(lengths: list[int], decay
     bounds = np.append(0, np.cumsum(lengths, dtype=np.int64))
     numbers = np.random.default_rng(seed).normal(size=bounds[-1])
     before = numbers.tobytes()
-    found, expected = discounted_sums(numbers, bounds, decay), plain_sums(numbers, bounds, decay)
-    np.testing.assert_allclose(found, expected, rtol=1e-11, atol=1e-11)
+    actual, expected = discounted_sums(numbers, bounds, decay), plain_sums(numbers, bounds, decay)
+    np.testing.assert_allclose(actual, expected, rtol=1e-11, atol=1e-11)
     assert numbers.tobytes() == before
     for begin, end in pairwise(bounds.tolist()):
         assert (
-            found[begin:end].tobytes()
+            actual[begin:end].tobytes()
             == discounted_sums(numbers[begin:end], np.array([0, end - begin]), decay).tobytes()
         )
         if end - begin <= PIECE:
-            assert found[begin:end].tobytes() == expected[begin:end].tobytes()
+            assert actual[begin:end].tobytes() == expected[begin:end].tobytes()
 
 
 @pytest.mark.parametrize("decay", [1.0, 0.999])
 def test_a_trajectory_of_200_000_tokens_keeps_what_float64_holds(decay: float) -> None:
     """Whole numbers have exact sums: none of them may be lost among the large ones before and after."""
     numbers = np.random.default_rng(0).integers(-1000, 1000, 200_000).astype(np.float64)
-    found = discounted_sums(numbers, np.array([0, len(numbers)]), decay)
+    sums = discounted_sums(numbers, np.array([0, len(numbers)]), decay)
     if decay == 1:
-        assert found.tolist() == np.cumsum(numbers[::-1])[::-1].tolist()
+        assert sums.tolist() == np.cumsum(numbers[::-1])[::-1].tolist()
     else:
         expected = plain_sums(numbers, np.array([0, len(numbers)]), decay)
-        np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-8)
+        np.testing.assert_allclose(sums, expected, rtol=1e-10, atol=1e-8)
 
 
 # What float32 does not hold.

@@ -34,7 +34,7 @@ def built(rows: list[Row], **settings: Any) -> BuiltBatch:
 def versioned(draw: st.DrawFn) -> tuple[list[Row], dict[str, Any]]:
     """Rows of which some tell a version a token."""
     rows, config = draw(batches_and_settings())
-    found = []
+    kept = []
     for one in rows:
         if draw(st.booleans()):
             size = len(one["response_ids"])
@@ -43,8 +43,8 @@ def versioned(draw: st.DrawFn) -> tuple[list[Row], dict[str, Any]]:
                 "policy_version": -1,
                 "policy_versions": draw(st.lists(st.integers(-1, 4), min_size=size, max_size=size)),
             }
-        found.append(one)
-    return found, config
+        kept.append(one)
+    return kept, config
 
 
 def told(one: Row) -> list[int]:
@@ -95,11 +95,11 @@ class TestRows:
             assert versions(copy) == versions(table) == [told(one) for one in rows]
             assert copy.policy_versions.tolist() == table.policy_versions.tolist()
 
-    def test_beside_rows_that_tell_them_others_have_their_own_for_all_tokens(self) -> None:
+    def test_next_to_rows_that_say_them_others_have_their_own_for_all_tokens(self) -> None:
         tables = [from_rows([row("a", policy_versions=[4])]), from_rows([row("b", response=(7, 8), policy_version=2)])]
         assert versions(concat(tables)) == [[4], [2, 2]]
 
-    def test_a_row_is_the_same_whichever_rows_it_comes_beside(self) -> None:
+    def test_a_row_is_the_same_whichever_rows_it_comes_with(self) -> None:
         bench = Bench()
         alone, other = row("a", policy_version=3), row("b", policy_versions=[4])
         assert bench.submit(alone) == ["ACCEPTED"]
@@ -116,22 +116,22 @@ class TestShards:
         groups = naive.merged(rows, config["merge"], config.get("retokenized_tail", 0))
         given_any = any("policy_versions" in one for one in rows)
         for shard in build_batch(from_rows(rows), parse_config(config), run="r", batch=0).shards:
-            for found in naive.shard_rows(shard):
-                assert ("token_policy_version" in found) == given_any
+            for shown in naive.shard_rows(shard):
+                assert ("token_policy_version" in shown) == given_any
                 if not given_any:
                     continue
-                if found["is_padding"]:
-                    assert (found["token_policy_version"] == -1).all()
+                if shown["is_padding"]:
+                    assert (shown["token_policy_version"] == -1).all()
                     continue
-                own = groups[int(found["row"])]
+                own = groups[int(shown["row"])]
                 standing = zip(own.standing(told), own.sources, strict=True)
                 expected = [-1 if source is None else version for version, source in standing]
-                values = found["token_policy_version"]
+                values = shown["token_policy_version"]
                 assert values.dtype == np.int32
                 assert values[len(values) - len(expected) :].tolist() == expected
                 assert (values[: len(values) - len(expected)] == -1).all()
                 known = [version for step in own.steps for version in told(step) if version >= 0]
-                assert found["policy_version"] == min(known, default=-1)
+                assert shown["policy_version"] == min(known, default=-1)
 
 
 class TestMasking:
@@ -144,7 +144,7 @@ class TestMasking:
         ]
         one = built(rows, stale="mask", max_staleness=2, policy_mini_batch_size=2)
         (shard,) = one.shards
-        masks = [found["loss_mask"].tolist() for found in naive.shard_rows(shard)]
+        masks = [padded["loss_mask"].tolist() for padded in naive.shard_rows(shard)]
         assert masks == [[0, 1, 0], [0], [1], [1]]
         assert one.plan.counts["stale_tokens"] == 2
         assert one.plan.counts["stale_groups"] == 1, "it stays"

@@ -72,7 +72,7 @@ def test_the_step_before_does_not_win_over_a_longer_earlier_one() -> None:
 def test_a_compacted_context_begins_a_row_and_is_held_against_the_sequence_most_like_it() -> None:
     batch = tree(([1, 2], [3, 4]), ([1, 2, 3, 4, 5], [6]), ([7], [8]), ([1, 2, 3, 9, 9], [8]))
     assert batch.plan.steps == [[0, 1], [2], [3]]
-    assert [(found.step, found.index) for found in batch.plan.merge_mismatches] == [(2, 0), (3, 3)]
+    assert [(mismatch.step, mismatch.index) for mismatch in batch.plan.merge_mismatches] == [(2, 0), (3, 3)]
     # Both against the first row: one differs in its prompt, the other in its response.
     assert batch.stats().mismatches == {"prompt": 2, "further": 0}
     assert tree(([1, 2], [3, 4]), ([1, 2, 3, 9], [6])).stats().mismatches == {"response": 1, "further": 0}
@@ -90,7 +90,7 @@ def test_forks_are_no_mismatches() -> None:
 
 
 @pytest.mark.parametrize("merge", ["prefix", "tree"])
-def test_a_tail_that_was_tokenised_anew_stands_as_observation(merge: str) -> None:
+def test_a_tail_that_was_retokenized_stands_as_observation(merge: str) -> None:
     steps = ([1], [2, 3, 4]), ([1, 2, 7, 5], [6])
     batch = built(trajectory(*steps), merge=merge, retokenized_tail=2)
     assert column(batch, "sequences") == [[1, 2, 7, 5, 6]]
@@ -107,7 +107,7 @@ def test_a_tail_that_was_tokenised_anew_stands_as_observation(merge: str) -> Non
         assert apart.plan.counts.get("realigned_tokens") == (0 if tail else None)
 
 
-def test_realigned_tokens_that_the_client_masked_are_told_apart() -> None:
+def test_realigned_tokens_that_the_client_masked_are_distinguished() -> None:
     rows = trajectory(([1], [2, 3, 4]), ([1, 2, 9], [6]))
     rows[0]["loss_mask"] = [1, 0, 1]
     counts = built(rows, retokenized_tail=2).plan.counts

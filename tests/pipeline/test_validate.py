@@ -78,17 +78,17 @@ def test_a_trajectorys_advantage_is_the_same_on_every_step() -> None:
 
 
 def test_interleaved_prompts_are_regrouped_in_order_of_first_appearance_then_sample_then_step() -> None:
-    found = received(row("b", 1), row("a", 0, 1), row("b", 0), row("a", 1), row("a", 0, 0, last=False))
-    assert found.groups == [(0, "b"), (0, "a")]
-    names = [(found.steps.uids[i], int(found.steps.samples[i]), int(found.steps.steps[i])) for i in range(5)]
+    accepted = received(row("b", 1), row("a", 0, 1), row("b", 0), row("a", 1), row("a", 0, 0, last=False))
+    assert accepted.groups == [(0, "b"), (0, "a")]
+    names = [(accepted.steps.uids[i], int(accepted.steps.samples[i]), int(accepted.steps.steps[i])) for i in range(5)]
     assert names == [("b", 0, 0), ("b", 1, 0), ("a", 0, 0), ("a", 0, 1), ("a", 1, 0)]
-    assert found.trajectory_bounds.tolist() == [0, 1, 2, 4, 5]
-    assert found.group_bounds.tolist() == [0, 2, 4]
+    assert accepted.trajectory_bounds.tolist() == [0, 1, 2, 4, 5]
+    assert accepted.group_bounds.tolist() == [0, 2, 4]
 
 
 def test_the_same_uid_in_another_round_is_another_group() -> None:
-    found = received(row(), row(round=1))
-    assert found.groups == [(0, "p"), (1, "p")]
+    accepted = received(row(), row(round=1))
+    assert accepted.groups == [(0, "p"), (1, "p")]
 
 
 def test_samples_may_be_missing_from_a_group() -> None:

@@ -61,7 +61,7 @@ def test_another_cut_of_the_same_values_gives_each_token_the_same_value(
 
 def _per_token(shards: dict[ShardAddress, bytes]) -> dict[Any, list[float]]:
     """Of each row of the policy what was written for its response tokens, and its number."""
-    found: dict[Any, list[float]] = {}
+    columns: dict[Any, list[float]] = {}
     for address, data in shards.items():
         tensors = load(data)
         if address.model != "policy":
@@ -71,11 +71,11 @@ def _per_token(shards: dict[ShardAddress, bytes]) -> dict[Any, list[float]]:
             values = [tensors[block][tensors[block.replace(name, "response_mask")] == 1] for block in blocks]
             flat = np.concatenate(values).tolist()
             # Rows stand one after another, whatever the layout; how long each is, its metadata does not say.
-            found.setdefault(name, []).extend(flat)
+            columns.setdefault(name, []).extend(flat)
         for row, verdict in zip(tensors["row"].tolist(), tensors["verdict"].tolist(), strict=True):
             if row >= 0:
-                found["verdict", row] = [verdict]
-    return {key: sorted(values) for key, values in found.items()}
+                columns["verdict", row] = [verdict]
+    return {key: sorted(values) for key, values in columns.items()}
 
 
 @SLOW
@@ -95,10 +95,10 @@ def test_forward_shards_are_the_train_shards_without_what_depends_on_the_columns
     assert set(forward.forms) == {address for address in files(forward) if address.model == "policy"}
     for address, data in files(train).items():
         left = {name: value for name, value in load(data).items() if name.rpartition("/")[2] not in absent}
-        found = load(files(forward)[address])
-        assert found.keys() == left.keys()
+        tensors = load(files(forward)[address])
+        assert tensors.keys() == left.keys()
         for name, value in left.items():
-            np.testing.assert_array_equal(found[name], value)
+            np.testing.assert_array_equal(tensors[name], value)
 
 
 @SLOW

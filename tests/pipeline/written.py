@@ -79,7 +79,7 @@ def files(batch: BuiltBatch) -> dict[ShardAddress, bytes]:
 def computed(batch: BuiltBatch, noise: float = 9.0) -> dict[ShardAddress, dict[str, Array]]:
     """The tensors of the policy's shards of a batch, as a trainer would compute them: with something everywhere, also
     on padding, prompts and padding rows."""
-    found = {}
+    columns = {}
     for address, data in files(batch).items():
         tensors = load(data)
         for name, values in tensors.items():
@@ -90,5 +90,5 @@ def computed(batch: BuiltBatch, noise: float = 9.0) -> dict[ShardAddress, dict[s
             elif name == "verdict":
                 tensors[name] = np.where(tensors["row"] < 0, np.float32(noise), values)
         if address.model == "policy":
-            found[address] = tensors
-    return found
+            columns[address] = tensors
+    return columns

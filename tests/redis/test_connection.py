@@ -211,7 +211,7 @@ class TestOneTry:
             (exceptions.RedisClusterException("Redis Cluster cannot be connected: Error 1 connecting to host:1"), True),
         ],
     )
-    def test_an_error_tells_whether_the_command_may_have_been_sent(self, error: Exception, unknown: bool) -> None:
+    def test_an_error_says_whether_the_command_may_have_been_sent(self, error: Exception, unknown: bool) -> None:
         assert outcome_unknown(error) is unknown
         with pytest.raises(UnavailableError) as caught, translated("host:1"):
             raise error

@@ -95,7 +95,7 @@ class TestWrongAddress:
         with Sentinel(tmp_path) as sentinel, pytest.raises(UnavailableError, match="No master found for 'other'"):
             connect(RedisAddress(url=sentinel.url.replace("mymaster", "other")))
 
-    def test_a_wrong_password_is_not_tried_again_nor_told(self, start_redis: StartRedis) -> None:
+    def test_a_wrong_password_is_not_tried_again_nor_shown(self, start_redis: StartRedis) -> None:
         server = start_redis(appendonly="no", password="right")
         for address in (
             RedisAddress(url=f"redis://:{SECRET}@{server.address}"),
@@ -106,7 +106,7 @@ class TestWrongAddress:
                 connect(address)
             assert "s3cret" not in str(caught.value)
 
-    def test_a_cluster_and_a_lone_server_are_told_apart(
+    def test_a_cluster_and_a_lone_server_are_distinguished(
         self, redis_cluster: RedisCluster, redis_server: RedisServer, opened: Open
     ) -> None:
         with pytest.raises(FailedPreconditionError, match="no cluster; let redis_url begin with redis://"):

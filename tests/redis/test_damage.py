@@ -171,7 +171,7 @@ def test_an_owner_whose_lease_is_damaged_renews_it(redis_server: RedisServer, jo
 
 
 @pytest.mark.parametrize(("field", "value"), [("token", b"x"), ("claim", b"x"), ("claim", b"9000000000")])
-def test_a_damaged_claim_is_made_again(store: RedisRunStore, log: RedisRunLog, field: str, value: bytes) -> None:
+def test_a_damaged_claim_is_rebuilt(store: RedisRunStore, log: RedisRunLog, field: str, value: bytes) -> None:
     store._client.hset(store._keys("run").head, field, value)
     if field == "token":
         with pytest.raises(LogLostError, match="another replica owns"):

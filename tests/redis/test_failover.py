@@ -113,13 +113,13 @@ class Writer:
                 self._log = self._store.open("run")
                 replay = self._log.replay()
                 # Records of unknown outcome may be there, too.
-                found = list(replay.records)
-                lost = [record for record in self.acknowledged if record not in set(found)]
-                told = sum(entry["records_lost"] for entry in said if entry["event"] == "log rolled back")
-                assert replay.is_short() == bool(told)
-                assert told <= len(lost) if told else not lost, "all that is lost is reported"
+                replayed = list(replay.records)
+                lost = [record for record in self.acknowledged if record not in set(replayed)]
+                reported = sum(entry["records_lost"] for entry in said if entry["event"] == "log rolled back")
+                assert replay.is_short() == bool(reported)
+                assert reported <= len(lost) if reported else not lost, "all that is lost is reported"
                 self.reported += len(lost)
-                self.acknowledged = [record for record in self.acknowledged if record in set(found)]
+                self.acknowledged = [record for record in self.acknowledged if record in set(replayed)]
                 return
             time.sleep(0.05)
 
@@ -321,7 +321,7 @@ def test_a_server_that_cannot_wait_for_disks_is_refused_when_the_service_starts(
     log.append(b"one", {})
 
 
-def test_too_few_replicas_are_told_when_the_service_starts(redis_server: RedisServer) -> None:
+def test_too_few_replicas_are_reported_when_the_service_starts(redis_server: RedisServer) -> None:
     with closing(connect(RedisAddress(url=redis_server.url))) as client:
         warnings = check_server(client, Durability(replicas=2))
     assert any("it has 0 replicas, and redis_min_replicas is 2" in warning for warning in warnings)

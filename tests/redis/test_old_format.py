@@ -84,7 +84,7 @@ def test_large_tables_are_cut_again(store: RedisRunStore, old: Any) -> None:
 
 
 @pytest.mark.parametrize("step", ["_move_rows", "delete_old"])
-def test_a_conversion_that_ended_halfway_is_made_again(
+def test_a_conversion_that_ended_halfway_is_repeated(
     store: RedisRunStore, old: Any, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     def die(*_: object) -> None:
@@ -126,15 +126,15 @@ def test_it_is_deleted_whole(store: RedisRunStore, old: Any) -> None:
 
 
 def test_what_the_version_before_kept_is_read(redis_server: RedisServer, join: Join) -> None:
-    told = json.loads(FIXTURE.read_text())
+    fixture = json.loads(FIXTURE.read_text())
     client = redis_server.client()
-    kept.put_keys(told["kept"], client)
+    kept.put_keys(fixture["kept"], client)
     store = join(redis_server.url)
     store._prefix = "gristmill"
     log = store.open("kept")
     assert not log.replay().is_short()
     numbers = {int(log.keys.parts(key)[2]) for key in log.keys.scan(client, "rows:")}
-    old_names = [b64decode(name) for name in told["kept"]]
+    old_names = [b64decode(name) for name in fixture["kept"]]
     assert numbers == {int(name.split(b":")[-2]) for name in old_names if b":rows:" in name}
     assert log.retain(numbers, whole) == set()
     assert all(to_rows(steps_of(table)) for table in log.get_all(numbers).values())

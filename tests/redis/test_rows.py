@@ -91,11 +91,11 @@ class TestRows:
         started(again)
         assert again.retain(sent.keys(), whole) == set()
         fresh = stored(again, any_table(7))
-        found = again.get_all([*sent, fresh])
-        assert found.keys() == {*sent, fresh}
-        assert same(found[fresh], any_table(7))
+        tables = again.get_all([*sent, fresh])
+        assert tables.keys() == {*sent, fresh}
+        assert same(tables[fresh], any_table(7))
         for number, (index, size) in sent.items():
-            assert same(found[number], any_table(index, tokens=size))
+            assert same(tables[number], any_table(index, tokens=size))
         with pytest.raises(NotFoundError):
             again.get_all([*sent, 99 << 32])
         again.remove([next(iter(sent))])

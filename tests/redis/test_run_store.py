@@ -162,7 +162,7 @@ class TestIdentity:
         assert log.run_id
         assert join(url, 1).open("run").run_id == log.run_id
 
-    def test_a_run_made_again_under_its_name_is_another_one(self, store: RedisRunStore) -> None:
+    def test_a_run_recreated_under_its_name_is_another_one(self, store: RedisRunStore) -> None:
         log = store.create("run", b"{}")
         store.delete("run")
         log.close()
@@ -219,14 +219,14 @@ class TestOwnership:
             except OwnedElsewhereError:
                 return None
 
-        found: list[RedisRunLog] = []
+        logs: list[RedisRunLog] = []
 
         def is_taken_over() -> bool:
-            found.extend(filter(None, [taken()]))
-            return bool(found)
+            logs.extend(filter(None, [taken()]))
+            return bool(logs)
 
         wait_until(is_taken_over, "the run is taken over")
-        assert started(found[0]) == [b"one"]
+        assert started(logs[0]) == [b"one"]
         assert log.is_lost, "the former owner knows by its own clock"
 
     def test_nothing_of_a_former_owner_changes_the_run(self, url: str, join: Join) -> None:
@@ -269,7 +269,7 @@ class TestOwnership:
         second.open("run")
         wait_until(lambda: log.is_lost, "it learns")
 
-    def test_a_process_may_open_its_own_run_anew_and_what_it_sent_before_counts_no_more(
+    def test_a_process_may_open_its_own_run_again_and_what_it_sent_before_counts_no_more(
         self, store: RedisRunStore
     ) -> None:
         before = store.create("run", b"{}")

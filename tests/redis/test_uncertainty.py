@@ -46,7 +46,7 @@ class TestDoubt:
         expire(store)
         assert started(join(redis_server.url, 1).open("run")) == [b"one", b"two", b"three", b"four"]
 
-    def test_an_append_that_never_arrived_had_no_effect_and_may_be_told_again(self, proxy: Proxy, join: Join) -> None:
+    def test_an_append_that_never_arrived_had_no_effect_and_may_be_repeated(self, proxy: Proxy, join: Join) -> None:
         log = join(proxy.url).create("run", b"{}")
         started(log)
         proxy.refuse()
@@ -56,7 +56,7 @@ class TestDoubt:
             log.append(b"lost", {})
         proxy.accept()
 
-    def test_an_append_of_unknown_outcome_loses_the_book_which_is_opened_anew(
+    def test_an_append_of_unknown_outcome_loses_the_book_which_is_opened_again(
         self, redis_server: RedisServer, proxy: Proxy, join: Join, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("gristmill_service.storage.redis.run_log._RETRY_S", 0.3)
@@ -78,7 +78,7 @@ class TestDoubt:
         assert started(join(redis_server.url, 1).open("run")) == [*records, b"three"]
 
     @pytest.mark.parametrize("step", ["create", "claim", "compact", "publish", "release", "delete"])
-    def test_every_step_may_be_told_again_when_its_answer_is_lost(
+    def test_every_step_may_be_repeated_when_its_answer_is_lost(
         self, redis_server: RedisServer, proxy: Proxy, join: Join, step: str
     ) -> None:
         store = join(proxy.url)
@@ -127,7 +127,7 @@ class TestDoubt:
         wait_until(lambda: not redis_server.client().exists(f"{{{PREFIX}:run}}:owner"), "nothing is left")
         assert {key for key in redis_server.client().keys("*") if b":snapshot:" not in key} <= {b"test:probe"}
 
-    def test_a_silent_server_refuses_rows_and_is_told_as_trouble_until_it_answers(
+    def test_a_silent_server_refuses_rows_and_is_reported_as_trouble_until_it_answers(
         self, redis_server: RedisServer, proxy: Proxy, join: Join
     ) -> None:
         store = join(proxy.url, lease_s=SHORT_S)
@@ -252,7 +252,7 @@ class TestRollback:
         server.client().hset(f"{{{PREFIX}:run}}:head", "last", entries[count][0])
         server.client().hdel(f"{{{PREFIX}:run}}:head", "generation")
 
-    def test_whoever_was_told_more_learns_it_when_the_log_is_opened_anew(
+    def test_a_caller_that_was_sent_more_learns_it_when_the_log_is_opened_again(
         self, redis_server: RedisServer, store: RedisRunStore, log: RedisRunLog
     ) -> None:
         self.forget(redis_server, 2)
@@ -267,7 +267,7 @@ class TestRollback:
         [entry] = [entry for entry in said if entry["event"] == "log rolled back"]
         assert (entry["log_level"], entry["records_lost"], entry["records_left"]) == ("error", 2, 1)
 
-    def test_the_generation_that_was_told_is_known_though_the_log_lost_its_beginning(
+    def test_the_generation_that_was_reported_is_known_though_the_log_lost_its_beginning(
         self, redis_server: RedisServer, store: RedisRunStore, log: RedisRunLog, join: Join
     ) -> None:
         log.note_generation(5)
@@ -289,7 +289,7 @@ class TestRollback:
         owned.close()
         assert other.open("run").replay().generation == 5
 
-    def test_it_is_told_until_the_log_goes_on(
+    def test_it_is_reported_until_the_log_goes_on(
         self, redis_server: RedisServer, store: RedisRunStore, log: RedisRunLog
     ) -> None:
         self.forget(redis_server, 1)
@@ -302,7 +302,7 @@ class TestRollback:
         assert not store.open("run").replay().is_short()
 
     @pytest.mark.parametrize("step", ["_read_head", "_read_records"])
-    def test_it_is_told_also_where_the_log_could_not_be_read_at_first(
+    def test_it_is_reported_also_where_the_log_could_not_be_read_at_first(
         self, redis_server: RedisServer, store: RedisRunStore, log: RedisRunLog, step: str
     ) -> None:
         self.forget(redis_server, 1)
@@ -347,7 +347,7 @@ class TestRollback:
         compare(store, taken)
         assert taken.is_lost
 
-    def test_a_report_that_is_repeated_is_told_once(
+    def test_a_report_that_is_repeated_is_logged_once(
         self, redis_server: RedisServer, store: RedisRunStore, log: RedisRunLog, join: Join
     ) -> None:
         self.forget(redis_server, 2)
@@ -377,7 +377,7 @@ class TestRollback:
         log.close()
         append = taken._scripts.confirmed
 
-        def told_meanwhile(*arguments: Any, more: Sequence[str]) -> Outcome:
+        def reported_meanwhile(*arguments: Any, more: Sequence[str]) -> Outcome:
             outcome = append(*arguments, more=more)
             with pytest.raises(OwnedElsewhereError):
                 store.open("run")
@@ -385,7 +385,7 @@ class TestRollback:
             return outcome
 
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(taken._scripts, "confirmed", told_meanwhile)
+            patched.setattr(taken._scripts, "confirmed", reported_meanwhile)
             taken.append(b"goes on", {})
         taken.close()
         assert other.open("run").replay().is_short()

@@ -47,8 +47,8 @@ def test_the_chart_has_the_version() -> None:
 
 def test_no_other_file_repeats_it() -> None:
     places = [ROOT / "Dockerfile", ROOT / "pyproject.toml", *ROOT.glob("deploy/**/*.yaml")]
-    found = {str(path.relative_to(ROOT)) for path in places if re.search(_version(), path.read_text())}
-    assert found == {"deploy/helm/gristmill/Chart.yaml"}
+    files = {str(path.relative_to(ROOT)) for path in places if re.search(_version(), path.read_text())}
+    assert files == {"deploy/helm/gristmill/Chart.yaml"}
 
 
 def _version() -> str:
@@ -89,11 +89,11 @@ def test_what_other_programs_read_is_as_they_expect(schema: str) -> None:
 
 def steps() -> list[tuple[str, dict[str, Any]]]:
     """Each step of each workflow, with the workflow's name."""
-    found = []
+    pairs = []
     for path in WORKFLOWS:
         for job in yaml.safe_load(path.read_text())["jobs"].values():
-            found += [(path.name, step) for step in [*job.get("steps", []), *([job] if "uses" in job else [])]]
-    return found
+            pairs += [(path.name, step) for step in [*job.get("steps", []), *([job] if "uses" in job else [])]]
+    return pairs
 
 
 @needs_repository
@@ -121,9 +121,9 @@ def test_a_field_that_changes_its_number_is_refused(tmp_path: Path) -> None:
     output(buf, "breaking", str(changed), *against)
     proto = changed / "gristmill/v1/run.proto"
     text = proto.read_text()
-    found = re.search(r"^  string run = 1;", text, re.MULTILINE)
-    assert found is not None
-    proto.write_text(text.replace(found[0], "  string run = 99;", 1))
+    match = re.search(r"^  string run = 1;", text, re.MULTILINE)
+    assert match is not None
+    proto.write_text(text.replace(match[0], "  string run = 99;", 1))
     done = subprocess.run([buf, "breaking", changed, *against], capture_output=True, text=True, check=False)
     assert done.returncode != 0
     assert "run.proto" in done.stdout

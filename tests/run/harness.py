@@ -422,10 +422,10 @@ class Bench:
 
     def written(self, batch: int) -> dict[ColumnPlace, float]:
         """What a batch was made of last, of what was written for it."""
-        found = self.build_batch.written[batch] or {}
+        by_address = self.build_batch.written[batch] or {}
         return {
             ColumnPlace(address.mini_batch, address.rank, name): float(values[0])
-            for address, columns in found.items()
+            for address, columns in by_address.items()
             for name, values in columns.items()
         }
 

@@ -101,7 +101,7 @@ def test_row_bytes_and_shard_bytes_bound_admission_but_never_the_first_batch() -
     assert bench.begin("a", "b") == ["ADMITTED"] * 2, "else no batch could ever be filled"
     bench.submit(*group_rows("a"))
     answer = bench.run.begin_groups(0, ["c"])
-    assert [found.name for found in answer.admissions] == ["NO_ROOM"]
+    assert [admission.name for admission in answer.admissions] == ["NO_ROOM"]
     assert "of max_buffered_bytes: 1" in answer.reason
     bench.submit(*group_rows("b"))
     bench.make_batches()
@@ -130,7 +130,7 @@ def test_the_rows_of_all_runs_share_the_services_bound() -> None:
         bench.submit(row("b"))
     # Each run holds three rows, and expects one more group's worth of its open group.
     answer = one.run.begin_groups(0, ["c"])
-    assert [found.name for found in answer.admissions] == ["NO_ROOM"]
+    assert [admission.name for admission in answer.admissions] == ["NO_ROOM"]
     assert "raise the service's max_row_bytes" in answer.reason
     other.run.abort_groups(0, ["a", "b"], "")
     assert one.begin("c") == ["ADMITTED"]
@@ -185,8 +185,8 @@ def test_a_run_that_takes_all_it_gets_leaves_a_fifth_to_the_next() -> None:
 
 def test_a_round_below_zero_or_a_nameless_group_is_refused() -> None:
     bench = Bench()
-    for round_, uids, told in ((-1, ["a"], "round is -1; give 0 or more"), (0, ["a", ""], r"uids\[1\] is empty")):
-        with pytest.raises(InvalidArgumentError, match=told):
+    for round_, uids, message in ((-1, ["a"], "round is -1; give 0 or more"), (0, ["a", ""], r"uids\[1\] is empty")):
+        with pytest.raises(InvalidArgumentError, match=message):
             bench.run.begin_groups(round_, uids)
     assert not bench.state.open
 

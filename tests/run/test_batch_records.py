@@ -34,18 +34,18 @@ def record(batch: int, tags: dict[str, GroupCounts] | None = None, **more: Any) 
 
 
 def kept(batches: int) -> list[Figures]:
-    found: list[Figures] = []
+    records: list[Figures] = []
     for batch in range(batches):
-        keep(found, record(batch, tokens=batch))
-    return found
+        keep(records, record(batch, tokens=batch))
+    return records
 
 
 @settings(max_examples=20)
 @given(st.integers(1, 3 * MOST))
 def test_many_batches_become_few_records_whose_sum_is_exact(batches: int) -> None:
-    found = kept(batches)
-    assert len(found) <= MOST
-    whole = total(found)
+    records = kept(batches)
+    assert len(records) <= MOST
+    whole = total(records)
     assert whole is not None
     assert (whole.first, whole.last, whole.batches) == (0, batches - 1, batches)
     assert whole.tokens == batches * (batches - 1) // 2
@@ -54,10 +54,10 @@ def test_many_batches_become_few_records_whose_sum_is_exact(batches: int) -> Non
 
 
 def test_records_follow_one_another_and_are_of_equally_many_batches() -> None:
-    found = kept(10_000)
-    assert [one.first for one in found[1:]] == [one.last + 1 for one in found[:-1]]
-    assert {one.batches for one in found[:-1]} == {16}
-    assert found[-1].batches <= 16
+    records = kept(10_000)
+    assert [one.first for one in records[1:]] == [one.last + 1 for one in records[:-1]]
+    assert {one.batches for one in records[:-1]} == {16}
+    assert records[-1].batches <= 16
 
 
 def test_a_batch_of_many_environments_takes_less_than_a_kilobyte_of_the_log() -> None:
@@ -102,15 +102,15 @@ def test_a_record_from_before_figures_were_added_is_read_and_joined() -> None:
 
 
 def test_of_many_tags_those_with_most_groups_are_kept() -> None:
-    found: list[Figures] = [record(0, {"a": GroupCounts(groups=1)})]
+    records: list[Figures] = [record(0, {"a": GroupCounts(groups=1)})]
     crowd = {f"t{number}": GroupCounts(groups=2) for number in range(MOST_TAGS)}
-    whole = total([*found, record(1, crowd)])
+    whole = total([*records, record(1, crowd)])
     assert whole is not None
     assert whole.tags == crowd
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=4))
 def test_counts_of_groups_add_up(pairs: list[tuple[int, int]]) -> None:
-    found = sum((GroupCounts(groups=groups, score_sum=float(score)) for groups, score in pairs), GroupCounts())
-    assert found.groups == sum(groups for groups, _ in pairs)
-    assert found.score_sum == pytest.approx(sum(score for _, score in pairs))
+    counts = sum((GroupCounts(groups=groups, score_sum=float(score)) for groups, score in pairs), GroupCounts())
+    assert counts.groups == sum(groups for groups, _ in pairs)
+    assert counts.score_sum == pytest.approx(sum(score for _, score in pairs))

@@ -174,27 +174,27 @@ def test_rows_are_gathered_in_the_order_asked_for_from_however_many_requests(
     assert contents(gathered) == contents(table(*(rows[index] for index in order)))
 
 
-def test_tables_are_let_go_as_their_groups_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tables_are_released_as_their_groups_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_gathering, "_LEAST_BYTES", 1)
     monkeypatch.setattr(row_gathering, "_PART_BYTES", 1)
     monkeypatch.setattr(row_gathering, "_MOST_PARTS", 100)
     steps = [table(*group_rows(f"u{number}", response=range(number + 1))) for number in range(4)]
     described = [one for number, some in enumerate(steps) for one in described_rows(some, number)]
     memory = [np.frombuffer(encode(some).joined(), np.uint8).copy() for some in steps]
-    alive, found = [weakref.ref(one) for one in memory], list[int]()
+    alive, counts = [weakref.ref(one) for one in memory], list[int]()
     held = [PickedRow(one.ref.table, memory[one.ref.table].data, one.ref.row, one) for one in described]
     del memory
 
     def let_go() -> None:
         held.clear()
-        found.append(sum(one() is not None for one in alive))
+        counts.append(sum(one() is not None for one in alive))
 
     gathered = gather(held, False, _nothing_stored, let_go)
-    assert found == [3, 2, 1, 0]
+    assert counts == [3, 2, 1, 0]
     assert contents(gathered)["tokens"] == [[1, 2, *range(number + 1)] for number in range(4) for _ in range(2)]
 
 
-def test_a_batch_whose_rows_were_let_go_and_that_finds_no_room_is_made_of_the_logs(
+def test_a_batch_whose_rows_were_released_and_that_finds_no_room_is_made_of_the_logs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(row_gathering, "_PART_BYTES", 1)
@@ -219,7 +219,7 @@ def test_a_batch_whose_rows_were_let_go_and_that_finds_no_room_is_made_of_the_lo
     assert before["tokens"] == [[1, 2, 7]] * 2 + [[1, 2, *range(20)]] * 2
 
 
-def test_rows_that_the_heap_alone_has_are_not_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_the_heap_alone_has_are_not_released(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_gathering, "_PART_BYTES", 1)
     monkeypatch.setattr(row_gathering, "_MOST_PARTS", 100)
     bench = Bench(log=MemoryRunLog(), store=Shelf(places=0), train_batch_size=2)

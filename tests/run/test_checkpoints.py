@@ -53,9 +53,9 @@ def test_groups_that_are_given_up_are_dropped_for_the_reason_and_never_trained()
     assert bench.run.shard("policy", 0, None, 0).position == Position(3)
     status = bench.run.status()
     assert status.groups_dropped == {"redis rolled back": 2}
-    found = {group.uid: (group.state, group.reason) for group in bench.run.groups()}
-    assert found["u1"] == found["u2"] == ("dropped", "redis rolled back")
-    assert found["u0"][0] == found["u3"][0] == "sealed"
+    groups = {group.uid: (group.state, group.reason) for group in bench.run.groups()}
+    assert groups["u1"] == groups["u2"] == ("dropped", "redis rolled back")
+    assert groups["u0"][0] == groups["u3"][0] == "sealed"
     assert sorted(number for _, number in bench.store.batches) == [0, 3], "shards of what is given up go"
     assert bench.submit(*group_rows("u1")) == ["DROPPED"] * 2
     assert bench.replayed() == bench.state
@@ -158,7 +158,7 @@ def test_a_trainer_that_goes_on_over_a_rollback_that_cost_it_nothing_learns_the_
     assert again.run.resume("policy", Checkpoint(Position(2), generation=moved.generation), "launch")
 
 
-def test_a_rank_that_waits_far_ahead_of_a_run_that_was_rolled_back_is_told_so() -> None:
+def test_a_rank_that_waits_far_ahead_of_a_run_that_was_rolled_back_learns_it() -> None:
     bench = sealed(3)
     short = len(bench.log.records)
     train(bench, 0, 1, 2)
@@ -173,7 +173,7 @@ def test_a_rank_that_waits_far_ahead_of_a_run_that_was_rolled_back_is_told_so() 
             call()
 
 
-def test_a_rank_that_waits_for_the_batch_after_those_that_it_has_to_train_again_is_told_so() -> None:
+def test_a_rank_that_waits_for_the_batch_after_those_that_it_has_to_train_again_learns_it() -> None:
     """They fill the buffer: nothing behind them is sealed until they are trained."""
     bench = sealed(3)
     train(bench, 0)
@@ -234,7 +234,7 @@ def test_columns_for_a_batch_that_a_rollback_took_back_are_refused_at_once() -> 
         again.run.write(1, 0, 0, 1, verdict)
 
 
-def test_a_checkpoint_past_what_a_rollback_left_is_told_of_the_rollback_and_of_the_position_that_fits() -> None:
+def test_a_checkpoint_past_what_a_rollback_left_is_refused_with_the_rollback_and_of_the_position_that_fits() -> None:
     bench = sealed(1)
     train(bench, 0)
     short = len(bench.log.records)
@@ -251,7 +251,7 @@ def test_a_checkpoint_past_what_a_rollback_left_is_told_of_the_rollback_and_of_t
     assert again.run.resume("policy", Checkpoint(None), "launch").position == Position(0)
 
 
-def test_a_trainer_whose_resume_was_rolled_back_is_told_so_and_never_shares_an_incarnation_with_the_next() -> None:
+def test_a_trainer_whose_resume_was_rolled_back_learns_it_and_never_shares_an_incarnation_with_the_next() -> None:
     bench = sealed(2)
     short = len(bench.log.records)
     lost = bench.run.resume("policy", Checkpoint(None), "one")

@@ -122,7 +122,7 @@ def test_the_sum_of_the_step_before_is_enough_where_all_of_it_is_left_out(monkey
     assert tokens_kept(bench) == len(turns("a", count=6)[-1]["prompt_token_ids"]) + 5
 
 
-def test_sums_of_more_trajectories_than_are_remembered_are_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_of_more_trajectories_than_are_remembered_are_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(declared_prefixes, "_MOST_SUMS", 2)
     bench = Bench(n_samples_per_prompt=4, train_batch_size=9)
     rows = [turns("a", sample)[step] for step in range(3) for sample in range(4)]
@@ -285,8 +285,8 @@ def test_rows_are_what_was_given_whatever_else_becomes_of_their_group(
         return
     group = group_of(bench)
     picked: list[PickedRow] = bench.rows.pick([(group, group.ordered_rows())])
-    found = gather(picked, False, bench.log.get)
+    batch = gather(picked, False, bench.log.get)
     assert (
-        contents(found)["tokens"]
+        contents(batch)["tokens"]
         == contents(table(*(one for sample in sorted(sent) for one in sent[sample])))["tokens"]
     )

@@ -37,7 +37,7 @@ def deliveries(draw: st.DrawFn) -> Delivery:
 @given(deliveries())
 def test_in_order_of_admission_no_interleaving_repetition_or_splitting_changes_a_batch(drawn: Delivery) -> None:
     late, orders = drawn
-    found = []
+    built = []
     for requests in orders:
         bench = Bench(seal_order="admission", train_batch_size=3)
         bench.begin(*"abcdef")
@@ -48,8 +48,8 @@ def test_in_order_of_admission_no_interleaving_repetition_or_splitting_changes_a
             else:
                 bench.submit(*request)
         bench.make_batches()
-        found.append([contents(bench.build_batch.batches[batch]) for batch in range(2)])
-    assert found[0] == found[1]
-    assert [[name.split("'")[1] for name, _ in batch["keys"]] for batch in found[0]] == [
-        sorted(name.split("'")[1] for name, _ in batch["keys"]) for batch in found[0]
+        built.append([contents(bench.build_batch.batches[batch]) for batch in range(2)])
+    assert built[0] == built[1]
+    assert [[name.split("'")[1] for name, _ in batch["keys"]] for batch in built[0]] == [
+        sorted(name.split("'")[1] for name, _ in batch["keys"]) for batch in built[0]
     ]

@@ -153,9 +153,9 @@ def check_outcome(run: Run, events: list[Any], done: list[list[Position]]) -> No
     state = State.initial(run.config)
     for event in events:
         apply(state, event)
-    found = run.read(lambda state, room: state)
-    assert state == found, "the log is what happened"
-    check_invariants(Found(found, run.config, run._writer.rows))
+    now = run.read(lambda state, room: state)
+    assert state == now, "the log is what happened"
+    check_invariants(Found(now, run.config, run._writer.rows))
     accepted, ends = follow(events)
     assert Counter(name for name, _ in ends) == Counter(accepted)
     assert len(set(accepted)) == len(accepted)

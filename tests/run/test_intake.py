@@ -86,7 +86,7 @@ def test_a_higher_attempt_takes_a_complete_group_back_until_it_is_complete_again
     assert bench.uids(0) == ["b", "a"], "it completed after the other"
 
 
-def test_rows_of_sealed_and_dropped_groups_and_aborted_trajectories_are_told_so() -> None:
+def test_rows_of_sealed_and_dropped_groups_and_aborted_trajectories_are_answered_so() -> None:
     bench = Bench()
     bench.submit(*group_rows("a"), *group_rows("b"))
     bench.begin("c", "d")
@@ -237,7 +237,7 @@ def test_a_finished_run_takes_no_new_rows_but_still_answers_repeated_ones() -> N
         bench.submit(row("b"))
 
 
-def test_a_row_whose_batch_is_freed_can_be_told_from_no_other() -> None:
+def test_a_row_whose_batch_is_freed_can_be_distinguished_from_no_other() -> None:
     bench = Bench(train_batch_size=1)
     bench.submit(*group_rows("a"))
     bench.make_batches()

@@ -228,8 +228,8 @@ def check_invariants(bench: Checked) -> None:
     for tag, counts in state.tags.items():
         own = [key for key, group in state.open.items() if group.tag == tag]
         assert (counts.open, counts.complete) == (len(own), sum(key in state.complete for key in own))
-        closed = [found for key, found in state.closed.items() if state.closed_tags.get(key) == tag]
-        sealed = sum(isinstance(found, int) and (found not in lost) for found in closed)
+        closed = [outcome for key, outcome in state.closed.items() if state.closed_tags.get(key) == tag]
+        sealed = sum(isinstance(outcome, int) and (outcome not in lost) for outcome in closed)
         assert (counts.sealed, counts.dropped) == (sealed, len(closed) - sealed)
     if missing_tags(state, config):
         return
@@ -286,14 +286,14 @@ def test_whatever_appends_fail_the_run_goes_on_as_its_log_says(
 
 def kept(events: list[Event]) -> set[int]:
     """The failed batches whose rows are kept: an independent reading of the log."""
-    found: set[int] = set()
+    numbers: set[int] = set()
     for event in events:
         match event:
             case BatchFailed(number, _, keeps_rows=True):
-                found.add(number)
+                numbers.add(number)
             case BatchFailed(number) | BatchWithdrawn(number) | BatchFreed(number) | BatchGivenUp(number):
-                found.discard(number)
-    return found
+                numbers.discard(number)
+    return numbers
 
 
 @settings(max_examples=300, deadline=None)
@@ -411,14 +411,14 @@ def follow(events: list[Event]) -> tuple[list[Accepted], list[tuple[Accepted, st
 
 def _dropped(events: list[Event]) -> set[int]:
     """Failed batches that were not built anew before they were let go."""
-    found: set[int] = set()
+    numbers: set[int] = set()
     for event in events:
         match event:
             case BatchFailed(number):
-                found.add(number)
+                numbers.add(number)
             case BatchWithdrawn(number):
-                found.discard(number)
-    return found
+                numbers.discard(number)
+    return numbers
 
 
 def _incomplete(
@@ -468,7 +468,7 @@ def test_an_admitted_group_can_always_finish(chosen: dict[str, Any], order: list
     # Under a share of tags the room at the start may all be kept for them.
     bench = Bench(**chosen | {"tag_shares": {}, "tag_timeout_s": None})
     bench.now = 0.0
-    begun = [uid for uid, found in zip("abcd", bench.begin(*"abcd"), strict=True) if found == "ADMITTED"]
+    begun = [uid for uid, admission in zip("abcd", bench.begin(*"abcd"), strict=True) if admission == "ADMITTED"]
     assert begun, "there is room at the start, whatever the limits"
     steps = [
         row(u, s, t, last=t == 1, reward=float(s), response=range(50)) for u in begun for s in (0, 1) for t in (0, 1)

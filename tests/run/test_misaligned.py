@@ -246,8 +246,15 @@ class TestReplayed:
         resume(bench, 3)
         resume(bench, 1)
         kinds = (BatchFailed, BatchWithdrawn, Resized)
-        found = [type(event).__name__ for event in bench.log.events if isinstance(event, kinds)]
-        assert found == ["BatchFailed", "Resized", "BatchWithdrawn", "BatchFailed", "Resized", "BatchWithdrawn"]
+        kinds_in_order = [type(event).__name__ for event in bench.log.events if isinstance(event, kinds)]
+        assert kinds_in_order == [
+            "BatchFailed",
+            "Resized",
+            "BatchWithdrawn",
+            "BatchFailed",
+            "Resized",
+            "BatchWithdrawn",
+        ]
         assert bench.replayed() == bench.state
 
     @pytest.mark.parametrize("is_compacted", [True, False])

@@ -138,8 +138,8 @@ class TestResuming:
         for m in range(2):
             for rank in range(2):
                 ack(bench, 0, 0, m, rank=rank)
-        found = bench.run.resume("policy", Checkpoint(Position(0, 0, 1)), "launch-1")
-        assert found == Resumed(2, Position(0, 0, 1), bench.run.run_id, 1)
+        resumed = bench.run.resume("policy", Checkpoint(Position(0, 0, 1)), "launch-1")
+        assert resumed == Resumed(2, Position(0, 0, 1), bench.run.run_id, 1)
         assert [bench.run.shard("policy", rank, None, 2).position for rank in range(2)] == [Position(0, 0, 1)] * 2
         assert bench.run.resume("policy", Checkpoint(Position(1)), "launch-2").incarnation == 3, (
             "a newer checkpoint, too"

@@ -106,7 +106,7 @@ def test_what_was_accepted_is_accepted_still(machine: Callable[..., Machine]) ->
     assert one.run.batch(0).state is BatchState.PUBLISHED
 
 
-def test_a_sealed_batch_is_made_again_byte_for_byte(machine: Callable[..., Machine]) -> None:
+def test_a_sealed_batch_is_rebuilt_byte_for_byte(machine: Callable[..., Machine]) -> None:
     one = machine(train_batch_size=2, policy_mini_batch_size=1, merge="prefix", update_epochs_per_batch=2)
     steps = [row("a", 0, 0, last=False), row("a", 0, 1, prompt_token_ids=[1, 2, 7, 9]), row("a", 1)]
     one.submit(*steps, *group_rows("b"))
@@ -121,7 +121,7 @@ def test_a_sealed_batch_is_made_again_byte_for_byte(machine: Callable[..., Machi
     assert one.run.shard("policy", 0, None, 0).position == Position(0, 0, 1), "what was acknowledged stays so"
 
 
-def test_a_rank_may_acknowledge_what_it_trained_on_while_the_batch_is_made_again(
+def test_a_rank_may_acknowledge_what_it_trained_on_while_the_batch_is_rebuilt(
     machine: Callable[..., Machine],
 ) -> None:
     one = machine(train_batch_size=1)
@@ -284,7 +284,7 @@ class TestExport:
         again = build_batch(from_rows(rows), one.config, run="run", batch=0, policy_version=0)
         assert [join(shard.iovec()) for shard in again.shards] == [one.shard(Position(0))]
 
-    def test_a_batch_that_is_freed_while_it_is_exported_is_not_told_as_zeros(
+    def test_a_batch_that_is_freed_while_it_is_exported_is_not_reported_as_zeros(
         self, machine: Callable[..., Machine]
     ) -> None:
         one = machine(train_batch_size=40, policy_mini_batch_size=40)

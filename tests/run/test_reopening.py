@@ -52,7 +52,7 @@ def opened(store: FailingStore) -> Runs:
     return Runs(MemoryShardStore(), store, build_batch=BuildBatch(), make_monitor=Monitor)
 
 
-def test_a_run_that_cannot_be_opened_anew_at_first_is_there_when_it_can(store: FailingStore) -> None:
+def test_a_run_that_cannot_be_recovered_at_first_is_there_when_it_can(store: FailingStore) -> None:
     runs = opened(store)
     runs.create("run", CONFIG)
     runs.get("run").submit(table(row("a")))
@@ -66,7 +66,7 @@ def test_a_run_that_cannot_be_opened_anew_at_first_is_there_when_it_can(store: F
     runs.close(1)
 
 
-def test_a_run_is_not_unknown_while_it_is_read_anew(store: FailingStore) -> None:
+def test_a_run_is_not_unknown_while_it_is_recovered(store: FailingStore) -> None:
     runs = opened(store)
     runs.create("run", CONFIG)
     runs.get("run").submit(table(row("a")))
@@ -122,7 +122,7 @@ def test_a_damaged_run_is_read_again_when_it_is_asked_for_and_not_every_second(
     runs.close(1)
 
 
-def test_a_run_that_is_read_anew_takes_no_result_of_its_tasks_though_its_lease_comes_back() -> None:
+def test_a_run_that_is_recovered_takes_no_result_of_its_tasks_though_its_lease_comes_back() -> None:
     """Its old self and its new one must not both decide."""
 
     class Leased(MemoryRunLog):
@@ -145,21 +145,21 @@ def test_a_run_that_is_read_anew_takes_no_result_of_its_tasks_though_its_lease_c
     store = Leases()
     runs = Runs(MemoryShardStore(), store, build_batch=BuildBatch(), make_monitor=Monitor)
     runs.create("run", CONFIG)
-    before, found = runs.get("run"), list[bool]()
+    before, losses = runs.get("run"), list[bool]()
 
     def renew() -> None:
         store.logs[0].is_lost = False
-        found.append(before._target.is_lost)
+        losses.append(before._target.is_lost)
 
     before.wait(conditions.version_is_reached(7), renew)
     store.logs[0].is_lost = True
     after = runs.get("run")
     assert after is not before
-    assert found == [True]
+    assert losses == [True]
     runs.close(1)
 
 
-def test_a_run_that_is_read_anew_while_it_is_deleted_is_deleted(
+def test_a_run_that_is_recovered_while_it_is_deleted_is_deleted(
     store: FailingStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs = opened(store)

@@ -31,9 +31,9 @@ def test_a_group_is_complete_only_with_every_reward_also_of_intermediate_steps()
     assert not bench.sealed
     assert bench.run.set_rewards([scalar("a", 0.5, step=0)]) == 1
     bench.make_batches()
-    found = contents(bench.build_batch.batches[0])
-    assert found["rewards"] == [0.5, 1.0]
-    assert not found["pending"]
+    batch = contents(bench.build_batch.batches[0])
+    assert batch["rewards"] == [0.5, 1.0]
+    assert not batch["pending"]
 
 
 def test_the_same_reward_again_changes_nothing_and_another_is_refused() -> None:
@@ -86,9 +86,9 @@ def test_rewards_per_token_stand_on_their_tokens_whichever_way_they_came() -> No
     bench.submit(row("a", 1, reward=[0.5, 0.25], response=(1, 2)), row("a", 2, reward=None, response=(3,)))
     assert bench.run.set_rewards([per_token("a", [1.0, 2.0]), per_token("a", [4.0], sample=2, dtype=np.float32)]) == 2
     bench.make_batches()
-    found = contents(bench.build_batch.batches[0])
-    assert found["token_rewards"] == [[1.0, 2.0], [0.5, 0.25], [4.0]]
-    assert found["rewards"] == [3.0, 0.75, 4.0]
+    batch = contents(bench.build_batch.batches[0])
+    assert batch["token_rewards"] == [[1.0, 2.0], [0.5, 0.25], [4.0]]
+    assert batch["rewards"] == [3.0, 0.75, 4.0]
 
 
 @pytest.mark.parametrize("submitted", [None, [1.0, 2.0]])

@@ -35,9 +35,9 @@ def test_rows_by_group_are_all_rows_in_their_order(named: list[tuple[int, str, i
         StoredRow(TrajectoryKey(round_, uid, sample), 0, tries, True, RowRef(0, at), b"", 0, 1, 0, None)
         for at, (round_, uid, sample, tries) in enumerate(named)
     ]
-    found = list(by_group(rows))
-    assert [one for _, own in found for one in own] == rows
-    assert all(one.group == key for key, own in found for one in own)
+    grouped = list(by_group(rows))
+    assert [one for _, own in grouped for one in own] == rows
+    assert all(one.group == key for key, own in grouped for one in own)
 
 
 def test_named_tuples_are_made_of_a_column_for_each_of_their_fields() -> None:

@@ -75,7 +75,7 @@ class TestNames:
             serve().create(name, CONFIG)
 
     @pytest.mark.parametrize("name", ["a/b", "r/groups", "../../etc", ".", ".."])
-    def test_a_name_that_no_path_can_tell_is_refused(self, serve: Callable[..., Runs], name: str) -> None:
+    def test_a_name_that_no_path_can_have_is_refused(self, serve: Callable[..., Runs], name: str) -> None:
         with pytest.raises(InvalidArgumentError, match="a name is part of the path of URLs"):
             serve().create(name, CONFIG)
 
@@ -267,7 +267,9 @@ class TestFullStore:
 
 
 class TestDeleting:
-    def test_a_deleted_run_is_gone_with_all_it_held_and_who_waits_is_told(self, serve: Callable[..., Runs]) -> None:
+    def test_a_deleted_run_is_gone_with_all_it_held_and_waiting_callers_learn_it(
+        self, serve: Callable[..., Runs]
+    ) -> None:
         shelf = Shelf()
         runs = serve(shelf)
         runs.create("run", CONFIG)
@@ -371,7 +373,7 @@ class TestDeleting:
             runs.create(name, CONFIG | {"max_buffered_batches": 9})
         runs.get("one").submit(table(row("a", response=range(100))))
         other = runs.get("other")
-        assert [found.name for found in other.begin_groups(0, ["a", "b", "c"]).admissions].count("NO_ROOM") == 1
+        assert [admission.name for admission in other.begin_groups(0, ["a", "b", "c"]).admissions].count("NO_ROOM") == 1
         runs.delete("one")
         assert other.begin_groups(0, ["c"]).admissions[0].name == "ADMITTED"
 
@@ -416,7 +418,7 @@ class TestClosing:
         runs.tick()
         runs.close(PATIENCE_S)
 
-    def test_it_does_not_wait_longer_than_told(self, serve: Callable[..., Runs]) -> None:
+    def test_it_does_not_wait_longer_than_allowed(self, serve: Callable[..., Runs]) -> None:
         gate = threading.Event()
         build_batch = BuildBatch(gate=gate)
         runs = serve(build_batch=build_batch)

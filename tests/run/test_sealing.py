@@ -266,7 +266,7 @@ class TestFailing:
         assert (status.batches_published, status.batches_freed) == (2, 1)
         assert len(bench.rows) == 2, "the failed batch's rows are gone"
 
-    def test_workers_that_come_again_learn_that_its_groups_are_dropped_as_groups_tells_it(self) -> None:
+    def test_workers_that_come_again_learn_that_its_groups_are_dropped_as_groups_reports_it(self) -> None:
         bench = Bench(train_batch_size=1)
         bench.build_batch._fails = {0}
         bench.submit(*group_rows("a"), *group_rows("b"))

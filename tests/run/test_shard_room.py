@@ -21,21 +21,21 @@ from tests.run.harness import CONFIG, Bench, BuildBatch, Built, Shelf, group_row
 from tests.run.test_served_bytes import PATIENCE_S, await_batch
 
 
-def test_a_run_that_waits_is_told_of_the_next_removal_once() -> None:
-    room, told = ShardRoom(), list[str]()
-    room.wait(room.removals, lambda: told.append("first"))
-    assert told == []
+def test_a_run_that_waits_is_notified_of_the_next_removal_once() -> None:
+    room, calls = ShardRoom(), list[str]()
+    room.wait(room.removals, lambda: calls.append("first"))
+    assert calls == []
     room.removed()
     room.removed()
-    assert told == ["first"]
+    assert calls == ["first"]
 
 
 def test_a_removal_between_the_attempt_and_the_wait_is_not_missed() -> None:
-    room, told = ShardRoom(), list[str]()
+    room, calls = ShardRoom(), list[str]()
     seen = room.removals
     room.removed()
-    room.wait(seen, lambda: told.append("at once"))
-    assert told == ["at once"]
+    room.wait(seen, lambda: calls.append("at once"))
+    assert calls == ["at once"]
 
 
 @pytest.mark.parametrize("ending", ["trained on", "deleted"])

@@ -26,8 +26,8 @@ def tags(bench: Bench) -> dict[str, str]:
 
 def begin(bench: Bench, **by_uid: str) -> list[str]:
     """Begins groups, each with its tag."""
-    found = bench.run.begin_groups(0, list(by_uid), (), list(by_uid.values()))
-    return [admission.name for admission in found.admissions]
+    answer = bench.run.begin_groups(0, list(by_uid), (), list(by_uid.values()))
+    return [admission.name for admission in answer.admissions]
 
 
 class TestNaming:
@@ -161,7 +161,7 @@ class TestShares:
         assert scraped([bench.run]).of("gristmill_tag_short_batches_total") == {"math": 1}
         assert bench.state.tag_wait is None
 
-    def test_the_wait_begins_anew_with_each_batch_and_is_over_when_nothing_could_be_sealed(self) -> None:
+    def test_the_wait_restarts_with_each_batch_and_is_over_when_nothing_could_be_sealed(self) -> None:
         bench = Bench(**SHARES)
         complete(bench, a="code", b="code")
         bench.let_pass(0.0)
@@ -207,13 +207,13 @@ class TestShares:
         sealed = [event for event in bench.log.events if isinstance(event, BatchSealed)]
         assert [event.short_tags for event in sealed] == [("math",)] * 3
 
-    def test_what_a_batch_waits_for_is_told(self) -> None:
+    def test_what_a_batch_waits_for_is_reported(self) -> None:
         bench = Bench(**SHARES)
         complete(bench, a="code", b="code")
         begin(bench, c="math")
-        told = on_loop(health, bench.run)
-        assert "2 of 2 groups are complete; tag_shares lacks 1 of tag 'math'" in told.findings[0].text
-        assert [group.tag for group in told.open_groups] == ["math"]
+        report = on_loop(health, bench.run)
+        assert "2 of 2 groups are complete; tag_shares lacks 1 of tag 'math'" in report.findings[0].text
+        assert [group.tag for group in report.open_groups] == ["math"]
 
     def test_room_is_kept_for_the_tags_that_a_batch_waits_for(self) -> None:
         bench = Bench(**SHARES, max_buffered_batches=1)

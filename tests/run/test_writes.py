@@ -90,7 +90,7 @@ class TestWrites:
         with pytest.raises(FailedPreconditionError, match="has all columns that trainers write"):
             write(bench.run, 1, 1)
 
-    def test_before_the_shards_are_there_the_caller_is_told_to_come_again(self) -> None:
+    def test_before_the_shards_are_there_the_caller_is_asked_to_come_again(self) -> None:
         bench = forwarded()
         sent = values_for(shard(bench.run, 0, 0))
         with pytest.raises(UnavailableError, match="batch 1 has no forward shards yet"):
@@ -139,7 +139,7 @@ class TestWrites:
             bench.run.write(0, 0, 0, 1, tensors)
 
     @pytest.mark.parametrize("theirs", [800.0, -2.5])
-    def test_of_two_that_write_halves_of_a_pair_at_once_the_second_is_judged_beside_the_first(
+    def test_of_two_that_write_halves_of_a_pair_at_once_the_second_is_judged_with_the_first(
         self, monkeypatch: pytest.MonkeyPatch, theirs: float
     ) -> None:
         bench = forwarded(

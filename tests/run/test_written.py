@@ -60,7 +60,7 @@ class TestWaiting:
         assert bench.run.status().batches_published == 0
 
     @pytest.mark.parametrize("ranks", [(), (1,), (1, 1, 0), (5,)])
-    def test_it_tells_what_it_waits_for_of_the_ranks_that_are_asked_for(self, ranks: tuple[int, ...]) -> None:
+    def test_it_says_what_it_waits_for_of_the_ranks_that_are_asked_for(self, ranks: tuple[int, ...]) -> None:
         bench = forwarded()
         write(bench.run, 0, 1, ("values",))
         every = [ColumnPlace(*place, name) for place in PLACES for name in ("ref_logprobs", "values")]
@@ -110,7 +110,7 @@ class TestCompletion:
         assert (bench.state.row_bytes, bench.state.shard_bytes, len(bench.rows)) == (0, 0, 0)
 
     @pytest.mark.parametrize("is_complete", [False, True])
-    def test_shards_that_the_store_loses_are_made_again_of_what_was_written(self, is_complete: bool) -> None:
+    def test_shards_that_the_store_loses_are_rebuilt_of_what_was_written(self, is_complete: bool) -> None:
         bench = forwarded()
         for mini_batch, rank in PLACES if is_complete else PLACES[:2]:
             write(bench.run, mini_batch, rank)
@@ -163,7 +163,7 @@ class TestCompletion:
 
 
 class TestIncarnations:
-    def test_a_trainer_that_is_started_again_writes_anew(self) -> None:
+    def test_a_trainer_that_is_started_again_writes_again(self) -> None:
         bench = forwarded()
         write(bench.run, 0, 0)
         before = bench.state.row_bytes
@@ -213,7 +213,7 @@ class TestIncarnations:
 
     @pytest.mark.parametrize("is_complete", [False, True])
     @pytest.mark.parametrize("model", ["policy", "critic"])
-    def test_for_other_ranks_it_is_cut_and_written_anew(self, model: Any, is_complete: bool) -> None:
+    def test_for_other_ranks_it_is_cut_and_written_again(self, model: Any, is_complete: bool) -> None:
         bench = forwarded()
         for mini_batch, rank in PLACES if is_complete else PLACES[:3]:
             write(bench.run, mini_batch, rank)
@@ -300,7 +300,7 @@ def test_what_was_written_outlives_its_process(tmp_path: Path, is_compacted: boo
     store.close()
 
 
-def test_what_was_written_and_is_lost_is_written_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_written_and_is_lost_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = parse_config(CONFIG | SETTINGS)
     store = JournalRunStore(tmp_path, "never")
     run, builders = opened(store.create("run", b"{}"), config)

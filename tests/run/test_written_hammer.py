@@ -77,7 +77,7 @@ def write(run: Run, stopped: threading.Event, seed: int) -> None:
             continue
 
 
-def test_whoever_writes_what_a_batch_is_made_of_one_incarnations_values_each_once() -> None:
+def test_whichever_writer_wins_a_batch_is_made_of_one_incarnations_values_each_once() -> None:
     runs, stopped = Runs(MemoryShardStore(), make_monitor=Monitor), threading.Event()
     run = filled(runs)
     with ThreadPoolExecutor(WRITERS) as pool:
@@ -92,15 +92,15 @@ def test_whoever_writes_what_a_batch_is_made_of_one_incarnations_values_each_onc
         for writer in writers:
             writer.result(PATIENCE_S)
     for batch in range(BATCHES):
-        found: set[int] = set()
+        incarnations: set[int] = set()
         for mini_batch in range(2):
             for rank in range(run.config.dp_size):
                 tensors = load(b"".join(run.read_shard(batch, ShardAddress("policy", mini_batch, rank))))
                 real = tensors["is_padding"] == 0
                 values = tensors["values"][real][tensors["response_mask"][real] == 1]
                 assert len(set(values.tolist())) <= 1, "a column of a shard is one writer's"
-                found |= {int(value) for value in (*values, *tensors["verdict"][real])}
-        assert len(found) == 1, "and all of a batch are of one incarnation"
+                incarnations |= {int(value) for value in (*values, *tensors["verdict"][real])}
+        assert len(incarnations) == 1, "and all of a batch are of one incarnation"
     held = sum(column.nbytes for batch in run._writer.state.batches.values() for column in batch.written.values())
     rows = sum(group.nbytes for batch in run._writer.state.batches.values() for group in batch.groups)
     assert run.status().row_bytes == held + rows

@@ -23,7 +23,7 @@ def test_it_answers_once_it_has_started() -> None:
         on_loop(server.wait_until_idle)
 
 
-def test_a_start_that_fails_is_told_and_keeps_nobody_waiting() -> None:
+def test_a_start_that_fails_is_reported_and_keeps_nobody_waiting() -> None:
     server = on_loop(HttpServer, FastAPI(), "127.0.0.1:0", 1.0)
     server.close()
     with pytest.raises(UnavailableError, match=r"the HTTP server at http://127\.0\.0\.1:\d+ cannot start"):

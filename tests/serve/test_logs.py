@@ -61,19 +61,19 @@ def test_a_rows_request_leads_to_its_batch(telling: ServiceProcess) -> None:
         submit(telling, "run", group("b"), (ID, "worker-7:second"))
         api.batch("run", 0, wait_s=20)
     assert telling.stop() == 0
-    told = lines(telling)
-    [submitted] = [line for line in told if line.get("request_id") == "worker-7:first"]
+    logged = lines(telling)
+    [submitted] = [line for line in logged if line.get("request_id") == "worker-7:first"]
     assert submitted["event"] == "rows submitted"
     assert (submitted["run"], submitted["rows"], submitted["accepted"]) == ("run", 4, 4)
     assert submitted["first"].startswith("uid 'a' sample 0")
-    [sealed] = [line for line in told if line["event"] == "batch sealed" and submitted["groups"][0] in line["groups"]]
+    [sealed] = [line for line in logged if line["event"] == "batch sealed" and submitted["groups"][0] in line["groups"]]
     # It was the second request that completed the batch.
     assert (sealed["batch"], sealed["request_id"]) == (0, "worker-7:second")
-    [published] = [line for line in told if line["event"] == "batch published"]
+    [published] = [line for line in logged if line["event"] == "batch published"]
     assert (published["run"], published["batch"]) == ("run", sealed["batch"])
 
 
-def test_submissions_are_told_only_where_that_is_asked_for(start_service: StartService) -> None:
+def test_submissions_are_logged_only_where_that_is_asked_for(start_service: StartService) -> None:
     service = start_service("--store", "memory", "--log-format", "json")
     with closing(GrpcApi(service.grpc_address)) as api:
         api.create("run", CONFIG)
@@ -83,8 +83,8 @@ def test_submissions_are_told_only_where_that_is_asked_for(start_service: StartS
     # A waiter may be answered before the line is written.
     wait_for(service, "batch published")
     assert service.stop() == 0
-    told = [line["event"] for line in lines(service)]
-    assert told == ["ready", "batch sealed", "batch published", "shutting down", "closed"]
+    events = [line["event"] for line in lines(service)]
+    assert events == ["ready", "batch sealed", "batch published", "shutting down", "closed"]
 
 
 @pytest.mark.parametrize("given", ["", "two words", "x" * 129, 'a"b'])
@@ -98,8 +98,8 @@ def test_a_refusal_has_the_id_and_so_has_its_line(telling: ServiceProcess) -> No
     with pytest.raises(grpc.RpcError) as refused:
         submit(telling, "no-such-run", [row("a", 0)], (ID, "lost"))
     assert dict(refused.value.trailing_metadata())[ID] == "lost"
-    [told] = [line for line in lines(telling) if line.get("request_id") == "lost"]
-    assert (told["event"], told["call"], told["code"]) == ("call refused", "SubmitRows", "NOT_FOUND")
+    [refusal] = [line for line in lines(telling) if line.get("request_id") == "lost"]
+    assert (refusal["event"], refusal["call"], refusal["code"]) == ("call refused", "SubmitRows", "NOT_FOUND")
 
 
 def test_over_http_too(telling: ServiceProcess) -> None:
@@ -111,8 +111,8 @@ def test_over_http_too(telling: ServiceProcess) -> None:
         assert client.get("/v1/runs/none", headers={ID: "lost"}).headers[ID] == "lost"
     [refused] = [line for line in lines(telling) if line.get("request_id") == "lost"]
     assert (refused["event"], refused["call"], refused["code"]) == ("call refused", "get_run", "NOT_FOUND")
-    [told] = [line for line in lines(telling) if line.get("request_id") == "by-hand"]
-    assert (told["event"], told["groups"]) == ("rows submitted", ["uid 'a'"])
+    [submission] = [line for line in lines(telling) if line.get("request_id") == "by-hand"]
+    assert (submission["event"], submission["groups"]) == ("rows submitted", ["uid 'a'"])
 
 
 def test_a_clients_error_names_the_request(telling: ServiceProcess) -> None:
@@ -120,9 +120,9 @@ def test_a_clients_error_names_the_request(telling: ServiceProcess) -> None:
         client.create_run(CONFIG)
         with pytest.raises(InvalidArgumentError, match=r"\(request [0-9a-f]{8}-[0-9a-f]+\)$") as refused:
             client.submit([row("a", 99)])
-    [found] = re.findall(r"\(request (.*)\)$", str(refused.value))
-    told = [line["event"] for line in lines(telling) if line.get("request_id") == found]
-    assert told == ["call refused"]
+    [request_id] = re.findall(r"\(request (.*)\)$", str(refused.value))
+    events = [line["event"] for line in lines(telling) if line.get("request_id") == request_id]
+    assert events == ["call refused"]
 
 
 def test_an_async_clients_error_too(telling: ServiceProcess) -> None:
@@ -160,5 +160,5 @@ def test_what_is_passed_on_to_the_runs_owner_keeps_its_id(start_service: StartSe
             f"{other.http_url}/v1/runs/run/rows", json={"rows": [row("b", 0)]}, headers={ID: "passed-on-too"}
         )
         assert answer.headers.get_list(ID) == ["passed-on-too"]
-        told = {line.get("request_id") for line in lines(owner) if line["event"] == "rows submitted"}
-        assert told == {"passed-on", "passed-on-too"}
+        request_ids = {line.get("request_id") for line in lines(owner) if line["event"] == "rows submitted"}
+        assert request_ids == {"passed-on", "passed-on-too"}

@@ -41,7 +41,7 @@ def test_it_serves_and_ends_with_the_first_signal(service_process: ServiceProces
     assert service_process.stop() == 0
 
 
-def test_shards_are_mapped_by_processes_beside_it_and_gone_after_it(
+def test_shards_are_mapped_by_other_processes_and_gone_after_it(
     service_process: ServiceProcess, tmp_path: Path
 ) -> None:
     with closing(GrpcApi(service_process.grpc_address)) as api:
@@ -164,22 +164,22 @@ def test_a_wrong_setting_is_one_clear_line() -> None:
 
 
 def test_help_shows_what_a_setting_may_be() -> None:
-    told = serve("--help").stdout
+    help_text = serve("--help").stdout
     for flag in ("--store shared_memory|memory|redis", "--log-level debug|info|warning|error"):
-        assert flag in told
+        assert flag in help_text
 
 
 def test_every_setting_has_a_flag_that_says_what_it_is_for() -> None:
-    told = " ".join(serve("--help").stdout.split())
+    help_text = " ".join(serve("--help").stdout.split())
     for name, field in Settings.model_fields.items():
-        assert f"--{name.replace('_', '-')} " in told
+        assert f"--{name.replace('_', '-')} " in help_text
         assert field.description is not None
-        assert field.description.replace(" ", "") in told.replace(" ", ""), name
+        assert field.description.replace(" ", "") in help_text.replace(" ", ""), name
 
 
-def test_the_command_tells_its_version() -> None:
-    told = subprocess.run([COMMAND[0], "--version"], capture_output=True, text=True, timeout=60, check=True)
-    assert told.stdout == f"gristmill {gristmill.__version__}\n"
+def test_the_command_prints_its_version() -> None:
+    done = subprocess.run([COMMAND[0], "--version"], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == f"gristmill {gristmill.__version__}\n"
 
 
 def test_settings_come_from_the_environment_too() -> None:
@@ -195,7 +195,7 @@ def test_logs_are_json_where_asked(start_service: StartService) -> None:
     assert events == ["ready", "shutting down", "closed"]
 
 
-def test_what_is_restored_is_told(start_service: StartService, tmp_path: Path) -> None:
+def test_what_is_restored_is_logged(start_service: StartService, tmp_path: Path) -> None:
     flags = ["--journal-dir", str(tmp_path / "journal"), "--shared-memory-dir", str(tmp_path), "--log-format", "json"]
     service = start_service(*flags)
     with closing(GrpcApi(service.grpc_address)) as api:
@@ -208,6 +208,6 @@ def test_what_is_restored_is_told(start_service: StartService, tmp_path: Path) -
     assert '"run restored"' not in service.log.read_text()
     again = start_service(*flags)
     assert again.stop() == 0
-    told = [json.loads(line) for line in again.log.read_text().splitlines() if '"run restored"' in line]
-    found = {line["run"]: [line[key] for key in ("batches", "groups_open", "rows")] for line in told}
-    assert found == {"empty": [0, 0, 0], "run": [1, 2, len(group("a")) * 3 + 1]}
+    restored = [json.loads(line) for line in again.log.read_text().splitlines() if '"run restored"' in line]
+    figures = {line["run"]: [line[key] for key in ("batches", "groups_open", "rows")] for line in restored}
+    assert figures == {"empty": [0, 0, 0], "run": [1, 2, len(group("a")) * 3 + 1]}

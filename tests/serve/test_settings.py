@@ -102,20 +102,20 @@ def test_store_names_the_stores_that_are_not_given(
         ({"config_file": "/nowhere.yaml"}, {}, "/nowhere.yaml: cannot read the settings"),
     ],
 )
-def test_a_wrong_setting_is_told_by_its_origin_and_value(
+def test_a_wrong_setting_is_reported_by_its_origin_and_value(
     load: Load, flags: dict[str, object], environment: dict[str, str], message: str
 ) -> None:
     with pytest.raises(InvalidArgumentError, match=re.escape(message)):
         load(flags, environment)
 
 
-def test_an_unknown_setting_in_the_file_is_told(load: Load, file: Path) -> None:
+def test_an_unknown_setting_in_the_file_is_reported(load: Load, file: Path) -> None:
     file.write_text("max_wait: 1\n")
     with pytest.raises(InvalidArgumentError, match=r"gristmill\.yaml: unknown setting max_wait"):
         load({"config_file": file}, {})
 
 
-def test_a_file_that_is_no_mapping_is_told(load: Load, file: Path) -> None:
+def test_a_file_that_is_no_mapping_is_reported(load: Load, file: Path) -> None:
     file.write_text("- 1\n")
     with pytest.raises(InvalidArgumentError, match="expected a mapping of settings, got list"):
         load({"config_file": file}, {})
@@ -129,7 +129,7 @@ def test_a_secret_is_never_shown(load: Load, file: Path) -> None:
     file.write_text("redis_password: 123456\n")
     with pytest.raises(
         InvalidArgumentError, match=r"gristmill\.yaml: redis_password: input should be a valid string"
-    ) as told:
+    ) as raised:
         load({"config_file": file}, {})
-    assert "123456" not in str(told.value)
+    assert "123456" not in str(raised.value)
     assert "s3cret" not in repr(load({}, {"GRISTMILL_REDIS_PASSWORD": "s3cret"}))

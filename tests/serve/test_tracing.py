@@ -34,10 +34,10 @@ TRACE, PARENT = CALLER.split("-")[1:3]
 @pytest.fixture
 def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
     """A collector to which services that are started from now on send their traces, soon."""
-    with closing(Collector()) as found:
-        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", found.endpoint)
+    with closing(Collector()) as spans:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", spans.endpoint)
         monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
-        yield found
+        yield spans
 
 
 @pytest.fixture
@@ -61,8 +61,8 @@ def test_a_call_is_a_span_in_its_callers_trace(collector: Collector, service: Se
     assert span.attributes["gristmill.request_id"] == "mine"
     assert span.attributes["rpc.grpc.status_code"] == 0
     # One who reads the log finds the trace, and the other way round.
-    [told] = [line for line in service.log.read_text().splitlines() if '"mine"' in line]
-    assert json.loads(told)["trace_id"] == TRACE
+    [logged] = [line for line in service.log.read_text().splitlines() if '"mine"' in line]
+    assert json.loads(logged)["trace_id"] == TRACE
 
 
 def test_a_batch_is_a_trace_with_its_stages_linked_to_the_call_that_completed_it(
@@ -77,8 +77,8 @@ def test_a_batch_is_a_trace_with_its_stages_linked_to_the_call_that_completed_it
     assert (made.attributes["gristmill.run"], made.attributes["gristmill.batch"]) == ("run", 0)
     completed = collector.named(f"{ROLLOUTS}SubmitRows", lambda span: span.parent == PARENT)
     assert made.links == (completed.id,)
-    found = {stage: collector.named(stage, lambda span: span.parent == made.id) for stage in STAGES}
-    assert {span.trace for span in found.values()} == {made.trace}
+    stages = {stage: collector.named(stage, lambda span: span.parent == made.id) for stage in STAGES}
+    assert {span.trace for span in stages.values()} == {made.trace}
 
 
 def test_pulls_are_spans_with_what_was_pulled(collector: Collector, service: ServiceProcess) -> None:

@@ -61,13 +61,13 @@ def history(seed: int) -> Iterator[tuple[str, list[int]]]:
 
 def moments(seed: int) -> list[Moment]:
     """What holds after each record."""
-    found = [Moment([], frozenset())]
+    listed = [Moment([], frozenset())]
     for kind, numbers in history(seed):
-        records, live = found[-1]
+        records, live = listed[-1]
         if kind in ("add", "free"):
             changed = live | {*numbers} if kind == "add" else live - {*numbers}
-            found.append(Moment([*records, _record(kind, numbers)], frozenset(changed)))
-    return found
+            listed.append(Moment([*records, _record(kind, numbers)], frozenset(changed)))
+    return listed
 
 
 def table(number: int) -> Steps:

@@ -35,12 +35,12 @@ def written(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.glob("policy-000/*")}
 
 
-def test_every_shard_is_written_once_and_told_once(tmp_path: Path) -> None:
+def test_every_shard_is_written_once_and_reported_once(tmp_path: Path) -> None:
     sources = [Source(rank, size=rank * 10) for rank in range(100)]
-    told: list[int] = []
-    sizes = write_shards(tmp_path, sources, told.append)
+    reported: list[int] = []
+    sizes = write_shards(tmp_path, sources, reported.append)
     assert sizes == {source.address: source.size for source in sources}
-    assert sorted(told) == sorted(sizes.values())
+    assert sorted(reported) == sorted(sizes.values())
     assert written(tmp_path) == {f"rank-{s.address.rank:03d}.safetensors": s.region.array.tobytes() for s in sources}
 
 

@@ -32,8 +32,8 @@ def test_a_machine_has_what_it_says(tmp_path: Path) -> None:
 
 def test_a_container_has_what_its_limit_leaves_and_what_the_kernel_gives_back(tmp_path: Path) -> None:
     stat = "anon 1\nfile 50000\nshmem 20000\n"
-    found = machine(tmp_path, max="200000\n", current="150000\n", stat=stat)
-    assert found == MemoryRoom(200_000 - 150_000 + 50_000 - 20_000, 200_000)
+    available = machine(tmp_path, max="200000\n", current="150000\n", stat=stat)
+    assert available == MemoryRoom(200_000 - 150_000 + 50_000 - 20_000, 200_000)
 
 
 @pytest.mark.parametrize("most", ["max\n", ""])

@@ -372,7 +372,7 @@ class TestLeftovers:
         store.publish("other", 0, b"{}", sources())
         assert client.keys("*:staged:*") == []
 
-    def test_publications_that_fail_beside_others_leave_no_key(
+    def test_publications_that_fail_next_to_others_leave_no_key(
         self, store: RedisShardStore, client: redis.Redis
     ) -> None:
         done, problems = threading.Event(), []

@@ -274,7 +274,7 @@ def test_what_was_published_is_never_truncated_whatever_becomes_of_its_batch(tmp
 
 
 @pytest.mark.parametrize("size", [0, 5, 20], ids=["emptied", "shortened", "lengthened"])
-def test_a_shard_that_somebody_truncated_is_lost_and_may_be_published_anew(tmp_path: Path, size: int) -> None:
+def test_a_shard_that_somebody_truncated_is_lost_and_may_be_published_again(tmp_path: Path, size: int) -> None:
     store = SharedMemoryShardStore(tmp_path)
     store.publish("run", 0, b"{}", sources())
     os.truncate(store.locate("run", 0, FIRST).shared_memory_path or "", size)
@@ -286,7 +286,7 @@ def test_a_shard_that_somebody_truncated_is_lost_and_may_be_published_anew(tmp_p
     store.close()
 
 
-def test_shards_that_somebody_removed_are_lost_and_may_be_published_anew(tmp_path: Path) -> None:
+def test_shards_that_somebody_removed_are_lost_and_may_be_published_again(tmp_path: Path) -> None:
     """As a system that cleans up after a user's logout does: the directory goes with all that is in it."""
     store = SharedMemoryShardStore(tmp_path)
     store.publish("run", 0, b"{}", sources())

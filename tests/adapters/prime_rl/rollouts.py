@@ -69,7 +69,7 @@ COLUMNS: list[dict[str, Any]] = [
 
 def rows(*, with_columns: bool) -> list[dict[str, Any]]:
     """As gristmill takes them."""
-    found = []
+    sent = []
     for sampled in SAMPLES:
         row: dict[str, Any] = {
             "uid": sampled.uid,
@@ -83,20 +83,20 @@ def rows(*, with_columns: bool) -> list[dict[str, Any]]:
         if with_columns:
             row |= {name: sampled.of_response(first) for name, first in STREAMS.items()}
             row |= {"tag": sampled.env_name, "temperatures": sampled.temperature, "routed_experts": sampled.experts}
-        found.append(row)
-    return found
+        sent.append(row)
+    return sent
 
 
 def training_samples(types: Any, *, with_columns: bool) -> list[Any]:
     """As prime-rl's orchestrator has them. types: its module of that name."""
-    found = []
+    samples = []
     for sampled in SAMPLES:
         prompt, response = len(sampled.prompt), len(sampled.response)
         advantage = sampled.reward - 0.5
         streams = {name: sampled.of_tokens(first) for name, first in STREAMS.items()}
         experts = sampled.experts
         routed = types.RoutedExperts(experts.tobytes(), list(experts.shape), "int16")
-        found.append(
+        samples.append(
             types.TrainingSample(
                 token_ids=sampled.tokens,
                 mask=[False] * prompt + [True] * response,
@@ -107,4 +107,4 @@ def training_samples(types: Any, *, with_columns: bool) -> list[Any]:
                 **(streams | {"routed_experts": routed} if with_columns else {}),
             )
         )
-    return found
+    return samples

@@ -23,10 +23,10 @@ def test_the_run_can_be_created() -> None:
 
 
 def test_the_commands_have_the_options_that_there_are() -> None:
-    told = subprocess.run(
+    help_text = subprocess.run(
         [sys.executable, "-m", "gristmill.adapters.prime_rl", "--help"], capture_output=True, text=True, check=True
     ).stdout
-    known = set(re.findall(r"--[a-z-]+", told))
+    known = set(re.findall(r"--[a-z-]+", help_text))
     commands = re.findall(r"^    python (-m gristmill\.adapters\.prime_rl (?:.*\\\n)*.*)$", GUIDE, re.MULTILINE)
     assert len(commands) == 2
     for command in commands:
@@ -34,6 +34,6 @@ def test_the_commands_have_the_options_that_there_are() -> None:
     assert set(re.findall(r"`(--[a-z-]+)`", GUIDE)) <= known
 
 
-def test_every_field_of_a_micro_batch_is_told_of() -> None:
-    told = set(re.findall(r"`([a-z_]+)`", GUIDE))
-    assert {*MicroBatch.__struct_fields__, *COLUMNS} <= told
+def test_every_field_of_a_micro_batch_is_documented() -> None:
+    documented = set(re.findall(r"`([a-z_]+)`", GUIDE))
+    assert {*MicroBatch.__struct_fields__, *COLUMNS} <= documented

@@ -30,12 +30,12 @@ def shards(given: list[dict[str, Any]], **changes: Any) -> list[Shard]:
     batch = build_batch(
         from_rows(given, step_wise=config.step_wise, columns=config.columns), config, run="run", batch=0
     )
-    found = []
+    mapped = []
     for laid_out in batch.shards:
         data = np.frombuffer(bytearray(join(laid_out.iovec())), np.uint8)
         tensors, metadata = parse_shard(data, "here")
-        found.append(Shard(tensors, metadata, Conversion(), Position(0, 0, 0), is_mapped=False))
-    return found
+        mapped.append(Shard(tensors, metadata, Conversion(), Position(0, 0, 0), is_mapped=False))
+    return mapped
 
 
 def decoded(encoding: Encoding, shard: Shard) -> list[MicroBatch]:

@@ -87,8 +87,8 @@ def _check(given: dict[str, Any], micro: MicroBatch) -> None:
     assert given["input_ids"].shape == (1, count + -count % 4)
 
     def own(name: str) -> torch.Tensor:
-        found: torch.Tensor = given[name][0, :count]
-        return found
+        tensor: torch.Tensor = given[name][0, :count]
+        return tensor
 
     assert torch.equal(own("input_ids"), micro["sequences"].long())
     assert torch.equal(own("position_ids"), micro["position_ids"].long())

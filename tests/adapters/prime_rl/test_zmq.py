@@ -46,12 +46,12 @@ def port() -> int:
     while True:
         with socket.socket() as first, socket.socket() as second:
             first.bind((HOST, 0))
-            found: int = first.getsockname()[1]
+            number: int = first.getsockname()[1]
             try:
-                second.bind((HOST, found + 1))
+                second.bind((HOST, number + 1))
             except (OSError, OverflowError):
                 continue
-            return found
+            return number
 
 
 @pytest.fixture

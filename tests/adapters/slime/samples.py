@@ -61,12 +61,12 @@ class DataSource:
     def get_samples(self, count: int) -> list[list[dict[str, int]]]:
         """Where slime gives empty samples, their numbers."""
         size, self.given = self._args.n_samples_per_prompt, self.given + count
-        found = [
+        samples = [
             [{"group_index": group, "index": group * size + number} for number in range(size)]
             for group in range(self.groups, self.groups + count)
         ]
         self.groups += count
-        return found
+        return samples
 
     def save(self, rollout_id: int) -> None:
         pass

@@ -70,7 +70,7 @@ def test_a_rollout_s_samples_are_its_batch(start: Start, args: Any) -> None:
         assert sorted(tokens(roll_out(feed, args, rollout_id, source))) == sorted(given(args, rollout_id))
 
 
-def test_workers_are_told_the_version_that_they_sample_from(start: Start, args: Any, service: Service) -> None:
+def test_workers_learn_the_version_that_they_sample_from(start: Start, args: Any, service: Service) -> None:
     feed, source = start(), DataSource(args)
     with RolloutClient(service.grpc_address, args.gristmill["run"]) as workers:
         for rollout_id in range(2):

@@ -24,10 +24,10 @@ def test_the_options_give_a_run() -> None:
     assert parse_config(run_settings(args, options_of(args), dp_size=PARALLEL["dp_size"])).merge == "prefix"
 
 
-def test_every_key_of_the_train_data_is_told_of() -> None:
-    told = set(re.findall(r"`([a-z_]+)`", GUIDE))
+def test_every_key_of_the_train_data_is_documented() -> None:
+    documented = set(re.findall(r"`([a-z_]+)`", GUIDE))
     numbers = {"sample_indices", "rollout_ids"}
-    assert json.loads(GOLDEN.read_text())[0].keys() - numbers <= told
+    assert json.loads(GOLDEN.read_text())[0].keys() - numbers <= documented
 
 
 def test_the_advantage_function_is_found_by_its_name() -> None:

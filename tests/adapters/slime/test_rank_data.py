@@ -36,13 +36,13 @@ def mini_batches(rows: list[Row], settings: dict[str, Any]) -> list[list[Shard]]
     """By mini-batch and rank."""
     config = parse_config(settings)
     batch = build_batch(from_rows(rows, columns=config.columns), config, run="run", batch=0)
-    found: list[list[Shard]] = []
+    parts: list[list[Shard]] = []
     for laid_out in batch.shards:
         tensors, metadata = parse_shard(np.frombuffer(bytearray(join(laid_out.iovec())), np.uint8), "here")
         if metadata["rank"] == 0:
-            found.append([])
-        found[-1].append(Shard(tensors, metadata, Conversion(), Position(0, 0, len(found) - 1), is_mapped=False))
-    return found
+            parts.append([])
+        parts[-1].append(Shard(tensors, metadata, Conversion(), Position(0, 0, len(parts) - 1), is_mapped=False))
+    return parts
 
 
 def train_data(changes: dict[str, Any] | None = None, **settings: Any) -> list[dict[str, Any]]:

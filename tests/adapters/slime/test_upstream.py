@@ -32,8 +32,8 @@ pytestmark = pytest.mark.skipif("SLIME_SOURCE" not in os.environ, reason="SLIME_
 
 @pytest.fixture
 def modules() -> Iterator[SimpleNamespace]:
-    with slime(SOURCE) as found:
-        yield found
+    with slime(SOURCE) as loaded:
+        yield loaded
 
 
 def test_the_golden_file_is_slime_s() -> None:
@@ -63,11 +63,11 @@ def test_slime_s_manager_gives_the_same_whether_it_schedules_or_gristmill(
     for manager in (before, after):
         manager.set_train_parallel_config(PARALLEL)
     for rollout_id in range(3):
-        expected, found = ([plain(box.inner) for box in manager.generate(rollout_id)] for manager in (before, after))
+        expected, actual = ([plain(box.inner) for box in manager.generate(rollout_id)] for manager in (before, after))
         for name in ("sample_indices", "rollout_ids"):
             # slime counts over all rollouts; who trains uses neither.
-            assert [len(rank.pop(name)) for rank in found] == [len(rank.pop(name)) for rank in expected]
-        assert found == expected
+            assert [len(rank.pop(name)) for rank in actual] == [len(rank.pop(name)) for rank in expected]
+        assert actual == expected
         after.save(rollout_id)
     after.dispose()
     status = service.runs.get(run_name).status()

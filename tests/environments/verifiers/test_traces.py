@@ -36,8 +36,8 @@ def episode_of(*traces: vf.Trace, ok: bool = True) -> vf.Episode:
 
 
 def steps(*traces: vf.Trace) -> list[tuple[list[int], list[int], float]]:
-    found = rollout_of(episode_of(*traces), lambda episode: episode.ok).steps
-    return [(row["prompt_token_ids"], row["response_ids"], row["reward"]) for row in found]
+    rows = rollout_of(episode_of(*traces), lambda episode: episode.ok).steps
+    return [(row["prompt_token_ids"], row["response_ids"], row["reward"]) for row in rows]
 
 
 CONVERSATION = (
@@ -60,8 +60,8 @@ def test_what_goes_on_from_an_earlier_message_is_a_branch() -> None:
 def test_a_compaction_that_was_not_gone_on_from_is_left_out() -> None:
     attempt = said(3, "assistant", [9], sampled=1, semantic_parents=[vf.ParentLink(node=3, type="compaction_attempt")])
     other = said(3, "user", [11])
-    found = steps(trace_of(*CONVERSATION, attempt, other, said(5, "assistant", [12], sampled=1)))
-    assert [response for _, response, _ in found] == [[4, 5], [8], [12]]
+    rows = steps(trace_of(*CONVERSATION, attempt, other, said(5, "assistant", [12], sampled=1)))
+    assert [response for _, response, _ in rows] == [[4, 5], [8], [12]]
 
 
 def test_log_probabilities_and_the_stop_reason_are_those_of_the_call() -> None:
@@ -75,7 +75,7 @@ def test_a_judge_is_not_trained() -> None:
     assert len(steps(trace_of(*CONVERSATION), trace_of(*CONVERSATION, trainable=False))) == 2
 
 
-def test_an_episode_that_failed_tells_the_kind_of_error() -> None:
+def test_an_episode_that_failed_says_the_kind_of_error() -> None:
     trace = trace_of(*CONVERSATION)
     trace.record_error(vf.SandboxError("gone"))
     failed = rollout_of(episode_of(trace, ok=False), lambda episode: episode.ok)

@@ -141,8 +141,8 @@ def test_the_documented_worker_feeds_a_run(
         "gsm8k-v1": "guessing-v1",
         "docker": "subprocess",
     }
-    for told, here in replaced.items():
-        code = code.replace(told, here)
+    for documented, here in replaced.items():
+        code = code.replace(documented, here)
     with RolloutClient(service.grpc_address, "my-run") as client:
         client.create_run(CONFIG)
         exec(code, {"__name__": "worker"})

@@ -183,8 +183,8 @@ def generator_output(rows: Sequence[tuple[Any, Step, bool]], step_wise: bool) ->
 
 def weights_of(cfg: SkyRLTrainConfig) -> dict[str, torch.Tensor]:
     """Those that were handed over last."""
-    found: dict[str, torch.Tensor] = torch.load(Path(cfg.trainer.export_path) / WEIGHTS, weights_only=True)
-    return found
+    weights: dict[str, torch.Tensor] = torch.load(Path(cfg.trainer.export_path) / WEIGHTS, weights_only=True)
+    return weights
 
 
 def first_weights(cfg: SkyRLTrainConfig) -> dict[str, torch.Tensor]:

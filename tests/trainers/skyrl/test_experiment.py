@@ -100,9 +100,9 @@ def test_the_example_trains(
 def test_the_guides_experiments_train(
     service: Service, run_name: str, tmp_path: Path, logs: Logs, block: str, more: dict[str, Any], kind: type
 ) -> None:
-    found = re.search(rf"<!-- skyrl-{block} -->\n```python\n(.*?)```", GUIDE, re.DOTALL)
-    assert found is not None
-    code = found[1].replace("127.0.0.1:50051", service.grpc_address).replace("my-run", run_name)
+    match = re.search(rf"<!-- skyrl-{block} -->\n```python\n(.*?)```", GUIDE, re.DOTALL)
+    assert match is not None
+    code = match[1].replace("127.0.0.1:50051", service.grpc_address).replace("my-run", run_name)
     lines = [line for line in code.splitlines() if line.strip()]
     assert len(lines) <= 10, "what a user writes"
     names: dict[str, Any] = {"BasePPOExp": BasePPOExp}

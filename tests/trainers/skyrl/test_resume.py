@@ -101,7 +101,7 @@ def test_a_training_goes_on_with_other_ranks(service: Service, run_name: str, tm
 
 
 @pytest.mark.usefixtures("ray_address")
-def test_a_run_that_was_trained_is_not_begun_anew(service: Service, run_name: str, tmp_path: Path) -> None:
+def test_a_run_that_was_trained_is_not_restarted(service: Service, run_name: str, tmp_path: Path) -> None:
     save_model(tmp_path / "model")
     main(service.grpc_address, run_name, str(tmp_path), 1)
     with pytest.raises(FailedPreconditionError, match=r"was trained up to batch 1 .* starts from the beginning"):

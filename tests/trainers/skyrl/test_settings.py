@@ -62,7 +62,7 @@ def test_the_service_takes_them(overrides: dict[str, Any]) -> None:
     parse_config(settings_of(**overrides))
 
 
-def test_what_skyrl_has_no_name_for_is_set_beside() -> None:
+def test_what_skyrl_has_no_name_for_is_set_in_addition() -> None:
     column = {"name": "teacher", "dtype": "float32", "scope": "response"}
     settings = settings_of({"merge": "tree", "balance": "tokens", "columns": [column]}, trainer__ckpt_interval=10)
     assert (settings["merge"], settings["balance"], settings["columns"]) == ("tree", "tokens", [column])

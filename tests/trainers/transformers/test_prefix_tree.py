@@ -92,11 +92,11 @@ def test_loss_and_gradients_are_those_of_padded_rows(kind: str, seed: int) -> No
     tree = micro_batches(rows, config)
     padded = micro_batches(rows, config | {"layout": "left_padded"})
     assert all(micro.is_tree for micro in tree)
-    found, found_gradients = loss_and_gradients(model_of(kind, register_tree_attention()), tree)
+    loss, tree_gradients = loss_and_gradients(model_of(kind, register_tree_attention()), tree)
     expected, gradients = loss_and_gradients(model_of(kind, "sdpa"), padded)
-    assert found == pytest.approx(expected, rel=1e-9, abs=1e-11)
+    assert loss == pytest.approx(expected, rel=1e-9, abs=1e-11)
     assert max(float(gradient.abs().max()) for gradient in gradients) > 1e-6
-    for mine, other in zip(found_gradients, gradients, strict=True):
+    for mine, other in zip(tree_gradients, gradients, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-9, atol=1e-10)
 
 

@@ -56,15 +56,15 @@ def rollouts(prompts: int, seed: int = 0) -> dict[str, list[Rollout]]:
     def tokens(least: int, most: int) -> tuple[int, ...]:
         return tuple(drawn.randrange(2, WORDS) for _ in range(drawn.randint(least, most)))
 
-    found: dict[str, list[Rollout]] = {}
-    while len(found) < prompts:
+    by_prompt: dict[str, list[Rollout]] = {}
+    while len(by_prompt) < prompts:
         prompt = tokens(2, 6)
         last = [Turn((*tokens(1, 5), END), ()) for _ in range(SAMPLES)]
         before = [tuple(Turn(tokens(1, 4), tokens(1, 3)) for _ in range(drawn.randint(0, 2))) for _ in range(SAMPLES)]
-        found[" ".join(f"w{token}" for token in prompt)] = [
+        by_prompt[" ".join(f"w{token}" for token in prompt)] = [
             Rollout(prompt, (*turns, end), round(drawn.random(), 3)) for turns, end in zip(before, last, strict=True)
         ]
-    return found
+    return by_prompt
 
 
 class Replay:
@@ -75,15 +75,15 @@ class Replay:
 
     def __call__(self, prompts: list[str], trainer: Any) -> dict[str, Any]:
         first = len(prompts) * trainer.accelerator.process_index
-        found: dict[str, Any] = {"prompt_ids": [], "completion_ids": [], "logprobs": [], "env_mask": [], "score": []}
+        columns: dict[str, Any] = {"prompt_ids": [], "completion_ids": [], "logprobs": [], "env_mask": [], "score": []}
         for place, prompt in enumerate(prompts, first):
             rollout = self._known[prompt][place % SAMPLES]
-            found["prompt_ids"].append(list(rollout.prompt))
-            found["completion_ids"].append(rollout.completion)
-            found["logprobs"].append(rollout.logprobs)
-            found["env_mask"].append(rollout.said)
-            found["score"].append(rollout.reward)
-        return found
+            columns["prompt_ids"].append(list(rollout.prompt))
+            columns["completion_ids"].append(rollout.completion)
+            columns["logprobs"].append(rollout.logprobs)
+            columns["env_mask"].append(rollout.said)
+            columns["score"].append(rollout.reward)
+        return columns
 
 
 def replayed(completions: list[str], score: list[float], **_: Any) -> list[float]:
@@ -176,9 +176,9 @@ def weights(model: torch.nn.Module) -> Weights:
 
 def difference(ours: Weights, theirs: Weights, before: Weights) -> float:
     """The largest difference of any parameter's update, relative to that parameter's largest."""
-    found = []
+    shares = []
     for name, start in before.items():
         update = theirs[name] - start
         assert update.abs().max() > 0, name
-        found.append(float((ours[name] - theirs[name]).abs().max() / update.abs().max()))
-    return max(found)
+        shares.append(float((ours[name] - theirs[name]).abs().max() / update.abs().max()))
+    return max(shares)

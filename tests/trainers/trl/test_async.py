@@ -45,14 +45,14 @@ def attention(
 ) -> torch.Tensor:
     """FlashAttention's `flash_attn_varlen_func`: each segment's queries are the last of its keys."""
     heads = query.shape[1] // key.shape[1]
-    found = []
+    parts = []
     for (q0, q1), (k0, k1) in zip(pairwise(cu_seqlens_q.tolist()), pairwise(cu_seqlens_k.tolist()), strict=True):
         q, k, v = query[q0:q1], key[k0:k1].repeat_interleave(heads, 1), value[k0:k1].repeat_interleave(heads, 1)
         visible = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))
         scores = torch.einsum("qhd,khd->hqk", q, k) * softmax_scale
         shares = scores.masked_fill(~visible, -torch.inf).softmax(-1)
-        found.append(torch.einsum("hqk,khd->qhd", shares, v))
-    return torch.cat(found)
+        parts.append(torch.einsum("hqk,khd->qhd", shares, v))
+    return torch.cat(parts)
 
 
 class NoTransfer:
@@ -127,12 +127,14 @@ def sample_of(rollout: Rollout, advantage: float, group: int) -> RolloutSample:
 
 
 def own_samples() -> list[RolloutSample]:
-    found = []
+    samples_sent = []
     for group, samples in enumerate(KNOWN.values()):
         rewards = np.array([rollout.reward for rollout in samples])
         advantages = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
-        found += [sample_of(rollout, float(one), group) for rollout, one in zip(samples, advantages, strict=True)]
-    return found
+        samples_sent += [
+            sample_of(rollout, float(one), group) for rollout, one in zip(samples, advantages, strict=True)
+        ]
+    return samples_sent
 
 
 class Given:

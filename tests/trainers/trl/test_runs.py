@@ -78,7 +78,7 @@ def own(service: Service, run_name: str, directory: Path, settings: dict[str, An
     return trainer_of(Job(str(directory), "", gristmill=gristmill, config=LEARNING | more))
 
 
-def test_a_run_that_was_trained_is_not_begun_anew(service: Service, run_name: str, tmp_path: Path) -> None:
+def test_a_run_that_was_trained_is_not_restarted(service: Service, run_name: str, tmp_path: Path) -> None:
     own(service, run_name, tmp_path, {}, max_steps=1).train()
     with pytest.raises(FailedPreconditionError, match=r"was trained up to batch 1 .* resume from the last checkpoint"):
         own(service, run_name, tmp_path, {}, max_steps=1).train()
@@ -107,9 +107,9 @@ def test_a_completion_that_no_function_scores_is_refused(service: Service, run_n
 
 
 def snippet(name: str, address: str, run: str) -> str:
-    found = re.search(rf"<!-- trl-{name} -->\n```python\n(.*?)```", GUIDE, re.DOTALL)
-    assert found is not None
-    return found[1].replace("127.0.0.1:50051", address).replace("my-run", run)
+    match = re.search(rf"<!-- trl-{name} -->\n```python\n(.*?)```", GUIDE, re.DOTALL)
+    assert match is not None
+    return match[1].replace("127.0.0.1:50051", address).replace("my-run", run)
 
 
 def test_the_guides_trainer_trains(service: Service, run_name: str, tmp_path: Path) -> None:

@@ -62,8 +62,8 @@ def trained(address: str, run_name: str, directory: Path, *callbacks: TrainerCal
     for callback in callbacks:
         trainer.add_callback(callback)
     trainer.train()
-    found: dict[str, torch.Tensor] = weights(trainer.model)
-    return found
+    after: dict[str, torch.Tensor] = weights(trainer.model)
+    return after
 
 
 @pytest.mark.slow

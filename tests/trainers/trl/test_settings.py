@@ -66,11 +66,11 @@ def test_a_run_holds_what_is_trained_between_two_checkpoints(tmp_path: Path) -> 
 def test_log_probabilities_that_the_loss_needs_are_columns(
     tmp_path: Path, more: dict[str, Any], gristmill: Gristmill, columns: list[tuple[str, str]]
 ) -> None:
-    found = run_settings(config(tmp_path, **more), gristmill, dp_size=1, pad_token_id=0).get("columns", [])
-    assert [(column["name"], column["source"]) for column in found] == columns
+    declared = run_settings(config(tmp_path, **more), gristmill, dp_size=1, pad_token_id=0).get("columns", [])
+    assert [(column["name"], column["source"]) for column in declared] == columns
 
 
-def test_columns_that_workers_bring_stand_beside_those_of_the_loss(tmp_path: Path) -> None:
+def test_columns_that_workers_bring_are_declared_with_those_of_the_loss(tmp_path: Path) -> None:
     verdicts = {"name": "verdict", "dtype": "int32", "scope": "row"}
     gristmill = Gristmill("127.0.0.1:1", "run", rollouts="workers", settings={"columns": [verdicts]})
     settings = run_settings(config(tmp_path, beta=0.1), gristmill, dp_size=1, pad_token_id=0)

@@ -58,11 +58,11 @@ FIELDS = ("input_ids", "position_ids", "prompts", "responses", "loss_mask", "res
 def shards(rows: list[Row], config: Mapping[str, Any]) -> list[Shard]:
     """Of the one mini-batch, rank after rank."""
     built = build_batch(from_rows(rows), parse_config(dict(config)), run="run", batch=0)
-    found = []
+    mapped = []
     for shard in built.shards:
         tensors, metadata = parse_shard(np.frombuffer(bytearray(join(shard.iovec())), np.uint8), "here")
-        found.append(Shard(tensors, metadata, Conversion(), Position(0, 0, 0), is_mapped=False))
-    return found
+        mapped.append(Shard(tensors, metadata, Conversion(), Position(0, 0, 0), is_mapped=False))
+    return mapped
 
 
 def settings(rows: int, micro_batch: int, engine: str) -> dict[str, Any]:

@@ -44,9 +44,9 @@ def settings_of(config: Any, dp_size: int) -> dict[str, Any]:
 
 
 def test_the_guides_settings_make_a_run_and_few_of_them_are_gristmills() -> None:
-    found = re.search(r"<!-- verl-overrides -->\n```bash\n(.*?)```", GUIDE, re.DOTALL)
-    assert found is not None
-    python, flag, module, *overrides = shlex.split(found[1].replace("\\\n", " "))
+    match = re.search(r"<!-- verl-overrides -->\n```bash\n(.*?)```", GUIDE, re.DOTALL)
+    assert match is not None
+    python, flag, module, *overrides = shlex.split(match[1].replace("\\\n", " "))
     assert (python, flag, module) == ("python", "-m", "verl.trainer.main_ppo")
     assert len([setting for setting in overrides if "gristmill" in setting]) <= 10, "what a user writes"
     run = parse_config(settings_of(compose_config(overrides), dp_size=8))
@@ -86,7 +86,7 @@ def test_kl_in_rewards_waits_for_what_verls_workers_compute() -> None:
     assert [column.name for column in bypassed.written_columns] == ["ref_logprobs"]
 
 
-def test_settings_that_verl_has_no_name_for_are_given_beside_it() -> None:
+def test_settings_that_verl_has_no_name_for_are_given_next_to_it() -> None:
     run = run_of("+trainer.v1.gristmill.settings={merge: prefix, balance: tokens}")
     assert (run.merge, run.balance) == ("prefix", "tokens")
 

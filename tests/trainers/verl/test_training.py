@@ -270,11 +270,13 @@ def rows_of(service: Service, run: str, batch: int) -> Rows:
 @torch.no_grad()
 def logprobs_of(policy: Qwen2ForCausalLM, sequences: list[list[int]], like: torch.Tensor) -> torch.Tensor:
     """Of each response's tokens, shaped as the mask of them, which are trained up to the last."""
-    found = torch.zeros(like.shape)
+    logprobs = torch.zeros(like.shape)
     for row, sequence in enumerate(sequences):
         tokens, length = torch.tensor([sequence]), int(like[row].nonzero().max()) + 1
-        found[row, :length] = policy(tokens).logits[0, :-1].log_softmax(-1).gather(-1, tokens[0, 1:, None])[-length:, 0]
-    return found
+        logprobs[row, :length] = (
+            policy(tokens).logits[0, :-1].log_softmax(-1).gather(-1, tokens[0, 1:, None])[-length:, 0]
+        )
+    return logprobs
 
 
 def test_values_and_the_kl_are_written_back_and_a_finished_run_ends_training(

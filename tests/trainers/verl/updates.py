@@ -54,8 +54,8 @@ def main(folder: Path, rank: int, ranks: int, port: int) -> None:
 
 def weights(module: Any) -> dict[str, torch.Tensor]:
     """All ranks', as they are now: on one rank `get_model_state_dict` gives the weights themselves."""
-    found: Any = get_model_state_dict(module, options=_WHOLE)
-    return {name: weight.clone() for name, weight in found.items()}
+    state: Any = get_model_state_dict(module, options=_WHOLE)
+    return {name: weight.clone() for name, weight in state.items()}
 
 
 if __name__ == "__main__":

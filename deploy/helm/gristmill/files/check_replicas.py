@@ -43,13 +43,13 @@ def trouble(host: str, grpc_port: int, http_port: int, ca_file: str | None) -> s
 
 
 def main(hosts: str, grpc_port: str, http_port: str) -> int:
-    found = {
+    problems = {
         host: trouble(host, int(grpc_port), int(http_port), os.environ.get("GRISTMILL_CA_FILE"))
         for host in hosts.split(",")
     }
-    for host, what in found.items():
+    for host, what in problems.items():
         print(f"{host}: {what or 'takes calls'}")
-    return 1 if any(found.values()) else 0
+    return 1 if any(problems.values()) else 0
 
 
 if __name__ == "__main__":
