@@ -120,7 +120,7 @@ def joined(
 
 
 def without_realigned(rows: list[Row], merge: str, tail: int) -> list[Row]:
-    """The rows with loss_mask 0 on the tokens that stand in no training row."""
+    """The rows with loss_mask 0 on the tokens that are in no training row."""
     stands = {
         (row.steps[0]["uid"], row.steps[0]["sample"], source)
         for row in merged(rows, merge, tail)
@@ -253,7 +253,7 @@ def in_common(one: list[int], other: list[int]) -> int:
 
 def distinct_tokens(rows: list[Merged]) -> int:
     """The tokens of a prompt group's rows. A row that goes on with all of the row before it, of its trajectory, shares
-    that; each other what it may with the one most like it, of those that may share less."""
+    that; each other what it may with the one most like it, of the rows that may share less."""
     chains: list[list[Merged]] = []
     for row in rows:
         before = chains[-1][-1] if chains else None

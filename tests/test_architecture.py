@@ -29,7 +29,7 @@ ROOMS = (
 
 
 def imports(path: Path) -> Iterator[str]:
-    """The modules that a file imports, also those that only its types need."""
+    """The modules that a file imports, also for its types alone."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: imports name the whole module"

@@ -1,6 +1,6 @@
 """The blocks of the documents that are parts of a program: each is run with what stands around it in a reader's own.
 
-The README's, the guides' and those that have a name before them are run whole, by tests of their own.
+The README's, the guides' and named blocks are run whole, by tests of their own.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def channel(guarded: Guarded) -> Iterator[grpc.Channel]:
 def status(
     channel: grpc.Channel, method: MethodDescriptor, token: str | None, more: Mapping[str, str] | None = None
 ) -> str:
-    """How the service answers a call for run 'r'. more: what is shown beside the token."""
+    """How the service answers a call for run 'r'. more: headers sent with the token."""
     request = TAKEN.get(method.name) or GetMessageClass(method.input_type)(
         **({"run": "r"} if "run" in method.input_type.fields_by_name else {})
     )

@@ -82,7 +82,7 @@ def replicas(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replicas]:
 
 
 def secret_of(redis: RedisServer, run: str) -> str:
-    """What the run's owner tells its peers."""
+    """The secret that the run's owner shares with its peers."""
     content = redis.client().get(f"{{gristmill:{run}}}:owner")
     assert isinstance(content, bytes)
     return msgspec.json.decode(content, type=Owner).secret

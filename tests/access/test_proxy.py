@@ -1,4 +1,4 @@
-"""A proxy that people sign in to tells who they are; nobody else may."""
+"""A proxy that people sign in to says who they are; nobody else may."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a caller's runs, and what any one run, may be and hold, beside what everyone's may: over both APIs."""
+"""What a caller's runs, and what any one run, may be and hold, besides the limits for everyone: over both APIs."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_caller_brings_no_more_rows_than_its_token_says(
     assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
     assert message in refused.json()["error"]["message"]
     assert post(service, "/team-1/rows", {"rows": rows}, team).json()["outcomes"] == ["duplicate"] * 4
-    assert post(service, "/team-2/rows", {"rows": [row("d", 0)]}, team).status_code == 200, "so much fits yet"
+    assert post(service, "/team-2/rows", {"rows": [row("d", 0)]}, team).status_code == 200, "that much still fits"
     api = GrpcApi(service.grpc_address)
     request = rollout_pb2.SubmitRowsRequest(run="team-2", rows=rows_message(group("e")))
     with pytest.raises(grpc.RpcError, match=r"where max_row.* of the token allows"):

@@ -296,7 +296,7 @@ def test_a_client_goes_on_with_its_token_while_the_file_is_away(
 
 
 class Publisher(BaseHTTPRequestHandler):
-    """Tells an issuer's keys, or hangs, or tells something else."""
+    """Serves an issuer's keys, or hangs, or serves something else."""
 
     content: bytes | None
     asked: threading.Event
@@ -316,7 +316,7 @@ class Publisher(BaseHTTPRequestHandler):
 @pytest.fixture
 def publisher() -> Iterator[tuple[str, type[Publisher]]]:
     handler: Any = type(
-        "Told", (Publisher,), {"content": b"", "asked": threading.Event(), "goes_on": threading.Event()}
+        "KeyPublisher", (Publisher,), {"content": b"", "asked": threading.Event(), "goes_on": threading.Event()}
     )
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever)

@@ -46,7 +46,7 @@ WRONG_ROWS: dict[str, tuple[Json, tuple[str, ...]]] = {
 @pytest.mark.parametrize("wrong", WRONG_ROWS)
 def test_a_wrong_row_is_refused_by_name(api: Api, run: str, wrong: str) -> None:
     fields, parts = WRONG_ROWS[wrong]
-    # A good row beside it, alike in form.
+    # A good row next to it, alike in form.
     alike: Json = {"rollout_logprobs": [0.0, 0.0]} if "rollout_logprobs" in fields else {}
     if isinstance(fields.get("reward"), list):
         alike["reward"] = [0.0, 0.0]

@@ -65,7 +65,7 @@ def store(
 
 @pytest.fixture
 def transport(store: ShardStore) -> Iterator[Transport]:
-    """To a service that has this one run; of a run's calls only those that read shards."""
+    """Connects to a service that has this one run; of a run's calls only the reads of shards."""
 
     async def read_shard(*args: Any) -> AsyncIterator[bytes]:
         return each(store.read(*args))

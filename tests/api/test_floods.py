@@ -36,7 +36,7 @@ Metadata = tuple[tuple[str, str], ...]
 
 
 class Silent:
-    """The requests of a call that sends none until it is told to end."""
+    """The requests of a call that sends none until it is asked to end."""
 
     def __init__(self) -> None:
         self._ends = threading.Event()
@@ -203,7 +203,7 @@ def test_a_request_that_does_not_come_leaves_its_place_to_another_caller(tmp_pat
 
 
 def allow_large_requests(service: Service, count: int) -> None:
-    """Has the service read so many at once, of one caller, too."""
+    """Lets the service read that many at once, also of one caller."""
     requests = service._api.admission.requests
     requests.most = requests._most_each = count
 

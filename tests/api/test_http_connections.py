@@ -53,7 +53,7 @@ Serve = Callable[..., HttpServer]
 
 @pytest.fixture
 def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
-    """Starts a server that has at most so many connections."""
+    """Starts a server that has at most that many connections."""
     with ExitStack() as opened:
 
         def start(most: int = 100, certificates: Certificates | None = None) -> HttpServer:

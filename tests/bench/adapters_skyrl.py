@@ -1,4 +1,4 @@
-"""`make bench-skyrl`: the time of a training step in the adapter, beside SkyRL's own preparation of the same batch.
+"""`make bench-skyrl`: the time of a training step in the adapter, compared with SkyRL's own preparation of the batch.
 
 SkyRL makes per-token rewards and its batch of what a generator returned, then advantages, and scales them by the loss's
 reduction. Through gristmill the adapter submits the rows, the service makes shards of them, and the adapter opens those
@@ -49,7 +49,7 @@ Spent = Counter[str]
 
 
 class Clock:
-    """Seconds by what they were spent on, and as `cpu NAME` those that this process computed, in all its threads."""
+    """Seconds by what they were spent on, and as `cpu NAME` this process's CPU seconds, in all its threads."""
 
     def __init__(self) -> None:
         self.spent = Spent()

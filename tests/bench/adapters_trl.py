@@ -1,4 +1,4 @@
-"""`make bench-trl`: the time of a training step that is not TRL's, beside TRL's own preparation of the same batch.
+"""`make bench-trl`: the time of a training step that is not TRL's, compared with TRL's own preparation of the batch.
 
 TRL makes its batch of lists of token ids, which it pads, decodes, has scored, shuffles and splits. Through gristmill
 TRL does the same but for the last two; then the adapter submits the rows, the service makes shards of them, and the
@@ -45,7 +45,7 @@ Spent = Counter[str]
 
 
 class Clock:
-    """Seconds by what they were spent on, and as `cpu NAME` those that this process computed, in all its threads."""
+    """Seconds by what they were spent on, and as `cpu NAME` this process's CPU seconds, in all its threads."""
 
     def __init__(self) -> None:
         self.spent = Spent()

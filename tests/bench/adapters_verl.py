@@ -1,4 +1,4 @@
-"""`make bench-verl`: the time of a training step that is not verl's, beside verl's own preparation of the same batch.
+"""`make bench-verl`: the time of a training step that is not verl's, compared with verl's own preparation of the batch.
 
 Both ways go through the trainer's own calls, from the batch to its metrics, with workers that compute nothing: they
 take what they are handed, as verl hands it out, and answer with numbers made beforehand, as verl collects them. verl's
@@ -177,7 +177,7 @@ def rollouts(number: int) -> list[dict[str, Any]]:
 
 
 def measured(step: Callable[[], None]) -> tuple[float, float]:
-    """Seconds of a step, and those that this process computed in all its threads."""
+    """Seconds of a step, and this process's CPU seconds in all its threads."""
     begin, computed = time.perf_counter(), time.process_time()
     step()
     return time.perf_counter() - begin, time.process_time() - computed

@@ -136,7 +136,7 @@ def _skipped(address: str, run: str) -> float:
 
 
 def first_tokens(work: Workload, tokens: int) -> Workload:
-    """The workload's first groups, of about so many tokens that differ."""
+    """The workload's first groups, of about that many distinct tokens."""
     fresh = np.cumsum(work.steps.tokens.lengths - shared_tokens(work))
     last = work.steps.uids[int(np.searchsorted(fresh, tokens))]
     rows = np.arange(work.steps.uids.index(last))

@@ -1,4 +1,4 @@
-"""A crowd: 256 ranks wait for one batch while 256 workers each send a turn every half second, beside bare gRPC.
+"""A crowd: 256 ranks wait for one batch while 256 workers each send a turn every half second, compared with bare gRPC.
 
 The bare server takes the same turns, and releases as many waiters by one event.
 """
@@ -89,7 +89,7 @@ def _round(service: Served, ranks: Team, sending: Workers, run: str, seen: Seen)
     with run_of_its_own(service.grpc_address, run, dp_size=RANKS, max_buffered_batches=2 * WAKES, **shape):
         load = Load(service.grpc_address, SUBMIT, run, LOAD_S, EVERY_S, SAMPLES)
         before = cpu_s(service.process.pid)
-        sent = sending.send(load, beside=wake)
+        sent = sending.send(load, meanwhile=wake)
         seen.add(sent, cpu_s(service.process.pid) - before)
 
 
@@ -102,7 +102,7 @@ def _bare_round(server: Bare, ranks: Team, sending: Workers, seen: Seen) -> None
             seen.spreads_s.append(_spread(ranks.answers()))
 
     before = cpu_s(server.pid)
-    sent = sending.send(Load(server.address, DISCARD, "bare", LOAD_S, EVERY_S, SAMPLES), beside=wake)
+    sent = sending.send(Load(server.address, DISCARD, "bare", LOAD_S, EVERY_S, SAMPLES), meanwhile=wake)
     seen.add(sent, cpu_s(server.pid) - before)
 
 

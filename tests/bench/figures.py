@@ -1,4 +1,4 @@
-"""The figures that benchmarks measure: each stands beside its bound from the same run, and what it is to reach."""
+"""The figures that benchmarks measure: each next to its bound from the same run, and what it is to reach."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Figure:
 
     @property
     def ratio(self) -> float | None:
-        """Ours over the bound; nothing where what stands beside the value is no bound but says what it was measured of,
+        """Ours over the bound; nothing where the figure next to the value is no bound but says what it was measured of,
         such as a shard's MiB."""
         if self.is_ratio:
             return self.value

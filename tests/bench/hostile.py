@@ -1,4 +1,4 @@
-"""Measures what a caller that floods the service costs others: the turns of another run beside it, and memory beyond
+"""Measures what a caller that floods the service costs others: the turns of another run next to it, and memory beyond
 what the limits say. Each has a token of its own."""
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ def figures() -> Iterator[Figure]:
     worst = peak = worst_elsewhere = 0.0
     quiet_ms = 0.0
     for way in Flood("", "", "").ways():
-        times = _beside(way)
+        times = _measure(way)
         peak, worst_elsewhere = max(peak, times.over), max(worst_elsewhere, times.elsewhere)
         if times.ratio > worst:
             worst, quiet_ms = times.ratio, times.quiet * 1e3
-        yield Figure(f"hostile.{way}_p99_ratio", times.ratio, "x beside nobody", None, times.quiet * 1e3, "ms")
-        yield Figure(f"hostile.{way}_elsewhere_p99_ratio", times.elsewhere, "x beside nobody", None)
+        yield Figure(f"hostile.{way}_p99_ratio", times.ratio, "x without load", None, times.quiet * 1e3, "ms")
+        yield Figure(f"hostile.{way}_elsewhere_p99_ratio", times.elsewhere, "x without load", None)
         yield Figure(f"hostile.{way}_cores", times.cores, "cores", None)
-    yield Figure("hostile.neighbour_p99_ratio", worst, "x beside nobody", 3.0, quiet_ms, "ms")
-    yield Figure("hostile.elsewhere_p99_ratio", worst_elsewhere, "x beside nobody", None)
+    yield Figure("hostile.neighbour_p99_ratio", worst, "x without load", 3.0, quiet_ms, "ms")
+    yield Figure("hostile.elsewhere_p99_ratio", worst_elsewhere, "x without load", None)
     limits = MAX_ROW_BYTES + APIS * AT_ONCE * MAX_MESSAGE_BYTES
     yield Figure("hostile.memory_ratio", peak / limits, "x limits", 1.5, limits / MIB, "MiB")
 
 
-class _Beside(NamedTuple):
-    """quiet: the p99 of a turn's seconds beside nobody. ratio: the p99 beside the flood over that. elsewhere: the same
+class _Slowdown(NamedTuple):
+    """quiet: the p99 of a turn's seconds without load. ratio: the p99 during the flood over that. elsewhere: the same
     of turns at another service of this machine, which the flood does not call: what two cores do. over: the service's
     most bytes over idle ones. cores: what of them the service takes for the flood alone, in seconds of a second."""
 
@@ -63,7 +63,7 @@ class _Beside(NamedTuple):
     cores: float
 
 
-def _beside(way: str) -> _Beside:
+def _measure(way: str) -> _Slowdown:
     with ExitStack() as opened:
         path = Path(opened.enter_context(tempfile.TemporaryDirectory())) / "tokens.yaml"
         tokens = {run: create_token(path, run, ["worker"], [run], None) for run in ("victim", RUN)}
@@ -79,7 +79,7 @@ def _beside(way: str) -> _Beside:
         flood = opened.enter_context(_flooded(way, services[0], tokens[RUN]))
         times = [_Times() for _ in clients]
         for number in range(SLICES):
-            # By turns, so that what else the machine does is beside both.
+            # In alternation, so that what else the machine does slows both.
             for name, sign in (("quiet", signal.SIGSTOP), ("busy", signal.SIGCONT)):
                 flood.send_signal(sign)
                 time.sleep(SETTLED_S)
@@ -87,12 +87,12 @@ def _beside(way: str) -> _Beside:
                     getattr(measured, name).extend(_turns(client, f"{name}-{number}"))
         over = _memory(services[0], "VmHWM") - idle
         here, elsewhere = times
-        return _Beside(_p99(here.quiet), here.ratio, elsewhere.ratio, over, _cores(services[0]))
+        return _Slowdown(_p99(here.quiet), here.ratio, elsewhere.ratio, over, _cores(services[0]))
 
 
 @dataclass
 class _Times:
-    """Seconds of turns, beside nobody and beside the flood."""
+    """Seconds of turns, without load and during the flood."""
 
     quiet: list[float] = field(default_factory=list)
     busy: list[float] = field(default_factory=list)

@@ -60,7 +60,7 @@ def _fill(directory: Path) -> None:
 
 
 def _throughput(name: str, lengths: tuple[int, int], reach: float | None) -> Iterator[Figure]:
-    """Submissions over gRPC, with a journal on tmpfs beside none, by turns."""
+    """Submissions over gRPC, with a journal on tmpfs compared with none, in alternation."""
     messages = list(tables(lengths, ROUND_BYTES[name]))
     with ExitStack() as opened:
         directory = opened.enter_context(tempfile.TemporaryDirectory(dir=TMPFS))

@@ -1,8 +1,8 @@
-"""From Python lists to published shards: what a step-wise generator output costs beside converting each distinct token
+"""From Python lists to published shards: what a step-wise generator output costs, over converting each distinct token
 once, reading the rows and writing the shards once.
 
 `python -m tests.bench lists` measures, in one process and without a wire. Agents' loops add to their lists, so that
-turns have the same numbers in memory; `.apart`: every turn's are its own, as JSON gives them. Beside the elapsed time
+turns have the same numbers in memory; `.apart`: every turn's are its own, as JSON gives them. Next to the elapsed time
 stands what both compute, which a busy machine changes less.
 """
 

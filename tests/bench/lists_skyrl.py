@@ -1,4 +1,4 @@
-"""`make bench-skyrl`: from Python lists to published shards, beside SkyRL's way from the same lists to its own batch.
+"""`make bench-skyrl`: from Python lists to published shards, compared with SkyRL's way from them to its own batch.
 
 Both get a step-wise generator output whose turns share prefixes, and merge them. SkyRL merges the steps, makes rewards
 per token, its padded batch, advantages and their scaling by the loss's reduction, all in memory. Ours checks, merges,

@@ -1,4 +1,4 @@
-"""Peak memory of one pass of the pipeline over its input: anonymous plus tmpfs, in bytes, beside its output."""
+"""Peak memory of one pass of the pipeline over its input: anonymous plus tmpfs, in bytes, in addition to its output."""
 
 from __future__ import annotations
 

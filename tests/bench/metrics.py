@@ -1,4 +1,4 @@
-"""Measures what metrics cost: a scrape of many ranks and runs, counting, beside the CPU time of a loaded service."""
+"""Measures what metrics cost: a scrape of many ranks and runs, counting, and the CPU time of a loaded service."""
 
 from __future__ import annotations
 

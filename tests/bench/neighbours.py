@@ -40,13 +40,13 @@ def figures() -> Iterator[Figure]:
     quiet, busy = _with_waiters()
     slow = _with_a_slow_store()
     quiet_ms, busy_ms, slow_ms = (float(np.percentile(latencies, 99)) * 1e3 for latencies in (quiet, busy, slow))
-    yield Figure("wake.beside_slow_ms", max(busy_ms, slow_ms), "ms", 50.0, quiet_ms, "ms, beside nobody")
-    yield Figure("wake.beside_slow_store_ms", slow_ms, "ms", None, quiet_ms, "ms, beside nobody")
-    yield Figure("wake.beside_waiters_ms", busy_ms, "ms", None, quiet_ms, "ms, beside nobody")
+    yield Figure("wake.loaded_ms", max(busy_ms, slow_ms), "ms", 50.0, quiet_ms, "ms, without load")
+    yield Figure("wake.slow_store_ms", slow_ms, "ms", None, quiet_ms, "ms, without load")
+    yield Figure("wake.waiters_ms", busy_ms, "ms", None, quiet_ms, "ms, without load")
 
 
 def _with_waiters() -> tuple[list[float], list[float]]:
-    """Beside nobody, and beside a run that is full, where each worker asks for thousands of groups."""
+    """Latencies without load, and next to a run that is full, where each worker asks for thousands of groups."""
     with served(["--store", "memory"]) as service:
         transport = Transport(service.grpc_address, 60.0, "bench")
         quiet = _woken(service.grpc_address, transport, "quiet")

@@ -113,7 +113,7 @@ def run_of(work: Workload, store: RunStore | None = None, shards: ShardStore | N
 
 
 def _in_memory(work: Workload) -> int:
-    """What is given back when the rows are let go, Python's objects included."""
+    """The bytes that are freed when the rows are released, Python's objects included."""
     with run_of(work) as run:
         tracemalloc.start()
         try:

@@ -1,4 +1,4 @@
-"""The other side of the benchmarks of pulls and wakes: the service, and beside it bare gRPC doing as much.
+"""The other side of the benchmarks of pulls and wakes: the service, and next to it bare gRPC doing as much.
 
 `python -m tests.bench.other_side DIRECTORY` serves both from one process, prints their addresses, and ends with its
 standard input.
@@ -31,14 +31,14 @@ from tests.bench.pipeline import TMPFS
 from tests.bench.submissions import LONG, SAMPLES, Sender, config, tables
 
 PIECE_BYTES = 1 << 20
-# After the service says that so many wait, their threads still have to fall asleep.
+# After the service says that this many wait, their threads still have to fall asleep.
 SETTLED_S = 0.2
 _THREADS = 128
 _OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 
 
 class OtherSide:
-    """The process with the service, and with bare gRPC beside it."""
+    """The process with the service, and with bare gRPC next to it."""
 
     def __init__(self, grpc_address: str, http_url: str, bare_address: str) -> None:
         self.grpc_address, self.bare_address, self._http_url = grpc_address, bare_address, http_url
@@ -50,7 +50,7 @@ class OtherSide:
         return answer
 
     def until_waiting(self, count: int) -> None:
-        """Returns once so many calls wait."""
+        """Returns once that many calls wait."""
         while waiting_calls(self._http_url) < count:
             time.sleep(0.02)
         time.sleep(SETTLED_S)
@@ -67,14 +67,14 @@ class OtherSide:
         self.transport.call(self.transport.runs.DeleteRun, run_pb2.DeleteRunRequest(run=run))
 
     def publish(self, run: str, groups: int, mini_batches: int) -> str:
-        """A run with one batch of so many groups, published."""
+        """A run with one batch of that many groups, published."""
         self.create(run, train_batch_size=groups, policy_mini_batch_size=groups // mini_batches, max_buffered_batches=8)
         self.fill(run, groups)
         self.wait(run, 0)
         return run
 
     def fill(self, run: str, groups: int, first: int = 0) -> None:
-        """Sends one batch of rows; `first` tells the batches apart."""
+        """Sends one batch of rows; `first` distinguishes the batches."""
         sent, count = [], 0
         for table in tables(LONG, 1 << 40):
             take = min(len(table), (groups - count) * SAMPLES)
@@ -154,7 +154,7 @@ def _serve(directory: str) -> None:
 
 
 class Publications:
-    """When (time.monotonic) each batch of each run was in the store: whoever waits for it hears of it later."""
+    """When (time.monotonic) each batch of each run was in the store: a call that waits for it is answered later."""
 
     def __init__(self) -> None:
         self.times: dict[str, list[float]] = {}

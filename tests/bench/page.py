@@ -23,7 +23,7 @@ from tests.bench.processes import Served, served
 from tests.bench.submissions import Sender, split
 from tests.bench.workloads import DP_SIZE, workload
 from tests.on_loop import Run, Service
-from tests.page.chromium import MISSING, found, launched
+from tests.page.chromium import MISSING, executable, launched
 from tests.serving import FREE_PORTS
 
 VIEWS = 7
@@ -38,7 +38,7 @@ def figures() -> Iterator[Figure]:
     has nothing of the page. cpu_percent: of one core, for a page that is open on a run to which groups come, and
     a scrape each 15 s; what the service takes with neither is taken off. long_run_first_view_s: see
     `long_run_view`."""
-    if found() is None:
+    if executable() is None:
         print(f"page.*: not measured: {MISSING}", file=sys.stderr)
         return
     with served(["--store", "memory"]) as service, launched() as browser:

@@ -70,7 +70,7 @@ def nbytes(output: Output) -> int:
 
 
 def _together(address: str, kind: str, count: int) -> float:
-    """Seconds until the last of so many processes has its last answer, of the best round."""
+    """Seconds until the last of that many processes has its last answer, of the best round."""
     with ExitStack() as opened:
         producers = [opened.enter_context(_producer(address, kind, number)) for number in range(count)]
         for _, answers in producers:

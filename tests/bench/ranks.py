@@ -15,7 +15,7 @@ _END_STREAM, _ACK, _END_HEADERS = 1, 1, 4
 
 
 class Ranks:
-    """So many connections to an address HOST:PORT, each for one call at a time."""
+    """Connections to an address HOST:PORT, each for one call at a time."""
 
     def __init__(self, address: str, count: int) -> None:
         host, _, port = address.rpartition(":")

@@ -1,4 +1,4 @@
-"""Redis over loopback TCP: what rows and shards weigh there, and what a pull costs beside fetching the same bytes and
+"""Redis over loopback TCP: what rows and shards weigh there, and what a pull costs, over fetching the same bytes and
 writing the padded output once."""
 
 from __future__ import annotations

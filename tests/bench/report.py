@@ -35,7 +35,7 @@ def main() -> int:
 
 
 def rendered(text: str, figures: list[Figure]) -> str:
-    """The document with its tables made anew; the table without a NAME takes the figures that no other one has."""
+    """The document with its tables rebuilt; the table without a NAME takes the figures that no other one has."""
     named = tuple(name for _, names in _TABLE.findall(text) for name in names.split())
 
     def make(match: re.Match[str]) -> str:

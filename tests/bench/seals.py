@@ -132,7 +132,7 @@ def _stores(kind: str, opened: ExitStack) -> tuple[RunStore, ShardStore]:
 
 
 def _multiplied(work: Workload, times: int) -> Workload:
-    """So many times the groups, under other names; tokens are the same ones in each."""
+    """The groups that many times, under other names; tokens are the same ones in each."""
     steps = work.steps
     if times == 1:
         return work

@@ -1,4 +1,4 @@
-"""Measures what TLS and tokens cost: a turn, and long rows, beside a service without them."""
+"""Measures what TLS and tokens cost: a turn, and long rows, compared with a service without them."""
 
 from __future__ import annotations
 

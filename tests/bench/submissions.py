@@ -57,7 +57,7 @@ def run_of_its_own(address: str, name: str, **more: object) -> Iterator[None]:
 
 
 def tables(lengths: tuple[int, int], nbytes: int) -> Iterator[Steps]:
-    """Whole groups of single-step trajectories with logprobs, of about so many bytes in all, some MiB a table."""
+    """Whole groups of single-step trajectories with logprobs, of about that many bytes in all, some MiB per table."""
     rng = np.random.default_rng(11)
     pool = rng.integers(0, 150_000, 4 << 20, dtype=np.int32)
     logprobs = -rng.random(2 << 20, dtype=np.float32)

@@ -1,4 +1,4 @@
-"""Measures what a rollout worker pays to hand rows over: from arrays to the service's answer, beside bare gRPC."""
+"""Measures what a rollout worker pays to hand rows over: from arrays to the service's answer, over bare gRPC."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _submitting(address: str, output: Output) -> Callable[[], float]:
 
 
 def _turns(limit: Bare, address: str) -> Iterator[Figure]:
-    """One turn at a time, each waited for, beside a bare call of the same bytes right after it."""
+    """One turn at a time, each waited for, followed by a bare call of the same bytes."""
     rows = turn_rows(TURNS)
     [message] = _messages(generator_output(1, (TURN_PROMPT + TURN_RESPONSE, TURN_PROMPT + TURN_RESPONSE + 1)))
     ours, bound = [], []

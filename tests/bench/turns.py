@@ -1,4 +1,4 @@
-"""Turns of 64 workers, as fast as they are answered: in memory, on Redis and on a journal, beside bare gRPC.
+"""Turns of 64 workers, as fast as they are answered: in memory, on Redis and on a journal, compared with bare gRPC.
 
 `python -m tests.bench.turns --quick [memory|redis|journal]` prints them after two short rounds and writes nothing.
 """

@@ -1,4 +1,4 @@
-"""Measures how soon ranks that wait for a batch are woken, and how much producers beside them lose."""
+"""Measures how soon ranks that wait for a batch are woken, and how much producers lose meanwhile."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def _producers(side: OtherSide) -> Figure:
 
 @contextmanager
 def _waiting(side: OtherSide, run: str, count: int) -> Iterator[None]:
-    """So many ranks wait for the run's first batch; the run is deleted afterwards, which ends their wait."""
+    """That many ranks wait for the run's first batch; the run is deleted afterwards, which ends their wait."""
     request = trainer_pb2.GetBatchRequest(run=run, wait_s=30)
     calls = [side.transport.trainers.GetBatch for _ in range(count)]
     with ThreadPoolExecutor(max(1, count)) as pool:

@@ -66,10 +66,10 @@ class Workers:
     def __init__(self, processes: Team) -> None:
         self._processes = processes
 
-    def send(self, load: Load, beside: Callable[[], object] = lambda: None) -> Sent:
-        """Returns when all workers have sent. beside: called while they send."""
+    def send(self, load: Load, meanwhile: Callable[[], object] = lambda: None) -> Sent:
+        """Returns when all workers have sent. meanwhile: called while they send."""
         self._processes.order(asdict(load))
-        beside()
+        meanwhile()
         answered = self._processes.answers()
         in_time = sum(is_in_time for _, is_in_time in answered)
         return Sent([latency for latency, _ in answered], in_time / load.seconds)

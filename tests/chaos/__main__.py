@@ -66,7 +66,7 @@ def share(faults: int, campaigns: int, number: int) -> int:
 
 
 def _write(path: Path, report: Report) -> None:
-    """Beside what the file has of the other campaigns."""
+    """Next to the file's results of the other campaigns."""
     path.parent.mkdir(parents=True, exist_ok=True)
     document = json.loads(path.read_text()) if path.exists() else {}
     path.write_text(json.dumps(document | {report.name: report.document()}, indent=2) + "\n")

@@ -69,7 +69,7 @@ class Contents:
         return rows
 
     def _columns(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Each value tells the attempt, the step and its own place in it."""
+        """Each value encodes the attempt, the step and its own place in it."""
         step, attempt = row["step"], row["attempt"]
         tokens = [*row["prompt_token_ids"], *row["response_ids"]]
         images = [[step, attempt % 256, number] for number in range(step % 3)]
@@ -84,5 +84,5 @@ class Contents:
 
 
 def digest(values: object) -> str:
-    """Tells plain values, such as the tokens of a row, from any others."""
+    """Distinguishes plain values, such as the tokens of a row, from any others."""
     return sha256(repr(values).encode()).hexdigest()[:16]

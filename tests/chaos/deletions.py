@@ -1,6 +1,6 @@
-"""Deletes a run under load for five minutes beside twenty others, on a journal, and counts the others that were hurt.
+"""Deletes a run under load for five minutes next to twenty others, on a journal, and counts the others that were hurt.
 
-The others are checked, deleted and made anew by turns, and those that are left once more at the end.
+The others are checked, deleted and recreated by turns, and the remaining ones checked once more at the end.
 
 `python -m tests.chaos.deletions [--seconds 300]` writes chaos.neighbours_hurt into build/bench.json. Exit status 1 when
 any of the others was hurt or the service failed, also after the service was killed and has read its journal again.

@@ -1,4 +1,4 @@
-"""Other runs beside the one that trains: some rest with a batch that is sealed, and one is deleted and made again while
+"""Other runs next to the one that trains: some rest with a sealed batch, and one is deleted and recreated while
 workers send to it. Whatever happens to that one, or to the service, the others hold what they held."""
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ class Neighbours:
         self.deletions = 0
 
     def add(self, count: int) -> None:
-        """So many more that hold a batch."""
+        """That many more runs, each with a sealed batch."""
         self._resting += [self._create(f"neighbour-{next(self._numbers)}") for _ in range(count)]
 
     @contextmanager
     def renewed(self) -> Iterator[None]:
         """Meanwhile the oldest of them is checked and deleted, and another made, over and over: they open and close
         files of their own all the time."""
-        with _beside(RENEWERS, self._renew):
+        with _in_threads(RENEWERS, self._renew):
             yield
 
     def _renew(self, number: int, ended: threading.Event) -> None:
@@ -108,7 +108,7 @@ class Neighbours:
 
     def delete_under_load(self, seconds: float) -> None:
         """Deletes a run and makes it again over and over, while producers send to it."""
-        with _beside(PRODUCERS, self._produce):
+        with _in_threads(PRODUCERS, self._produce):
             end = time.monotonic() + seconds
             while time.monotonic() < end:
                 with self._noted("being made"):
@@ -152,7 +152,7 @@ class Neighbours:
                 under_way.acquire()
 
     def _check_checkpoint_of_a_deleted_run(self) -> None:
-        """A run that was made again under its name is another one to a checkpoint."""
+        """A run that was recreated under its name is another one to a checkpoint."""
         self._delete(DELETED)
         self._create_deleted()
         resumed = self._transport.call(
@@ -172,7 +172,7 @@ class Neighbours:
         except FailedPreconditionError:
             pass
         else:
-            self.findings.append("a run that was made again took a checkpoint of the deleted one")
+            self.findings.append("a recreated run took a checkpoint of the deleted one")
         self._delete(DELETED)
 
     # --- What became of the others
@@ -228,8 +228,8 @@ class Neighbours:
 
 
 @contextmanager
-def _beside(count: int, work: Callable[[int, threading.Event], None]) -> Iterator[None]:
-    """So many threads do the work until the end of the context."""
+def _in_threads(count: int, work: Callable[[int, threading.Event], None]) -> Iterator[None]:
+    """Runs the work in that many threads until the end of the context."""
     ended = threading.Event()
     threads = [threading.Thread(target=work, args=(number, ended)) for number in range(count)]
     for thread in threads:

@@ -2,7 +2,7 @@
 for columns, it writes those of its forward shards before.
 
 It steps over the batches that had failed when it was started, as `TrainerClient.load_state_dict` does. One that fails
-later ends it, with the exit status FAILED: all ranks start anew, and agree on what they step over.
+later ends it, with the exit status FAILED: all ranks restart, and agree on what they step over.
 
 python -m tests.chaos.rank '{"address": ..., ...}'
 """
@@ -175,7 +175,7 @@ class Rank:
                     data = self._read(position, shard)
                 except grpc.RpcError as call:
                     failure = failure_of(call, "the service")
-                    # A batch that is made again after its service died is not there for a moment.
+                    # A batch that is rebuilt after its service died is not there for a moment.
                     if (not failure.may_retry and failure.error.code != "NOT_FOUND") or time.monotonic() > deadline:
                         raise failure.error from None
                     time.sleep(0.1)

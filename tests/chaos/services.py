@@ -68,8 +68,8 @@ class Service:
 
 
 class Mode(ABC):
-    """faults: those that can be done to it, by name; each returns once its cause is over. They take times drawn by
-    `draw`. often: kinds that come so many times more than the others. rolled_back_since: set by a fault after which the
+    """faults: the faults that can be injected, by name; each returns once its cause is over. They take times drawn by
+    `draw`. often: how many times more than the others a kind comes. rolled_back_since: set by a fault after which the
     store may hold only what it held then. may_fail_batches: whether it may lose a part of what it held, so that batches
     fail, which has to be reported."""
 

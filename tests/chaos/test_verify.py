@@ -267,7 +267,7 @@ def test_a_rollback_is_reported_where_the_generation_grows_for_it_alone() -> Non
 
 
 def failed(trained: int = 0, reason: str = "batch_failed", **changed: Any) -> dict[str, Any]:
-    """The first batch has failed, when so many of its positions were trained, and the ranks have stepped over it."""
+    """The first batch has failed, when that many of its positions were trained, and the ranks have stepped over it."""
     contents = [group if group.batch else Group(group.uid, 0, GroupState.DROPPED, None, reason) for group in groups()]
     ranks = [[*steps[:trained], *(step for step in steps if step.position.batch)] for steps in training()]
     given: dict[str, Any] = {"reported": {0: "rows of it are lost"}, "stepped_over": [0], "are_allowed": True}
@@ -363,7 +363,7 @@ def test_a_trainer_that_goes_back_a_checkpoint_forgets_what_it_trained_after_tha
     assert before(before(training)) == ()
 
 
-# The runs beside it.
+# The runs next to it.
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The trainer: ranks that start together under one launch, and all start anew when one of them dies."""
+"""The trainer: ranks that start together under one launch, and all restart when one of them dies."""
 
 from __future__ import annotations
 
@@ -225,7 +225,7 @@ class Trainer:
     # --- How it goes
 
     def check(self) -> None:
-        """Starts anew where a rank ended because a batch has failed, which the proof judges, or with an error because
+        """Restarts where a rank ended because a batch has failed, which the proof judges, or with an error because
         the service has lost what it had; else raises."""
         for rank in self._ranks:
             if rank.poll() not in (None, 0):

@@ -40,7 +40,7 @@ class Rollback:
 
 @dataclass(frozen=True)
 class Failures:
-    """reported: batches that the service says have failed, with reasons. stepped_over: those that the ranks left out.
+    """reported: batches that the service says have failed, with reasons. stepped_over: batches that the ranks left out.
     are_allowed: whether the store may lose a part of what it held."""
 
     reported: Mapping[int, str] = field(default_factory=dict)

@@ -25,8 +25,8 @@ _AT_ONCE = 4
 
 @dataclass
 class WorkerLog:
-    """attempts: the last attempt begun at each trajectory. done: groups that were handed over whole. failed: those that
-    were given up. times: when something happened to each group."""
+    """attempts: the last attempt begun at each trajectory. done: groups that were handed over whole. failed: groups
+    that were given up. times: when something happened to each group."""
 
     path: Path
     attempts: dict[tuple[str, int], int] = field(default_factory=dict)

@@ -33,7 +33,7 @@ def fill(address: str, run: str, *uids: str, samples: int = 2) -> None:
 
 
 def train(address: str, run: str, batches: int = 1) -> None:
-    """Both ranks, each in turn, of so many batches."""
+    """Both ranks, each in turn, of that many batches."""
     for _ in range(batches):
         for rank in range(2):
             with TrainerClient(address, run, rank, dp_size=2, prefetch=0) as trainer:

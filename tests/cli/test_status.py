@@ -1,4 +1,4 @@
-"""`gristmill status`: what a person, and a probe, is told of a service."""
+"""`gristmill status`: what a person, and a probe, learns of a service."""
 
 from __future__ import annotations
 

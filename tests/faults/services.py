@@ -1,4 +1,4 @@
-"""Services as processes of a test's own, several at once, which may be killed and stopped; and the load that tells."""
+"""Services as processes of a test's own, several at once, which may be killed and stopped; and a load that shows it."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class Services:
         self._directory, self._all = directory, list[Service]()
 
     def start(self, count: int, *flags: str) -> list[Service]:
-        """So many at once, with these flags each. They are ready."""
+        """Starts that many at once, with these flags each, and returns when they are ready."""
         begun = [self.begin(*flags) for _ in range(count)]
         return [one.ready() for one in begun]
 
@@ -180,15 +180,15 @@ def eventually(condition: Callable[[], T | None], what: str, timeout_s: float = 
 
 
 def owner(services: Sequence[Service], run: str) -> Service:
-    """The one that decides for the run: it alone tells of it."""
+    """The one that owns the run: it alone reports its metrics."""
 
-    def found() -> Service | None:
+    def reporting() -> Service | None:
         for one in services:
             if f'gristmill_groups{{run="{run}"' in one.probe("/metrics").text:
                 return one
         return None
 
-    return eventually(found, f"somebody decides for {run}")
+    return eventually(reporting, f"somebody owns {run}")
 
 
 def train(api: Api, run: str, batch: int, *, commit: bool = True) -> bytes:

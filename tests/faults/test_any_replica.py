@@ -1,4 +1,4 @@
-"""Several services on one Redis: any takes any call, whoever decides."""
+"""Several services on one Redis: any takes any call, whichever owns the run."""
 
 from __future__ import annotations
 

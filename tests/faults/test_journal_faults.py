@@ -35,7 +35,7 @@ FREE = ["--grpc-address", "127.0.0.1:0", "--http-address", "127.0.0.1:0"]
 
 
 def in_journal(directory: Path, *more: str) -> list[str]:
-    """The flags of a service with a journal in this directory, and its shards beside it."""
+    """The flags of a service with a journal in this directory, and its shards next to it."""
     (directory / "shards").mkdir(parents=True, exist_ok=True)
     return ["--journal-dir", str(directory / "journal"), "--shared-memory-dir", str(directory / "shards"), *more]
 

@@ -1,4 +1,4 @@
-"""Shards that Redis lost, as a cluster does that fails over: they are built anew from their rows, whoever is asked."""
+"""Shards that Redis lost, as a cluster does that fails over: they are rebuilt from their rows on any replica."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ class TestItDies:
         service.grpc.batch(run, 0, wait_s=20)
         data = service.grpc.read(run, 0, 0, 0)
         server.stop()
-        assert "Redis at" in eventually(lambda: service.trouble, "it tells")
+        assert "Redis at" in eventually(lambda: service.trouble, "it is reported")
         time.sleep(lease_s)
         for api in (service.grpc, service.http):
             for call in (
@@ -240,7 +240,7 @@ class TestItIsSlowOrSilent:
             error = refused(lambda: service.grpc.submit(run, group("b")))
             assert error.code == "UNAVAILABLE"
             assert error.retry_after_s
-            eventually(lambda: service.trouble, "it tells")
+            eventually(lambda: service.trouble, "it is reported")
             assert refused(lambda: service.http.get(run)).code == "UNAVAILABLE"
             assert service.probe("/healthz").status_code == 200
             assert service.probe("/metrics", timeout_s=10).status_code == 200
@@ -263,7 +263,7 @@ class TestItIsFull:
         service.grpc.submit(run, [*group("a"), *group("b"), *group("c")])
         service.grpc.batch(run, 0, wait_s=20)
         admin.config_set("maxmemory", int(admin.info("memory")["used_memory"] / 0.95))
-        assert "maxmemory" in eventually(lambda: service.trouble, "it tells")
+        assert "maxmemory" in eventually(lambda: service.trouble, "it is reported")
         for api in (service.grpc, service.http):
             error = refused(lambda api=api: api.submit(run, group("d")))  # type: ignore[misc]
             assert error.code == "UNAVAILABLE"
@@ -285,7 +285,7 @@ class TestItIsFull:
         first.grpc.submit(run, [*group("a"), *group("b"), *group("c")])
         first.grpc.batch(run, 0, wait_s=20)
         admin.config_set("maxmemory", int(admin.info("memory")["used_memory"] / 0.95))
-        eventually(lambda: "maxmemory" in first.trouble and "maxmemory" in second.trouble, "both tell")
+        eventually(lambda: "maxmemory" in first.trouble and "maxmemory" in second.trouble, "both report it")
         assert second.grpc.get(run)["batches_published"] == 1, "what is passed on needs no room"
         first.kill()
         assert sorted(set(uids_of(train(second.grpc, run, 0)))) == ["a", "b"]

@@ -254,7 +254,7 @@ class TestOneIsCutOff:
         begun = time.monotonic()
         assert patiently(lambda: near.grpc.submit(run, group("b"))) == ["accepted"] * 2
         assert time.monotonic() - begun < 15
-        assert "Redis at" in eventually(lambda: far.trouble, "it tells")
+        assert "Redis at" in eventually(lambda: far.trouble, "it is reported")
         for api in (far.grpc, far.http):
             with pytest.raises(Refused) as refused:
                 api.submit(run, group("c"))

@@ -186,7 +186,7 @@ def test_what_could_not_be_removed_while_redis_was_away_is_removed_later(
 def test_a_batch_whose_publication_is_in_doubt_is_there_when_the_run_is_opened_again(
     server: RedisServer, join: Join
 ) -> None:
-    """The log may tell of it: what was published is not for the former book to remove."""
+    """The log may have it: what was published is not for the former book to remove."""
     one = join(server.url)
     one.runs.create("run", CREATED)
     run = one.runs.get("run")
@@ -206,12 +206,12 @@ def test_a_batch_whose_publication_is_in_doubt_is_there_when_the_run_is_opened_a
     def late(name: str, batch: int) -> None:
         # The thread that published is slow; if the run can be opened meanwhile, it is.
         with suppress(TimeoutError):
-            wait_until(lambda: one.runs._runs["run"] is not run, "it is opened anew", 2)
+            wait_until(lambda: one.runs._runs["run"] is not run, "it is opened again", 2)
         free(name, batch)
 
     one.store.free = late  # type: ignore[method-assign, assignment]
     run.submit(table(*group_rows("a")))
-    wait_until(lambda: one.runs.own() and one.runs.own()[0] is not run, "it is opened anew")
+    wait_until(lambda: one.runs.own() and one.runs.own()[0] is not run, "it is opened again")
     again = one.runs.get("run")
     wait_until(lambda: again.batch(0).state is BatchState.PUBLISHED, "it is there")
     time.sleep(0.3)
@@ -333,7 +333,7 @@ def test_a_run_recovered_again_and_again_leaves_no_thread_and_no_connection(serv
     def reopen() -> None:
         run = one.runs.get("run")
         run._writer.lose()
-        wait_until(lambda: one.runs.get("run") is not run, "it is read anew")
+        wait_until(lambda: one.runs.get("run") is not run, "it is recovered")
 
     def used() -> tuple[int, int]:
         # The service's workers are few, and stay.

@@ -1,4 +1,4 @@
-"""What services kept: a file a format, written by the version that had it, with what was found in it then."""
+"""What services kept: a file a format, written by the version that had it, with what was read from it then."""
 
 from __future__ import annotations
 
@@ -36,44 +36,44 @@ def serving(**settings: Any) -> Iterator[str]:
         service.stop()
 
 
-Told = dict[str, Any]
-Through = Callable[[Told, Path, Callable[[str], Any]], tuple[Any, Told]]
+Json = dict[str, Any]
+Through = Callable[[Json, Path, Callable[[str], Any]], tuple[Any, Json]]
 
 
 def write() -> list[Path]:
-    """Writes the fixtures of this version's formats anew."""
+    """Writes the fixtures of this version's formats again."""
     DIRECTORY.mkdir(exist_ok=True)
     written = []
     for name, through in ((JOURNAL, through_journal), (REDIS, through_redis)):
         with tempfile.TemporaryDirectory() as directory:
             _, kept_now = through({}, Path(directory, "before"), story.begin)
-            found = read(kept_now, Path(directory, "after"), through)
+            contents = read(kept_now, Path(directory, "after"), through)
         path = DIRECTORY / f"{name}.json"
-        path.write_text(json.dumps({"kept": kept_now, "found": found}, indent=1) + "\n")
+        path.write_text(json.dumps({"kept": kept_now, "found": contents}, indent=1) + "\n")
         written.append(path)
     return written
 
 
-def read(kept_before: Told, directory: Path, through: Through) -> Told:
+def read(kept_before: Json, directory: Path, through: Through) -> Json:
     """What this version finds in what was kept, in a directory of its own; as JSON has it."""
-    found: Told = json.loads(json.dumps(through(kept_before, directory, story.go_on)[0]))
-    return found
+    contents: Json = json.loads(json.dumps(through(kept_before, directory, story.go_on)[0]))
+    return contents
 
 
-def through_journal(files: Told, directory: Path, tell: Callable[[str], Any]) -> tuple[Any, Told]:
-    """What `tell` answers of a service on a journal with these files, and its files afterwards."""
+def through_journal(files: Json, directory: Path, ask: Callable[[str], Any]) -> tuple[Any, Json]:
+    """What `ask` returns of a service on a journal with these files, and its files afterwards."""
     journal, memory = directory / "journal", directory / "memory"
     memory.mkdir(parents=True)
     kept.put_files(files, journal)
     with serving(journal_dir=journal, journal_fsync="always", shared_memory_dir=memory) as address:
-        answer = tell(address)
+        answer = ask(address)
     return answer, kept.files_of(journal)
 
 
-def through_redis(keys: Told, directory: Path, tell: Callable[[str], Any]) -> tuple[Any, Told]:
-    """What `tell` answers of a service on a Redis with these keys, and its keys afterwards."""
+def through_redis(keys: Json, directory: Path, ask: Callable[[str], Any]) -> tuple[Any, Json]:
+    """What `ask` returns of a service on a Redis with these keys, and its keys afterwards."""
     with RedisServer(directory) as server:
         kept.put_keys(keys, server.client())
         with serving(store="redis", redis_url=server.url) as address:
-            answer = tell(address)
+            answer = ask(address)
         return answer, kept.keys_of(server.client())

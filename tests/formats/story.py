@@ -1,4 +1,4 @@
-"""What happens to a run on both sides of an upgrade: what the older service is told, what the newer one is asked."""
+"""What happens to a run on both sides of an upgrade: what the older service is sent, what the newer one is asked."""
 
 from __future__ import annotations
 

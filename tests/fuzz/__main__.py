@@ -31,7 +31,7 @@ def main() -> int:
     total, has_findings = 0, False
     for name in given.targets or names:
         if name == _OPERATIONS:
-            # What is found there is told with the request, for curl.
+            # What is found there is reported with the request, for curl.
             outcome = operations.run(given.seed, examples=50, seconds=given.seconds)
         else:
             outcome = run(targets[name], given.seed, seconds=given.seconds)

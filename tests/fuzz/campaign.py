@@ -40,7 +40,7 @@ def inputs(target: Target, seed: int) -> Iterator[bytes]:
 
 
 def run(target: Target, seed: int, *, count: int | None = None, seconds: float | None = None) -> Outcome:
-    """Until so many inputs were given, or so many seconds are over."""
+    """Until that many inputs were given, or that many seconds are over."""
     outcome, end = Outcome(target.name), None if seconds is None else time.monotonic() + seconds
     for data in inputs(target, seed):
         if (count is not None and outcome.inputs >= count) or (end is not None and time.monotonic() >= end):

@@ -34,7 +34,7 @@ _ROW = {"uid": "a", "prompt_token_ids": [1], "response_ids": [2], "loss_mask": [
 
 
 def run(seed: int, *, examples: int, seconds: float = 0.0) -> Outcome:
-    """Gives each operation so many right and so many wrong requests, and again until so many seconds are over."""
+    """Sends each operation that many right and wrong requests, and again until that many seconds are over."""
     outcome, end = Outcome("operations"), time.monotonic() + seconds
     with _service() as service:
         schema = schemathesis.openapi.from_url(f"{service.http_url}/openapi.json")
@@ -63,7 +63,7 @@ def _ask(service: Service, operation: Any, mode: GenerationMode, examples: int, 
         # Its path alone, which is text: whatever is there is right.
         return
 
-    # Of the phases this one alone: what is found is told as it was made, not made smaller.
+    # Of the phases this one alone: what is found is reported as it was generated, not shrunk.
     @seeded(seed)
     @settings(
         max_examples=examples,

@@ -1,7 +1,7 @@
 """Container engines: buildah, podman or docker, whichever is there.
 
 Where a runtime is not permitted to set limits for containers, as on a machine that is a container itself, they run with
-those of this process (`Engine.concessions`), which is said aloud. What a machine needs beside that it says by the
+those of this process (`Engine.concessions`), which is said aloud. What a machine needs in addition it says by the
 environment: IMAGE_BASE, an image to build on in place of the
 Dockerfile's; IMAGE, one that is built already; IMAGE_ENGINE_FLAGS, IMAGE_BUILD_FLAGS and IMAGE_RUN_FLAGS, flags more.
 """

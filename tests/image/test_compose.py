@@ -1,4 +1,4 @@
-"""The compose file, as it stands, by podman-compose or `docker compose`: two services on a Valkey; one is killed."""
+"""The compose file, unchanged, by podman-compose or `docker compose`: two services on a Valkey; one is killed."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def check_alert(
     rule = next(rule for group in _document()["groups"] for rule in group["rules"] if rule["alert"] == name)
     minutes = max(map(len, series.values())) - 1
     expected = [{"exp_labels": {**rule["labels"], **labels}} for labels in fires]
-    # Annotations have values in them, and are expected as they are told: only labels are compared.
+    # Annotations have values in them, and are expected as they are reported: only labels are compared.
     bare = {
         "groups": [
             {

@@ -17,7 +17,7 @@ Series = dict[str, list[float]]
 
 
 class Recording:
-    """`minute` lets one pass and scrapes. What the service tells beside its runs may be set."""
+    """`minute` lets one pass and scrapes. What the service reports in addition to its runs may be set."""
 
     def __init__(self, **settings: Any) -> None:
         given: dict[str, Any] = {

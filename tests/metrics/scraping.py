@@ -20,7 +20,7 @@ class Scrape:
         self._samples = [sample for family in self.families for sample in family.samples]
 
     def of(self, name: str, **given: str) -> dict[str, float]:
-        """The value of each series with these labels, by its labels beside `run` and these."""
+        """The value of each series with these labels, by its labels besides `run` and these."""
         return {
             ",".join(value for label, value in sample.labels.items() if label != "run" and label not in given): (
                 sample.value

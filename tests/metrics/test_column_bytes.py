@@ -1,4 +1,4 @@
-"""Bytes of declared columns are told: by metrics of a run, and by `gristmill show` of shards on disk."""
+"""Bytes of declared columns are reported: by metrics of a run, and by `gristmill show` of shards on disk."""
 
 from __future__ import annotations
 

@@ -40,8 +40,8 @@ def test_a_restart_begins_at_0_and_counts_nothing_again(services: Services, tmp_
     assert before.of("gristmill_store_used_bytes").keys() == {"rows", "journal", "shared_memory"}
     first.kill()
     again = services.start(1, *flags)[0]
-    # Its shards died with the process, and are made again.
-    eventually(lambda: again.grpc.batch("run", 0)["state"] == "published", "made again")
+    # Its shards died with the process, and are rebuilt.
+    eventually(lambda: again.grpc.batch("run", 0)["state"] == "published", "rebuilt")
     after = scrape(again.http_url)
     assert after.one("gristmill_publish_seconds_count") == 1
     for name in ("gristmill_rows_total", "gristmill_tokens_total", "gristmill_batch_rows_total"):
@@ -72,7 +72,7 @@ def test_a_run_that_moves_is_reported_by_one_replica_and_counted_once(services: 
     patiently(lambda: second.grpc.submit("run", [*group("e"), *group("f")]))
     eventually(lambda: second.grpc.batch("run", 2)["state"] == "published", "made by the other")
     after = scrape(second.http_url)
-    # With what the first told: each row once.
+    # With what the first reported: each row once.
     assert after.one("gristmill_rows_total", outcome="accepted") == 4
     assert after.one("gristmill_batch_rows_total", kind="submitted") == 4
     assert after.one("gristmill_batches_total", stage="sealed") == 3

@@ -1,4 +1,4 @@
-"""A real run over gRPC is scraped, and what it tells is what its rows and shards say."""
+"""A real run over gRPC is scraped, and its metrics are those of its rows and shards."""
 
 from __future__ import annotations
 
@@ -83,11 +83,11 @@ class Worker:
         return [self._random.randrange(1, 1000) for _ in range(self._random.randint(1, most))]
 
 
-Told = tuple[Scrape, Worker, list[dict[str, NDArray[Any]]], float]
+TrainedRun = tuple[Scrape, Worker, list[dict[str, NDArray[Any]]], float]
 
 
 @pytest.fixture(scope="module")
-def told(service: Service) -> Told:
+def trained_run(service: Service) -> TrainedRun:
     """A scrape of a run that was trained to its end, its rows, its shards, and how long it took."""
     api, worker, shards = GrpcApi(service.grpc_address), Worker(), []
     api.create("real", CONFIG)
@@ -99,7 +99,7 @@ def told(service: Service) -> Told:
         groups = [worker.group(f"{batch}-{prompt}") for prompt in range(PROMPTS)]
         for rows in groups:
             sent = [{name: value for name, value in row.items() if name != "breaks"} for row in rows]
-            # Told twice, within one request and by two.
+            # Submitted twice, within one request and by two.
             api.submit("real", [*sent, sent[0]])
             api.submit("real", sent[:1])
         assert api.batch("real", batch, wait_s=20)["state"] == "published"
@@ -112,13 +112,13 @@ def told(service: Service) -> Told:
     api.begin("real", ["straggler"])
     # A worker of the service's removes what is freed, soon after.
     wait_until(lambda: scrape(service.http_url).of("gristmill_store_seconds_count").get("free") == BATCHES)
-    found = scrape(service.http_url), worker, shards, time.monotonic() - begun
+    real_run = scrape(service.http_url), worker, shards, time.monotonic() - begun
     api.close()
-    return found
+    return real_run
 
 
-def test_rows_and_tokens_received(told: Told) -> None:
-    metrics, worker, _, _ = told
+def test_rows_and_tokens_received(trained_run: TrainedRun) -> None:
+    metrics, worker, _, _ = trained_run
     tokens = [len(row["prompt_token_ids"]) + len(row["response_ids"]) for row in worker.rows]
     assert metrics.one("gristmill_rows_total", run="real", outcome="accepted") == len(worker.rows)
     assert metrics.one("gristmill_tokens_total", run="real", outcome="accepted") == sum(tokens)
@@ -131,8 +131,8 @@ def test_rows_and_tokens_received(told: Told) -> None:
     assert repeated["duplicate"] + repeated["sealed"] == 2 * again
 
 
-def test_rows_and_tokens_merged_trained_and_padded(told: Told) -> None:
-    metrics, worker, shards, _ = told
+def test_rows_and_tokens_merged_trained_and_padded(trained_run: TrainedRun) -> None:
+    metrics, worker, shards, _ = trained_run
     real = [shard["is_padding"] == 0 for shard in shards]
     tokens = sum(len(row["prompt_token_ids"]) + len(row["response_ids"]) for row in worker.rows)
     trained_rows = sum(int(rows.sum()) for rows in real)
@@ -158,8 +158,8 @@ def test_rows_and_tokens_merged_trained_and_padded(told: Told) -> None:
     assert sum(metrics.of("gristmill_rows_dropped_total", run="real").values()) == 0
 
 
-def test_what_padding_takes_at_each_level(told: Told) -> None:
-    metrics, _, shards, _ = told
+def test_what_padding_takes_at_each_level(trained_run: TrainedRun) -> None:
+    metrics, _, shards, _ = trained_run
     last = shards[-RANKS * PROMPTS // 2 :]
     # Read rank by rank, and each mini-batch is of both.
     lengths = [[shard["attention_mask"].sum(1) for shard in last[mini::2]] for mini in range(2)]
@@ -179,16 +179,16 @@ def test_what_padding_takes_at_each_level(told: Told) -> None:
     }
 
 
-def test_mismatches_by_cause(told: Told) -> None:
-    metrics, worker, _, _ = told
+def test_mismatches_by_cause(trained_run: TrainedRun) -> None:
+    metrics, worker, _, _ = trained_run
     counts = metrics.of("gristmill_prefix_mismatches_total", run="real")
     assert counts.pop("column") == 0, "the run declares none"
     assert counts == {cause: worker.causes[cause] for cause in ("prompt", "response", "truncated", "further")}
     assert min(counts.values()) > 0
 
 
-def test_staleness_of_each_trajectory_by_its_oldest_step(told: Told) -> None:
-    metrics, worker, _, _ = told
+def test_staleness_of_each_trajectory_by_its_oldest_step(trained_run: TrainedRun) -> None:
+    metrics, worker, _, _ = trained_run
     oldest: dict[tuple[str, int], int] = {}
     for row in worker.rows:
         key = row["uid"], row["sample"]
@@ -199,8 +199,8 @@ def test_staleness_of_each_trajectory_by_its_oldest_step(told: Told) -> None:
     assert metrics.one("gristmill_staleness_versions_bucket", run="real", le="2.0") == sum(one <= 2 for one in behind)
 
 
-def test_groups_batches_and_bytes(told: Told) -> None:
-    metrics, _, _, seconds = told
+def test_groups_batches_and_bytes(trained_run: TrainedRun) -> None:
+    metrics, _, _, seconds = trained_run
     assert metrics.of("gristmill_batches_total", run="real") == {
         "sealed": BATCHES, "published": BATCHES, "failed": 0, "freed": BATCHES
     }  # fmt: skip
@@ -210,8 +210,8 @@ def test_groups_batches_and_bytes(told: Told) -> None:
     assert 0 < metrics.one("gristmill_oldest_open_group_seconds", run="real") < seconds
 
 
-def test_stages_and_latencies(told: Told) -> None:
-    metrics, _, _, seconds = told
+def test_stages_and_latencies(trained_run: TrainedRun) -> None:
+    metrics, _, _, seconds = trained_run
     stages = metrics.of("gristmill_stage_seconds_sum", run="real")
     assert set(metrics.of("gristmill_stage_seconds_count", run="real").values()) == {BATCHES}
     published = metrics.one("gristmill_publish_seconds_sum", run="real")
@@ -220,8 +220,8 @@ def test_stages_and_latencies(told: Told) -> None:
     assert 0 < metrics.one("gristmill_seal_seconds_sum", run="real") < seconds
 
 
-def test_ranks(told: Told) -> None:
-    metrics, _, shards, seconds = told
+def test_ranks(trained_run: TrainedRun) -> None:
+    metrics, _, shards, seconds = trained_run
     each = len(shards) // RANKS
     for rank in map(str, range(RANKS)):
         of = {"run": "real", "model": "policy", "rank": rank}
@@ -232,10 +232,10 @@ def test_ranks(told: Told) -> None:
         assert metrics.one("gristmill_rank_pulled_bytes_total", **of) > 0
 
 
-def test_the_service_itself(told: Told) -> None:
+def test_the_service_itself(trained_run: TrainedRun) -> None:
     import gristmill
 
-    metrics, _, _, _ = told
+    metrics, _, _, _ = trained_run
     stores = metrics.of("gristmill_store_seconds_count")
     assert (stores["publish"], stores["free"]) == (BATCHES, BATCHES)
     assert stores["append"] == 0, "in memory there is no log"
@@ -246,6 +246,6 @@ def test_the_service_itself(told: Told) -> None:
     assert metrics.one("gristmill_call_seconds_count", api="grpc", call="SubmitRows", status="OK") == 24
 
 
-def test_no_label_names_a_prompt(told: Told) -> None:
-    metrics, worker, _, _ = told
+def test_no_label_names_a_prompt(trained_run: TrainedRun) -> None:
+    metrics, worker, _, _ = trained_run
     assert not any(f'"{row["uid"]}"' in metrics.text for row in worker.rows)

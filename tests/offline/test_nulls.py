@@ -1,4 +1,4 @@
-"""A null where a number is needed is refused as that, whichever file it stands in."""
+"""A null where a number is needed is refused as that, whichever file it is in."""
 
 from __future__ import annotations
 

@@ -24,15 +24,15 @@ _FLAGS = [
 ]
 
 
-def found() -> str | None:
-    """The path of its executable."""
+def executable() -> str | None:
+    """Returns the path of the browser's executable, or nothing where none is installed."""
     return next(filter(None, map(shutil.which, _NAMES)), None)
 
 
 @contextmanager
 def launched() -> Iterator[Any]:
     with sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=found(), args=_FLAGS)
+        browser = driver.chromium.launch(executable_path=executable(), args=_FLAGS)
         try:
             yield browser
         finally:

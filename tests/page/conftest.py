@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.on_loop import Service
-from tests.page.chromium import MISSING, found, launched
+from tests.page.chromium import MISSING, executable, launched
 
 OpenPage = Callable[..., Any]
 
@@ -17,7 +17,7 @@ OpenPage = Callable[..., Any]
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     # Of a module, not of the session: the driver runs an event loop in this thread, which others' tests need.
-    if found() is None:
+    if executable() is None:
         # What nobody sees skipped is never tested again.
         (pytest.fail if "CI" in os.environ else pytest.skip)(MISSING)
     with launched() as browser:
@@ -45,7 +45,7 @@ def open_page(browser: Any, service: Service) -> Iterator[OpenPage]:
     yield opened
     for context in contexts:
         context.close()
-    # Not before: a page that asks for a run that is gone is told so.
+    # Not before: a page that asks for a run that is gone is answered so.
     for name in service.runs.names():
         service.runs.delete(name)
     assert not complaints

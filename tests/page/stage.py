@@ -29,7 +29,7 @@ CONFIG: dict[str, Any] = {
 def turn(
     uid: str, sample: int, step: int, prompt: Sequence[int], response: Sequence[int], **more: Any
 ) -> dict[str, Any]:
-    """One row, the last of its trajectory unless told."""
+    """One row, the last of its trajectory unless set otherwise."""
     return {
         "uid": uid,
         "sample": sample,

@@ -120,7 +120,7 @@ def fill(service: Any, number: int) -> None:
     assert service.http.batch("r", number, wait_s=20)["state"] == "published"
 
 
-def told_by(service: Any) -> dict[str, Any]:
+def history_of(service: Any) -> dict[str, Any]:
     answer: dict[str, Any] = service.http.call("GET", "/runs/r/history").json()
     return answer
 
@@ -141,15 +141,15 @@ def _outlives(services: Services, flags: list[str]) -> None:
     [first] = services.start(1, *flags)
     first.http.create("r", TAGGED)
     fill(first, 0)
-    before = told_by(first)
+    before = history_of(first)
     first.process.kill()
     first.process.wait()
     [second] = services.start(1, *flags)
     # On Redis the lease of who was killed has to run out.
-    stage.until(lambda: patiently(lambda: told_by(second))["points"] != [])
-    assert told_by(second) == before
+    stage.until(lambda: patiently(lambda: history_of(second))["points"] != [])
+    assert history_of(second) == before
     fill(second, 1)
-    assert [point["first"] for point in told_by(second)["points"]] == [0, 1]
+    assert [point["first"] for point in history_of(second)["points"]] == [0, 1]
 
 
 def test_pointing_at_a_curve_names_its_values_and_a_click_opens_the_batch(open_page: OpenPage, run: str) -> None:
@@ -158,12 +158,12 @@ def test_pointing_at_a_curve_names_its_values_and_a_click_opens_the_batch(open_p
         has=page.get_by_role("heading", name="score", exact=True)
     )
 
-    def told() -> str:
+    def readout() -> str:
         # What is drawn above moves it.
         score.locator("canvas").hover(position={"x": 200, "y": 40})
         return str(score.locator(".readout").inner_text())
 
-    stage.until(lambda: told() == "batch 2: score 0.250")
+    stage.until(lambda: readout() == "batch 2: score 0.250")
     score.locator("canvas").click(position={"x": 200, "y": 40})
     stage.until(lambda: page.url.endswith(f"#/{run}/2"))
     page.get_by_role("heading", name="Batch 2").wait_for()

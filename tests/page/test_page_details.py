@@ -1,4 +1,4 @@
-"""What the page tells when it is asked: settings and what others would give, groups by uid, distributions."""
+"""What the page shows on demand: settings and what others would give, groups by uid, distributions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def run(service: Service, run_name: str) -> str:
     return run_name
 
 
-def told(client: httpx.Client, path: str, **query: Any) -> dict[str, Any]:
+def answered(client: httpx.Client, path: str, **query: Any) -> dict[str, Any]:
     answer = client.get(path, params=query)
     assert answer.status_code == 200, answer.text
     document: dict[str, Any] = answer.json()
@@ -40,7 +40,7 @@ def told(client: httpx.Client, path: str, **query: Any) -> dict[str, Any]:
 
 
 def test_every_setting_is_shown_next_to_its_default(client: httpx.Client, run: str) -> None:
-    settings = {one["name"]: one for one in told(client, f"/runs/{run}/settings")["settings"]}
+    settings = {one["name"]: one for one in answered(client, f"/runs/{run}/settings")["settings"]}
     assert (settings["merge"]["value"], settings["merge"]["default"]) == ("prefix", "none")
     assert not settings["train_batch_size"]["is_default"]
     assert settings["lambda"] == {"name": "lambda", "value": 1.0, "default": 1.0, "is_default": True}
@@ -49,8 +49,8 @@ def test_every_setting_is_shown_next_to_its_default(client: httpx.Client, run: s
 
 
 def test_what_other_settings_would_give_is_computed_of_the_batch(client: httpx.Client, run: str) -> None:
-    costs = {one["setting"]: one for one in told(client, f"/runs/{run}/batches/0/costs")["costs"]}
-    plan = told(client, f"/runs/{run}/batches/0/picture")
+    costs = {one["setting"]: one for one in answered(client, f"/runs/{run}/batches/0/costs")["costs"]}
+    plan = answered(client, f"/runs/{run}/batches/0/picture")
     assert costs[""]["padding_share"] == plan["metrics"]["padding_share"]
     assert costs["layout: packed"]["padding_share"] < costs[""]["padding_share"]
     refused = client.get(f"/runs/{run}/batches/7/costs")
@@ -59,27 +59,27 @@ def test_what_other_settings_would_give_is_computed_of_the_batch(client: httpx.C
 
 
 def test_groups_are_found_by_a_part_of_their_uid(client: httpx.Client, run: str) -> None:
-    matches = told(client, f"/runs/{run}/find", uid="a")
+    matches = answered(client, f"/runs/{run}/find", uid="a")
     assert [(one["uid"], one["state"], one["batch"]) for one in matches["groups"]] == [
         ("a", "sealed", 0),
         ("another", "open", None),
     ]
-    assert told(client, f"/runs/{run}/find", uid="nobody") == {"run": run, "in_all": 0, "groups": []}
+    assert answered(client, f"/runs/{run}/find", uid="nobody") == {"run": run, "in_all": 0, "groups": []}
 
 
 def test_scores_lengths_turns_and_stop_reasons_are_counted_by_trajectory(client: httpx.Client, run: str) -> None:
-    distributions = told(client, f"/runs/{run}/batches/0/distributions")
+    distributions = answered(client, f"/runs/{run}/batches/0/distributions")
     bars = {one["name"]: dict(zip(one["lows"], one["counts"], strict=True)) for one in distributions["histograms"]}
     assert bars == {"score": {0.0: 2, 1.0: 2}, "response tokens": {3.0: 2, 5.0: 2}, "turns": {2.0: 4}}
     assert distributions["stop_reasons"] == {"length": 4}
 
 
 def test_a_row_has_its_tokens_and_where_a_loss_is_taken(client: httpx.Client, run: str) -> None:
-    merged = told(client, f"/runs/{run}/batches/0/rows/0")
+    merged = answered(client, f"/runs/{run}/batches/0/rows/0")
     assert (merged["uid"], merged["sample"], merged["prompt_tokens"]) == ("a", 0, 3)
     assert merged["tokens"] == [1, 2, 3, 4, 5, 6, 7, 8]
     assert merged["loss_mask"] == [-1, -1, -1, 1, 1, 0, 0, 1]
-    alone = told(client, f"/runs/{run}/batches/0/rows/5", start=2)
+    alone = answered(client, f"/runs/{run}/batches/0/rows/5", start=2)
     assert (alone["uid"], alone["sample"], alone["tokens"]) == ("b", 1, [12, 99, 14, 15, 16, 17])
     assert alone["loss_mask"] == [-1, -1, -1, -1, 1, 1]
     assert client.get(f"/runs/{run}/batches/0/rows/6").status_code == 404
@@ -152,11 +152,11 @@ def test_distributions_are_named_where_they_are_pointed_at(open_page: OpenPage, 
     spread.scroll_into_view_if_needed()
     score = spread.locator("figure").first
 
-    def told() -> str:
+    def readout() -> str:
         score.locator("canvas").hover(position={"x": 10, "y": 40})
         return str(score.locator(".readout").inner_text())
 
-    stage.until(lambda: told() == "0: 2 trajectories, 50.0%")
+    stage.until(lambda: readout() == "0: 2 trajectories, 50.0%")
 
 
 def test_loads_of_many_ranks_are_a_heat_map(open_page: OpenPage, service: Service, run_name: str) -> None:
@@ -169,11 +169,11 @@ def test_loads_of_many_ranks_are_a_heat_map(open_page: OpenPage, service: Servic
     assert loads.locator("canvas").count() == 1
     assert loads.locator("canvas").bounding_box()["height"] < 400
 
-    def told() -> str:
+    def readout() -> str:
         loads.locator("canvas").hover(position={"x": 70, "y": 24})
         return str(loads.locator(".readout").inner_text())
 
-    stage.until(lambda: told().startswith("mini-batch 0, rank 0, micro-step 0: "))
+    stage.until(lambda: readout().startswith("mini-batch 0, rank 0, micro-step 0: "))
 
 
 def test_an_empty_service_shows_a_first_run_that_runs(open_page: OpenPage, service: Service) -> None:

@@ -1,4 +1,4 @@
-"""The page asks any replica, and what a run told before a restart it tells after."""
+"""The page asks any replica, and what a run reported before a restart it reports after."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def redis(tmp_path: Path) -> Iterator[RedisServer]:
         yield server
 
 
-def told(service: Any, run: str) -> dict[str, Any]:
+def answers(service: Any, run: str) -> dict[str, Any]:
     """All that does not depend on when it is asked."""
     return {
         what: service.http.call("GET", f"/runs/{run}/{BATCH}/{what}").json() for what in ("picture", "breaks", "scores")
@@ -47,8 +47,8 @@ def test_a_replica_that_does_not_decide_passes_the_questions_on(services: Servic
     fill(replicas[0], "r")
     decides = owner(replicas, "r")
     other = next(one for one in replicas if one is not decides)
-    assert told(other, "r") == told(decides, "r")
-    assert told(other, "r")["breaks"]["in_all"] == 2
+    assert answers(other, "r") == answers(decides, "r")
+    assert answers(other, "r")["breaks"]["in_all"] == 2
     health = other.http.call("GET", "/runs/r/health")
     assert health.json()["batches_published"] == 1
     assert health.headers["etag"]
@@ -63,9 +63,9 @@ def test_pictures_are_the_same_after_a_restart(services: Services, tmp_path: Pat
     [first] = services.start(1, *flags)
     first.http.create("r", CONFIG)
     fill(first, "r")
-    before = told(first, "r")
+    before = answers(first, "r")
     first.process.kill()
     first.process.wait()
     [second] = services.start(1, *flags)
     assert second.http.batch("r", 0, wait_s=20)["state"] == "published"
-    assert told(second, "r") == before
+    assert answers(second, "r") == before

@@ -81,7 +81,7 @@ def _fill(service: Service, trained: int) -> None:
 
 
 def _busy(service: Service, trained: int) -> None:
-    """An agents' run with so many batches behind it; of the next one rank is late, and groups of another are open."""
+    """An agents' run with that many batches behind it; of the next one rank is late, and groups of another are open."""
     work = workload("agent")
     service.runs.create(BUSY, stage.settings(work, merge="prefix", dp_size=8))
     run = service.runs.get(BUSY)

@@ -98,7 +98,7 @@ def received_of(batch: list[Trajectory], *, scalar: bool = False) -> Received:
 
 
 def column(batch: list[Trajectory], name: str) -> Ragged:
-    """A column of the batch's steps, float32, which does not stand in order in memory."""
+    """A column of the batch's steps, float32, which is not in order in memory."""
     steps = [[getattr(token, name) for token in step] for steps in batch for step in steps]
     arrays = [np.array(step, np.float32) for step in reversed(steps)]
     return Ragged.from_arrays(arrays, np.float32).take(np.arange(len(steps))[::-1])

@@ -266,7 +266,7 @@ def test_over_the_whole_mini_batch_ranks_agree_more_closely_than_step_by_step(
 
 
 def full_caps(random: np.random.Generator, micro_batches: int) -> list[int]:
-    """Rows that first-fit packs into so many micro-batches, each full to 99.9%, and hardly anything else does."""
+    """Rows that first-fit packs into that many micro-batches, each full to 99.9%, and hardly anything else does."""
     cuts = np.sort(random.integers(1, CAP - 33, (micro_batches, 5)), axis=1)
     edges = np.hstack([np.zeros((micro_batches, 1), int), cuts, np.full((micro_batches, 1), CAP - 33)])
     return [int(tokens) for tokens in np.diff(edges).ravel() if tokens]

@@ -26,7 +26,7 @@ LAYOUTS: list[dict[str, Any]] = [
     {"layout": "packed"},
     {"layout": "prefix_tree"},
 ]
-# Those that tell where rows stand on the axis of one layout.
+# The tensors that say where rows are on the axis of one layout.
 OF_AXES = {"packed": {"cu_seqlens"}, "prefix_tree": {"parents", "segment_starts", "segment_parents", "row_ends"}}
 COLUMNS: list[dict[str, Any]] = [
     {"name": "experts", "dtype": "int16", "scope": "token", "shape": [2, 3], "required": False},

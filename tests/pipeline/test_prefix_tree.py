@@ -255,7 +255,7 @@ def test_rows_that_branch_late_stand_before_those_that_branch_early() -> None:
     steps = [([1, 2, 3, 4], [9]), ([1, 2], [8]), ([1, 2, 3], [7])]
     rows = [row | {"sample": 0, "step": step, "is_last_step": step == 2} for step, row in enumerate(group(*steps))]
     batch = built(rows, CONFIG | {"n_samples_per_prompt": 1})
-    # The row of step 1 may share least, and those that go on after what it has follow it.
+    # The row of step 1 may share least, and the rows that go on after what it has follow it.
     assert batch.plan.mini_batches[0].ranks[0].rows == [1, 2, 0]
     assert batch.plan.mini_batches[0].ranks[0].shared == [0, 2, 3]
     assert only_axis(rows, n_samples_per_prompt=1)["sequences"] == [1, 2, 8, 3, 7, 4, 9]

@@ -1,4 +1,4 @@
-"""Figures of each environment or task, and where tags stand in plans and shards."""
+"""Figures of each environment or task, and where tags are in plans and shards."""
 
 from __future__ import annotations
 

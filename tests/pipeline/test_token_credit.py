@@ -204,7 +204,7 @@ def test_what_columns_hold_where_nothing_is_trained_is_not_read(batch: list[Traj
 # `compute_gae_advantage_return` and `compute_reinforce_plus_plus_outcome_advantage` of volcengine/verl 012be9d,
 # verl/trainer/ppo/core_algos.py, and NovaSky-AI/SkyRL 03d74ca, skyrl/backends/skyrl_train/utils/ppo_utils.py;
 # `masked_whiten` of volcengine/verl 03c8cca, verl/utils/torch_functional.py. SkyRL's GAE takes observations for
-# tokens, and the return to go of both begins anew at them, so these two are compared where there are none.
+# tokens, and the return to go of both restarts at them, so these two are compared where there are none.
 
 
 def verl_gae(

@@ -32,7 +32,7 @@ def built(rows: list[Row], **settings: Any) -> BuiltBatch:
 
 @st.composite
 def versioned(draw: st.DrawFn) -> tuple[list[Row], dict[str, Any]]:
-    """Rows of which some tell a version a token."""
+    """Rows of which some have one version per token."""
     rows, config = draw(batches_and_settings())
     kept = []
     for one in rows:
@@ -47,7 +47,7 @@ def versioned(draw: st.DrawFn) -> tuple[list[Row], dict[str, Any]]:
     return kept, config
 
 
-def told(one: Row) -> list[int]:
+def versions_sent(one: Row) -> list[int]:
     return list(one.get("policy_versions") or [one["policy_version"]] * len(one["response_ids"]))
 
 
@@ -92,7 +92,7 @@ class TestRows:
             row_tables.decode(data),
             from_rows(to_rows(table)),
         ):
-            assert versions(copy) == versions(table) == [told(one) for one in rows]
+            assert versions(copy) == versions(table) == [versions_sent(one) for one in rows]
             assert copy.policy_versions.tolist() == table.policy_versions.tolist()
 
     def test_next_to_rows_that_say_them_others_have_their_own_for_all_tokens(self) -> None:
@@ -124,13 +124,13 @@ class TestShards:
                     assert (shown["token_policy_version"] == -1).all()
                     continue
                 own = groups[int(shown["row"])]
-                standing = zip(own.standing(told), own.sources, strict=True)
+                standing = zip(own.standing(versions_sent), own.sources, strict=True)
                 expected = [-1 if source is None else version for version, source in standing]
                 values = shown["token_policy_version"]
                 assert values.dtype == np.int32
                 assert values[len(values) - len(expected) :].tolist() == expected
                 assert (values[: len(values) - len(expected)] == -1).all()
-                known = [version for step in own.steps for version in told(step) if version >= 0]
+                known = [version for step in own.steps for version in versions_sent(step) if version >= 0]
                 assert shown["policy_version"] == min(known, default=-1)
 
 

@@ -48,7 +48,7 @@ def expire(store: RedisRunStore, name: str = "run") -> None:
 
 
 def started(log: RedisRunLog) -> list[bytes]:
-    """Its records, read as whoever opens a run does first."""
+    """Its records, read as a process that opens a run does first."""
     return list(log.replay().records)
 
 

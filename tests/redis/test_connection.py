@@ -103,7 +103,7 @@ class TestReaching:
                 node.port: stack.enter_context(Proxy(node.port, certificate=authority.issue_cert(HOST)))
                 for node in redis_cluster.nodes
             }
-            # Nodes tell their own ports, which do not speak TLS.
+            # Nodes announce their own ports, which do not speak TLS.
             monkeypatch.setattr(NodesManager, "remap_host_port", lambda _, host, port: (host, proxies[port].port))
             url = f"rediss+cluster://{HOST}:{proxies[redis_cluster.nodes[2].port].port}"
             with closing(connect(RedisAddress(url=url, ca_file=ca_file))) as client:
@@ -124,7 +124,7 @@ class TestReaching:
 
                 def discover(manager: Sentinels, name: str) -> tuple[str, int]:
                     asked.append(ask(manager, name))
-                    return HOST, master.port  # the sentinel tells a port that does not speak TLS
+                    return HOST, master.port  # the sentinel announces a port that does not speak TLS
 
                 monkeypatch.setattr(Sentinels, "discover_master", discover)
                 address = RedisAddress(

@@ -61,7 +61,7 @@ def records(server: RedisServer) -> list[bytes]:
 
 
 class Writer:
-    """Appends to a run as its owner does: again while it is unavailable, and to a log opened anew where it is lost.
+    """Appends to a run as its owner does: again while it is unavailable, and to a log opened again where it is lost.
 
     acknowledged: what it believes to be in the log. reported: how many acknowledged records are gone, as was said.
     """
@@ -124,13 +124,13 @@ class Writer:
             time.sleep(0.05)
 
     def wait_for(self, count: int) -> None:
-        """Until so many more are acknowledged."""
+        """Until that many more are acknowledged."""
         least = len(self.acknowledged) + count
         wait_until(lambda: len(self.acknowledged) >= least or self.errors, "the writer goes on")
         assert not self.errors, self.errors
 
     def lost_tables(self) -> set[int]:
-        """Of those that acknowledged records refer to, when it is stopped."""
+        """The rows that acknowledged records refer to, when it is stopped."""
         self._log.close()
         again = reopened(self._store)
         again.replay()
@@ -155,7 +155,7 @@ def test_the_owner_leaves_a_deposed_master_within_seconds_and_reports_what_is_lo
     writer.wait_for(20)
     on_the_deposed = len(records(deposed))
     writer.wait_for(20)
-    # Two, where the machine has time; ten until the socket would have told.
+    # Two, where the machine has time; ten until the socket would have reported it.
     assert left_after < 9
     assert len(records(deposed)) == on_the_deposed, "nothing is written there any more"
     acknowledged = writer.stop()
@@ -181,7 +181,7 @@ def test_an_idle_owner_learns_that_its_log_was_rolled_back(sentinel: Sentinel, j
     assert replay.is_short()
     [entry] = [entry for entry in said if entry["event"] == "log rolled back"]
     assert (entry["log_level"], entry["records_lost"], entry["records_left"]) == ("error", 2, 1)
-    assert reopened_short(store, again), "until the log goes on, whoever opens it learns that"
+    assert reopened_short(store, again), "until the log goes on, every process that opens it learns that"
     last = store._leases.get("run")
     assert last is not None
     last.append(b"goes on", {})
@@ -236,7 +236,7 @@ def test_without_the_replicas_that_are_asked_for_nothing_is_acknowledged(sentine
     log.append(b"one", {})
     assert sentinel.replica is not None
     sentinel.replica.stop()
-    wait_until(lambda: store.unhealthy_reason(), "it is told")
+    wait_until(lambda: store.unhealthy_reason(), "it is reported")
     assert "redis_min_replicas is 1" in store.unhealthy_reason()
     begun = time.monotonic()
     calls: list[Callable[[], None]] = [lambda: log.append(b"two", {}), log.check, lambda: log.check(has_rows=False)]
@@ -329,7 +329,7 @@ def test_too_few_replicas_are_reported_when_the_service_starts(redis_server: Red
 
 def test_a_sentinel_that_is_cut_off_does_not_lead_back_to_the_master_before(sentinel: Sentinel, tmp_path: Path) -> None:
     deposed = sentinel.depose_master()
-    # What the other sentinel tells is published on the servers.
+    # What the other sentinel announces is published on the servers.
     deposed.client().execute_command("ACL", "SETUSER", "default", "-subscribe")
     with SentinelServer(tmp_path / "stale", deposed) as stale:
         assert sentinel.sentinel is not None

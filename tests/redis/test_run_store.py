@@ -90,7 +90,7 @@ class TestRunStore:
         log.close()
         log = store.open("run")
         started(log)
-        assert log.is_long, "whoever opens it next knows, too"
+        assert log.is_long, "the process that opens it next knows, too"
 
     def test_runs_are_created_once_and_deleted_whole(self, store: RedisRunStore) -> None:
         log = store.create("run", b"{}")

@@ -1,4 +1,4 @@
-"""A log in a Redis that loses answers, falls silent, fills up or forgets: what is certain stays, losses are told."""
+"""A log in a Redis that loses answers, falls silent, fills up or forgets: the certain stays, losses are reported."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class TestDoubt:
         proxy.cut()
         with pytest.raises(UnavailableError):
             stored(log, any_table())
-        wait_until(lambda: store.unhealthy_reason(), "it is told")
+        wait_until(lambda: store.unhealthy_reason(), "it is reported")
         proxy.accept()
         wait_until(lambda: not store.unhealthy_reason(), "it is well again")
 
@@ -152,7 +152,7 @@ class TestDoubt:
         try:
             admin.config_set("maxmemory-policy", "noeviction")
             admin.config_set("maxmemory", int(admin.info("memory")["used_memory"] / 0.95))
-            wait_until(lambda: "maxmemory" in store.unhealthy_reason(), "it is told")
+            wait_until(lambda: "maxmemory" in store.unhealthy_reason(), "it is reported")
             with pytest.raises(UnavailableError, match="maxmemory"):
                 log.check()
             log.check(has_rows=False)
@@ -271,7 +271,7 @@ class TestRollback:
         self, redis_server: RedisServer, store: RedisRunStore, log: RedisRunLog, join: Join
     ) -> None:
         log.note_generation(5)
-        log.append(b"told", {})
+        log.append(b"sent", {})
         self.forget(redis_server, 2)
         log.close()
         again = store.open("run")
@@ -280,7 +280,7 @@ class TestRollback:
         again.close()
         other = join(redis_server.url)
         owned = other.open("run")
-        assert owned.replay().generation == 0, "it was never told"
+        assert owned.replay().generation == 0, "it was never reported"
         with pytest.raises(OwnedElsewhereError):
             store.open("run")
         owned.append(b"one", {})
@@ -327,7 +327,7 @@ class TestRollback:
         log.close()
         with pytest.raises(OwnedElsewhereError):
             store.open("run")
-        wait_until(lambda: taken.is_lost, "it is told")
+        wait_until(lambda: taken.is_lost, "it is reported")
         taken.close()
         assert other.open("run").replay().is_short()
 
@@ -381,7 +381,7 @@ class TestRollback:
             outcome = append(*arguments, more=more)
             with pytest.raises(OwnedElsewhereError):
                 store.open("run")
-            wait_until(lambda: taken.is_lost, "it is told")
+            wait_until(lambda: taken.is_lost, "it is reported")
             return outcome
 
         with pytest.MonkeyPatch.context() as patched:

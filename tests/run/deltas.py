@@ -47,7 +47,7 @@ class Sender:
 
 
 def shortened(steps: Steps, lengths: list[int]) -> tuple[Steps, Prefixes]:
-    """The rows without so many of their first tokens."""
+    """The rows without that many of their first tokens."""
     tokens = steps.tokens.arrays()
     checksums = [zlib.crc32(one[:length].tobytes()) for one, length in zip(tokens, lengths, strict=True)]
     prefixes = Prefixes(np.array(lengths, np.int64), np.array(checksums, np.uint32))

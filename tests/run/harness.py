@@ -195,8 +195,8 @@ class BuildBatch:
     """Stands for the pipeline: keeps what it was given. One policy mini-batch a prompt group (and critic's, if any), of
     one row a rank.
 
-    fails: batches that cannot be made. misaligned: those that cannot be aligned, each with a dp_size for which that is
-    so. When `gate` is given, it waits there, having set `entered`.
+    fails: batches that cannot be made. misaligned: batches that cannot be aligned, each with a dp_size for which it
+    cannot. When `gate` is given, it waits there, having set `entered`.
     """
 
     def __init__(
@@ -250,7 +250,7 @@ class BuildBatch:
 
 
 class HeldBuilders(Executor):
-    """Builds batches when it is told to, in the thread that tells it. is_building: which may ask the run meanwhile."""
+    """Builds batches when asked to, in the thread that asks. is_building: which may call the run meanwhile."""
 
     def __init__(self) -> None:
         self.is_building = False
@@ -293,7 +293,7 @@ def shared_by(
 
 
 async def settle(run: Any, builders: HeldBuilders) -> None:
-    """Returns when the run's background tasks are done, but for builds that wait to be told."""
+    """Returns when the run's background tasks are done, but for builds that wait to be asked for."""
     while len(run._background._tasks) > len(builders.waiting) + builders.is_building:
         await asyncio.sleep(0.0005)
 

@@ -38,7 +38,7 @@ class RecordingLog(MemoryRunLog):
 
     @property
     def events(self) -> list[Event]:
-        """Those that no snapshot has."""
+        """The records that no snapshot has."""
         return [event for record in self.records for event in decode_events(record)]
 
     def note_generation(self, generation: int) -> None:

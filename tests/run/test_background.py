@@ -1,4 +1,4 @@
-"""What a run does beside its calls: building batches again and again, and removing what is not needed."""
+"""What a run does besides its calls: building batches again and again, and removing what is not needed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.run.harness import Bench, BuildBatch, Shelf, group_rows, row
 
 
 def blocked(shelf: Shelf, build_batch: BuildBatch | None = None) -> Bench:
-    """A run whose batch waits for room on the shelf."""
+    """A run whose batch is blocked on capacity in the store."""
     bench = Bench(store=shelf, build_batch=build_batch, train_batch_size=1)
     bench.submit(*group_rows("a"))
     bench.make_batches()

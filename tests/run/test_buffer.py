@@ -146,7 +146,7 @@ def test_a_table_that_is_left_to_the_book_is_read_again_whatever_shrank_before()
 def test_rows_are_gathered_in_the_order_asked_for_from_however_many_requests(
     order: list[int], cuts: list[int], token_rewards: bool, part_bytes: int | None, least_bytes: int
 ) -> None:
-    """part_bytes: of the parts after which tables are let go; None where they are kept. least_bytes: of columns that
+    """part_bytes: of the parts after which tables are released; None where they are kept. least_bytes: of columns that
     are gathered in parts, in memory of their own."""
     rows = [
         row(f"u{index}", response=range(index + 1), reward=[float(index)] * (index + 1) if token_rewards else index)

@@ -19,7 +19,7 @@ from tests.run.logs import RecordingLog
 
 
 def sealed(count: int, **settings: Any) -> Bench:
-    """A run with so many batches of one group each, all published."""
+    """A run with that many batches of one group each, all published."""
     bench = Bench(train_batch_size=1, max_buffered_batches=20, **settings)
     for number in range(count):
         bench.submit(*group_rows(f"u{number}"))

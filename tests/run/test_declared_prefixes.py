@@ -231,7 +231,7 @@ class TestRecovery:
         one.die()
         one.submit(rows[-1])
         one.make_batches()
-        kept = [told for part in one.run.export(0) for told in to_rows(part)]
+        kept = [exported for part in one.run.export(0) for exported in to_rows(part)]
         assert kept == list(to_rows(from_rows([*turns("a", 1), *turns("a", 2)])))
 
     def test_a_row_that_began_as_a_lost_one_is_lost_with_its_group(self) -> None:

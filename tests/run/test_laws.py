@@ -242,7 +242,7 @@ def check_invariants(bench: Checked) -> None:
     }
     for number in state.batches_kept:
         assert not state.batches[number].is_published
-        assert any(own.committed.batch <= number >= min(own.next).batch for own in state.models.values()), "let go"
+        assert any(own.committed.batch <= number >= min(own.next).batch for own in state.models.values()), "freed"
 
 
 @settings(max_examples=400, deadline=None)
@@ -397,7 +397,7 @@ def follow(events: list[Event]) -> tuple[list[Accepted], list[tuple[Accepted, st
                 by_trajectory: dict[TrajectoryKey, list[StepName]] = {}
                 for name in of_group(group):
                     by_trajectory.setdefault(name[0], []).append(name)
-                # Which of them were complete is for the batch to tell: what is not in it was closed.
+                # Which of them were complete is for the batch to say: what is not in it was closed.
                 held |= {name: held[name] for names in by_trajectory.values() for name in names}
                 end(_incomplete(events, event, by_trajectory), "closed")
             case GroupDropped(group, _):
@@ -410,7 +410,7 @@ def follow(events: list[Event]) -> tuple[list[Accepted], list[tuple[Accepted, st
 
 
 def _dropped(events: list[Event]) -> set[int]:
-    """Failed batches that were not built anew before they were let go."""
+    """Failed batches that were not rebuilt before they were freed."""
     numbers: set[int] = set()
     for event in events:
         match event:

@@ -38,7 +38,7 @@ MISALIGNED = [(0, 2)]
 
 
 def failed(*, batches: int = 1, misaligned: Any = MISALIGNED, **settings: Any) -> Bench:
-    """A run for two ranks with so many batches of one group each, as far as they can be built."""
+    """A run for two ranks with that many batches of one group each, as far as they can be built."""
     chosen = {"train_batch_size": 1, "dp_size": 2, "max_buffered_batches": 20} | settings
     bench = Bench(build_batch=BuildBatch(misaligned=misaligned), **chosen)
     for number in range(batches):

@@ -14,7 +14,7 @@ from tests.run.harness import Bench, group_rows
 
 
 def published(batches: int = 1, **settings: Any) -> Bench:
-    """A bench with so many batches of two groups (two mini-batches)."""
+    """A bench with that many batches of two groups (two mini-batches)."""
     bench = Bench(**settings)
     for batch in range(batches):
         bench.submit(*group_rows(f"a{batch}"), *group_rows(f"b{batch}"))

@@ -126,7 +126,7 @@ def test_rollouts_become_shards_with_the_real_pipeline_and_stores(
     status = run.status()
     assert (status.batches_freed, status.row_bytes, status.shard_bytes) == (1, 0, 0)
     runs.close(PATIENCE_S)
-    # What was freed is removed beside the calls, and before the runs are closed.
+    # What was freed is removed in the background, and before the runs are closed.
     with pytest.raises(NotFoundError):
         kept.plan("run", 0)
     kept.close()

@@ -32,7 +32,7 @@ def waiting(bench: Bench) -> int:
 
 @contextmanager
 def while_appending(bench: Bench) -> Iterator[HeldAppends]:
-    """A version is announced, and its append is under way until it is let go."""
+    """A version is announced, and its append is under way until it is released."""
     held = HeldAppends(bench.log)
     with ThreadPoolExecutor(1) as pool:
         announced = pool.submit(bench.run.announce, 9)

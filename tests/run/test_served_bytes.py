@@ -56,7 +56,7 @@ def served(run: Run, number: int) -> tuple[bytes, dict[str, bytes]]:
 
 @st.composite
 def deliveries(draw: st.DrawFn, count: int) -> list[list[tuple[int, bool]]]:
-    """Requests that bring so many rows, each at least once, in any order: their numbers, and whose reward is late."""
+    """Requests that bring that many rows, each at least once, in any order: their numbers, and whose reward is late."""
     late = [draw(st.booleans()) for _ in range(count)]
     sent = draw(st.permutations([*range(count), *draw(st.lists(st.integers(0, count - 1), max_size=4))]))
     cuts = sorted(draw(st.sets(st.integers(0, len(sent)), max_size=4)))

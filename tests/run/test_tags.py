@@ -1,4 +1,4 @@
-"""The environment or task of groups, and batches that hold so many of each."""
+"""The environment or task of groups, and batches with a set number of each."""
 
 from __future__ import annotations
 
@@ -250,12 +250,12 @@ class TestShares:
             max_buffered_batches=8,
         )
         uids = {f"u{number}": tag for number, tag in enumerate(given_tags)}
-        admitted = [uid for uid, found in zip(uids, begin(bench, **uids), strict=True) if found == "ADMITTED"]
+        admitted = [uid for uid, admission in zip(uids, begin(bench, **uids), strict=True) if admission == "ADMITTED"]
         for uid in reversed(admitted):
             bench.submit(*group_rows(uid))
         for batch in bench.state.batches.values():
-            found = Counter(group.tag for group in batch.groups)
-            assert all(found[tag] >= share * 4 for tag, share in shares.items())
+            sealed = Counter(group.tag for group in batch.groups)
+            assert all(sealed[tag] >= share * 4 for tag, share in shares.items())
         bench.run.finish()
         bench.make_batches()
         trained = [uid for batch in bench.build_batch.batches for uid in bench.uids(batch)]

@@ -46,7 +46,7 @@ def begun(**settings: Any) -> Bench:
 
 
 def await_callers(bench: Bench, count: int) -> None:
-    """Returns when so many calls, or tasks, wait for the log."""
+    """Returns when that many calls, or tasks, wait for the log."""
     wait_until(lambda: len(bench.run._writer.commits._waiting) >= count)
 
 

@@ -73,7 +73,7 @@ def write(run: Run, stopped: threading.Event, seed: int) -> None:
             chosen = draw.choice([sent, {place.column: sent[place.column]}])
             run.write(batch, *place[:2], incarnation, chosen)
         except (*EXPECTED, InvalidArgumentError):
-            # Not even its own shape is right where the shards were cut anew since it read one.
+            # Not even its own shape is right where the shards were cut again since it read one.
             continue
 
 

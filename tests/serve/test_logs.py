@@ -31,10 +31,10 @@ def lines(service: ServiceProcess) -> list[dict[str, Any]]:
 
 
 def wait_for(service: ServiceProcess, event: str) -> None:
-    """Returns when the log tells of the event."""
+    """Returns when the log has the event."""
     until = time.monotonic() + 60
     while all(line["event"] != event for line in lines(service)):
-        assert time.monotonic() < until, f"the log does not tell: {event}"
+        assert time.monotonic() < until, f"the log does not have: {event}"
         time.sleep(0.02)
 
 

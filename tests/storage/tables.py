@@ -9,7 +9,7 @@ from tests.run.harness import row, table
 
 
 def any_table(number: int = 0, rows: int = 3, tokens: int = 20) -> Steps:
-    """Rows that tell their table's number."""
+    """Rows with their table's number in them."""
     made: Steps = table(*(row(f"u{number}-{index}", response=range(number, number + tokens)) for index in range(rows)))
     return made
 

@@ -397,7 +397,7 @@ class TestSyncing:
 
 
 class Slow(sqlite3.Connection):
-    """Copies a WAL when it is told to."""
+    """Copies a WAL when asked to."""
 
     begun, may_go_on = threading.Event(), threading.Event()
 

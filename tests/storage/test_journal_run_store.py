@@ -369,7 +369,7 @@ class TestOpenLogs:
         store.delete("run")
 
     def test_a_deleted_run_does_nothing_to_another_of_its_name(self, store: JournalRunStore, directory: Path) -> None:
-        """Whoever still has its log may go on to use it."""
+        """A caller that still has its log may go on to use it."""
         before = created(store)
         before.append(b"one", {number: any_table(number) for number in range(3)})
         store.delete("run")

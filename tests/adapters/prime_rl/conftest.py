@@ -1,4 +1,4 @@
-"""A run, and a bridge that runs beside a test."""
+"""A run, and a bridge that runs next to a test."""
 
 from __future__ import annotations
 

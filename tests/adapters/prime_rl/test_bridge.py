@@ -21,7 +21,7 @@ Start = Callable[..., Running]
 
 
 def roll_out(rollouts: RolloutClient, count: int, **changes: Any) -> None:
-    """Creates the run and gives it so many groups, each of which is a step."""
+    """Creates the run and submits that many groups, each of which is a step."""
     rollouts.create_run(CONFIG | {"max_buffered_batches": 8} | changes)
     for number in range(1, count + 1):
         rollouts.submit(group(number))

@@ -1,4 +1,4 @@
-"""Stands in for prime-rl's trainer: what it reads and writes in its run directory, in the order of
+"""Replaces prime-rl's trainer: what it reads and writes in its run directory, in the order of
 `src/prime_rl/trainer/rl/train.py` (prime-rl 0.8.0). Its weights are the list of what it has trained.
 
 As a process, which resumes from the newest checkpoint:
@@ -27,7 +27,7 @@ class Trainer:
         self.weights: list[list[list[int]]] = []
 
     def broadcast(self) -> None:
-        """Says that the weights which the last step made can be had; at the start those that training begins with."""
+        """Says that the weights of the last step are available; at the start the initial weights."""
         self._touch(f"broadcasts/step_{self.step}/STABLE")
 
     def is_given_a_step(self) -> bool:

@@ -73,7 +73,7 @@ class DataSource:
 
 
 def sampled(numbers: dict[str, int], sample_type: Any) -> Any:
-    """One of slime's samples. sample_type: slime's `Sample`, or one that stands in for it."""
+    """One of slime's samples. sample_type: slime's `Sample`, or a substitute for it."""
     index = numbers["index"]
     draw, status = random.Random(index), type(sample_type().status)
     response = draw.randint(1, 9)

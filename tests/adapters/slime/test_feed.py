@@ -26,7 +26,7 @@ def args(service: Service, run_name: str, tmp_path: Path) -> Any:
 
 @pytest.fixture
 def start(args: Any) -> Iterator[Start]:
-    """Begins slime anew; closed with the test."""
+    """Starts slime again; closed with the test."""
     started: list[Feed] = []
 
     def begin(first: int = 0, **parallel: int) -> Feed:
@@ -120,7 +120,7 @@ def test_a_start_that_died_before_its_commit_is_caught_up_with(start: Start, arg
     first, source = start(), DataSource(args)
     for rollout_id in range(2):
         roll_out(first, args, rollout_id, source)
-    # The checkpoint is there, and the manager was not told of it.
+    # The checkpoint is there, and the manager was not notified of it.
     again = start(2)
     assert sorted(tokens(roll_out(again, args, 2, source))) == sorted(given(args, 2))
 

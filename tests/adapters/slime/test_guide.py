@@ -1,4 +1,4 @@
-"""docs/trainers/slime.md: its options are taken, and it tells of every key of the train data."""
+"""docs/trainers/slime.md: its options are accepted, and it documents every key of the train data."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ ANSWER = vf.AssistantMessage(content="answer")
 
 
 def said(parent: int | None, role: str, tokens: list[int], sampled: int = 0, **more: Any) -> vf.MessageNode:
-    """A message that adds these tokens, of which the last so many were sampled."""
+    """A message that adds these tokens, of which the last `sampled` were sampled."""
     message = ANSWER if role == "assistant" else vf.UserMessage(content="question")
     mask = [False] * (len(tokens) - sampled) + [True] * sampled
     logprobs = [-0.25] * sampled

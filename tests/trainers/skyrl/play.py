@@ -182,7 +182,7 @@ def generator_output(rows: Sequence[tuple[Any, Step, bool]], step_wise: bool) ->
 
 
 def weights_of(cfg: SkyRLTrainConfig) -> dict[str, torch.Tensor]:
-    """Those that were handed over last."""
+    """The samples that were handed over last."""
     weights: dict[str, torch.Tensor] = torch.load(Path(cfg.trainer.export_path) / WEIGHTS, weights_only=True)
     return weights
 

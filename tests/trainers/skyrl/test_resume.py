@@ -23,7 +23,7 @@ KEEPING: dict[str, Any] = {"trainer__ckpt_interval": 3, "trainer__resume_mode": 
 
 
 def killed(ray_address: str, arguments: dict[str, Any], file: Path, lines: int) -> None:
-    """Starts the training and kills it when the file has so many lines."""
+    """Starts the training and kills it when the file has that many lines."""
     with (file.parent / "log").open("w") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.trainers.skyrl.run", ray_address, json.dumps(arguments)],

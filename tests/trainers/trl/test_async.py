@@ -175,7 +175,7 @@ def test_an_async_trainer_trains_a_run_as_it_trains_the_same_samples(
 
 
 def wait_for_the_end(worker: GristmillRolloutWorker) -> None:
-    """Asks as the trainer does, until it is told."""
+    """Asks as the trainer does, until it is answered."""
     for _ in range(1200):
         worker.check_health(60)
         time.sleep(0.05)

@@ -12,10 +12,10 @@ HERE = Path(__file__).parent
 os.environ |= {
     "VERL_PLATFORM": "cpu",
     "VERL_USE_EXTERNAL_MODULES": "cpu_platform",
-    # verl's engines of CUDA are those that the CPU runs.
+    # verl's engines of CUDA are the ones that the CPU runs.
     "VERL_ENGINE_DEVICE": "cuda",
     "OMP_NUM_THREADS": "1",
-    # Ray starts a worker for each core that it is told of before it has work for them.
+    # Ray starts a worker for each core that it is given before it has work for them.
     "RAY_prestart_worker_first_driver": "0",
     "RAY_enable_worker_prestart": "0",
     "PYTHONPATH": os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")])),

@@ -49,7 +49,7 @@ class MainPpo:
             self.kill()
 
     def metrics(self, name: str) -> list[float]:
-        """One of those that verl logged, step after step."""
+        """One of the metrics that verl logged, step after step."""
         lines = [line for line in self.log.read_text().splitlines() if "step:" in line and f" {name}:" in line]
         values = [line.split(f" {name}:", 1)[1].split(" - ")[0] for line in lines]
         return [float(value.removeprefix("np.float64(").removeprefix("np.int64(").rstrip(")")) for value in values]

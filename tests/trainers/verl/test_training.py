@@ -154,7 +154,7 @@ def test_a_policy_learns_from_rollouts_of_its_own_checkpoints(
     assert trainer.metrics("perf/total_num_tokens") == [tokens] * steps, "two turns are one row"
     assert trainer.metrics("gristmill/score_mean") == pytest.approx(scores, abs=1e-6)
     assert trainer.metrics("training/global_step") == list(range(1, steps + 1))
-    # Old logprobs are those that were sampled: of float32 weights at first, then of verl's bfloat16 for Hugging Face.
+    # Old logprobs are the sampled ones: of float32 weights at first, then of verl's bfloat16 for Hugging Face.
     differences = trainer.metrics("training/rollout_probs_diff_max")
     assert differences[0] < 1e-6
     assert max(differences) < 0.05

@@ -46,7 +46,7 @@ def model(folder: Path) -> str:
 
 
 def batches(groups: int, samples: int, mini_batch: int, micro_batch: int) -> list[str]:
-    """Of so many prompts, with so many rollouts each; prompts in a mini-batch; rows in a micro-batch."""
+    """Of that many prompts, with that many rollouts each; prompts in a mini-batch; rows in a micro-batch."""
     return [
         f"data.train_batch_size={groups}",
         f"actor_rollout_ref.rollout.n={samples}",

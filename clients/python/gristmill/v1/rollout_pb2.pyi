@@ -126,7 +126,7 @@ class SubmitRowsRequest(google.protobuf.message.Message):
     run: builtins.str
     zstd: builtins.bytes
     """For slow links, in place of the other fields: a SubmitRowsRequest compressed by zstd (RFC 8878), in one frame that
-    tells the size of its content, which counts towards max_message_bytes.
+    has the size of its content, which counts towards max_message_bytes.
     """
     @property
     def rows(self) -> gristmill.v1.rows_pb2.Rows: ...

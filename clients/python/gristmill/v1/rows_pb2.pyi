@@ -31,7 +31,7 @@ class _RowOutcomeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enu
     ROW_OUTCOME_DUPLICATE: _RowOutcome.ValueType  # 2
     """The same row was accepted before; nothing changed."""
     ROW_OUTCOME_SEALED: _RowOutcome.ValueType  # 3
-    """Its group was sealed into a batch without it, or the batch is freed, so that this cannot be told any more; ignored."""
+    """Its group was sealed into a batch without it, or the batch is freed, so that this is no longer known; ignored."""
     ROW_OUTCOME_DROPPED: _RowOutcome.ValueType  # 4
     """Its group or trajectory was dropped or aborted before it came; ignored: stop working on it."""
     ROW_OUTCOME_SUPERSEDED: _RowOutcome.ValueType  # 5
@@ -46,7 +46,7 @@ ROW_OUTCOME_ACCEPTED: RowOutcome.ValueType  # 1
 ROW_OUTCOME_DUPLICATE: RowOutcome.ValueType  # 2
 """The same row was accepted before; nothing changed."""
 ROW_OUTCOME_SEALED: RowOutcome.ValueType  # 3
-"""Its group was sealed into a batch without it, or the batch is freed, so that this cannot be told any more; ignored."""
+"""Its group was sealed into a batch without it, or the batch is freed, so that this is no longer known; ignored."""
 ROW_OUTCOME_DROPPED: RowOutcome.ValueType  # 4
 """Its group or trajectory was dropped or aborted before it came; ignored: stop working on it."""
 ROW_OUTCOME_SUPERSEDED: RowOutcome.ValueType  # 5
@@ -95,7 +95,7 @@ class Rows(google.protobuf.message.Message):
     rollout_logprobs: builtins.bytes
     """float32, one a response token. Empty: none. All rows of a run have them, or none has."""
     token_rewards: builtins.bytes
-    """float64 or float32 (the buffer's size tells which), one a response token."""
+    """float64 or float32 (the buffer's size says which), one per response token."""
     token_advantages: builtins.bytes
     """With advantage_estimator none: float32, one a response token, in place of advantages."""
     padding: builtins.bytes

@@ -125,7 +125,7 @@ class RunServiceServicer(object):
 
     def FinishRun(self, request, context):
         """Says that no more rollouts come: open groups are dropped (reason `finished`), complete ones are sealed, also as a
-        smaller last batch, and trainers that wait for a batch after the last are told that there is none. Idempotent.
+        smaller last batch, and trainers that wait for a batch after the last learn that there is none. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

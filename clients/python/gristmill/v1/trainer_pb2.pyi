@@ -69,7 +69,7 @@ class GetBatchRequest(google.protobuf.message.Message):
     """
     @property
     def ranks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Of which ranks' shards `awaits` tells; none: of all."""
+        """The ranks whose shards `awaits` reports; none: all."""
 
     @property
     def shard(self) -> global___GetShardRequest:
@@ -205,7 +205,7 @@ class GetShardResponse(google.protobuf.message.Message):
     incarnation: builtins.int
     @property
     def position(self) -> gristmill.v1.run_pb2.Position:
-        """When published, or forward: where the shard stands in the training order."""
+        """When published, or forward: where the shard is in the training order."""
 
     def __init__(
         self,

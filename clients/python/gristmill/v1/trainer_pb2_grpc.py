@@ -117,9 +117,9 @@ class TrainerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def WriteColumns(self, request, context):
-        """Columns of `source: trainer`, written for one of the policy's shards, by whoever computes them. What is written is
-        kept as rows are, and once every shard of the batch has every column, its train shards are published in place of the
-        forward shards.
+        """Columns of `source: trainer`, written for one of the policy's shards, by whichever process computes them. What is
+        written is kept as rows are, and once every shard of the batch has every column, its train shards are published in
+        place of the forward shards.
 
         The same bytes again change nothing. Other bytes are ALREADY_EXISTS until the trainer resumes: of a batch that waits
         for columns, what was written before counts no more then, and with another `dp_size` of any batch. Values that are
@@ -160,12 +160,12 @@ class TrainerServiceServicer(object):
 
     def Resume(self, request, context):
         """Puts all ranks of a model back (or forward) to `position`, under a new incarnation: calls that name an older one are
-        refused from then on. Ranks of one launch give the same `launch` and get the same incarnation, whoever is first; a
+        refused from then on. Ranks of one launch give the same `launch` and get the same incarnation, in any order; a
         late rank of a launch that a newer one took over from is refused, like its calls.
 
         With another `dp_size` than the run's, unacknowledged mini-batches are planned and cut again for it, from the same
         rows; what all ranks have acknowledged stays done. Batches from the position on that failed because they could not be
-        aligned are planned anew. The run's other model has to resume, too.
+        aligned are planned again. The run's other model has to resume, too.
         FAILED_PRECONDITION for a position before the committed one (its data is gone), past what is sealed, of another run
         (`run_id`), or past what was acknowledged: accepted rows would be skipped. The message says what would be lost and
         which position fits. With `give_up_reason`, the groups that the position steps over are given up for that reason.
