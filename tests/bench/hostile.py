@@ -54,7 +54,7 @@ def figures() -> Iterator[Figure]:
 class _Slowdown(NamedTuple):
     """quiet: the p99 of a turn's seconds without load. ratio: the p99 during the flood over that. elsewhere: the same
     of turns at another service of this machine, which the flood does not call: what two cores do. over: the service's
-    most bytes over idle ones. cores: what of them the service takes for the flood alone, in seconds of a second."""
+    most bytes over idle ones. cores: the cores that the service takes for the flood alone."""
 
     quiet: float
     ratio: float

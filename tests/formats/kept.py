@@ -14,7 +14,7 @@ _OF_THE_PROCESS = {"lock", "reserve"}
 
 
 def files_of(directory: Path) -> dict[str, Any]:
-    """Each file's size and what of it is not zero, by its place in the directory."""
+    """Each file's size and its pieces that are not zero, by its place in the directory."""
     return {
         str(path.relative_to(directory)): {"size": path.stat().st_size, "pieces": dict(_pieces(path))}
         for path in sorted(directory.rglob("*"))

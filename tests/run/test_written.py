@@ -54,8 +54,12 @@ class TestWaiting:
         assert answer.plan
         assert answer.awaits == [ColumnPlace(*place, name) for place in PLACES for name in ("ref_logprobs", "values")]
         assert bench.run.shard("policy", 0, None, 0).state is BatchState.PENDING
-        found = bench.run.shard("policy", 0, None, 0, is_forward=True)
-        assert (found.state, found.position, found.incarnation) == (BatchState.FORWARD, Position(0), 1)
+        forward_shard = bench.run.shard("policy", 0, None, 0, is_forward=True)
+        assert (forward_shard.state, forward_shard.position, forward_shard.incarnation) == (
+            BatchState.FORWARD,
+            Position(0),
+            1,
+        )
         assert not {"advantages", "returns", "rewards", *NAMES} & shard(bench.run, 0, 0).keys()
         assert bench.run.status().batches_published == 0
 
