@@ -229,9 +229,12 @@ def test_where_there_are_too_many_connections_the_longest_idle_one_goes(monkeypa
     service = serving()
     with ExitStack() as opened:
         opened.callback(service.stop)
-        held = [opened.enter_context(connected(service)) for _ in range(8)]
+        idle = [opened.enter_context(connected(service)) for _ in range(8)]
+        for wire in idle:
+            # Connections are accepted in order when their first bytes are there.
+            wire.sendall(b"GET")
         assert [httpx.get(f"{service.http_url}/healthz").status_code for _ in range(5)] == [200] * 5
-        assert hangs_up(held[0])
+        assert hangs_up(idle[0])
 
 
 def test_a_body_that_comes_too_slowly_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

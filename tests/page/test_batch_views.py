@@ -275,6 +275,7 @@ def test_advantages_that_clients_gave_by_token_are_not_shown(
     assert (group["scores"], group["advantages"]) == ([0.0, 1.0], None)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_batch_of_a_hundred_thousand_rows_makes_small_pictures(
     service: Service, client: httpx.Client, run_name: str

@@ -296,6 +296,16 @@ def kept(events: list[Event]) -> set[int]:
     return numbers
 
 
+def test_a_batch_that_fails_while_a_run_is_drained_is_left_out() -> None:
+    bench = Bench(build_batch=BuildBatch(misaligned={(1, 2)}), train_batch_size=2, dp_size=2, max_buffered_batches=1)
+    for rows in (group_rows("a"), group_rows("b")):
+        act(bench, "submit", rows)
+        act(bench, "seal", None)
+    bench.run.finish()
+    drain(bench)
+    assert set(bench.state.failed) == {1}
+
+
 @settings(max_examples=300, deadline=None)
 @given(SETTINGS, LOGS, MISALIGNED, st.lists(COMMANDS, max_size=30))
 def test_an_accepted_row_ends_in_exactly_one_batch_or_is_dropped_exactly_once(
@@ -360,6 +370,9 @@ def drain(bench: Bench) -> None:
             break
         bench.write_rest(position.batch, 2.5)
         bench.make_batches()
+        # It may have failed just now, after the place of the trainer was asked for.
+        if position.batch in bench.state.failed:
+            continue
         if bench.run.batch(position.batch).state is BatchState.PUBLISHED:
             for rank in range(bench.state.dp_size):
                 bench.run.acknowledge("policy", rank, position, 0, commit=True)
