@@ -144,7 +144,7 @@ def test_a_service_that_has_not_got_the_step_before_is_sent_the_row_whole(
 ) -> None:
     rows, find = conversation(4), steps_before
     # As after a failover, when a new owner has rows that it did not take itself.
-    forgets = iter([False, False, True])
+    forgets = iter([False, True])
     monkeypatch.setattr(run_module, "steps_before", lambda *given: {} if next(forgets, False) else find(*given))
     with connect(service.grpc_address, run_name) as client:
         client.create_run(CONFIG)
