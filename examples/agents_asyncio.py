@@ -33,7 +33,7 @@ SETTINGS = {
 
 
 async def engine(context: list[int]) -> tuple[list[int], list[float]]:
-    """A response and the log-probability of each of its tokens."""
+    """Return a response and the log-probability of each of its tokens."""
     await asyncio.sleep(random.uniform(0.001, 0.01))
     if random.random() < 0.002:
         raise ConnectionError("the engine is gone")
@@ -41,13 +41,13 @@ async def engine(context: list[int]) -> tuple[list[int], list[float]]:
 
 
 async def play(client: AsyncRolloutClient, uid: str, sample: int, secret: int, version: int) -> None:
-    """One agent's game. What it raises ends its trajectory as aborted, and its group goes on without it."""
+    """Play one agent's game. An error aborts its trajectory, and its group continues without it."""
     async with client.trajectory(uid, sample, policy_version=version) as trajectory:
         context = [START]
         for turn in range(1, TURNS + 1):
             response, logprobs = await engine(context)
             is_right = response == [secret]
-            # The whole context, each time: what the service has of it is not sent again.
+            # The whole context, each time: the client does not send tokens again that the service has.
             await trajectory.step(
                 context,
                 response,
@@ -61,7 +61,7 @@ async def play(client: AsyncRolloutClient, uid: str, sample: int, secret: int, v
 
 
 async def play_group(client: AsyncRolloutClient, uid: str, version: int) -> int:
-    """All samples of a prompt at once; returns how many of them failed."""
+    """Play all samples of a prompt at once; return how many of them failed."""
     secret = random.randint(1, LARGEST)
 
     async def attempt(sample: int) -> bool:
@@ -88,7 +88,7 @@ async def main() -> None:
         games: list[asyncio.Task[int]] = []
         async with asyncio.TaskGroup() as group:
             while waiting:
-                # Waits while the trainer is behind: this is what paces the agents.
+                # Waits while the trainer is behind, which paces the agents.
                 admitted = await client.begin_groups(waiting)
                 version = await client.policy_version()
                 games += [group.create_task(play_group(client, uid, version)) for uid in admitted]

@@ -3,9 +3,9 @@
     gristmill serve &
     python examples/grpo.py
 
-Nothing is fetched: the model and its words are made here. One process samples and trains by turns, so that every batch
-is on-policy. In a real setup the two halves are processes of their own: `roll_out` next to the engines, `train` on each
-rank.
+Nothing is downloaded: the model and its words are made here. One process alternates between sampling and training, so
+that every batch is on-policy. In a real setup the two halves are separate processes: `roll_out` next to the engines,
+`train` on each rank.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SETTINGS = {
 
 
 class TinyModel(nn.Module):
-    """A causal transformer of two layers. outputs: the size of what it gives at each token, WORDS for logits."""
+    """A causal transformer of two layers. outputs: the size of its output at each token, WORDS for logits."""
 
     def __init__(self, outputs: int = WORDS, width: int = 32, heads: int = 4) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class TinyModel(nn.Module):
         self.head = nn.Linear(width, outputs)
 
     def forward(self, sequences: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Tensor:
-        """(rows, length) of left-padded rows, as shards have them, to (rows, length, outputs)."""
+        """Map left-padded rows (rows, length), as shards have them, to (rows, length, outputs)."""
         length = sequences.shape[1]
         before = torch.ones(length, length, dtype=torch.bool).tril()
         # Padding sees itself: a softmax over nothing would be NaN.
@@ -57,7 +57,7 @@ class TinyModel(nn.Module):
 
 @torch.no_grad()
 def sample(model: TinyModel, prompts: Tensor) -> tuple[Tensor, Tensor]:
-    """A response to each prompt: its tokens and their log-probabilities, (prompts, RESPONSE) each."""
+    """Sample a response to each prompt: its tokens and their log-probabilities, (prompts, RESPONSE) each."""
     tokens, logprobs = prompts, []
     for _ in range(RESPONSE):
         positions = torch.arange(tokens.shape[1]).expand_as(tokens)
@@ -69,7 +69,7 @@ def sample(model: TinyModel, prompts: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def roll_out(client: RolloutClient, model: TinyModel, step: int) -> None:
-    """A batch of prompts, each answered SAMPLES times. The reward is the share of low words."""
+    """Answer each of a batch of prompts SAMPLES times, and submit. The reward is the share of low words."""
     uids = [f"step-{step}/prompt-{number}" for number in range(PROMPTS)]
     while uids:
         admitted = client.begin_groups(uids)
@@ -89,7 +89,7 @@ def roll_out(client: RolloutClient, model: TinyModel, step: int) -> None:
 
 
 def train(batch: Batch, model: TinyModel, optimizer: torch.optim.Optimizer) -> None:
-    """An optimizer step for each mini-batch."""
+    """Make an optimizer step for each mini-batch."""
     for shard in batch.mini_batches():
         optimizer.zero_grad()
         for micro in shard.micro_batches():
@@ -99,7 +99,7 @@ def train(batch: Batch, model: TinyModel, optimizer: torch.optim.Optimizer) -> N
 
 
 def policy_loss(model: TinyModel, micro: MicroBatch) -> Tensor:
-    """PPO's clipped loss. Its sum over the mini-batch is the mean over tokens, since advantages are scaled for that."""
+    """Compute PPO's clipped loss. Advantages are scaled so that its sum over the mini-batch is the mean over tokens."""
     logits = model(micro["sequences"], micro["attention_mask"], micro.position_ids())
     logprobs = micro.logprobs(logits)
     mask, advantages = micro["loss_mask"], micro["advantages"]

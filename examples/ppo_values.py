@@ -28,7 +28,7 @@ PPO_SETTINGS = {
 
 
 def values(critic: TinyModel, micro: MicroBatch) -> torch.Tensor:
-    """The critic's value of each response token, in the shape of the response tensors."""
+    """Compute the critic's value of each response token, in the shape of the response tensors."""
     output = critic(micro["sequences"], micro["attention_mask"], micro.position_ids())[..., 0]
     return micro.at_responses(output)
 
@@ -41,7 +41,7 @@ def write_values(trainer: TrainerClient, batch: Batch, critic: TinyModel) -> Non
 
 
 def train_critic(batch: Batch, critic: TinyModel, optimizer: torch.optim.Optimizer) -> float:
-    """An optimizer step for each of the critic's mini-batches; returns the mean squared error of the last."""
+    """Make an optimizer step for each of the critic's mini-batches; return the mean squared error of the last."""
     error = 0.0
     for shard in batch.mini_batches():
         optimizer.zero_grad()

@@ -44,13 +44,13 @@ def export(address: str, run: str, directory: Path) -> Path | None:
     if not parts:
         return None
     whole = directory / "rollouts.jsonl.gz"
-    # Files of gzip one after another are one.
+    # Concatenated gzip files are a gzip file.
     whole.write_bytes(b"".join(part.read_bytes() for part in parts))
     return whole
 
 
 def plans(file: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
-    """The plan of each batch of the file under these settings."""
+    """Plan each batch of the file under these settings."""
     config = file.with_name("changed.yaml")
     config.write_text(yaml.safe_dump(settings), encoding="utf-8")
     done = subprocess.run(["gristmill", "plan", str(file), "--config", str(config)], capture_output=True)

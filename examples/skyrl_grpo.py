@@ -5,7 +5,7 @@
     python examples/skyrl_grpo.py data.train_data="['$HOME/data/gsm8k/train.parquet']" \
         trainer.policy.model.path=Qwen/Qwen2.5-1.5B-Instruct trainer.algorithm.use_kl_loss=false trainer.logger=console
 
-Takes SkyRL's settings. What differs from a script of SkyRL's own is marked.
+Takes SkyRL's settings. Lines that differ from a plain SkyRL script are marked.
 """
 
 from __future__ import annotations

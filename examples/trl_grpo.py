@@ -4,7 +4,7 @@
     pip install trl==1.16.0 'gristmill[torch]'
     python examples/trl_grpo.py
 
-What differs from a script of TRL's own is marked. Nothing is fetched: the model and its vocabulary are made here.
+Lines that differ from a plain TRL script are marked. Nothing is downloaded: the model and its vocabulary are made here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WORDS, LOW = 64, 16
 
 
 def low_words(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """The reward: the share of low words."""
+    """Return the reward: the share of low words."""
     return [sum(token < LOW for token in ids) / len(ids) for ids in completion_ids]
 
 

@@ -56,7 +56,7 @@ def main() -> int:
 
 
 def run(experiment: Experiment, console: Console) -> list[BatchReport]:
-    """The whole loop, from the first weights to the last batch."""
+    """Run the whole loop, from the first weights to the last batch."""
     torch.manual_seed(experiment.seed)
     save_weights(Policy(), 0, experiment.weights)
     with serve(experiment.directory) as service, Children(service.check) as children:
@@ -74,7 +74,7 @@ def run(experiment: Experiment, console: Console) -> list[BatchReport]:
 
 
 def _start(children: Children, experiment: Experiment, address: str) -> set[str]:
-    """Starts workers and ranks, and returns the workers' names."""
+    """Start workers and ranks, and return the workers' names."""
     workers = [f"rollout worker {index}" for index in range(WORKERS)]
     for index, name in enumerate(workers):
         children.start(name, work, experiment, address, index)
@@ -84,7 +84,7 @@ def _start(children: Children, experiment: Experiment, address: str) -> set[str]
 
 
 def _follow(children: Children, playing: set[str], client: RolloutClient, table: LiveTable) -> list[BatchReport]:
-    """Shows what the trainer reports; finishes the run once the workers have played all their games."""
+    """Show the trainer's reports; finish the run once the workers have played all their games."""
     reports = []
     with table:
         for report in children.reports():
@@ -99,7 +99,7 @@ def _follow(children: Children, playing: set[str], client: RolloutClient, table:
 
 
 def _games(experiment: Experiment) -> str:
-    """A few games of the newest policy: its replies and the answers."""
+    """Play a few games with the newest policy; return its replies and the answers."""
     policy, generator, games = Policy(), torch.Generator().manual_seed(experiment.seed), []
     load_weights(policy, experiment.weights)
     for secret in SHOWN_SECRETS:
@@ -121,7 +121,7 @@ def _introduce(service: Service, console: Console) -> None:
 
 
 def conclude(reports: list[BatchReport], seconds: float, arguments: argparse.Namespace, console: Console) -> int:
-    """Says by how much the reward rose. Returns the exit status."""
+    """Print by how much the reward rose. Returns the exit status."""
     count = max(1, min(COMPARED_BATCHES, len(reports) // 2))
     first, last = reports[:count], reports[-count:]
     rise = _mean(last, "reward") - _mean(first, "reward")
@@ -144,7 +144,7 @@ def _mean(reports: list[BatchReport], name: str) -> float:
 
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """The first of these signals ends the block as Ctrl-C does; while it cleans up, further ones are ignored."""
+    """End the block at the first of these signals as Ctrl-C does; ignore further ones during the cleanup."""
 
     def end(number: int, _: FrameType | None) -> NoReturn:
         for each in numbers:

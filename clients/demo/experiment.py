@@ -43,7 +43,7 @@ LAYOUTS = ("left_padded", "prefix_tree")
 
 @dataclass(frozen=True)
 class Experiment:
-    """Given to every process of the demonstration. `directory` is theirs alone and goes when it ends. layout: one of
+    """The configuration of every process of the demonstration. directory: temporary; removed at the end. layout: one of
     `LAYOUTS`."""
 
     directory: Path
@@ -61,7 +61,7 @@ class Experiment:
 
     @property
     def games(self) -> list[tuple[str, int]]:
-        """Every prompt group of the run: its uid and its secret. Each number is as often the secret as any other."""
+        """Return every prompt group of the run: its uid and its secret. All numbers are equally often the secret."""
         generator = random.Random(self.seed)
         secrets: list[int] = []
         while len(secrets) < self.batches * GROUPS_PER_BATCH:

@@ -39,7 +39,7 @@ def decode(tokens: list[int]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """The result of one reply. answer: correct, higher, lower or malformed. stop_reason: why the policy ended it."""
+    """The result of one reply. answer: correct, higher, lower or malformed. stop_reason: why the reply ended."""
 
     answer: str
     reward: float
@@ -57,7 +57,7 @@ class Episode:
         self._turns = 0
 
     def reply(self, tokens: list[int]) -> Turn:
-        """Takes the policy's reply, and continues the context with it and the answer."""
+        """Apply the policy's reply, and append it and the answer to the context."""
         self._turns += 1
         answer = self._answer(tokens)
         self.done = answer == "correct" or self._turns == MAX_TURNS

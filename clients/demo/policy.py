@@ -42,7 +42,7 @@ class Block(nn.Module):
 
 
 class Policy(nn.Module):
-    """Gives logits over the characters that a reply may have, which are the first of the alphabet."""
+    """Computes logits over the characters that a reply may have, which are the first of the alphabet."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Policy(nn.Module):
 
 
 def causal(attention_mask: Tensor) -> Tensor:
-    """What the characters of left-padded rows see: themselves and those before them; (rows, length, length)."""
+    """Return the causal mask of left-padded rows, (rows, length, length): each sees itself and earlier ones."""
     length = attention_mask.shape[1]
     before = torch.ones(length, length, dtype=torch.bool).tril()
     own = torch.eye(length, dtype=torch.bool)  # padding sees itself, else its softmax would be NaN
@@ -68,7 +68,7 @@ def causal(attention_mask: Tensor) -> Tensor:
 
 
 def next_logprobs(logits: Tensor, sequences: Tensor) -> Tensor:
-    """(rows, length): at each position the logprob of the token that follows it; 0 at the last.
+    """Return (rows, length): at each position the logprob of the token that follows it; 0 at the last.
 
     Characters that a reply cannot have are the environment's: their value means nothing, and the loss masks them.
     """
@@ -78,7 +78,7 @@ def next_logprobs(logits: Tensor, sequences: Tensor) -> Tensor:
 
 
 def entropies(logits: Tensor) -> Tensor:
-    """(rows, length): how open the choice of the next token is at each position."""
+    """Return (rows, length): the entropy of the next token at each position."""
     return -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1)
 
 
@@ -90,7 +90,7 @@ class Reply:
 
 @torch.no_grad()
 def speak(policy: Policy, contexts: list[list[int]], max_tokens: int, generator: torch.Generator) -> list[Reply]:
-    """One reply to each context, sampled: up to the end token, or `max_tokens`."""
+    """Sample a reply to each context, up to the end token or `max_tokens`."""
     width = max(len(context) for context in contexts)
     sequences = torch.tensor([[PAD] * (width - len(context)) + context for context in contexts])
     mask = torch.tensor([[0] * (width - len(context)) + [1] * len(context) for context in contexts])
@@ -115,7 +115,7 @@ def save_weights(policy: Policy, version: int, path: Path) -> None:
 
 
 def load_weights(policy: Policy, path: Path) -> int:
-    """Puts the file's weights into the policy and returns their version."""
+    """Load the file's weights into the policy and return their version."""
     with safe_open(path, framework="pt") as file:
         policy.load_state_dict({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
         return int(file.metadata()["version"])

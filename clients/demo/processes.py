@@ -1,7 +1,7 @@
 """The demonstration's processes: `gristmill serve`, and Python children that report to their parent.
 
-Owns that none is left behind. Children are spawned; they ignore Ctrl-C, which the terminal sends to all: the parent
-ends them. They also end when the parent is gone. What goes wrong in one is raised in the parent as ProcessFailedError.
+Leaves no process behind. Children are spawned and ignore Ctrl-C, which the terminal sends to all: the parent ends them.
+They also end when the parent is gone. A failure of a child is raised in the parent as ProcessFailedError.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _spawn = multiprocessing.get_context("spawn")
 
 
 class ProcessFailedError(Exception):
-    """A process of the demonstration ended otherwise than it should; the message holds what it said."""
+    """A process of the demonstration failed; the message has its output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +43,14 @@ class Service:
     log: Path
 
     def check(self) -> None:
-        """Raises ProcessFailedError when it is gone."""
+        """Raise ProcessFailedError if it is gone."""
         if self.process.poll() is not None:
             raise ProcessFailedError(f"gristmill serve ended with {self.process.returncode}:\n{self.log.read_text()}")
 
 
 @contextmanager
 def serve(directory: Path) -> Iterator[Service]:
-    """`gristmill serve` on free ports of this machine, ready; asked to stop at the end, which removes its shards."""
+    """Start `gristmill serve` on free ports and wait until it is ready; stop it and remove its shards at the end."""
     announced, log = directory / "service.json", directory / "service.log"
     command = [str(Path(sys.executable).with_name("gristmill")), "serve", "--announce", str(announced)]
     command += ["--grpc-address", "127.0.0.1:0", "--http-address", "127.0.0.1:0", "--shutdown-grace-s", "5"]
@@ -82,7 +82,7 @@ def _wait_until_ready(process: subprocess.Popen[bytes], announced: Path, log: Pa
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The child of this name has ended well."""
+    """The child of this name has ended without an error."""
 
     name: str
 
@@ -95,9 +95,9 @@ class _Failure:
 
 
 class Children:
-    """Child processes. Leaving the block ends those that still run.
+    """Child processes. Leaving the block ends all that still run.
 
-    check: called while their reports are awaited, to raise what else should end them.
+    check: called while waiting for their reports; raises if something else failed.
     """
 
     def __init__(self, check: Callable[[], None]) -> None:
@@ -106,7 +106,7 @@ class Children:
         self._reports: dict[str, Connection] = {}
 
     def start(self, name: str, target: Callable[..., None], *arguments: Any, reports: bool = False) -> None:
-        """Runs `target(*arguments)` in a process. One that reports is given a function for it as one more argument."""
+        """Run `target(*arguments)` in a process. A target that reports gets a function for it as its last argument."""
         receiver, sender = _spawn.Pipe(duplex=False)
         process = _spawn.Process(target=_run, args=(target, arguments, sender, reports), name=name, daemon=True)
         process.start()
@@ -114,9 +114,9 @@ class Children:
         self._processes[name], self._reports[name] = process, receiver
 
     def reports(self) -> Iterator[Any]:
-        """The reports of the children as they come, and Ended for each that is through.
+        """Yield the children's reports as they arrive, and Ended for each child that has ended.
 
-        Ends with the last of them. Raises ProcessFailedError as soon as one fails.
+        Returns after the last child. Raises ProcessFailedError as soon as one fails.
         """
         names = {connection: name for name, connection in self._reports.items()}
         while names:
@@ -154,7 +154,7 @@ class Children:
 
 
 def _run(target: Callable[..., None], arguments: tuple[Any, ...], sender: Connection, reports: bool) -> None:
-    """Runs in the child."""
+    """Run the target in the child."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=_end_with_parent, daemon=True).start()

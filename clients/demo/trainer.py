@@ -28,7 +28,7 @@ ENTROPY_WEIGHT = 0.02
 
 @dataclass(frozen=True, slots=True)
 class BatchReport:
-    """A batch as the table shows it. lag: policy versions that its rows were behind, on average."""
+    """A batch as the table shows it. lag: by how many policy versions its rows were behind, on average."""
 
     batch: int
     reward: float
@@ -51,7 +51,7 @@ class Trainer:
         self._optimizer = torch.optim.AdamW(self._policy.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
 
     def train(self, report: Callable[[BatchReport], None]) -> None:
-        """Trains on every batch of the run."""
+        """Train on every batch of the run."""
         began = time.monotonic()
         for batch in self._client:
             counts = self._train_batch(batch)
@@ -63,7 +63,7 @@ class Trainer:
             began = time.monotonic()
 
     def _train_batch(self, batch: Batch) -> Tensor:
-        """Returns, over all ranks: games won, rows, and the policy versions by which these are behind."""
+        """Train a batch; return over all ranks the games won, the rows, and the sum of their lags in versions."""
         counts = torch.zeros(3)
         for shard in batch.mini_batches():
             self._optimizer.zero_grad()
@@ -79,7 +79,7 @@ class Trainer:
         return counts
 
     def _loss(self, micro: MicroBatch, loss_tokens: int) -> Tensor:
-        """PPO's clipped loss against the logprobs of the rollout, and a little entropy so that it goes on trying."""
+        """Compute PPO's clipped loss against the rollout's logprobs, with a small entropy bonus for exploration."""
         logits, logprobs = self._of_tree(micro) if micro.is_tree else self._of_rows(micro)
         mask, advantages = micro["loss_mask"], micro["advantages"]
         ratio = ((logprobs - micro["rollout_logprobs"]) * mask).exp()
@@ -88,13 +88,13 @@ class Trainer:
         return -gain.sum() - ENTROPY_WEIGHT * entropy.sum() / loss_tokens
 
     def _of_rows(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Logits, and the logprobs of the response tensors."""
+        """Return logits, and the logprobs of the response tensors."""
         sequences = micro["sequences"]
         logits = self._parallel(sequences, causal(micro["attention_mask"]), micro.position_ids())
         return logits, micro.at_responses(next_logprobs(logits, sequences))
 
     def _of_tree(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        """The same where what rows share stands once."""
+        """Return the same for a micro-batch of layout `prefix_tree`."""
         sequences = micro["sequences"]
         logits = self._parallel(sequences[None], micro.tree.mask[None], micro.position_ids()[None])[0]
         return logits, micro.tree.logprobs(logits, sequences.clamp(max=logits.shape[-1] - 1))
@@ -121,7 +121,7 @@ def _batch_report(batch: Batch, counts: Tensor, seconds: float) -> BatchReport:
 
 
 def train(experiment: Experiment, address: str, rank: int, report: Callable[[BatchReport], None]) -> None:
-    """The process. Returns when the run is finished and trained."""
+    """Run the trainer process. Returns when the run is finished and trained."""
     torch.set_num_threads(1)
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else it looks up the host's name, which may have no address

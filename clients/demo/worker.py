@@ -27,7 +27,7 @@ class Worker:
         self._secrets = dict(experiment.games[index::WORKERS])
 
     def work(self) -> None:
-        """Plays all of the worker's games, as many at once as there is room for."""
+        """Play all of the worker's games, as many at once as the run has capacity for."""
         waiting = list(self._secrets)
         while waiting:
             admitted = self._client.begin_groups(waiting[:GROUPS_AT_ONCE])
@@ -66,7 +66,7 @@ class Worker:
 
 
 def work(experiment: Experiment, address: str, index: int) -> None:
-    """The process. Returns when all its games are played and submitted."""
+    """Run the worker process. Returns when all its games are played and submitted."""
     torch.set_num_threads(1)
     with RolloutClient(address, RUN) as client:
         Worker(experiment, index, client).work()

@@ -1,7 +1,7 @@
-"""What an engine sampled, read from its answer to a call of the OpenAI API. Nothing is tokenized: an answer that does
-not carry its token ids is refused.
+"""Reads sampled tokens from an engine's answer to a call of the OpenAI API. It does not tokenize: an answer without
+token ids is refused.
 
-Engines give them when a call asks for them:
+Engines return token ids if a call asks for them:
 
     vLLM, chat and completions   `return_token_ids: true`, with `logprobs: true` (chat) or `logprobs: 0` (completions)
     vLLM, responses              `enable_response_messages: true`; it gives no logprobs of all tokens
@@ -29,8 +29,11 @@ HOW_TO_ASK = (
 
 
 class Sampled(NamedTuple):
-    """One choice of an answer: the tokens that the engine read, those that it sampled, and their log-probabilities, one
-    each, None where the answer has none. stop_reason: as the engine names it, "" where it does not."""
+    """One choice of an answer: the tokens that the engine read, and the tokens that it sampled.
+
+    rollout_logprobs: one log-probability per sampled token; None if the answer has none. stop_reason: as the engine
+    names it; "" if it does not.
+    """
 
     prompt_token_ids: Sequence[int]
     response_ids: Sequence[int]
@@ -39,12 +42,12 @@ class Sampled(NamedTuple):
 
 
 def sampled(completion: Any) -> list[Sampled]:
-    """The choices of an answer, in the order of their index.
+    """Return the choices of an answer in the order of their index, without those of which nothing was sampled.
 
     completion: a chat completion, completion or response, as a mapping or an object of the `openai` package; or the
         chunks of a streamed one, in their order.
-    Raises InvalidArgumentError where it does not have its token ids, or not one log-probability a token. A choice of
-    which nothing was sampled is left out.
+
+    Raises InvalidArgumentError if token ids are missing, or if there is not one log-probability per token.
     """
     if isinstance(completion, Iterable) and not isinstance(completion, (Mapping, str)) and not _is_model(completion):
         chunks = ChunkReader()
@@ -55,20 +58,21 @@ def sampled(completion: Any) -> list[Sampled]:
     if answer.get("object") == "response":
         return _of_response(answer)
     extension = answer.get("sglext") or {}
-    found = []
+    indexed: list[tuple[int, Sampled]] = []
     for position, choice in enumerate(answer.get("choices") or ()):
         index = choice.get("index", position)
         prompt = _first(answer.get("prompt_token_ids"), choice.get("prompt_token_ids"), extension.get("input_ids"))
         response = _first(choice.get("token_ids"), _at(extension.get("output_ids"), index))
         stop = choice.get("finish_reason") or ""
-        found.append((index, _checked(prompt, response, logprobs_of(choice.get("logprobs")), stop, f"choice {index}")))
-    if not found:
+        checked = _checked(prompt, response, logprobs_of(choice.get("logprobs")), stop, f"choice {index}")
+        indexed.append((index, checked))
+    if not indexed:
         raise InvalidArgumentError("the answer has no choices; give a chat completion, a completion or a response")
-    return [one for _, one in sorted(found, key=lambda each: each[0]) if one.response_ids]
+    return [choice for _, choice in sorted(indexed, key=lambda each: each[0]) if choice.response_ids]
 
 
 class ChunkReader:
-    """Puts a streamed answer together from its chunks, as far as training needs it."""
+    """Collects what training needs from the chunks of a streamed answer."""
 
     def __init__(self) -> None:
         self._prompt: Sequence[int] | None = None
@@ -76,7 +80,7 @@ class ChunkReader:
         self._extension: Mapping[str, Any] = {}
 
     def read(self, chunk: Mapping[str, Any]) -> None:
-        """The next chunk, in the engine's own form."""
+        """Read the next chunk, as the engine sent it."""
         self._prompt = _first(self._prompt, chunk.get("prompt_token_ids"))
         if extension := chunk.get("sglext"):
             self._extension = {**self._extension, **extension}
@@ -88,31 +92,32 @@ class ChunkReader:
 
     @property
     def finished(self) -> int:
-        """How many choices have said why they ended."""
+        """Return the number of choices that have a stop reason."""
         return sum(choice.stop_reason is not None for choice in self._choices.values())
 
     @property
     def has_prompt(self) -> bool:
-        """Whether the prompt's token ids have come."""
+        """Return whether the prompt's token ids have arrived."""
         return self._prompt is not None or any(choice.prompt is not None for choice in self._choices.values())
 
     def sampled(self) -> list[Sampled]:
-        """As the function. Raises InvalidArgumentError also where a choice has not ended: the stream was cut."""
-        found = []
+        """Return the choices, like the function `sampled`. Raises InvalidArgumentError also if a choice has not ended,
+        because the stream was cut."""
+        choices = []
         for index, choice in sorted(self._choices.items()):
             where = f"choice {index}"
             if choice.stop_reason is None:
-                raise InvalidArgumentError(f"{where} did not end: the stream was cut; make the call again")
+                raise InvalidArgumentError(f"{where} did not end: the stream was cut; repeat the call")
             prompt = _first(self._prompt, choice.prompt, self._extension.get("input_ids"))
             response = _first(choice.tokens, _at(self._extension.get("output_ids"), index))
-            found.append(_checked(prompt, response, choice.logprobs, choice.stop_reason, where))
-        if not found:
+            choices.append(_checked(prompt, response, choice.logprobs, choice.stop_reason, where))
+        if not choices:
             raise InvalidArgumentError("the stream has no choices; give the chunks of a completion")
-        return [one for one in found if one.response_ids]
+        return [choice for choice in choices if choice.response_ids]
 
 
 class _Choice:
-    """A choice of which parts have come."""
+    """The parts of a choice that have arrived."""
 
     def __init__(self) -> None:
         self.prompt: Sequence[int] | None = None
@@ -131,18 +136,18 @@ class _Choice:
         self.stop_reason = _first(self.stop_reason, part.get("finish_reason"))
 
 
-def logprobs_of(given: Mapping[str, Any] | None) -> list[float] | None:
-    """A choice's log-probabilities, in the form of chat (`content`) or of completions (`token_logprobs`)."""
-    if given is None:
+def logprobs_of(logprobs: Mapping[str, Any] | None) -> list[float] | None:
+    """Read a choice's log-probabilities in the form of chat (`content`) or of completions (`token_logprobs`)."""
+    if logprobs is None:
         return None
-    if (content := given.get("content")) is not None:
+    if (content := logprobs.get("content")) is not None:
         return [token["logprob"] for token in content]
-    return given.get("token_logprobs")
+    return logprobs.get("token_logprobs")
 
 
 def _of_response(answer: Mapping[str, Any]) -> list[Sampled]:
-    """vLLM runs its built-in tools within one response: the prompt of the first turn stands in `input_messages`, then
-    by turns an output and the next prompt in `output_messages`."""
+    """Read the turns of a response, within which vLLM runs its built-in tools: `input_messages` has the prompt of the
+    first turn, and `output_messages` alternates between an output and the next prompt."""
     messages = [*(answer.get("input_messages") or ()), *(answer.get("output_messages") or ())]
     tokens = [message.get("tokens") if isinstance(message, Mapping) else None for message in messages]
     if not tokens or len(tokens) % 2 or None in tokens:
@@ -154,11 +159,11 @@ def _of_response(answer: Mapping[str, Any]) -> list[Sampled]:
     turns = zip(tokens[::2], tokens[1::2], strict=True)
     last = len(tokens) // 2 - 1
     stops = {"completed": "stop", "incomplete": "length"}
-    found = [
+    checked = [
         _checked(prompt, response, None, stops.get(status, status) if turn == last else "tool_calls", f"turn {turn}")
         for turn, (prompt, response) in enumerate(turns)
     ]
-    return [one for one in found if one.response_ids]
+    return [turn for turn in checked if turn.response_ids]
 
 
 def _checked(
@@ -168,9 +173,9 @@ def _checked(
     stop_reason: Any,
     where: str,
 ) -> Sampled:
-    lacking = "prompt's" if prompt is None else "response's" if response is None else ""
     if prompt is None or response is None:
-        raise InvalidArgumentError(f"{where}: the answer does not have the {lacking} token ids; {HOW_TO_ASK}")
+        missing = "prompt's" if prompt is None else "response's"
+        raise InvalidArgumentError(f"{where}: the answer does not have the {missing} token ids; {HOW_TO_ASK}")
     if logprobs is not None and len(logprobs) != len(response):
         raise InvalidArgumentError(
             f"{where}: the answer has {len(logprobs)} logprobs for {len(response)} token ids; it needs one each"
@@ -184,15 +189,16 @@ def _mapping(answer: Any) -> Mapping[str, Any]:
     if isinstance(answer, Mapping):
         return answer
     if _is_model(answer):
-        found: Mapping[str, Any] = answer.model_dump()
-        return found
+        mapping: Mapping[str, Any] = answer.model_dump()
+        return mapping
     raise InvalidArgumentError(
         f"the completion is a {type(answer).__name__}; give an object of the openai package, or the answer as a mapping"
     )
 
 
 def _is_model(answer: Any) -> bool:
-    """Models of pydantic, of which those of the openai package are, iterate over their fields."""
+    """Return whether the answer is a pydantic model, such as those of the openai package, which iterate over their
+    fields."""
     return hasattr(answer, "model_dump")
 
 

@@ -2,20 +2,19 @@
 
 `from_skyrl`, `from_verl`, `from_slime`, `from_trl` and `from_trl_async`, `from_prime_rl`: each takes the framework's
 own objects and returns rows: mappings with the field names of a rollouts file, whose values are NumPy arrays, numbers
-and strings. What they take alike:
+and strings. All take these arguments:
 
-    round: which time the prompts are sampled; with the uid it names the group.
-    attempt: one more than before when trajectories are sampled anew.
-    tags: what environment or task each row is of, by which metrics are told and `tag_shares` counts; a group's are the
-        same.
-    policy_version: the version that sampled them, -1 unknown; where the framework says it itself, None takes its word.
-    columns: keys that the run declares as columns; each stands in the row under its own name.
-    ignore: keys that are to be left out although training may need them.
+    round: the pass over the prompts; with the uid it names the group.
+    attempt: one more than before if trajectories are sampled again.
+    tags: the environment or task of each row; all rows of a group have the same. Metrics and `tag_shares` are per tag.
+    policy_version: the version that sampled the rows, -1 if unknown; None takes the framework's, if it names one.
+    columns: keys that the run declares as columns; each keeps its name in the row.
+    ignore: keys to leave out although training may need them.
 
-Nothing is left out silently: a key is a field of the row, or is known to be none (a table in each framework's module
-says which), or is refused until it is named in `columns` or `ignore`. Whatever is ambiguous is refused too
-(InvalidArgumentError), naming key, row and remedy. Hand over whole groups at once: where the framework does not number
-a prompt's samples, they are numbered as they come. Inputs are never modified.
+No key is dropped silently: it becomes a field of the row, or is on the list of keys to ignore in the framework's
+module, or is refused until `columns` or `ignore` names it. Ambiguous input is refused too (InvalidArgumentError), with
+key, row and remedy. Pass whole groups: if the framework does not number a prompt's samples, they are numbered in their
+order. Inputs are never modified.
 
     client.submit(from_verl(rollouts))
 """

@@ -8,7 +8,7 @@
     ├── FailedPreconditionError                 right call, wrong moment: it must not simply be retried
     │   ├── StaleIncarnationError               a newer incarnation of the trainer has taken over
     │   ├── BatchFailedError                    the batch asked for could not be made; says why
-    │   └── PrefixUnknownError                  rows came without tokens that the service does not have: send them whole
+    │   └── PrefixUnknownError                  the service does not have the tokens that rows omit: send them whole
     ├── UnauthenticatedError                    the service asks for a token, and none or an unknown one was sent
     ├── PermissionDeniedError                   the token's roles, runs or rank do not allow the call
     ├── ResourceExhaustedError                  a limit is reached: retry after `retry_after_s`
@@ -63,8 +63,8 @@ class BatchFailedError(FailedPreconditionError):
 
 
 class PrefixUnknownError(FailedPreconditionError):
-    """The service does not have the tokens that a client left out. The client sends the rows again, whole, and raises
-    nothing, so that this class is not part of `gristmill`'s names."""
+    """The service does not have the tokens that a client left out. The client handles it by sending the whole rows, so
+    that this class is not one of `gristmill`'s names."""
 
 
 class UnauthenticatedError(GristmillError):
@@ -76,7 +76,7 @@ class PermissionDeniedError(GristmillError):
 
 
 class ResourceExhaustedError(GristmillError):
-    """A limit is reached. Try again after `retry_after_s` seconds; nothing of the call was kept."""
+    """A limit is reached. Try again after `retry_after_s` seconds; nothing of the call was stored."""
 
     code = "RESOURCE_EXHAUSTED"
 

@@ -10,8 +10,8 @@ import pytest
 from gristmill._wire.rows import from_rows
 from gristmill.converters import from_prime_rl
 from gristmill.errors import InvalidArgumentError
+from tests.client.converters.fields import fields_of
 from tests.client.converters.stand_ins import EncodedTensor, RoutedExperts, TrainingSample
-from tests.client.converters.told import told
 
 
 def sample(**changes: Any) -> TrainingSample:
@@ -34,10 +34,10 @@ def convert(*traces: Any, **options: Any) -> list[dict[str, Any]]:
 
 def test_all_before_the_first_trained_token_is_the_prompt() -> None:
     (row,) = convert(sample(), policy_version=3)
-    assert told([row], "prompt_token_ids", "response_ids", "loss_mask", "rollout_logprobs") == [
+    assert fields_of([row], "prompt_token_ids", "response_ids", "loss_mask", "rollout_logprobs") == [
         ([1, 2], [3, 4, 5, 6], [True, False, True, True], [-0.5, 0.0, -0.25, -0.125])
     ]
-    assert told([row], "uid", "sample", "step", "is_last_step", "reward", "policy_version") == [
+    assert fields_of([row], "uid", "sample", "step", "is_last_step", "reward", "policy_version") == [
         ("a", 0, 0, True, 1.0, 3)
     ]
     assert "advantage" not in row
@@ -46,17 +46,17 @@ def test_all_before_the_first_trained_token_is_the_prompt() -> None:
 def test_traces_are_numbered_in_their_group_and_branches_are_steps() -> None:
     branches = [sample(), sample(mask=[False] * 5 + [True])]
     rows = convert(sample(), branches, sample(), uids=[7, 7, 8], rewards=[0.0, 0.5, 1.0])
-    assert told(rows, "uid", "sample", "step", "is_last_step", "reward") == [
+    assert fields_of(rows, "uid", "sample", "step", "is_last_step", "reward") == [
         ("7", 0, 0, True, 0.0),
         ("7", 1, 0, False, 0.0),
         ("7", 1, 1, True, 0.5),
         ("8", 0, 0, True, 1.0),
     ]
-    assert told(rows, "prompt_token_ids")[2] == [1, 2, 3, 4, 5]
+    assert fields_of(rows, "prompt_token_ids")[2] == [1, 2, 3, 4, 5]
 
 
 def test_advantages_are_given_on_request() -> None:
-    assert told(convert(sample(), advantages=True), "advantage") == [[1.5, 0.0, 1.5, 1.5]]
+    assert fields_of(convert(sample(), advantages=True), "advantage") == [[1.5, 0.0, 1.5, 1.5]]
     with pytest.raises(InvalidArgumentError, match=r"trace 0 .* branch 0: advantages is missing"):
         convert(sample(advantages=None), advantages=True)
 
@@ -77,7 +77,7 @@ def test_streams_are_cut_like_the_response_and_tensors_are_decoded() -> None:
     )
     columns = ["ref_logprobs", "routed_experts", "pixel_values", "mm_token_type_ids", "temperatures"]
     (row,) = convert(made, columns=columns)
-    assert told([row], "ref_logprobs", "mm_token_type_ids", "temperatures") == [
+    assert fields_of([row], "ref_logprobs", "mm_token_type_ids", "temperatures") == [
         ([-1.0, 0.0, -2.0, -3.0], [0, 1, 0, 0, 0, 0], [0.5] * 4)
     ]
     assert row["routed_experts"].tolist() == [*routes.tolist(), [[0, 1], [0, 1]]]
@@ -86,7 +86,7 @@ def test_streams_are_cut_like_the_response_and_tensors_are_decoded() -> None:
 
 def test_a_token_that_only_a_weight_counts_is_of_the_response_too() -> None:
     (row,) = convert(sample(ce_weights=[0.0, 0.5, 0.0, 0.5, 0.0, 0.0]), columns=["ce_weights"])
-    assert told([row], "prompt_token_ids", "loss_mask", "ce_weights") == [
+    assert fields_of([row], "prompt_token_ids", "loss_mask", "ce_weights") == [
         ([1], [False, True, False, True, True], [0.5, 0.0, 0.5, 0.0, 0.0])
     ]
 

@@ -7,7 +7,7 @@ import pytest
 from gristmill.converters import from_prime_rl, from_skyrl, from_slime, from_trl, from_trl_async, from_verl
 
 from . import real, recorded, stand_ins
-from .told import same, told
+from .fields import fields_of, same
 
 ROUTES = ("routed_experts",)
 
@@ -54,7 +54,7 @@ def test_slime() -> None:
     sample.append_response_tokens(tokens=[5], trainable=False)
     for given in (sample, sample.to_dict()):
         (row,) = from_slime([given])
-        assert told([row], "prompt_token_ids", "response_ids", "loss_mask") == [([1, 2], [3, 4, 5], [1, 1, 0])]
+        assert fields_of([row], "prompt_token_ids", "response_ids", "loss_mask") == [([1, 2], [3, 4, 5], [1, 1, 0])]
 
 
 def test_prime_rl() -> None:
@@ -63,4 +63,4 @@ def test_prime_rl() -> None:
         assert getattr(types, name).__struct_fields__ == getattr(stand_ins, name).__struct_fields__
     sample = types.TrainingSample([1, 2, 3], [False, True, True], [0.0, -0.5, -0.5], [1.0] * 3, "math")
     (row,) = from_prime_rl([sample], uids=["a"], rewards=[1.0])
-    assert told([row], "prompt_token_ids", "response_ids") == [([1], [2, 3])]
+    assert fields_of([row], "prompt_token_ids", "response_ids") == [([1], [2, 3])]

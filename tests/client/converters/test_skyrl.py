@@ -11,8 +11,8 @@ import torch
 from gristmill._wire.rows import from_rows
 from gristmill.converters import from_skyrl
 from gristmill.errors import InvalidArgumentError
+from tests.client.converters.fields import fields_of
 from tests.client.converters.recorded import skyrl_output
-from tests.client.converters.told import told
 
 # `GeneratorOutput` of skyrl/train/generators/base.py (NovaSky-AI/SkyRL a9564572, 2026-08-21).
 KEYS = [
@@ -46,12 +46,12 @@ def test_an_output_is_taken_as_it_is_with_the_ids_of_the_generators_input(name: 
 def test_steps_of_a_step_wise_output_are_numbered() -> None:
     ids, made = skyrl_output("step_wise")
     rows = from_skyrl(made, trajectory_ids=ids, round=1, policy_version=3)
-    assert told(rows, "uid", "sample", "step", "is_last_step")[:3] == [
+    assert fields_of(rows, "uid", "sample", "step", "is_last_step")[:3] == [
         ("a", 0, 0, False),
         ("a", 0, 1, True),
         ("a", 1, 0, False),
     ]
-    assert told(rows, "reward", "stop_reason", "round", "policy_version")[3] == ([0.0, 1.0], "stop", 1, 3)
+    assert fields_of(rows, "reward", "stop_reason", "round", "policy_version")[3] == ([0.0, 1.0], "stop", 1, 3)
 
 
 def test_an_output_without_ids_says_where_they_are() -> None:
@@ -59,12 +59,12 @@ def test_an_output_without_ids_says_where_they_are() -> None:
     with pytest.raises(InvalidArgumentError, match="give trajectory_ids, those of the generator's input, or uids"):
         from_skyrl(made)
     rows = from_skyrl(made | {"uids": ["a", "a", "b", "b"]})
-    assert told(rows, "uid", "sample") == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
+    assert fields_of(rows, "uid", "sample") == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
 
 
 def test_uids_alone_number_samples_by_the_trajectories_that_ended() -> None:
     made = output(trajectory_ids=None, uids=["a", "a", "a"])
-    assert told(from_skyrl(made), "sample", "step") == [(0, 0), (1, 0), (1, 1)]
+    assert fields_of(from_skyrl(made), "sample", "step") == [(0, 0), (1, 0), (1, 1)]
     with pytest.raises(
         InvalidArgumentError, match="row 2 is of uid 'b' while the trajectory of uid 'a' has not had its"
     ):
@@ -94,9 +94,9 @@ def test_routed_experts_and_images_are_columns_of_the_rows() -> None:
     made = output(rollout_expert_indices=routes, pixel_values=images)
     rows = from_skyrl(made, columns=["rollout_expert_indices", "pixel_values"])
     # The engine ran two of the three tokens; what it did not run is given the first experts.
-    assert told(rows, "rollout_expert_indices")[0] == [[[0, 1]], [[2, 3]], [[0, 1]]]
+    assert fields_of(rows, "rollout_expert_indices")[0] == [[[0, 1]], [[2, 3]], [[0, 1]]]
     assert [len(row["rollout_expert_indices"]) for row in rows] == [3, 4, 6]
-    assert told(rows, "pixel_values") == [[[1.0, 1.0]] * 4, None, [[0.0, 0.0]]]
+    assert fields_of(rows, "pixel_values") == [[[1.0, 1.0]] * 4, None, [[0.0, 0.0]]]
     assert "pixel_values" not in rows[1]
     with pytest.raises(InvalidArgumentError, match=r"uid 'a' sample 0 step 0: rollout_expert_indices has the shape"):
         from_skyrl(output(rollout_expert_indices=routes[::-1]), columns=["rollout_expert_indices"])
@@ -108,7 +108,7 @@ def test_a_key_that_skyrl_does_not_have_is_a_column_or_ignored_by_name() -> None
         InvalidArgumentError, match=r"unknown key difficulty; declare it as a column of the run and give"
     ):
         from_skyrl(made)
-    assert told(from_skyrl(made, columns=["difficulty"]), "difficulty") == [1, 2, 3]
+    assert fields_of(from_skyrl(made, columns=["difficulty"]), "difficulty") == [1, 2, 3]
     assert "difficulty" not in from_skyrl(made, ignore=["difficulty"])[0]
     with pytest.raises(InvalidArgumentError, match="difficulty has 1 entries and response_ids has 3"):
         from_skyrl(output(difficulty=[1]), columns=["difficulty"])

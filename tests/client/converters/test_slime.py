@@ -12,8 +12,8 @@ import torch
 from gristmill._wire.rows import from_rows
 from gristmill.converters import from_slime
 from gristmill.errors import InvalidArgumentError
+from tests.client.converters.fields import fields_of, same
 from tests.client.converters.stand_ins import Sample, Status
-from tests.client.converters.told import same, told
 
 
 def sample(number: int = 4, **changes: Any) -> Sample:
@@ -34,22 +34,22 @@ def sample(number: int = 4, **changes: Any) -> Sample:
 
 def test_tokens_are_cut_at_the_response_and_the_oldest_weights_count() -> None:
     (row,) = from_slime([sample()], round=3)
-    assert told([row], "prompt_token_ids", "response_ids", "loss_mask", "rollout_logprobs") == [
+    assert fields_of([row], "prompt_token_ids", "response_ids", "loss_mask", "rollout_logprobs") == [
         ([1, 2], [3, 4, 5, 6], [1, 0, 0, 1], [-0.5, 0.0, 0.0, -0.25])
     ]
-    assert told([row], "uid", "round", "reward", "stop_reason", "policy_version") == [("2", 3, 4.0, "stop", 9)]
+    assert fields_of([row], "uid", "round", "reward", "stop_reason", "policy_version") == [("2", 3, 4.0, "stop", 9)]
 
 
 def test_samples_are_numbered_by_their_index_however_they_are_nested_and_ordered() -> None:
     rows = from_slime([[sample(5), sample(4)], [[sample(7)], [sample(6)]]])
-    assert told(rows, "uid", "sample", "reward") == [("2", 1, 5.0), ("2", 0, 4.0), ("3", 1, 7.0), ("3", 0, 6.0)]
+    assert fields_of(rows, "uid", "sample", "reward") == [("2", 1, 5.0), ("2", 0, 4.0), ("3", 1, 7.0), ("3", 0, 6.0)]
 
 
 def test_samples_of_one_rollout_are_its_steps_and_count_their_reward_once() -> None:
     siblings = [sample(4, rollout_id=4), sample(4, rollout_id=4, tokens=[7, 8, 9], response_length=1, loss_mask=[1])]
     siblings[1].rollout_log_probs = [-0.5]
     rows = from_slime([*siblings, sample(5)])
-    assert told(rows, "sample", "step", "is_last_step", "reward") == [
+    assert fields_of(rows, "sample", "step", "is_last_step", "reward") == [
         (0, 0, False, 0.0),
         (0, 1, True, 4.0),
         (1, 0, True, 5.0),
@@ -63,14 +63,14 @@ def test_samples_of_one_rollout_are_its_steps_and_count_their_reward_once() -> N
 
 def test_without_a_loss_mask_all_is_trained_and_a_removed_sample_is_not() -> None:
     rows = from_slime([sample(4, loss_mask=None), sample(5, remove_sample=True)])
-    assert told(rows, "loss_mask") == [[1, 1, 1, 1], [0, 0, 0, 0]]
+    assert fields_of(rows, "loss_mask") == [[1, 1, 1, 1], [0, 0, 0, 0]]
 
 
 @pytest.mark.parametrize(
     ("status", "reason"), [("completed", "stop"), ("truncated", "length"), ("aborted", "abort"), ("failed", "failed")]
 )
 def test_the_status_is_the_stop_reason(status: str, reason: str) -> None:
-    assert told(from_slime([sample(status=Status(status))]), "stop_reason") == [reason]
+    assert fields_of(from_slime([sample(status=Status(status))]), "stop_reason") == [reason]
 
 
 def test_samples_may_be_mappings_as_slime_writes_them() -> None:
@@ -78,18 +78,18 @@ def test_samples_may_be_mappings_as_slime_writes_them() -> None:
     assert same(from_slime(made), from_slime([sample(4), sample(5)]))
 
 
-def test_versions_that_are_no_numbers_are_unknown_and_a_given_one_stands() -> None:
+def test_versions_that_are_no_numbers_are_unknown_and_a_given_version_replaces_them() -> None:
     samples = [sample(4, weight_versions=["default", "3"]), sample(5, weight_versions=[])]
-    assert told(from_slime(samples), "policy_version") == [-1, -1]
-    assert told(from_slime(samples, policy_version=8), "policy_version") == [8, 8]
+    assert fields_of(from_slime(samples), "policy_version") == [-1, -1]
+    assert fields_of(from_slime(samples, policy_version=8), "policy_version") == [8, 8]
 
 
 def test_a_reward_of_several_is_named_and_one_that_is_not_there_is_pending() -> None:
     several = sample(reward={"accuracy": 0.5, "format": 1.0})
-    assert told(from_slime([several], reward_key="accuracy"), "reward") == [0.5]
+    assert fields_of(from_slime([several], reward_key="accuracy"), "reward") == [0.5]
     with pytest.raises(InvalidArgumentError, match="reward has 'accuracy', 'format'; reward_key is None"):
         from_slime([several])
-    assert told(from_slime([sample(reward=None)]), "reward") == [None]
+    assert fields_of(from_slime([sample(reward=None)]), "reward") == [None]
 
 
 def test_the_service_takes_the_rows() -> None:
@@ -107,7 +107,7 @@ def test_columns_are_what_the_sample_holds_and_routes_reach_to_the_last_token() 
         ],
         columns=["teacher_log_probs", "rollout_routed_experts", "pixel_values"],
     )
-    assert told(rows, "teacher_log_probs") == [[-1.0, 0, 0, -2.0], None]
+    assert fields_of(rows, "teacher_log_probs") == [[-1.0, 0, 0, -2.0], None]
     assert rows[0]["rollout_routed_experts"].tolist() == [*routes.tolist(), [[0, 1], [0, 1]]]
     assert ["pixel_values" in row for row in rows] == [False, True]
     assert np.array_equal(rows[1]["pixel_values"], np.ones((2, 3)))
@@ -140,7 +140,7 @@ def test_an_attribute_that_slime_does_not_have_is_refused_until_it_is_named() ->
     made.__dict__["difficulty"] = 3
     with pytest.raises(InvalidArgumentError, match=r"unknown key difficulty; .*columns=\['difficulty'\]"):
         from_slime([made])
-    assert told(from_slime([made], columns=["difficulty"]), "difficulty") == [3]
+    assert fields_of(from_slime([made], columns=["difficulty"]), "difficulty") == [3]
     assert "difficulty" not in from_slime([made], ignore=["difficulty"])[0]
 
 

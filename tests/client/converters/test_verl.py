@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from gristmill._wire.rows import from_rows
 from gristmill.converters import from_verl
 from gristmill.errors import InvalidArgumentError
+from tests.client.converters.fields import fields_of, same
 from tests.client.converters.recorded import verl_batch, verl_queue
-from tests.client.converters.told import same, told
 
 ROUTES = ("routed_experts",)
 
@@ -22,23 +22,25 @@ ROUTES = ("routed_experts",)
 @pytest.mark.parametrize("kind", [np.array, torch.from_numpy], ids=["arrays", "tensors"])
 def test_padding_is_taken_off_on_either_side_and_tokens_of_tools_stay_in_the_response(kind: Any) -> None:
     rows = from_verl(verl_batch(kind), ignore=ROUTES)
-    assert told(rows, "prompt_token_ids", "response_ids", "loss_mask") == [
+    assert fields_of(rows, "prompt_token_ids", "response_ids", "loss_mask") == [
         ([2, 3, 4], [5, 6, 20, 21, 7, 1], [1, 1, 0, 0, 1, 1]),
         ([2, 3, 4], [8, 1], [1, 1]),
         # The token 0 pads, and is one of the response too.
         ([10, 11, 12, 13, 14], [15, 0, 1], [1, 1, 1]),
     ]
-    assert told(rows, "rollout_logprobs")[0] == [-0.5, -0.5, 0.0, 0.0, -0.5, -0.5]
+    assert fields_of(rows, "rollout_logprobs")[0] == [-0.5, -0.5, 0.0, 0.0, -0.5, -0.5]
 
 
 def test_uids_name_groups_samples_are_numbered_as_they_come_and_scores_are_sums() -> None:
     rows = from_verl(verl_batch(), ignore=ROUTES, round=1, attempt=2)
-    assert told(rows, "uid", "round", "sample", "attempt", "step", "is_last_step", "policy_version", "reward") == [
+    assert fields_of(rows, "uid", "round", "sample", "attempt", "step", "is_last_step", "policy_version", "reward") == [
         ("a", 1, 0, 2, 0, True, 3, 1.0),
         ("a", 1, 1, 2, 0, True, 3, 0.0),
         ("b", 1, 0, 2, 0, True, 3, 0.25),
     ]
-    assert told(from_verl(verl_batch(), ignore=ROUTES, uids=[7, 8, 7], policy_version=9), "uid", "policy_version") == [
+    assert fields_of(
+        from_verl(verl_batch(), ignore=ROUTES, uids=[7, 8, 7], policy_version=9), "uid", "policy_version"
+    ) == [
         ("7", 9),
         ("8", 9),
         ("7", 9),
@@ -47,13 +49,13 @@ def test_uids_name_groups_samples_are_numbered_as_they_come_and_scores_are_sums(
 
 def test_rewards_may_stay_one_a_token() -> None:
     rows = from_verl(verl_batch(), ignore=ROUTES, token_rewards=True)
-    assert told(rows, "reward") == [[0, 0, 0, 0, 0, 1.0], [0, 0], [0, 0, 0.25]]
+    assert fields_of(rows, "reward") == [[0, 0, 0, 0, 0, 1.0], [0, 0], [0, 0, 0.25]]
 
 
 def test_a_batch_that_is_not_scored_yet_has_rewards_that_are_pending() -> None:
     batch = verl_batch()
     del batch.batch["rm_scores"]
-    assert told(from_verl(batch, ignore=ROUTES), "reward") == [None] * 3
+    assert fields_of(from_verl(batch, ignore=ROUTES), "reward") == [None] * 3
 
 
 def test_the_service_takes_the_rows() -> None:
@@ -76,8 +78,8 @@ def test_columns_are_cut_by_their_width_and_positions_of_several_axes_are_turned
     batch.batch["weights"] = np.tile(np.arange(8.0), (3, 1))
     batch.batch["task"] = np.array([1, 2, 3])
     rows = from_verl(batch, columns=["position_ids", "weights", "task"], ignore=ROUTES)
-    assert told(rows, "position_ids")[1] == [[place] * 3 for place in range(3, 8)]
-    assert told(rows, "weights", "task") == [([0, 1, 2, 3, 4, 5], 1), ([0, 1], 2), ([0, 1, 2], 3)]
+    assert fields_of(rows, "position_ids")[1] == [[place] * 3 for place in range(3, 8)]
+    assert fields_of(rows, "weights", "task") == [([0, 1, 2, 3, 4, 5], 1), ([0, 1], 2), ([0, 1, 2], 3)]
 
 
 def test_images_are_columns_of_the_rows_that_have_them() -> None:
@@ -94,21 +96,21 @@ def test_images_are_columns_of_the_rows_that_have_them() -> None:
 def test_rows_of_the_queue_are_steps_of_their_sessions_in_the_order_of_their_keys() -> None:
     keys, queue = verl_queue()
     rows = from_verl(queue, keys=keys, columns=ROUTES)
-    assert told(rows, "uid", "sample", "step", "is_last_step", "reward", "policy_version") == [
+    assert fields_of(rows, "uid", "sample", "step", "is_last_step", "reward", "policy_version") == [
         ("a", 0, 0, True, 0.0, 3),
         ("a", 1, 0, False, 0.0, 3),
         ("a", 1, 1, True, 0.5, 3),
     ]
-    assert told(rows, "prompt_token_ids", "response_ids")[2] == ([2, 3, 4], [5, 6, 20, 21, 7, 1])
+    assert fields_of(rows, "prompt_token_ids", "response_ids")[2] == ([2, 3, 4], [5, 6, 20, 21, 7, 1])
     assert [len(row["routed_experts"]) for row in rows] == [5, 8, 9]
 
 
 def test_rows_of_the_queue_without_keys_are_a_session_each() -> None:
     _, queue = verl_queue()
-    with pytest.raises(InvalidArgumentError, match=r"row 2 is of uid 'a' session 1, as one before it.* give keys"):
+    with pytest.raises(InvalidArgumentError, match=r"row 2 is of uid 'a' session 1, like an earlier.* give the keys"):
         from_verl(queue, ignore=ROUTES)
     queue["session_id"] = [1, 0, 2]
-    assert told(from_verl(queue, ignore=ROUTES), "sample") == [1, 0, 2]
+    assert fields_of(from_verl(queue, ignore=ROUTES), "sample") == [1, 0, 2]
 
 
 @pytest.mark.parametrize(
@@ -156,7 +158,7 @@ def test_padding_and_converting_gives_the_rows_back(rows: list[Any], spare: int)
         batch["responses"][row, : len(response)] = [token for token, _ in response]
         batch["response_mask"][row, : len(response)] = [mask for _, mask in response]
         batch["attention_mask"][row, widths[0] - len(prompt) : widths[0] + len(response)] = 1
-    converted = told(from_verl(batch, uids=["a"] * len(rows)), "prompt_token_ids", "response_ids", "loss_mask")
+    converted = fields_of(from_verl(batch, uids=["a"] * len(rows)), "prompt_token_ids", "response_ids", "loss_mask")
     assert converted == [(prompt, *map(list, zip(*response, strict=True))) for prompt, response in rows]
 
 

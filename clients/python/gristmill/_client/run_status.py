@@ -22,7 +22,7 @@ _SAME = (
 class ModelProgress:
     """The progress of one model's training.
 
-    committed: what is before it is freed once all ranks have acknowledged it. incarnation: grows by one with each
+    committed: batches before it are freed once all ranks have acknowledged them. incarnation: grows by one with each
     resume. next: for each rank the next position to acknowledge.
     """
 

@@ -1,4 +1,4 @@
-"""What becomes of a framework's keys: none is lost without a word."""
+"""Checks that no key of a framework's data is dropped silently."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Choice:
-    """What the caller says of keys that are no fields of a row."""
+    """The keys that the caller takes as columns, and those that it ignores, although they are no fields of a row."""
 
     columns: tuple[str, ...] = ()
     ignore: tuple[str, ...] = ()
@@ -34,9 +34,10 @@ def remedy_of(name: str) -> str:
 class Keys:
     """The keys of one framework's rollouts.
 
-    fields: those that fields of the row are made of.
-    ignored: those that are no part of a row, and why.
-    needed: those that training would miss, and what they hold.
+    what: the data's name in errors.
+    fields: keys that become fields of the row.
+    ignored: keys that are no part of a row, and why.
+    needed: keys without which training would be wrong, and what they contain.
     """
 
     what: str
@@ -44,16 +45,16 @@ class Keys:
     ignored: Mapping[str, str]
     needed: Mapping[str, str]
 
-    def check(self, given: Iterable[str], choice: Choice, remedy: str | None = None) -> None:
-        """Refuses what is neither known nor chosen, and columns that are not there. `given` has no absent ones."""
-        given = set(given)
-        for name in sorted(given - self.fields - self.ignored.keys() - {*choice.columns, *choice.ignore}):
+    def check(self, present: Iterable[str], choice: Choice, remedy: str | None = None) -> None:
+        """Refuse keys that are neither known nor chosen, and columns that are missing. present: keys with a value."""
+        present = set(present)
+        for name in sorted(present - self.fields - self.ignored.keys() - {*choice.columns, *choice.ignore}):
             kind = (
                 f"{name} ({self.needed[name]}) is no field of a row" if name in self.needed else f"unknown key {name}"
             )
             raise InvalidArgumentError(f"{self.what}: {kind}; {remedy or remedy_of(name)}")
         for name in choice.columns:
-            if name not in given:
+            if name not in present:
                 raise InvalidArgumentError(f"{self.what}: columns names {name}, which is not there; leave it out")
             if name in self.fields:
                 raise InvalidArgumentError(f"{self.what}: columns names {name}, which is a field of rows; leave it out")

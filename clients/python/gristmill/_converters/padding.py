@@ -1,4 +1,4 @@
-"""Where each row's tokens stand in a batch's tensors: padded ones, or one a row."""
+"""Takes each row's values out of a batch's tensors: padded ones, or one per row."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from gristmill.errors import InvalidArgumentError
 
 
 class Padded:
-    """Prompts are padded on the left, responses on the right: a row's tokens are one block around the seam."""
+    """Reads rows of padded tensors: prompts are padded on the left and responses on the right, so that a row's tokens
+    are one block around the end of the prompt.
+
+    prompt_mask, response_mask: not 0 on tokens, (rows, prompt width) and (rows, response width). name: of the masks in
+    errors. Raises InvalidArgumentError if the masks differ in rows, or naming the row whose tokens are not one block.
+    """
 
     def __init__(self, prompt_mask: Array, response_mask: Array, name: str, where: str) -> None:
-        """The masks, called `name`, are not 0 on tokens: (rows, prompt width) and (rows, response width).
-
-        Raises InvalidArgumentError where they have other rows, and naming the row whose tokens are not one block.
-        """
         if len(prompt_mask) != len(response_mask):
             raise InvalidArgumentError(
                 f"{where}: {name} has {len(prompt_mask)} rows of prompts and {len(response_mask)} of responses; each "
@@ -40,20 +41,20 @@ class Padded:
         self._end = self.response_lengths.tolist()
 
     def prompt(self, values: Array, row: int) -> Array:
-        found: Array = values[row][self._first[row] :]
-        return found
+        prompt: Array = values[row][self._first[row] :]
+        return prompt
 
     def response(self, values: Array, row: int) -> Array:
-        found: Array = values[row][: self._end[row]]
-        return found
+        response: Array = values[row][: self._end[row]]
+        return response
 
     def outside(self, values: Array, row: int) -> Array:
-        """What a response's tensor has on padding."""
-        found: Array = values[row][self._end[row] :]
-        return found
+        """Return the values that a response's tensor has on padding."""
+        padding: Array = values[row][self._end[row] :]
+        return padding
 
     def column(self, values: Array, row: int) -> Array:
-        """A tensor's values of one row: of its tokens or its response where it is as wide as those, else as it is."""
+        """Return one row's values: those of its tokens or its response if the tensor is as wide, else all."""
         width = self._prompt_width + self._response_width
         if values.ndim == 3 and values.shape[2] == width != values.shape[1]:
             values = np.moveaxis(values, 2, 1)
@@ -66,7 +67,7 @@ class Padded:
 
 @dataclass(frozen=True)
 class Ragged:
-    """Without padding: a value a row."""
+    """Reads rows of data without padding: lists with one entry per row."""
 
     rows: int
 

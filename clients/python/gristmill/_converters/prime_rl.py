@@ -52,16 +52,18 @@ def from_prime_rl(
     columns: Iterable[str] = (),
     ignore: Iterable[str] = (),
 ) -> list[Row]:
-    """Rows of prime-rl's `TrainingSample`s: for each trace one, or a list of them as `trace_to_samples` returns it.
+    """Convert prime-rl's `TrainingSample`s to rows.
 
-    A trace is a trajectory, its branches are the steps. The response begins with the first token that `mask` trains (or
-    that a weight in `columns` counts); all before it is the prompt.
+    A trace is a trajectory, its branches are the steps. The response starts at the first token that `mask` trains (or
+    that has a weight in `columns`); the prompt is everything before it.
 
-    uids, rewards: of each trace, which its samples do not know: the episode's group or example, and `trace.reward`.
-    advantages: whether rows get prime-rl's too, for a run with `advantage_estimator: none`.
-    tags: one a trace, such as its samples' `env_name`.
-    columns: such as `routed_experts` (scope `token`), `ref_logprobs`, `ce_weights` (`response`); of `mm_kwargs` the
-        names within it (`items`).
+    traces: for each a sample, or a list of samples as `trace_to_samples` returns it.
+    uids, rewards: one for each trace, because samples do not have them: the episode's group or example, and
+        `trace.reward`.
+    advantages: whether to take prime-rl's advantages, for a run with `advantage_estimator: none`.
+    tags: one for each trace, such as its samples' `env_name`.
+    columns: such as `routed_experts` (scope `token`), `ref_logprobs`, `ce_weights` (`response`), or names within
+        `mm_kwargs` (`items`).
 
         traces = [trace_to_samples(trace) for trace in survivors]
         rows = from_prime_rl(traces, uids=group_ids, rewards=[trace.reward for trace in survivors])
@@ -72,7 +74,7 @@ def from_prime_rl(
     aligned("uids", names, len(grouped), _WHAT)
     scores = aligned("rewards", rewards, len(grouped), _WHAT)
     _check([sample for trace in grouped for sample in trace], choice)
-    rows, own_tags = [], tagged(tags, len(grouped), _WHAT)
+    rows, tag_fields = [], tagged(tags, len(grouped), _WHAT)
     for position, (trace, uid, number) in enumerate(zip(grouped, names, samples_as_they_come(names), strict=True)):
         for branch, sample in enumerate(trace):
             where = f"{_WHAT}: trace {position} (uid {uid!r} sample {number}) branch {branch}"
@@ -85,16 +87,16 @@ def from_prime_rl(
                     "policy_version": policy_version,
                     "reward": _reward(scores[position], where),
                     **_fields(sample, advantages, choice, where),
-                    **own_tags[position],
+                    **tag_fields[position],
                 }
             )
     return as_steps(rows)
 
 
 def _check(samples: list[Any], choice: Choice) -> None:
-    given = [_given(sample, choice) for sample in samples]
-    _KEYS.check({name for values in given for name in values}, choice)
-    temperatures = {value for values in given for value in values.get("temperatures", ())}
+    present = [_present(sample, choice) for sample in samples]
+    _KEYS.check({name for values in present for name in values}, choice)
+    temperatures = {value for values in present for value in values.get("temperatures", ())}
     if len(temperatures) > 1 and "temperatures" not in (*choice.columns, *choice.ignore):
         raise InvalidArgumentError(
             f"{_WHAT}: temperatures are {min(temperatures)} to {max(temperatures)}, and the trainer's loss needs each "
@@ -102,32 +104,32 @@ def _check(samples: list[Any], choice: Choice) -> None:
         )
 
 
-def _given(sample: Any, choice: Choice) -> dict[str, Any]:
-    """What the sample has, its images by their own names; None is nothing."""
-    given = {name: value for name, value in attributes(sample).items() if value is not None}
-    return given if _IMAGES in choice.ignore else unpacked(given, _IMAGES)
+def _present(sample: Any, choice: Choice) -> dict[str, Any]:
+    """Return the sample's attributes that are not None, with those of images under their own names."""
+    values = {name: value for name, value in attributes(sample).items() if value is not None}
+    return values if _IMAGES in choice.ignore else unpacked(values, _IMAGES)
 
 
-def _reward(reward: Any, where: str) -> float:
-    found = float(reward)
-    if math.isnan(found):
+def _reward(value: Any, where: str) -> float:
+    reward = float(value)
+    if math.isnan(reward):
         raise InvalidArgumentError(f"{where}: its reward is nan; leave its group out")
-    return found
+    return reward
 
 
 def _fields(sample: Any, advantages: bool, choice: Choice, where: str) -> Row:
     tokens = array_of(attribute(sample, "token_ids"), "token_ids", where)
-    given = _given(sample, choice)
+    present = _present(sample, choice)
     for name in ("mask", "logprobs"):
-        if name not in given:
+        if name not in present:
             raise InvalidArgumentError(f"{where}: {name} is missing; every row needs it")
     streams = {
-        name: _stream(given[name], name, tokens.size, where)
+        name: _stream(present[name], name, tokens.size, where)
         for name in ("mask", "logprobs", "advantages", *_OF_RESPONSE)
-        if name in given and (name in _KEYS.fields or name in choice.columns)
+        if name in present and (name in _KEYS.fields or name in choice.columns)
     }
-    counted = [streams[name] != 0 for name in ("mask", *_WEIGHTS) if name in streams]
-    start = response_start(np.logical_or.reduce(counted), where)
+    trained = [streams[name] != 0 for name in ("mask", *_WEIGHTS) if name in streams]
+    start = response_start(np.logical_or.reduce(trained), where)
     fields: Row = {
         "prompt_token_ids": tokens[:start],
         "response_ids": tokens[start:],
@@ -141,25 +143,26 @@ def _fields(sample: Any, advantages: bool, choice: Choice, where: str) -> Row:
     for name in choice.columns:
         if name in streams:
             fields[name] = streams[name][start:]
-        elif name in given:
-            fields[name] = _column(given[name], name, tokens.size, where)
+        elif name in present:
+            fields[name] = _column(present[name], name, tokens.size, where)
     return fields
 
 
 def _stream(values: Any, name: str, tokens: int, where: str) -> Array:
-    found = array_of(values, name, where)
-    if found.shape != (tokens,):
-        raise InvalidArgumentError(f"{where}: {name} has {found.size} values for {tokens} tokens; it needs one each")
-    return found
+    stream = array_of(values, name, where)
+    if stream.shape != (tokens,):
+        raise InvalidArgumentError(f"{where}: {name} has {stream.size} values for {tokens} tokens; it needs one each")
+    return stream
 
 
 def _column(values: Any, name: str, tokens: int, where: str) -> Array:
-    found = _decoded(values, name, where) if hasattr(values, "data") and hasattr(values, "shape") else values
-    return routes(found, name, tokens, where) if name == _ROUTES else array_of(found, name, where)
+    if hasattr(values, "data") and hasattr(values, "shape"):
+        values = _decoded(values, name, where)
+    return routes(values, name, tokens, where) if name == _ROUTES else array_of(values, name, where)
 
 
 def _decoded(encoded: Any, name: str, where: str) -> Any:
-    """prime-rl's `EncodedTensor` or `RoutedExperts`: an array's bytes, dtype and shape."""
+    """Decode prime-rl's `EncodedTensor` or `RoutedExperts`: an array's bytes, dtype and shape."""
     if not isinstance(encoded.data, (bytes, bytearray)):
         return encoded
     try:

@@ -1,4 +1,4 @@
-"""What is no data of a framework, in ways that no converter looks for, is refused as all other data is."""
+"""Refuses malformed input that no converter checks for like any other bad input."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ _UNREADABLE = (TypeError, ValueError, LookupError, AttributeError, ArithmeticErr
 
 
 def refusing(what: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Has a converter of `what` raise InvalidArgumentError where reading it fails; from the error that says where."""
+    """Decorate a converter of `what` so that any failure to read it raises InvalidArgumentError, from the original
+    error."""
 
     def decorate(convert: Callable[P, R]) -> Callable[P, R]:
         accepts = signature(convert)
 
         @wraps(convert)
         def refuse(*args: P.args, **options: P.kwargs) -> R:
-            # A call that is none is the caller's TypeError.
+            # Wrong arguments are a TypeError, like those of any call.
             accepts.bind(*args, **options)
             try:
                 return convert(*args, **options)

@@ -1,4 +1,4 @@
-"""What every framework's rows have in common: samples and steps that are numbered, and where the response begins."""
+"""Numbers samples and steps, adds tags, and finds the start of the response, for every framework's rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gristmill.errors import InvalidArgumentError
 
 
 def samples_as_they_come(uids: Iterable[str]) -> list[int]:
-    """For rows that are a trajectory each: which of its prompt's samples each is."""
+    """Number rows that are a trajectory each among the samples of their prompt, in their order."""
     seen = Counter[str]()
     samples = []
     for uid in uids:
@@ -25,24 +25,24 @@ def samples_as_they_come(uids: Iterable[str]) -> list[int]:
 
 
 def tagged(tags: Sequence[str | None] | None, count: int, what: str) -> list[Row]:
-    """The `tag` of each row, as `gristmill.converters` has it: nothing where there is none."""
+    """Return the `tag` field of each row; an empty mapping for a row without a tag."""
     if tags is None:
         return [{} for _ in range(count)]
     if isinstance(tags, str):
         raise InvalidArgumentError(f"{what}: tags is the string {tags!r}; give one for each")
-    found = []
-    for place, tag in enumerate(aligned("tags", tags, count, what)):
+    fields: list[Row] = []
+    for index, tag in enumerate(aligned("tags", tags, count, what)):
         if tag is not None and not isinstance(tag, (str, np.str_)):
-            raise InvalidArgumentError(f"{what}: tags[{place}] is {tag!r}; expected the name of an environment or task")
-        found.append({"tag": str(tag)} if tag else {})
-    return found
+            raise InvalidArgumentError(f"{what}: tags[{index}] is {tag!r}; expected the name of an environment or task")
+        fields.append({"tag": str(tag)} if tag else {})
+    return fields
 
 
 def as_steps(rows: list[Row]) -> list[Row]:
-    """Rows of one trajectory become its steps, in their order.
+    """Make the rows of one trajectory its steps, in their order. Completes the rows in place.
 
-    Each brings the trajectory's reward: it stays with the last one, so that it counts once however steps are scored.
-    Raises InvalidArgumentError where they do not agree. The rows are completed in place.
+    Each row has the trajectory's reward. Only the last keeps it, so that it counts once however steps are scored.
+    Raises InvalidArgumentError if the rewards of a trajectory's rows differ.
     """
     trajectories: dict[tuple[str, int], list[Row]] = defaultdict(list)
     for row in rows:
@@ -65,7 +65,7 @@ def _total(reward: Any) -> float | None:
 
 
 def response_start(mask: Array, where: str) -> int:
-    """Where a row without a split into prompt and response begins to be trained: all before is its prompt."""
+    """Return the index of the first trained token of a row that is not split: the prompt is everything before it."""
     if not mask.any():
         raise InvalidArgumentError(f"{where}: its mask trains no token; leave the row out")
     start = int(mask.argmax())

@@ -21,7 +21,7 @@ from gristmill._wire.values import is_vector
 from gristmill.errors import InvalidArgumentError
 
 _WHAT = "generator output"
-# Columns of the output and the fields of a row that they are.
+# The output's columns, and the row fields that they become.
 _COLUMNS = {
     "prompt_token_ids": "prompt_token_ids",
     "response_ids": "response_ids",
@@ -30,14 +30,14 @@ _COLUMNS = {
     "stop_reasons": "stop_reason",
 }
 _IDENTITY = ("trajectory_ids", "uids", "samples", "is_last_step", "rewards")
-# Each key of SkyRL's `GeneratorOutput` (skyrl/train/generators/base.py) that is no field: what becomes of it.
+# Every other key of SkyRL's `GeneratorOutput` (skyrl/train/generators/base.py), and why it is no field.
 _KEYS = Keys(
     _WHAT,
     frozenset((*_COLUMNS, *_IDENTITY)),
     ignored={
         "rollout_metrics": "numbers of the whole output, which SkyRL logs itself",
-        "env_metrics": "what environments tell of a row, for dumps of evaluations; summed up in rollout_metrics",
-        "trajectory_generation_times": "seconds a trajectory; summed up in rollout_metrics",
+        "env_metrics": "the environments' metrics of a row, for dumps of evaluations; summed up in rollout_metrics",
+        "trajectory_generation_times": "seconds per trajectory; summed up in rollout_metrics",
         "trajectory_time_splits": "those seconds by engine and environment; summed up in rollout_metrics",
     },
     needed={
@@ -46,7 +46,7 @@ _KEYS = Keys(
         "image_grid_thw": "the sizes of every row's images",
     },
 )
-# Fields of a row, and what the output calls their columns.
+# Fields of a row, and the output's names of their columns.
 _PLURALS = {
     "loss_mask": "loss_masks",
     "reward": "rewards",
@@ -74,10 +74,10 @@ def from_skyrl(
 
     output: a mapping of lists with one entry for each row, as lists, arrays or CPU tensors: `prompt_token_ids`,
         `response_ids`; `trajectory_ids` (objects with `instance_id` and `repetition_id`, or pairs of uid and sample) or
-        `uids` and, unless the rows of a trajectory are next to each other, `samples`; optionally `rewards` (a number a
-        row, or a list with one per response token), `loss_masks`, `rollout_logprobs`, `stop_reasons`, `is_last_step`
-        (all true). Rows of one trajectory are in step order; rows of others may be between them.
-    trajectory_ids: those of the generator's input, for outputs that have none (all that are not step-wise).
+        `uids` and, unless the rows of a trajectory are next to each other, `samples`; optionally `rewards` (a number
+        per row, or a list with one per response token), `loss_masks`, `rollout_logprobs`, `stop_reasons`,
+        `is_last_step` (all true). Rows of one trajectory are in step order; rows of others may be between them.
+    trajectory_ids: from the generator's input, for outputs that have none (all that are not step-wise).
     tags: one for each row, such as the input's `env_classes`.
     columns: such as `rollout_expert_indices` (scope `token`), `pixel_values` and `image_grid_thw` (`items`). A row
         without an image has no such column.
@@ -101,15 +101,15 @@ def from_skyrl(
     )
     if "loss_mask" not in fields:
         fields["loss_mask"] = _all_ones([size_of(response) for response in fields["response_ids"]])
-    own_tags, optional = tagged(tags, len(fields["uid"]), _WHAT), Choice.of(columns).columns
+    tag_fields, optional = tagged(tags, len(fields["uid"]), _WHAT), Choice.of(columns).columns
     return [
         {name: values[row] for name, values in fields.items() if not (name in optional and values[row] is None)} | tag
-        for row, tag in enumerate(own_tags)
+        for row, tag in enumerate(tag_fields)
     ]
 
 
 def _all_ones(lengths: Sequence[int]) -> list[Any]:
-    """Views of one array, as nobody changes it."""
+    """Return arrays of ones, as views of one array, because nobody changes them."""
     ones = np.ones(max(lengths, default=0), np.uint8)
     return [ones[:length] for length in lengths]
 
@@ -117,47 +117,47 @@ def _all_ones(lengths: Sequence[int]) -> list[Any]:
 def _fields_of(
     output: Mapping[str, Any], *, trajectory_ids: Any, round: int, attempt: int, policy_version: int, choice: Choice
 ) -> dict[str, list[Any]]:
-    """The fields of a row and the chosen columns, each with one value for each row; loss masks where the output has
+    """Return the fields of rows and the chosen columns, each with one value per row; loss masks only if the output has
     them."""
     _check_names(output, trajectory_ids)
     unknown = output.keys() - _KEYS.fields - _KEYS.ignored.keys() - {*choice.columns, *choice.ignore}
     if hints := renamings(unknown, output, _KEYS.fields, _PLURALS):
         raise InvalidArgumentError(f"{_WHAT}: unknown key {min(unknown)}{hints}")
     _KEYS.check(output, choice)
-    given = _given(output, trajectory_ids, choice)
-    count = _length(given, "response_ids")
-    for name in given:
-        if (length := _length(given, name)) != count:
+    entries = _entries(output, trajectory_ids, choice)
+    count = _length(entries, "response_ids")
+    for name in entries:
+        if (length := _length(entries, name)) != count:
             raise InvalidArgumentError(
                 f"generator output: {name} has {length} entries and response_ids has {count}; they need one each"
             )
-    lasts = [*map(bool, given["is_last_step"])] if "is_last_step" in given else [True] * count
-    keys = _keys(given, lasts)
+    lasts = [*map(bool, entries["is_last_step"])] if "is_last_step" in entries else [True] * count
+    keys = _keys(entries, lasts)
     columns: dict[str, list[Any]] = {
         "uid": [uid for uid, _ in keys],
         "sample": [sample for _, sample in keys],
         "step": _steps(keys),
         "is_last_step": lasts,
-        "reward": _rewards(given.get("rewards"), lasts, given["response_ids"]),
+        "reward": _rewards(entries.get("rewards"), lasts, entries["response_ids"]),
         "round": [round] * count,
         "attempt": [attempt] * count,
         "policy_version": [policy_version] * count,
     }
     for name, field in _COLUMNS.items():
-        if name in given:
-            columns[field] = [*given[name]]
+        if name in entries:
+            columns[field] = [*entries[name]]
             if not _PLAIN.issuperset(map(type, columns[field])):
-                columns[field] = [plain(value, field, _where(columns, row)) for row, value in enumerate(given[name])]
-    return columns | {name: _chosen(name, given[name], columns) for name in choice.columns}
+                columns[field] = [plain(value, field, _where(columns, row)) for row, value in enumerate(entries[name])]
+    return columns | {name: _chosen(name, entries[name], columns) for name in choice.columns}
 
 
-def _given(output: Mapping[str, Any], trajectory_ids: Any, choice: Choice) -> dict[str, Any]:
-    """What rows are made of. The ids of the input stand in for an output's own."""
+def _entries(output: Mapping[str, Any], trajectory_ids: Any, choice: Choice) -> dict[str, Any]:
+    """Select the output's entries that rows need. The input's ids replace missing ones of the output."""
     names = _KEYS.fields | set(choice.columns)
-    given = {name: values for name, values in output.items() if name in names}
-    if trajectory_ids is not None and not {"trajectory_ids", "uids"} & given.keys():
-        given["trajectory_ids"] = trajectory_ids
-    return given
+    entries = {name: values for name, values in output.items() if name in names}
+    if trajectory_ids is not None and not {"trajectory_ids", "uids"} & entries.keys():
+        entries["trajectory_ids"] = trajectory_ids
+    return entries
 
 
 def _chosen(name: str, values: Sequence[Any], columns: Mapping[str, list[Any]]) -> list[Any]:
@@ -172,12 +172,12 @@ def _chosen(name: str, values: Sequence[Any], columns: Mapping[str, list[Any]]) 
     ]
 
 
-def _length(given: Mapping[str, Any], name: str) -> int:
+def _length(entries: Mapping[str, Any], name: str) -> int:
     try:
-        return len(given[name])
+        return len(entries[name])
     except TypeError:
         raise InvalidArgumentError(
-            f"generator output: {name} is {given[name]!r}; give one entry for each row"
+            f"generator output: {name} is {entries[name]!r}; give one entry for each row"
         ) from None
 
 
@@ -187,7 +187,7 @@ def _where(columns: Mapping[str, list[Any]], row: int) -> str:
 
 
 def _steps(keys: Sequence[tuple[str, int]]) -> list[int]:
-    """Rows of one trajectory are numbered in their order."""
+    """Number the rows of each trajectory in their order."""
     if len({*keys}) == len(keys):
         return [0] * len(keys)
     following: dict[tuple[str, int], int] = {}
@@ -200,30 +200,30 @@ def _steps(keys: Sequence[tuple[str, int]]) -> list[int]:
 
 
 def _check_names(output: Mapping[str, Any], trajectory_ids: Any) -> None:
-    given = set(output)
+    names = set(output)
     for name in ("prompt_token_ids", "response_ids"):
-        if name not in given:
-            hints = renamings(given - _KEYS.fields, given, (name,))
+        if name not in names:
+            hints = renamings(names - _KEYS.fields, names, (name,))
             raise InvalidArgumentError(f"generator output: {name} is missing; every row needs it{hints}")
-    if trajectory_ids is None and not {"trajectory_ids", "uids"} & given:
+    if trajectory_ids is None and not {"trajectory_ids", "uids"} & names:
         raise InvalidArgumentError(
             "generator output: nothing says which trajectories the rows belong to; give trajectory_ids, those of the "
             "generator's input, or uids, and samples with them"
         )
 
 
-def _keys(given: Mapping[str, Any], lasts: Sequence[bool]) -> list[tuple[str, int]]:
-    if "trajectory_ids" in given:
-        return [_key(entry, index) for index, entry in enumerate(given["trajectory_ids"])]
-    samples = given["samples"] if "samples" in given else _samples(given["uids"], lasts)
-    pairs = list(zip(given["uids"], samples, strict=True))
-    if {*map(type, given["uids"])} <= {str} and {*map(type, samples)} <= {int}:
+def _keys(entries: Mapping[str, Any], lasts: Sequence[bool]) -> list[tuple[str, int]]:
+    if "trajectory_ids" in entries:
+        return [_key(entry, index) for index, entry in enumerate(entries["trajectory_ids"])]
+    samples = entries["samples"] if "samples" in entries else _samples(entries["uids"], lasts)
+    pairs = list(zip(entries["uids"], samples, strict=True))
+    if {*map(type, entries["uids"])} <= {str} and {*map(type, samples)} <= {int}:
         return pairs
     return [_key(pair, index) for index, pair in enumerate(pairs)]
 
 
 def _samples(uids: Sequence[Any], lasts: Sequence[bool]) -> list[int]:
-    """Trajectories, each up to its last step, are numbered among those of their prompt as they come."""
+    """Number trajectories, each of which ends with a last step, among those of their prompt in their order."""
     ended: dict[Any, int] = {}
     samples = []
     for row, (uid, last) in enumerate(zip(uids, lasts, strict=True)):
@@ -249,14 +249,14 @@ def _key(entry: Any, index: int) -> tuple[str, int]:
 
 
 def _rewards(rewards: Any, lasts: list[bool], responses: Sequence[Any]) -> list[Any]:
-    """One a row; where the others' are per token, a missing one before the last step is so too."""
+    """Return one reward per row. A missing one before the last step is 0, per token if other rows' rewards are."""
     if rewards is None:
         rewards = [None] * len(lasts)
     elif {*map(type, rewards)} == {float}:
         return [*rewards]
-    found = [plain(reward, "reward", f"generator output: row {row}") for row, reward in enumerate(rewards)]
-    per_token = any(map(is_vector, found))
+    values = [plain(reward, "reward", f"generator output: row {row}") for row, reward in enumerate(rewards)]
+    per_token = any(map(is_vector, values))
     return [
         reward if reward is not None or last else (np.zeros(len(response)) if per_token else 0.0)
-        for reward, last, response in zip(found, lasts, responses, strict=True)
+        for reward, last, response in zip(values, lasts, responses, strict=True)
     ]

@@ -16,7 +16,7 @@ from gristmill.errors import InvalidArgumentError
 _WHAT = "slime samples"
 _IMAGES = "multimodal_train_inputs"
 _ROUTES = "rollout_routed_experts"
-# `status` by its value, and what SGLang calls the reason; a sample that is "pending" was not sampled yet.
+# The values of `status` and SGLang's stop reasons; a sample that is "pending" was not sampled yet.
 _STOP_REASONS = {"completed": "stop", "truncated": "length", "aborted": "abort", "failed": "failed"}
 _KEYS = Keys(
     _WHAT,
@@ -29,10 +29,10 @@ _KEYS = Keys(
     ignored={
         "prompt": "text; its tokens are there",
         "response": "text; its tokens are there",
-        "label": "what the reward model was given",
+        "label": "input of the reward model",
         "metadata": "the data set's own",
         "multimodal_inputs": "images as they were before the processor",
-        "multimodal_train_input_id": "where images are kept while they wait",
+        "multimodal_train_input_id": "where images are stored while they wait",
         "apply_chat_template_kwargs": "how the prompt was made",
         "generate_function_path": "how it was sampled",
         "custom_rm_path": "how it was scored",
@@ -46,7 +46,7 @@ _KEYS = Keys(
         _ROUTES: "the routed experts of every token",
         "rollout_top_p_token_ids": "the tokens that top-p kept",
         "rollout_top_p_token_offsets": "where each token's begin",
-        "train_metadata": "what the loss is told of the sample",
+        "train_metadata": "the loss function's arguments for the sample",
     },
 )
 
@@ -63,17 +63,18 @@ def from_slime(
     columns: Iterable[str] = (),
     ignore: Iterable[str] = (),
 ) -> list[Row]:
-    """Rows of slime's `Sample`s: a list of them, or nested lists, as `generate_rollout` returns them.
+    """Convert slime's `Sample`s to rows.
 
-    A group is what has one `group_index`. Its samples are numbered in the order of `rollout_id`, or `index` where that
-    is None; samples of one rollout are its steps, in the order given, and bring the same reward. `tokens` are cut at
-    `response_length`. Without a `loss_mask` every token of the response is trained, with `remove_sample` none is. A
-    reward that is None is pending. The stop reason is `status`: stop, length, abort or failed. The policy version is
-    the oldest of `weight_versions` unless that is given.
+    Samples with the same `group_index` are a group, numbered in the order of `rollout_id`, or `index` if that is None.
+    Samples of one rollout are its steps, in the order given, and have the same reward. `tokens` are cut at
+    `response_length`. Without a `loss_mask` every token of the response is trained; with `remove_sample` none is. A
+    reward that is None is pending. The stop reason follows from `status`: stop, length, abort or failed. The policy
+    version is by default the oldest of `weight_versions`.
 
-    reward_key: which one, where rewards are mappings (slime's `--reward-key`).
-    tags: one a sample, such as what the data set's `metadata` says.
-    columns: such as `teacher_log_probs`; of `multimodal_train_inputs` the names within it.
+    samples: a list, or nested lists, as `generate_rollout` returns them.
+    reward_key: the reward to take if rewards are mappings (slime's `--reward-key`).
+    tags: one for each sample, for example from the data set's `metadata`.
+    columns: such as `teacher_log_probs`, or names within `multimodal_train_inputs`.
 
         output = generate_rollout(args, rollout_id, data_source)
         client.submit(from_slime(output.samples))
@@ -81,9 +82,9 @@ def from_slime(
     choice = Choice.of(columns, ignore)
     flat = list(_flat(samples))
     numbers = _sample_numbers(flat)
-    given = [_given(sample, choice) for sample in flat]
-    _KEYS.check({name for values in given for name in values}, choice)
-    rows, own_tags = [], tagged(tags, len(flat), _WHAT)
+    present = [_present(sample, choice) for sample in flat]
+    _KEYS.check({name for values in present for name in values}, choice)
+    rows, tag_fields = [], tagged(tags, len(flat), _WHAT)
     for position, sample in enumerate(flat):
         uid = uid_of(attribute(sample, "group_index"), f"{_WHAT}: sample {position}")
         where = f"{_WHAT}: sample {position} (uid {uid!r} index {attribute(sample, 'index')})"
@@ -95,8 +96,8 @@ def from_slime(
                 "attempt": attempt,
                 "policy_version": _version(sample) if policy_version is None else policy_version,
                 **_fields(sample, reward_key, where),
-                **_columns(given[position], choice, where),
-                **own_tags[position],
+                **_columns(present[position], choice, where),
+                **tag_fields[position],
             }
         )
     return as_steps(rows)
@@ -111,20 +112,21 @@ def _flat(samples: Iterable[Any]) -> Iterator[Any]:
 
 
 def _sample_numbers(samples: list[Any]) -> list[int]:
-    """Which of its group's rollouts each sample is of."""
+    """Number each sample's rollout among those of its group."""
     rollouts: dict[Any, set[int]] = {}
     keys = []
     for position, sample in enumerate(samples):
         group, rollout = attribute(sample, "group_index"), _rollout(sample)
         if group is None or rollout is None:
-            lacks = "group_index" if group is None else "index"
+            missing = "group_index" if group is None else "index"
             raise InvalidArgumentError(
-                f"{_WHAT}: sample {position} has no {lacks}, which says which sample of which group it is; set it"
+                f"{_WHAT}: sample {position} has no {missing}, which says which sample of which group it is; set it"
             )
         rollouts.setdefault(group, set()).add(rollout)
         keys.append((group, rollout))
     order = {
-        group: {rollout: number for number, rollout in enumerate(sorted(found))} for group, found in rollouts.items()
+        group: {rollout: number for number, rollout in enumerate(sorted(of_group))}
+        for group, of_group in rollouts.items()
     }
     return [order[group][rollout] for group, rollout in keys]
 
@@ -177,16 +179,16 @@ def _version(sample: Any) -> int:
     return min(map(version_of, attribute(sample, "weight_versions") or ()), default=-1)
 
 
-def _given(sample: Any, choice: Choice) -> dict[str, Any]:
-    """What the sample has, its images by their own names; None is nothing."""
-    given = {name: value for name, value in attributes(sample).items() if value is not None}
-    return given if _IMAGES in choice.ignore else unpacked(given, _IMAGES)
+def _present(sample: Any, choice: Choice) -> dict[str, Any]:
+    """Return the sample's attributes that are not None, with those of images under their own names."""
+    values = {name: value for name, value in attributes(sample).items() if value is not None}
+    return values if _IMAGES in choice.ignore else unpacked(values, _IMAGES)
 
 
-def _columns(given: Mapping[str, Any], choice: Choice, where: str) -> Row:
-    """What a sample does not have, such as images, is left out of its row."""
-    values = {name: given[name] for name in choice.columns if name in given}
+def _columns(present: Mapping[str, Any], choice: Choice, where: str) -> Row:
+    """Return the chosen columns that the sample has: one without images, for example, has no column for them."""
+    values = {name: present[name] for name in choice.columns if name in present}
     return {
-        name: routes(value, name, len(given["tokens"]), where) if name == _ROUTES else array_of(value, name, where)
+        name: routes(value, name, len(present["tokens"]), where) if name == _ROUTES else array_of(value, name, where)
         for name, value in values.items()
     }

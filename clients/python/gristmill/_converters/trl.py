@@ -1,4 +1,4 @@
-"""What TRL's `GRPOTrainer` generated as rows (`_generate_and_score_completions` of trl/trainer/grpo_trainer.py)."""
+"""Converts TRL's `GRPOTrainer` output to rows (`_generate_and_score_completions` of trl/trainer/grpo_trainer.py)."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ _KEYS = Keys(
         }
     ),
     ignored={
-        "num_items_in_batch": "the trained tokens of the batch, which are counted anew",
+        "num_items_in_batch": "the trained tokens of the batch, which are counted again",
         "old_per_token_logps": "the trainer's, computed before the loss",
         "ref_per_token_logps": "the trainer's, computed before the loss",
         "importance_sampling_ratio": "computed from logprobs",
-        "num_images": "how many images each row has; read where a column is of images",
-        "num_tiles": "how many tiles each row's images have; read where a column is of images",
+        "num_images": "how many images each row has; read for columns of images",
+        "num_tiles": "how many tiles each row's images have; read for columns of images",
     },
     needed={
         "pixel_values": "the images of all rows",
         "image_grid_thw": "the sizes of all images",
-        "pixel_attention_mask": "what of the images is padding",
+        "pixel_attention_mask": "the padding of all images",
         "spatial_shapes": "the sizes of all images",
         "image_sizes": "the sizes of all images",
         "image_position_ids": "the positions of all images",
@@ -65,28 +65,29 @@ def from_trl(
     columns: Iterable[str] = (),
     ignore: Iterable[str] = (),
 ) -> list[Row]:
-    """Rows of the mapping that `GRPOTrainer._generate_and_score_completions` returns.
+    """Convert the mapping that `GRPOTrainer._generate_and_score_completions` returns.
 
-    Prompts lose their padding on the left and completions that on the right. The loss mask is `tool_mask`, or all 1.
+    Removes the padding on the left of prompts and on the right of completions. The loss mask is `tool_mask`, or all 1.
     `sampling_per_token_logps` are the logprobs.
 
-    uids: each row's prompt; with `num_generations` each group's, whose rows stand together, as TRL's sampler has them.
-    rewards: one number a row, of which the output has none: what `_calculate_rewards` returns, weighed and summed.
+    uids: each row's prompt; with `num_generations` one for each group, whose rows are next to each other, as TRL's
+        sampler orders them.
+    rewards: one number per row, because the output has none: the weighted sum of what `_calculate_rewards` returns.
     samples: each row's number among the samples of its prompt; counted if not given. Give them if the output has only
         some of a prompt's samples, as on one of several ranks.
     end_tokens: token ids that end a completion which was not cut off, such as `trainer.eos_token_ids`: rows then have
         a `stop_reason`, `stop` or `length`.
-    advantages: whether rows get TRL's too, for a run with `advantage_estimator: none`.
-    tags: one a row, such as a column of the inputs.
-    columns: tensors as wide as the completion or as prompt and completion lose their padding too; those of images are
-        cut by `num_images`.
+    advantages: whether to take TRL's advantages, for a run with `advantage_estimator: none`.
+    tags: one per row, such as a column of the inputs.
+    columns: their padding is removed too if they are as wide as the completion, or as prompt and completion; columns
+        of images are cut by `num_images`.
 
         output = trainer._generate_and_score_completions(inputs)
         rows = from_trl(output, uids=["math/17", "math/18"], num_generations=8, rewards=rewards)
     """
-    found = TrlOutput.of(output, Choice.of(columns, ignore))
-    count = found.padding.rows
-    names, scores, own_tags = (
+    tensors = TrlOutput.of(output, Choice.of(columns, ignore))
+    count = tensors.padding.rows
+    names, scores, tag_fields = (
         _uids(uids, num_generations, count),
         rewards_of(rewards, count).tolist(),
         tagged(tags, count, _WHAT),
@@ -103,10 +104,10 @@ def from_trl(
             "is_last_step": True,
             "policy_version": policy_version,
             "reward": scores[row],
-            **found.fields(row, advantages),
-            **found.columns(row),
-            **(found.stop_reason(row, ends) if ends else {}),
-            **own_tags[row],
+            **tensors.fields(row, advantages),
+            **tensors.columns(row),
+            **(tensors.stop_reason(row, ends) if ends else {}),
+            **tag_fields[row],
         }
         for row, (uid, sample) in enumerate(zip(names, numbers, strict=True))
     ]
@@ -114,8 +115,10 @@ def from_trl(
 
 @dataclass(frozen=True)
 class TrlOutput:
-    """tensors: by name, a line a row but for images. images: columns that are of images, cut at the rows. names: the
-    columns."""
+    """Reads rows of a trainer's output.
+
+    tensors: by name, one line per row except for images. images: the columns of images, cut by row. names: the columns.
+    """
 
     tensors: Mapping[str, Array]
     images: Mapping[str, list[Array]]
@@ -124,18 +127,18 @@ class TrlOutput:
 
     @classmethod
     def of(cls, output: Mapping[str, Any], choice: Choice) -> TrlOutput:
-        given = {name: value for name, value in output.items() if value is not None}
-        _KEYS.check(given, choice)
-        wanted = (_KEYS.fields | set(choice.columns)) & given.keys()
-        tensors = {name: array_of(given[name], name, _WHAT) for name in wanted}
+        present = {name: value for name, value in output.items() if value is not None}
+        _KEYS.check(present, choice)
+        used = (_KEYS.fields | set(choice.columns)) & present.keys()
+        tensors = {name: array_of(present[name], name, _WHAT) for name in used}
         padding = _padding(tensors)
         of_images = [name for name in choice.columns if name in _OF_IMAGES]
-        images = {name: _by_row(name, tensors[name], given, padding.rows) for name in of_images}
+        images = {name: _by_row(name, tensors[name], present, padding.rows) for name in of_images}
         return cls(tensors, images, choice.columns, padding)
 
     @property
     def loss_mask(self) -> Array:
-        """As wide as the completions, which it may have padding beyond."""
+        """Return the loss mask of all rows, as wide as the completions."""
         return self.tensors.get("tool_mask", self.tensors["completion_mask"])
 
     @property
@@ -187,14 +190,14 @@ def _padding(tensors: Mapping[str, Array]) -> Padded:
 
 
 def _uids(uids: Sequence[str | int], num_generations: int | None, count: int) -> list[str]:
-    """One a row."""
+    """Return one uid per row."""
     names = [uid_of(uid, f"{_WHAT}: uids[{position}]") for position, uid in enumerate(uids)]
     if num_generations is None:
         return list(aligned("uids", names, count, _WHAT))
     if num_generations < 1 or count != len(names) * num_generations:
         raise InvalidArgumentError(
-            f"{_WHAT}: {len(names)} uids of {num_generations} generations each for {count} rows; give a uid a group, "
-            "and whole groups"
+            f"{_WHAT}: {len(names)} uids of {num_generations} generations each for {count} rows; give one uid per "
+            "group, and whole groups"
         )
     if len(set(names)) < len(names):
         twice = next(name for position, name in enumerate(names) if name in names[:position])
@@ -205,41 +208,42 @@ def _uids(uids: Sequence[str | int], num_generations: int | None, count: int) ->
 
 
 def rewards_of(rewards: Any, count: int) -> NDArray[np.float64]:
-    """One a row, (count,). Raises InvalidArgumentError for others, and where no function scored a row."""
-    found = array_of(rewards, "rewards", _WHAT)
-    if found.shape != (count,):
+    """Return one reward per row, (count,). Raises InvalidArgumentError for another shape, and for a row that no
+    function scored."""
+    scores = array_of(rewards, "rewards", _WHAT)
+    if scores.shape != (count,):
         raise InvalidArgumentError(
-            f"{_WHAT}: rewards has the shape {found.shape}; expected one number for each of {count} rows: weigh and "
-            "sum the reward functions'"
+            f"{_WHAT}: rewards has the shape {scores.shape}; expected one number for each of {count} rows: the "
+            "weighted sum of the reward functions'"
         )
-    if np.isnan(found).any():
-        row = int(np.isnan(found).argmax())
+    if np.isnan(scores).any():
+        row = int(np.isnan(scores).argmax())
         raise InvalidArgumentError(
             f"{_WHAT}: row {row}: its reward is nan: no function scored it; give a reward, such as 0"
         )
-    return found.astype(np.float64)
+    return scores.astype(np.float64)
 
 
 def _advantage(tensors: Mapping[str, Array], padding: Padded, row: int) -> Any:
     if "advantages" not in tensors:
         raise InvalidArgumentError(f"{_WHAT}: advantages is missing; ask for none")
-    found = tensors["advantages"]
-    return float(found[row]) if found.ndim == 1 else padding.response(found, row)
+    advantages = tensors["advantages"]
+    return float(advantages[row]) if advantages.ndim == 1 else padding.response(advantages, row)
 
 
-def _by_row(name: str, values: Array, given: Mapping[str, Any], count: int) -> list[Array]:
-    """Cuts a tensor of all images at the rows: an image, a tile or a patch of one is an entry of it."""
-    if "num_images" not in given:
+def _by_row(name: str, values: Array, output: Mapping[str, Any], count: int) -> list[Array]:
+    """Cut a tensor of all images by row. Its entries are images, tiles or patches."""
+    if "num_images" not in output:
         raise InvalidArgumentError(f"{_WHAT}: num_images is missing, which says how many of {name} each row has")
-    images = array_of(aligned("num_images", given["num_images"], count, _WHAT), "num_images", _WHAT).astype(np.int64)
-    ways = [images]
-    if "num_tiles" in given:
-        ways.append(array_of(given["num_tiles"], "num_tiles", _WHAT).astype(np.int64))
-    if "image_grid_thw" in given:
-        patches = array_of(given["image_grid_thw"], "image_grid_thw", _WHAT).prod(1)
+    images = array_of(aligned("num_images", output["num_images"], count, _WHAT), "num_images", _WHAT).astype(np.int64)
+    entries_per_row = [images]
+    if "num_tiles" in output:
+        entries_per_row.append(array_of(output["num_tiles"], "num_tiles", _WHAT).astype(np.int64))
+    if "image_grid_thw" in output:
+        patches = array_of(output["image_grid_thw"], "image_grid_thw", _WHAT).prod(1)
         ends = np.concatenate([[0], np.cumsum(patches)])[np.concatenate([[0], np.cumsum(images)])]
-        ways.append(np.diff(ends))
-    fitting = [counts for counts in ways if counts.sum() == len(values)]
+        entries_per_row.append(np.diff(ends))
+    fitting = [counts for counts in entries_per_row if counts.sum() == len(values)]
     if not fitting:
         raise InvalidArgumentError(
             f"{_WHAT}: {name} has {len(values)} entries for {int(images.sum())} images, neither one each nor as many "

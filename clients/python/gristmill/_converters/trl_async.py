@@ -1,4 +1,4 @@
-"""The samples of TRL's asynchronous rollout workers as rows (`RolloutSample` of trl/experimental/async_grpo)."""
+"""Converts samples of TRL's asynchronous rollout workers to rows (`RolloutSample` of trl/experimental/async_grpo)."""
 
 from __future__ import annotations
 
@@ -44,22 +44,22 @@ def from_trl_async(
     columns: Iterable[str] = (),
     ignore: Iterable[str] = (),
 ) -> list[Row]:
-    """Rows of the `RolloutSample`s that an `AsyncGRPOTrainer`'s rollout worker puts into its queue, of whole groups.
+    """Convert whole groups of the `RolloutSample`s that an `AsyncGRPOTrainer`'s rollout worker puts into its queue.
 
-    The response begins with the first token that `completion_mask` trains. `old_log_probs` are the logprobs,
-    `metrics["reward"]` the reward, `model_version` the policy version unless that is given. A sample does not say which
-    conversation it is of, so that one that was torn in two is refused: `num_generations` samples make a group.
+    The response starts at the first token that `completion_mask` trains. `old_log_probs` are the logprobs,
+    `metrics["reward"]` is the reward, and `model_version` is by default the policy version. A sample does not name its
+    conversation, so that one that TRL has split in two is refused: `num_generations` samples make a group.
 
-    tags: one a sample.
-    advantages: whether rows get TRL's too, for a run with `advantage_estimator: none`.
+    tags: one for each sample.
+    advantages: whether to take TRL's advantages, for a run with `advantage_estimator: none`.
     """
     choice = Choice.of(columns, ignore)
-    found = list(samples)
-    _KEYS.check({name for sample in found for name in attributes(sample)}, choice)
-    uids = [uid_of(attribute(sample, "group_id"), f"{_WHAT}: sample {row}") for row, sample in enumerate(found)]
+    samples = list(samples)
+    _KEYS.check({name for sample in samples for name in attributes(sample)}, choice)
+    uids = [uid_of(attribute(sample, "group_id"), f"{_WHAT}: sample {row}") for row, sample in enumerate(samples)]
     _check_groups(uids, num_generations)
-    rows, own_tags = [], tagged(tags, len(found), _WHAT)
-    for sample, uid, number, tag in zip(found, uids, samples_as_they_come(uids), own_tags, strict=True):
+    rows, tag_fields = [], tagged(tags, len(samples), _WHAT)
+    for sample, uid, number, tag in zip(samples, uids, samples_as_they_come(uids), tag_fields, strict=True):
         where = f"{_WHAT}: uid {uid!r} sample {number}"
         version = attribute(sample, "model_version")
         fields: Row = {

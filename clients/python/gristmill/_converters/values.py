@@ -1,4 +1,5 @@
-"""Reading frameworks' values: arrays of anything that speaks NumPy's array protocol, uids, and tokens' own shapes."""
+"""Reads frameworks' values: arrays of anything that supports NumPy's array protocol, uids, versions, and routed
+experts."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from gristmill.errors import InvalidArgumentError
 
 
 def array_of(values: Any, name: str, where: str) -> Array:
-    """Raises InvalidArgumentError for what is no array of numbers."""
+    """Return the values as an array. Raises InvalidArgumentError if they are no array of numbers."""
     try:
         array = np.asarray(plain(values, name, where))
     except ValueError:
@@ -24,29 +25,29 @@ def array_of(values: Any, name: str, where: str) -> Array:
 
 
 def entries_of(tensor: Any, name: str, where: str) -> list[Any]:
-    """One entry a row: of a list, of an array, or of a nested tensor, whose rows have their own lengths."""
+    """Return one entry per row of a list, an array, or a nested tensor."""
     if getattr(tensor, "is_nested", False):
         return [array_of(entry, name, f"{where}: row {row}") for row, entry in enumerate(tensor.unbind())]
     values = plain(tensor, name, where)
     if isinstance(values, (str, Mapping)) or not hasattr(values, "__iter__") or getattr(values, "ndim", 1) == 0:
-        raise InvalidArgumentError(f"{where}: {name} is {values!r}; it needs one entry a row")
+        raise InvalidArgumentError(f"{where}: {name} is {values!r}; it needs one entry per row")
     return list(values)
 
 
 def aligned(name: str, values: Sequence[Any], count: int, where: str) -> Sequence[Any]:
-    """The values, of which there has to be one a row."""
+    """Return the values. Raises InvalidArgumentError unless there is one per row."""
     if len(values) != count:
         raise InvalidArgumentError(f"{where}: {name} has {len(values)} entries for {count} rows; they need one each")
     return values
 
 
 def attribute(thing: Any, name: str, default: Any = None) -> Any:
-    """An attribute of an object, or of the mapping that it was written as."""
+    """Return an attribute of an object, or the entry if the object was stored as a mapping."""
     return thing.get(name, default) if isinstance(thing, Mapping) else getattr(thing, name, default)
 
 
 def attributes(thing: Any) -> dict[str, Any]:
-    """An object's attributes that hold data, by name."""
+    """Return an object's data attributes by name."""
     if isinstance(thing, Mapping):
         return dict(thing)
     names = [*getattr(type(thing), "__struct_fields__", ()), *getattr(type(thing), "__dataclass_fields__", ())]
@@ -54,7 +55,7 @@ def attributes(thing: Any) -> dict[str, Any]:
 
 
 def uid_of(uid: Any, where: str) -> str:
-    """Integers name groups by their digits."""
+    """Return a group's uid as a string; an integer becomes its digits."""
     if isinstance(uid, (str, np.str_)):
         return str(uid)
     if not isinstance(uid, (bool, np.bool_)) and hasattr(uid, "__index__") and not getattr(uid, "ndim", 0):
@@ -63,28 +64,30 @@ def uid_of(uid: Any, where: str) -> str:
 
 
 def version_of(value: Any) -> int:
-    """A policy version as frameworks write it, -1 for what is no number."""
+    """Return a policy version as a number; -1 if the framework's value is none."""
     if isinstance(value, str):
         return int(value) if value.isdecimal() else -1
     return -1 if value is None or not hasattr(value, "__index__") else int(value)
 
 
 def routes(values: Any, name: str, tokens: int, where: str) -> Array:
-    """Routed experts (tokens, layers, top_k), one entry a token of the row.
+    """Return routed experts (tokens, layers, top_k) with one entry per token of the row.
 
-    An engine runs no further than what it samples last, and says nothing of the tokens behind that: those get the first
-    top_k experts, as a replayed router wants distinct ones.
+    An engine reports none for the token that it samples last and any after it: those get the first top_k experts,
+    because a router that replays them needs distinct ones.
     """
-    found = array_of(values, name, where)
-    if found.ndim != 3 or len(found) > tokens:
+    experts = array_of(values, name, where)
+    if experts.ndim != 3 or len(experts) > tokens:
         raise InvalidArgumentError(
-            f"{where}: {name} has the shape {found.shape}; expected (tokens, layers, top_k) for {tokens} tokens at most"
+            f"{where}: {name} has the shape {experts.shape}; expected (tokens, layers, top_k), tokens at most {tokens}"
         )
-    tail = np.broadcast_to(np.arange(found.shape[2], dtype=found.dtype), (tokens - len(found), *found.shape[1:]))
-    return np.concatenate([found, tail])
+    tail = np.broadcast_to(
+        np.arange(experts.shape[2], dtype=experts.dtype), (tokens - len(experts), *experts.shape[1:])
+    )
+    return np.concatenate([experts, tail])
 
 
 def unpacked(values: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The values with what `name` holds, a mapping of tensors by their names, beside the others."""
+    """Replace the entry `name`, a mapping of tensors, by the tensors themselves."""
     rest = {key: value for key, value in values.items() if key != name}
     return rest | dict(values.get(name) or {})

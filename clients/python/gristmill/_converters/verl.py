@@ -1,4 +1,4 @@
-"""verl's rollouts as rows: its agent loops' padded `DataProto`, and the nested `TensorDict` of its v1 trainers."""
+"""Converts verl's rollouts to rows: its agent loops' padded `DataProto`, and its v1 trainers' nested `TensorDict`."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from gristmill.errors import InvalidArgumentError
 
 _WHAT = "verl batch"
 _IMAGES = "multi_modal_inputs"
-# Tensors (verl/experimental/agent_loop/agent_loop.py, verl/trainer/ppo). Of what is no tensor only _IMAGES is looked
-# at: the rest is the data set's and the agent loops' own.
+# Tensors (verl/experimental/agent_loop/agent_loop.py, verl/trainer/ppo). Other entries belong to the data set and the
+# agent loops; only _IMAGES is checked.
 _KEYS = Keys(
     _WHAT,
     frozenset(
@@ -66,28 +66,28 @@ def from_verl(
     columns: Iterable[str] = (),
     ignore: Iterable[str] = (),
 ) -> list[Row]:
-    """Rows of what verl's agent loops return: a `DataProto`, or a `TensorDict` (or mapping) of the v1 trainers.
+    """Convert the output of verl's agent loops: a `DataProto`, or a `TensorDict` (or mapping) of the v1 trainers.
 
-    Prompts lose their padding on the left and responses that on the right, as `attention_mask` says; nested tensors
-    have none. `response_mask` is the loss mask: tokens of tools stay in the response, untrained. `rm_scores`, or
-    `token_level_scores`, are the reward: their sum, or with `token_rewards` each token's. Without either the reward is
-    pending. `min_global_steps` is the policy version unless that is given.
+    Removes the padding on the left of prompts and on the right of responses, by `attention_mask`; nested tensors have
+    none. `response_mask` is the loss mask: tokens of tools stay in the response, untrained. The reward is the sum of
+    `rm_scores`, or of `token_level_scores`; with `token_rewards` each token has its own. Without either the reward is
+    pending. `min_global_steps` is by default the policy version.
 
-    uids: a row's prompt, in place of the batch's `uid`.
-    keys: `KVBatchMeta.keys`, from which uid, sample and step are read (`UID_SESSION_INDEX`); needed where an agent loop
-        returned several outputs, in whatever order they are. Without, samples are `session_id`, or numbered as they
-        come.
-    tags: one a row, such as `batch.non_tensor_batch["data_source"]`.
-    columns: tensors as wide as the response or as prompt and response lose their padding too; of `multi_modal_inputs`
-        the names within it.
+    uids: each row's prompt, instead of the batch's `uid`.
+    keys: `KVBatchMeta.keys`, from which uid, sample and step are read (`UID_SESSION_INDEX`), in any order; needed if
+        an agent loop returned several outputs. Without keys a sample is its `session_id`, or numbered in the order of
+        rows.
+    tags: one per row, such as `batch.non_tensor_batch["data_source"]`.
+    columns: their padding is removed too if they are as wide as the response, or as prompt and response. May be names
+        within `multi_modal_inputs`.
 
         rollouts = agent_loop_manager.generate_sequences(prompts)
         client.submit(from_verl(rollouts, columns=["routed_experts"]))
     """
     choice = Choice.of(columns, ignore)
-    found = _Batch.of(batch, choice)
-    rows, own_tags = [], tagged(tags, found.layout.rows, _WHAT)
-    for row, (uid, sample) in enumerate(_identities(found, uids, keys)):
+    rollouts = _Batch.of(batch, choice)
+    rows, tag_fields = [], tagged(tags, rollouts.layout.rows, _WHAT)
+    for row, (uid, sample) in enumerate(_identities(rollouts, uids, keys)):
         where = f"{_WHAT}: row {row} (uid {uid!r} sample {sample})"
         rows.append(
             {
@@ -95,10 +95,10 @@ def from_verl(
                 "round": round,
                 "sample": sample,
                 "attempt": attempt,
-                "policy_version": found.version(row) if policy_version is None else policy_version,
-                **found.fields(row, token_rewards, where),
-                **found.columns(choice.columns, row, where),
-                **own_tags[row],
+                "policy_version": rollouts.version(row) if policy_version is None else policy_version,
+                **rollouts.fields(row, token_rewards, where),
+                **rollouts.columns(choice.columns, row, where),
+                **tag_fields[row],
             }
         )
     return as_steps(rows if keys is None else [rows[row] for row in _step_order(keys)])
@@ -106,7 +106,10 @@ def from_verl(
 
 @dataclass(frozen=True)
 class _Batch:
-    """tensors: arrays, or lists with one a row; others: what is no tensor, lists with one entry a row."""
+    """Reads rows of a batch.
+
+    tensors: by name, arrays or lists with one entry per row. others: lists of other entries, one per row.
+    """
 
     tensors: Mapping[str, Any]
     others: Mapping[str, Sequence[Any]]
@@ -114,15 +117,15 @@ class _Batch:
 
     @classmethod
     def of(cls, batch: Any, choice: Choice) -> _Batch:
-        given, others = _divided(batch)
+        present, others = _divided(batch)
         for name in ("prompts", "responses", "response_mask"):
-            if name not in given:
+            if name not in present:
                 raise InvalidArgumentError(f"{_WHAT}: {name} is missing; every row needs it")
-        given |= _images(others.get(_IMAGES, ()), choice)
-        _KEYS.check(given, choice)
-        wanted = (_KEYS.fields | set(choice.columns)) & given.keys()
-        tensors = {name: _read(given[name], name) for name in wanted}
-        _check_positions(given, choice)
+        present |= _images(others.get(_IMAGES, ()), choice)
+        _KEYS.check(present, choice)
+        used = (_KEYS.fields | set(choice.columns)) & present.keys()
+        tensors = {name: _read(present[name], name) for name in used}
+        _check_positions(present, choice)
         return cls(tensors, others, _layout(tensors))
 
     def fields(self, row: int, token_rewards: bool, where: str) -> Row:
@@ -137,7 +140,7 @@ class _Batch:
         return fields
 
     def columns(self, names: Iterable[str], row: int, where: str) -> Row:
-        """What a row does not have, such as images, is left out of it."""
+        """Return the columns that the row has: one without images, for example, has no column for them."""
         values = {name: self.tensors[name] for name in names}
         return {
             name: array_of(value[row], name, where) if isinstance(value, list) else self.layout.column(value, row)
@@ -146,7 +149,7 @@ class _Batch:
         }
 
     def version(self, row: int) -> int:
-        """The version of the weights that sampled the row's first token, where the agent loop tells it."""
+        """Return the version of the weights that sampled the row's first token; -1 if the agent loop does not say."""
         if "min_global_steps" in self.others:
             return version_of(self.others["min_global_steps"][row])
         extra = self.others.get("extra_fields")
@@ -164,32 +167,32 @@ class _Batch:
         names = [name for name in ("rm_scores", "token_level_scores") if name in self.tensors]
         if not names:
             return None
-        found = [self._response(name, row, where) for name in names]
-        if len(found) > 1 and not np.array_equal(found[0], found[1]):
+        scores = [self._response(name, row, where) for name in names]
+        if len(scores) > 1 and not np.array_equal(scores[0], scores[1]):
             raise InvalidArgumentError(f"{where}: {' and '.join(names)} differ; take one of them out of the batch")
-        return found[0] if token_rewards else math.fsum(found[0].tolist())
+        return scores[0] if token_rewards else math.fsum(scores[0].tolist())
 
 
 def _divided(batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Tensors, and what is none, by name."""
+    """Divide a batch into tensors and other entries, by name."""
     if hasattr(batch, "non_tensor_batch"):
         tensors = _items(batch.batch) if batch.batch is not None else {}
         return tensors, {name: entries_of(values, name, _WHAT) for name, values in batch.non_tensor_batch.items()}
     if not hasattr(batch, "keys"):
         got = type(batch).__name__
         raise InvalidArgumentError(f"{_WHAT}: got {got}; expected a DataProto, a TensorDict or a mapping of tensors")
-    given = _items(batch)
-    tensors = {name: value for name, value in given.items() if hasattr(value, "__array__")}
-    return tensors, {name: value for name, value in given.items() if name not in tensors}
+    entries = _items(batch)
+    tensors = {name: value for name, value in entries.items() if hasattr(value, "__array__")}
+    return tensors, {name: value for name, value in entries.items() if name not in tensors}
 
 
 def _items(tensors: Any) -> dict[str, Any]:
-    """The items of a mapping, or of a TensorDict, which is none."""
+    """Return the items of a mapping, or of a TensorDict, which is no mapping."""
     return {name: tensors[name] for name in list(tensors.keys())}
 
 
 def _images(rows: Sequence[Mapping[str, Any] | None], choice: Choice) -> dict[str, list[Any]]:
-    """What the rows' images are made of, by name: an entry a row, None where it has none."""
+    """Return the tensors of the rows' images by name: one entry per row, None for a row without images."""
     if _IMAGES in choice.ignore:
         return {}
     names = {name: None for row in rows for name in row or ()}
@@ -201,9 +204,9 @@ def _read(tensor: Any, name: str) -> Any:
     return entries_of(tensor, name, _WHAT) if is_listed else array_of(tensor, name, _WHAT)
 
 
-def _check_positions(given: Mapping[str, Any], choice: Choice) -> None:
-    """Positions of several axes, as images have them, do not follow from a mask."""
-    axes = getattr(given.get("position_ids"), "ndim", 0) - 1
+def _check_positions(entries: Mapping[str, Any], choice: Choice) -> None:
+    """Refuse positions of several axes, as images have them, unless they are chosen: they do not follow from a mask."""
+    axes = getattr(entries.get("position_ids"), "ndim", 0) - 1
     if axes > 1 and "position_ids" not in (*choice.columns, *choice.ignore):
         raise InvalidArgumentError(
             f"{_WHAT}: position_ids has several axes, which do not follow from a mask; {remedy_of('position_ids')}"
@@ -232,33 +235,32 @@ def _layout(tensors: Mapping[str, Any]) -> Padded | Ragged:
 
 
 def _identities(batch: _Batch, uids: Sequence[Any] | None, keys: Sequence[str] | None) -> list[tuple[str, int]]:
-    """Each row's uid and sample."""
+    """Return each row's uid and sample."""
     count, sessions = batch.layout.rows, batch.others.get("session_id")
     if keys is not None:
         aligned("keys", keys, count, _WHAT)
         return [(uid, session) for uid, session, _ in map(_key, keys)]
-    given = uids if uids is not None else batch.others.get("uid")
-    if given is None:
+    if uids is None and (uids := batch.others.get("uid")) is None:
         raise InvalidArgumentError(f"{_WHAT}: uid is missing, so that nothing says which rows are one group; give uids")
-    names = [uid_of(uid, f"{_WHAT}: row {row}") for row, uid in enumerate(aligned("uid", given, count, _WHAT))]
+    names = [uid_of(uid, f"{_WHAT}: row {row}") for row, uid in enumerate(aligned("uid", uids, count, _WHAT))]
     if sessions is None:
         return list(zip(names, samples_as_they_come(names), strict=True))
-    found = [
+    identities = [
         (uid, int(session)) for uid, session in zip(names, aligned("session_id", sessions, count, _WHAT), strict=True)
     ]
     seen = set[tuple[str, int]]()
-    for row, (uid, session) in enumerate(found):
+    for row, (uid, session) in enumerate(identities):
         if (uid, session) in seen:
             raise InvalidArgumentError(
-                f"{_WHAT}: row {row} is of uid {uid!r} session {session}, as one before it, and nothing says which of "
-                "them came first; give keys, those of its KVBatchMeta"
+                f"{_WHAT}: row {row} is of uid {uid!r} session {session}, like an earlier one, and nothing says which "
+                "of them came first; give the keys of its KVBatchMeta"
             )
         seen.add((uid, session))
-    return found
+    return identities
 
 
 def _key(key: str) -> tuple[str, int, int]:
-    """The uid, session and index that a key of verl's queue is made of."""
+    """Split a key of verl's queue into uid, session and index."""
     uid, *numbers = str(key).rsplit("_", 2)
     if len(numbers) != 2 or not all(map(str.isdecimal, numbers)):
         raise InvalidArgumentError(f"{_WHAT}: keys has {key!r}; expected UID_SESSION_INDEX, as verl names its rows")
@@ -266,13 +268,14 @@ def _key(key: str) -> tuple[str, int, int]:
 
 
 def _step_order(keys: Sequence[str]) -> list[int]:
-    """The rows by their index, which counts the outputs of a session from 0. Raises where one is not there."""
+    """Return the rows ordered by their index, which counts the outputs of a session from 0. Raises
+    InvalidArgumentError if one is missing."""
     parsed = list(map(_key, keys))
     for (uid, session), count in Counter(key[:2] for key in parsed).items():
         indices = sorted(index for *identity, index in parsed if tuple(identity) == (uid, session))
         if indices != list(range(count)):
             raise InvalidArgumentError(
-                f"{_WHAT}: keys has the outputs {indices} of uid {uid!r} session {session}; a trajectory is handed "
-                "over whole, from 0 on"
+                f"{_WHAT}: keys has the outputs {indices} of uid {uid!r} session {session}; give all outputs of a "
+                "trajectory, from 0 on"
             )
     return sorted(range(len(keys)), key=lambda row: parsed[row][2])
