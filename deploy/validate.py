@@ -124,17 +124,17 @@ def restricted_errors(resource: dict[str, Any]) -> Iterator[str]:
             yield f"volume {volume['name']}: {', '.join(kinds)} is not permitted"
     around = pod.get("securityContext", {})
     for container in _containers(resource):
-        own = container.get("securityContext", {})
-        both = {**around, **own}
+        context = container.get("securityContext", {})
+        both = {**around, **context}
         wrong = {
             "runAsNonRoot is not true": both.get("runAsNonRoot") is not True,
             "runAsUser is 0": both.get("runAsUser") == 0,
-            "privileged": own.get("privileged", False),
-            "allowPrivilegeEscalation is not false": own.get("allowPrivilegeEscalation") is not False,
-            "capabilities are not dropped": own.get("capabilities", {}).get("drop") != ["ALL"],
-            "capabilities are added": bool(set(own.get("capabilities", {}).get("add", [])) - {"NET_BIND_SERVICE"}),
+            "privileged": context.get("privileged", False),
+            "allowPrivilegeEscalation is not false": context.get("allowPrivilegeEscalation") is not False,
+            "capabilities are not dropped": context.get("capabilities", {}).get("drop") != ["ALL"],
+            "capabilities are added": bool(set(context.get("capabilities", {}).get("add", [])) - {"NET_BIND_SERVICE"}),
             "no seccomp profile": both.get("seccompProfile", {}).get("type") not in ("RuntimeDefault", "Localhost"),
-            "its root may be written": own.get("readOnlyRootFilesystem") is not True,
+            "its root may be written": context.get("readOnlyRootFilesystem") is not True,
             "a hostPort": any("hostPort" in port for port in container.get("ports", [])),
         }
         yield from (f"container {container['name']}: {what}" for what, is_so in wrong.items() if is_so)

@@ -66,11 +66,11 @@ def _merged_trajectory(steps: list[Row], merge: str, tail: int) -> list[Merged]:
     sources: dict[int, list[tuple[int, int] | None]] = {}
     holders: dict[int, list[int]] = {}
     for number, step in enumerate(steps):
-        prompt, own = step["prompt_token_ids"], [(number, index) for index in range(len(step["response_ids"]))]
+        prompt, response = step["prompt_token_ids"], [(number, index) for index in range(len(step["response_ids"]))]
         parent, common = joined(steps, number, path_to, merge, tail)
         path_to[number] = [*([] if parent is None else path_to[parent]), number]
         observed = [None] * (len(prompt) - common)
-        sources[number] = [*([] if parent is None else sources[parent][:common]), *observed, *own]
+        sources[number] = [*([] if parent is None else sources[parent][:common]), *observed, *response]
         kept_holders = [] if parent is None else holders[parent][:common]
         holders[number] = kept_holders + [number] * (len(sources[number]) - common)
         grown = [index for index, path in enumerate(paths) if path[-1] == parent]
@@ -220,18 +220,18 @@ def shard_rows(shard: Any) -> list[dict[str, Any]]:
 
 def _own_tokens(row: dict[str, Any]) -> dict[str, Any]:
     """Cuts padding (or, packed, the prompt) off every column, by masks alone."""
-    own = dict(row)
+    masked = dict(row)
     if "attention_mask" in row:
         length = int(row["attention_mask"].sum())
-        own["sequences"] = row["sequences"][-length:]
+        masked["sequences"] = row["sequences"][-length:]
         assert not row["attention_mask"][: len(row["attention_mask"]) - length].any()
     response = int(row["response_mask"].sum())
     for column in ("response_mask", "loss_mask", "rewards", "advantages", "rollout_logprobs"):
         if column in row:
             outside = row[column][: len(row[column]) - response]
             assert not outside.any(), f"{column} has values outside the row's response"
-            own[column] = row[column][len(row[column]) - response :]
-    return own
+            masked[column] = row[column][len(row[column]) - response :]
+    return masked
 
 
 def may_share(row: Merged) -> int:
@@ -290,12 +290,12 @@ def axes(shard: Any) -> list[tuple[list[int], Axis]]:
     pairs = []
     for index, positions in enumerate(metadata["micro_batches"]):
         prefix = f"micro_batch_{index:03d}/"
-        own = {name.removeprefix(prefix): values for name, values in tensors.items() if name.startswith(prefix)}
+        arrays = {name.removeprefix(prefix): values for name, values in tensors.items() if name.startswith(prefix)}
         paths = []
-        for end in own["row_ends"].tolist():
+        for end in arrays["row_ends"].tolist():
             path = [end]
-            while (parent := int(own["parents"][path[-1]])) >= 0:
+            while (parent := int(arrays["parents"][path[-1]])) >= 0:
                 path.append(parent)
             paths.append(path[::-1])
-        pairs.append((tensors["row"][positions].tolist(), Axis(own, paths)))
+        pairs.append((tensors["row"][positions].tolist(), Axis(arrays, paths)))
     return pairs

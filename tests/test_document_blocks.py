@@ -62,13 +62,13 @@ def test_columns_are_declared_sent_and_chosen(service: Service, run_name: str) -
     with RolloutClient(service.grpc_address, run_name) as client:
         client.create_run(COUNTS | {"step_wise": True} | declared)
         client.begin_groups(["math/17"])
-        given: dict[str, Any] = {
+        variables: dict[str, Any] = {
             "client": client,
             "prompt_token_ids": [1, 2],
             "response_ids": [3],
             "routed_experts": np.ones((3, 48, 8), np.int16),
         }
-        run(sent, service, run_name, given)
+        run(sent, service, run_name, variables)
     names: dict[str, Any] = {"TrainerClient": TrainerClient, "rank": 0}
     run(chosen, service, run_name, names)
     with names["trainer"] as trainer:

@@ -189,7 +189,7 @@ def test_services_on_redis_pass_calls_on_over_tls_with_the_callers_own_token(
         ({"jwt_issuer": "a"}, "need jwks"),
     ],
 )
-def test_settings_that_would_leave_a_door_open_are_refused(settings: dict[str, str], message: str) -> None:
+def test_settings_that_would_leave_an_api_open_are_refused(settings: dict[str, str], message: str) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
         load_settings(settings)
 

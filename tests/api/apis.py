@@ -154,8 +154,8 @@ class GrpcApi:
         left = ("config_json", "resolved_config_json", "ranks", "models", "health")
         values = {name: getattr(status, name) for name in names if name not in left}
         values["tags"] = {
-            tag: {name: getattr(own, name) for name in ("open", "complete", "sealed", "dropped")}
-            for tag, own in status.tags.items()
+            tag: {name: getattr(counts, name) for name in ("open", "complete", "sealed", "dropped")}
+            for tag, counts in status.tags.items()
         }
         values["groups_dropped"], values["failed_batches"] = dict(status.groups_dropped), dict(status.failed_batches)
         models = [{"model": one.model, "next": []} | _progress(one) for one in status.models]

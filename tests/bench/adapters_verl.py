@@ -204,9 +204,9 @@ def rounds() -> Iterator[tuple[tuple[float, float], tuple[float, float]]]:
 def figures() -> Iterator[Figure]:
     """`verl_cpu`: what the trainer's process computes of both, which a busy machine does not change."""
     pairs = list(rounds())[1:]
-    for name, which in (("adapters.verl", 0), ("adapters.verl_cpu", 1)):
-        ratio = statistics.median(ours[which] / theirs[which] for ours, theirs in pairs)
-        bound = statistics.median(theirs[which] for _, theirs in pairs)
+    for name, index in (("adapters.verl", 0), ("adapters.verl_cpu", 1)):
+        ratio = statistics.median(ours[index] / theirs[index] for ours, theirs in pairs)
+        bound = statistics.median(theirs[index] for _, theirs in pairs)
         yield Figure(name, ratio, "x verl's own batch", REACH, bound, "s, verl's own batch")
 
 

@@ -58,13 +58,13 @@ def _figures(name: str, directory: Path) -> Iterator[Figure]:
     rounds = [(_spent(publish), _spent(lambda: prepare(trainer, dict(theirs), uids))) for _ in range(ROUNDS)]
     for place, (kind, reach) in enumerate((("", _REACH), ("_cpu", None))):
         ratio = statistics.median(them[place] / us[place] for us, them in rounds)
-        own = statistics.median(them[place] for _, them in rounds)
+        theirs_s = statistics.median(them[place] for _, them in rounds)
         yield Figure(
             f"once.lists_over_skyrl.{name}{kind}",
             ratio,
             "times as fast as SkyRL",
             reach,
-            own * 1e3,
+            theirs_s * 1e3,
             "ms, SkyRL",
             at_most=False,
         )
@@ -72,16 +72,16 @@ def _figures(name: str, directory: Path) -> Iterator[Figure]:
 
 def _theirs(work: Workload) -> dict[str, Any]:
     """The same lists under SkyRL's names; rewards per token, as its generator gives them to steps."""
-    given = generator_output(work, is_apart=True)
-    lengths = [len(response) for response in given["response_ids"]]
-    rewards = [[0.0] * (length - 1) + [reward] for length, reward in zip(lengths, given["rewards"], strict=True)]
-    keys = zip(given["uids"], given["samples"], strict=True)
+    output = generator_output(work, is_apart=True)
+    lengths = [len(response) for response in output["response_ids"]]
+    rewards = [[0.0] * (length - 1) + [reward] for length, reward in zip(lengths, output["rewards"], strict=True)]
+    keys = zip(output["uids"], output["samples"], strict=True)
     return {
-        **{name: given[name] for name in ("prompt_token_ids", "response_ids", "loss_masks", "rollout_logprobs")},
+        **{name: output[name] for name in ("prompt_token_ids", "response_ids", "loss_masks", "rollout_logprobs")},
         "rewards": rewards,
         "stop_reasons": ["stop"] * len(lengths),
         "trajectory_ids": [TrajectoryID(uid, sample) for uid, sample in keys],
-        "is_last_step": given["is_last_step"],
+        "is_last_step": output["is_last_step"],
     }
 
 

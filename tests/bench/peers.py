@@ -1,7 +1,7 @@
 """`make bench-peers`: the rows of tests/bench/submit.py handed to TransferQueue by its client, and to us by ours, by
 turns in one run. Each waits for the answer that says the rows are stored.
 
-TransferQueue runs in a Python of its own (tests/bench/peers_side.py), so that neither decides the other's grpcio.
+TransferQueue runs in a Python of its own (tests/bench/peers_side.py), so that neither sets the other's grpcio.
 """
 
 from __future__ import annotations

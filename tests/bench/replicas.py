@@ -16,7 +16,7 @@ from gristmill_service.config import RunConfig
 from tests.bench.figures import Figure, seconds
 from tests.bench.processes import served
 from tests.bench.submissions import LONG, Sender, config, split, tables
-from tests.bench.takeover import decides
+from tests.bench.takeover import owns
 from tests.bench.workloads import DP_SIZE, workload
 from tests.redis.servers import RedisServer
 
@@ -39,14 +39,14 @@ def figures() -> Iterator[Figure]:
             for number in range(ROUNDS):
                 run = f"{name}-{number}"
                 _create(transport, run, config())
-                sender = Sender(next(one for one in both if decides(one, run) is at).grpc_address, messages)
+                sender = Sender(next(one for one in both if owns(one, run) is at).grpc_address, messages)
                 times.append(sender.seconds(run))
                 sender.close()
                 transport.call(transport.runs.DeleteRun, run_pb2.DeleteRunRequest(run=run))
             size, rows, taken = sender.nbytes / 1e6, sender.rows, statistics.median(times)
             yield Figure(f"redis.submit_mb_s.{name}", size / taken, "MB/s", None, rows / taken, "rows/s")
         _create(transport, "read", workload("agent").config("prefix"))
-        reader = next(one for one in both if not decides(one, "read"))
+        reader = next(one for one in both if not owns(one, "read"))
         yield _reading(reader.grpc_address)
 
 

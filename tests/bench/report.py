@@ -53,8 +53,8 @@ def rendered(text: str, figures: list[Figure]) -> str:
 def _summary(figures: list[Figure]) -> str:
     reaching = [figure for figure in figures if figure.reach is not None]
     missed = [f"`{figure.name}`" for figure in reaching if not figure.ok]
-    which = f" Missed: {', '.join(missed)}." if missed else ""
-    return f"{len(reaching) - len(missed)} of {len(reaching)} figures reached.{which}"
+    names = f" Missed: {', '.join(missed)}." if missed else ""
+    return f"{len(reaching) - len(missed)} of {len(reaching)} figures reached.{names}"
 
 
 def _row(figure: Figure) -> str:

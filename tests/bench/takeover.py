@@ -1,4 +1,4 @@
-"""Measures how long a run is without an owner when the replica that decides for it is killed."""
+"""Measures how long a run is without an owner when the replica that owns it is killed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _takeover(server: RedisServer, run: str) -> float:
         client = opened.enter_context(RolloutClient(addresses, run, timeout_s=60))
         client.create_run(config().model_dump(exclude_defaults=True))
         client.begin_groups(["before"])
-        owner = next(one for one in both if decides(one, run))
+        owner = next(one for one in both if owns(one, run))
         owner.process.kill()
         owner.process.wait()
         begin = time.perf_counter()
@@ -45,6 +45,6 @@ def _takeover(server: RedisServer, run: str) -> float:
         return time.perf_counter() - begin
 
 
-def decides(one: Served, run: str) -> bool:
+def owns(one: Served, run: str) -> bool:
     with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(f"{one.http_url}/metrics") as answer:
         return re.search(rf'gristmill_groups{{run="{run}"', answer.read().decode()) is not None

@@ -51,10 +51,10 @@ def _woken(side: OtherSide) -> Iterator[Figure]:
             bare.ask("/bare/Wait", b"")
             time.sleep(SETTLED_S)
             release = pool.submit(side.call, "Release", b"")
-            let_go = bare.answered()
+            released = bare.answered()
             if number >= 2:
                 ours_s += [at - published for at in answered]
-                bare_s += [at - json.loads(release.result()) for at in let_go]
+                bare_s += [at - json.loads(release.result()) for at in released]
             _acknowledge(side, run, number)
     ours.close()
     bare.close()

@@ -41,11 +41,13 @@ def _round(address: str, run: str) -> tuple[float, int]:
         ranks = [opened.enter_context(TrainerClient(address, run, rank)) for rank in range(DP_SIZE)]
         batches = [next(iter(rank)) for rank in ranks]
         shards = [list(batch.forward()) for batch in batches]
-        values = [[np.full(shard["response_mask"].shape, -0.5, np.float32) for shard in own] for own in shards]
+        values = [
+            [np.full(shard["response_mask"].shape, -0.5, np.float32) for shard in of_batch] for of_batch in shards
+        ]
         begin = time.perf_counter()
         writing = [
-            threading.Thread(target=_write, args=(rank, own, numbers))
-            for rank, own, numbers in zip(ranks, shards, values, strict=True)
+            threading.Thread(target=_write, args=(rank, of_batch, numbers))
+            for rank, of_batch, numbers in zip(ranks, shards, values, strict=True)
         ]
         for thread in writing:
             thread.start()

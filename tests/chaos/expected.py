@@ -58,5 +58,5 @@ def _columns(row: Merged, steps: list[dict[str, Any]], values: dict[tuple[int, i
 def _advantage(row: Merged, rewards: list[float], values: dict[tuple[int, int], float]) -> float:
     """The sum over its trained tokens. With gamma and lambda 1 that of a token is what is paid from its step on, less
     its value."""
-    own = [source for source, is_trained in zip(row.sources, row.trained, strict=True) if source and is_trained]
-    return fsum(fsum(rewards[source[0] :]) - values[source] for source in own)
+    trained = [source for source, is_trained in zip(row.sources, row.trained, strict=True) if source and is_trained]
+    return fsum(fsum(rewards[source[0] :]) - values[source] for source in trained)

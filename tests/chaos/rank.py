@@ -102,8 +102,8 @@ class Rank:
 
     def _write_awaited(self, answer: trainer_pb2.GetBatchResponse) -> None:
         """What the batch awaits of this rank."""
-        own = {awaited.mini_batch for awaited in answer.awaits if awaited.rank == self._rank}
-        for mini_batch in sorted(own):
+        awaited_parts = {awaited.mini_batch for awaited in answer.awaits if awaited.rank == self._rank}
+        for mini_batch in sorted(awaited_parts):
             self._write(mini_batch)
 
     def _write(self, mini_batch: int) -> None:
@@ -258,12 +258,12 @@ def written_for(data: bytes, launch: int) -> dict[str, NDArray[Any]]:
     tensors = load(data)
     if any(name in tensors for name in WRITTEN):
         return {}
-    own = tensors["response_mask"] == 1
-    values = np.full(own.shape, 99, np.float32)
+    response_mask = tensors["response_mask"] == 1
+    values = np.full(response_mask.shape, 99, np.float32)
     for index, uid in enumerate(_uids(data)):
         sample, last = int(tensors["sample"][index]), int(tensors["step_last"][index])
-        values[index, own[index]] = written.values(uid, sample, last, int(own[index].sum()), launch)
-    return {"values": values, "launch": np.full(len(own), launch, np.int32)}
+        values[index, response_mask[index]] = written.values(uid, sample, last, int(response_mask[index].sum()), launch)
+    return {"values": values, "launch": np.full(len(response_mask), launch, np.int32)}
 
 
 def main() -> None:

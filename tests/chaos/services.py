@@ -153,7 +153,7 @@ class JournalMode(Mode):
 
 
 class ReplicasMode(Mode):
-    """Services that share what is in Redis, and decide for runs in each other's place."""
+    """Services that share what is in Redis, and take over each other's runs."""
 
     def _serve(self, urls: Sequence[str], *flags: str) -> None:
         for number, url in enumerate(urls):

@@ -39,10 +39,10 @@ def with_columns(launches: Sequence[int] = (7, 7), **changed: Any) -> Verdict:
     ranks = []
     for sample in range(SAMPLES):
         log.rows += [(FORKED, sample, row["step"], 0, "ACCEPTED") for row in WITH_COLUMNS.rows(FORKED, sample, 0)]
-        own = expected_effects(WITH_COLUMNS, FORKED, sample, 0, launches[sample])
+        effects = expected_effects(WITH_COLUMNS, FORKED, sample, 0, launches[sample])
         if not sample:
-            own[0] = own[0]._replace(**changed)
-        ranks.append([Trained(Position(0, epoch, 0), own) for epoch in range(2)])
+            effects[0] = effects[0]._replace(**changed)
+        ranks.append([Trained(Position(0, epoch, 0), effects) for epoch in range(2)])
     return verify(WITH_COLUMNS, 2, [log], [Group(FORKED, 0, GroupState.SEALED, 0, "")], [ranks])
 
 
@@ -63,9 +63,9 @@ def test_a_batch_with_columns_of_two_launches_is_seen() -> None:
 
 
 def test_a_rank_writes_something_of_every_row_of_its_own() -> None:
-    own = np.array([[0, 1, 1], [1, 1, 1]], np.uint8)
+    mask = np.array([[0, 1, 1], [1, 1, 1]], np.uint8)
     tensors: dict[str, NDArray[Any]] = {
-        "response_mask": own,
+        "response_mask": mask,
         "sample": np.array([0, 1], np.int32),
         "step_last": np.array([2, 0], np.int32),
     }

@@ -62,8 +62,8 @@ def groups() -> list[Group]:
 
 
 def judged(**changed: Any) -> Verdict:
-    given: dict[str, Any] = {"logs": [worker_log()], "groups": groups(), "launches": [training()]} | changed
-    return verify(CONTENTS, 2, **given)
+    arguments: dict[str, Any] = {"logs": [worker_log()], "groups": groups(), "launches": [training()]} | changed
+    return verify(CONTENTS, 2, **arguments)
 
 
 def test_what_went_well_is_clean() -> None:
@@ -132,11 +132,11 @@ def test_a_trajectory_that_was_aborted_may_not_be_trained() -> None:
     )
     log = WorkerLog(Path("unused"), {(uid, 0): 0, (uid, 1): 0}, {uid})
     log.rows += [(uid, 1 - sample, row["step"], 0, "ACCEPTED") for row in CONTENTS.rows(uid, 1 - sample, 0)]
-    given: dict[str, Any] = {"logs": [log], "groups": [Group(uid, 0, GroupState.SEALED, 0, "")]}
-    own = [Trained(Position(0, epoch, 0), effects_of(uid, 1 - sample)) for epoch in range(2)]
-    assert judged(launches=[[own]], **given).is_clean
-    both = [step._replace(effects=[*step.effects, *effects_of(uid, sample)]) for step in own]
-    assert judged(launches=[[both]], **given).wrong
+    arguments: dict[str, Any] = {"logs": [log], "groups": [Group(uid, 0, GroupState.SEALED, 0, "")]}
+    trained = [Trained(Position(0, epoch, 0), effects_of(uid, 1 - sample)) for epoch in range(2)]
+    assert judged(launches=[[trained]], **arguments).is_clean
+    both = [step._replace(effects=[*step.effects, *effects_of(uid, sample)]) for step in trained]
+    assert judged(launches=[[both]], **arguments).wrong
 
 
 @pytest.mark.parametrize("change", [{"trained": 0}, {"reward": 7.0}])
@@ -225,25 +225,25 @@ def test_what_was_lost_by_a_rollback_that_nobody_reported_is_lost() -> None:
 
 
 def test_a_rollback_excuses_only_what_happened_since_the_copy() -> None:
-    given = rolled_back()
-    [rollback] = given["rollbacks"]
-    assert judged(**given | {"rollbacks": [replace(rollback, since=201.0, until=202.0)]}).lost
+    arguments = rolled_back()
+    [rollback] = arguments["rollbacks"]
+    assert judged(**arguments | {"rollbacks": [replace(rollback, since=201.0, until=202.0)]}).lost
 
 
 def test_a_rollback_excuses_nothing_that_is_trained_twice() -> None:
-    given = rolled_back()
+    arguments = rolled_back()
     ranks = training()
     ranks[1][0] = ranks[1][0]._replace(effects=[*ranks[1][0].effects, ranks[0][0].effects[0]])
-    assert judged(**given | {"groups": groups(), "launches": [ranks]}).trained_twice
+    assert judged(**arguments | {"groups": groups(), "launches": [ranks]}).trained_twice
 
 
 def test_after_a_rollback_an_earlier_attempt_may_be_the_last_that_is_left() -> None:
-    given = rolled_back() | {"groups": groups(), "launches": [training()]}
-    [log] = given["logs"]
+    arguments = rolled_back() | {"groups": groups(), "launches": [training()]}
+    [log] = arguments["logs"]
     log.attempts[UIDS[0], 0] = 1
     log.rows += [(UIDS[0], 0, row["step"], 1, "ACCEPTED") for row in CONTENTS.rows(UIDS[0], 0, 1)]
-    assert judged(**given).is_clean
-    assert judged(**given | {"rollbacks": []}).wrong
+    assert judged(**arguments).is_clean
+    assert judged(**arguments | {"rollbacks": []}).wrong
 
 
 def test_a_group_that_is_sealed_and_that_nobody_trains_is_skipped_though_its_rows_may_be_excused() -> None:
@@ -270,8 +270,8 @@ def failed(trained: int = 0, reason: str = "batch_failed", **changed: Any) -> di
     """The first batch has failed, when that many of its positions were trained, and the ranks have stepped over it."""
     contents = [group if group.batch else Group(group.uid, 0, GroupState.DROPPED, None, reason) for group in groups()]
     ranks = [[*steps[:trained], *(step for step in steps if step.position.batch)] for steps in training()]
-    given: dict[str, Any] = {"reported": {0: "rows of it are lost"}, "stepped_over": [0], "are_allowed": True}
-    return {"groups": contents, "launches": [ranks], "failures": Failures(**given | changed)}
+    failures: dict[str, Any] = {"reported": {0: "rows of it are lost"}, "stepped_over": [0], "are_allowed": True}
+    return {"groups": contents, "launches": [ranks], "failures": Failures(**failures | changed)}
 
 
 @pytest.mark.parametrize("trained", [0, 1, 3, 4])
@@ -303,16 +303,16 @@ def test_a_batch_that_failed_and_is_missing_from_the_ranks_record_is_out_of_orde
 
 
 def test_of_a_batch_that_failed_the_positions_that_were_trained_are_in_order() -> None:
-    given = failed(3)
-    [ranks] = given["launches"]
-    assert judged(**given | {"launches": [[[steps[1], steps[0], *steps[2:]] for steps in ranks]]}).out_of_order
+    arguments = failed(3)
+    [ranks] = arguments["launches"]
+    assert judged(**arguments | {"launches": [[[steps[1], steps[0], *steps[2:]] for steps in ranks]]}).out_of_order
 
 
 def test_a_batch_that_failed_excuses_nothing_of_the_others() -> None:
-    given = failed()
-    [ranks] = given["launches"]
+    arguments = failed()
+    [ranks] = arguments["launches"]
     ranks[0] = [step._replace(effects=()) if step.position == Position(1, 1, 0) else step for step in ranks[0]]
-    assert judged(**given).lost == [f"{UIDS[2]} sample 0: accepted, and not trained in epoch 1"]
+    assert judged(**arguments).lost == [f"{UIDS[2]} sample 0: accepted, and not trained in epoch 1"]
 
 
 def test_groups_of_a_batch_that_failed_are_trained_in_no_other_batch() -> None:
@@ -321,9 +321,9 @@ def test_groups_of_a_batch_that_failed_are_trained_in_no_other_batch() -> None:
 
 
 def test_a_group_that_is_dropped_for_lost_rows_is_reported_where_that_is_allowed() -> None:
-    given = failed(reason="rows_lost")
-    assert judged(**given).is_clean
-    assert judged(**given | {"failures": replace(given["failures"], are_allowed=False)}).lost
+    arguments = failed(reason="rows_lost")
+    assert judged(**arguments).is_clean
+    assert judged(**arguments | {"failures": replace(arguments["failures"], are_allowed=False)}).lost
 
 
 def test_a_rank_writes_down_with_its_checkpoint_what_it_stepped_over(tmp_path: Path) -> None:

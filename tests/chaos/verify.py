@@ -275,23 +275,23 @@ def _check_trajectory(
     name = f"{uid} sample {sample}"
     last_attempt = log.attempts.get((uid, sample), 0)
     for epoch in range(epochs):
-        own = effects[epoch].get((uid, sample), ()) if epoch < len(effects) else ()
-        if not own:
+        trained = effects[epoch].get((uid, sample), ()) if epoch < len(effects) else ()
+        if not trained:
             if was_accepted and not contents.is_aborted(uid, sample):
                 verdict.lost.append(f"{name}: accepted, and not trained in epoch {epoch}")
             continue
         if contents.is_aborted(uid, sample):
             verdict.wrong.append(f"{name}: aborted, and trained in epoch {epoch}")
-        spans = [(effect.first, effect.last) for effect in own]
-        launch = own[0].launch
+        spans = [(effect.first, effect.last) for effect in trained]
+        launch = trained[0].launch
         attempts = [
             expected_effects(contents, uid, sample, attempt, launch) for attempt in range(least, last_attempt + 1)
         ]
         if len(spans) > len(set(spans)):
             verdict.trained_twice.append(f"{name}: epoch {epoch} trained steps {sorted(spans)}")
-        elif not any(len(own) == len(expected) and _is_among(own, expected) for expected in attempts):
-            findings = verdict.lost if any(_is_among(own, expected) for expected in attempts) else verdict.wrong
-            findings.append(f"{name}: epoch {epoch} trained what is of no attempt from {least} on: {sorted(own)}")
+        elif not any(len(trained) == len(expected) and _is_among(trained, expected) for expected in attempts):
+            findings = verdict.lost if any(_is_among(trained, expected) for expected in attempts) else verdict.wrong
+            findings.append(f"{name}: epoch {epoch} trained what is of no attempt from {least} on: {sorted(trained)}")
 
 
 def _is_among(own: Iterable[Effect], expected: Iterable[Effect]) -> bool:

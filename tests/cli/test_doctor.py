@@ -34,7 +34,7 @@ def test_all_is_well(service: Service) -> None:
         assert sum(line.startswith(f"ok     {what}") for line in lines) == 1
 
 
-def test_a_service_that_is_away_is_wrong_over_both_apis() -> None:
+def test_a_service_that_is_unreachable_is_wrong_over_both_apis() -> None:
     status, by_name = checked("--store", "memory", "--address", "127.0.0.1:1", "--http-address", "127.0.0.1:1")
     assert status == 1
     for api in ("gRPC", "HTTP"):

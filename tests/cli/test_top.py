@@ -42,7 +42,7 @@ def test_it_goes_on_until_it_is_ended_and_leaves_the_terminal_as_it_was(
     assert "Traceback" not in screen.text
 
 
-def test_it_says_that_the_service_is_away_and_goes_on_when_it_is_back(
+def test_it_says_that_the_service_is_unreachable_and_goes_on_when_it_is_back(
     start_service: StartService, tmp_path: Path
 ) -> None:
     flags = ("--journal-dir", str(tmp_path / "journal"), "--shared-memory-dir", str(tmp_path))

@@ -168,15 +168,15 @@ def test_with_certificates_and_tokens_nothing_is_left_open() -> None:
     resources = render(*REDIS, *ACCESS, "--set", "access.scrapeTokenSecret=scraper,monitoring.monitor=true")
     spec = pod(only(resources, "StatefulSet", "gristmill"))
     (container,) = spec["containers"]
-    given = {one["name"]: one.get("value") for one in container["env"]}
-    assert "GRISTMILL_INSECURE" not in given
+    variables = {one["name"]: one.get("value") for one in container["env"]}
+    assert "GRISTMILL_INSECURE" not in variables
     host = "$(POD_NAME).gristmill-replicas.gristmill.svc"
-    assert given["GRISTMILL_ADVERTISE_HTTP_URL"] == f"https://{host}:8080"
+    assert variables["GRISTMILL_ADVERTISE_HTTP_URL"] == f"https://{host}:8080"
     mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
     secrets = {volume["name"]: volume["secret"]["secretName"] for volume in spec["volumes"]}
     assert (secrets, set(mounts)) == ({"tokens": "tokens", "tls": "tls"}, {"tokens", "tls"})
     for name in ("GRISTMILL_TOKENS_FILE", "GRISTMILL_TLS_CERT_FILE", "GRISTMILL_TLS_KEY_FILE"):
-        assert str(given[name]).startswith(tuple(mounts.values()))
+        assert str(variables[name]).startswith(tuple(mounts.values()))
     for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
         assert container[probe]["httpGet"]["scheme"] == "HTTPS"
     (scraped,) = only(resources, "ServiceMonitor")["spec"]["endpoints"]

@@ -98,11 +98,11 @@ def test_every_variable_that_a_manifest_sets_is_a_setting_and_all_together_are_v
     pods = [pod(resource) for resource in validate.resources(manifests[name])]
     containers = [one for spec in pods for one in (*spec.get("initContainers", []), *spec.get("containers", []))]
     (ours,) = [container for container in containers if container["name"] == "gristmill"]
-    given = {
+    variables = {
         one["name"]: one.get("value", "secret") for one in ours["env"] if one["name"] not in ("POD_IP", "POD_NAME")
     }
-    assert "GRISTMILL_GRPC_ADDRESS" in given
-    Settings(**{name.removeprefix("GRISTMILL_").lower(): value for name, value in given.items()})
+    assert "GRISTMILL_GRPC_ADDRESS" in variables
+    Settings(**{name.removeprefix("GRISTMILL_").lower(): value for name, value in variables.items()})
 
 
 def test_values_take_settings_that_exist() -> None:

@@ -113,7 +113,7 @@ def test_a_sample_that_fails_is_aborted_and_its_group_goes_on(service: Service, 
     assert {state for state, _ in groups(service, run_name).values()} == {"sealed"}
 
 
-def test_an_engine_that_is_away_does_not_use_up_the_prompts(service: Service, run_name: str) -> None:
+def test_an_engine_that_is_down_does_not_use_up_the_prompts(service: Service, run_name: str) -> None:
     async def play(task: str, number: int) -> Rollout:
         raise ConnectionError("refused")
 

@@ -50,7 +50,7 @@ def other(replicas: tuple[Service, Service], owned: Service) -> Service:
 
 @pytest.fixture(params=["grpc", "http"])
 def api(request: pytest.FixtureRequest, other: Service) -> Api:
-    """To the replica that does not decide."""
+    """Calls the replica that does not own the run."""
     fixture: Api = getattr(other, request.param)
     return fixture
 
@@ -137,7 +137,7 @@ class TestAnyTakesAnyCall:
         for name in names:
             assert {one.grpc.get(name)["rows_accepted"] for one in replicas} == {0}
 
-    def test_other_ranks_asked_for_at_one_that_does_not_decide_get_every_batch_cut_again(
+    def test_other_ranks_asked_for_at_one_that_is_not_the_owner_get_every_batch_cut_again(
         self, other: Service, run: str
     ) -> None:
         stop, errors = threading.Event(), []

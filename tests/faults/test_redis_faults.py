@@ -97,7 +97,7 @@ class TestItDies:
         assert service.grpc.get(run)["groups_dropped"] == {}
         eventually(lambda: service.trouble == "", "it is ready again")
 
-    def test_away_for_longer_than_the_lease_it_is_refused_and_goes_on(
+    def test_unreachable_for_longer_than_the_lease_it_is_refused_and_goes_on(
         self, services: Services, start_redis: StartRedis, run: str
     ) -> None:
         server = start_redis(appendonly="always")
@@ -144,7 +144,7 @@ class TestItDies:
         assert sorted(set(uids_of(train(service.grpc, run, 0)))) == ["a", "b"]
         eventually(lambda: service.trouble == "", "it is ready")
 
-    def test_while_it_is_away_the_service_ends_within_its_grace(
+    def test_while_it_is_unreachable_the_service_ends_within_its_grace(
         self, services: Services, start_redis: StartRedis, run: str
     ) -> None:
         server = start_redis(appendonly="always")

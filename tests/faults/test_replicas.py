@@ -1,4 +1,4 @@
-"""Several services on one Redis: whatever becomes of the one that decides, the others go on."""
+"""Several services on one Redis: whatever becomes of the one that owns a run, the others go on."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ class TestTheOwnerGoes:
         status = patiently(lambda: alive[0].grpc.get(run))
         assert (status["batches_sealed"], status["groups_dropped"]) == (groups // 2, {})
 
-    def test_stopped_beyond_its_lease_it_decides_and_publishes_nothing_when_it_wakes_up(
+    def test_stopped_beyond_its_lease_it_seals_and_publishes_nothing_when_it_wakes_up(
         self, start: Callable[[], tuple[Service, Service]], run: str
     ) -> None:
         first, second = start()

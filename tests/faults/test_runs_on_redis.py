@@ -157,7 +157,7 @@ def test_what_a_dead_owner_had_freed_but_not_removed_goes_when_the_run_is_taken_
     wait_until(lambda: not [key for key in keys(server, "run") if ":batch:" in key or ":staged:" in key], "it goes")
 
 
-def test_what_could_not_be_removed_while_redis_was_away_is_removed_later(
+def test_what_could_not_be_removed_while_redis_was_down_is_removed_later(
     server: RedisServer, proxy: Proxy, join: Join, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = join(proxy.url)
@@ -348,8 +348,8 @@ def test_a_run_recovered_again_and_again_leaves_no_thread_and_no_connection(serv
         )
         # Services of other tests may serve in this process; this one serves no API.
         apis = ("grpc", "http", "AnyIO")
-        own = [one for one in threading.enumerate() if not one.name.startswith((*pools, *apis))]
-        return len(own), int(server.client().info("clients")["connected_clients"])
+        threads = [one for one in threading.enumerate() if not one.name.startswith((*pools, *apis))]
+        return len(threads), int(server.client().info("clients")["connected_clients"])
 
     reopen()
     before = used()

@@ -80,10 +80,10 @@ class Run:
             assert shard["position"] == {"batch": batch, "epoch": 0, "mini_batch": mini_batch}
             data = self._again(lambda at=mini_batch: self.api.read(self.name, batch, at, 0))
             tensors, expected = load(data), columns_of(data)
-            own = tensors["response_mask"] == 1
-            np.testing.assert_array_equal(tensors["values"], np.where(own, expected["values"], 0))
+            response_mask = tensors["response_mask"] == 1
+            np.testing.assert_array_equal(tensors["values"], np.where(response_mask, expected["values"], 0))
             np.testing.assert_array_equal(tensors["verdict"], np.where(tensors["row"] < 0, 0, expected["verdict"]))
-            assert np.abs(tensors["advantages"][own]).max() > 0
+            assert np.abs(tensors["advantages"][response_mask]).max() > 0
             self.trained += [str(row) for row in _uids(data)]
             place = shard["position"]
             self._again(lambda place=place: self.api.acknowledge(self.name, 0, place, commit=True))
@@ -151,8 +151,8 @@ def test_any_replica_takes_writes_and_a_new_owner_goes_on_with_what_was_written(
     flags = on_redis(shared_redis.url, prefix=f"written-{run}")
     replicas = services.start(2, *flags)
     replicas[0].grpc.create(run, SETTINGS)
-    decides = owner(replicas, run)
-    [other] = [one for one in replicas if one is not decides]
+    run_owner = owner(replicas, run)
+    [other] = [one for one in replicas if one is not run_owner]
     for uid in range(CONFIG["train_batch_size"]):
         other.grpc.submit(run, group(str(uid)))
     eventually(lambda: other.grpc.batch(run, 0)["state"] == "forward", "its forward shards are there")
@@ -162,7 +162,7 @@ def test_any_replica_takes_writes_and_a_new_owner_goes_on_with_what_was_written(
         api.write(run, (0, 0, 0), 1, save({name: values}))
     left = other.grpc.batch(run, 0).get("awaits", [])
     assert all(one["mini_batch"] != 0 for one in left)
-    decides.kill()
+    run_owner.kill()
     eventually(lambda: other.grpc.batch(run, 0)["state"] != "pending", "the other one has the run")
     assert other.grpc.batch(run, 0).get("awaits", []) == left
     one = Run(run)

@@ -26,15 +26,15 @@ def main() -> int:
     parser.add_argument("targets", nargs="*", choices=[*names, []], help="Which; all by default.")
     parser.add_argument("--seconds", type=float, default=60.0, help="Of each target.")
     parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
+    options = parser.parse_args()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     total, has_findings = 0, False
-    for name in given.targets or names:
+    for name in options.targets or names:
         if name == _OPERATIONS:
             # What is found there is reported with the request, for curl.
-            outcome = operations.run(given.seed, examples=50, seconds=given.seconds)
+            outcome = operations.run(options.seed, examples=50, seconds=options.seconds)
         else:
-            outcome = run(targets[name], given.seed, seconds=given.seconds)
+            outcome = run(targets[name], options.seed, seconds=options.seconds)
             keep(outcome)
         total, has_findings = total + outcome.inputs, has_findings or bool(outcome.findings)
         print(f"{name}: {outcome.inputs} inputs, {outcome.taken} taken, longest {outcome.longest_s:.3f} s", flush=True)

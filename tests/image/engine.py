@@ -55,8 +55,8 @@ class Engine:
         self.concessions: Sequence[str] = ()
 
     @classmethod
-    def found(cls) -> Engine:
-        """The one that is there; skips, and says so, where there is none that works."""
+    def installed(cls) -> Engine:
+        """Returns the engine that is installed; skips the test where none works."""
         runner = next((name for name in ("podman", "docker") if works(name)), None)
         if runner is None:
             pytest.skip("no container engine: install podman or docker (and start it) to test the image")
@@ -67,8 +67,8 @@ class Engine:
 
     def build(self) -> str:
         """The image's name."""
-        if given := os.environ.get("IMAGE"):
-            return given
+        if prebuilt := os.environ.get("IMAGE"):
+            return prebuilt
         options = ["--build-arg", f"BASE={self.base()}", "--build-arg", "VERSION=1.2.3", "--tag", TAG]
         # Only Docker's own form has a health check.
         form = [] if self.builder == "docker" else ["--format", "docker"]
@@ -102,8 +102,8 @@ class Engine:
 
     def base(self) -> str:
         """What the Dockerfile builds on, or where no registry can be reached a stand-in made of Debian's packages."""
-        if given := os.environ.get("IMAGE_BASE"):
-            return given
+        if prebuilt := os.environ.get("IMAGE_BASE"):
+            return prebuilt
         (wanted,) = re.findall(r"^ARG BASE=(.+)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
         try:
             self("pull", wanted, timeout_s=300)
@@ -158,10 +158,10 @@ def _concessions() -> Iterator[Sequence[str]]:
     files = "{}:{}".format(*resource.getrlimit(resource.RLIMIT_NOFILE))
     # Under podman a runtime may be permitted fewer processes than this one.
     processes = min(_MOST_PROCESSES, *(limit for limit in resource.getrlimit(resource.RLIMIT_NPROC) if limit > 0))
-    own = [f"--ulimit=nofile={files}", f"--ulimit=nproc={processes}:{processes}"]
+    limits = [f"--ulimit=nofile={files}", f"--ulimit=nproc={processes}:{processes}"]
     yield ()
-    yield own
-    yield [*own, "--cgroups=disabled"]
+    yield limits
+    yield [*limits, "--cgroups=disabled"]
 
 
 def is_of_the_machine(error: EngineError) -> bool:

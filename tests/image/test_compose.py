@@ -21,7 +21,7 @@ ADDRESSES = ("127.0.0.1:50051", "127.0.0.1:50052")
 @pytest.fixture(scope="module")
 def compose() -> Iterator[list[str]]:
     """The command, with the project up."""
-    engine = Engine.found()
+    engine = Engine.installed()
     program = shutil.which("docker" if engine.runner == "docker" else "podman-compose")
     if program is None:
         pytest.skip("no podman-compose: pip install podman-compose")

@@ -32,7 +32,7 @@ Start = Callable[..., str]
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    return Engine.found()
+    return Engine.installed()
 
 
 @pytest.fixture(scope="module")

@@ -20,13 +20,13 @@ class Recording:
     """`minute` lets one pass and scrapes. What the service reports in addition to its runs may be set."""
 
     def __init__(self, **settings: Any) -> None:
-        given: dict[str, Any] = {
+        defaults: dict[str, Any] = {
             "build_batch": build_batch,
             "store": MemoryShardStore(),
             "merge": "prefix",
             "max_buffered_batches": 2,
         }
-        self.bench = Bench(**(given | settings))
+        self.bench = Bench(**(defaults | settings))
         self.leases = {"own": 1, "lost": 0, "elsewhere": 0, "nobody": 0}
         self.trouble = ""
         self.room = {"rows": (9, 10), "journal": (1, 10)}

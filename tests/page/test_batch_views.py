@@ -352,8 +352,8 @@ def test_a_batch_names_the_columns_that_its_rows_have(service: Service, client: 
     config = {"train_batch_size": 1, "n_samples_per_prompt": 1, "policy_mini_batch_size": 1, "micro_batch": {"size": 1}}
     service.runs.create(run_name, config | {"columns": columns})
     row = {"uid": "a", "sample": 0, "prompt_token_ids": [1], "response_ids": [2], "loss_mask": [1], "reward": 1.0}
-    own = {"experts": [[[1, 2]] * 4] * 2, "level": True}
-    client.post(f"/v1/runs/{run_name}/rows", json={"rows": [row | own]}).raise_for_status()
+    extra = {"experts": [[[1, 2]] * 4] * 2, "level": True}
+    client.post(f"/v1/runs/{run_name}/rows", json={"rows": [row | extra]}).raise_for_status()
     client.get(f"/v1/runs/{run_name}/batches/0", params={"wait_s": 20}).raise_for_status()
     picture = client.get(f"/v1/runs/{run_name}/batches/0/picture").raise_for_status().json()
     assert picture["columns"] == ["experts (int16[4, 2] per token)", "level (bool per step)"]

@@ -84,7 +84,9 @@ def test_groups_of_environments_have_figures_of_their_own(
     flat, solved = batch_rows(0, tag="math")[:4], batch_rows(0, tag="code")[4:]
     stage.published(service.runs, run_name, stage.CONFIG, [from_rows([*flat, *solved], step_wise=True)])
     [point] = history(client, run_name)["points"]
-    assert {tag: (own["groups"], own["solved"], own["zero_variance"]) for tag, own in point["tags"].items()} == {
+    assert {
+        tag: (counts["groups"], counts["solved"], counts["zero_variance"]) for tag, counts in point["tags"].items()
+    } == {
         "code": (1, 1.0, 0.0),
         "math": (1, 0.0, 1.0),
     }
@@ -195,12 +197,12 @@ def test_of_a_freed_batch_its_figures_are_still_shown(open_page: OpenPage, run: 
 
 
 def test_a_finished_run_shows_its_totals_and_all_curves(open_page: OpenPage, service: Service, run: str) -> None:
-    own = service.runs.get(run)
+    opened = service.runs.get(run)
     for batch in (1, 2):
         for rank in range(2):
             for mini_batch in range(2):
-                stage.acknowledge(own, rank, mini_batch, batch=batch, commit=True)
-    own.finish()
+                stage.acknowledge(opened, rank, mini_batch, batch=batch, commit=True)
+    opened.finish()
     page = open_page(f"#/{run}")
     section = page.locator("section[aria-label=History]")
     section.get_by_role("heading", name="rows per batch").wait_for()

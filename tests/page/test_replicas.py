@@ -41,21 +41,21 @@ def fill(service: Any, run: str) -> None:
     assert service.http.batch(run, 0, wait_s=20)["state"] == "published"
 
 
-def test_a_replica_that_does_not_decide_passes_the_questions_on(services: Services, redis: RedisServer) -> None:
+def test_a_replica_that_does_not_own_the_run_passes_the_questions_on(services: Services, redis: RedisServer) -> None:
     replicas = services.start(2, *on_redis(redis.url))
     replicas[0].http.create("r", CONFIG)
     fill(replicas[0], "r")
-    decides = owner(replicas, "r")
-    other = next(one for one in replicas if one is not decides)
-    assert answers(other, "r") == answers(decides, "r")
+    run_owner = owner(replicas, "r")
+    other = next(one for one in replicas if one is not run_owner)
+    assert answers(other, "r") == answers(run_owner, "r")
     assert answers(other, "r")["breaks"]["in_all"] == 2
     health = other.http.call("GET", "/runs/r/health")
     assert health.json()["batches_published"] == 1
     assert health.headers["etag"]
     assert other.http.call("GET", "/runs/r/timeline").json()["ranks_in_all"] == 2
-    # Of runs that it does not decide for it knows the names alone.
+    # Of runs that it does not own it knows the names alone.
     assert other.http.call("GET", "/overview").json()["runs"] == [{"run": "r"}]
-    assert decides.http.call("GET", "/overview").json()["runs"][0]["state"] == "training"
+    assert run_owner.http.call("GET", "/overview").json()["runs"][0]["state"] == "training"
 
 
 def test_pictures_are_the_same_after_a_restart(services: Services, tmp_path: Path) -> None:

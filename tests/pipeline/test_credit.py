@@ -101,11 +101,11 @@ def trained_tokens(batch: BuiltBatch, rows: list[Row], config: dict[str, Any], m
         for row in naive.shard_rows(shard):
             if row["row"] < 0:
                 continue
-            own = groups[int(row["row"])]
-            for place, source in enumerate(own.sources):
+            group = groups[int(row["row"])]
+            for place, source in enumerate(group.sources):
                 if row["loss_mask"][place]:
                     assert source is not None
-                    key = (own.steps[0]["uid"], own.steps[0]["sample"], *source)
+                    key = (group.steps[0]["uid"], group.steps[0]["sample"], *source)
                     assert key not in tokens
                     returns = row["returns"][-len(row["loss_mask"]) :] if "returns" in row else None
                     tokens[key] = (

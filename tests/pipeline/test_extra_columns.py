@@ -52,9 +52,9 @@ def expected(spec: ColumnSpec, row: naive.Merged) -> tuple[list[Any], bool]:
         )
         return [{"first": values[0], "last": values[-1], "sum": total}[spec.merge].tolist()], True
     if spec.scope == "response":
-        own = {step["step"]: step for step in has}
-        sources = [source if source and source[0] in own else None for source in row.sources]
-        return [own[source[0]][spec.name][source[1]] if source else fill for source in sources], bool(has)
+        by_step = {step["step"]: step for step in has}
+        sources = [source if source and source[0] in by_step else None for source in row.sources]
+        return [by_step[source[0]][spec.name][source[1]] if source else fill for source in sources], bool(has)
     if spec.scope == "items":
         chosen = has if spec.merge == "concat" else has[-1:]
         return [item for step in chosen for item in step[spec.name]], bool(has)
@@ -101,12 +101,12 @@ def check_batch(batch: BuiltBatch, rows: list[Row], config: dict[str, Any]) -> N
                 if row < 0:
                     fill = np.full(spec.shape, spec.fill)
                     assert values in ([], [fill.tolist()]) or (np.array(values) == spec.fill).all()
-                    given = False
+                    has_values = False
                 else:
-                    wanted, given = expected(spec, groups[row])
+                    wanted, has_values = expected(spec, groups[row])
                     assert np.array_equal(np.array(values, np.float64), np.array(wanted, np.float64)), (spec, values)
                 if not spec.required:
-                    assert tensors[f"{spec.name}_given"][at] == given
+                    assert tensors[f"{spec.name}_given"][at] == has_values
 
 
 @SLOW
@@ -285,8 +285,8 @@ def test_a_step_of_which_nothing_stands_may_have_its_values_with_the_step_before
     rows = three_steps([1], [1, 3], [1, 9])
     values = [[1, 2], [1, 2, 3], [7, 8, 9]]
     whole = from_rows([row | {"x": value} for row, value in zip(rows, values, strict=True)], columns=specs)
-    own = [np.array(value, np.int8) for value in (values[0], values[1][2:], values[2])]
-    held = replace(whole, extras={"x": Extra(Ragged.from_arrays(own, np.int8), whole.extras["x"].given)})
+    remaining = [np.array(value, np.int8) for value in (values[0], values[1][2:], values[2])]
+    held = replace(whole, extras={"x": Extra(Ragged.from_arrays(remaining, np.int8), whole.extras["x"].given)})
     for table in (whole, held):
         batch = built(table, config)
         assert batch.plan.rows == 1

@@ -68,37 +68,37 @@ def test_a_group_of_one_is_never_zero_variance() -> None:
 
 
 def test_overlong_masks_the_named_stop_reasons_and_no_others() -> None:
-    given = rows([[0.0, 1.0]])
-    given[0]["stop_reason"], given[1]["stop_reason"] = "length", "tool_calls"
-    batch = built(given, overlong_filter=["length"])
+    table = rows([[0.0, 1.0]])
+    table[0]["stop_reason"], table[1]["stop_reason"] = "length", "tool_calls"
+    batch = built(table, overlong_filter=["length"])
     assert trained(batch) == {("p0", 0): [0, 0], ("p0", 1): [1, 1]}
     assert batch.plan.counts["overlong_steps"] == 1
 
 
 def test_an_overlong_step_is_masked_within_a_merged_row_and_no_further() -> None:
-    given = rows([[0.5]])
-    given[0] |= {"is_last_step": False, "stop_reason": "length"}
-    given.append({**given[0], "step": 1, "is_last_step": True, "prompt_token_ids": [1, 2, 3], "stop_reason": "stop"})
-    batch = built(given, overlong_filter=["length"], merge="prefix", n_samples_per_prompt=1)
+    table = rows([[0.5]])
+    table[0] |= {"is_last_step": False, "stop_reason": "length"}
+    table.append({**table[0], "step": 1, "is_last_step": True, "prompt_token_ids": [1, 2, 3], "stop_reason": "stop"})
+    batch = built(table, overlong_filter=["length"], merge="prefix", n_samples_per_prompt=1)
     assert trained(batch) == {("p0", 0): [0, 0, 1, 1]}
 
 
 def test_masked_trajectories_still_count_for_the_baseline() -> None:
-    given = rows([[0.0, 1.0]])
-    given[0]["stop_reason"] = "length"
-    batch = built(given, overlong_filter=["length"], advantage_estimator="rloo")
+    table = rows([[0.0, 1.0]])
+    table[0]["stop_reason"] = "length"
+    batch = built(table, overlong_filter=["length"], advantage_estimator="rloo")
     (shard,) = batch.shards
     assert naive.shard_rows(shard)[1]["advantages"].tolist() == [1.0, 1.0]
     assert batch.plan.metrics["score_mean"] == 0.5
 
 
 def test_stale_groups_are_counted_by_default_and_dropped_when_asked() -> None:
-    given = rows([[0.0, 1.0], [0.0, 1.0]])
-    for row, version in zip(given, [4, 1, 4, 4], strict=True):
+    table = rows([[0.0, 1.0], [0.0, 1.0]])
+    for row, version in zip(table, [4, 1, 4, 4], strict=True):
         row["policy_version"] = version
-    kept = built(given, max_staleness=2)
+    kept = built(table, max_staleness=2)
     assert (kept.plan.counts["stale_groups"], kept.plan.prompts, kept.plan.dropped_uids) == (1, 2, [])
-    dropped = built(given, max_staleness=2, stale="drop")
+    dropped = built(table, max_staleness=2, stale="drop")
     assert (dropped.plan.counts["stale_groups"], dropped.plan.prompts, dropped.plan.dropped_uids) == (
         1,
         1,
@@ -109,27 +109,27 @@ def test_stale_groups_are_counted_by_default_and_dropped_when_asked() -> None:
 
 
 def test_padding_rows_have_the_uid_of_no_group_also_of_none_that_was_dropped() -> None:
-    given = rows([[0.0, 1.0], [0.0, 1.0], [0.0, 1.0]])
-    for row, version in zip(given, [1, 1, 4, 4, 4, 4], strict=True):
+    table = rows([[0.0, 1.0], [0.0, 1.0], [0.0, 1.0]])
+    for row, version in zip(table, [1, 1, 4, 4, 4, 4], strict=True):
         row["uid"] = {"p0": "padding", "p1": "_padding", "p2": "p2"}[row["uid"]]
         row["policy_version"] = version
-    batch = built(given, max_staleness=2, stale="drop", dp_size=3)
+    batch = built(table, max_staleness=2, stale="drop", dp_size=3)
     assert batch.plan.dropped_uids == ["padding"]
     assert {uid for uid, sample in trained(batch) if sample == -1} == {"__padding"}
 
 
 def test_exactly_max_staleness_behind_is_not_stale_and_unknown_versions_never_are() -> None:
-    given = rows([[0.0, 1.0]])
-    for row, version in zip(given, [2, 4], strict=True):
+    table = rows([[0.0, 1.0]])
+    for row, version in zip(table, [2, 4], strict=True):
         row["policy_version"] = version
-    assert built(given, max_staleness=2).plan.counts["stale_groups"] == 0
-    for row in given:
+    assert built(table, max_staleness=2).plan.counts["stale_groups"] == 0
+    for row in table:
         row["policy_version"] = -1
-    assert built(given, max_staleness=0).plan.counts["stale_groups"] == 0
+    assert built(table, max_staleness=0).plan.counts["stale_groups"] == 0
 
 
 def test_a_batch_whose_every_group_is_stale_is_empty_and_not_an_error() -> None:
-    given = from_rows(rows([[0.0, 1.0]], policy_version=0))
+    table = from_rows(rows([[0.0, 1.0]], policy_version=0))
     config = {
         "train_batch_size": 1,
         "n_samples_per_prompt": 2,
@@ -139,23 +139,23 @@ def test_a_batch_whose_every_group_is_stale_is_empty_and_not_an_error() -> None:
         "max_staleness": 1,
         "stale": "drop",
     }
-    batch = build_batch(given, parse_config(config), run="r", batch=0, policy_version=9)
+    batch = build_batch(table, parse_config(config), run="r", batch=0, policy_version=9)
     assert (batch.plan.prompts, batch.plan.optimizer_steps, batch.plan.dropped_uids) == (0, 0, ["p0"])
     assert batch.shards == []
 
 
 def test_staleness_is_reported_per_trajectory_by_its_oldest_step() -> None:
-    given = rows([[0.0, 1.0]])
-    given[0] |= {"policy_version": 1, "is_last_step": False}
-    given.insert(1, {**given[0], "step": 1, "is_last_step": True, "policy_version": 4})
-    given[2]["policy_version"] = 3
-    metrics = built(given).plan.metrics
+    table = rows([[0.0, 1.0]])
+    table[0] |= {"policy_version": 1, "is_last_step": False}
+    table.insert(1, {**table[0], "step": 1, "is_last_step": True, "policy_version": 4})
+    table[2]["policy_version"] = 3
+    metrics = built(table).plan.metrics
     assert (metrics["staleness_mean"], metrics["staleness_max"]) == (2.0, 3)
 
 
 def test_lone_survivors_and_incomplete_groups_are_counted() -> None:
-    given = rows([[1.0], [0.0, 1.0]])
-    counts = built(given).plan.counts
+    table = rows([[1.0], [0.0, 1.0]])
+    counts = built(table).plan.counts
     assert (counts["lone_survivors"], counts["incomplete_groups"]) == (1, 1)
 
 

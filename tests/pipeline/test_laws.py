@@ -45,15 +45,15 @@ def test_every_row_carries_its_own_tokens_masks_rewards_and_advantage(drawn: tup
             if index < 0:
                 assert row["is_padding"]
                 continue
-            own, steps = groups[index], groups[index].steps
+            group, steps = groups[index], groups[index].steps
             seen.add((shard.address.model, index))
             last = steps[-1]
             assert row["sequences"].tolist() == last["prompt_token_ids"] + last["response_ids"]
-            expected = own.standing(lambda step: step["loss_mask"], only_trained=True)
+            expected = group.standing(lambda step: step["loss_mask"], only_trained=True)
             np.testing.assert_array_equal(row["loss_mask"], expected)
-            np.testing.assert_allclose(row["rewards"], own.rewards(), rtol=1e-6)
+            np.testing.assert_allclose(row["rewards"], group.rewards(), rtol=1e-6)
             if "rollout_logprobs" in last:
-                expected = own.standing(lambda step: step["rollout_logprobs"])
+                expected = group.standing(lambda step: step["rollout_logprobs"])
                 np.testing.assert_array_equal(row["rollout_logprobs"], expected)
             values = set(row["advantages"].tolist())
             assert len(values) == 1
@@ -146,8 +146,10 @@ def test_a_token_is_trained_once_or_counted_as_realigned(drawn: tuple[list[Row],
     rows, config = drawn
     config["merge"] = "tree" if config["merge"] == "none" else config["merge"]
     plan = built(rows, config).plan
-    own = merged(rows, config)
-    kept = {(row.steps[0]["uid"], row.steps[0]["sample"], source) for row in own for source in row.sources if source}
+    expected = merged(rows, config)
+    kept = {
+        (row.steps[0]["uid"], row.steps[0]["sample"], source) for row in expected for source in row.sources if source
+    }
     sampled = [(row["uid"], row["sample"], mask) for row in rows for mask in row["loss_mask"]]
     assert plan.counts["realigned_tokens"] == len(sampled) - len(kept)
     policy = [part for part in plan.mini_batches if part.model == "policy"]
@@ -159,8 +161,8 @@ def test_a_token_is_trained_once_or_counted_as_realigned(drawn: tuple[list[Row],
 @given(batches_and_settings(merge="tree"))
 def test_the_plan_of_a_tree_lists_the_steps_of_each_row(drawn: tuple[list[Row], dict[str, Any]]) -> None:
     rows, config = drawn
-    own = merged(rows, config)
-    assert built(rows, config).plan.steps == [[step["step"] for step in row.steps] for row in own]
+    expected = merged(rows, config)
+    assert built(rows, config).plan.steps == [[step["step"] for step in row.steps] for row in expected]
     assert built(rows, config | {"merge": "prefix"}).plan.steps is None
 
 
@@ -183,8 +185,8 @@ def test_the_order_in_which_samples_and_steps_come_changes_no_byte(
     groups = list(dict.fromkeys(row["uid"] for row in rows))
     shuffled = []
     for uid in groups:
-        own = [row for row in rows if row["uid"] == uid]
-        shuffled += shuffler.sample(own, len(own))
+        of_group = [row for row in rows if row["uid"] == uid]
+        shuffled += shuffler.sample(of_group, len(of_group))
     assert _bytes(shuffled, config) == _bytes(rows, config)
 
 
@@ -215,8 +217,8 @@ def test_every_field_of_a_shard_has_exactly_its_number_of_rows(drawn: tuple[list
         assert {len(tensors[name]) for name in per_row} == {count}
         assert len(metadata["stop_reasons"]) == len(metadata["rounds"]) == count
         assert sorted(p for part in metadata["micro_batches"] for p in part) == list(range(count))
-        own = metadata["loss_denominators"]
-        assert {len(own[name]) for name in ("row_tokens", "prompt_tokens", "trajectory_tokens")} == {count}
+        denominators = metadata["loss_denominators"]
+        assert {len(denominators[name]) for name in ("row_tokens", "prompt_tokens", "trajectory_tokens")} == {count}
 
 
 @SLOW

@@ -119,13 +119,13 @@ def test_a_row_is_one_block_at_the_right_end() -> None:
 def test_packed_columns_share_one_token_axis_and_stand_on_their_own_tokens() -> None:
     batch = built(rows((2, 2), (3, 1)), dp_size=1, layout="packed", micro_batch={"max_tokens": 100})
     tensors, _ = naive.read_shard(batch.shards[0])
-    own = {name.removeprefix("micro_batch_000/"): tensor.tolist() for name, tensor in tensors.items()}
-    assert own["sequences"] == [7, 7, 8, 8, 7, 7, 7, 8]
-    assert own["cu_seqlens"] == [0, 4, 8]
-    assert own["position_ids"] == [0, 1, 2, 3, 0, 1, 2, 3]
-    assert own["response_mask"] == own["loss_mask"] == [0, 0, 1, 1, 0, 0, 0, 1]
-    assert own["rewards"] == [0, 0, 0, 1, 0, 0, 0, 1]
-    assert "attention_mask" not in own
+    columns = {name.removeprefix("micro_batch_000/"): tensor.tolist() for name, tensor in tensors.items()}
+    assert columns["sequences"] == [7, 7, 8, 8, 7, 7, 7, 8]
+    assert columns["cu_seqlens"] == [0, 4, 8]
+    assert columns["position_ids"] == [0, 1, 2, 3, 0, 1, 2, 3]
+    assert columns["response_mask"] == columns["loss_mask"] == [0, 0, 1, 1, 0, 0, 0, 1]
+    assert columns["rewards"] == [0, 0, 0, 1, 0, 0, 0, 1]
+    assert "attention_mask" not in columns
 
 
 @settings(deadline=None, max_examples=100)
@@ -150,8 +150,8 @@ def test_files_are_whole_safetensors_with_the_specified_names_types_and_alignmen
             want = np.uint8 if column in masks else np.float32 if column in floats else np.int32
             assert tensors[name].dtype == want, name
         assert (metadata["run"], metadata["batch"], metadata["dp_size"]) == ("r", 3, config["dp_size"])
-        own = (metadata["model"], metadata["mini_batch"], metadata["rank"])
-        assert own == (shard.address.model, shard.address.mini_batch, shard.address.rank)
+        address = (metadata["model"], metadata["mini_batch"], metadata["rank"])
+        assert address == (shard.address.model, shard.address.mini_batch, shard.address.rank)
 
 
 @settings(deadline=None, max_examples=100)

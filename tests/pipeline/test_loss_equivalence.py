@@ -146,7 +146,7 @@ def row_weights(rows: list[Row], config: dict[str, Any]) -> list[float]:
     tokens = [sum(row["loss_mask"]) for row in rows]
 
     def of(owners: list[Any]) -> list[float]:
-        sums = {own: sum(t for t, o in zip(tokens, owners, strict=True) if o == own) for own in owners}
+        sums = {number: sum(t for t, o in zip(tokens, owners, strict=True) if o == number) for number in owners}
         return [1 / (len(sums) * max(1, sums[owner])) for owner in owners]
 
     match config["loss_reduction"]:
@@ -179,10 +179,12 @@ def through_gristmill(rows: list[Row], config: dict[str, Any]) -> tuple[list[tor
         for index, positions in enumerate(micro_batches):
             prefix = f"micro_batch_{index:03d}/"
             if f"{prefix}sequences" in tensors:
-                own = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+                arrays = {
+                    name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)
+                }
             else:
-                own = {name: value[positions] for name, value in tensors.items()}
-            loss = LOSSES[config["layout"]](own)
+                arrays = {name: value[positions] for name, value in tensors.items()}
+            loss = LOSSES[config["layout"]](arrays)
             losses[shard.address.mini_batch] = losses[shard.address.mini_batch] + loss
     return losses, sum(part.padding_rows for part in batch.plan.mini_batches)
 
@@ -254,9 +256,9 @@ def test_loss_and_gradients_are_those_of_training_without_gristmill(
     assert len(actual) == len(expected) == 2
     for mine, reference in zip(actual, expected, strict=True):
         assert mine.item() == pytest.approx(reference.item(), rel=1e-9, abs=1e-12)
-    for own, others in zip(gradients(actual), gradients(expected), strict=True):
+    for gradient, others in zip(gradients(actual), gradients(expected), strict=True):
         assert max(float(g.abs().max()) for g in others) > 1e-6
-        for a, b in zip(own, others, strict=True):
+        for a, b in zip(gradient, others, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
     if dp_size == 5:
         assert padding_rows > 0
@@ -285,8 +287,8 @@ def test_tails_that_were_retokenized_leave_the_loss_of_all_other_tokens(merge: s
     expected = without_gristmill(naive.without_realigned(rows, merge, 4), config)
     for mine, reference in zip(actual, expected, strict=True):
         assert mine.item() == pytest.approx(reference.item(), rel=1e-9, abs=1e-12)
-    for own, others in zip(gradients(actual), gradients(expected), strict=True):
-        for a, b in zip(own, others, strict=True):
+    for gradient, others in zip(gradients(actual), gradients(expected), strict=True):
+        for a, b in zip(gradient, others, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
 
 

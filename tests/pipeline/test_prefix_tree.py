@@ -47,16 +47,16 @@ def test_every_row_is_the_path_to_its_end(random: Random) -> None:
     expected = merged(rows, config)
     for shard in built(rows, config).shards:
         for numbers, axis in naive.axes(shard):
-            own = axis.tensors
-            assert sorted({token for path in axis.paths for token in path}) == list(range(len(own["sequences"])))
+            tensors = axis.tensors
+            assert sorted({token for path in axis.paths for token in path}) == list(range(len(tensors["sequences"])))
             for number, path in zip(numbers, axis.paths, strict=True):
-                assert own["position_ids"][path].tolist() == list(range(len(path)))
+                assert tensors["position_ids"][path].tolist() == list(range(len(path)))
                 tokens = (
                     naive.tokens_of(expected[number])
                     if number >= 0
                     else [config["pad_token_id"]] * max(2, config["pad_to_multiple_of"])
                 )
-                assert own["sequences"][path].tolist() == tokens
+                assert tensors["sequences"][path].tolist() == tokens
 
 
 @LAW
@@ -66,7 +66,7 @@ def test_every_trained_token_stands_once_with_its_own_numbers(random: Random) ->
     expected, by_trajectory = merged(rows, config), naive.advantages(rows, config)
     for shard in built(rows, config).shards:
         for numbers, axis in naive.axes(shard):
-            own = axis.tensors
+            tensors = axis.tensors
             trained: list[int] = []
             for number, path in zip(numbers, axis.paths, strict=True):
                 if number < 0:
@@ -77,17 +77,17 @@ def test_every_trained_token_stands_once_with_its_own_numbers(random: Random) ->
                 sampled = [at for at, is_trained in enumerate(row.trained) if is_trained]
                 trained += [path[prompt + at] for at in sampled]
                 places = [path[prompt + at] for at in sampled]
-                assert own["loss_mask"][places].tolist() == [masks[at] for at in sampled]
-                assert own["response_mask"][places].all()
-                np.testing.assert_allclose(own["rewards"][places], [row.rewards()[at] for at in sampled], rtol=1e-6)
-                if "rollout_logprobs" in own:
+                assert tensors["loss_mask"][places].tolist() == [masks[at] for at in sampled]
+                assert tensors["response_mask"][places].all()
+                np.testing.assert_allclose(tensors["rewards"][places], [row.rewards()[at] for at in sampled], rtol=1e-6)
+                if "rollout_logprobs" in tensors:
                     logprobs = row.standing(lambda step: step["rollout_logprobs"])
-                    assert own["rollout_logprobs"][places].tolist() == [logprobs[at] for at in sampled]
+                    assert tensors["rollout_logprobs"][places].tolist() == [logprobs[at] for at in sampled]
                 if shard.address.model == "critic" or config["loss_reduction"] == "none":
                     want = by_trajectory[row.steps[-1]["uid"], row.steps[-1]["sample"]]
-                    np.testing.assert_allclose(own["advantages"][places], want, rtol=1e-5, atol=1e-9)
+                    np.testing.assert_allclose(tensors["advantages"][places], want, rtol=1e-5, atol=1e-9)
             assert len(trained) == len(set(trained)), "a position is trained by two rows"
-            assert set(np.flatnonzero(own["loss_mask"])) <= set(trained)
+            assert set(np.flatnonzero(tensors["loss_mask"])) <= set(trained)
 
 
 @LAW
@@ -360,11 +360,13 @@ def test_a_token_has_the_declared_values_of_the_row_that_brings_it(random: Rando
         for numbers, axis in naive.axes(shard):
             brought: set[int] = set()
             for number, path in zip(numbers, axis.paths, strict=True):
-                own = [at for at, token in enumerate(path) if token not in brought]
+                added = [at for at, token in enumerate(path) if token not in brought]
                 brought.update(path)
                 if number < 0:
                     continue
-                places = [path[at] for at in own]
-                assert axis.tensors["routes"][places].tolist() == [[number, at] for at in own]
+                places = [path[at] for at in added]
+                assert axis.tensors["routes"][places].tolist() == [[number, at] for at in added]
                 prompt = len(rows[number]["prompt_token_ids"])
-                assert axis.tensors["teacher"][places].tolist() == [5.0 if at < prompt else float(number) for at in own]
+                assert axis.tensors["teacher"][places].tolist() == [
+                    5.0 if at < prompt else float(number) for at in added
+                ]

@@ -79,8 +79,8 @@ def test_tensors_are_those_of_the_reference(case: dict[str, Any]) -> None:
 def test_boundaries_and_ranks_are_those_of_the_reference(case: dict[str, Any]) -> None:
     plan, expected = built_case(case).plan, case["expected"]
     for model in ("policy", "critic"):
-        own = [part for part in plan.mini_batches if part.model == model]
-        bounds = [[part.start, part.end] for part in own]
+        parts = [part for part in plan.mini_batches if part.model == model]
+        bounds = [[part.start, part.end] for part in parts]
         assert bounds == (expected[f"{model}_boundaries"] or [])
     policy = [part for part in plan.mini_batches if part.model == "policy"]
     assert [[rank.rows for rank in part.ranks] for part in policy] == expected["policy_ranks"]

@@ -109,8 +109,8 @@ def test_a_trajectorys_bits_do_not_depend_on_the_rest_of_the_batch(
 ) -> None:
     tokens, advantages, _ = gae_of(batch, gamma, lambda_)
     for index, trajectory in enumerate(batch):
-        own = advantages[tokens.bounds[index] : tokens.bounds[index + 1]]
-        assert own.tobytes() == gae_of([trajectory], gamma, lambda_)[1].tobytes()
+        alone = advantages[tokens.bounds[index] : tokens.bounds[index + 1]]
+        assert alone.tobytes() == gae_of([trajectory], gamma, lambda_)[1].tobytes()
 
 
 def test_steps_that_a_filter_masks_are_skipped_like_observations() -> None:
@@ -428,8 +428,8 @@ def test_parts_are_whole_trajectories_and_all_of_them(most: int, batch: list[Tra
     assert [place for part in parts for place in part.tokens.places + part.responses.start] == tokens.places.tolist()
     for part in parts:
         assert len(part.tokens) == part.trained.stop - part.trained.start
-        own = part.tokens.take(values.part(part.steps))
-        assert own.tolist() == tokens.take(values)[part.trained].tolist()
+        of_part = part.tokens.take(values.part(part.steps))
+        assert of_part.tolist() == tokens.take(values)[part.trained].tolist()
         assert len(part.tokens.trajectory_bounds) == 2 or part.tokens.edges[-1] <= most
 
 

@@ -123,14 +123,14 @@ class TestShards:
                 if shown["is_padding"]:
                     assert (shown["token_policy_version"] == -1).all()
                     continue
-                own = groups[int(shown["row"])]
-                standing = zip(own.standing(versions_sent), own.sources, strict=True)
+                group = groups[int(shown["row"])]
+                standing = zip(group.standing(versions_sent), group.sources, strict=True)
                 expected = [-1 if source is None else version for version, source in standing]
                 values = shown["token_policy_version"]
                 assert values.dtype == np.int32
                 assert values[len(values) - len(expected) :].tolist() == expected
                 assert (values[: len(values) - len(expected)] == -1).all()
-                known = [version for step in own.steps for version in versions_sent(step) if version >= 0]
+                known = [version for step in group.steps for version in versions_sent(step) if version >= 0]
                 assert shown["policy_version"] == min(known, default=-1)
 
 

@@ -85,7 +85,7 @@ def test_forward_shards_are_the_train_shards_without_what_depends_on_the_columns
 ) -> None:
     rows, config = drawn
     checked = parse_config(config)
-    lacking = {given.name for given in checked.written_columns}
+    lacking = {spec.name for spec in checked.written_columns}
     absent = set(lacking)
     if lacking & credit_columns(checked):
         absent |= {"advantages", "returns"}
@@ -116,8 +116,8 @@ def test_what_is_written_is_judged_by_the_tokens_that_the_shard_trains_and_what_
         assert form.rows.trained.tolist() == trained.tolist()
         assert form.rows.given.keys() == {"old_logprobs", "ref_logprobs"} & sent
         for name, values in form.rows.given.items():
-            own = form.own_values(ColumnSpec(name, "float32", "response"), tensors, "shard")
-            assert values[trained].tolist() == own[trained].tolist()
+            judged = form.own_values(ColumnSpec(name, "float32", "response"), tensors, "shard")
+            assert values[trained].tolist() == judged[trained].tolist()
 
 
 ROWS: list[Row] = [

@@ -49,7 +49,7 @@ def batches(draw: st.DrawFn) -> tuple[list[Row], dict[str, Any]]:
 
 def of_rollouts(config: Mapping[str, Any]) -> dict[str, Any]:
     """The same settings where rollout workers send all columns."""
-    return {**config, "columns": [{**given, "source": "rollout"} for given in config["columns"]]}
+    return {**config, "columns": [{**spec, "source": "rollout"} for spec in config["columns"]]}
 
 
 def built(
@@ -57,8 +57,8 @@ def built(
 ) -> BuiltBatch:
     """tensors: of the policy's shards, what trainers wrote; None: nothing yet."""
     config = parse_config(dict(settings))
-    sent = [given for given in config.columns if given.source == "rollout"]
-    names = {given.name for given in config.written_columns}
+    sent = [spec for spec in config.columns if spec.source == "rollout"]
+    names = {spec.name for spec in config.written_columns}
     steps = from_rows(
         [{k: v for k, v in row.items() if k not in names} for row in rows], step_wise=config.step_wise, columns=sent
     )
@@ -66,7 +66,7 @@ def built(
     if tensors is not None:
         forms = build_batch(steps, config, run="r", batch=0).forms
         written = {
-            address: {given.name: form.own_values(given, tensors[address], "shard") for given in config.written_columns}
+            address: {spec.name: form.own_values(spec, tensors[address], "shard") for spec in config.written_columns}
             for address, form in forms.items()
         }
     return build_batch(steps, config, run="r", batch=0, written=written)

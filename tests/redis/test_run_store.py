@@ -353,7 +353,7 @@ def test_a_former_owner_deletes_nothing(redis_server: RedisServer, join: Join) -
     log.append(b"goes on", {})
 
 
-def test_a_process_that_does_not_decide_for_a_run_deletes_nothing_of_it(redis_server: RedisServer, join: Join) -> None:
+def test_a_process_that_does_not_own_a_run_deletes_nothing_of_it(redis_server: RedisServer, join: Join) -> None:
     first, second = join(redis_server.url, 1), join(redis_server.url, 2)
     log = second.create("run", b"{}")
     started(log)

@@ -66,8 +66,11 @@ def shard(run: Run, mini_batch: int, rank: int, model: Any = "policy") -> dict[s
 def values_for(tensors: Mapping[str, Array], names: tuple[str, ...] = NAMES, scale: float = 1.0) -> dict[str, Array]:
     """What a trainer computes of a shard: something of each token, and noise on padding."""
     tokens = tensors["sequences"][:, -tensors["response_mask"].shape[1] :].astype(np.float32)
-    own = tensors["response_mask"] == 1
-    return {name: np.where(own, scale * tokens / 8 + index, 99).astype(np.float32) for index, name in enumerate(names)}
+    response_mask = tensors["response_mask"] == 1
+    return {
+        name: np.where(response_mask, scale * tokens / 8 + index, 99).astype(np.float32)
+        for index, name in enumerate(names)
+    }
 
 
 def write(run: Run, mini_batch: int, rank: int, names: tuple[str, ...] = NAMES, **more: Any) -> int:
@@ -90,7 +93,7 @@ def train_shards(run: Run) -> dict[ShardAddress, bytes]:
 
 def as_sent_with_rows() -> dict[ShardAddress, bytes]:
     """The shards of the same batch, whose rollout workers sent what `values_for` writes."""
-    settings = SETTINGS | {"columns": [given | {"source": "rollout"} for given in SETTINGS["columns"]]}
+    settings = SETTINGS | {"columns": [spec | {"source": "rollout"} for spec in SETTINGS["columns"]]}
     config = parse_config(CONFIG | settings)
     sent = [
         one | {name: [token / 8 + index for token in one["response_ids"]] for index, name in enumerate(NAMES)}

@@ -158,10 +158,10 @@ def test_rows_are_gathered_in_the_order_asked_for_from_however_many_requests(
         steps = table(*rows[start:end])
         described += described_rows(steps, chunk)
         buffer.add(chunk, steps, end - start, range(end - start))
-    rows_picked, let_go = picked(buffer, (described[index] for index in order)), []
+    rows_picked, released = picked(buffer, (described[index] for index in order)), []
 
     def clear() -> None:
-        let_go.append(len(rows_picked))
+        released.append(len(rows_picked))
         rows_picked.clear()
 
     with pytest.MonkeyPatch.context() as patched:
@@ -170,7 +170,7 @@ def test_rows_are_gathered_in_the_order_asked_for_from_however_many_requests(
             patched.setattr(row_gathering, "_PART_BYTES", part_bytes)
             patched.setattr(row_gathering, "_MOST_PARTS", 100_000)
         gathered = gather(rows_picked, token_rewards, _nothing_stored, None if part_bytes is None else clear)
-    assert part_bytes != 1 or len(let_go) == 12
+    assert part_bytes != 1 or len(released) == 12
     assert contents(gathered) == contents(table(*(rows[index] for index in order)))
 
 
@@ -185,11 +185,11 @@ def test_tables_are_released_as_their_groups_are_gathered(monkeypatch: pytest.Mo
     held = [PickedRow(one.ref.table, memory[one.ref.table].data, one.ref.row, one) for one in described]
     del memory
 
-    def let_go() -> None:
+    def release() -> None:
         held.clear()
         counts.append(sum(one() is not None for one in alive))
 
-    gathered = gather(held, False, _nothing_stored, let_go)
+    gathered = gather(held, False, _nothing_stored, release)
     assert counts == [3, 2, 1, 0]
     assert contents(gathered)["tokens"] == [[1, 2, *range(number + 1)] for number in range(4) for _ in range(2)]
 

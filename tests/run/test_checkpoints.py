@@ -79,10 +79,10 @@ def test_a_checkpoint_in_the_middle_of_a_batch_that_was_not_begun_is_refused() -
 def test_a_checkpoint_of_another_run_of_the_name_is_refused() -> None:
     bench = sealed(1)
     train(bench, 0)
-    own = Checkpoint(Position(1), run_id=bench.run.run_id, generation=1)
+    checkpoint = Checkpoint(Position(1), run_id=bench.run.run_id, generation=1)
     with pytest.raises(FailedPreconditionError, match="is of another run of this name"):
-        bench.run.resume("policy", own._replace(run_id="0" * 32), "launch")
-    resumed = bench.run.resume("policy", own, "launch")
+        bench.run.resume("policy", checkpoint._replace(run_id="0" * 32), "launch")
+    resumed = bench.run.resume("policy", checkpoint, "launch")
     assert (resumed.run_id, resumed.generation) == (bench.run.run_id, 1)
 
 

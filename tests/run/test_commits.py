@@ -119,8 +119,8 @@ class TestCompaction:
         log = CompactingLog()
         log.is_long = False
         bench = Bench(log=log)
-        log.is_long, log.errors = True, [LogLostError("another process decides")]
-        with pytest.raises(UnavailableError, match="another process decides"):
+        log.is_long, log.errors = True, [LogLostError("another process owns the run")]
+        with pytest.raises(UnavailableError, match="another process owns the run"):
             bench.submit(row("a"))
         assert bench.run.is_lost
 

@@ -270,9 +270,9 @@ def test_a_batchs_rows_stand_by_group_sample_and_step_with_all_that_was_sent() -
 
 def test_a_submitted_table_is_not_modified() -> None:
     bench = Bench(train_batch_size=1)
-    given = table(row("a", 0, reward=None), row("a", 1))
-    before = {name: np.copy(getattr(given, name)) for name in ("rewards", "rewards_pending", "samples")}
-    bench.run.submit(given)
+    submitted = table(row("a", 0, reward=None), row("a", 1))
+    before = {name: np.copy(getattr(submitted, name)) for name in ("rewards", "rewards_pending", "samples")}
+    bench.run.submit(submitted)
     bench.make_batches()
     for name, values in before.items():
-        np.testing.assert_array_equal(getattr(given, name), values)
+        np.testing.assert_array_equal(getattr(submitted, name), values)

@@ -226,8 +226,8 @@ def check_invariants(bench: Checked) -> None:
         assert group.done == sum(trajectory.is_complete for trajectory in group.trajectories.values())
     lost = state.failed.keys() - state.batches.keys()
     for tag, counts in state.tags.items():
-        own = [key for key, group in state.open.items() if group.tag == tag]
-        assert (counts.open, counts.complete) == (len(own), sum(key in state.complete for key in own))
+        keys = [key for key, group in state.open.items() if group.tag == tag]
+        assert (counts.open, counts.complete) == (len(keys), sum(key in state.complete for key in keys))
         closed = [outcome for key, outcome in state.closed.items() if state.closed_tags.get(key) == tag]
         sealed = sum(isinstance(outcome, int) and (outcome not in lost) for outcome in closed)
         assert (counts.sealed, counts.dropped) == (sealed, len(closed) - sealed)
@@ -242,7 +242,7 @@ def check_invariants(bench: Checked) -> None:
     }
     for number in state.batches_kept:
         assert not state.batches[number].is_published
-        assert any(own.committed.batch <= number >= min(own.next).batch for own in state.models.values()), "freed"
+        assert any(keys.committed.batch <= number >= min(keys.next).batch for keys in state.models.values()), "freed"
 
 
 @settings(max_examples=400, deadline=None)
@@ -448,9 +448,9 @@ def _incomplete(
             rewarded |= {(reward.trajectory, reward.step) for reward in event.rewards}
     for trajectory, names in by_trajectory.items():
         attempt = max(attempt for t, _, attempt in rows_of if t == trajectory)
-        own = [rows_of[trajectory, step, attempt] for _, step in names]
-        whole = any(one.is_last and one.step + 1 == len(own) for one in own)
-        paid = all(one.reward is not None or (trajectory, one.step) in rewarded for one in own)
+        steps = [rows_of[trajectory, step, attempt] for _, step in names]
+        whole = any(one.is_last and one.step + 1 == len(steps) for one in steps)
+        paid = all(one.reward is not None or (trajectory, one.step) in rewarded for one in steps)
         if not (whole and paid):
             yield from names
 

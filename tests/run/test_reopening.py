@@ -123,7 +123,7 @@ def test_a_damaged_run_is_read_again_when_it_is_asked_for_and_not_every_second(
 
 
 def test_a_run_that_is_recovered_takes_no_result_of_its_tasks_though_its_lease_comes_back() -> None:
-    """Its old self and its new one must not both decide."""
+    """The run that was open before and the recovered one must not both own it."""
 
     class Leased(MemoryRunLog):
         is_lost = False

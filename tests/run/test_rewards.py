@@ -60,12 +60,12 @@ def test_all_rewards_of_a_request_are_set_or_none_is() -> None:
 def test_a_reward_for_what_was_not_submitted_is_not_found() -> None:
     bench = Bench()
     bench.submit(row("a", step=0, last=False, reward=None))
-    for update, which in (
+    for update, named in (
         (scalar("a", 1.0), "the last step"),
         (scalar("a", 1.0, step=4), "step 4"),
         (scalar("b", 1.0), "the last"),
     ):
-        with pytest.raises(NotFoundError, match=rf"{which}.* was not submitted; submit the row before its reward"):
+        with pytest.raises(NotFoundError, match=rf"{named}.* was not submitted; submit the row before its reward"):
             bench.run.set_rewards([update])
 
 

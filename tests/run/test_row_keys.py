@@ -36,8 +36,8 @@ def test_rows_by_group_are_all_rows_in_their_order(named: list[tuple[int, str, i
         for at, (round_, uid, sample, tries) in enumerate(named)
     ]
     grouped = list(by_group(rows))
-    assert [one for _, own in grouped for one in own] == rows
-    assert all(one.group == key for key, own in grouped for one in own)
+    assert [one for _, of_group in grouped for one in of_group] == rows
+    assert all(one.group == key for key, of_group in grouped for one in of_group)
 
 
 def test_named_tuples_are_made_of_a_column_for_each_of_their_fields() -> None:

@@ -84,7 +84,7 @@ def test_a_run_serves_what_the_offline_pipeline_makes_of_the_same_rows(
     try:
         run.begin_groups(0, uids)
         absent = {(uid, sample) for uid in uids for sample in range(3)} - {(s["uid"], s["sample"]) for s in rows}
-        run.abort_trajectories([TrajectoryKey(0, *which) for which in sorted(absent)], "not sampled")
+        run.abort_trajectories([TrajectoryKey(0, *trajectory) for trajectory in sorted(absent)], "not sampled")
         for request in data.draw(deliveries(len(rows))):
             _deliver(run, [rows[index] | ({"reward": None} if late else {}) for index, late in request])
             run.set_rewards([reward_of(rows[index]) for index, late in request if late])

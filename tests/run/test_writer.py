@@ -109,7 +109,7 @@ def test_a_refused_call_hurts_none_that_is_logged_with_it() -> None:
     assert set(bench.log.tables) == {row.ref.table for row in stored}, "a refused request's rows are not kept"
 
 
-@pytest.mark.parametrize("error", [UnavailableError("the log is full"), LogLostError("another process decides")])
+@pytest.mark.parametrize("error", [UnavailableError("the log is full"), LogLostError("another process owns the run")])
 def test_an_append_that_fails_ends_every_call_and_every_wait_and_the_run_is_what_its_log_says(error: Exception) -> None:
     bench = begun()
     before, woken, held = bench.state.rows_accepted, threading.Event(), HeldAppends(bench.log)

@@ -157,15 +157,15 @@ class TestWrites:
             return checked
 
         monkeypatch.setattr(SentColumns, "values", while_another_writes)
-        own = {"old_logprobs": np.array([[-1, -2, 0, -1]], np.float32)}
+        half = {"old_logprobs": np.array([[-1, -2, 0, -1]], np.float32)}
         if theirs < 0:
-            assert bench.run.write(0, 0, 0, 1, own) == 6
+            assert bench.run.write(0, 0, 0, 1, half) == 6
         else:
             message = (
                 r"old_logprobs\[1\] is -2.0, and the KL is inf, .* log-probabilities -2.0 and 800.0 \(ref_logprobs"
             )
             with pytest.raises(InvalidArgumentError, match=message):
-                bench.run.write(0, 0, 0, 1, own)
+                bench.run.write(0, 0, 0, 1, half)
             assert len(bench.run.batch(0).awaits) == 7
 
     def test_a_rows_sum_that_float32_cannot_hold_times_its_coefficient_is_refused(self) -> None:

@@ -70,8 +70,8 @@ def test_the_options_settings_replace_defaults_and_add_to_the_run() -> None:
 
 def test_columns_of_the_options_come_after_those_of_the_adapter() -> None:
     table = SettingsTable("Example", ROWS, rollouts=("trainer",), columns=lambda c: [written_column("values")])
-    own = {"name": "teacher", "dtype": "float32", "scope": "response"}
-    assert derive({"columns": [own]}, table=table)["columns"] == [written_column("values"), own]
+    column = {"name": "teacher", "dtype": "float32", "scope": "response"}
+    assert derive({"columns": [column]}, table=table)["columns"] == [written_column("values"), column]
 
 
 def test_everything_that_a_run_cannot_follow_is_refused_at_once() -> None:

@@ -96,8 +96,8 @@ def bridge(service: Service, run_name: str, tmp_path: Path) -> Iterator[Callable
     started: list[Running] = []
 
     def start(**options: Any) -> Running:
-        given: dict[str, Any] = {"dp_size": DP_SIZE, "checkpoint_dir": tmp_path / "checkpoints"} | options
-        started.append(Running(Bridge(Gristmill(service.grpc_address, run_name), tmp_path, **given)))
+        settings: dict[str, Any] = {"dp_size": DP_SIZE, "checkpoint_dir": tmp_path / "checkpoints"} | options
+        started.append(Running(Bridge(Gristmill(service.grpc_address, run_name), tmp_path, **settings)))
         return started[-1]
 
     yield start

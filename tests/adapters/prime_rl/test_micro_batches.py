@@ -63,22 +63,22 @@ def test_padding_rows_train_nothing_and_are_of_no_environment() -> None:
 def test_a_temperature_stands_before_the_token_that_was_sampled_at_it() -> None:
     """As prime-rl divides the logits at a token by that token's temperature."""
     column = {"name": "temperatures", "dtype": "float32", "scope": "response"}
-    given = rows(with_columns=False)
-    for row in given:
+    sent = rows(with_columns=False)
+    for row in sent:
         count = len(row["response_ids"])
         row["loss_mask"] = [1, 1, 0] + [1] * (count - 3)
         row["temperatures"] = [0.5, 0.5, 0.0] + [2.0] * (count - 3)
-    first = decoded(Encoding(), shards(given, columns=[column])[0])[0].temperatures[:10]
+    first = decoded(Encoding(), shards(sent, columns=[column])[0])[0].temperatures[:10]
     assert first == [0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 2.0, 2.0, 2.0, 2.0]
 
 
 def test_a_trained_token_needs_a_temperature() -> None:
     column = {"name": "temperatures", "dtype": "float32", "scope": "row"}
-    given = [row | {"temperatures": 0.0} for row in rows(with_columns=False)]
+    sent = [row | {"temperatures": 0.0} for row in rows(with_columns=False)]
     with pytest.raises(
         InvalidArgumentError, match=r"rank 0 micro-batch 0: temperatures has 0\.0 on a token that is tr"
     ):
-        Encoding().encode(shards(given, columns=[column])[0])
+        Encoding().encode(shards(sent, columns=[column])[0])
 
 
 def test_what_prime_rl_cannot_train_is_refused_naming_the_remedy() -> None:

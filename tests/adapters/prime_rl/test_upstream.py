@@ -51,9 +51,9 @@ def upstream(rank: int) -> Iterator[SimpleNamespace]:
 @pytest.fixture(params=["filesystem", "zmq"])
 def wire(request: pytest.FixtureRequest, port: int, tmp_path: Path) -> Iterator[tuple[Transport, Any]]:  # noqa: F811
     """A transport, and prime-rl's settings of it."""
-    given: Transport = Files(tmp_path, DP_SIZE) if request.param == "filesystem" else Zmq(HOST, port, DP_SIZE)
-    yield given, SimpleNamespace(type=request.param, host=HOST, port=port, hwm=10)
-    given.close()
+    transport: Transport = Files(tmp_path, DP_SIZE) if request.param == "filesystem" else Zmq(HOST, port, DP_SIZE)
+    yield transport, SimpleNamespace(type=request.param, host=HOST, port=port, hwm=10)
+    transport.close()
 
 
 def test_prime_rl_s_loader_gives_every_rank_the_tensors_of_its_shard(
@@ -73,11 +73,11 @@ def test_prime_rl_s_loader_gives_every_rank_the_tensors_of_its_shard(
             loaders.append(modules.data.DataLoader(tmp_path, 1, DP_SIZE, settings))
     for rank, loader in enumerate(loaders):
         loader.wait_for_batch()
-        (given,) = loader.get_batch()
+        (loaded,) = loader.get_batch()
         with TrainerClient(service.grpc_address, rollouts.run, rank, auto_commit=False) as client:
             (shard,) = next(iter(client)).mini_batches()
             (micro,) = shard.micro_batches()
-            _check(given, micro)
+            _check(loaded, micro)
         loader.receiver.close()
 
 

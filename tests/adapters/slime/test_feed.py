@@ -20,8 +20,8 @@ Start = Callable[..., Feed]
 @pytest.fixture
 def args(service: Service, run_name: str, tmp_path: Path) -> Any:
     """slime's, with checkpoints."""
-    given = {"address": service.grpc_address, "run": run_name}
-    return arguments(sample_type=Sample, gristmill=given, save=str(tmp_path), save_interval=2)
+    options = {"address": service.grpc_address, "run": run_name}
+    return arguments(sample_type=Sample, gristmill=options, save=str(tmp_path), save_interval=2)
 
 
 @pytest.fixture

@@ -116,12 +116,12 @@ def test_every_row_has_memory_of_its_own() -> None:
 def test_routed_experts_lack_the_last_token_s_and_are_distinct_in_padding_rows() -> None:
     args = arguments(sample_type=Sample, rollout_batch_size=1, n_samples_per_prompt=1, global_batch_size=1)
     args.use_rollout_routing_replay, args.num_layers, args.moe_router_topk = True, 2, 3
-    given = np.arange(24, dtype=np.int32).reshape(4, 2, 3)
-    rows = [row | {"rollout_routed_experts": given[: len(row["prompt_token_ids"]) + 1]} for row in rollout(args)[:1]]
+    experts = np.arange(24, dtype=np.int32).reshape(4, 2, 3)
+    rows = [row | {"rollout_routed_experts": experts[: len(row["prompt_token_ids"]) + 1]} for row in rollout(args)[:1]]
     rows[0] |= {"prompt_token_ids": [1, 2, 3], "response_ids": [4], "loss_mask": [1], "rollout_logprobs": [-1.0]}
-    rows[0]["rollout_routed_experts"] = given
+    rows[0]["rollout_routed_experts"] = experts
     first, second = rank_data(mini_batches(rows, run_settings(args, OPTIONS, dp_size=2)))
-    assert torch.equal(first["rollout_routed_experts"][0], torch.from_numpy(given[:-1]))
+    assert torch.equal(first["rollout_routed_experts"][0], torch.from_numpy(experts[:-1]))
     assert second["rollout_routed_experts"][0].tolist() == [[[0, 1, 2], [0, 1, 2]]]
 
 
@@ -135,7 +135,7 @@ def test_images_are_a_mapping_a_row_and_none_where_there_are_none() -> None:
     rows[0] |= {"pixel_values": [[0.5, 1.0]] * 4, "image_grid_thw": [[1, 2, 2]]}
     settings = run_settings(args, Gristmill("here", "run", settings={"columns": columns}), dp_size=2)
     ranks = rank_data(mini_batches(rows, settings), images=["pixel_values", "image_grid_thw"])
-    given, lacking = ranks[0]["multimodal_train_inputs"][0], ranks[1]["multimodal_train_inputs"][0]
-    assert given["pixel_values"].tolist() == [[0.5, 1.0]] * 4
-    assert given["image_grid_thw"].tolist() == [[1, 2, 2]]
+    images, lacking = ranks[0]["multimodal_train_inputs"][0], ranks[1]["multimodal_train_inputs"][0]
+    assert images["pixel_values"].tolist() == [[0.5, 1.0]] * 4
+    assert images["image_grid_thw"].tolist() == [[1, 2, 2]]
     assert lacking is None

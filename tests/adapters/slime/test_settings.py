@@ -48,9 +48,9 @@ def test_the_user_s_settings_go_before_what_is_only_a_default() -> None:
 
 
 def test_columns_are_declared_that_slime_s_training_reads() -> None:
-    own = {"name": "difficulty", "dtype": "float32", "scope": "row"}
+    difficulty = {"name": "difficulty", "dtype": "float32", "scope": "row"}
     made = settings(
-        Gristmill("here", "run", settings={"columns": [own]}),
+        Gristmill("here", "run", settings={"columns": [difficulty]}),
         use_rollout_routing_replay=True,
         num_layers=48,
         moe_router_topk=8,
@@ -104,8 +104,8 @@ def test_settings_that_contradict_slime_are_refused(given: dict[str, Any], reaso
 
 
 def test_workers_of_one_s_own_may_sample_more() -> None:
-    given = {"surplus": 1, "zero_variance_filter": "replace"}
-    assert settings(Gristmill("here", "run", rollouts="workers", settings=given))["surplus"] == 1
+    changes = {"surplus": 1, "zero_variance_filter": "replace"}
+    assert settings(Gristmill("here", "run", rollouts="workers", settings=changes))["surplus"] == 1
 
 
 def test_the_options_are_in_the_custom_configuration() -> None:

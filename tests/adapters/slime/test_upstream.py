@@ -52,12 +52,12 @@ def test_every_rank_s_data_are_slime_s_own_whatever_the_sizes(cap: int, global_b
 def test_slime_s_manager_gives_the_same_whether_it_schedules_or_gristmill(
     modules: SimpleNamespace, service: Service, run_name: str, tmp_path: Path
 ) -> None:
-    given = {"address": service.grpc_address, "run": run_name}
-    own = arguments(sample_type=modules.types.Sample)
+    options = {"address": service.grpc_address, "run": run_name}
+    defaults = arguments(sample_type=modules.types.Sample)
     ours = arguments(
-        sample_type=modules.types.Sample, gristmill=given, num_rollout=3, save=str(tmp_path), save_interval=1
+        sample_type=modules.types.Sample, gristmill=options, num_rollout=3, save=str(tmp_path), save_interval=1
     )
-    before = modules.rollout.RolloutManager.plain(own, None)
+    before = modules.rollout.RolloutManager.plain(defaults, None)
     swap()
     after = modules.rollout.RolloutManager.plain(ours, None)
     for manager in (before, after):

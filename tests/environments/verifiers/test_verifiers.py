@@ -150,7 +150,7 @@ def test_the_documented_worker_feeds_a_run(
     assert "Progress(groups=2" in capsys.readouterr().out
 
 
-def test_an_engine_that_is_away_ends_the_feeding(
+def test_an_engine_that_is_down_ends_the_feeding(
     service: Service,
     run_name: str,
     engine: tuple[Engine, str],

@@ -34,8 +34,8 @@ def ray_address() -> Iterator[str]:
 
     # SkyRL never gives back the place that it reserves for its workers. Ray would start a process for each CPU, and its
     # workers would give way to all else on the machine.
-    own = {"prestart_worker_first_driver": False, "worker_niceness": 0}
-    head = {"num_cpus": 1000, "num_gpus": 1000, "include_dashboard": False, "_system_config": own}
+    options = {"prestart_worker_first_driver": False, "worker_niceness": 0}
+    head = {"num_cpus": 1000, "num_gpus": 1000, "include_dashboard": False, "_system_config": options}
     cluster = Cluster(initialize_head=True, head_node_args=head)
     with connected(cluster.address):
         yield cluster.address

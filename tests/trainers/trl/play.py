@@ -148,7 +148,7 @@ def prompts_of(known: dict[str, list[Rollout]]) -> Dataset:
 
 def config(directory: Path, **more: Any) -> GRPOConfig:
     """Of one optimizer step by SGD, with 4 prompts of 4 samples in micro-batches of 4 rows on one rank."""
-    given = {
+    arguments = {
         "output_dir": str(directory),
         "per_device_train_batch_size": 4,
         "gradient_accumulation_steps": 4,
@@ -167,7 +167,7 @@ def config(directory: Path, **more: Any) -> GRPOConfig:
         "bf16": False,
         "gradient_checkpointing": False,
     }
-    return GRPOConfig(**given | more)
+    return GRPOConfig(**arguments | more)
 
 
 def weights(model: torch.nn.Module) -> Weights:

@@ -43,10 +43,12 @@ def test_turns_that_workers_submit_are_trained_by_two_ranks_as_by_trl(
     gristmill |= {"settings": settings, "old_logprobs": "trainer"}
     with RolloutClient(service.grpc_address, run_name) as client:
         pad_token_id = tokenizer().pad_token_id
-        own = run_settings(config(tmp_path, **more), Gristmill(**gristmill), dp_size=1, pad_token_id=pad_token_id)
+        run_config = run_settings(
+            config(tmp_path, **more), Gristmill(**gristmill), dp_size=1, pad_token_id=pad_token_id
+        )
         # As the two ranks' configuration says it, which here is one rank's.
         both = {"dp_size": 2, "train_batch_size": 4, "policy_mini_batch_size": 4}
-        client.create_run(own | both)
+        client.create_run(run_config | both)
         submit(client, rollouts(prompts=4), turns=True)
     check(tmp_path, more, gristmill)
 

@@ -289,12 +289,12 @@ def test_values_and_the_kl_are_written_back_and_a_finished_run_ends_training(
         # verl takes no reward of a token that is not trained, and each turn for itself.
         submit(rollout_client, number, most_turns=1, trains_last=True)
     trainer.wait_until(lambda: trained(rollout_client) == 2)
-    given = [rows_of(service, rollout_client.run, batch) for batch in range(2)]
+    by_batch = [rows_of(service, rollout_client.run, batch) for batch in range(2)]
     rollout_client.finish()
     trainer.wait()
 
     reference = Qwen2ForCausalLM.from_pretrained(tmp_path / "model")
-    for sequences, rows in given:
+    for sequences, rows in by_batch:
         mask = rows["loss_mask"].float()
         expected = logprobs_of(reference, sequences, mask)
         torch.testing.assert_close(rows["ref_logprobs"] * mask, expected * mask, rtol=0, atol=1e-4)
@@ -302,12 +302,12 @@ def test_values_and_the_kl_are_written_back_and_a_finished_run_ends_training(
         torch.testing.assert_close(rows["returns"] * mask, returns * mask, rtol=0, atol=1e-4)
         torch.testing.assert_close(rows["advantages"] * mask, advantages * mask, rtol=0, atol=1e-4)
         assert rows["values"][mask != 0].std() > 1e-3
-    differences = [(rows["old_logprobs"] - rows["ref_logprobs"]) * rows["loss_mask"] for _, rows in given]
+    differences = [(rows["old_logprobs"] - rows["ref_logprobs"]) * rows["loss_mask"] for _, rows in by_batch]
     # The policy is the reference at first, and its KL to it is nothing.
     assert differences[0].abs().max() < 1e-5
     assert differences[1].abs().max() > 1e-2
     # What is left of the rewards, 0 or 1 for the last token.
-    scores = given[1].others["rewards"] + KL * differences[1]
+    scores = by_batch[1].others["rewards"] + KL * differences[1]
     torch.testing.assert_close(scores, scores.round(), rtol=0, atol=1e-4)
 
     assert trainer.metrics("training/global_step") == [1, 2]

@@ -68,13 +68,13 @@ class BeginGroupsRequest(google.protobuf.message.Message):
     def uids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     @property
     def n_samples(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Of how many samples each group is made, one a uid, at most max_samples_per_prompt; 0, or empty: n_samples_per_prompt.
+        """How many samples each group has, one per uid, at most max_samples_per_prompt; 0, or empty: n_samples_per_prompt.
         A group that is open already keeps its size: another one is INVALID_ARGUMENT.
         """
 
     @property
     def tags(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """The environment or task of each group, one a uid, as in Rows; empty strings, or empty: none yet."""
+        """The environment or task of each group, one per uid, as in Rows; empty strings, or empty: none yet."""
 
     def __init__(
         self,
@@ -196,7 +196,7 @@ class Reward(google.protobuf.message.Message):
     value: builtins.float
     """One number for the step, where rows of the run carry scalar rewards."""
     token_values: builtins.bytes
-    """float64, one a response token of the step, where rows of the run carry rewards per token."""
+    """float64, one per response token of the step, where rows of the run carry rewards per token."""
     @property
     def trajectory(self) -> global___TrajectoryKey: ...
     def __init__(

@@ -57,7 +57,7 @@ global___RowOutcome = RowOutcome
 class Rows(google.protobuf.message.Message):
     """A table of steps (LLM calls) on the wire, one column a field, so that a thousand rows cost a handful of buffers.
 
-    Per-row fields have one entry a row, or are empty where a default is named. Per-token fields are raw little-endian
+    Per-row fields have one entry per row, or are empty where a default is named. Per-token fields are raw little-endian
     buffers: the rows' values one after another, in row order, without gaps; a row's share follows from its lengths.
     """
 
@@ -91,18 +91,18 @@ class Rows(google.protobuf.message.Message):
     tokens: builtins.bytes
     """int32: of each row its prompt_token_ids, then its response_ids, without what prefix_lengths leaves out."""
     loss_mask: builtins.bytes
-    """uint8, 0 or 1, one a response token. Empty: all 1."""
+    """uint8, 0 or 1, one per response token. Empty: all 1."""
     rollout_logprobs: builtins.bytes
-    """float32, one a response token. Empty: none. All rows of a run have them, or none has."""
+    """float32, one per response token. Empty: none. All rows of a run have them, or none has."""
     token_rewards: builtins.bytes
     """float64 or float32 (the buffer's size says which), one per response token."""
     token_advantages: builtins.bytes
-    """With advantage_estimator none: float32, one a response token, in place of advantages."""
+    """With advantage_estimator none: float32, one per response token, in place of advantages."""
     padding: builtins.bytes
     """Ignored. Lets who writes the message put a buffer where it can be used as it is, at a multiple of 8 bytes."""
     token_policy_versions: builtins.bytes
     """int32, the policy version that sampled each response token, -1 unknown, for weights that change while a trajectory is
-    sampled. A row's policy_versions is the oldest of them, and may be left out (-1). Empty: one a row.
+    sampled. A row's policy_versions is the oldest of them, and may be left out (-1). Empty: one per row.
     """
     @property
     def uids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
@@ -140,7 +140,7 @@ class Rows(google.protobuf.message.Message):
 
     @property
     def rewards(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
-        """One number a step. Empty where token_rewards are given. All rows of a run use the one or the other."""
+        """One number per step. Empty where token_rewards are given. All rows of a run use the one or the other."""
 
     @property
     def rewards_pending(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bool]:
@@ -148,7 +148,7 @@ class Rows(google.protobuf.message.Message):
 
     @property
     def advantages(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
-        """With advantage_estimator none: one number a row, the same on every step of a trajectory."""
+        """With advantage_estimator none: one number per row, the same on every step of a trajectory."""
 
     @property
     def stop_reasons(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
@@ -168,7 +168,7 @@ class Rows(google.protobuf.message.Message):
 
     @property
     def prefix_checksums(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """With prefix_lengths: CRC-32 of the bytes left out, one a row."""
+        """With prefix_lengths: CRC-32 of the bytes left out, one per row."""
 
     @property
     def columns(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Column]:
@@ -236,7 +236,7 @@ class Column(google.protobuf.message.Message):
 
     @property
     def counts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """How many values each row has: 1 for a column of scope row, one a response token, one a prompt and response token,
+        """How many values each row has: 1 for a column of scope row, one per response token, one per prompt and response token,
         or its number of items. -1: the row does not have the column.
         With prefix_lengths a row may leave out the values of a `token` column with `merge: first` for the tokens that it
         leaves out: they are those of the step before.
