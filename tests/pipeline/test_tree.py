@@ -211,9 +211,9 @@ def test_rows_are_those_of_the_rules_token_by_token(random: Random, merge: str, 
     assert len(rows) == len(expected)
     edges = np.append(0, np.cumsum(received.steps.response_lengths))
     trained_in = {
-        (steps_of_row.steps[0]["sample"], source): row
-        for row, steps_of_row in enumerate(expected)
-        for source, trained in zip(steps_of_row.sources, steps_of_row.trained, strict=True)
+        (merged_row.steps[0]["sample"], source): row
+        for row, merged_row in enumerate(expected)
+        for source, trained in zip(merged_row.sources, merged_row.trained, strict=True)
         if trained
     }
     assert rows.trained_in(edges).tolist() == [
@@ -221,10 +221,10 @@ def test_rows_are_those_of_the_rules_token_by_token(random: Random, merge: str, 
         for row in given_rows
         for token in range(len(row["response_ids"]))
     ]
-    for row, steps_of_row in enumerate(expected):
+    for row, merged_row in enumerate(expected):
         visits = range(int(rows.edges[row]), int(rows.edges[row + 1]))
         assert [int(received.steps.steps[rows.steps[visit]]) for visit in visits] == [
-            step["step"] for step in steps_of_row.steps
+            step["step"] for step in merged_row.steps
         ]
         sources: list[tuple[int, int] | None] = [None] * int(rows.response_lengths[row])
         trained = [False] * len(sources)
@@ -234,7 +234,7 @@ def test_rows_are_those_of_the_rules_token_by_token(random: Random, merge: str, 
                 assert sources[at] is None
                 sources[at] = (int(received.steps.steps[rows.steps[visit]]), token)
                 trained[at] = token >= rows.shared[visit]
-        assert (sources, trained) == (steps_of_row.sources, steps_of_row.trained)
+        assert (sources, trained) == (merged_row.sources, merged_row.trained)
         ends = rows.ends[visits.start : visits.stop].tolist()
         assert all(end <= start for end, start in zip(ends, rows.starts[visits.start + 1 : visits.stop], strict=False))
         assert ends[-1] == len(sources)
@@ -243,4 +243,4 @@ def test_rows_are_those_of_the_rules_token_by_token(random: Random, merge: str, 
             for visit in visits
             if rows.owns_reward[visit]
         }
-        assert rewarded == steps_of_row.rewarded
+        assert rewarded == merged_row.rewarded

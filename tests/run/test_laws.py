@@ -242,7 +242,7 @@ def check_invariants(bench: Checked) -> None:
     }
     for number in state.batches_kept:
         assert not state.batches[number].is_published
-        assert any(keys.committed.batch <= number >= min(keys.next).batch for keys in state.models.values()), "freed"
+        assert any(model.committed.batch <= number >= min(model.next).batch for model in state.models.values()), "freed"
 
 
 @settings(max_examples=400, deadline=None)
