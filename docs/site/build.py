@@ -1,4 +1,4 @@
-"""`make docs`: stages the documents as they stand in the repository, with generated reference, and builds the site.
+"""`make docs`: stages the documents of the repository, with generated reference, and builds the site.
 
 Any warning fails: a link or an anchor that leads nowhere, a page that is not in the navigation, a name that is gone.
 """

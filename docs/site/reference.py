@@ -67,8 +67,8 @@ def _helps(command: Any, path: list[str]) -> Iterator[str]:
     for name in sorted(inner):
         yield from _helps(inner[name], [*path, name])
     if not inner:
-        told = CliRunner().invoke(app, [*path, "--help"], env={"COLUMNS": "110"}, prog_name="gristmill").output
-        yield f"## gristmill {' '.join(path)}\n\n```text\n{told.strip()}\n```\n"
+        help_text = CliRunner().invoke(app, [*path, "--help"], env={"COLUMNS": "110"}, prog_name="gristmill").output
+        yield f"## gristmill {' '.join(path)}\n\n```text\n{help_text.strip()}\n```\n"
 
 
 async def _openapi() -> Schema:
@@ -78,10 +78,10 @@ async def _openapi() -> Schema:
     await service.start()
     try:
         async with httpx.AsyncClient(trust_env=False) as client:
-            found: Schema = (await client.get(f"{service.http_url}/openapi.json")).raise_for_status().json()
+            spec: Schema = (await client.get(f"{service.http_url}/openapi.json")).raise_for_status().json()
     finally:
         await service.stop()
-    return found
+    return spec
 
 
 def _http(spec: Schema) -> Iterator[str]:
@@ -109,12 +109,12 @@ def _http(spec: Schema) -> Iterator[str]:
 
 
 def _named(schema: Schema, schemas: Schema) -> Schema:
-    found: Schema = schemas[schema["$ref"].rsplit("/", 1)[1]] if "$ref" in schema else schema
-    return found
+    named: Schema = schemas[schema["$ref"].rsplit("/", 1)[1]] if "$ref" in schema else schema
+    return named
 
 
 def _fields(schema: Schema, schemas: Schema) -> list[tuple[str, Schema, Schema]]:
-    return [(name, found, found) for name, found in _named(schema, schemas).get("properties", {}).items()]
+    return [(name, field, field) for name, field in _named(schema, schemas).get("properties", {}).items()]
 
 
 def _table(first: str, lines: list[tuple[str, Schema, Schema]], within: Schema) -> Iterator[str]:
@@ -122,9 +122,9 @@ def _table(first: str, lines: list[tuple[str, Schema, Schema]], within: Schema) 
         return
     yield f"| {first} | type | |\n| --- | --- | --- |"
     for name, schema, about in lines:
-        told = " ".join(about.get("description", "").split()).replace("|", "\\|")
+        description = " ".join(about.get("description", "").split()).replace("|", "\\|")
         is_required = about.get("required") is True or name in within.get("required", ())
-        yield f"| `{name}` | {_type(schema)} | {'required. ' if is_required else ''}{told} |"
+        yield f"| `{name}` | {_type(schema)} | {'required. ' if is_required else ''}{description} |"
     yield ""
 
 

@@ -37,7 +37,7 @@ def tokenizer() -> Any:
 
 
 def _verl_outputs() -> list[Any]:
-    """Of one agent loop each: two samples of a prompt, the first with a tool call, and one of another prompt."""
+    """Three agent loops: two samples of a prompt, the first with a tool call, and one of another prompt."""
     from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 
     made = []
@@ -64,7 +64,7 @@ def _verl_outputs() -> list[Any]:
 
 
 def verl_batch() -> Any:
-    """What `AgentLoopWorker.generate_sequences` returns: a padded DataProto, with routed experts."""
+    """The result of `AgentLoopWorker.generate_sequences`: a padded DataProto, with routed experts."""
     from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
 
     worker = AgentLoopWorker.__new__(AgentLoopWorker)
@@ -102,7 +102,7 @@ def verl_queue() -> tuple[list[str], Any]:
 
 
 def trl_output() -> dict[str, Any]:
-    """What `GRPOTrainer._generate_and_score_completions` returns, of two prompts with two generations, one of which
+    """The result of `GRPOTrainer._generate_and_score_completions` for two prompts with two generations, one of which
     has tokens that a tool gave."""
     import torch
     from datasets import Dataset
@@ -143,7 +143,7 @@ def trl_output() -> dict[str, Any]:
 
 
 def trl_samples() -> list[Any]:
-    """What an `AsyncGRPOTrainer`'s worker puts into its queue, of one group: two conversations, one of two turns."""
+    """The samples of one group in the queue of an `AsyncGRPOTrainer`: two conversations, one of two turns."""
     from trl.experimental.async_grpo import async_rollout_worker as worker
 
     def sequences(*turns: tuple[list[int], list[int]]) -> list[Any]:

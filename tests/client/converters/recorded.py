@@ -1,4 +1,4 @@
-"""What real frameworks made, read from data/ into the shapes that converters meet. `make_data.py` recorded it."""
+"""Output of real frameworks, read from data/ in the types that converters get. `make_data.py` recorded it."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ def _values(value: Any, kind: Any) -> Any:
 
 def verl_batch(kind: Any = np.array) -> Any:
     """The DataProto: `batch` holds tensors, `non_tensor_batch` arrays of objects."""
-    found = load("verl", kind)
+    recorded = load("verl", kind)
     others = {}
-    for name, values in found["non_tensor_batch"].items():
+    for name, values in recorded["non_tensor_batch"].items():
         others[name] = np.empty(len(values), object)
         others[name][:] = list(values)
-    return SimpleNamespace(batch=found["batch"], non_tensor_batch=others, meta_info={})
+    return SimpleNamespace(batch=recorded["batch"], non_tensor_batch=others, meta_info={})
 
 
 def verl_queue() -> tuple[list[str], dict[str, Any]]:
-    found = load("verl")
-    return found["queue_keys"], found["queue"]
+    recorded = load("verl")
+    return recorded["queue_keys"], recorded["queue"]
 
 
 def trl_output(kind: Any = np.array) -> dict[str, Any]:
@@ -63,8 +63,8 @@ def trl_samples() -> list[Any]:
 
 def skyrl_output(name: str) -> tuple[list[Any], dict[str, Any]]:
     """The trajectory ids of the generator's input, and its output."""
-    found = load("skyrl")[name]
-    output = found["output"]
+    recorded = load("skyrl")[name]
+    output = recorded["output"]
     if output["trajectory_ids"] is not None:
         output["trajectory_ids"] = [SimpleNamespace(**entry) for entry in output["trajectory_ids"]]
-    return [SimpleNamespace(**entry) for entry in found["trajectory_ids"]], output
+    return [SimpleNamespace(**entry) for entry in recorded["trajectory_ids"]], output

@@ -1,4 +1,4 @@
-"""What converters put into rows is what declared columns take."""
+"""Declared columns take the values that converters put into rows."""
 
 from __future__ import annotations
 

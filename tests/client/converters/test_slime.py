@@ -17,7 +17,7 @@ from tests.client.converters.stand_ins import Sample, Status
 
 
 def sample(number: int = 4, **changes: Any) -> Sample:
-    """Of group 2 with two samples each: a turn, a tool's answer and a turn."""
+    """Group 2 with two samples: each has a turn, a tool's answer and a turn."""
     made: dict[str, Any] = {
         "group_index": number // 2,
         "index": number,

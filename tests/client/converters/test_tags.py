@@ -45,7 +45,7 @@ def prime_rl(**options: Any) -> Rows:
 
 
 CONVERTERS: dict[Callable[..., Rows], int] = {skyrl: 4, verl: 3, slime: 2, trl: 4, trl_async: 2, prime_rl: 2}
-"""How many rows, samples or traces each is given."""
+"""The number of rows, samples or traces that each converter gets."""
 
 
 @pytest.mark.parametrize("convert", CONVERTERS)
@@ -75,5 +75,5 @@ def test_tags_that_are_not_one_for_each_are_refused(convert: Callable[..., Rows]
 def test_the_steps_of_a_queue_keep_the_tags_of_their_rows_in_whatever_order() -> None:
     keys, rows = recorded.verl_queue()
     tags = [key.rsplit("_", 2)[0] for key in keys]
-    found = from_verl(rows, keys=keys, tags=tags, ignore=["routed_experts"])
-    assert [row["tag"] for row in found] == [row["uid"] for row in found]
+    converted = from_verl(rows, keys=keys, tags=tags, ignore=["routed_experts"])
+    assert [row["tag"] for row in converted] == [row["uid"] for row in converted]

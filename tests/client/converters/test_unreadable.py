@@ -49,9 +49,9 @@ def slime(draw: random.Random) -> None:
 
 def spoil(values: dict[str, Any], draw: random.Random) -> None:
     name = draw.choice(sorted(values))
-    found = values[name]
-    if isinstance(found, (list, np.ndarray)) and np.ndim(found) and draw.random() < 0.5:
-        values[name] = draw.choice([found[:-1], found[:0], [*found, *found], [found]])
+    value = values[name]
+    if isinstance(value, (list, np.ndarray)) and np.ndim(value) and draw.random() < 0.5:
+        values[name] = draw.choice([value[:-1], value[:0], [*value, *value], [value]])
     else:
         values[name] = draw.choice(WRONG)
 

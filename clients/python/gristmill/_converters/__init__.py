@@ -1,1 +1,1 @@
-"""How each framework's rollouts become rows. Imports none of them: objects are read by their attributes and keys."""
+"""Converts frameworks' rollouts to rows. Imports no framework: objects are read by their attributes and keys."""

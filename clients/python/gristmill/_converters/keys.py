@@ -13,7 +13,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Choice:
-    """The keys that the caller takes as columns, and those that it ignores, although they are no fields of a row."""
+    """The caller's choice for keys that are no fields of a row: take them as columns, or ignore them."""
 
     columns: tuple[str, ...] = ()
     ignore: tuple[str, ...] = ()

@@ -80,7 +80,7 @@ class RunShape:
     samples: int
     surplus: int
     gives_advantages: bool
-    """Whether the run expects advantages in its rows (`advantage_estimator: none`)."""
+    """True if the run expects advantages in its rows (`advantage_estimator: none`)."""
 
     @classmethod
     async def of(cls, client: AsyncRolloutClient) -> RunShape:

@@ -14,7 +14,7 @@ from gristmill.errors import FailedPreconditionError, InvalidArgumentError
 STATE_FILE = "gristmill.json"
 
 State = Mapping[str, Any]
-"""What `TrainerClient.state_dict` returned."""
+"""The result of `TrainerClient.state_dict`."""
 States = Mapping[str, State]
 """A state for each model."""
 OpenFile = Callable[[str, str], IO[Any]]

@@ -37,7 +37,7 @@ class Session(RunSession):
 
     @property
     def has_next_batch(self) -> bool:
-        """Whether the next batch was sampled before the trainer was restarted."""
+        """Return whether the next batch was sampled before the trainer was restarted."""
         return self.position.batch < self._sealed
 
     def stored_batches(self) -> list[dict[str, Rows]]:

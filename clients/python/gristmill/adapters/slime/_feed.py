@@ -92,7 +92,7 @@ class Feed:
 
     @property
     def has_batch(self) -> bool:
-        """Whether the next batch was sampled before slime went back to its checkpoint."""
+        """Return whether the next batch was sampled before slime went back to its checkpoint."""
         sealed: int = self._session.rollouts.status().batches_sealed
         return sealed > self._session.position.batch
 

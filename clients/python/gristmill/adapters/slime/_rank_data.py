@@ -14,7 +14,7 @@ from gristmill.torch import Shard
 ADVANTAGES, RETURNS = "gristmill_advantages", "gristmill_returns"
 """Advantages of tokens, which `gristmill.adapters.slime.advantages` takes from the train data."""
 
-# By slime's name the shards' name of each tensor of responses; those that a shard does not have are left out.
+# slime's names of response tensors, and the shards' names and dtypes. Tensors that a shard does not have are left out.
 _OF_RESPONSES = {
     "loss_masks": ("loss_mask", torch.int32),
     "rollout_log_probs": ("rollout_logprobs", torch.float32),

@@ -58,7 +58,7 @@ class Session(RunSession):
 
     @cached_property
     def incarnation(self) -> int:
-        """How often the run's trainer was started, including this session."""
+        """Return how often the run's trainer was started, including this session."""
         return max(model.incarnation for model in self.rollouts.status().models.values())
 
     def save_checkpoint(self, directory: Path) -> States:

@@ -23,7 +23,7 @@ from gristmill.adapters._core.settings import (
 )
 
 OPTIONS = "trainer.v1.gristmill"
-"""Where the options of the adapter are in verl's configuration."""
+"""The place of the adapter's options in verl's configuration."""
 
 WRITTEN = {"old_logprobs": "old_log_probs", "ref_logprobs": "ref_log_prob", "values": "values"}
 """verl's names of the columns that are written back."""
