@@ -20,7 +20,7 @@ def _text(framework: str) -> str:
 
 
 def load(framework: str, kind: Any = np.array) -> Any:
-    """Its file, read anew, with arrays made by `kind`."""
+    """Read a framework's file again, with arrays made by `kind`."""
     return _values(json.loads(_text(framework)), kind)
 
 

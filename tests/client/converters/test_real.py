@@ -1,4 +1,4 @@
-"""The converters on objects of the real frameworks, where those are installed, and on those that were recorded."""
+"""The converters take objects of real frameworks, if these are installed, and recorded ones."""
 
 from __future__ import annotations
 

@@ -79,7 +79,8 @@ def routes(values: Any, name: str, tokens: int, where: str) -> Array:
     experts = array_of(values, name, where)
     if experts.ndim != 3 or len(experts) > tokens:
         raise InvalidArgumentError(
-            f"{where}: {name} has the shape {experts.shape}; expected (tokens, layers, top_k), tokens at most {tokens}"
+            f"{where}: {name} has the shape {experts.shape}; expected (tokens, layers, top_k) for at most "
+            f"{tokens} tokens"
         )
     tail = np.broadcast_to(
         np.arange(experts.shape[2], dtype=experts.dtype), (tokens - len(experts), *experts.shape[1:])
