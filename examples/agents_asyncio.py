@@ -94,7 +94,7 @@ async def main() -> None:
                 games += [group.create_task(play_group(client, uid, version)) for uid in admitted]
                 waiting = [uid for uid in waiting if uid not in admitted]
         batches = await client.finish()
-        states = dict(Counter(found.state for found in await client.groups()))
+        states = dict(Counter(group.state.value for group in await client.groups()))
         turns = (await client.status()).rows_accepted
         failed = sum(game.result() for game in games)
         print(f"{PROMPTS} groups: {states}; {failed} agents failed; {turns} turns; {batches} batches")
