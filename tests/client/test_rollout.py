@@ -34,6 +34,7 @@ from gristmill import (
 from gristmill.converters import from_skyrl
 from tests.client.faces import FACES, Connect, connecting
 from tests.client.faulty import Fault, FaultyService, refuse, serving, unavailable
+from tests.run.harness import wait_until
 from tests.strategies import Row
 
 
@@ -184,6 +185,26 @@ def test_large_messages_of_a_generator_output_are_under_way_together(
         assert submitted.result() == [RowOutcome.ACCEPTED] * 6
     assert together == 3
     assert len(faulty.calls) > 3
+
+
+def test_rows_that_are_added_while_a_large_message_is_under_way_do_not_wait_for_its_answer(
+    faulty: FaultyService, client: RolloutClient
+) -> None:
+    def submit(uid: str) -> list[RowOutcome]:
+        return client.submit([row(uid, prompt_token_ids=np.zeros(1 << 19, np.int32), response_ids=[1], loss_mask=[1])])
+
+    faulty.gate.clear()
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(submit, "first")
+        wait_until(lambda: faulty.under_way == 1)
+        # The worker has nothing else to send by now, and waits.
+        time.sleep(0.2)
+        second = threads.submit(submit, "second")
+        try:
+            wait_until(lambda: faulty.under_way == 2)
+        finally:
+            faulty.gate.set()
+        assert [first.result(), second.result()] == [[RowOutcome.ACCEPTED]] * 2
 
 
 def test_the_first_tables_are_sent_before_the_last_ones_are_made(

@@ -345,7 +345,7 @@ class TestOpenLogs:
             lambda: log.replay(),
         ]
         for call in calls:
-            with pytest.raises(UnavailableError, match="closed meanwhile"):
+            with pytest.raises(UnavailableError, match="were closed, because"):
                 call()
         log.remove([0])
         log.flush()
@@ -359,9 +359,9 @@ class TestOpenLogs:
         before = created(store)
         after = store.open("run")
         after.replay()
-        with pytest.raises(UnavailableError, match="closed meanwhile"):
+        with pytest.raises(UnavailableError, match="were closed, because"):
             before.append(b"one", {0: any_table()})
-        with pytest.raises(UnavailableError, match="closed meanwhile"):
+        with pytest.raises(UnavailableError, match="were closed, because"):
             before.compact(b"")
         after.append(b"one", {})
         before.close()
@@ -384,7 +384,7 @@ class TestOpenLogs:
             lambda: before.replay(),
         ]
         for call in calls:
-            with pytest.raises(UnavailableError, match="closed meanwhile"):
+            with pytest.raises(UnavailableError, match="were closed, because"):
                 call()
         before.remove([0, 1])
         before.flush()

@@ -58,10 +58,12 @@ Watched = AbstractContextManager[None]
 
 
 class Begun(NamedTuple):
-    """A call under way. answer: waits for its answer. is_done: whether that, or an error, is here."""
+    """A call under way. `answer` waits for its answer; `is_done` says whether that, or an error, is here, and `on_done`
+    takes a function that is called when it is, in any thread."""
 
     answer: Callable[[], Any]
     is_done: Callable[[], bool]
+    on_done: Callable[[Callable[[Any], None]], Any]
 
 
 _CANNOT_SERVE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
@@ -225,7 +227,7 @@ class Channels(Replicas):
                 except grpc.FutureCancelledError:
                     raise future from None
 
-        return Begun(answer, future.done)
+        return Begun(answer, future.done, future.add_done_callback)
 
     def _streaming(self, bind: Bind) -> Callable[..., Iterator[Any]]:
         def call(request: Any, timeout: float) -> Iterator[Any]:
@@ -255,7 +257,7 @@ class AsyncChannels(Replicas):
             with watched:
                 return await begun
 
-        return Begun(answer, begun.done)
+        return Begun(answer, begun.done, begun.add_done_callback)
 
     def _streaming(self, bind: Bind) -> Callable[..., AsyncIterator[Any]]:
         async def call(request: Any, timeout: float) -> AsyncIterator[Any]:

@@ -173,7 +173,7 @@ class Sender:
                 _log.error("%d rows of run %r were not delivered: the client was not closed", lost, self._encoder.run)
 
     async def _step(self, calls: deque[_Call]) -> None:
-        """Handles answers that have arrived, and sends the next message; if there is none, waits for an answer."""
+        """Handles answers that have arrived, and sends the next message; if there is none, waits for either."""
         while calls and calls[0].begun.is_done():
             await self._finish(calls.popleft())
         entries: list[PendingRow] = []
@@ -184,7 +184,10 @@ class Sender:
         if entries:
             await self._begin(entries, calls)
         elif calls:
-            await self._finish(calls.popleft())
+            with self._lock:
+                pause_s = self._outbox.due_in(time.monotonic()) if len(calls) < _MAX_CALLS else None
+                if not calls[0].begun.is_done() and (pause_s is None or pause_s > 0):
+                    await self._work.wait(pause_s)
 
     async def _begin(self, entries: list[PendingRow], calls: deque[_Call]) -> None:
         """Sends a message: a large one in the background, while the next is encoded; a small one is faster without."""
@@ -195,9 +198,14 @@ class Sender:
             if len(request) < _LARGE_BYTES:
                 return await self._driver.call(self._connection.submit_rows, request, timeout=timeout_s)
             calls.append(_Call(entries, self._connection.begin_submit_rows(request, timeout=timeout_s)))
+            calls[-1].begun.on_done(self._on_answer)
             return None
 
         await self._handle(entries, send())
+
+    def _on_answer(self, _: object) -> None:
+        with self._lock:
+            self._work.notify_all()
 
     async def _finish(self, call: _Call) -> None:
         await self._handle(call.entries, self._driver.call(call.begun.answer))
