@@ -487,3 +487,9 @@ def test_a_stored_configuration_may_have_the_setting_that_was_spelled_retokenise
     before = stored.replace("retokenized", "retokenised")
     assert before != stored
     assert stored_config(before.encode()) == stored_config(stored.encode())
+
+
+def test_a_tag_that_is_called_as_the_setting_was_stays_in_a_stored_configuration() -> None:
+    shares = {"retokenised_tail": {"min": 0.5}}
+    config = parse_config(GOOD | {"train_batch_size": 10, "tag_shares": shares})
+    assert stored_config(config.model_dump_json().encode()) == config

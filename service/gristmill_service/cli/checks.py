@@ -74,10 +74,10 @@ def _check_directory(what: str, directory: Path, remedy: str) -> Check:
     except OSError as error:
         return Check(what, f"cannot be written to: {error.strerror}", f"let the service write there, or {remedy}")
     size, room = system.f_frsize * system.f_blocks, system.f_frsize * system.f_bavail
-    found = f"{decimal(room)} free of {decimal(size)}"
+    free = f"{decimal(room)} free of {decimal(size)}"
     if room >= _LEAST_BYTES:
-        return Check(what, found)
-    return Check(what, f"{found}, and real batches need at least {decimal(_LEAST_BYTES)}", remedy)
+        return Check(what, free)
+    return Check(what, f"{free}, and real batches need at least {decimal(_LEAST_BYTES)}", remedy)
 
 
 def check_redis(settings: Settings) -> Iterator[Check]:

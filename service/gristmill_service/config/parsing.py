@@ -93,8 +93,11 @@ def read_config(path: Path) -> RunConfig:
 
 def stored_config(config: bytes) -> RunConfig:
     """Parses the configuration that a run's log was created with."""
+    settings = json.loads(config)
     # Logs of before the first release have the British spelling.
-    return parse_config(json.loads(config.replace(b'"retokenised_tail":', b'"retokenized_tail":')))
+    if "retokenised_tail" in settings:
+        settings["retokenized_tail"] = settings.pop("retokenised_tail")
+    return parse_config(settings)
 
 
 def with_dp_size(config: RunConfig, dp_size: int) -> RunConfig:

@@ -63,10 +63,10 @@ class ShardAddress:
 def is_mappable(path: str, size: int) -> bool:
     """Whether the service's shared memory is this machine's: a file is there, readable, and of this size."""
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except (OSError, ValueError):
         return False
-    return stat.S_ISREG(found.st_mode) and found.st_size == size and os.access(path, os.R_OK)
+    return stat.S_ISREG(status.st_mode) and status.st_size == size and os.access(path, os.R_OK)
 
 
 class Header(NamedTuple):

@@ -135,8 +135,8 @@ class ColumnSpec:
     @cached_property
     def fill_value(self) -> Array:
         """`fill` as one number of `storage`; ()."""
-        found: Array = _as_dtype(np.array([self.fill]), self)[0]
-        return found
+        value: Array = _as_dtype(np.array([self.fill]), self)[0]
+        return value
 
     @cached_property
     def is_shared(self) -> bool:
@@ -154,21 +154,21 @@ class ColumnSpec:
 
         Raises InvalidArgumentError naming both shapes or types.
         """
-        found = _plain_array(values, self, where)
+        array = _plain_array(values, self, where)
         if self.scope == "row":
-            found = found[None]
-        elif found.shape == (0,):
+            array = array[None]
+        elif array.shape == (0,):
             return self.empty()
-        if not found.ndim or found.shape[1:] != self.shape:
-            given = list(found.shape[1:]) if found.ndim else "of a single number"
+        if not array.ndim or array.shape[1:] != self.shape:
+            given = list(array.shape[1:]) if array.ndim else "of a single number"
             raise InvalidArgumentError(
                 f"{where}: {self.name} has values of shape {given} and its column declares {list(self.shape)}; give "
                 f"one {_OF_SCOPE[self.scope]}"
             )
-        if found.dtype == self.storage:
-            return found
-        _check_kind(found, self, where)
-        return _as_dtype(found, self)
+        if array.dtype == self.storage:
+            return array
+        _check_kind(array, self, where)
+        return _as_dtype(array, self)
 
     def _check(self) -> None:
         where = f"columns: {self.name!r:.80}"
@@ -176,9 +176,9 @@ class ColumnSpec:
             raise InvalidArgumentError(f"{where}: a name has 1 to 63 of a-z, 0-9 and _, and begins with a letter")
         if self.name in BUILT_IN:
             raise InvalidArgumentError(f"{where}: is the name of a built-in column; choose another")
-        if beside := next((name for name in BUILT_IN if self.name in of_column(name)), None):
+        if taken := next((name for name in BUILT_IN if self.name in of_column(name)), None):
             raise InvalidArgumentError(
-                f"{where}: its tensors would have a name of the built-in column {beside}; choose another name"
+                f"{where}: its tensors would have a name of the built-in column {taken}; choose another name"
             )
         for name, allowed in (
             ("dtype", DTYPES),
@@ -292,7 +292,7 @@ def tensor_names(column: ColumnSpec) -> list[str]:
 
 
 def of_column(name: str) -> tuple[str, str]:
-    """The tensors beside a column's own: where a row's items begin, and which rows have it."""
+    """The tensors in addition to a column's own: where a row's items begin, and which rows have it."""
     return f"{name}_offsets", f"{name}_given"
 
 
@@ -314,20 +314,20 @@ def _plain_array(values: Any, column: ColumnSpec, where: str) -> Array:
         if "bfloat16" in str(getattr(values, "dtype", "")):
             bits = _bits_of(values)
             return bits if column.dtype == "bfloat16" else from_bfloat16(bits)
-        found = np.asarray(values)
+        array = np.asarray(values)
     except (ValueError, OverflowError, TypeError, RuntimeError) as error:
         if hasattr(values, "__array__"):
             reason = str(error).splitlines()[0]
             raise InvalidArgumentError(
                 f"{where}: {column.name} cannot be read as an array: {reason} Give .cpu() or .tolist()"
             ) from None
-        found = np.empty(0, object)
-    if found.dtype.kind not in "biuf":
+        array = np.empty(0, object)
+    if array.dtype.kind not in "biuf":
         check_no_null(values, column.name, where)
         raise InvalidArgumentError(
             f"{where}: {column.name} is no array of numbers, all of one shape; give one {_OF_SCOPE[column.scope]}"
         )
-    return found
+    return array
 
 
 def _bits_of(values: Any) -> Array:
@@ -379,14 +379,14 @@ def to_bfloat16(values: Array) -> Array:
     rounded = (bits + (0x7FFF + (bits >> 16 & 1))) >> 16
     # A NaN stays one, whatever rounding would make of its bits.
     is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
-    found: Array = np.where(is_nan, bits >> 16 | 0x40, rounded).astype(np.uint16)
-    return found
+    rounded_bits: Array = np.where(is_nan, bits >> 16 | 0x40, rounded).astype(np.uint16)
+    return rounded_bits
 
 
 def from_bfloat16(bits: Array) -> Array:
     """float32 of the same shape."""
-    found: Array = (bits.astype(np.uint32) << 16).view(np.float32)
-    return found
+    widened: Array = (bits.astype(np.uint32) << 16).view(np.float32)
+    return widened
 
 
 def is_finite(values: Array) -> bool:

@@ -1,4 +1,4 @@
-"""What other frameworks call the fields of a row, so that who moves over is told the name here."""
+"""What other frameworks call the fields of a row, so that errors can say the name here to those who move over."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def renamings(
     given: all fields that there are; known: those that there may be. plurals: names of ours that are others there.
     """
     plurals = plurals or {}
-    found = []
+    hints = []
     for name in sorted(unknown, key=str):
         ours = plurals.get(name) or _NAMES.get(name, "")
         ours = plurals.get(ours, ours)
         if ours in known and ours not in given:
-            found.append(f"; give {name} as {ours}")
+            hints.append(f"; give {name} as {ours}")
         elif name in _WHOLE:
-            found.append(f"; give the prompt of {name} as prompt_token_ids and the rest as response_ids")
+            hints.append(f"; give the prompt of {name} as prompt_token_ids and the rest as response_ids")
         elif name in _MADE_HERE:
-            found.append(f"; leave {name} out, it is made here")
-    return "".join(found[:_MOST])
+            hints.append(f"; leave {name} out, it is made here")
+    return "".join(hints[:_MOST])

@@ -54,11 +54,11 @@ def extras_of(row: Mapping[str, Any], columns: Sequence[ColumnSpec]) -> dict[str
 
 def extra_names(rows: Iterable[Mapping[str, Any]]) -> set[str]:
     """The fields of rows that are not built in, and so have to be declared."""
-    found: set[str] = set()
+    names: set[str] = set()
     for row in rows:
         if isinstance(row, Mapping):
-            found |= row.keys() - _FIELDS
-    return found
+            names |= row.keys() - _FIELDS
+    return names
 
 
 def to_rows(table: Steps, columns: Sequence[ColumnSpec] = ()) -> Iterator[dict[str, Any]]:

@@ -124,15 +124,15 @@ class ValueColumns:
         converted, pieces, edges, lengths = ConvertedTokens(), Pieces(), [0], list[int]()
         for row, (key, is_last, prompt, response) in enumerate(rows):
             is_list = type(prompt) is list
-            found = converted.prompt(key, prompt) if is_list else None
-            if found is None:
-                found = [tokens(prompt, "prompt_token_ids", self._where(row))]
+            prompt_pieces = converted.prompt(key, prompt) if is_list else None
+            if prompt_pieces is None:
+                prompt_pieces = [tokens(prompt, "prompt_token_ids", self._where(row))]
             lengths.append(len(prompt))
-            pieces += found
+            pieces += prompt_pieces
             pieces.append(response)
             edges.append(len(pieces))
             if is_list and not is_last:
-                converted.keep(key, prompt, self._columns["response_ids"][row], [*found, response])
+                converted.keep(key, prompt, self._columns["response_ids"][row], [*prompt_pieces, response])
         return _Tokens(pieces, edges, np.array(lengths, np.int64), lengths_of(responses))
 
     def _array_column(self, name: str, dtype: Any, read: Read) -> Column:

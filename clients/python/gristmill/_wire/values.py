@@ -74,11 +74,11 @@ def tokens(values: Any, name: str, where: str) -> NDArray[np.int32]:
 def token_ids(values: Any, name: str, where: str) -> NDArray[np.int32]:
     """Token ids as an array. Raises InvalidArgumentError that names the field and the value."""
     array = from_list(values, np.dtype(np.int32)) if type(values) is list else None
-    found = tokens(values, name, where) if array is None else array
-    if found.size and least(found) < 0:
-        bad = int((found < 0).argmax())
-        raise InvalidArgumentError(f"{where}: {name}[{bad}] is {found[bad]}; token ids are 0..{INT32_MAX}")
-    return found
+    ids = tokens(values, name, where) if array is None else array
+    if ids.size and least(ids) < 0:
+        bad = int((ids < 0).argmax())
+        raise InvalidArgumentError(f"{where}: {name}[{bad}] is {ids[bad]}; token ids are 0..{INT32_MAX}")
+    return ids
 
 
 def version_array(values: Any, name: str, where: str) -> NDArray[np.int32]:

@@ -59,7 +59,7 @@ class Credentials:
         return (("authorization", f"Bearer {token}"),) if token else ()
 
     def channel(self, library: Any, address: str, options: Any) -> Any:
-        """A channel of `grpc` or `grpc.aio`; the certificates are read anew."""
+        """A channel of `grpc` or `grpc.aio`; the certificates are read again."""
         if not self.is_encrypted:
             return library.insecure_channel(address, options)
         ca, key, cert = (_bytes(name, getattr(self, name)) for name in ("ca_file", "key_file", "cert_file"))

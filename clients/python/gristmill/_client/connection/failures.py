@@ -46,11 +46,11 @@ class Failure:
 
 def failure_of(call: grpc.RpcError, address: str) -> Failure:
     """Translates a gRPC status. The message names the call's id, which the service's log has too."""
-    found = _failure_of(call, address)
+    failure = _failure_of(call, address)
     request_id = getattr(call, "request_id", "")
     if not request_id:
-        return found
-    return replace(found, error=with_message(found.error, f"{found.error} (request {request_id})"))
+        return failure
+    return replace(failure, error=with_message(failure.error, f"{failure.error} (request {request_id})"))
 
 
 def _failure_of(call: grpc.RpcError, address: str) -> Failure:

@@ -69,7 +69,7 @@ class Retry:
         """Seconds until the next attempt. Raises the failure's error where there is to be none. A warning says once why
         a call takes so long."""
         if not failure.may_retry:
-            # What gRPC raised is told by the error.
+            # The error says what gRPC raised.
             raise failure.error from None
         pause_s = self._backoff.pause_s(failure.pushback_s, is_of_replica=failure.is_of_replica)
         now = time.monotonic()

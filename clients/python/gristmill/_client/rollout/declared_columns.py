@@ -1,4 +1,4 @@
-"""The columns that a run declares, as its workers know them. The run may be deleted and made anew with others."""
+"""The columns that a run declares, as its workers know them. The run may be deleted and created again with others."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class DeclaredColumns:
         if self._known is None and not given and not self._was_refused:
             return Declared()
         if self._known is None or not self._known.fit(given):
-            return await self._anew()
+            return await self._asked()
         return self._known
 
     def created(self, config: Mapping[str, Any]) -> None:
@@ -86,8 +86,8 @@ class DeclaredColumns:
     async def _changed_from(self, before: Declared) -> Declared | None:
         """None where they have not changed, or cannot be had."""
         with suppress(GristmillError):
-            found = await self._anew()
-            return None if found == before else found
+            declared = await self._asked()
+            return None if declared == before else declared
         return None
 
     def forget_if_refused(self, error: GristmillError) -> None:
@@ -95,7 +95,7 @@ class DeclaredColumns:
         if isinstance(error, InvalidArgumentError):
             self._known, self._was_refused = None, True
 
-    async def _anew(self) -> Declared:
+    async def _asked(self) -> Declared:
         return self._know(Declared.of((await self._ask()).config))
 
     def _know(self, declared: Declared) -> Declared:

@@ -336,12 +336,12 @@ class Outbox:
 
     def _extract(self, is_meant: Callable[[PendingRow], bool], *, parked: bool = True) -> list[PendingRow]:
         """Removes the queued rows that are meant, in order."""
-        found: list[PendingRow] = []
+        extracted: list[PendingRow] = []
 
         def rest_of(entries: Iterable[PendingRow]) -> list[PendingRow]:
             rest: list[PendingRow] = []
             for entry in entries:
-                (found if is_meant(entry) else rest).append(entry)
+                (extracted if is_meant(entry) else rest).append(entry)
             return rest
 
         if parked:
@@ -351,7 +351,7 @@ class Outbox:
         self._again = deque(rest for message in self._again if (rest := rest_of(message)))
         self._fresh = deque(rest_of(self._fresh))
         self._fresh_bytes = sum(entry.size for entry in self._fresh)
-        return found
+        return extracted
 
 
 def _left_of_table(source: deque[PendingRow]) -> int:

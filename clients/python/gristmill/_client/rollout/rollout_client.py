@@ -139,8 +139,8 @@ class RolloutClient:
 
         n_samples: of how many samples these groups are made, one number or by uid; others as the run's
             `n_samples_per_prompt`. With `surplus: k` sample k more: those that are complete first make the group.
-        tag: the environment or task of these groups, one name or by uid, by which metrics are told and `tag_shares`
-            composes batches; at most 64 different ones a run.
+        tag: the environment or task of these groups, one name or by uid. Metrics are reported by tag, and `tag_shares`
+            composes batches of them; at most 64 different ones per run.
         """
         return block_on(self._core.begin_groups(uids, round, wait_s, n_samples=n_samples, tag=tag))
 
@@ -172,7 +172,7 @@ class RolloutClient:
     ) -> Trajectory:
         """A trajectory to hand over step by step. Makes no call.
 
-        attempt: one more than before when it is sampled anew, which supersedes the earlier one.
+        attempt: one more than before when it is sampled again, which supersedes the earlier one.
         policy_version: the version that samples its steps, -1 unknown.
         """
         return Trajectory(self._core.trajectory(uid, sample, round, attempt, policy_version))

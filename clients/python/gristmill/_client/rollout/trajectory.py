@@ -24,7 +24,7 @@ _REASON_LENGTH = 200
 
 
 class StepFields(TypedDict, total=False):
-    """What a step may have beside its tokens; `Trajectory.step` says what each is."""
+    """What a step may have in addition to its tokens; `Trajectory.step` says what each is."""
 
     loss_mask: Any
     rollout_logprobs: Any

@@ -71,13 +71,13 @@ def encode(table: Steps) -> rows_pb2.Rows:
 
 def described(name: str, tables: Sequence[Steps], left_out: Int64s | None) -> rows_pb2.Column:
     """A declared column of the tables' rows, one table after another. left_out: (rows,) values that are not sent."""
-    found = [table.extras.get(name) for table in tables]
-    model = next(extra.values.values for extra in found if extra is not None)
+    extras = [table.extras.get(name) for table in tables]
+    model = next(extra.values.values for extra in extras if extra is not None)
     nothing = [np.full(len(table), -1) for table in tables]
     counts = np.concatenate(
         [
             none if extra is None else np.where(extra.given, extra.values.lengths, none)
-            for extra, none in zip(found, nothing, strict=True)
+            for extra, none in zip(extras, nothing, strict=True)
         ]
     )
     return rows_pb2.Column(
@@ -110,12 +110,12 @@ def small_fields(tables: Sequence[Steps], prefixes: Prefixes | None = None) -> r
 
 def buffers(table: Steps) -> dict[str, Ragged]:
     """The table's columns that are sent as buffers; a mask of ones is not."""
-    found = {"tokens": table.tokens}
+    sent = {"tokens": table.tokens}
     for one in TOKEN_FIELDS:
         column = getattr(table, one.name)
         if column is not None and (column is not table.loss_mask or not column.values.all()):
-            found[one.message] = column
-    return found
+            sent[one.message] = column
+    return sent
 
 
 def decode(message: rows_pb2.Rows) -> Steps:
@@ -201,12 +201,12 @@ def _extras(columns: Sequence[rows_pb2.Column], values: Sequence[bytes | memoryv
         raise InvalidArgumentError(
             f"columns has {len(columns)} entries and column_values {len(values)}; each column needs its values"
         )
-    found = {column.name: _extra(column, buffer, count) for column, buffer in zip(columns, values, strict=True)}
-    if len(found) < len(columns):
+    extras = {column.name: _extra(column, buffer, count) for column, buffer in zip(columns, values, strict=True)}
+    if len(extras) < len(columns):
         names = [column.name for column in columns]
         twice = next(name for name in names if names.count(name) > 1)
         raise InvalidArgumentError(f"columns: {twice!r} is there twice; send each column once")
-    return found
+    return extras
 
 
 def _extra(column: rows_pb2.Column, buffer: bytes | memoryview, count: int) -> Extra:
@@ -246,8 +246,8 @@ def _unless(column: Array, default: Any) -> Sequence[Any]:
 
 
 def _stop_reasons(tables: Sequence[Steps]) -> list[str]:
-    found = [reason for table in tables for reason in table.stop_reasons]
-    return found if any(found) else []
+    reasons = [reason for table in tables for reason in table.stop_reasons]
+    return reasons if any(reasons) else []
 
 
 def few_of(count: int, dtype: Any, default: Any) -> Array:

@@ -84,7 +84,7 @@ def encode(
     prefixes: what of the rows' tokens is left out; left_out: of declared columns, how many values of each row are, by
     name. Each buffer stands at a multiple of 8 bytes, so that the service can use it where it is.
     """
-    found: list[Buffer] = []
+    parts: list[Buffer] = []
     at = 1 + LENGTH_BYTES
     small, extras = row_codec.small_fields(tables, prefixes), _extras(tables, left_out or {})
     small.columns.extend(column for column, _ in extras)
@@ -94,10 +94,10 @@ def encode(
         fill = -(at + len(_head(_NUMBERS["padding"], 0)) + len(head)) % _ALIGNMENT
         field = [_head(_NUMBERS["padding"], fill), bytes(fill), head, *memory]
         at += sum(map(len, field))
-        found += field
-    found.append(small.SerializeToString())
-    head = varint(_ROWS << 3 | _LENGTH_DELIMITED) + varint(sum(map(len, found)), LENGTH_BYTES)
-    return b"".join([head, *found, rollout_pb2.SubmitRowsRequest(run=run).SerializeToString()])
+        parts += field
+    parts.append(small.SerializeToString())
+    head = varint(_ROWS << 3 | _LENGTH_DELIMITED) + varint(sum(map(len, parts)), LENGTH_BYTES)
+    return b"".join([head, *parts, rollout_pb2.SubmitRowsRequest(run=run).SerializeToString()])
 
 
 def compressed(request: bytes) -> bytes:
@@ -121,8 +121,8 @@ def decompressed(frame: bytes, most_bytes: int) -> bytes:
             raise InvalidArgumentError(
                 "zstd: the frame does not say how large its content is; compress it with the content size"
             )
-        found: bytes = module.ZstdDecompressor().decompress(frame, max_output_size=size)
-        return found
+        content: bytes = module.ZstdDecompressor().decompress(frame, max_output_size=size)
+        return content
     except module.ZstdError as error:
         raise InvalidArgumentError(
             f"zstd: the {len(frame)} bytes are not a frame of zstd: {error}; compress the request with zstd"
@@ -136,23 +136,23 @@ def check_zstd() -> None:
 
 def _buffers(tables: Sequence[Steps], prefixes: row_codec.Prefixes | None) -> dict[str, list[Buffer]]:
     """The memory that each buffer is made of, for those that are sent."""
-    found = [row_codec.buffers(table) for table in tables]
+    by_table = [row_codec.buffers(table) for table in tables]
     memory: dict[str, list[Buffer]] = {}
     for name in row_codec.BUFFERS:
-        if not any(name in columns for columns in found):
+        if not any(name in columns for columns in by_table):
             continue
         # A mask of ones is sent where other rows have another.
-        columns = [columns.get(name, table.loss_mask) for columns, table in zip(found, tables, strict=True)]
+        columns = [columns.get(name, table.loss_mask) for columns, table in zip(by_table, tables, strict=True)]
         memory[name] = _memory(columns)
     if prefixes is not None:
-        rows = [row for columns in found for row in columns["tokens"].arrays()]
+        rows = [row for columns in by_table for row in columns["tokens"].arrays()]
         memory["tokens"] = [bytes_of(row[length:]) for row, length in zip(rows, prefixes.lengths.tolist(), strict=True)]
     return memory
 
 
 def _extras(tables: Sequence[Steps], left_out: Mapping[str, Int64s]) -> list[tuple[rows_pb2.Column, list[Buffer]]]:
     """Each declared column that any of the rows has, and the memory that its values are."""
-    found = []
+    extras = []
     for name in dict.fromkeys(name for table in tables for name in table.extras):
         columns = [table.extras[name].values for table in tables if name in table.extras]
         if (counts := left_out.get(name)) is None:
@@ -161,8 +161,8 @@ def _extras(tables: Sequence[Steps], left_out: Mapping[str, Int64s]) -> list[tup
             # Rows without the column leave out nothing of it.
             rows = [row for table in tables for row in _rows_of(table, name)]
             memory = [bytes_of(row[count:]) for row, count in zip(rows, counts.tolist(), strict=True)]
-        found.append((row_codec.described(name, tables, counts), memory))
-    return found
+        extras.append((row_codec.described(name, tables, counts), memory))
+    return extras
 
 
 def _rows_of(table: Steps, name: str) -> list[Array]:

@@ -60,15 +60,15 @@ def decode(data: bytes | memoryview) -> dict[str, Array]:
             raise ValueError(f"its header would have {length} bytes")
         entries = json.loads(bytes(data[_HEAD : _HEAD + length]))
         entries.pop("__metadata__", None)
-        found = {str(name): _tensor(data, _HEAD + length, **entry) for name, entry in entries.items()}
-        if sum(values.nbytes for values in found.values()) != len(data) - _HEAD - length:
+        tensors = {str(name): _tensor(data, _HEAD + length, **entry) for name, entry in entries.items()}
+        if sum(values.nbytes for values in tensors.values()) != len(data) - _HEAD - length:
             raise ValueError("its tensors do not fill it")
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
         raise InvalidArgumentError(
             f"{len(data)} bytes are no safetensors file of columns: {str(error)[:200]}; write one, as safetensors' own "
             "save does"
         ) from None
-    return found
+    return tensors
 
 
 def _tensor(data: bytes | memoryview, start: int, dtype: str, shape: list[int], data_offsets: list[int]) -> Array:
