@@ -37,7 +37,7 @@ build/axe/axe.min.js: Makefile
 	@touch $@
 
 pictures: setup  ## Take pictures of every view of the page: build/pictures, and those of the documents
-	$(BIN)/python -m tests.page.pictures
+	$(BIN)/python -m tests.tools.pictures
 
 demo: setup  ## Watch a small multi-turn RL run train through gristmill (under 4 minutes)
 	$(BIN)/python clients/demo
@@ -89,10 +89,10 @@ manifests: setup  ## Render the chart's examples as plain manifests: build/manif
 	deploy/render.sh build/manifests
 
 bench: setup  ## Measure against bounds; writes build/bench.json and build/bench.svg
-	$(BIN)/python -m tests.bench
+	$(BIN)/python -m tests.tools.bench
 
 bench-peers: setup $(PEERS)/.installed  ## Measure beside TransferQueue; makes .venv-peers with it and Ray, 2 GB
-	$(BIN)/python -m tests.bench.peers
+	$(BIN)/python -m tests.tools.bench.peers
 
 $(PEERS)/.installed: Makefile
 	$(PYTHON) -m venv $(PEERS)
@@ -101,14 +101,14 @@ $(PEERS)/.installed: Makefile
 	@touch $@
 
 bench-verl: .venv-verl/.installed  ## Measure verl's adapter beside verl's own preparation of a batch
-	.venv-verl/bin/python -m tests.bench.adapters_verl
+	.venv-verl/bin/python -m tests.tools.bench.adapters_verl
 
 bench-trl: .venv-trl/.installed  ## Measure TRL's adapter beside TRL's own preparation of a batch
-	.venv-trl/bin/python -m tests.bench.adapters_trl
+	.venv-trl/bin/python -m tests.tools.bench.adapters_trl
 
 bench-skyrl: .venv-skyrl/.installed  ## Measure SkyRL's adapter, and our way from lists, beside SkyRL's own preparation of a batch
-	.venv-skyrl/bin/python -m tests.bench.adapters_skyrl
-	.venv-skyrl/bin/python -m tests.bench.lists_skyrl
+	.venv-skyrl/bin/python -m tests.tools.bench.adapters_skyrl
+	.venv-skyrl/bin/python -m tests.tools.bench.lists_skyrl
 
 requirements: setup  ## Pin what the image installs; `make requirements UPGRADE=--upgrade` takes what is newest
 	$(LOCK) $(UPGRADE) pyproject.toml --extra service --extra record --extra otel --extra jwt -o deploy/requirements.txt
@@ -139,10 +139,10 @@ formats: setup  ## Write the fixtures of the current journal and Redis format
 	$(BIN)/python -m tests.formats
 
 chaos: setup  ## Kill things 1,000 times and prove that nothing was lost; writes build/chaos.json
-	$(BIN)/python -m tests.chaos
+	$(BIN)/python -m tests.tools.chaos
 
-fuzz: setup  ## Give what reads bytes of others changed inputs, ten minutes each; writes findings to tests/fuzz/corpus
-	$(BIN)/python -m tests.fuzz --seconds $(or $(SECONDS_EACH),600) --seed $(or $(SEED),0)
+fuzz: setup  ## Give what reads bytes of others changed inputs, ten minutes each; writes findings to tests/tools/fuzz/corpus
+	$(BIN)/python -m tests.tools.fuzz --seconds $(or $(SECONDS_EACH),600) --seed $(or $(SEED),0)
 
 protos: setup  ## Regenerate the gRPC stubs
 	protos/generate.sh

@@ -47,7 +47,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 TESTS = Path(__file__).parent
 # Tests in these folders, and tests that use these fixtures, start processes or wait for real time.
-SLOW_FOLDERS = {"chaos", "demo", "deploy", "faults", "fuzz", "image", "release"}
+SLOW_FOLDERS = {"demo", "deploy", "faults", "image", "release", "tools"}
 SLOW_FIXTURES = {"browser", "service_process", "start_recorder", "start_service"}
 # These run each in a virtual environment of its own, by targets of their own.
 OTHER_TARGETS = {"trainers", "environments"}

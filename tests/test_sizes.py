@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.bench.sizes import sizes
+from tests.tools.bench.sizes import sizes
 
 MOST_LINES, MOST_FILES = 31_000, 226
 """Of the service. Lower them when it shrinks; a change that needs more says why."""
@@ -24,9 +24,9 @@ def test_the_service_is_no_larger_than_it_was() -> None:
 
 @pytest.fixture(scope="module")
 def printed() -> dict[str, tuple[int, int]]:
-    """What `tests.bench.way` prints, by call; it profiles a process of its own."""
+    """What `tests.tools.bench.way` prints, by call; it profiles a process of its own."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.bench.way"], capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-m", "tests.tools.bench.way"], capture_output=True, text=True, timeout=120, check=True
     )
     by_part = {}
     for line in done.stdout.splitlines():

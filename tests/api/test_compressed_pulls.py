@@ -29,11 +29,11 @@ from gristmill_service.storage.memory import MemoryShardStore
 from gristmill_service.storage.redis.shard_store import RedisShardStore
 from gristmill_service.storage.shard_store import ShardSource, ShardStore
 from tests import naive
-from tests.bench.workloads import workload
 from tests.on_loop import on_loop
 from tests.redis.fence import OpenFence
 from tests.redis.servers import RedisServer
 from tests.serving import FREE_PORTS
+from tests.tools.bench.workloads import workload
 
 ADDRESS = ShardAddress("run", "policy", 3, 0, 1)
 

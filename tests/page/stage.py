@@ -12,8 +12,8 @@ import numpy as np
 from gristmill._wire.steps import Steps
 from gristmill_service.config import RunConfig
 from gristmill_service.run.machine.answers import Position
-from tests.bench.workloads import Workload
 from tests.on_loop import Run, Runs
+from tests.tools.bench.workloads import Workload
 
 CONFIG: dict[str, Any] = {
     "train_batch_size": 2,

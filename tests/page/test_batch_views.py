@@ -21,9 +21,9 @@ from gristmill_service.monitoring.views.batch_summary import BatchReader
 from gristmill_service.monitoring.views.batch_view import BatchBreaks, BatchPicture, BatchScores
 from gristmill_service.pipeline import build_batch
 from gristmill_service.pipeline.scheduling.plan import ShardAddress
-from tests.bench.workloads import uniform, workload
 from tests.on_loop import Service
 from tests.page import stage
+from tests.tools.bench.workloads import uniform, workload
 
 PARTS = ("prompt", "observation", "trained", "padding")
 

@@ -11,10 +11,10 @@ import pytest
 
 from gristmill._wire.rows import from_rows
 from gristmill_service.monitoring.health import findings
-from tests.bench.workloads import uniform
 from tests.on_loop import Service
 from tests.page import stage
 from tests.page.conftest import OpenPage
+from tests.tools.bench.workloads import uniform
 
 
 @pytest.fixture

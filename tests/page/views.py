@@ -17,10 +17,10 @@ from gristmill._wire.rows import from_rows
 from gristmill_service.access.tokens import create_token
 from gristmill_service.monitoring.health import findings
 from gristmill_service.settings import Settings
-from tests.bench.workloads import workload
 from tests.on_loop import Run, Service
 from tests.page import stage
 from tests.serving import FREE_PORTS
+from tests.tools.bench.workloads import workload
 
 Open = Callable[[str], Any]
 """Opens the page at this URL."""

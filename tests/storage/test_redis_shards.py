@@ -24,11 +24,11 @@ from gristmill_service.storage.redis.shard_store import RedisShardStore
 from gristmill_service.storage.run_store import LogLostError
 from gristmill_service.storage.shard_store import ShardsLostError
 from tests import naive
-from tests.bench.workloads import workload
 from tests.redis.cluster import RedisCluster
 from tests.redis.fence import OpenFence
 from tests.redis.servers import RedisServer
 from tests.storage.test_stores import FIRST, SECOND, Source, sources
+from tests.tools.bench.workloads import workload
 
 BATCH = "{gristmill:run}:batch:0"
 

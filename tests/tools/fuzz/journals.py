@@ -1,0 +1,130 @@
+"""What is stored, in files and in Redis: databases of runs, events and snapshots themselves, and tables of rows."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from random import Random
+
+import msgspec
+import numpy as np
+
+from gristmill._wire.rows import from_rows
+from gristmill._wire.steps import Steps
+from gristmill_service.run.machine.codec import decode_events, decode_state, encode_state
+from gristmill_service.storage import row_tables
+from gristmill_service.storage.journal.run_store import JournalRunStore
+from tests.run.harness import Bench, group_rows
+from tests.tools.fuzz.mutate import changed_bytes, changed_document
+from tests.tools.fuzz.targets import Target
+
+_SNAPSHOT, _RECORD = b"s", b"r"
+
+
+@cache
+def _bench() -> Bench:
+    """A run that something of everything happened to."""
+    bench = Bench(train_batch_size=1, critic_mini_batch_size=1)
+    for uid in "abc":
+        bench.submit(*group_rows(uid))
+        bench.make_batches()
+    bench.begin("d", "e")
+    bench.run.abort_groups(0, ["d"], "why")
+    bench.run.announce(3)
+    return bench
+
+
+def _events() -> list[bytes]:
+    bench = _bench()
+    return [*(_RECORD + record for record in bench.log.records), _SNAPSHOT + encode_state(bench.state)]
+
+
+def _change_event(random: Random, data: bytes) -> bytes:
+    if random.random() < 0.2:
+        return data[:1] + changed_bytes(random, data[1:])
+    document = changed_document(random, msgspec.msgpack.decode(data[1:], strict=False))
+    try:
+        return data[:1] + msgspec.msgpack.encode(document)
+    except (OverflowError, UnicodeEncodeError, TypeError):
+        return data[:1] + changed_bytes(random, data[1:])
+
+
+def _read_event(data: bytes) -> None:
+    if data[:1] == _SNAPSHOT:
+        encode_state(decode_state(data[1:]))
+    else:
+        decode_events(data[1:])
+
+
+@contextmanager
+def _journal() -> Iterator[tuple[JournalRunStore, Path]]:
+    """A journal, and the place of a run's database in it."""
+    # In memory: each input is a file, which is synced.
+    directory = Path(tempfile.mkdtemp(prefix="gristmill-fuzz-", dir="/dev/shm"))
+    store = JournalRunStore(directory)
+    try:
+        yield store, directory / "run-run" / "journal.sqlite"
+    finally:
+        store.close()
+        shutil.rmtree(directory)
+
+
+def _databases() -> list[bytes]:
+    with _journal() as (store, path):
+        log = store.create("run", b"{}")
+        log.replay()
+        for number, record in enumerate(_events()[:6]):
+            log.append(record[1:], {number: _steps()})
+        log.close()
+        return [path.read_bytes()]
+
+
+def _read_database(data: bytes) -> None:
+    with _journal() as (store, path):
+        path.parent.mkdir()
+        path.write_bytes(data)
+        assert store.names() == ["run"]
+        log = store.open("run")
+        try:
+            for record in log.replay().records:
+                decode_events(record)
+            tables = log.retain(range(6), lambda number, steps: bool(len(steps)))
+            for number in {*range(6)} - tables:
+                row_tables.decode(log.get(number))
+            log.append(b"goes on", {})
+        finally:
+            log.close()
+
+
+def _steps() -> Steps:
+    rows = [
+        {
+            "uid": uid,
+            "sample": 0,
+            "prompt_token_ids": [1, 2],
+            "response_ids": [3],
+            "loss_mask": [1],
+            "reward": 1.0,
+            "rollout_logprobs": [-1.0],
+        }
+        for uid in "ab"
+    ]
+    return from_rows(rows, step_wise=False)
+
+
+def _tables() -> list[bytes]:
+    whole = _steps()
+    return [row_tables.encode(table).joined() for table in (whole, whole.take(np.array([1])))]
+
+
+def _read_table(data: bytes) -> None:
+    row_tables.decode(data)
+
+
+DATABASES = Target("journal_databases", _databases, changed_bytes, _read_database)
+EVENTS = Target("events", _events, _change_event, _read_event)
+TABLES = Target("redis_rows", _tables, changed_bytes, _read_table)
