@@ -14,7 +14,6 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from gristmill.errors import InvalidArgumentError
 from gristmill_service.pipeline.scheduling.balance import barrier_ratio, loads_of
 from gristmill_service.pipeline.scheduling.plan import PADDING, MiniBatchPlan
 from gristmill_service.pipeline.scheduling.schedule import schedule
@@ -33,7 +32,6 @@ from tests.plans import Batch, all_micro_batches, micro_batches, of, planned, re
 
 REFERENCE = json.loads((Path(__file__).parents[1] / "reference" / "balance.json").read_text())
 CAP = REFERENCE["cap"]
-VPP = {"vpp_size": 2, "microbatch_group_size": 2}
 
 BALANCES: st.SearchStrategy[dict[str, Any]] = st.just({"balance": "tokens"}) | st.builds(
     lambda linear, quadratic: {"balance": "flops", "flops": {"linear": linear, "quadratic": quadratic}},
@@ -296,61 +294,7 @@ def test_the_step_of_the_longest_row_is_filled_up_to_its_weight() -> None:
     assert [0] in all_micro_batches(plan)
 
 
-def test_rows_are_left_for_every_micro_batch_that_there_has_to_be() -> None:
-    config = settings_of(policy_mini_batch_size=7, dp_size=2, micro_batch={"max_tokens": 100}, balance="tokens", **VPP)
-    (plan,) = planned([[50], [1], [1], [1], [1], [1], [1]], config)
-    assert sorted(all_micro_batches(plan)) == [[0], [1, 2, 3, 4], [5], [6]]
-
-
-def test_next_to_a_row_over_the_cap_the_other_ranks_micro_batches_are_filled() -> None:
-    config = settings_of(policy_mini_batch_size=8, dp_size=2, micro_batch={"max_tokens": 10}, balance="tokens")
-    (plan,) = planned([[12], [6], [1], [1], [1], [1], [1], [1]], config)
-    assert sorted(all_micro_batches(plan)) == [[0], [1, 2, 3, 4, 5], [6], [7]]
-
-
-def test_first_fit_is_kept_where_it_happens_to_be_more_even() -> None:
-    config = settings_of(policy_mini_batch_size=6, dp_size=2, micro_batch={"max_tokens": 12}, balance="tokens")
-    (plan,) = planned([[2], [8], [6], [3], [6], [6]], config)
-    assert sorted(all_micro_batches(plan)) == [[0, 1], [2, 3], [4], [5]]  # 17 when spread longest row first
-    assert slowest(plan, Batch([[2, 8, 6, 3, 6, 6]], config)) == 10 + 6
-
-
-def test_counted_in_rows_the_longest_row_is_put_next_to_the_shortest() -> None:
-    config = settings_of(policy_mini_batch_size=4, dp_size=2, micro_batch={"size": 2}, balance="tokens")
-    (plan,) = planned([[3], [9], [7], [1]], config)
-    assert sorted(all_micro_batches(plan)) == [[0, 2], [1, 3]]
-
-
-def test_the_heavier_micro_batch_of_a_step_goes_to_the_rank_that_has_less() -> None:
-    config = settings_of(policy_mini_batch_size=4, dp_size=2, micro_batch={"size": 1}, balance="tokens")
-    (plan,) = planned([[4], [9], [6], [5]], config)
-    assert micro_batches(plan) == [[[1], [0]], [[2], [3]]]
-
-
 # --- Alignment
-
-
-def test_padding_rows_fill_the_last_micro_batches_of_all_ranks() -> None:
-    config = settings_of(policy_mini_batch_size=3, dp_size=2, micro_batch={"max_tokens": 10}, balance="tokens", **VPP)
-    (plan,) = planned([[8], [9], [7]], config)
-    assert micro_batches(plan) == [[[1], [PADDING]], [[0], [2]]]
-
-
-def test_counted_in_sequences_padding_does_not_leave_a_rank_without_rows() -> None:
-    config = settings_of(
-        mini_batch_unit="sequence", policy_mini_batch_size=8, dp_size=2, micro_batch={"size": 2}, balance="tokens"
-    )
-    (plan,) = planned([[5], [4], [3]], config)
-    assert micro_batches(plan) == [[[1, 2], [PADDING, PADDING]], [[0, PADDING], [PADDING, PADDING]]]
-
-
-def test_drop_trailing_drops_the_groups_that_it_drops_without_balance() -> None:
-    settings = {"policy_mini_batch_size": 3, "dp_size": 2, "micro_batch": {"max_tokens": 10}, "balance": "tokens"}
-    (plan,) = planned([[9, 7], [8, 6], [9]], settings_of(on_misaligned="drop_trailing", **settings))
-    assert micro_batches(plan) == [[[0], [3]], [[2], [1]]]
-    assert (plan.kept_end, plan.dropped_groups) == (4, range(2, 3))
-    with pytest.raises(InvalidArgumentError, match="align_to = 2"):
-        planned([[9, 7], [8, 6], [9]], settings_of(on_misaligned="error", **settings))
 
 
 # --- Weights

@@ -62,11 +62,6 @@ def test_zero_variance_masks_groups_of_equal_scores(setting: str | bool) -> None
     assert [part.loss_tokens for part in batch.plan.mini_batches] == [0, 4]
 
 
-def test_a_group_of_one_is_never_zero_variance() -> None:
-    batch = built(rows([[1.0]]), zero_variance_filter="mask", n_samples_per_prompt=1)
-    assert trained(batch) == {("p0", 0): [1, 1]}
-
-
 def test_overlong_masks_the_named_stop_reasons_and_no_others() -> None:
     table = rows([[0.0, 1.0]])
     table[0]["stop_reason"], table[1]["stop_reason"] = "length", "tool_calls"
@@ -126,22 +121,6 @@ def test_exactly_max_staleness_behind_is_not_stale_and_unknown_versions_never_ar
     for row in table:
         row["policy_version"] = -1
     assert built(table, max_staleness=0).plan.counts["stale_groups"] == 0
-
-
-def test_a_batch_whose_every_group_is_stale_is_empty_and_not_an_error() -> None:
-    table = from_rows(rows([[0.0, 1.0]], policy_version=0))
-    config = {
-        "train_batch_size": 1,
-        "n_samples_per_prompt": 2,
-        "policy_mini_batch_size": 1,
-        "micro_batch": {"size": 4},
-        "step_wise": True,
-        "max_staleness": 1,
-        "stale": "drop",
-    }
-    batch = build_batch(table, parse_config(config), run="r", batch=0, policy_version=9)
-    assert (batch.plan.prompts, batch.plan.optimizer_steps, batch.plan.dropped_uids) == (0, 0, ["p0"])
-    assert batch.shards == []
 
 
 def test_staleness_is_reported_per_trajectory_by_its_oldest_step() -> None:

@@ -15,7 +15,6 @@ from gristmill._wire.rows import from_rows
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.config import KlEstimator, RunConfig, parse_config
 from gristmill_service.estimators import Float64s
-from gristmill_service.pipeline.credit.advantage import advantages, trajectory_scores
 from gristmill_service.pipeline.credit.kl import (
     kl,
     kl_in_rewards,
@@ -143,15 +142,6 @@ def test_a_reward_that_its_kl_takes_beyond_float32_is_refused(coef: float) -> No
 
 
 @given(BATCHES)
-def test_a_trajectorys_kl_is_the_exact_sum_over_its_trained_tokens(batch: list[Trajectory]) -> None:
-    tokens, estimates = kl_of(batch, "k2")
-    expected = [
-        math.fsum(definition(t.logprob, t.reference, "k2") for t in flat(trajectory) if t.mask) for trajectory in batch
-    ]
-    assert kl_of_trajectories(tokens, estimates).tolist() == expected
-
-
-@given(BATCHES)
 def test_how_many_steps_a_trajectory_has_does_not_change_its_kl(batch: list[Trajectory]) -> None:
     merged = [[[*flat(trajectory), Token(mask=0, logprob=-5.0)]] for trajectory in batch]
     assert kl_of_trajectories(*kl_of(batch, "k3")).tobytes() == kl_of_trajectories(*kl_of(merged, "k3")).tobytes()
@@ -191,16 +181,6 @@ def test_a_column_of_row_sums_gives_the_score_that_the_tokens_give(rows: list[di
     sums[scored.loss_tokens == 0] = 99.0
     sums_by_trajectory = kl_of_rows(sums, scored.rows, scored.loss_tokens, len(scored.scores))
     np.testing.assert_allclose(sums_by_trajectory, kl_of_trajectories(tokens, estimates), rtol=1e-12)
-
-
-def test_group_estimators_take_the_kl_as_a_change_of_the_score() -> None:
-    batch = [[[Token(reward=1.0, logprob=-1.0, reference=-2.0), Token(mask=0, logprob=-9.0)]] for _ in range(2)]
-    tokens, estimates = kl_of(batch, "k1")
-    received = received_of(batch)
-    scores = trajectory_scores(received.steps.rewards, received.trajectory_bounds, "last_step")
-    assert kl_in_scores(received, scores, kl_of_trajectories(tokens, estimates), 0.25).tolist() == [0.75, 0.75]
-    alone = config(n_samples_per_prompt=1, advantage_estimator="maxrl")
-    assert advantages(received, np.array([0.75, 0.5]), alone).tolist() == [0.75, 0.5]
 
 
 def test_a_score_that_its_kl_takes_beyond_float32_is_refused_with_the_trajectory() -> None:

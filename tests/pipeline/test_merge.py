@@ -67,17 +67,6 @@ def test_steps_that_extend_each_other_become_one_row_with_observations_untrained
     assert (batch.plan.rows_received, batch.plan.rows) == (2, 1)
 
 
-def test_a_prompt_equal_to_what_came_before_joins_without_an_observation() -> None:
-    (row,) = merged_rows(built(trajectory(([1], [2]), ([1, 2], [3]))))
-    assert row["sequences"].tolist() == [1, 2, 3]
-    assert row["loss_mask"].tolist() == [1, 1]
-
-
-def test_a_broken_prefix_opens_a_new_row_and_later_steps_may_join_that_one() -> None:
-    rows = merged_rows(built(trajectory(([1, 2], [3]), ([1, 7], [4]), ([1, 7, 4], [5]))))
-    assert [row["sequences"].tolist() for row in rows] == [[1, 2, 3], [1, 7, 4, 5]]
-
-
 def test_a_mismatch_says_where_in_the_steps_prompt_the_first_token_differs() -> None:
     batch = built(trajectory(([1, 2], [3]), ([1, 7, 3, 4], [4])))
     assert batch.plan.merge_mismatches == [MismatchDocument(uid="p", round=0, sample=0, step=1, index=1)]
@@ -91,13 +80,6 @@ def test_a_prompt_that_is_merely_too_short_is_reported_at_its_length() -> None:
 def test_only_the_first_three_mismatches_of_a_trajectory_are_reported() -> None:
     batch = built(trajectory(*(([step + 1], [9]) for step in range(6))))
     assert [mismatch.step for mismatch in batch.plan.merge_mismatches] == [1, 2, 3]
-
-
-def test_trajectories_are_never_merged_with_each_other() -> None:
-    one, other = trajectory(([1], [2])), trajectory(([1, 2], [3]), sample=1)
-    batch = built(one + other, n_samples_per_prompt=2)
-    assert batch.plan.rows == 2
-    assert batch.plan.merge_mismatches == []
 
 
 def test_a_clients_advantages_per_token_are_zero_on_observations() -> None:

@@ -251,34 +251,12 @@ def test_turns_that_are_not_merged_are_one_path_and_each_trains_its_own() -> Non
     assert axis["rewards"] == [0, 0, 0, 1, 0, 2]
 
 
-def test_rows_that_branch_late_stand_before_those_that_branch_early() -> None:
-    steps = [([1, 2, 3, 4], [9]), ([1, 2], [8]), ([1, 2, 3], [7])]
-    rows = [row | {"sample": 0, "step": step, "is_last_step": step == 2} for step, row in enumerate(group(*steps))]
-    batch = built(rows, CONFIG | {"n_samples_per_prompt": 1})
-    # The row of step 1 may share least, and the rows that go on after what it has follow it.
-    assert batch.plan.mini_batches[0].ranks[0].rows == [1, 2, 0]
-    assert batch.plan.mini_batches[0].ranks[0].shared == [0, 2, 3]
-    assert only_axis(rows, n_samples_per_prompt=1)["sequences"] == [1, 2, 8, 3, 7, 4, 9]
-
-
-def test_other_groups_share_nothing_even_where_their_prompts_are_alike() -> None:
-    rows = [*group(([1, 2], [3])), *group(([1, 2], [4]), uid="q")]
-    axis = only_axis(rows, train_batch_size=2, policy_mini_batch_size=2, n_samples_per_prompt=1)
-    assert axis["parents"] == [-1, 0, 1, -1, 3, 4]
-
-
 def test_a_family_with_more_tokens_than_the_cap_is_cut_and_shares_in_each_part() -> None:
     rows = group(*(([1, 2, 3, 4], [10 + sample, 20]) for sample in range(6)))
     plan = built(rows, CONFIG | {"n_samples_per_prompt": 6, "micro_batch": {"max_tokens": 8}}).plan
     (rank,) = plan.mini_batches[0].ranks
     assert rank.micro_batches == [[0, 1], [2, 3], [4, 5]]
     assert (plan.metrics["tokens"], plan.metrics["distinct_tokens"]) == (36, 24)
-
-
-def test_a_row_longer_than_the_cap_stands_alone() -> None:
-    rows = group(([1, 2], [3] * 9), ([1, 2], [4]), ([1, 2], [5]))
-    (rank,) = built(rows, CONFIG | {"micro_batch": {"max_tokens": 5}}).plan.mini_batches[0].ranks
-    assert rank.micro_batches == [[0], [1, 2]]
 
 
 def test_splitting_for_alignment_cuts_between_families_where_it_can() -> None:

@@ -16,7 +16,7 @@ from gristmill.errors import InvalidArgumentError
 from gristmill_service.config import parse_config
 from gristmill_service.pipeline.scheduling.plan import PADDING, MiniBatchPlan
 from gristmill_service.pipeline.scheduling.schedule import schedule
-from tests.plans import Groups, micro_batches, of, planned, real_rows, settings_of, shards
+from tests.plans import Groups, micro_batches, of, planned, settings_of, shards
 
 REFERENCE = Path(__file__).parents[1] / "reference"
 
@@ -89,99 +89,8 @@ def test_boundaries_and_ranks_of_a_batch_are_those_of_the_reference(case: Case) 
 
 # --- Examples
 
-VPP = {"vpp_size": 2, "microbatch_group_size": 2}
-
-
-@pytest.mark.parametrize("on_misaligned", ["pad", "drop_trailing", "error"])
-def test_counted_in_rows_padding_to_dp_size_happens_whatever_on_misaligned_says(on_misaligned: str) -> None:
-    config = settings_of(policy_mini_batch_size=3, dp_size=2, micro_batch={"size": 2}, on_misaligned=on_misaligned)
-    (plan,) = planned([[5, 5], [5], [5, 5]], config)
-    assert micro_batches(plan) == [[[0, 1], [2]], [[3, 4], [PADDING]]]
-    assert (plan.rows, plan.padding_rows, plan.kept_end) == (5, 1, 5)
-
-
-def test_counted_in_rows_pad_under_vpp_adds_the_fewest_rows() -> None:
-    config = settings_of(policy_mini_batch_size=3, dp_size=2, micro_batch={"size": 2}, **VPP)
-    (plan,) = planned([[5, 5], [5, 5], [5, 5, 5, 5, 5]], config)  # 5 rows a rank: 3 micro-batches, so 4, so 7 rows
-    assert shards(plan) == [[0, 1, 2, 3, 4, 5, 6], [7, 8] + [PADDING] * 5]
-    assert [len(micro) for micro in micro_batches(plan)[1]] == [2, 2, 2, 1]
-
-
-def test_counted_in_rows_drop_trailing_under_vpp_drops_the_last_group() -> None:
-    config = settings_of(
-        policy_mini_batch_size=3, dp_size=2, micro_batch={"size": 2}, on_misaligned="drop_trailing", **VPP
-    )
-    (plan,) = planned([[5, 5], [5, 5, 5, 5], [5, 5, 5]], config)  # 3 micro-batches a rank, without the last group 2
-    assert micro_batches(plan) == [[[0, 1], [2]], [[3, 4], [5]]]
-    assert (plan.start, plan.kept_end, plan.end) == (0, 6, 9)
-    assert (plan.groups, plan.dropped_groups) == (range(2), range(2, 3))
-    with pytest.raises(InvalidArgumentError, match="at least align_to rows must remain"):
-        planned([[5, 5], [5, 5], [5, 5, 5, 5, 5]], config)  # 3, 1 or 1 micro-batches a rank
-
-
-def test_counted_in_rows_error_under_vpp_refuses() -> None:
-    config = settings_of(policy_mini_batch_size=3, dp_size=2, micro_batch={"size": 2}, on_misaligned="error", **VPP)
-    with pytest.raises(InvalidArgumentError, match=r"policy mini-batch 0: its 9 rows .* align_to = 4 "):
-        planned([[5, 5], [5, 5], [5, 5, 5, 5, 5]], config)
-
 
 LONG: Groups = [[9], [9, 9], [9, 9]]  # under a cap of 10, each row stands alone
-
-
-@pytest.mark.parametrize("on_misaligned", ["pad", "drop_trailing", "error"])
-def test_counted_in_tokens_splitting_comes_before_anything_else(on_misaligned: str) -> None:
-    config = settings_of(
-        policy_mini_batch_size=2, dp_size=2, micro_batch={"max_tokens": 10}, on_misaligned=on_misaligned
-    )
-    (plan,) = planned([[3, 4], [5, 9]], config)  # packed as [0, 1], [2], [3]
-    assert micro_batches(plan) == [[[1], [3]], [[2], [0]]]
-    assert plan.padding_rows == 0
-
-
-def test_counted_in_tokens_pad_appends_micro_batches_of_one_padding_row() -> None:
-    config = settings_of(policy_mini_batch_size=3, dp_size=2, micro_batch={"max_tokens": 10})
-    (plan,) = planned(LONG, config)
-    assert micro_batches(plan) == [[[0], [2], [4]], [[1], [3], [PADDING]]]
-
-
-def test_counted_in_tokens_drop_trailing_drops_whole_groups() -> None:
-    groups = [*LONG[1:], [9]]
-    config = settings_of(
-        policy_mini_batch_size=3, dp_size=2, micro_batch={"max_tokens": 10}, on_misaligned="drop_trailing"
-    )
-    (plan,) = planned(groups, config)
-    assert micro_batches(plan) == [[[0], [2]], [[1], [3]]]
-    assert (plan.start, plan.kept_end, plan.end) == (0, 4, 5)
-    assert (plan.groups, plan.dropped_groups) == (range(2), range(2, 3))
-
-
-def test_counted_in_tokens_error_refuses() -> None:
-    config = settings_of(policy_mini_batch_size=3, dp_size=2, micro_batch={"max_tokens": 10}, on_misaligned="error")
-    with pytest.raises(InvalidArgumentError, match=r"policy mini-batch 0: its 5 rows .* align_to = 2 "):
-        planned(LONG, config)
-
-
-def test_counted_in_tokens_pad_under_vpp_fills_the_aligned_block() -> None:
-    (plan,) = planned(LONG, settings_of(policy_mini_batch_size=3, dp_size=2, micro_batch={"max_tokens": 10}, **VPP))
-    assert micro_batches(plan) == [[[0], [2], [4], [PADDING]], [[1], [3], [PADDING], [PADDING]]]
-
-
-def test_counted_in_tokens_drop_trailing_under_vpp_keeps_a_whole_aligned_block() -> None:
-    config = settings_of(
-        policy_mini_batch_size=3, dp_size=2, micro_batch={"max_tokens": 10}, on_misaligned="drop_trailing", **VPP
-    )
-    (plan,) = planned([*LONG[1:], [9]], config)
-    assert micro_batches(plan) == [[[0], [2]], [[1], [3]]]
-    with pytest.raises(InvalidArgumentError, match="at least align_to rows must remain"):
-        planned([[9, 9], [9], [9, 9]], config)  # 5, 3 or 2 rows: no multiple of 4
-
-
-def test_counted_in_tokens_error_under_vpp_refuses() -> None:
-    config = settings_of(
-        policy_mini_batch_size=3, dp_size=2, micro_batch={"max_tokens": 10}, on_misaligned="error", **VPP
-    )
-    with pytest.raises(InvalidArgumentError, match=r"align_to = 4 \(dp_size = 2 × microbatch_group_size = 2\)"):
-        planned(LONG, config)
 
 
 def test_microbatch_group_size_counts_for_nothing_without_virtual_stages() -> None:
@@ -193,15 +102,6 @@ def test_microbatch_group_size_counts_for_nothing_without_virtual_stages() -> No
 def test_the_token_cap_counts_all_context_parallel_ranks() -> None:
     (plan,) = planned([[9, 9]], settings_of(micro_batch={"max_tokens": 10}, cp_size=2))
     assert micro_batches(plan) == [[[0, 1]]]
-
-
-def test_dropping_is_done_in_each_mini_batch_by_itself() -> None:
-    config = settings_of(
-        policy_mini_batch_size=2, dp_size=2, micro_batch={"max_tokens": 10}, on_misaligned="drop_trailing"
-    )
-    first, second = planned([[9, 9], [9], [9, 9], [9, 9]], config)
-    assert (first.dropped_groups, second.dropped_groups) == (range(1, 2), range(4, 4))
-    assert real_rows(second) == [3, 4, 5, 6]
 
 
 def test_a_refusal_names_the_mini_batch_the_numbers_and_the_settings_to_change() -> None:
@@ -229,11 +129,6 @@ def test_a_critic_that_cannot_align_is_named_with_its_own_setting() -> None:
         planned([[9], [9]], config)
 
 
-def test_a_smaller_batch_fills_its_mini_batches_in_order() -> None:
-    plans = planned([[4]] * 5, settings_of(policy_mini_batch_size=2))
-    assert [plan.groups for plan in plans] == [range(2), range(2, 4), range(4, 5)]
-
-
 @pytest.mark.parametrize("unit", ["prompt", "sequence"])
 def test_an_empty_batch_has_no_mini_batches(unit: str) -> None:
     assert planned([], settings_of(critic_mini_batch_size=1, mini_batch_unit=unit)) == []
@@ -252,22 +147,6 @@ def test_in_rows_the_batch_is_padded_to_the_least_common_multiple_of_both_sizes(
     assert [plan.rows for plan in of("critic", plans)] == [4, 3, 3, 3]
     assert shards(plans[0]) == [[0, 1], [2, PADDING]]
     assert of("critic", plans)[2].groups == range(2)  # rows 7, 8 and 9 are of both groups
-
-
-def test_in_rows_fewer_rows_than_mini_batches_leave_the_last_ones_to_padding() -> None:
-    config = settings_of(
-        mini_batch_unit="sequence", policy_mini_batch_size=2, critic_mini_batch_size=6, micro_batch={"size": 2}
-    )
-    plans = of("policy", planned([[5], [5]], config))
-    assert [shards(plan) for plan in plans] == [[[0, PADDING]], [[1, PADDING]], [[PADDING, PADDING]]]
-    assert (plans[-1].rows, len(plans[-1].groups)) == (0, 0)
-
-
-def test_in_rows_virtual_stages_pad_each_mini_batch_further() -> None:
-    config = settings_of(mini_batch_unit="sequence", policy_mini_batch_size=3, micro_batch={"size": 3}, **VPP)
-    first, second = planned([[5] * 3, [5] * 2], config)  # one micro-batch of 3 rows, so two, so 4 rows
-    assert micro_batches(first) == [[[0, 1, 2], [PADDING]]]
-    assert micro_batches(second) == [[[3, 4, PADDING], [PADDING]]]
 
 
 def test_a_hundred_thousand_rows_are_scheduled_at_once() -> None:

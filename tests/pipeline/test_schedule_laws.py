@@ -6,7 +6,6 @@ from itertools import pairwise
 from math import lcm
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -245,13 +244,6 @@ def test_any_dp_size_serves_any_number_of_rows_from_one(batch: Batch) -> None:
         assert all(len(rank.rows) for rank in plan.ranks)
 
 
-@pytest.mark.parametrize("micro_batch", [{"size": 1}, {"size": 3}, {"max_tokens": 10}])
-@pytest.mark.parametrize("dp_size", range(1, 65))
-def test_one_row_is_padded_to_every_dp_size(dp_size: int, micro_batch: dict[str, int]) -> None:
-    (plan,) = planned([[7]], settings_of(dp_size=dp_size, micro_batch=micro_batch))
-    assert shards(plan) == [[0]] + [[PADDING]] * (dp_size - 1)
-
-
 @given(batches() | batches(on_misaligned=DROPPING))
 def test_a_prompt_group_is_never_split(batch: Batch) -> None:
     for plan in planned_or_refused(batch) or []:
@@ -276,14 +268,6 @@ def test_the_policy_is_planned_as_if_there_were_no_critic_and_comes_first(batch:
     alone = planned(batch.groups, batch.config.model_copy(update={"critic_mini_batch_size": None}))
     assert list(map(repr, plans[: len(alone)])) == list(map(repr, alone))
     assert {plan.model for plan in plans[len(alone) :]} <= {"critic"}
-
-
-@given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 5), st.integers(2, 30))
-def test_one_row_per_sample_gives_fixed_size_slices(samples: int, size: int, count: int, tokens: int) -> None:
-    groups = [[tokens] * samples] * (size * count)
-    plans = planned(groups, settings_of(policy_mini_batch_size=size, n_samples_per_prompt=samples))
-    rows = size * samples
-    assert [(plan.start, plan.end) for plan in plans] == [(i * rows, (i + 1) * rows) for i in range(count)]
 
 
 @given(ANY_BATCH | batches(on_misaligned=DROPPING | STRICT))

@@ -28,7 +28,6 @@ from tests.pipeline import credit
 from tests.pipeline.credit import (
     BATCHES,
     DISCOUNTS,
-    TRAJECTORIES,
     Token,
     Trajectory,
     column,
@@ -73,12 +72,6 @@ def test_reinforce_plus_plus_is_the_return_to_go_of_the_rewards(batch: list[Traj
     expected = credit.joined([credit.naive_returns(trajectory, gamma) for trajectory in batch])
     assert_close(returns, expected)
     assert advantages.tobytes() == returns.tobytes()
-
-
-@given(BATCHES, DISCOUNTS)
-def test_with_lambda_1_the_return_of_gae_is_the_return_to_go(batch: list[Trajectory], gamma: float) -> None:
-    tokens, _, returns = gae_of(batch, gamma, 1.0)
-    np.testing.assert_allclose(returns, reinforce_plus_plus(tokens, credited(tokens), gamma)[1], rtol=1e-10, atol=1e-10)
 
 
 # Merging.
@@ -148,33 +141,6 @@ def test_no_reward_is_lost_but_those_before_anything_is_trained_and_these_are_co
     expected = [credit.rewarded(trajectory) for trajectory in batch]
     assert_close(rewards, credit.joined([[token.reward for token in trained] for trained, _ in expected]))
     assert left_out == sum(len(lost) for _, lost in expected)
-
-
-def test_a_scalar_reward_on_an_untrained_last_token_counts_for_the_last_trained_one_before_it() -> None:
-    steps = [[Token(), Token(mask=0, reward=1.0)], [Token(mask=0, reward=2.0)], [Token(), Token(mask=0, reward=4.0)]]
-    rewards, left_out = credited_rewards(tokens := tokens_of([steps], scalar=True), response_rewards(tokens.steps))
-    assert (rewards.tolist(), left_out) == ([3.0, 4.0], 0)
-
-
-def test_a_reward_does_not_pass_to_the_trajectory_before() -> None:
-    batch = [[[Token(reward=1.0)]], [[Token(mask=0, reward=2.0)], [Token(reward=4.0)]], [[Token(mask=0, reward=8.0)]]]
-    rewards, left_out = credited_rewards(tokens := tokens_of(batch), response_rewards(tokens.steps))
-    assert (rewards.tolist(), left_out) == ([1.0, 4.0], 2)
-
-
-@given(TRAJECTORIES)
-def test_a_trajectory_with_nothing_trained_yields_nothing(trajectory: Trajectory) -> None:
-    untrained = [[replace(token, mask=0) for token in step] for step in trajectory]
-    tokens, advantages, returns = gae_of([untrained], 0.9, 0.9)
-    assert len(tokens) == len(advantages) == len(returns) == 0
-    assert not tokens.response(advantages, "advantage").values.any()
-
-
-def test_the_rewards_of_response_tokens_are_a_column_of_the_steps() -> None:
-    steps = tokens_of([[[Token(), Token(reward=2.0)], [Token(reward=3.0)]]], scalar=True).steps
-    rewards = reward_column(steps, response_rewards(steps))
-    assert [row.tolist() for row in rewards.arrays()] == [[0.0, 2.0], [3.0]]
-    assert rewards.values.dtype == np.float32
 
 
 # Columns.
@@ -320,11 +286,6 @@ def test_each_mini_batch_is_whitened_by_itself(batch: list[Trajectory], data: st
     result = whiten(advantages, np.repeat(np.arange(len(edges) - 1), np.diff(edges)))
     for begin, end in pairwise(edges.tolist()):
         assert result[begin:end].tobytes() == whitened(advantages[begin:end]).tobytes()
-
-
-def test_whitening_mini_batches_does_not_mix_them() -> None:
-    result = whiten(np.array([1.0, 100.0, 3.0, 300.0]), np.array([0, 7, 0, 7]))
-    np.testing.assert_allclose(result, np.array([-1, -1, 1, 1]) / np.sqrt(2), rtol=1e-6)
 
 
 # Sums.

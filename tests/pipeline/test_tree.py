@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from gristmill._wire.rows import from_rows
 from gristmill_service.config import parse_config
 from gristmill_service.pipeline import BuiltBatch, build_batch
-from gristmill_service.pipeline.plan_document import MismatchDocument
 from gristmill_service.pipeline.rows.merge import merge_rows
 from gristmill_service.pipeline.rows.validate import receive
 from tests import naive
@@ -41,32 +40,6 @@ def test_a_step_that_goes_on_from_an_earlier_one_has_a_row_with_all_of_the_path_
     assert column(batch, "rewards") == [[1, 0, 2], [0, 0, 3]]
     assert [(row["step_first"], row["step_last"]) for row in merged_rows(batch)] == [(0, 1), (0, 2)]
     assert batch.plan.merge_mismatches == []
-
-
-def test_sub_agents_whose_steps_come_in_turns_have_a_row_each() -> None:
-    batch = tree(([1], [2]), ([9], [8]), ([1, 2], [3]), ([9, 8], [7]), ([1, 2, 3], [4]))
-    assert batch.plan.steps == [[0, 2, 4], [1, 3]]
-    assert column(batch, "loss_mask") == [[1, 1, 1], [1, 1]]
-
-
-def test_rows_stand_in_the_order_in_which_they_are_begun() -> None:
-    batch = tree(([1], [2]), ([9], [8]), ([1, 2, 3], [4]), ([1, 2, 5], [6]), ([9, 8], [7]), ([1, 2, 3, 4], [5]))
-    assert batch.plan.steps == [[0, 2, 5], [1, 4], [0, 3]]
-
-
-def test_the_longest_sequence_is_joined() -> None:
-    assert tree(([1], [2]), ([1, 2, 3], [4]), ([1, 2], [7]), ([1, 2, 3, 4, 5], [6])).plan.steps == [[0, 1, 3], [0, 2]]
-
-
-def test_of_equal_sequences_the_latest_is_joined() -> None:
-    batch = tree(([1], [2]), ([1], [2]), ([1, 2, 3], [4]))
-    assert batch.plan.steps == [[0], [1, 2]]
-    assert batch.plan.merge_mismatches == [MismatchDocument(uid="p", round=0, sample=0, step=1, index=1)]
-
-
-def test_the_step_before_does_not_win_over_a_longer_earlier_one() -> None:
-    # Step 1 is all of step 2's prompt too, but step 0 is more of it.
-    assert tree(([1, 2], [3]), ([1], [2]), ([1, 2, 3, 4], [5])).plan.steps == [[0, 2], [1]]
 
 
 def test_a_compacted_context_begins_a_row_and_is_held_against_the_sequence_most_like_it() -> None:
@@ -114,12 +87,6 @@ def test_realigned_tokens_that_the_client_masked_are_distinguished() -> None:
     assert (counts["realigned_tokens"], counts["realigned_loss_tokens"]) == (2, 1)
 
 
-def test_a_prompt_that_ends_within_the_tail_joins_too() -> None:
-    batch = tree(([1], [2, 3, 4]), ([1, 2, 3], [6]), tail=1)
-    assert column(batch, "loss_mask") == [[1, 1, 1]]
-    assert batch.plan.counts["realigned_tokens"] == 1
-
-
 def test_a_tail_longer_than_the_response_cuts_the_one_before_it() -> None:
     steps = ([1], [2, 3]), ([1, 2, 3, 4], [5]), ([1, 2, 9], [6])
     batch = built(trajectory(*steps), retokenized_tail=3)
@@ -139,12 +106,6 @@ def test_the_prompt_with_which_a_row_begins_is_never_cut() -> None:
     behind = ([1], [2]), ([1, 2, 3], [4]), ([1, 7], [5])
     assert built(trajectory(*behind), retokenized_tail=3).plan.rows == 1
     assert built(trajectory(*behind[1:]), retokenized_tail=3).plan.rows == 2
-
-
-def test_of_sequences_with_as_much_in_common_the_one_that_is_cut_least_is_joined() -> None:
-    assert tree(([1], [2, 3]), ([1, 2, 3], [4]), ([1, 2, 9], [6]), tail=2).plan.steps == [[0, 1], [0, 2]]
-    assert tree(([1], [2, 3]), ([1], [2]), ([1, 2, 5], [6]), tail=1).plan.steps == [[0], [1, 2]]
-    assert tree(([1], [2, 3, 4]), ([1], [2]), ([1, 2, 3, 5], [6]), tail=1).plan.steps == [[0, 2], [1]]
 
 
 def test_what_one_row_cuts_another_may_train() -> None:
@@ -169,15 +130,6 @@ def test_a_reward_with_the_kl_in_it_stands_on_the_last_token_that_is_kept() -> N
     checked = parse_config(config)
     batch = build_batch(from_rows(rows, columns=checked.columns), checked, run="r", batch=0)
     assert column(batch, "rewards") == [[0.5, 0, 1.5]]
-
-
-def test_trajectories_are_searched_each_by_itself() -> None:
-    rows = [
-        *trajectory(([1], [2]), ([5], [6]), ([1, 2], [3])),
-        *trajectory(([1, 2], [3]), ([7], [8]), ([5, 6], [4]), ([7, 8], [4]), sample=1),
-    ]
-    batch = built(rows, merge="tree", n_samples_per_prompt=2)
-    assert batch.plan.steps == [[0, 2], [1], [0], [1, 3], [2]]
 
 
 def forked(random: Random, sample: int) -> Iterable[Row]:
