@@ -132,7 +132,7 @@ def test_a_token_is_shown_by_no_representation() -> None:
     [
         ({"token": "a", "token_file": "b"}, "token and token_file are both given"),
         ({"cert_file": "a"}, "cert_file and key_file go together"),
-        ({"token": "a\nb"}, "characters that no header can hold"),
+        ({"token": "a\nb"}, "characters that a header cannot contain"),
         ({"token_file": "/nowhere/token"}, "token_file: cannot read /nowhere/token"),
     ],
 )

@@ -161,7 +161,7 @@ BAD_BODIES: dict[str, tuple[bytes, dict[str, str], str]] = {
     "text for tokens": (
         json.dumps({"rows": [row("a", 0, response_ids="Hello")]}).encode(),
         {},
-        "response_ids is a string: give token ids",
+        "response_ids is a string; give token ids",
     ),
     "protobuf that does not say so": (b"\x0a\x03\xff\xff\xff", {}, "the header content-type: application/x-protobuf"),
     "missing field": (json.dumps({"rows": [row("a", 0, loss_mask=...)]}).encode(), {}, "loss_mask is missing"),

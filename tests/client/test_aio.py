@@ -81,7 +81,7 @@ def test_a_long_wait_for_room_tells_why(
 
     monkeypatch.setattr(requests, "ROOM_NOTICE_S", 0.0)
     assert asyncio.run(work()) == []
-    assert "no room for groups for 0 s now: max_buffered_batches: 1 batches" in caplog.text
+    assert "no capacity for groups for 0 s: max_buffered_batches: 1 batches" in caplog.text
 
 
 def test_every_other_call(service: Service, run_name: str) -> None:

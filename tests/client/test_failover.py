@@ -85,7 +85,7 @@ StartReplica = Callable[..., Replica]
 def turns(client: RolloutClient | AwaitedClient) -> int:
     """How often the client went on to the next replica."""
     core = client._core if isinstance(client, RolloutClient) else client.awaited
-    return core._connection.channels._turn
+    return core._connection.channels._current_number
 
 
 @pytest.fixture
@@ -317,7 +317,7 @@ def test_calls_that_fail_together_fail_over_once(replicas: StartReplica) -> None
     third.before = deque([unavailable] * 6)
     with RolloutClient(",".join((one, two, three)), "run") as client, ThreadPoolExecutor(6) as threads:
         assert list(threads.map(lambda _: client.policy_version(), range(6))) == [7] * 6
-        assert client._transport.channels._turn == 1
+        assert client._transport.channels._current_number == 1
     assert len(third.before) == 6
 
 
@@ -424,7 +424,7 @@ def test_a_wait_leaves_a_service_that_is_paused_in_seconds(start_service: StartS
         trainer.announce_policy_version(1)
         waiting = threads.submit(client.wait_policy_version, 1, 60)
         time.sleep(15)
-        assert client._transport.channels._turn == 0
+        assert client._transport.channels._current_number == 0
         os.kill(first.pid, signal.SIGSTOP)
         try:
             with within(30):

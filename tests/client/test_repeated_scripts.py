@@ -26,7 +26,7 @@ def test_who_asks_for_groups_that_are_finished_is_told_why_there_are_none(
         assert told() == []
         assert client.begin_groups(["a", "b", "given-up"]) == []
         (advice,) = told()
-        assert f"run {run_name!r}: no group was begun, of uid 'a' and others (3 in all)" in advice
+        assert f"run {run_name!r}: no group of uid 'a' and others (3 in all) was begun" in advice
         assert "2 are already in batches, and 1 were dropped" in advice
         assert "round=1" in advice
         # It is no mere advice: another round has room for them, and what is sent of this one is not taken twice.

@@ -371,7 +371,7 @@ def test_sealing_without_a_number_is_not_repeated(faulty: FaultyService, client:
 
 def test_a_policy_version_that_does_not_come_is_a_deadline(client: RolloutClient) -> None:
     assert client.wait_policy_version(7, 10) == 7
-    with pytest.raises(DeadlineExceededError, match=r"the policy version is 7 after 0\.01 s and not yet 8"):
+    with pytest.raises(DeadlineExceededError, match=r"the policy version is 7 after 0\.01 s, not 8"):
         client.wait_policy_version(8, 0.01)
 
 
@@ -436,7 +436,7 @@ def test_a_trajectory_is_extended_by_what_is_new(faulty: FaultyService, client: 
 
 @pytest.mark.parametrize(
     ("observation", "message"),
-    [([-1], r"step 1: observation_ids\[0\] is -1"), (["a"], "step 1: observation_ids holds strings: give token ids")],
+    [([-1], r"step 1: observation_ids\[0\] is -1"), (["a"], "step 1: observation_ids has strings; give token ids")],
 )
 def test_an_observation_is_refused_by_name(client: RolloutClient, observation: list[Any], message: str) -> None:
     trajectory = client.trajectory("a", 0)

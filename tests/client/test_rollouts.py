@@ -207,7 +207,7 @@ def test_a_long_wait_for_room_tells_why(
     assert not [text for text in caplog.messages if repr(client.run) in text]
     monkeypatch.setattr(requests, "ROOM_NOTICE_S", 0.0)
     assert client.begin_groups(["late"], wait_s=0.05) == []
-    assert f"run {client.run!r}: no room for groups for 0 s now: max_buffered_batches: 1 batches" in caplog.text
+    assert f"run {client.run!r}: no capacity for groups for 0 s: max_buffered_batches: 1 batches" in caplog.text
 
 
 def test_waiting_for_room_is_told_once_in_a_while(

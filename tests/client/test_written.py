@@ -249,7 +249,7 @@ def test_a_rank_that_wants_some_columns_reads_forward_shards_without_those_that_
     ("settings", "columns", "message"),
     [
         ({}, {"advantages": torch.zeros(1)}, "'advantages' is not a column that trainers write"),
-        ({}, {"verdict": torch.zeros(2)}, "verdict holds torch.float32 values and its column declares int16"),
+        ({}, {"verdict": torch.zeros(2)}, "verdict has torch.float32 values and its column declares int16"),
         ({}, {"values": "words"}, "values is no tensor or array"),
         ({}, {"values": [torch.zeros(1, 4)] * 3}, "a sequence of 3 and the shard has 2 micro-batches"),
         ({}, {"values": torch.zeros(2, 9)}, r"values is F32 \[2, 9\] and the shard needs F32 \[2, 4\]"),

@@ -54,7 +54,7 @@ def test_log_probabilities_of_the_sampler_have_one_name(theirs: str) -> None:
 def test_all_names_of_a_row_are_told_at_once() -> None:
     row = {"uid": "a", "sample": 0, "prompts": [1], "responses": [2], "response_mask": [1], "attention_mask": [1, 1]}
     told = refused(row)
-    assert "; leave attention_mask out, it is made here" in told
+    assert "; leave attention_mask out, the service computes it" in told
     assert "; give prompts as prompt_token_ids; give response_mask as loss_mask; give responses as response_ids" in told
 
 

@@ -50,9 +50,9 @@ def table(*rows: Row, **kwargs: Any) -> Steps:
         ({"prompt_token_ids": [1, -7, 3]}, r"prompt_token_ids\[1\] is -7"),
         ({"response_ids": [4, 2**31]}, rf"response_ids\[1\] is {2**31}"),
         ({"response_ids": np.array([4, -1], np.int32)}, r"response_ids\[1\] is -1"),
-        ({"response_ids": [4.5, 5.0]}, "response_ids holds float64 values"),
-        ({"response_ids": [[4], [5]]}, "response_ids holds lists: give the token ids of one row"),
-        ({"response_ids": "45"}, r"response_ids is a string: give token ids, tokenizer\(...\).input_ids"),
+        ({"response_ids": [4.5, 5.0]}, "response_ids has float64 values"),
+        ({"response_ids": [[4], [5]]}, "response_ids has lists; give the token ids of one row"),
+        ({"response_ids": "45"}, r"response_ids is a string; give token ids, tokenizer\(...\).input_ids"),
         ({"loss_mask": [1, 2]}, r"loss_mask\[1\] is 2"),
         ({"loss_mask": [0.5, 1]}, r"loss_mask\[0\] is 0.5"),
         ({"reward": float("nan")}, "reward is nan"),
@@ -75,15 +75,15 @@ def table(*rows: Row, **kwargs: Any) -> Steps:
         ({"loss_mask": None}, "loss_mask is missing"),
         ({"step": None}, "step is missing"),
         ({"rewards": 1.0}, "unknown field rewards; known are"),
-        ({"response_ids": ["a", "b"]}, r"response_ids holds strings: give token ids, tokenizer\(...\).input_ids"),
-        ({"response_ids": np.array([[4, 5]])}, r"response_ids has shape \(1, 2\): give the token ids of one row"),
-        ({"prompt_token_ids": {"input_ids": [1, 2]}}, "prompt_token_ids is a mapping: give token ids"),
-        ({"prompt_token_ids": [{"role": "user"}]}, "prompt_token_ids holds mappings: give token ids"),
-        ({"prompt_token_ids": 5}, "prompt_token_ids is 5: give token ids"),
-        ({"loss_mask": ["1", "0"]}, "loss_mask holds strings: give a 0 or 1 a response token"),
-        ({"rollout_logprobs": [{7: -0.1}, {8: -0.2}]}, "rollout_logprobs holds mappings: give one number a response"),
-        ({"reward": ["1", "0"]}, "reward holds strings: give one number, or one a response token"),
-        ({"response_ids": [2**70, 1]}, "response_ids holds numbers that fit no type of 64 bits: give token ids"),
+        ({"response_ids": ["a", "b"]}, r"response_ids has strings; give token ids, tokenizer\(...\).input_ids"),
+        ({"response_ids": np.array([[4, 5]])}, r"response_ids has shape \(1, 2\); give the token ids of one row"),
+        ({"prompt_token_ids": {"input_ids": [1, 2]}}, "prompt_token_ids is a mapping; give token ids"),
+        ({"prompt_token_ids": [{"role": "user"}]}, "prompt_token_ids has mappings; give token ids"),
+        ({"prompt_token_ids": 5}, "prompt_token_ids is 5; give token ids"),
+        ({"loss_mask": ["1", "0"]}, "loss_mask has strings; give 0 or 1 for each response token"),
+        ({"rollout_logprobs": [{7: -0.1}, {8: -0.2}]}, "rollout_logprobs has mappings; give the log-probability"),
+        ({"reward": ["1", "0"]}, "reward has strings; give one number, or one per response token"),
+        ({"response_ids": [2**70, 1]}, "response_ids has numbers that do not fit 64 bits; give token ids"),
     ],
 )
 def test_a_wrong_row_is_refused_naming_the_trajectory_the_field_and_the_value(
@@ -118,7 +118,7 @@ def test_step_and_is_last_step_may_be_absent_without_step_wise() -> None:
 
 @pytest.mark.parametrize("name", ["rollout_logprobs", "reward"])
 def test_rows_that_mix_having_a_column_and_not_are_refused(name: str) -> None:
-    with pytest.raises(InvalidArgumentError, match="all rows of a batch are alike in this"):
+    with pytest.raises(InvalidArgumentError, match="give it in all rows, or in none"):
         table({"sample": 0, name: [-1.0, -2.0]}, {"sample": 1})
 
 

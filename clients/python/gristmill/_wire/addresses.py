@@ -1,6 +1,6 @@
-"""A shard's bytes: where they are, whether they may be mapped, and what their header says.
+"""Addresses of shards, and the headers of their files.
 
-Shards are safetensors files. Owns no tensor: `gristmill.torch` makes them of what is found here.
+Shards are safetensors files. `gristmill.torch` makes tensors of their data.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from gristmill.v1 import run_pb2, trainer_pb2
 
 MODELS: dict[str, Any] = {"policy": run_pb2.MODEL_POLICY, "critic": run_pb2.MODEL_CRITIC}
 
-# The length of the header stands in the file's first 8 bytes; the format allows 100 MB.
+# The file's first 8 bytes are the length of the header, which may have 100 MB.
 _LENGTH_BYTES = 8
 _LONGEST_HEADER = 100_000_000
 
 
 class Position(NamedTuple):
-    """A place in a model's training order: batch by batch, epoch by epoch over the batch, mini-batch by mini-batch."""
+    """A position in a model's training order: batch by batch, epoch by epoch within a batch, then mini-batch by
+    mini-batch."""
 
     batch: int
     epoch: int = 0
@@ -41,7 +42,7 @@ class Position(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ShardAddress:
-    """One shard of a run: what a rank trains on in one mini-batch of one model."""
+    """Names the shard that a rank trains on in one mini-batch of one model."""
 
     run: str
     model: str
@@ -55,13 +56,13 @@ class ShardAddress:
         )
 
     def is_of(self, metadata: dict[str, Any]) -> bool:
-        """Whether a shard with this metadata is the one meant."""
+        """Returns whether this metadata is that of the addressed shard."""
         names = ("run", "model", "rank", "batch", "mini_batch")
         return all(metadata.get(name) == getattr(self, name) for name in names)
 
 
 def is_mappable(path: str, size: int) -> bool:
-    """Whether the service's shared memory is this machine's: a file is there, readable, and of this size."""
+    """Returns whether this machine has the service's shared memory: a readable file of this size is at the path."""
     try:
         status = os.stat(path)
     except (OSError, ValueError):
@@ -70,10 +71,10 @@ def is_mappable(path: str, size: int) -> bool:
 
 
 class Header(NamedTuple):
-    """The part of a shard before its tensors.
+    """A shard file's header.
 
-    metadata: what it says of the shard, each value read as JSON. entries: per tensor its dtype, shape and data_offsets.
-    size: its bytes, from which the offsets count.
+    metadata: each value read as JSON. entries: the dtype, shape and data_offsets of each tensor. size: its bytes;
+        offsets count from its end.
     """
 
     metadata: dict[str, Any]
@@ -82,7 +83,7 @@ class Header(NamedTuple):
 
 
 def read_header(file: IO[bytes], size: int, where: str) -> Header:
-    """Raises InvalidArgumentError where the `size` bytes are not those of a shard."""
+    """Reads the header of a file of `size` bytes. Raises InvalidArgumentError if the file is no shard."""
     try:
         length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
         if not 2 <= length <= min(size - _LENGTH_BYTES, _LONGEST_HEADER):
@@ -92,5 +93,6 @@ def read_header(file: IO[bytes], size: int, where: str) -> Header:
         if "micro_batches" not in metadata:
             raise ValueError("it does not say micro_batches")
     except (ValueError, AttributeError, TypeError) as error:
-        raise InvalidArgumentError(f"{where} ({size} bytes) is no shard of gristmill: {error}; make it anew") from None
+        message = f"{where} ({size} bytes) is no shard of gristmill: {error}; write it again"
+        raise InvalidArgumentError(message) from None
     return Header(metadata, entries, _LENGTH_BYTES + length)

@@ -1,7 +1,7 @@
-"""The columns that a run declares beyond the built-in ones (specification, section 8): what each is, and its values.
+"""The declared columns of a run (specification, section 8): their settings, and the conversion of their values.
 
-Values are arrays whose first axis counts elements: rows, tokens or items. NumPy has no bfloat16, whose bits stand in
-uint16 here, a type that no column may be declared with.
+Values are arrays whose first axis counts elements: rows, tokens or items. NumPy has no bfloat16: its bits are stored as
+uint16, a type that no column can be declared with.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ ColumnMerge = Literal["first", "last", "sum", "concat", "own", "equal"]
 ColumnSource = Literal["rollout", "trainer"]
 
 BFLOAT16 = np.dtype(np.uint16)
-"""The type of its bits."""
+"""The type that stores the bits of bfloat16."""
 
 DTYPES: tuple[ColumnDtype, ...] = get_args(ColumnDtype)
 MOST_COLUMNS = 64
 MOST_AXES = 8
 MOST_ELEMENT_BYTES = 1 << 24
-# Padding has them, too: a few tokens must not ask for gigabytes.
+# Padding needs values, too: a few tokens must not take gigabytes.
 MOST_TOKEN_BYTES = 1 << 16
 MOST_REPEATED_BYTES = 1 << 12
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,62}")
@@ -44,7 +44,7 @@ _MERGES: dict[ColumnScope, tuple[ColumnMerge, ...]] = {
     "token": ("first", "last", "equal"),
     "items": ("last", "concat", "equal"),
 }
-"""How the values of merged steps become a row's; the first is the default."""
+"""The ways to make a row's values from those of merged steps; the first is the default."""
 
 SHARD_TENSORS = (
     *("sequences", "attention_mask", "position_ids", "response_mask", "loss_mask", "rewards", "advantages", "returns"),
@@ -52,28 +52,28 @@ SHARD_TENSORS = (
     *("parents", "segment_starts", "segment_parents", "row_ends"),
     *("row", "sample", "step_first", "step_last", "policy_version", "is_last_step", "is_padding"),
 )
-"""The tensors of shards that need no declaration."""
+"""The names of the built-in tensors of shards."""
 
 BUILT_IN = frozenset(
     (
         *SHARD_TENSORS,
         *("uid", "uids", "round", "rounds", "step", "steps", "attempt", "attempts", "prompt_token_ids", "response_ids"),
-        *(one.given for one in (*ROW_FIELDS, *TOKEN_FIELDS)),
+        *(one.key for one in (*ROW_FIELDS, *TOKEN_FIELDS)),
         *("stop_reason", "stop_reasons", "prompt_len", "response_len"),
         *("tag", "tags", "n_samples", "trajectory_ids", "samples", "loss_masks", "rollout_metrics"),
         *("env_metrics", "trajectory_generation_times", "trajectory_time_splits"),
     )
 )
-"""The names of a row's fields, of a generator output's and of a shard's tensors, which no column may have."""
+"""Names that no column may have: fields of rows and of generator outputs, and tensors of shards."""
 
 
 @dataclass(frozen=True)
 class ColumnSpec:
-    """One declared column.
+    """A declared column.
 
-    scope: whether there is a value a step (`row`), a response token (`response`), a prompt and response token
-    (`token`), or any number a step (`items`). shape: of one value. fill: what stands where there is no value.
-    merge: which values a row has that several steps became; empty for the scope's default.
+    scope: whether there is one value per step (`row`), per response token (`response`), per prompt and response token
+    (`token`), or any number per step (`items`). shape: of one value. fill: the value of padding and absent values.
+    merge: how a merged row gets its values from its steps; empty for the scope's default.
     """
 
     name: str
@@ -87,26 +87,28 @@ class ColumnSpec:
     allow_nonfinite: bool = False
 
     @classmethod
-    def of(cls, given: object) -> ColumnSpec:
-        """The column that a configuration declares. Raises InvalidArgumentError naming the setting and the remedy."""
-        if isinstance(given, cls):
-            return given
-        if not isinstance(given, Mapping):
-            raise InvalidArgumentError(f"columns: each is a mapping with name, dtype and scope, got {given!r:.200}")
+    def of(cls, declaration: object) -> ColumnSpec:
+        """Reads a column of a configuration. Raises InvalidArgumentError naming the setting and the remedy."""
+        if isinstance(declaration, cls):
+            return declaration
+        if not isinstance(declaration, Mapping):
+            raise InvalidArgumentError(
+                f"columns: got {declaration!r:.200}; declare each by a mapping with name, dtype and scope"
+            )
         known = [field.name for field in fields(cls)]
-        where = f"columns: {given.get('name', '')!r:.80}"
-        for name in given:
+        where = f"columns: {declaration.get('name', '')!r:.80}"
+        for name in declaration:
             if name not in known:
                 raise InvalidArgumentError(f"{where}: unknown setting {name!r:.80}; known are {', '.join(known)}")
-        missing = [name for name in known[:3] if name not in given]
+        missing = [name for name in known[:3] if name not in declaration]
         if missing:
             raise InvalidArgumentError(f"{where}: {' and '.join(missing)} must be given")
-        shape = given.get("shape", ())
+        shape = declaration.get("shape", ())
         if not isinstance(shape, list | tuple):
             raise InvalidArgumentError(f"{where}: shape is {shape!r:.80}; it is a list of sizes, as [48, 8]")
-        column = cls(**{**given, "shape": tuple(shape)})
+        column = cls(**{**declaration, "shape": tuple(shape)})
         column._check()
-        # Of the two zeros a configuration tells one.
+        # A negative zero is stored as 0.
         fill = column.fill + 0 if column.is_float else int(column.fill)
         return cls(**column.settings | {"fill": fill, "merge": column.merge or _MERGES[column.scope][0]})
 
@@ -120,7 +122,7 @@ class ColumnSpec:
 
     @cached_property
     def storage(self) -> np.dtype[Any]:
-        """The NumPy type of its values here."""
+        """The NumPy type in which values are stored."""
         return BFLOAT16 if self.dtype == "bfloat16" else np.dtype(self.dtype)
 
     @property
@@ -129,28 +131,29 @@ class ColumnSpec:
 
     @cached_property
     def element_bytes(self) -> int:
-        """Bytes of one value of its shape."""
+        """The bytes of one value."""
         return self.storage.itemsize * math.prod(self.shape)
 
     @cached_property
     def fill_value(self) -> Array:
-        """`fill` as one number of `storage`; ()."""
+        """The fill in the storage type; ()."""
         value: Array = _as_dtype(np.array([self.fill]), self)[0]
         return value
 
     @cached_property
     def is_shared(self) -> bool:
-        """Whether a step has the values that the step before has for the tokens that both begin with, so that they
-        need not be sent again."""
+        """Whether a step has the same values as the step before for their common first tokens, so that they need not be
+        sent again.
+        """
         return self.scope == "token" and self.merge == "first" and self.source == "rollout"
 
     def empty(self) -> Array:
-        """No values; (0, *shape)."""
+        """Returns an array of no values; (0, *shape)."""
         return np.empty((0, *self.shape), self.storage)
 
     def array(self, values: Any, where: str) -> Array:
-        """Values as they were given, lists or arrays of any fitting type, as an array of `storage`; (n, *shape), or
-        `shape` for one value of scope `row`, which becomes (1, *shape).
+        """Converts values, lists or arrays of a fitting type, to the storage type; (n, *shape). A column of scope `row`
+        takes one value, which becomes (1, *shape).
 
         Raises InvalidArgumentError naming both shapes or types.
         """
@@ -160,10 +163,10 @@ class ColumnSpec:
         elif array.shape == (0,):
             return self.empty()
         if not array.ndim or array.shape[1:] != self.shape:
-            given = list(array.shape[1:]) if array.ndim else "of a single number"
+            actual = list(array.shape[1:]) if array.ndim else "of a single number"
             raise InvalidArgumentError(
-                f"{where}: {self.name} has values of shape {given} and its column declares {list(self.shape)}; give "
-                f"one {_OF_SCOPE[self.scope]}"
+                f"{where}: {self.name} has values of shape {actual} and its column declares {list(self.shape)}; give "
+                f"{_OF_SCOPE[self.scope]}"
             )
         if array.dtype == self.storage:
             return array
@@ -213,7 +216,7 @@ class ColumnSpec:
             self._check_written(where)
 
     def _check_repeated(self, where: str) -> None:
-        """Of large values, what has to be made rather than cut from what came."""
+        """Refuses settings for which large values would have to be computed or copied many times."""
         size = f"one value of shape {list(self.shape)} has {self.element_bytes} bytes"
         if self.merge == "sum":
             raise InvalidArgumentError(
@@ -246,37 +249,35 @@ class ColumnSpec:
         if (isinstance(self.fill, bool) and self.dtype != "bool") or not isinstance(self.fill, bool | int | float):
             raise InvalidArgumentError(f"{where}: fill is {self.fill!r:.80}; it is a number")
         if isinstance(self.fill, float) and not math.isfinite(self.fill):
-            raise InvalidArgumentError(
-                f"{where}: fill is {self.fill}, which JSON cannot hold, as a configuration has to; give a finite number"
-            )
+            raise InvalidArgumentError(f"{where}: fill is {self.fill}, which JSON cannot express; give a finite number")
         try:
-            # JSON and YAML write 1 and 1.0 for the same number.
+            # JSON and YAML do not distinguish 1 from 1.0.
             is_whole = not self.is_float and float(self.fill).is_integer()
             _check_kind(np.array([int(self.fill) if is_whole else self.fill]), self, where)
-            is_held = is_finite(self.fill_value)
+            fits = is_finite(self.fill_value)
         except (InvalidArgumentError, OverflowError):
-            is_held = False
-        if not is_held:
-            raise InvalidArgumentError(f"{where}: fill is {self.fill!s:.80}, which {self.dtype} cannot hold")
+            fits = False
+        if not fits:
+            raise InvalidArgumentError(f"{where}: fill is {self.fill!s:.80}, which {self.dtype} cannot represent")
 
 
 _UNITS: dict[ColumnScope, str] = {"row": "step", "response": "response token", "token": "token", "items": "item"}
 _OF_SCOPE: dict[str, str] = {
-    "row": "a row",
-    "response": "a response token",
-    "token": "a prompt and response token",
-    "items": "an item",
+    "row": "one per row",
+    "response": "one per response token",
+    "token": "one per prompt and response token",
+    "items": "one per item",
 }
 
 
-def specs_of(given: Iterable[object]) -> tuple[ColumnSpec, ...]:
-    """The columns that a configuration declares, checked together. Raises InvalidArgumentError."""
-    columns = tuple(map(ColumnSpec.of, given))
+def specs_of(declarations: Iterable[object]) -> tuple[ColumnSpec, ...]:
+    """Reads all columns of a configuration, and checks them together. Raises InvalidArgumentError."""
+    columns = tuple(map(ColumnSpec.of, declarations))
     if len(columns) > MOST_COLUMNS:
         raise InvalidArgumentError(f"columns: {len(columns)} are declared; at most {MOST_COLUMNS} are possible")
     names: set[str] = set()
     for column in columns:
-        # Whether it has all of them or not: readers of a shard know the tensors that belong together by their names.
+        # Also names that this column does not use: readers of shards find a column's tensors by their names.
         for name in (column.name, *of_column(column.name)):
             if name in names:
                 raise InvalidArgumentError(f"columns: two of them would have a tensor {name}; rename one")
@@ -285,14 +286,14 @@ def specs_of(given: Iterable[object]) -> tuple[ColumnSpec, ...]:
 
 
 def tensor_names(column: ColumnSpec) -> list[str]:
-    """The tensors that shards have of it."""
-    offsets, given = of_column(column.name)
+    """Returns the names of the column's tensors in shards."""
+    offsets, presence = of_column(column.name)
     names = [column.name, offsets] if column.scope == "items" else [column.name]
-    return names if column.required else [*names, given]
+    return names if column.required else [*names, presence]
 
 
 def of_column(name: str) -> tuple[str, str]:
-    """The tensors in addition to a column's own: where a row's items begin, and which rows have it."""
+    """Returns the names of a column's further tensors: the offsets of rows' items, and which rows have the column."""
     return f"{name}_offsets", f"{name}_given"
 
 
@@ -306,9 +307,9 @@ def _check_choice(where: str, name: str, value: object, allowed: Sequence[str]) 
 
 
 def _plain_array(values: Any, column: ColumnSpec, where: str) -> Array:
-    """Lists, arrays and CPU tensors as an array of numbers."""
+    """Converts lists, arrays and CPU tensors to an array of numbers."""
     if hasattr(values, "detach"):
-        # NumPy takes no tensor that is part of a graph.
+        # NumPy cannot read a tensor that is part of a graph.
         values = values.detach()
     try:
         if "bfloat16" in str(getattr(values, "dtype", "")):
@@ -325,13 +326,13 @@ def _plain_array(values: Any, column: ColumnSpec, where: str) -> Array:
     if array.dtype.kind not in "biuf":
         check_no_null(values, column.name, where)
         raise InvalidArgumentError(
-            f"{where}: {column.name} is no array of numbers, all of one shape; give one {_OF_SCOPE[column.scope]}"
+            f"{where}: {column.name} is no array of numbers, all of one shape; give {_OF_SCOPE[column.scope]}"
         )
     return array
 
 
 def _bits_of(values: Any) -> Array:
-    """The bits of an array, or CPU tensor, of bfloat16."""
+    """Returns the bits of an array, or CPU tensor, of bfloat16."""
     if isinstance(values, np.ndarray):
         return values.view(np.uint16)
     import torch
@@ -339,61 +340,61 @@ def _bits_of(values: Any) -> Array:
     return np.asarray(values.contiguous().view(torch.int16)).view(np.uint16)
 
 
-def _check_kind(found: Array, column: ColumnSpec, where: str) -> None:
-    """Refuses what the column's type cannot hold: fractions as integers, integers beyond its range."""
-    given = found.dtype.kind
+def _check_kind(values: Array, column: ColumnSpec, where: str) -> None:
+    """Refuses values that the column's type cannot represent: fractions as integers, integers outside its range."""
+    kind = values.dtype.kind
     if column.is_float:
-        if given in "iuf":
+        if kind in "iuf":
             return
     elif column.dtype == "bool":
-        if given == "b" or (given in "iu" and ((found == 0) | (found == 1)).all()):
+        if kind == "b" or (kind in "iu" and ((values == 0) | (values == 1)).all()):
             return
-    elif given in "iu":
+    elif kind in "iu":
         limits = np.iinfo(column.storage)
-        outside = np.less(found, limits.min) | np.greater(found, limits.max)
+        outside = np.less(values, limits.min) | np.greater(values, limits.max)
         if not outside.any():
             return
         bad = tuple(int(index) for index in np.argwhere(outside)[0])
         raise InvalidArgumentError(
-            f"{where}: {column.name}{list(bad)} is {found[bad]}, and its column's dtype {column.dtype} holds "
+            f"{where}: {column.name}{list(bad)} is {values[bad]}, and its column's dtype {column.dtype} has the range "
             f"{limits.min}..{limits.max}"
         )
     raise InvalidArgumentError(
-        f"{where}: {column.name} holds {found.dtype.name} values and its column declares {column.dtype}"
+        f"{where}: {column.name} has {values.dtype.name} values and its column declares {column.dtype}"
     )
 
 
-def _as_dtype(found: Array, column: ColumnSpec) -> Array:
+def _as_dtype(values: Array, column: ColumnSpec) -> Array:
     if column.dtype == "bfloat16":
-        return to_bfloat16(found)
+        return to_bfloat16(values)
     with np.errstate(over="ignore"):
-        return found.astype(column.storage)
+        return values.astype(column.storage)
 
 
 def to_bfloat16(values: Array) -> Array:
-    """The bits of the nearest bfloat16 of each number, ties to even; uint16 of the same shape."""
+    """Rounds numbers to bfloat16, ties to even; returns their bits, uint16 of the same shape."""
     if values.dtype == BFLOAT16:
         return values
     with np.errstate(over="ignore"):
         bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
     rounded = (bits + (0x7FFF + (bits >> 16 & 1))) >> 16
-    # A NaN stays one, whatever rounding would make of its bits.
+    # Rounding must not turn a NaN into infinity.
     is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
     rounded_bits: Array = np.where(is_nan, bits >> 16 | 0x40, rounded).astype(np.uint16)
     return rounded_bits
 
 
 def from_bfloat16(bits: Array) -> Array:
-    """float32 of the same shape."""
+    """Converts bits of bfloat16 to float32 of the same shape."""
     widened: Array = (bits.astype(np.uint32) << 16).view(np.float32)
     return widened
 
 
 def is_finite(values: Array) -> bool:
-    """Whether all are; `values` as they are stored."""
+    """Returns whether all values, as they are stored, are finite."""
     if values.dtype == BFLOAT16:
         return not bool(((values & 0x7F80) == 0x7F80).any())
     if values.dtype.kind != "f" or not values.size:
         return True
-    # Without temporaries: NaN and infinity show in the extremes.
+    # Without temporaries: the minimum or maximum is not finite if any value is not.
     return math.isfinite(float(values.min())) and math.isfinite(float(values.max()))

@@ -1,7 +1,7 @@
-"""Ragged columns: the one data structure that token data lives in.
+"""Ragged columns, which store all token data.
 
-A ragged column is one flat buffer and, per row, where its values start and how many there are. Rows may be reordered,
-selected and shared without moving a value. Nothing here copies token data unless it says so.
+A ragged column has one flat buffer and, for each row, the start and the number of its values. Rows can be reordered,
+selected and shared without moving a value. Nothing here copies token data unless its docstring says so.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Int64s = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ragged:
-    """Row i holds `values[starts[i] : starts[i] + lengths[i]]`.
+    """A column whose row i is `values[starts[i] : starts[i] + lengths[i]]`.
 
     values: (n,) of any dtype; starts, lengths: int64 (rows,).
     """
@@ -31,12 +31,12 @@ class Ragged:
 
     @classmethod
     def from_lengths(cls, values: Array, lengths: Int64s) -> Ragged:
-        """Rows that stand in `values` one after another."""
+        """Makes a column of rows that are adjacent in `values`."""
         return cls(values, starts_of(lengths), lengths)
 
     @classmethod
     def from_arrays(cls, arrays: Sequence[Array], dtype: Any) -> Ragged:
-        """A copy of the arrays in one buffer."""
+        """Copies arrays, one per row, to one buffer."""
         values = np.concatenate(arrays, dtype=dtype, casting="same_kind") if arrays else np.empty(0, dtype)
         return cls.from_lengths(values, lengths_of(arrays))
 
@@ -49,15 +49,15 @@ class Ragged:
 
     @property
     def total(self) -> int:
-        """Values in all rows."""
+        """The number of values of all rows."""
         return sum_of(self.lengths)
 
     def take(self, rows: Any) -> Ragged:
-        """The rows at these indices (or slice), sharing the values."""
+        """Returns the rows at these indices (or slice); values are shared."""
         return Ragged(self.values, self.starts[rows], self.lengths[rows])
 
     def part(self, rows: slice) -> Ragged:
-        """The rows of a slice without a step, sharing no values but theirs where these stand one after another."""
+        """Returns the rows of a slice with step 1. If they are adjacent, the result keeps only their values alive."""
         starts, lengths = self.starts[rows], self.lengths[rows]
         first = int(starts[0]) if len(starts) else 0
         if not np.array_equal(starts - first, starts_of(lengths)):
@@ -65,7 +65,7 @@ class Ragged:
         return Ragged(self.values[first : first + sum_of(lengths)], starts - first, lengths)
 
     def arrays(self) -> list[Array]:
-        """Each row as a view."""
+        """Returns a view of each row."""
         values = self.values
         return [
             values[start : start + length]
@@ -73,7 +73,7 @@ class Ragged:
         ]
 
     def memory(self) -> list[memoryview]:
-        """The memory of each row, where values are single numbers; item by item as these."""
+        """Returns a memoryview of each row; values must be single numbers."""
         data = np.ascontiguousarray(self.values).data
         return [
             data[start : start + length]
@@ -81,43 +81,43 @@ class Ragged:
         ]
 
     def is_compact(self) -> bool:
-        """Whether the rows stand one after another and fill `values`."""
+        """Returns whether the rows are adjacent and fill `values`."""
         return len(self.values) == self.total and _are_equal(self.starts, starts_of(self.lengths))
 
     def compact(self) -> Ragged:
-        """The same rows one after another; itself where they stand so already, else a copy."""
+        """Returns a column whose rows are adjacent: itself if they are already, else a copy."""
         return self if self.is_compact() else Ragged.from_arrays(self.arrays(), self.values.dtype)
 
     def row_sums(self) -> NDArray[np.float64]:
-        """Each row's `exact_sum`; float64 (rows,)."""
+        """Returns the `exact_sum` of each row; float64 (rows,)."""
         return np.array([exact_sum(array) for array in self.arrays()], np.float64)
 
 
 def exact_sum(values: Array) -> float:
-    """The sum in float64, correctly rounded: it does not depend on the order of the values, nor on zeros among them.
+    """Returns the correctly rounded sum in float64, which does not depend on the order of values, nor on zeros.
 
-    Not finite where a value is not.
+    Not finite if a value is not.
     """
     terms = values[values != 0].tolist()
     try:
         return math.fsum(terms)
-    except (OverflowError, ValueError):  # of opposite infinities, or beyond float64
+    except (OverflowError, ValueError):  # opposite infinities, or too large for float64
         return math.nan
 
 
 FEW_ROWS = 32
-"""For so few rows Python's own numbers are quicker than NumPy's, whose every call costs microseconds."""
+"""Up to this many rows, Python's numbers are faster than NumPy, whose calls take microseconds each."""
 
 
 def least(column: Array) -> Any:
-    """The smallest of a column of numbers; 0 where there are none."""
+    """Returns the smallest number of a column; 0 if it is empty."""
     if len(column) <= FEW_ROWS:
         return min(column.tolist(), default=0)
     return column.min()
 
 
 def greatest(column: Array) -> Any:
-    """The largest of a column of numbers; 0 where there are none."""
+    """Returns the largest number of a column; 0 if it is empty."""
     if len(column) <= FEW_ROWS:
         return max(column.tolist(), default=0)
     return column.max()
@@ -134,12 +134,12 @@ def _are_equal(one: Int64s, other: Int64s) -> bool:
 
 
 def lengths_of(values: Sequence[Sized]) -> Int64s:
-    """How many each of them has; int64 (n,)."""
+    """Returns the length of each; int64 (n,)."""
     return np.fromiter(map(len, values), np.int64, len(values))
 
 
 def starts_of(lengths: Int64s) -> Int64s:
-    """The start of each row when they stand one after another."""
+    """Returns the start of each row if rows are adjacent."""
     starts = np.zeros(len(lengths), np.int64)
     if len(lengths) == 1:
         return starts
@@ -148,5 +148,5 @@ def starts_of(lengths: Int64s) -> Int64s:
 
 
 def bytes_of(values: Array) -> memoryview:
-    """The array's memory as bytes, not copied where it is contiguous."""
+    """Returns the array's memory as bytes; copies it only if it is not contiguous."""
     return np.ascontiguousarray(values).data.cast("B") if values.size else memoryview(b"")

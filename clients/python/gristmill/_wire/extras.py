@@ -1,7 +1,7 @@
-"""Rows' values of declared columns: the rules that each row obeys by itself, and values that an earlier step has.
+"""Check rows' values of declared columns, and complete values that a row omits because an earlier step has them.
 
-A row may come without the values of a shared `token` column (`ColumnSpec.is_shared`) for the tokens with which the step
-before begins: they are that step's, and are held once.
+A row may omit values of a shared `token` column (`ColumnSpec.is_shared`) for the tokens that its step has in common
+with the step before. They are stored once, with that step.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from gristmill.errors import InvalidArgumentError
 
 
 def check_extras(table: Steps, columns: Sequence[ColumnSpec], prefix_lengths: Int64s | None = None) -> Steps:
-    """The table itself, if its rows have the columns that are declared, each as it is declared.
+    """Returns the table if its rows have the declared columns, each as it is declared.
 
-    prefix_lengths: (rows,) tokens of each row that did not come, for the step before begins with them.
+    prefix_lengths: (rows,) how many first tokens of each row were not sent.
     Raises InvalidArgumentError naming the first offending trajectory, the column, both sizes or types, and the remedy.
     """
     declared = by_name(columns)
@@ -34,15 +34,15 @@ def check_extras(table: Steps, columns: Sequence[ColumnSpec], prefix_lengths: In
     for column in columns:
         if column.source == "trainer":
             _check_absent(table, column)
-        elif (given := table.extras.get(column.name)) is not None:
-            _check_extra(table, column, given, prefix_lengths)
+        elif (extra := table.extras.get(column.name)) is not None:
+            _check_extra(table, column, extra, prefix_lengths)
         elif column.required and len(table):
             raise _missing(table, 0, column)
     return table
 
 
 def left_out(table: Steps, column: ColumnSpec) -> Int64s:
-    """How many of each row's first tokens have their values with the step before; int64 (rows,)."""
+    """Returns for how many of its first tokens each row omits its values; int64 (rows,)."""
     return left_out_of(column, table.extras[column.name], table)
 
 
@@ -53,7 +53,7 @@ def left_out_of(column: ColumnSpec, extra: Extra, table: Steps) -> Int64s:
 
 
 def made_whole(table: Steps, columns: Iterable[ColumnSpec]) -> Steps:
-    """The rows with all their values. Whole trajectories stand in it, each in step order."""
+    """Completes the rows' values. The table has whole trajectories, each in step order."""
     changed = {}
     for column in columns:
         if column.name in table.extras and (missing := left_out(table, column)).any():
@@ -79,7 +79,7 @@ def _check_extra(table: Steps, column: ColumnSpec, extra: Extra, prefix_lengths:
         dtype = "bfloat16" if values.dtype == BFLOAT16 else values.dtype.name
         raise InvalidArgumentError(
             f"{table.name(0)}: {column.name} has {dtype} values of shape {list(values.shape[1:])} and its column "
-            f"declares {column.dtype} of shape {list(column.shape)}; send those"
+            f"declares {column.dtype} of shape {list(column.shape)}; send what it declares"
         )
     if column.required and not extra.given.all():
         raise _missing(table, _first(~extra.given), column)
@@ -88,8 +88,8 @@ def _check_extra(table: Steps, column: ColumnSpec, extra: Extra, prefix_lengths:
         row = next(row for row, one in enumerate(extra.values.arrays()) if not is_finite(one))
         at = next(at for at, one in enumerate(extra.values[row]) if not is_finite(np.atleast_1d(one)))
         raise InvalidArgumentError(
-            f"{table.name(row)}: {column.name}[{at}] is not finite as {column.dtype}; give a finite value that it "
-            "holds, or declare allow_nonfinite: true"
+            f"{table.name(row)}: {column.name}[{at}] is not finite as {column.dtype}; give a finite value within "
+            "its range, or declare allow_nonfinite: true"
         )
 
 
@@ -106,10 +106,10 @@ def _check_counts(table: Steps, column: ColumnSpec, extra: Extra, prefix_lengths
         wrong &= extra.values.lengths != expected - prefix_lengths
     if wrong.any():
         row = _first(wrong)
-        what = {"row": "one a row", "response": "one a response token", "token": "one a prompt and response token"}
+        count_of = {"row": "row", "response": "response token", "token": "prompt and response token"}
         raise InvalidArgumentError(
             f"{table.name(row)}: {column.name} has {extra.values.lengths[row]} values and {expected[row]} are needed, "
-            f"{what[column.scope]}"
+            f"one per {count_of[column.scope]}"
         )
 
 
@@ -119,5 +119,5 @@ def _missing(table: Steps, row: int, column: ColumnSpec) -> InvalidArgumentError
     )
 
 
-def _first(found: Array) -> int:
-    return int(found.argmax())
+def _first(flags: Array) -> int:
+    return int(flags.argmax())

@@ -1,4 +1,4 @@
-"""What other frameworks call the fields of a row, so that errors can say the name here to those who move over."""
+"""Other frameworks' names of the fields of rows, so that errors can name the field to use."""
 
 from __future__ import annotations
 
@@ -24,28 +24,27 @@ _OURS = {
     "tag": "tags data_source env_class env_name env_id",
 }
 _NAMES = {foreign: ours for ours, names in _OURS.items() for foreign in names.split()}
-# Prompt and response in one.
+# Names of prompt and response together.
 _WHOLE = frozenset({"input_ids", "tokens", "token_ids", "sequences"})
 _MADE_HERE = frozenset({"attention_mask", "position_ids", "returns"})
 
 
 def renamings(
-    unknown: Iterable[str], given: Collection[str], known: Collection[str], plurals: Mapping[str, str] | None = None
+    unknown: Iterable[str], present: Collection[str], known: Collection[str], plurals: Mapping[str, str] | None = None
 ) -> str:
-    """What to do about fields that are unknown here and known elsewhere, with a semicolon before each; "" where they
-    are known nowhere.
+    """Returns the remedies for unknown fields whose names other frameworks use, each after a semicolon.
 
-    given: all fields that there are; known: those that there may be. plurals: names of ours that are others there.
+    present: all fields of the row. known: the fields that rows may have. plurals: names to use instead of the row's.
     """
     plurals = plurals or {}
     hints = []
     for name in sorted(unknown, key=str):
         ours = plurals.get(name) or _NAMES.get(name, "")
         ours = plurals.get(ours, ours)
-        if ours in known and ours not in given:
+        if ours in known and ours not in present:
             hints.append(f"; give {name} as {ours}")
         elif name in _WHOLE:
             hints.append(f"; give the prompt of {name} as prompt_token_ids and the rest as response_ids")
         elif name in _MADE_HERE:
-            hints.append(f"; leave {name} out, it is made here")
+            hints.append(f"; leave {name} out, the service computes it")
     return "".join(hints[:_MOST])

@@ -1,6 +1,6 @@
-"""Plain lists of numbers to arrays: at the speed of the standard library, and each token of a trajectory once.
+"""Convert lists of numbers to arrays, as fast as the standard library allows, and each token of a trajectory once.
 
-A conversion that finds anything unusual returns None, and `gristmill._wire.tables` converts or refuses it by name.
+A conversion returns None if it meets anything unusual; `gristmill._wire.tables` then converts or refuses the value.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from gristmill.errors import InvalidArgumentError
 
 _INT32 = np.dtype(np.int32)
 _AT_ONCE = 2048
-"""Values that stay in the processor's cache between two looks at them, and take longer to convert than a call does."""
+"""Values to convert at a time: few enough to stay in the processor's cache, enough to outweigh the call."""
 _MOST_PIECES = 16
 _SHORT = 256
-"""Values of a row that take longer to convert than the call does."""
+"""Lists of more values are converted one by one."""
 
 
 def from_list(values: list[Any], dtype: np.dtype[Any]) -> Array | None:
-    """The values as an array of int32, uint8, float32 or float64; None where one does not fit, or the first is a bool.
+    """Converts a list to an array of int32, uint8, float32 or float64. Returns None if a value does not fit, or the
+    first is a bool.
 
-    Nearly twice as quick as NumPy, which looks for a type first; masks are ten times as quick.
+    Nearly twice as fast as NumPy, which first searches for a type; for masks ten times.
     """
     if not values:
         return np.empty(0, dtype)
@@ -40,12 +41,12 @@ def from_list(values: list[Any], dtype: np.dtype[Any]) -> Array | None:
 
 
 def joined(lists: list[list[Any]], dtype: np.dtype[Any]) -> Array | None:
-    """The values of all lists in one array, each as `from_list` has it; None where one does not fit, or where they are
-    long ones: for short lists a call for many costs a fraction of a call for each."""
+    """Converts all lists to one array, like `from_list`. Returns None if a value does not fit, or if the lists are
+    long: only for short ones, one call for many is faster than a call for each."""
     if sum(map(len, lists)) > _SHORT * len(lists):
         return None
     try:
-        # A list of small integers is quicker by itself.
+        # bytes() of one list is faster than packing several.
         parts = map(bytes, lists) if dtype == np.uint8 else [_packed(some, dtype) for some in _some_at_once(lists)]
         return np.frombuffer(b"".join(parts), dtype)
     except (TypeError, ValueError, OverflowError, struct.error):
@@ -53,8 +54,7 @@ def joined(lists: list[list[Any]], dtype: np.dtype[Any]) -> Array | None:
 
 
 def _some_at_once(lists: list[list[Any]]) -> Iterator[list[Any]]:
-    """Their values, so many at a time that they are looked at again while they are at hand. Raises TypeError where a
-    list begins with true or false."""
+    """Yields the lists' values, about `_AT_ONCE` at a time. Raises TypeError if a list begins with a bool."""
     some: list[Any] = []
     for values in lists:
         if values and isinstance(values[0], bool):
@@ -71,9 +71,9 @@ def _packed(values: list[Any], dtype: np.dtype[Any]) -> bytes:
 
 
 def check_no_null(values: Any, name: str, where: str) -> None:
-    """Raises InvalidArgumentError naming the first entry that is null, of lists within lists too."""
+    """Raises InvalidArgumentError naming the first null entry, also of nested lists."""
     if place := _null_in(values):
-        raise InvalidArgumentError(f"{where}: {name}{place} is null; each is a number")
+        raise InvalidArgumentError(f"{where}: {name}{place} is null; give a number")
 
 
 def _null_in(values: Any) -> str:
@@ -86,20 +86,20 @@ def _null_in(values: Any) -> str:
 
 
 def size_of(values: Any) -> int:
-    """How many values a list or array has, of a list without a look at them."""
+    """Returns the number of values of a list or array, without reading a list."""
     return len(values) if type(values) is list else np.size(values)
 
 
 Pieces = list[Array]
-"""Tokens, one array after another."""
+"""Tokens as arrays to concatenate."""
 
 
 class ConvertedTokens:
-    """The token lists of a table's rows, converted once.
+    """Converts the token lists of a table's rows, each token once.
 
-    A prompt that begins with the same number objects as its trajectory's last step, or another sample's first prompt,
-    is compared with it, which takes a third of the time of converting it again. Equal numbers that are other objects
-    are converted, which takes no longer than comparing them. The lists must not change in the meantime.
+    A prompt that begins with the same objects as its trajectory's last step, or as the first prompt of another sample,
+    is compared with it, which takes a third of the time of a conversion. Equal numbers that are other objects are
+    converted, which takes no longer than a comparison. The lists must not change meanwhile.
     """
 
     def __init__(self) -> None:
@@ -128,8 +128,8 @@ class ConvertedTokens:
 
 
 def _known(values: list[Any], lists: list[list[Any]]) -> int | None:
-    """How many tokens the lists have, if the values begin with these; None if not, or if they seem to be other objects:
-    some are looked at first."""
+    """Returns the number of tokens of the lists if the values begin with them; else None. A few objects are compared
+    first, since lists of other objects are converted faster than compared."""
     begin = 0
     for tokens in lists:
         end, middle = begin + len(tokens), begin + len(tokens) // 2

@@ -1,6 +1,6 @@
-"""Rows given as mappings, with the field names of the specification, to tables of steps and back.
+"""Convert rows that are mappings, with the field names of the specification, to tables of steps, and back.
 
-Fields are refused with the trajectory's name here, their values by `gristmill._wire.tables`.
+Names of fields are checked here, their values by `gristmill._wire.tables`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ def from_rows(
     step_wise: bool = True,
     columns: Sequence[ColumnSpec] = (),
 ) -> Steps:
-    """A checked table from rows with the field names of the specification (lists or arrays).
+    """Converts rows, with lists or arrays as values, to a checked table.
 
-    columns: those that the run declares, which rows may have under their names. Without `step_wise`, `step` and
-    `is_last_step` may be absent (0, true). No `reward` (or None) makes it pending.
-    Raises InvalidArgumentError naming the trajectory, the field, the value and the remedy. The rows are not modified.
+    columns: the run's declared columns, which rows have under their names. Without `step_wise`, `step` and
+        `is_last_step` may be absent (0, true). A `reward` that is absent or None is pending. Raises
+        InvalidArgumentError naming the trajectory, the field, the value and the remedy. The rows are not modified.
     """
     rows = list(rows)
     return columns_of(rows, step_wise=step_wise, columns=columns).table(0, len(rows))
@@ -40,20 +40,21 @@ def columns_of(
     step_wise: bool,
     columns: Sequence[ColumnSpec] = (),
 ) -> ValueColumns:
-    """The rows' columns, with checked types. Raises InvalidArgumentError as `from_rows` does."""
+    """Returns the rows' columns, with checked types. Raises InvalidArgumentError like `from_rows`."""
     known = _FIELDS.union(column.name for column in columns)
     names = _names(rows, (*_REQUIRED, "step", "is_last_step") if step_wise else _REQUIRED, known)
     return ValueColumns({name: [row.get(name) for row in rows] for name in names}, len(rows), columns)
 
 
 def extras_of(row: Mapping[str, Any], columns: Sequence[ColumnSpec]) -> dict[str, Extra]:
-    """The declared columns of one row, by name; their values are copied. Raises InvalidArgumentError as `from_rows`."""
+    """Returns the declared columns of one row, by name; values are copied. Raises InvalidArgumentError like
+    `from_rows`."""
     _names([row], (), _FIELDS.union(column.name for column in columns))
     return extras_of_row(row, columns)
 
 
 def extra_names(rows: Iterable[Mapping[str, Any]]) -> set[str]:
-    """The fields of rows that are not built in, and so have to be declared."""
+    """Returns the names of the rows' fields that are not built in, so that the run has to declare them."""
     names: set[str] = set()
     for row in rows:
         if isinstance(row, Mapping):
@@ -62,13 +63,13 @@ def extra_names(rows: Iterable[Mapping[str, Any]]) -> set[str]:
 
 
 def to_rows(table: Steps, columns: Sequence[ColumnSpec] = ()) -> Iterator[dict[str, Any]]:
-    """The table's rows as `from_rows` takes them, with plain lists and numbers: a rollout file's lines.
+    """Yields the table's rows as `from_rows` takes them, with lists and numbers: the lines of a rollout file.
 
-    columns: those that the run declares.
+    columns: the run's declared columns.
     """
     singles = {column.name for column in columns if column.scope == "row"}
-    of_tokens = [(one.given, column) for one in TOKEN_FIELDS if (column := getattr(table, one.name)) is not None]
-    numbers = [(one.given, getattr(table, one.name).tolist()) for one in ROW_FIELDS]
+    of_tokens = [(one.key, column) for one in TOKEN_FIELDS if (column := getattr(table, one.name)) is not None]
+    numbers = [(one.key, getattr(table, one.name).tolist()) for one in ROW_FIELDS]
     for index in range(len(table)):
         tokens, split = table.tokens[index], int(table.prompt_lengths[index])
         row: dict[str, Any] = {
@@ -97,13 +98,11 @@ def _plain(extra: Extra, row: int, is_single: bool) -> Any:
 
 
 def _names(rows: Sequence[Mapping[str, Any]], required: Sequence[str], known: Collection[str]) -> set[str]:
-    """The fields that rows have. Mostly they are the same as of the row before."""
+    """Returns the names of the rows' fields. Most rows have the same as the row before."""
     names, seen = set[str](), None
     for position, row in enumerate(rows):
         if not isinstance(row, Mapping):
-            raise InvalidArgumentError(
-                f"row {position} is a {type(row).__name__}; each row is a mapping of fields, so give a list of dicts"
-            )
+            raise InvalidArgumentError(f"row {position} is a {type(row).__name__}; give a list of dicts, one per row")
         if row.keys() != seen:
             unknown = row.keys() - known
             if unknown:

@@ -1,7 +1,7 @@
-"""Steps: the table of rows as rollout workers produce them, and the rules that each row obeys by itself.
+"""Steps: the table of rows as rollout workers make them, and the rules for single rows.
 
-The same table is built from Python lists, from files and from the wire, and is what the pipeline reads. Rules that
-need more than one row (steps 0..T-1, samples in range, mixed batches) belong to the service.
+Tables are made from Python lists, from files and from messages, and are the pipeline's input. The service checks rules
+for several rows (steps 0..T-1, the range of samples, mixed batches).
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ LONGEST_TAG = 100
 LONGEST_UID = LONGEST_STOP_REASON = 1000
 INT32_MAX = 2**31 - 1
 FLOAT32_MAX = float(np.finfo(np.float32).max)
-# Changing how NumPy treats errors costs as much as reading so many values.
+# np.errstate takes as long as reading this many values.
 _MANY = 16_384
 _FINITE = "it must be finite, also as float32"
 
 
 class RowField(NamedTuple):
-    """A number that each row has.
+    """A number of each row.
 
-    name: of the column of `Steps`, of `gristmill.v1.Rows`, and of stored tables. given: its name in a row as a mapping.
-    dtype: of the column. default: of rows that do not say. lowest: what a row may have. is_required: whether a message
-    has to say.
+    name: in `Steps`, in `gristmill.v1.Rows`, and in stored tables. key: in a row that is a mapping. dtype: of the
+        column.
+    default: the value of rows without it. lowest: the smallest valid value. is_required: whether messages must have it.
     """
 
     name: str
-    given: str
+    key: str
     dtype: Any
     default: Any
     lowest: int | None = 0
@@ -45,19 +45,17 @@ class RowField(NamedTuple):
 
 
 class TokenField(NamedTuple):
-    """A column with one value per response token.
+    """A field with one value per response token.
 
-    name: of the column of `Steps` and of stored tables. given: its name in a row as a mapping. message: in
-    `gristmill.v1.Rows`. dtype: of the column.
-    is_plain: nothing else of a row is derived from it, and it does not depend on another field: codecs, tables and
-        digests need nothing but this entry.
-    fill: of a plain field, the value in rows that lack it where others have it; None: such rows are refused.
-    label: of a plain field, what precedes its values in digests of rows, so that they are not taken for those of
-        another field.
+    name: in `Steps` and in stored tables. key: in a row that is a mapping. message: in `gristmill.v1.Rows`. dtype: of
+        the column.
+    is_plain: whether the field is independent of all others: codecs, tables and digests then need only this entry.
+    fill: of a plain field, the value of rows without it if others have it; None: such rows are refused.
+    label: of a plain field, what precedes its values in digests of rows, to distinguish them from other fields.
     """
 
     name: str
-    given: str
+    key: str
     message: str
     dtype: Any
     is_plain: bool = False
@@ -80,16 +78,16 @@ TOKEN_FIELDS = (
     TokenField("token_advantages", "advantage", "token_advantages", np.float32),
     TokenField("token_versions", "policy_versions", "token_policy_versions", np.int32),
 )
-"""The fields of rows, from which protobuf messages, rows as mappings, stored tables and digests take theirs. The order
-is that of digests and stored tables: a new field comes last."""
+"""The fields of rows. Messages, rows that are mappings, stored tables and digests are made by these tables. Digests and
+stored tables depend on the order: append new fields."""
 
 PLAIN_FIELDS = tuple(one for one in TOKEN_FIELDS if one.is_plain)
-_GIVEN = tuple(one.given for one in TOKEN_FIELDS)
+_KEYS = tuple(one.key for one in TOKEN_FIELDS)
 _columns_of_tokens = attrgetter(*(one.name for one in TOKEN_FIELDS))
 
 
 class TrajectoryKey(NamedTuple):
-    """Names one trajectory of a run. `round` counts the times that a uid is sampled again."""
+    """Names a trajectory of a run. `round` counts how often the uid was sampled again."""
 
     round: int
     uid: str
@@ -104,10 +102,10 @@ class TrajectoryKey(NamedTuple):
 class Extra:
     """The values of one declared column (`gristmill._wire.column_spec`).
 
-    values: ragged, (n, *shape): of each row one a row, response token, token or item; none where the row does not have
-        the column. Of a shared `token` column a row may lack those of its first tokens: they are the step before's.
+    values: ragged, (n, *shape), with one per row, response token, token or item; none if the row does not have the
+        column. A row may omit the first values of a shared `token` column, which the step before has.
     given: bool (rows,), whether the row has the column.
-    before: of a table of one row, the pieces of values that it lacks, where a client holds them.
+    before: in a client's table of one row, the omitted values, in pieces.
     """
 
     values: Ragged
@@ -122,11 +120,11 @@ class Extra:
 
     @property
     def left_out(self) -> int:
-        """How many values a table's one row lacks."""
+        """The number of values that the only row of the table omits."""
         return sum(map(len, self.before))
 
     def whole(self) -> Extra:
-        """The same with the values that were left out."""
+        """Returns the column with the omitted values."""
         if not self.before:
             return self
         values = np.concatenate([*self.before, self.values[0]])
@@ -134,12 +132,12 @@ class Extra:
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of one value."""
+        """The bytes of one value."""
         return self.values.values.itemsize * math.prod(self.values.values.shape[1:])
 
     @property
     def row_bytes(self) -> Int64s:
-        """Bytes of each row's values; (rows,)."""
+        """The bytes of each row's values; (rows,)."""
         return self.values.lengths * self.element_bytes
 
 
@@ -147,23 +145,23 @@ class Extra:
 class Steps:
     """Rows as columns, in any order.
 
-    uids, stop_reasons: (n,) Python strings, "" an unknown stop reason.
+    uids, stop_reasons: (n,) Python strings, "" if the stop reason is unknown.
     rounds, samples, steps, attempts, policy_versions: int32 (n,); policy version -1 is unknown.
     is_last_steps: bool (n,).
-    tokens: ragged int32, of each row the prompt and then the response.
-    prompt_lengths: int64 (n,), how much of `tokens` is the prompt.
+    tokens: ragged int32, each row's prompt followed by its response.
+    prompt_lengths: int64 (n,), the number of prompt tokens.
     loss_mask: ragged uint8 over the response.
-    logprobs: ragged float32 over the response, or None when the rows have none.
-    rewards: float64 (n,), the step's reward, or its sum where `token_rewards` are given.
-    token_rewards: ragged float32 or float64 over the response, or None for scalar rewards.
-    rewards_pending: bool (n,), rows whose reward is still to come.
-    advantages: float64 (n,) or None; token_advantages: ragged float32 over the response or None.
+    logprobs: ragged float32 over the response; None if rows have none.
+    rewards: float64 (n,), the step's reward; the sum of its `token_rewards` if there are any.
+    token_rewards: ragged float32 or float64 over the response; None for scalar rewards.
+    rewards_pending: bool (n,), whether the reward will be set later.
+    advantages: float64 (n,) or None. token_advantages: ragged float32 over the response, or None.
     extras: the declared columns that any row has, by name.
-    token_versions: ragged int32 over the response, the policy version that sampled each token, -1 unknown, or None
-        where no row says; `policy_versions` are the oldest of them.
-    tags: (n,) the environment or task of each row's group, "" where the row does not say, or None where none says.
-    prefix_lengths: int64 (n,), how many of each row's first tokens `tokens` lacks, for another row has them; None where
-        it has all of every row.
+    token_versions: ragged int32 over the response, the policy version that sampled each token, -1 if unknown; None if
+        no row has any. `policy_versions` then has the oldest of each row.
+    tags: (n,) the environment or task of each row's group, "" if the row has none; None if no row has any.
+    prefix_lengths: int64 (n,), how many first tokens of each row `tokens` omits because another row has them; None if
+        all rows are whole.
     """
 
     uids: Sequence[str]
@@ -197,24 +195,24 @@ class Steps:
 
     @property
     def token_columns(self) -> list[Ragged]:
-        """The columns with one value per response token that the table has."""
+        """The columns of the table with one value per response token."""
         return [column for column in _columns_of_tokens(self) if column is not None]
 
     @property
     def sequence_lengths(self) -> Int64s:
-        """Tokens of each row, those that `tokens` lacks too; int64 (n,)."""
-        own = self.tokens.lengths
-        return own if self.prefix_lengths is None else own + self.prefix_lengths
+        """The number of tokens of each row, including those that `tokens` omits; int64 (n,)."""
+        stored = self.tokens.lengths
+        return stored if self.prefix_lengths is None else stored + self.prefix_lengths
 
     def key(self, row: int) -> TrajectoryKey:
         return TrajectoryKey(int(self.rounds[row]), self.uids[row], int(self.samples[row]))
 
     def name(self, row: int) -> str:
-        """The row, for a message."""
+        """Names the row, for a message."""
         return f"{self.key(row)} step {self.steps[row]}"
 
     def take(self, rows: Int64s) -> Steps:
-        """The rows at these indices, in that order, sharing the token data."""
+        """Returns the rows at these indices, in this order; token data is shared."""
 
         def pick(column: Any) -> Any:
             if isinstance(column, Ragged):
@@ -228,7 +226,7 @@ class Steps:
         return Steps(**{field.name: pick(getattr(self, field.name)) for field in fields(self)})
 
     def part(self, rows: slice) -> Steps:
-        """The rows of a slice without a step, sharing the token data: columns that are compact stay so."""
+        """Returns the rows of a slice with step 1; token data is shared, and compact columns stay compact."""
 
         def cut(column: Any) -> Any:
             if isinstance(column, dict):
@@ -241,9 +239,9 @@ class Steps:
 
 
 def concat(tables: Sequence[Steps]) -> Steps:
-    """The rows of all tables, one after another; token data is copied once.
+    """Concatenates tables; token data is copied once.
 
-    Raises InvalidArgumentError when some carry logprobs, per-token rewards or advantages and others do not.
+    Raises InvalidArgumentError if some have logprobs, rewards or advantages per token and others do not.
     """
     if len(tables) == 1:
         return tables[0]
@@ -271,9 +269,9 @@ def _concat_column(name: str, tables: Sequence[Steps]) -> Any:
     if len(missing) == len(columns):
         return None
     if missing:
-        given = next(index for index, column in enumerate(columns) if column is not None)
+        present = next(index for index, column in enumerate(columns) if column is not None)
         raise InvalidArgumentError(
-            f"{name}: {tables[given].name(0)} has them and {tables[missing[0]].name(0)} does not; "
+            f"{name}: {tables[present].name(0)} has them and {tables[missing[0]].name(0)} does not; "
             "all rows of a run have them, or none has"
         )
     if isinstance(columns[0], Ragged):
@@ -286,13 +284,13 @@ _FILLED = {one.name: one for one in PLAIN_FIELDS if one.fill is not None}
 
 
 def filled(table: Steps, field: TokenField) -> Ragged:
-    """A plain field's column of rows that lack it."""
+    """Returns a plain field's column of fill values for a table without it."""
     lengths = table.response_lengths
     return Ragged.from_lengths(np.full(int(lengths.sum()), field.fill, field.dtype), lengths)
 
 
 def _concat_extra(name: str, tables: Sequence[Steps]) -> Extra:
-    """Rows of tables that do not have the column do not have it either."""
+    """Concatenates a declared column; rows of tables without it do not have it."""
     model = next(table.extras[name].values.values for table in tables if name in table.extras)
     parts = [table.extras.get(name) or no_extra(len(table), model[:0]) for table in tables]
     return Extra(
@@ -302,13 +300,13 @@ def _concat_extra(name: str, tables: Sequence[Steps]) -> Extra:
 
 
 def no_extra(rows: int, empty: Array) -> Extra:
-    """The column of rows that do not have it. empty: (0, *shape)."""
+    """Returns a declared column that no row has. empty: (0, *shape)."""
     nothing = np.zeros(rows, np.int64)
     return Extra(Ragged(empty, nothing, nothing), np.zeros(rows, np.bool_))
 
 
 def versions_of_tokens(table: Steps) -> Ragged:
-    """The policy version of each response token; a row that does not say per token has one for all of them."""
+    """Returns the policy version of each response token; that of the row if the table has none per token."""
     if table.token_versions is not None:
         return table.token_versions
     lengths = table.response_lengths
@@ -316,26 +314,26 @@ def versions_of_tokens(table: Steps) -> Ragged:
 
 
 def oldest_versions(token_versions: Ragged) -> NDArray[np.int32]:
-    """The lowest known version of each row, -1 where none is known."""
+    """Returns the lowest known version of each row; -1 if none is known."""
     known = (array[array > UNKNOWN] for array in token_versions.arrays())
     return np.array([array.min(initial=INT32_MAX) if array.size else UNKNOWN for array in known], np.int32)
 
 
 def tags_of(tables: Sequence[Steps]) -> list[str] | None:
-    """The rows' tags, one table after another; None where no row has one."""
+    """Returns the tags of the rows of all tables; None if no row has one."""
     if all(table.tags is None for table in tables):
         return None
     return [tag for table in tables for tag in ([""] * len(table) if table.tags is None else table.tags)]
 
 
 def check_tag(tag: str, what: str) -> None:
-    """Refuses a tag that is no name."""
+    """Refuses a tag that is too long, or not valid Unicode."""
     check_length(tag, LONGEST_TAG, f"{what}: tag", "name the environment or task")
     check_text(tag, f"{what}: tag")
 
 
 def check(table: Steps) -> Steps:
-    """The table itself, if every row obeys the rules that concern it alone.
+    """Returns the table if every row obeys the rules for single rows.
 
     Raises InvalidArgumentError naming the first offending trajectory, the field, the value and the remedy.
     """
@@ -349,13 +347,13 @@ def check(table: Steps) -> Steps:
 
 
 def check_length(text: str, most: int, what: str, remedy: str) -> None:
-    """Raises InvalidArgumentError for a string of more characters than that."""
+    """Raises InvalidArgumentError for a string of more than `most` characters."""
     if len(text) > most:
         raise InvalidArgumentError(f"{what} has {len(text)} characters, and {most} are the most; {remedy}")
 
 
 def check_text(text: str, what: str) -> None:
-    """Raises InvalidArgumentError for a string that no file, message or metadata could hold."""
+    """Raises InvalidArgumentError for a string that cannot be encoded in UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -363,8 +361,8 @@ def check_text(text: str, what: str) -> None:
 
 
 def check_uid(uid: str) -> None:
-    """Refuses a uid that is no name: runs remember every one."""
-    check_length(uid, LONGEST_UID, f"uid {uid[:50]!r}...", "name the prompt in fewer")
+    """Refuses a uid that is too long: runs store every uid."""
+    check_length(uid, LONGEST_UID, f"uid {uid[:50]!r}...", "shorten it")
     check_text(uid, "uid")
 
 
@@ -414,7 +412,7 @@ def _check_lengths(table: Steps) -> None:
 
 
 def _check_tokens(table: Steps) -> None:
-    # One pass without temporaries on the good path; the search for the culprit runs only on the bad one.
+    # Valid values are checked in one pass without temporaries; only invalid ones are searched for.
     if table.tokens.values.size and table.tokens.values.min() < 0:
         for row, tokens in enumerate(table.tokens.arrays()):
             bad = _first(tokens < 0)
@@ -459,8 +457,8 @@ def _check_numbers(table: Steps) -> None:
 
 
 def _is_suspicious(values: Array) -> bool:
-    """Whether any may not be finite as float32, found without temporaries: NaN and infinity show in the sum, as may a
-    sum that overflows; what float64 holds and float32 does not shows in the extremes, as NaN does."""
+    """Returns whether a value may not be finite as float32, computed without temporaries. If one is NaN or infinite, so
+    is the sum, which may also overflow; if one exceeds float32, so does the minimum or maximum."""
     if values.dtype == np.float32 and values.size > _MANY:
         with np.errstate(over="ignore", invalid="ignore"):
             return not math.isfinite(float(values.sum()))
@@ -468,7 +466,7 @@ def _is_suspicious(values: Array) -> bool:
 
 
 def _not_finite(values: NDArray[Any]) -> NDArray[np.bool_]:
-    """Also what is infinite as the float32 that shards hold."""
+    """Returns which values are not finite as float32, the type in shards."""
     fits: NDArray[np.bool_] = np.abs(values) <= FLOAT32_MAX
     return ~fits
 
@@ -481,11 +479,11 @@ def _refuse_value(table: Steps, name: str, column: Ragged, is_bad: Any, rule: st
 
 
 def _response_columns(table: Steps) -> list[tuple[str, Ragged]]:
-    columns = zip(_GIVEN, _columns_of_tokens(table), strict=True)
+    columns = zip(_KEYS, _columns_of_tokens(table), strict=True)
     return [(name, column) for name, column in columns if column is not None]
 
 
 def _first(bad: NDArray[np.bool_]) -> int | None:
-    """Index of the first true value."""
+    """Returns the index of the first true value, if any."""
     index = int(bad.argmax()) if bad.size else 0
     return index if bad.size and bad[index] else None

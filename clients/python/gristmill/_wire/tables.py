@@ -1,6 +1,6 @@
-"""Columns of Python values, one list a field, to tables of steps: types and shapes are checked, and values converted.
+"""Convert columns of Python values, one list per field, to tables of steps.
 
-What is wrong is refused with the trajectory's name.
+Types and shapes are checked; wrong values are refused with the trajectory's name.
 """
 
 from __future__ import annotations
@@ -36,25 +36,28 @@ from gristmill.errors import InvalidArgumentError
 
 SCALARS: dict[str, tuple[type, Any]] = {
     "uid": (str, ""),
-    **{one.given: (type(one.default), one.default) for one in ROW_FIELDS},
+    **{one.key: (type(one.default), one.default) for one in ROW_FIELDS},
     "stop_reason": (str, ""),
     "tag": (str, ""),
 }
-"""Fields with one value a row: of which type, and what an absent one is."""
+"""Fields with one value per row: their type, and the value if absent."""
 
-ARRAYS = ("prompt_token_ids", "response_ids", *(one.given for one in TOKEN_FIELDS))
-"""Fields with a value a token, or one a row."""
+ARRAYS = ("prompt_token_ids", "response_ids", *(one.key for one in TOKEN_FIELDS))
+"""Fields with one value per token, or per token or row."""
 
 Column = Ragged | list[Array | None] | None
-"""The values of a field with a value a token: all rows' in one array, or each row's, of which some have none; None
-where no row has any."""
+"""The values of a field with one value per token: those of all rows in one array, or an array or None for each row;
+None if no row has the field."""
 
 _DTYPE, _NDIM = attrgetter("dtype"), attrgetter("ndim")
 
 
 class _Tokens(NamedTuple):
-    """pieces: each row's prompt and response, row after row; of row i those from `edges[i]` up to `edges[i + 1]`.
-    prompts, responses: int64 (rows,), how many tokens they have."""
+    """The tokens of rows.
+
+    pieces: arrays to concatenate, for each row those of its prompt and its response. edges: row i has
+    `pieces[edges[i]:edges[i + 1]]`. prompts, responses: int64 (rows,), their numbers of tokens.
+    """
 
     pieces: Pieces
     edges: Sequence[int]
@@ -63,10 +66,9 @@ class _Tokens(NamedTuple):
 
 
 class ValueColumns:
-    """The rows' fields, a list each; an absent one is None, and so is a whole column's.
+    """The fields of rows, one list per field; absent values and fields are None.
 
-    Types are checked for all rows before anything is copied. What is as it should be costs little a row; whatever is
-    not is looked at again, value by value, and refused by name or converted.
+    Types of all rows are checked before anything is copied. Valid columns are converted quickly; others value by value.
     """
 
     def __init__(
@@ -75,19 +77,19 @@ class ValueColumns:
         count: int,
         declared: Sequence[ColumnSpec] = (),
     ) -> None:
-        """declared: the run's own columns.
+        """Checks the types. declared: the run's declared columns.
 
-        Where there is no column of loss masks they are ones. Raises InvalidArgumentError naming the trajectory, the
-        field and the value. The lists are not modified.
+        An absent loss mask is all ones. Raises InvalidArgumentError naming the trajectory, the field and the value. The
+        lists are not modified.
         """
         self._columns, self._count = columns, count
         self._kinds = {name: set(map(type, values)) for name, values in columns.items()}
-        self._scalars = {name: self._scalar_column(name, *found) for name, found in SCALARS.items()}
+        self._scalars = {name: self._scalar_column(name, *properties) for name, properties in SCALARS.items()}
         for name in ("prompt_token_ids", "response_ids", "loss_mask"):
             self._check_complete(name)
         self._tokens = self._token_column()
         self._masks = self._array_column("loss_mask", np.uint8, mask)
-        self._plain = {one: self._array_column(one.given, one.dtype, _reader(one)) for one in PLAIN_FIELDS}
+        self._plain = {one: self._array_column(one.key, one.dtype, _reader(one)) for one in PLAIN_FIELDS}
         self._versions = self._array_column("policy_versions", np.int32, version_array)
         self._rewards, self._token_rewards = self._number_column("reward", np.float64)
         self._advantages, self._token_advantages = self._number_column("advantage", np.float32)
@@ -139,8 +141,8 @@ class ValueColumns:
         dtype, values, kinds = np.dtype(dtype), self._columns.get(name), self._kinds.get(name)
         if values is None or (kinds == {np.ndarray} and _are_converted(values, dtype)):
             return values
-        if kinds == {list} and (found := joined(values, dtype)) is not None:
-            return Ragged.from_lengths(found, lengths_of(values))
+        if kinds == {list} and (array := joined(values, dtype)) is not None:
+            return Ragged.from_lengths(array, lengths_of(values))
         return [
             value if value is None or _is_converted(value, dtype) else self._array(row, value, name, dtype, read)
             for row, value in enumerate(values)
@@ -152,7 +154,7 @@ class ValueColumns:
         return read(value, name, self._where(row))
 
     def _number_column(self, name: str, dtype: Any) -> tuple[list[float | None], Column]:
-        """One number a row, or the sum of one per token; and those."""
+        """Returns one number per row, which is a sum for rows with one number per token; and the numbers per token."""
         values = self._columns.get(name)
         if values is None:
             return [None] * self._count, None
@@ -178,7 +180,8 @@ class ValueColumns:
         return [None if value is None else column.array(value, self._where(row)) for row, value in enumerate(values)]
 
     def tables(self, most_rows: int, most_bytes: int) -> Iterator[Steps]:
-        """The rows as tables of at most so much, unless one row has more; no table is made before it is asked for."""
+        """Yields the rows as tables within both limits, except for a single row that exceeds them. Each table is made
+        when it is requested."""
         ends, begin, end = np.cumsum(self._sizes()), 0, -1
         while end < self._count:
             most = most_bytes + (int(ends[begin - 1]) if begin else 0)
@@ -188,7 +191,7 @@ class ValueColumns:
             begin = end
 
     def _sizes(self) -> Int64s:
-        """Bytes of each row's arrays, about; int64 (rows,)."""
+        """Returns the approximate bytes of each row's arrays; int64 (rows,)."""
         sizes = (self._tokens.prompts + self._tokens.responses) * 4
         if self._masks is None:
             sizes += self._tokens.responses
@@ -200,7 +203,7 @@ class ValueColumns:
         return sizes
 
     def table(self, begin: int, end: int) -> Steps:
-        """A checked table of these rows; arrays that were given are copied. Raises InvalidArgumentError as `check`."""
+        """Returns a checked table of these rows; arrays are copied. Raises InvalidArgumentError like `check`."""
         part = slice(begin, end)
         scalars = {name: values[part] for name, values in self._scalars.items()}
         rewards = self._rewards[part]
@@ -208,7 +211,7 @@ class ValueColumns:
         prompts, responses = self._tokens.prompts[part], self._tokens.responses[part]
         pieces = self._tokens.pieces[self._tokens.edges[begin] : self._tokens.edges[end]]
         versions, token_versions = _versions(scalars["policy_version"], _cut(self._versions, part), responses)
-        numbers: dict[str, Any] = {one.name: np.array(scalars[one.given], one.dtype) for one in ROW_FIELDS}
+        numbers: dict[str, Any] = {one.name: np.array(scalars[one.key], one.dtype) for one in ROW_FIELDS}
         numbers["policy_versions"] = versions
         plain: dict[str, Any] = {one.name: self._plain_column(one, part, responses) for one in PLAIN_FIELDS}
         masks = _cut(self._masks, part)
@@ -244,12 +247,12 @@ class ValueColumns:
                 np.full(length, field.fill, field.dtype) if array is None else array
                 for array, length in zip(column, lengths.tolist(), strict=True)
             ]
-        return self._optional(field.given, column, part.start, field.dtype)
+        return self._optional(field.key, column, part.start, field.dtype)
 
     def _token_rewards_of(self, part: slice, lengths: Int64s, pending: Sequence[bool]) -> Ragged | None:
         column = _cut(self._token_rewards, part)
         if isinstance(column, list) and any(array is not None for array in column):
-            # A pending row holds zeros until its rewards come.
+            # A row with a pending reward has zeros until it is set.
             column = [
                 np.zeros(length) if array is None and waits else array
                 for array, length, waits in zip(column, lengths.tolist(), pending, strict=True)
@@ -257,30 +260,30 @@ class ValueColumns:
         return self._optional("reward", column, part.start, np.float64)
 
     def _optional(self, name: str, column: Column, begin: int, dtype: Any) -> Ragged | None:
-        """A column that all rows have or none."""
+        """Returns a column that either all rows or no row has."""
         if isinstance(column, list):
-            given = [array is not None for array in column]
-            if not any(given):
+            has_values = [array is not None for array in column]
+            if not any(has_values):
                 return None
-            if not all(given):
+            if not all(has_values):
                 raise InvalidArgumentError(
-                    f"{name}: {self._name(begin + given.index(True))} has one value per response token and "
-                    f"{self._name(begin + given.index(False))} does not; all rows of a batch are alike in this"
+                    f"{name}: {self._name(begin + has_values.index(True))} has one value per response token and "
+                    f"{self._name(begin + has_values.index(False))} does not; give it in all rows, or in none"
                 )
         return None if column is None else _ragged(column, dtype)
 
     def _row_advantages(self, part: slice) -> NDArray[np.float64] | None:
         values, of_tokens = self._advantages[part], _cut(self._token_advantages, part)
-        given = [value is not None for value in values]
-        if not any(given) or (of_tokens is not None and any(array is not None for array in _arrays_of(of_tokens))):
+        has_values = [value is not None for value in values]
+        if not any(has_values) or (of_tokens is not None and any(array is not None for array in _arrays_of(of_tokens))):
             return None
-        if not all(given):
-            row = part.start + given.index(False)
+        if not all(has_values):
+            row = part.start + has_values.index(False)
             raise InvalidArgumentError(f"{self._name(row)}: advantage is missing; all rows have one, or none has")
         return np.array(values, np.float64)
 
     def _name(self, row: int) -> str:
-        """As `Steps.name` has it."""
+        """Names the row like `Steps.name`."""
         round_, uid, sample, step = (self._scalars[name][row] for name in ("round", "uid", "sample", "step"))
         return f"{TrajectoryKey(round_, uid, sample)} step {step}"
 
@@ -290,7 +293,7 @@ def _reader(field: TokenField) -> Read:
 
 
 def describe(row: Mapping[str, Any], position: int) -> str:
-    """The row, for a message."""
+    """Names the row, for a message."""
     if row.get("uid") is None:
         return f"row {position}"
     sample, step = row.get("sample"), row.get("step")
@@ -302,12 +305,12 @@ def _is_converted(value: Any, dtype: np.dtype[Any]) -> bool:
 
 
 def _are_converted(values: list[Any], dtype: np.dtype[Any]) -> bool:
-    """As `_is_converted` of arrays, at a fraction of its cost."""
+    """Returns whether all arrays satisfy `_is_converted`, faster."""
     return [*map(_DTYPE, values)].count(dtype) == len(values) and {*map(_NDIM, values)} <= {1}
 
 
 def _fit(values: list[Any], kind: type) -> bool:
-    """Whether values of the right type are within its limits."""
+    """Returns whether values of the right type are within its limits."""
     if kind is int:
         return all(-INT32_MAX <= value <= INT32_MAX for value in (min(values, default=0), max(values, default=0)))
     return kind is not str or "".join(values).isascii()
@@ -320,12 +323,12 @@ def _cut(column: Column, part: slice) -> Column:
 
 
 def _ragged(column: Ragged | list[Array | None], dtype: Any) -> Ragged:
-    """Of a column that all rows have."""
+    """Returns a column that all rows have as one."""
     return column if isinstance(column, Ragged) else Ragged.from_arrays(column, dtype)  # type: ignore[arg-type]
 
 
 def _arrays_of(column: Column) -> list[Any]:
-    """Each row's array, or None."""
+    """Returns the array, or None, of each row."""
     return column.arrays() if isinstance(column, Ragged) else column or []
 
 
@@ -336,7 +339,7 @@ def _extra(column: ColumnSpec, arrays: Sequence[Array | None]) -> Extra:
 
 
 def extras_of_row(row: Mapping[str, Any], columns: Sequence[ColumnSpec]) -> dict[str, Extra]:
-    """The declared columns that the row has, each as a column of one row."""
+    """Returns the declared columns that the row has, each as a column of one row."""
     where = describe(row, 0)
     return {
         column.name: _extra(column, [column.array(row[column.name], where)])
@@ -345,16 +348,19 @@ def extras_of_row(row: Mapping[str, Any], columns: Sequence[ColumnSpec]) -> dict
     }
 
 
-def _versions(given: Sequence[int], column: Column, lengths: Int64s) -> tuple[NDArray[np.int32], Ragged | None]:
-    """Each row's policy version, the oldest of its tokens' unless it was given, and theirs where any row gives them.
-    lengths: (rows,) of the responses."""
-    versions = np.array(given, np.int32)
+def _versions(of_rows: Sequence[int], column: Column, lengths: Int64s) -> tuple[NDArray[np.int32], Ragged | None]:
+    """Returns each row's policy version, by default the oldest of its tokens, and the versions of tokens if any row has
+    them.
+
+    lengths: (rows,) of the responses.
+    """
+    versions = np.array(of_rows, np.int32)
     arrays = _arrays_of(column)
     if all(array is None for array in arrays):
         return versions, None
     filled = [
         np.full(length, version, np.int32) if array is None else array
-        for array, version, length in zip(arrays, given, lengths.tolist(), strict=True)
+        for array, version, length in zip(arrays, of_rows, lengths.tolist(), strict=True)
     ]
     tokens = Ragged.from_arrays(filled, np.int32)
     return np.where(versions == UNKNOWN, oldest_versions(tokens), versions), tokens

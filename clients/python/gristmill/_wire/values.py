@@ -1,4 +1,4 @@
-"""Values of one field of a row: converted to an array or a plain value, or refused by name."""
+"""Convert the value of a row's field to an array or a plain value, or refuse it by name."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _KIND_NAMES = {str: "a string", int: "an integer", float: "a number", bool: "tru
 
 
 def is_vector(value: Any) -> bool:
-    """Whether it is given as one value a token, however wrong those are."""
+    """Returns whether the value has one entry per token, whatever the entries are."""
     return isinstance(value, (list, tuple)) or (isinstance(value, np.ndarray) and value.ndim > 0)
 
 
 def scalar(value: Any, name: str, kind: type, where: str) -> Any:
-    """A string, an integer, a number, or true or false; also as NumPy has them."""
+    """Returns a string, an integer, a number or a bool, also from NumPy's types. Raises InvalidArgumentError."""
     if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.ndim == 0):
         value = value.item()
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        # Beyond float64 it is infinite, which is refused with the other values that are not finite.
+        # Numbers beyond float64 become infinite, which later checks refuse.
         return float(value) if abs(value) <= FLOAT32_MAX else math.inf
     if kind is bool and isinstance(value, (int, float)) and value in (0, 1):
         return bool(value)
@@ -57,12 +57,12 @@ def _vector(values: Any, name: str, where: str) -> Array:
 
 
 def tokens(values: Any, name: str, where: str) -> NDArray[np.int32]:
-    """Token ids; negative ones are not looked for, as `gristmill._wire.steps.check` does that for a whole table."""
+    """Converts token ids. Negative ones are found later, by `gristmill._wire.steps.check` for a whole table."""
     array = _vector(values, name, where)
     if not array.size:
         return np.empty(0, np.int32)
     if array.dtype.kind not in "iu":
-        raise InvalidArgumentError(f"{where}: {name} holds {array.dtype} values; token ids are integers 0..{INT32_MAX}")
+        raise InvalidArgumentError(f"{where}: {name} has {array.dtype} values; token ids are integers 0..{INT32_MAX}")
     if array.dtype != np.int32:
         outside = np.less(array, 0) | np.greater(array, INT32_MAX)
         if outside.any():
@@ -72,7 +72,7 @@ def tokens(values: Any, name: str, where: str) -> NDArray[np.int32]:
 
 
 def token_ids(values: Any, name: str, where: str) -> NDArray[np.int32]:
-    """Token ids as an array. Raises InvalidArgumentError that names the field and the value."""
+    """Converts token ids to an array. Raises InvalidArgumentError naming the field and the value."""
     array = from_list(values, np.dtype(np.int32)) if type(values) is list else None
     ids = tokens(values, name, where) if array is None else array
     if ids.size and least(ids) < 0:
@@ -82,10 +82,10 @@ def token_ids(values: Any, name: str, where: str) -> NDArray[np.int32]:
 
 
 def version_array(values: Any, name: str, where: str) -> NDArray[np.int32]:
-    """Policy versions, one a response token."""
+    """Converts policy versions, one per response token."""
     array = _vector(values, name, where)
     if array.size and array.dtype.kind not in "iu":
-        raise InvalidArgumentError(f"{where}: {name} holds {array.dtype} values; policy versions are integers")
+        raise InvalidArgumentError(f"{where}: {name} has {array.dtype} values; policy versions are integers")
     outside = np.less(array, UNKNOWN) | np.greater(array, INT32_MAX)
     if outside.any():
         bad = int(outside.argmax())
@@ -94,7 +94,7 @@ def version_array(values: Any, name: str, where: str) -> NDArray[np.int32]:
 
 
 def mask(values: Any, name: str, where: str) -> NDArray[np.uint8]:
-    """A 0 or 1 a response token."""
+    """Converts a mask: 0 or 1 for each response token."""
     array = _vector(values, name, where)
     good = (array == 0) | (array == 1)
     if not good.all():
@@ -104,15 +104,15 @@ def mask(values: Any, name: str, where: str) -> NDArray[np.uint8]:
 
 
 def float32s(values: Any, name: str, where: str) -> Array:
-    """A number a response token, as float32."""
+    """Converts numbers, one per response token, to float32."""
     return floats(values, name, where, np.float32)
 
 
 def floats(values: Any, name: str, where: str, dtype: Any) -> Array:
-    """A number a response token; float32 values are not made float64, which the table that takes them does."""
+    """Converts numbers, one per response token. float32 is not widened, because the table does that when it copies."""
     array = _vector(values, name, where)
     if array.size and array.dtype.kind not in "iuf":
-        raise InvalidArgumentError(f"{where}: {name} holds {array.dtype} values; expected numbers")
+        raise InvalidArgumentError(f"{where}: {name} has {array.dtype} values; expected numbers")
     if dtype == np.float64 and array.dtype == np.float32:
         return array
     with np.errstate(over="ignore"):

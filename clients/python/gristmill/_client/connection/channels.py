@@ -1,7 +1,7 @@
-"""The replica that a client talks to: one of those that its address names, until that one cannot serve.
+"""Call one replica of a service, and the next one when it cannot serve.
 
-Any replica answers any call, so that a client needs only a living one. Owns the connections and which of them is the
-current one; `retries` decides when a call is tried again.
+A client's address may name several replicas. Any of them answers any call, so a client needs only one that is
+reachable. This module owns the connections and chooses the current replica; `retries` decides when a call is repeated.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from gristmill._wire.codecs.submit_codec import MESSAGE_BYTES
 from gristmill.errors import FailedPreconditionError, InvalidArgumentError
 
 REQUEST_ID = "x-request-id"
-"""Metadata of every call, and what a failed call's error has as `request_id`."""
+"""The metadata key of a call's id, which a failed call's error has as `request_id`."""
 
 _OPTIONS = (
     ("grpc.max_send_message_length", MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MESSAGE_BYTES),
-    # gRPC's own pauses between connects grow to two minutes; a service that is back should be found sooner.
+    # By default gRPC waits up to two minutes before it reconnects; a service that is back should be noticed sooner.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 1_000),
     ("grpc.max_reconnect_backoff_ms", 2_000),
@@ -36,14 +36,14 @@ _OPTIONS = (
     # Clients of one process do not share a connection, so that a rollout of megabytes does not delay an answer.
     ("grpc.use_local_subchannel_pool", 1),
 )
-# How long gRPC waits for the answer to a keepalive has two names, of which its newer versions take the second.
+# The timeout of a keepalive ping has two names: newer versions of gRPC read the second.
 _ALONE = (
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.ping_timeout_ms", 10_000),
 )
-# A replica that hangs is noticed early where another can answer; also late in a wait, during which no data comes. The
-# service permits one ping in 2 s.
+# With several replicas, a replica that hangs is noticed early, also during a long poll without data. The service
+# permits one ping every 2 s.
 _AMONG_OTHERS = (
     ("grpc.keepalive_time_ms", 4_000),
     ("grpc.keepalive_timeout_ms", 4_000),
@@ -52,14 +52,17 @@ _AMONG_OTHERS = (
 )
 
 Bind = Callable[[Any], Callable[..., Any]]
-"""A method of the contract, of the channel given."""
+"""Returns a method of the contract on a channel."""
 
 Watched = AbstractContextManager[None]
 
 
 class Begun(NamedTuple):
-    """A call under way. `answer` waits for its answer; `is_done` says whether that, or an error, is here, and `on_done`
-    takes a function that is called when it is, in any thread."""
+    """A call under way.
+
+    answer: waits for the answer and returns it. is_done: returns whether the call has ended. on_done: registers a
+    function that is called, in any thread, when it ends.
+    """
 
     answer: Callable[[], Any]
     is_done: Callable[[], bool]
@@ -67,11 +70,11 @@ class Begun(NamedTuple):
 
 
 _CANNOT_SERVE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
-_EXPECTED = "expected HOST:PORT or unix:/PATH, or several of them with commas between"
+_EXPECTED = "expected HOST:PORT or unix:/PATH, or several of them, separated by commas"
 
 
 def addresses_of(address: str) -> tuple[str, ...]:
-    """The replicas that an address names. Raises InvalidArgumentError naming the part that is none."""
+    """Returns the replicas that an address names. Raises InvalidArgumentError naming the invalid part."""
     if not isinstance(address, str):
         raise InvalidArgumentError(f"address is {address!r}; {_EXPECTED}")
     parts = tuple(part.strip() for part in address.split(","))
@@ -92,17 +95,17 @@ def _is_address(part: str) -> bool:
 
 
 def cannot_serve(call: grpc.RpcError) -> bool:
-    """Whether the replica is away, stopping, or hangs, as another one need not be. A broken connection is UNAVAILABLE
-    too."""
+    """Returns whether the call failed because its replica is unreachable, stopping or hanging. Then another one may
+    answer."""
     return call.code() in _CANNOT_SERVE
 
 
 class Replicas:
-    """The replicas of one service, which look like one grpc.Channel to the generated stubs.
+    """The replicas of one service; looks like one grpc.Channel to the generated stubs.
 
-    Each call goes to the replica that is current when it is made; one that fails because its replica cannot serve makes
-    the next replica the current one. Replicas are tried in an order of this client's own, so that a thousand clients
-    spread over them, also over those that are left when one dies. Each is connected when it is first called.
+    A call goes to the current replica. If a call fails because that replica cannot serve, the next one becomes current.
+    Each client tries replicas in its own random order, so that a thousand clients spread over them, also after one
+    dies. A replica is connected when it is first called.
     """
 
     _library: Any
@@ -111,16 +114,16 @@ class Replicas:
         addresses = list(addresses_of(address))
         self.names = ", ".join(addresses)
         self.count = len(addresses)
-        # Not in the order of `random`, which many workers seed alike.
+        # Not by the module `random`, which many workers seed alike.
         random.SystemRandom().shuffle(addresses)
         self._addresses, self._credentials = addresses, credentials
         self._options = _OPTIONS + (_ALONE if self.count == 1 else _AMONG_OTHERS)
         self._lock = threading.Lock()
         self._made: dict[str, Any] = {}
         self._version = credentials.version()
-        # Made before certificates were renewed: calls that are under way there may end well.
+        # Channels from before certificates were renewed stay open for the calls that are under way on them.
         self._before: list[Any] = []
-        self._turn = 0
+        self._current_number = 0
         self._id, self._calls = secrets.token_hex(4), itertools.count(1)
         self._is_closed = False
 
@@ -131,17 +134,17 @@ class Replicas:
         return self._streaming(_binder("stream_stream", method, options))
 
     def unary_unary(self, *method: Any, **options: Any) -> Callable[..., Any]:
-        """A method that is called with a request and a timeout."""
+        """Returns a method that takes a request and a timeout."""
         raise NotImplementedError
 
     def begin(self, *method: Any, **options: Any) -> Callable[..., Begun]:
-        """Like `unary_unary`, but the call returns at once."""
+        """Returns a method like that of `unary_unary`, except that its call returns at once."""
         bind = _binder("unary_unary", method, options)
 
         def call(request: Any, timeout: float) -> Begun:
-            turn, channel = self._current()
+            number, channel = self._current()
             named = self._named()
-            return self._begin(bind(channel), self._watched(turn, named), request, timeout=timeout, metadata=named)
+            return self._begin(bind(channel), self._watched(number, named), request, timeout=timeout, metadata=named)
 
         return call
 
@@ -153,49 +156,49 @@ class Replicas:
 
     @contextmanager
     def _attempt(self, bind: Bind) -> Iterator[Callable[..., Any]]:
-        """The method of the current replica."""
-        turn, channel = self._current()
+        """Yields the method of the current replica."""
+        number, channel = self._current()
         named = self._named()
-        with self._watched(turn, named):
+        with self._watched(number, named):
             yield functools.partial(bind(channel), metadata=named)
 
     @contextmanager
-    def _watched(self, turn: int, named: tuple[tuple[str, str], ...]) -> Iterator[None]:
-        """Goes on to the next replica where a call of this turn fails because its replica cannot serve."""
+    def _watched(self, number: int, named: tuple[tuple[str, str], ...]) -> Iterator[None]:
+        """Makes the next replica current if the call within the block fails because its replica cannot serve."""
         try:
             yield
         except grpc.RpcError as call:
             call.request_id = named[0][1]
             if cannot_serve(call):
-                self._fail_over(turn)
+                self._fail_over(number)
             raise
 
     def _named(self) -> tuple[tuple[str, str], ...]:
-        """Metadata with an id of the next call's own, which the service's log names, and the caller's token."""
+        """Returns the next call's metadata: a new id, which the service logs, and the caller's token."""
         return (REQUEST_ID, f"{self._id}-{next(self._calls):x}"), *self._credentials.metadata()
 
     def _current(self) -> tuple[int, Any]:
-        """The channel to call on, and the turn to give to `_fail_over` if that fails."""
+        """Returns the number of the current replica, for `_fail_over`, and its channel."""
         with self._lock:
             if self._is_closed:
                 raise FailedPreconditionError("this client is closed; make another")
             if self._version != (version := self._credentials.version()):
                 self._before += self._made.values()
                 self._made, self._version = {}, version
-            address = self._addresses[self._turn % self.count]
+            address = self._addresses[self._current_number % self.count]
             if address not in self._made:
                 self._made[address] = self._credentials.channel(self._library, address, self._options)
-            return self._turn, self._made[address]
+            return self._current_number, self._made[address]
 
-    def _fail_over(self, turn: int) -> None:
-        """Goes on to the next replica, once for all calls that failed in this turn. The earlier one stays connected:
-        calls that are under way there may end well."""
+    def _fail_over(self, number: int) -> None:
+        """Makes the next replica current, once for all calls that failed on this one. The earlier channel stays open
+        for the calls that are under way on it."""
         with self._lock:
-            if turn == self._turn:
-                self._turn += 1
+            if number == self._current_number:
+                self._current_number += 1
 
     def take_all(self) -> list[Any]:
-        """The channels that there are to close; no more are made."""
+        """Returns all channels, to be closed; no more are made."""
         with self._lock:
             self._is_closed = True
             made = [*self._before, *self._made.values()]
@@ -204,7 +207,7 @@ class Replicas:
 
 
 class Channels(Replicas):
-    """Blocking and thread-safe."""
+    """The replicas for blocking calls. Thread-safe."""
 
     _library = grpc
 
@@ -238,7 +241,7 @@ class Channels(Replicas):
 
 
 class AsyncChannels(Replicas):
-    """For one event loop, that of the calls."""
+    """The replicas for calls in one event loop."""
 
     _library = grpc.aio
 
@@ -269,5 +272,5 @@ class AsyncChannels(Replicas):
 
 
 def _binder(kind: str, method: tuple[Any, ...], options: dict[str, Any]) -> Bind:
-    """Makes the method of a channel, once for each."""
+    """Returns a function that makes a channel's method, once per channel."""
     return functools.cache(lambda channel: getattr(channel, kind)(*method, **options))

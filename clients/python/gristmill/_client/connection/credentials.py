@@ -1,4 +1,4 @@
-"""What a client shows the service, and what it asks the service to show."""
+"""A client's token and certificates, and the authorities whose certificates it accepts."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ _LOOK_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """How a client connects, and as whom. What is not given is taken from the environment.
+    """The token and certificates of a client. What is not given is taken from the environment.
 
-    token: sent with every call (GRISTMILL_TOKEN). token_file: of which it is the content, read again every few seconds
-        (GRISTMILL_TOKEN_FILE); while it cannot be read, the token of before goes on.
+    token: sent with every call (GRISTMILL_TOKEN).
+    token_file: the file with the token, read again every few seconds (GRISTMILL_TOKEN_FILE). While it cannot be read,
+        the previous token stays in use.
     ca_file: the authority that signed the service's certificate, PEM (GRISTMILL_CA_FILE); connections are encrypted.
     cert_file, key_file: the client's own certificate, for a service that asks for one (GRISTMILL_CERT_FILE,
         GRISTMILL_KEY_FILE).
-    tls: whether connections are encrypted: True also without a `ca_file`, by the authorities that gRPC knows
+    tls: True encrypts connections also without a `ca_file`, and accepts the authorities that gRPC knows
         (GRISTMILL_TLS=1).
 
-    Raises InvalidArgumentError where two settings exclude each other, or a file cannot be read.
+    Raises InvalidArgumentError if two settings exclude each other, or a file cannot be read.
     """
 
     token: str | None = field(default_factory=lambda: _of("TOKEN"), repr=False)
@@ -46,7 +47,7 @@ class Credentials:
         if (self.cert_file is None) != (self.key_file is None):
             raise InvalidArgumentError("cert_file and key_file go together; give both, or neither")
         if self.token and not _is_header(self.token):
-            raise InvalidArgumentError("token has characters that no header can hold; give it as it was printed")
+            raise InvalidArgumentError("token has characters that a header cannot contain; give it as it was printed")
         self.metadata()
 
     @property
@@ -54,19 +55,19 @@ class Credentials:
         return self.tls or self.ca_file is not None or self.cert_file is not None
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What goes with each call."""
+        """Returns the metadata of each call."""
         token = self._current() if self.token_file else self.token
         return (("authorization", f"Bearer {token}"),) if token else ()
 
     def channel(self, library: Any, address: str, options: Any) -> Any:
-        """A channel of `grpc` or `grpc.aio`; the certificates are read again."""
+        """Returns a channel of `grpc` or `grpc.aio`, with the certificates as the files have them now."""
         if not self.is_encrypted:
             return library.insecure_channel(address, options)
         ca, key, cert = (_bytes(name, getattr(self, name)) for name in ("ca_file", "key_file", "cert_file"))
         return library.secure_channel(address, grpc.ssl_channel_credentials(ca, key, cert), options)
 
     def version(self) -> object:
-        """Another one once a file of certificates has changed; looked at every few seconds."""
+        """Returns a value that changes when a file of certificates does; the files are checked every few seconds."""
         version, until = self._read.get("version", (None, 0.0))
         now = time.monotonic()
         if now >= until:
@@ -81,7 +82,7 @@ class Credentials:
             try:
                 token = self._in_file()
             except InvalidArgumentError:
-                # While it is replaced, perhaps. A token that is no longer good the service refuses.
+                # The file may be in the middle of a replacement. The service refuses a token that has expired.
                 if not token:
                     raise
             self._read["token"] = token, now + _LOOK_S
@@ -90,7 +91,9 @@ class Credentials:
     def _in_file(self) -> str:
         token = (_bytes("token_file", self.token_file) or b"").decode("ascii", "replace").strip()
         if not _is_header(token):
-            raise InvalidArgumentError(f"token_file: {self.token_file} has no token; give a file with one and no more")
+            raise InvalidArgumentError(
+                f"token_file: {self.token_file} has no token; give a file that contains one token and nothing else"
+            )
         return token
 
 

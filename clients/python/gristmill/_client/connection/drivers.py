@@ -22,7 +22,7 @@ Join = Callable[[], Awaitable[None]]
 
 
 class Signal(Protocol):
-    """Wakes waiting callers when something changed. Hold the driver's lock to wait and to notify."""
+    """Wakes waiting callers when something changed. Acquire the driver's lock to wait and to notify."""
 
     async def wait(self, seconds: float | None) -> None:
         """Returns after `notify_all` or after the seconds; it may also return early."""
@@ -35,7 +35,7 @@ class Driver(Protocol):
 
     @property
     def lock(self) -> AbstractContextManager[Any]:
-        """Guards shared state. It is not held during a call."""
+        """Guards shared state. Released during calls."""
 
     def channels(self, address: str, credentials: Credentials) -> Replicas: ...
 

@@ -1,4 +1,4 @@
-"""Failed calls as errors of gristmill: the class, the message with its remedy, and whether another attempt may help."""
+"""Translate failed calls to errors of gristmill: the class, the message with its remedy, and whether to retry."""
 
 from __future__ import annotations
 
@@ -26,16 +26,17 @@ def _classes(base: type[GristmillError]) -> Iterator[type[GristmillError]]:
 
 
 _BY_NAME = {error.__name__: error for error in _classes(errors.GristmillError)}
-# Of the classes of one code, the one highest in the tree.
+# If several classes have one code, the base class.
 _BY_CODE = {error.code: error for error in reversed(_BY_NAME.values())}
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """One attempt that did not succeed.
+    """An attempt that failed.
 
-    pushback_s: how long the service asks to wait, None where it says nothing.
-    is_of_replica: whether another replica may serve what this one cannot now.
+    may_retry: whether another attempt may succeed.
+    pushback_s: how long the service asks to wait; None if it does not say.
+    is_of_replica: whether another replica may answer.
     """
 
     error: GristmillError
@@ -45,7 +46,7 @@ class Failure:
 
 
 def failure_of(call: grpc.RpcError, address: str) -> Failure:
-    """Translates a gRPC status. The message names the call's id, which the service's log has too."""
+    """Translates a gRPC status. The message names the call's id, which is in the service's log, too."""
     failure = _failure_of(call, address)
     request_id = getattr(call, "request_id", "")
     if not request_id:
@@ -54,16 +55,16 @@ def failure_of(call: grpc.RpcError, address: str) -> Failure:
 
 
 def _failure_of(call: grpc.RpcError, address: str) -> Failure:
-    """The class is that of the trailing metadata `gristmill-error`, else that of the code."""
+    """Takes the error class from the trailing metadata `gristmill-error`, or else from the status code."""
     trailers = {key: value for key, value in call.trailing_metadata() or () if isinstance(value, str)}
     code, details = call.code().name, call.details() or ""
     name = trailers.get("gristmill-error", "")
     if code == "CANCELLED":
-        # A server that stops so ends calls that it has not begun; the client itself cancels none.
+        # A stopping server cancels calls that it has not begun; the client never cancels.
         code = "UNAVAILABLE"
     kind = _BY_NAME.get(name) or _BY_CODE.get(code, GristmillError)
     if code == "RESOURCE_EXHAUSTED" and "larger than max" in details:
-        # gRPC's own refusal: the same message stays too large.
+        # gRPC itself refused it: retrying cannot help.
         return Failure(InvalidArgumentError(f"{address}: {details}; send less at once, or raise max_message_bytes"))
     pushback_s = _pushback_s(trailers)
     may_retry = kind.code in ("UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED") and (pushback_s or 0.0) >= 0.0
@@ -74,7 +75,7 @@ def _failure_of(call: grpc.RpcError, address: str) -> Failure:
     if not name:
         details = _of_transport(kind, code, details, address)
     elif cannot_serve(call) and "," in address:
-        # Any of them may be the one to repair.
+        # The message does not say which replica failed.
         details = f"{address}: {details}"
     return Failure(kind(details), may_retry, pushback_s, cannot_serve(call))
 
@@ -88,7 +89,7 @@ def _of_transport(kind: type[GristmillError], code: str, details: str, address: 
 
 
 def _pushback_s(trailers: dict[str, str]) -> float | None:
-    """gRPC's rule: a negative delay, or one that is no number, means not to retry."""
+    """Reads gRPC's pushback: a negative delay, or one that is not a number, means not to retry."""
     text = trailers.get("grpc-retry-pushback-ms")
     if text is None:
         return None
@@ -99,7 +100,7 @@ def _pushback_s(trailers: dict[str, str]) -> float | None:
 
 
 def with_message(error: GristmillError, message: str) -> GristmillError:
-    """The same error with another message."""
+    """Returns a copy of the error with another message."""
     again = copy.copy(error)
     again.args = (message,)
     return again

@@ -1,4 +1,4 @@
-"""Attempts and their pauses, and long waits that are cut into several calls."""
+"""Decide when a call is repeated, and split long waits into several calls."""
 
 from __future__ import annotations
 
@@ -9,26 +9,27 @@ import time
 from gristmill._client.connection.failures import Failure, with_message
 
 LONGEST_WAIT_S = 20.0
-"""One call asks the service to wait so long at most; a longer wait is several calls, so that a dead connection is
+"""The longest wait that one call asks for. A longer wait is split into several calls, so that a dead connection is
 noticed."""
 
-# One attempt that gets no answer for so long is given up and made again; sooner where there are replicas that were not
-# asked yet. Once all were, it is the service that is slow, and hurrying it would not help.
+# An attempt without an answer is repeated after this time; sooner if another replica was not tried yet. Once all were
+# tried, the service itself is slow, and repeating early would not help.
 _ATTEMPT_S, _ATTEMPT_AMONG_OTHERS_S = 20.0, 8.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 5.0
-# Who waits at a terminal should not have to guess for longer.
+# After this time a warning says why a call takes so long.
 _SILENT_S = 5.0
-# The service answers a wait early when too many wait already.
+# The service answers a long poll early if too many callers wait already.
 _EARLY_ANSWER_PAUSE_S = 0.25
-# Of its own: who seeds the module's numbers draws the same ones again, whatever pauses here.
+# Separate from the module's generator, so that pauses do not change the numbers of a program that seeds it.
 JITTER = random.Random()
 
 _log = logging.getLogger("gristmill")
 
 
 class Backoff:
-    """Pauses between attempts: exponential with full jitter, after what the service asks for. With several replicas the
-    pauses grow, and what one of them asks for counts, once all were tried in a round."""
+    """Computes the pauses between attempts: exponential with full jitter, added to what the service asks for. With
+    several replicas, a failure of one of them counts only after all were tried.
+    """
 
     def __init__(self, replicas: int = 1) -> None:
         self.attempts = 0
@@ -44,32 +45,32 @@ class Backoff:
         return max(0.0, pushback_s or 0.0) + JITTER.random() * ceiling
 
     def attempt_s(self, left_s: float) -> float:
-        """The time that the next attempt gets, of what is left for all."""
+        """Returns the timeout of the next attempt. left_s: what is left for all attempts."""
         are_others_left = self.attempts < self._replicas - 1
         return max(0.05, min(_ATTEMPT_AMONG_OTHERS_S if are_others_left else _ATTEMPT_S, left_s))
 
 
 class Retry:
-    """The attempts at one call, until `timeout_s` is over; 0 is one attempt, which gets the time that it needs."""
+    """The attempts at one call, until `timeout_s` is over. With `timeout_s=0` there is one attempt."""
 
     def __init__(self, timeout_s: float, replicas: int = 1) -> None:
         self._is_only_one = timeout_s == 0
         self._began = time.monotonic()
         self._deadline = self._began + timeout_s
         self._backoff = Backoff(replicas)
-        self._has_told = False
+        self._has_warned = False
 
     def attempt_s(self, wait_s: float) -> float:
-        """The time that the next attempt gets, of which the service may wait `wait_s`."""
+        """Returns the timeout of the next attempt. wait_s: how long the service may wait within it."""
         if self._is_only_one:
             return wait_s + _ATTEMPT_S
         return wait_s + self._backoff.attempt_s(self._deadline - time.monotonic())
 
     def pause_s(self, failure: Failure) -> float:
-        """Seconds until the next attempt. Raises the failure's error where there is to be none. A warning says once why
-        a call takes so long."""
+        """Returns the seconds until the next attempt. Raises the failure's error if there is none. Logs a warning once
+        if the call takes long."""
         if not failure.may_retry:
-            # The error says what gRPC raised.
+            # The error repeats what gRPC's says.
             raise failure.error from None
         pause_s = self._backoff.pause_s(failure.pushback_s, is_of_replica=failure.is_of_replica)
         now = time.monotonic()
@@ -77,14 +78,14 @@ class Retry:
             tried = f"gave up after {self._backoff.attempts} attempts in {now - self._began:.1f} s"
             message = f"{failure.error} ({tried}; a larger timeout_s tries longer)"
             raise with_message(failure.error, message) from None
-        if not self._has_told and now - self._began >= _SILENT_S:
-            self._has_told = True
+        if not self._has_warned and now - self._began >= _SILENT_S:
+            self._has_warned = True
             _log.warning("%s; trying again for %.0f s more", failure.error, self._deadline - now)
         return pause_s
 
 
 class WaitBudget:
-    """One wait that is made of several calls, each of which lets the service wait a part."""
+    """A wait that is split into several calls, in each of which the service waits for a part."""
 
     def __init__(self, wait_s: float) -> None:
         self._deadline = time.monotonic() + wait_s
@@ -98,6 +99,7 @@ class WaitBudget:
         return time.monotonic() >= self._deadline
 
     def pause_s(self) -> float:
-        """After an answer that is not final: a service that answers at once must not be asked without pause."""
+        """Returns the pause after an answer that is not final, so that a service that answers at once is not called in
+        a loop."""
         came_early = time.monotonic() - self._asked < self._slice_s
         return _EARLY_ANSWER_PAUSE_S * (0.5 + JITTER.random()) if came_early else 0.0

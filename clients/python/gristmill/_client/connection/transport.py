@@ -1,7 +1,6 @@
-"""Connections to the service: calls with deadlines and retries, by whichever driver.
+"""Connect to the service, and call it with deadlines and retries, blocking or in an event loop.
 
-Owns no call of the contract and no state of a run. Every call of the contract may be repeated safely, which is why all
-of them are retried here in the same way.
+Knows no call of the contract. Every call may be repeated safely, so all are retried in the same way.
 """
 
 from __future__ import annotations
@@ -23,17 +22,17 @@ from gristmill.v1 import rollout_pb2, rollout_pb2_grpc, run_pb2_grpc, trainer_pb
 T = TypeVar("T")
 
 TIMEOUT_S = 120.0
-"""For how long a call is tried again by default."""
+"""The default time for which a failing call is retried."""
 
 SUBMIT_ROWS = "/gristmill.v1.RolloutService/SubmitRows"
-"""Called with requests that are bytes already, as `gristmill._wire.codecs.submit_codec` writes them."""
+"""Takes requests as bytes, which `gristmill._wire.codecs.submit_codec` encodes."""
 
 WRITE_COLUMNS = "/gristmill.v1.TrainerService/WriteColumns"
-"""Likewise, as `gristmill._wire.codecs.columns_codec` writes them."""
+"""Takes requests as bytes, which `gristmill._wire.codecs.columns_codec` encodes."""
 
 
 class ForkGuard:
-    """Remembers in which process a client was made: gRPC's threads and connections do not survive a fork."""
+    """Remembers the process that made a client: the threads and connections of gRPC do not survive a fork."""
 
     def __init__(self, name: str) -> None:
         self._name, self._pid = name, os.getpid()
@@ -50,8 +49,11 @@ class ForkGuard:
 
 
 class Connection:
-    """A connection to the replicas that `address` names, with the contract's three services. Nothing is connected
-    before the first call. credentials: None: those of the environment."""
+    """A connection to the replicas that `address` names, with the contract's three services. It connects with the first
+    call.
+
+    credentials: None takes those of the environment.
+    """
 
     def __init__(
         self, driver: Driver, address: str, timeout_s: float, owner: str, credentials: Credentials | None = None
@@ -75,9 +77,11 @@ class Connection:
     async def ask(
         self, method: Callable[..., Any], request: Any, *, wait_s: float = 0.0, timeout_s: float = -1.0
     ) -> Any:
-        """The answer, retried for `timeout_s` (the connection's own unless given) over what the service waits.
+        """Makes a call, retrying it for `timeout_s` (by default the connection's) in addition to `wait_s`, and returns
+        its answer.
 
-        Raises the error of gristmill.errors that the last attempt ended with. `timeout_s=0` makes one attempt.
+        wait_s: how long the service may wait before it answers. `timeout_s=0` makes one attempt. Raises the last
+            attempt's error, of `gristmill.errors`.
         """
         self.check_usable()
         retry = Retry(self.timeout_s if timeout_s < 0 else timeout_s, self.channels.count)
@@ -89,7 +93,8 @@ class Connection:
             await self.sleep(pause_s)
 
     async def ask_until(self, ask: Callable[[float], Awaitable[T]], is_final: Callable[[T], bool], wait_s: float) -> T:
-        """The answer of `ask(seconds that the service may wait)` once it is final, or as it is after `wait_s`."""
+        """Calls `ask(seconds that the service may wait)` until its answer is final, or `wait_s` is over. Returns the
+        last answer."""
         budget = WaitBudget(wait_s)
         while True:
             answer = await ask(budget.next_wait_s())
@@ -99,11 +104,11 @@ class Connection:
 
     @property
     def state(self) -> str:
-        """Where it leads, and whether it is closed, for a person."""
+        """Describes the connection for a person: its address, and whether it is closed."""
         return f"at {self.address}{', closed' if self._closed.is_set() else ''}"
 
     async def sleep(self, seconds: float) -> None:
-        """Raises FailedPreconditionError when the client is closed meanwhile."""
+        """Pauses. Raises FailedPreconditionError if the client is closed meanwhile."""
         await self.driver.pause(seconds, self._closed)
         self.check_usable()
 
@@ -116,7 +121,7 @@ class Connection:
         return FailedPreconditionError(f"this {self.owner} is closed; make another")
 
     async def disconnect(self) -> None:
-        """Idempotent. Calls that others wait in end with an error. Does nothing in a fork."""
+        """Closes the connection: calls under way end with an error. Idempotent. Does nothing in a forked process."""
         if self.fork_guard.is_here():
             self._closed.set()
             for channel in self.channels.take_all():
@@ -124,17 +129,17 @@ class Connection:
 
 
 class Transport(Connection):
-    """One whose calls block. Thread-safe."""
+    """A connection whose calls block. Thread-safe."""
 
     def __init__(self, address: str, timeout_s: float, owner: str, credentials: Credentials | None = None) -> None:
         super().__init__(Blocking(), address, timeout_s, owner, credentials)
 
     def call(self, method: Callable[..., Any], request: Any, *, wait_s: float = 0.0, timeout_s: float = -1.0) -> Any:
-        """As `ask`."""
+        """Blocking version of `ask`."""
         return block_on(self.ask(method, request, wait_s=wait_s, timeout_s=timeout_s))
 
     def wait(self, ask: Callable[[float], T], is_final: Callable[[T], bool], wait_s: float) -> T:
-        """As `ask_until`."""
+        """Blocking version of `ask_until`."""
 
         async def asked(seconds: float) -> T:
             return ask(seconds)
@@ -142,9 +147,9 @@ class Transport(Connection):
         return block_on(self.ask_until(asked, is_final, wait_s))
 
     def pause(self, seconds: float) -> None:
-        """As `sleep`."""
+        """Blocking version of `sleep`."""
         block_on(self.sleep(seconds))
 
     def close(self) -> None:
-        """As `disconnect`."""
+        """Blocking version of `disconnect`."""
         block_on(self.disconnect())

@@ -1,4 +1,4 @@
-"""The columns that a run declares, as its workers know them. The run may be deleted and created again with others."""
+"""The columns that a run declares, as far as its workers know. A run may be deleted and created again with others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ T = TypeVar("T")
 
 
 class Declared(NamedTuple):
-    """columns: those that a run declares. shared: the names of those whose values a step has from the step before."""
+    """The columns that a run declares.
+
+    shared: the names of those whose values a step may omit because the step before has them.
+    """
 
     columns: Sequence[ColumnSpec] = ()
     shared: frozenset[str] = frozenset()
@@ -22,18 +25,18 @@ class Declared(NamedTuple):
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Declared:
         columns = specs_of(config.get("columns", ()))
-        # Steps that do not merge, though one begins with the other, are rows with all of their own values.
+        # If a step does not merge with a step that it extends, its row needs all values itself.
         merges = config.get("merge", "none") != "none" and all(column.merge != "equal" for column in columns)
         return cls(columns, frozenset(column.name for column in columns if merges and column.is_shared))
 
-    def fit(self, given: Collection[str]) -> bool:
-        """Whether rows may have these columns."""
+    def fit(self, column_names: Collection[str]) -> bool:
+        """Returns whether a row may have exactly these columns."""
         names = {column.name for column in self.columns}
         needed = {column.name for column in self.columns if column.required and column.source == "rollout"}
-        return needed <= set(given) <= names
+        return needed <= set(column_names) <= names
 
     def named(self, names: Collection[str]) -> list[ColumnSpec]:
-        """The columns of these names. Raises InvalidArgumentError for one that the run does not declare."""
+        """Returns the columns of these names. Raises InvalidArgumentError for one that the run does not declare."""
         known = by_name(self.columns)
         for name in names:
             if name not in known:
@@ -44,10 +47,10 @@ class Declared(NamedTuple):
 
 
 class DeclaredColumns:
-    """Asks for them where rows have any, once, and again where rows do not fit them: who did not create the run and has
-    no columns need not wait for the service.
+    """Reads the run's declared columns when rows have any, and again when rows do not fit them: a worker that has no
+    columns and did not create the run need not wait for the service.
 
-    ask: gives the run's state. share: is told the names of the shared ones.
+    ask: returns the run's state. share: called with the names of shared columns.
     """
 
     def __init__(self, ask: Callable[[], Awaitable[RunStatus]], share: Callable[[frozenset[str]], None]) -> None:
@@ -55,43 +58,46 @@ class DeclaredColumns:
         self._known: Declared | None = None
         self._was_refused = False
 
-    async def used(self, given: Collection[str], make: Callable[[Declared], T]) -> T:
-        """What `make` makes of rows with these columns, given what is declared. What it refuses is made again where the
-        run declares others by now. given: the names."""
-        declared = await self._of(given)
+    async def used(self, column_names: Collection[str], make: Callable[[Declared], T]) -> T:
+        """Calls `make` with the declared columns and returns its result. If `make` refuses the rows, it is called again
+        if the run has other columns by now.
+
+        column_names: those of the rows.
+        """
+        declared = await self._of(column_names)
         try:
             return make(declared)
         except InvalidArgumentError:
-            changed = await self._changed_from(declared) if given else None
+            changed = await self._changed_from(declared) if column_names else None
             if changed is None:
                 raise
         return make(changed)
 
-    async def _of(self, given: Collection[str]) -> Declared:
-        if self._known is None and not given and not self._was_refused:
+    async def _of(self, column_names: Collection[str]) -> Declared:
+        if self._known is None and not column_names and not self._was_refused:
             return Declared()
-        if self._known is None or not self._known.fit(given):
+        if self._known is None or not self._known.fit(column_names):
             return await self._asked()
         return self._known
 
     def created(self, config: Mapping[str, Any]) -> None:
-        """The run has this configuration, which the service has taken."""
+        """Takes the columns from a configuration with which the run was created."""
         self._know(Declared.of(config))
 
     def deleted(self) -> None:
-        """The run is gone; another of its name may declare others."""
+        """Forgets the columns: another run of the name may declare others."""
         self._know(Declared())
         self._known = None
 
     async def _changed_from(self, before: Declared) -> Declared | None:
-        """None where they have not changed, or cannot be had."""
+        """Reads the columns again. Returns None if they are the same, or cannot be read."""
         with suppress(GristmillError):
             declared = await self._asked()
             return None if declared == before else declared
         return None
 
     def forget_if_refused(self, error: GristmillError) -> None:
-        """What the service refuses may be right for the run of that name before, or lack a column."""
+        """Forgets the columns if the service refused rows: they may be those of an earlier run of the name."""
         if isinstance(error, InvalidArgumentError):
             self._known, self._was_refused = None, True
 
@@ -105,7 +111,7 @@ class DeclaredColumns:
 
 
 def checked_names(columns: Any, where: object) -> Mapping[str, Any]:
-    """A step's columns, which are values by names. Raises InvalidArgumentError for what is no mapping."""
+    """Returns a step's columns, values by name. Raises InvalidArgumentError unless they are a mapping."""
     if columns is None:
         return {}
     if not isinstance(columns, Mapping):

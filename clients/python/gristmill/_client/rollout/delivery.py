@@ -1,4 +1,4 @@
-"""Rows on their way, and their outcomes. Values and pure functions; the outbox says which are sent when."""
+"""Rows that are being delivered, and their outcomes. The outbox decides which are sent when."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ class RowOutcome(enum.Enum):
     """The service's answer for one row."""
 
     ACCEPTED = 1
-    """The service took it: it will be part of exactly one batch, or be dropped exactly once for a recorded reason."""
+    """The service stored it: it will be in exactly one batch, or be dropped once, for a recorded reason."""
     DUPLICATE = 2
     """The same row was accepted before."""
     SEALED = 3
-    """Its group was sealed into a batch before it came."""
+    """Its group was sealed into a batch before the row arrived."""
     DROPPED = 4
-    """Its group or trajectory was dropped or aborted before it came."""
+    """Its group or trajectory was dropped or aborted before the row arrived."""
     SUPERSEDED = 5
     """A higher attempt of its trajectory exists."""
 
     @property
     def is_stored(self) -> bool:
-        """Whether the service has the row; where it has not, further steps of the trajectory are of no use."""
+        """Whether the service has the row. If not, further steps of the trajectory are useless."""
         return self in (RowOutcome.ACCEPTED, RowOutcome.DUPLICATE)
 
 
@@ -48,12 +48,12 @@ _OUTCOMES = {outcome.value: outcome for outcome in RowOutcome}
 
 @dataclass(slots=True, eq=False)
 class Delivery:
-    """The outcomes of rows that belong together: those of one trajectory, or of one submission.
+    """The outcomes of the rows of one trajectory, or of one submission.
 
-    outcomes: one a row, in the order they were added; None while it is pending, and after a failure.
-    pending: rows that have neither outcome nor error yet.
-    is_kept: whether the service keeps what it was sent, as far as is known.
-    failures: why rows of a trajectory were not taken.
+    outcomes: one per row, in the order in which rows were added; None while pending, and after a failure.
+    pending: the number of rows that have neither outcome nor error yet.
+    is_kept: whether the service kept all rows so far.
+    failures: the errors of rows that were not accepted, by trajectory.
     """
 
     outcomes: list[RowOutcome | None] = field(default_factory=list)
@@ -63,7 +63,8 @@ class Delivery:
 
 
 class Prefix(NamedTuple):
-    """The leading tokens that a row omits: how many, their CRC-32, and the columns that are omitted with them."""
+    """The first tokens of a row that are not sent: their number, their CRC-32, and the columns that are left out with
+    them."""
 
     length: int = 0
     checksum: int = 0
@@ -76,10 +77,10 @@ WHOLE = Prefix()
 
 @dataclass(slots=True, eq=False)
 class PendingRow:
-    """A row that has no outcome yet.
+    """A row without an outcome.
 
-    expires: when to give it up; set by the first attempt. prefix: what need not be sent; None if the encoder has to
-    look its trajectory up.
+    expires: the time at which delivery is given up; the first attempt sets it. prefix: what need not be sent; None if
+        the encoder has to find out.
     """
 
     table: Steps
@@ -100,7 +101,7 @@ class PendingRow:
 
 
 def tables_of(entries: Sequence[PendingRow]) -> list[Steps]:
-    """The entries' rows in their order, as tables."""
+    """Returns the rows of these entries, in order, as tables."""
     parts: list[tuple[Steps, list[int]]] = []
     for entry in entries:
         if parts and parts[-1][0] is entry.table:
@@ -111,7 +112,7 @@ def tables_of(entries: Sequence[PendingRow]) -> list[Steps]:
 
 
 def outcomes_of(response: rollout_pb2.SubmitRowsResponse, entries: Sequence[PendingRow]) -> list[RowOutcome]:
-    """Raises GristmillError where the answer is not one outcome a row."""
+    """Reads the outcomes. Raises GristmillError unless there is one per row."""
     if len(response.outcomes) != len(entries):
         raise GristmillError(
             f"the service answered {len(response.outcomes)} outcomes for {len(entries)} rows; check its version"
@@ -120,12 +121,12 @@ def outcomes_of(response: rollout_pb2.SubmitRowsResponse, entries: Sequence[Pend
 
 
 def form_of(table: Steps) -> Form:
-    """Which columns the table has: rows of another form cannot share a message."""
+    """Returns which optional columns the table has. Rows of different forms cannot share a message."""
     return (table.advantages is not None, *(getattr(table, one.name) is not None for one in TOKEN_FIELDS))
 
 
 def row_sizes(table: Steps) -> Int64s:
-    """Bytes of each row on the wire, about; int64 (rows,)."""
+    """Returns the approximate bytes of each row on the wire; int64 (rows,)."""
     sizes = table.tokens.lengths * 4 + _ROW_OVERHEAD
     for column in table.token_columns:
         sizes = sizes + column.lengths * column.values.itemsize
@@ -136,7 +137,7 @@ def row_sizes(table: Steps) -> Int64s:
 
 
 def error_of(failures: dict[TrajectoryKey, GristmillError]) -> GristmillError:
-    """One error for all: of the class of the first, naming the trajectories."""
+    """Combines failures: returns an error of the first one's class that names the trajectories."""
     first = next(iter(failures.values()))
     names = [str(key) for key in failures]
     listed = "; ".join(names[:_NAMES_IN_MESSAGE])

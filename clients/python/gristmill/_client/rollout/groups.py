@@ -10,7 +10,7 @@ from gristmill.v1 import run_pb2
 
 
 class GroupState(StrEnum):
-    """How far a prompt group is."""
+    """The progress of a prompt group."""
 
     OPEN = "open"
     """Admitted, and samples are missing."""
@@ -31,10 +31,10 @@ _STATES: dict[int, GroupState] = {
 
 
 class Group(NamedTuple):
-    """One prompt group that was admitted to a run.
+    """A prompt group that was admitted to a run.
 
-    batch: which it was sealed into, None where it was not. reason: why it was dropped, empty where it was not. tag: its
-    environment or task, empty where it has none.
+    batch: the batch it was sealed into; None if it was not. reason: why it was dropped; empty if it was not. tag: its
+    environment or task; empty if it has none.
     """
 
     uid: str
@@ -46,15 +46,15 @@ class Group(NamedTuple):
 
     @property
     def is_consumed(self) -> bool:
-        """Whether it need not be sampled again: it is in a batch, or dropped."""
+        """Whether the group is in a batch or dropped, so that it need not be sampled again."""
         return self.state in (GroupState.SEALED, GroupState.DROPPED)
 
 
 def groups_of(pages: Iterable[run_pb2.ListGroupsResponse]) -> list[Group]:
-    return [_group(found) for page in pages for found in page.groups]
+    return [_group(status) for page in pages for status in page.groups]
 
 
-def _group(found: run_pb2.GroupStatus) -> Group:
-    state = _STATES[found.state]
-    batch = found.batch if state is GroupState.SEALED else None
-    return Group(found.uid, found.round, state, batch, found.reason, found.tag)
+def _group(status: run_pb2.GroupStatus) -> Group:
+    state = _STATES[status.state]
+    batch = status.batch if state is GroupState.SEALED else None
+    return Group(status.uid, status.round, state, batch, status.reason, status.tag)

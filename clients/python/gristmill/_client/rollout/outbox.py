@@ -1,9 +1,9 @@
-"""Rows on their way to the service: which are sent next, which are sent again and when, and the outcome of each.
+"""Rows on their way to the service: which are sent next, which are repeated and when, and the outcome of each.
 
-A state machine without threads, clock or I/O, which the sender drives: it takes the `next_message`, sends it, and
-reports by `on_outcomes` or `on_failure`. Several messages may be under way at a time, of different trajectories, so
-that rows of a trajectory arrive in the order they were added; after a failure, one by one until all is well again. No
-row leaves it without an outcome or an error.
+A state machine without threads, clock or I/O. The sender drives it: it sends the `next_message`, and reports the result
+by `on_outcomes` or `on_failure`. Several messages may be under way at a time, but only one per trajectory, so that its
+rows arrive in order; after a failure, only one in all until a message succeeds. Every row ends with an outcome or an
+error.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from gristmill.errors import (
 
 # A message is a little more than its rows' buffers.
 _MESSAGE_RESERVE = 64 << 10
-# An enum is asked for a member by a function in Python.
+# Looking up a member of an enum calls a Python function.
 _ACCEPTED = RowOutcome.ACCEPTED
-# So many rows are looked at for one that need not wait for an answer.
+# The number of rows that are searched for one whose trajectory has no message under way.
 _LOOK_AHEAD = 64
 
 
 @dataclass(slots=True)
 class _Parked:
-    """A group that the service has no room for now; not_before is infinite while some of it is being sent."""
+    """A group for which the service has no capacity now. not_before: infinite while some of its rows are being sent."""
 
     entries: deque[PendingRow]
     backoff: Backoff
@@ -58,7 +58,7 @@ class _Parked:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """When a message is full, how long a row waits for others, and how much may wait."""
+    """The limits of a message, how long a row waits for others to share it, and how many messages may be queued."""
 
     message_rows: int
     message_bytes: int
@@ -76,7 +76,7 @@ class Outbox:
         self._again: deque[list[PendingRow]] = deque()
         self._parked: dict[Group, _Parked] = {}
         self._outage = Backoff(replicas)
-        self._held_until = 0.0
+        self._pause_until = 0.0
         self._last_number = 0
         self._urgent_number = 0
         self._pending: dict[int, PendingRow] = {}
@@ -87,7 +87,7 @@ class Outbox:
     # For producers.
 
     def _check_sizes(self, table: Steps) -> Int64s:
-        """Bytes of each row on the wire. Raises InvalidArgumentError for a row that no message can hold."""
+        """Returns the bytes of each row on the wire. Raises InvalidArgumentError for a row that no message can hold."""
         sizes = row_sizes(table)
         most = MESSAGE_BYTES - _MESSAGE_RESERVE
         if len(sizes) and int(sizes.max()) > most:
@@ -99,8 +99,8 @@ class Outbox:
         return sizes
 
     def has_room(self, table: Steps) -> bool:
-        """Whether the rows may be added now. Not while one of their groups waits for the service to have room: that
-        holds back who is ahead of the trainer, and nobody else."""
+        """Returns whether the rows may be added now. Not while the service has no capacity for one of their groups:
+        this paces producers that are ahead of the trainer, and no others."""
         many = self._limits.queue_messages
         if len(self._fresh) >= many * self._limits.message_rows:
             return False
@@ -109,7 +109,7 @@ class Outbox:
         return not self._parked or not any(table.key(row)[:2] in self._parked for row in range(len(table)))
 
     def add(self, table: Steps, delivery: Delivery, now: float, prefix: Prefix | None = None) -> bool:
-        """Appends the rows. Returns whether a message may be due earlier. prefix: as `PendingRow` has it."""
+        """Appends the rows. Returns whether the sender has to check for a due message. prefix: as in `PendingRow`."""
         form, sizes, was_empty = form_of(table), self._check_sizes(table).tolist(), not self._fresh
         keys = made_of(TrajectoryKey, table.rounds.tolist(), table.uids, table.samples.tolist())
         first, index = self._last_number + 1, len(delivery.outcomes)
@@ -130,32 +130,33 @@ class Outbox:
         return len(self._pending)
 
     def flush(self) -> int:
-        """Makes all rows that are here due at once. Returns the number of the last row, for `is_concluded`."""
+        """Makes all queued rows due at once. Returns the number of the last row, for `is_concluded`."""
         self._urgent_number = self._last_number
         return self._last_number
 
     def is_concluded(self, number: int) -> bool:
-        """Whether every row up to this number has an outcome or an error."""
+        """Returns whether every row up to this number has an outcome or an error."""
         return not self._pending or next(iter(self._pending)) > number
 
     def is_sending(self, is_meant: Callable[[TrajectoryKey], bool]) -> bool:
-        """Whether rows of the trajectories that are meant have neither outcome nor error yet."""
+        """Returns whether rows of the matching trajectories have neither outcome nor error yet."""
         return any(is_meant(entry.key) for entry in self._pending.values())
 
     def withdraw(self, is_meant: Callable[[TrajectoryKey], bool]) -> None:
-        """Takes back rows that are not being sent at this moment, as dropped."""
+        """Drops the rows of the matching trajectories that are not being sent at this moment."""
         withdrawn = self._extract(lambda entry: is_meant(entry.key))
         for entry in withdrawn:
             self._conclude(entry, RowOutcome.DROPPED)
         self._release(withdrawn)
 
     def take_error(self, delivery: Delivery) -> GristmillError | None:
-        """Why rows of the delivery were not taken. `take_errors` then leaves them out: each error is raised once."""
+        """Returns the error of the delivery's rows, if any. `take_errors` then leaves it out: each error is raised
+        once."""
         self._unreported.pop(id(delivery), None)
         return error_of(delivery.failures) if delivery.failures else None
 
     def take_errors(self) -> GristmillError | None:
-        """Why rows were not taken, for all deliveries whose errors nobody took yet."""
+        """Returns one error for all deliveries whose errors nobody has taken yet, if any."""
         failures = {key: error for delivery in self._unreported.values() for key, error in delivery.failures.items()}
         self._unreported.clear()
         return error_of(failures) if failures else None
@@ -163,8 +164,9 @@ class Outbox:
     # For the sender.
 
     def next_message(self, now: float) -> list[PendingRow]:
-        """The next message's rows, all of one form; empty when none is due, or has to wait for one under way."""
-        if now < self._held_until or self._is_blocked():
+        """Returns the rows of the next message, all of one form; none if no message is due, or it must wait for an
+        answer."""
+        if now < self._pause_until or self._is_blocked():
             return []
         entries = self._again.popleft() if self._again else self._take_parked(now) or self._take_fresh(now)
         expires = now + self._timeout_s
@@ -176,11 +178,12 @@ class Outbox:
         return entries
 
     def attempt_s(self, entries: Sequence[PendingRow], now: float) -> float:
-        """The time that an attempt at these rows gets."""
+        """Returns the timeout of an attempt to send these rows."""
         return self._outage.attempt_s(min(entry.expires for entry in entries) - now)
 
     def due_in(self, now: float) -> float | None:
-        """Seconds until there is a `next_message`; None when there is none, or not before an answer comes."""
+        """Returns the seconds until the next message is due; None if there is none, or none before an answer
+        arrives."""
         if self._is_blocked():
             return None
         times = [parked.not_before for parked in self._parked.values()]
@@ -189,10 +192,10 @@ class Outbox:
         if first := self._first_free():
             times.append(now if self._is_full() or self._is_urgent(first) else first.added + self._limits.linger_s)
         soonest = min(times, default=inf)
-        return None if soonest == inf else max(soonest, self._held_until) - now
+        return None if soonest == inf else max(soonest, self._pause_until) - now
 
     def on_outcomes(self, entries: Sequence[PendingRow], outcomes: Sequence[RowOutcome]) -> None:
-        """The service answered."""
+        """Takes the service's answer to a message."""
         self._returned(entries)
         self._outage = Backoff(self._replicas)
         for entry, outcome in zip(entries, outcomes, strict=True):
@@ -200,8 +203,8 @@ class Outbox:
         self._release(entries)
 
     def on_failure(self, entries: list[PendingRow], failure: Failure, now: float) -> None:
-        """The attempt failed, and nothing of it was kept: sends the rows again later, in smaller messages so that one
-        bad row does not take others with it, or gives them up."""
+        """Takes the failure of a message, of which the service stored nothing: repeats its rows later, in smaller
+        messages so that one bad row does not fail others, or gives them up."""
         self._returned(entries)
         error = failure.error
         if isinstance(error, PrefixUnknownError) and any(entry.prefix != WHOLE for entry in entries):
@@ -214,9 +217,9 @@ class Outbox:
                 self._fail(expired, with_message(error, f"{error} (gave up after {self._timeout_s:g} s)"))
             entries = [entry for entry in entries if entry.number in self._pending]
             if entries and isinstance(error, ResourceExhaustedError):
-                self._wait_for_room(entries, failure, now)
+                self._park(entries, failure, now)
             elif entries:
-                self._held_until = self._next_attempt(entries, self._outage, failure, now)
+                self._pause_until = self._next_attempt(entries, self._outage, failure, now)
                 self._again.appendleft(entries)
         elif len(entries) > 1 and isinstance(error, (InvalidArgumentError, AlreadyExistsError)):
             middle = len(entries) // 2
@@ -225,7 +228,7 @@ class Outbox:
             self._fail(entries, error)
 
     def _fail(self, entries: Sequence[PendingRow], error: GristmillError) -> None:
-        """Gives the rows up, and those that follow in their trajectories: one with a hole is of no use."""
+        """Gives up the rows, and later rows of their trajectories, which are useless without them."""
         lost = {(entry.key, id(entry.delivery)) for entry in entries}
         followers = self._extract(lambda entry: (entry.key, id(entry.delivery)) in lost)
         for entry in (*entries, *followers):
@@ -236,7 +239,7 @@ class Outbox:
         self._release(entries)
 
     def _is_blocked(self) -> bool:
-        """Whether what is next has to wait until a message that is under way has returned."""
+        """Returns whether the next message has to wait for the answer to one that is under way."""
         if not self._messages:
             return False
         if self._again or self._parked:
@@ -244,7 +247,7 @@ class Outbox:
         return bool(self._fresh) and self._first_free() is None
 
     def _first_free(self) -> PendingRow | None:
-        """The first row, of those looked at, of whose trajectory nothing is under way."""
+        """Returns the first queued row whose trajectory has no message under way, of those searched."""
         return next((entry for entry in islice(self._fresh, _LOOK_AHEAD) if entry.key not in self._being_sent), None)
 
     def _returned(self, entries: Sequence[PendingRow]) -> None:
@@ -257,7 +260,7 @@ class Outbox:
             return []
         if not (self._is_full() or self._is_urgent(first) or first.added + self._limits.linger_s <= now):
             return []
-        # Those of trajectories that are being sent stay, all of them, so that each trajectory keeps its order.
+        # Rows of trajectories with a message under way stay queued, so that each trajectory keeps its order.
         passed = list[PendingRow]()
         while self._fresh[0].key in self._being_sent:
             passed.append(self._fresh.popleft())
@@ -274,7 +277,7 @@ class Outbox:
         return []
 
     def _fill(self, source: deque[PendingRow]) -> list[PendingRow]:
-        """As many rows of one form as fit a message; at least one."""
+        """Takes as many rows of one form as fit into a message; at least one."""
         taken, room = [source.popleft()], self._limits.message_bytes
         room -= taken[0].size
         while source and len(taken) < self._limits.message_rows:
@@ -283,21 +286,21 @@ class Outbox:
                 break
             is_next_table = following.table is not taken[-1].table and len(following.table) > 1
             if is_next_table and _left_of_table(source) > room:
-                # In parts its columns would not be sent as they stand.
+                # Sending a part of a table would copy its columns.
                 break
             room -= following.size
             taken.append(source.popleft())
         return taken
 
     def _is_full(self) -> bool:
-        """Whether a message can be filled."""
+        """Returns whether the queued rows fill a message."""
         return len(self._fresh) >= self._limits.message_rows or self._fresh_bytes >= self._limits.message_bytes
 
     def _is_urgent(self, entry: PendingRow) -> bool:
         return entry.number <= self._urgent_number
 
-    def _wait_for_room(self, entries: list[PendingRow], failure: Failure, now: float) -> None:
-        """Parks the group that has no room; of several groups, finds by halving which it is."""
+    def _park(self, entries: list[PendingRow], failure: Failure, now: float) -> None:
+        """Parks the group for which there is no capacity. Of several groups, finds it by halving the message."""
         groups = list(dict.fromkeys(entry.group for entry in entries))
         if len(groups) > 1:
             first = set(groups[: len(groups) // 2])
@@ -315,12 +318,12 @@ class Outbox:
 
     @staticmethod
     def _next_attempt(entries: Sequence[PendingRow], backoff: Backoff, failure: Failure, now: float) -> float:
-        """A last attempt is made when the first of the rows expires."""
+        """Returns the time of the next attempt; the last one is made when the first of the rows expires."""
         pause_s = backoff.pause_s(failure.pushback_s, is_of_replica=failure.is_of_replica)
         return min(now + pause_s, min(entry.expires for entry in entries))
 
     def _release(self, entries: Iterable[PendingRow]) -> None:
-        """Lets the rows go on that waited for room with these."""
+        """Queues the rows of parked groups again, after rows of these groups were accepted or gave up."""
         if self._parked:
             for group in {entry.group for entry in entries} & self._parked.keys():
                 rest = self._parked.pop(group).entries
@@ -335,7 +338,7 @@ class Outbox:
             entry.delivery.is_kept &= outcome.is_stored
 
     def _extract(self, is_meant: Callable[[PendingRow], bool], *, parked: bool = True) -> list[PendingRow]:
-        """Removes the queued rows that are meant, in order."""
+        """Removes and returns the matching queued rows, in order."""
         extracted: list[PendingRow] = []
 
         def rest_of(entries: Iterable[PendingRow]) -> list[PendingRow]:
@@ -355,6 +358,6 @@ class Outbox:
 
 
 def _left_of_table(source: deque[PendingRow]) -> int:
-    """Bytes of the rows at the beginning that are of one table."""
+    """Returns the bytes of the first queued rows that are of one table."""
     table = source[0].table
     return sum(entry.size for entry in takewhile(lambda entry: entry.table is table, source))

@@ -1,4 +1,4 @@
-"""Requests and answers of the rollout calls. Makes no calls."""
+"""Make the requests of rollout calls, and read their answers. Makes no calls."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _log = logging.getLogger("gristmill")
 
 _T = TypeVar("_T")
 
-# Waiting for room paces producers, so that only a long wait is warned of; seconds, at least, between two warnings.
+# Waiting for capacity is normal: it paces producers. Only a long wait is logged, at most this often; in seconds.
 ROOM_NOTICE_S = 30.0
 
 _FINISHED = {rollout_pb2.GROUP_ADMISSION_SEALED, rollout_pb2.GROUP_ADMISSION_DROPPED}
 
-# A row waits so long for others to share its message.
+# The time that a row waits for others to share its message; in seconds.
 _LINGER_S = 0.003
 
 
@@ -51,12 +51,13 @@ def encoder(run: str, compression: str | None) -> RequestEncoder:
 
 
 def tables(rows: ValueColumns, limits: Limits) -> Iterator[Steps]:
-    """The rows as tables that fill a message each, which also holds their names."""
+    """Cuts the rows into tables that fill one message each, including their names."""
     return rows.tables(limits.message_rows, limits.message_bytes * 7 // 8)
 
 
 def listed(rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The rows as a list. Raises InvalidArgumentError for a single mapping, such as a whole generator output."""
+    """Returns the rows as a list. Raises InvalidArgumentError for a single mapping, such as a whole generator
+    output."""
     if isinstance(rows, Mapping):
         raise InvalidArgumentError(
             f"rows is one {type(rows).__name__}; give a list of rows. A generator output of SkyRL is converted by "
@@ -108,22 +109,22 @@ def begin_groups(
         ) from None
 
 
-def _one_each(uids: Sequence[str], given: _T | Mapping[str, _T] | None, default: _T) -> list[_T]:
-    """What was given for all groups, or by uid; nothing where nothing was given."""
-    if given is None:
+def _one_each(uids: Sequence[str], values: _T | Mapping[str, _T] | None, default: _T) -> list[_T]:
+    """Returns one value per uid, from a value for all groups or from values by uid; an empty list for None."""
+    if values is None:
         return []
-    return [given.get(uid, default) if isinstance(given, Mapping) else given for uid in uids]
+    return [values.get(uid, default) if isinstance(values, Mapping) else values for uid in uids]
 
 
 def admitted(request: rollout_pb2.BeginGroupsRequest, answer: rollout_pb2.BeginGroupsResponse) -> list[str]:
-    """The uids that may be rolled out. Where there is nothing to do for any of them, a warning says why."""
+    """Returns the uids that may be rolled out. Logs a warning with the reason if all of them are finished already."""
     if answer.admissions and _FINISHED.issuperset(answer.admissions):
         sealed = sum(state == rollout_pb2.GROUP_ADMISSION_SEALED for state in answer.admissions)
         _log.warning(
-            "run %r: no group was begun, of uid %r and others (%d in all): %d are already in batches, and %d were "
-            "dropped. The service does not take their rows again. Give other uids. For another pass over the same "
+            "run %r: no group of uid %r and others (%d in all) was begun: %d are already in batches, and %d were "
+            "dropped. The service does not accept rows of them again. Give other uids. For another pass over the same "
             "uids, in a run that is not finished, give round=%d to begin_groups and trajectory. Or delete the run "
-            "(delete_run) and begin anew",
+            "(delete_run) and create it again",
             request.run,
             request.uids[0],
             len(request.uids),
@@ -136,14 +137,14 @@ def admitted(request: rollout_pb2.BeginGroupsRequest, answer: rollout_pb2.BeginG
 
 
 def waits_for_room(answer: rollout_pb2.BeginGroupsResponse) -> bool:
-    """Whether none is admitted, and one may be later."""
+    """Returns whether no group is admitted now, although one may be later."""
     states = set(answer.admissions)
     admits = rollout_pb2.GROUP_ADMISSION_ADMITTED in states
     return not admits and rollout_pb2.GROUP_ADMISSION_NO_ROOM in states
 
 
 class RoomWait:
-    """One wait for room. Warns why there is none, with the first answer after each ROOM_NOTICE_S of waiting."""
+    """A wait for capacity. Logs the reason as a warning after each ROOM_NOTICE_S of waiting."""
 
     def __init__(self, run: str) -> None:
         self._run = run
@@ -155,7 +156,7 @@ class RoomWait:
         now = time.monotonic()
         if now - self._warned >= ROOM_NOTICE_S:
             self._warned = now
-            _log.warning("run %r: no room for groups for %.0f s now: %s", self._run, now - self._began, answer.reason)
+            _log.warning("run %r: no capacity for groups for %.0f s: %s", self._run, now - self._began, answer.reason)
         return False
 
 
@@ -189,7 +190,7 @@ def trajectory_key(key: TrajectoryKey) -> rollout_pb2.TrajectoryKey:
 
 
 def wait_of(wait_s: float | None) -> float:
-    """None waits as long as it takes."""
+    """Returns the seconds to wait; infinite for None. Raises InvalidArgumentError for a negative number."""
     if wait_s is None:
         return inf
     if not wait_s >= 0:

@@ -1,6 +1,7 @@
-"""The calls of rollout workers, written once: `AsyncRolloutClient` awaits them, `RolloutClient` runs them to their end.
+"""The calls of rollout workers, written once as coroutines: `AsyncRolloutClient` awaits them, `RolloutClient` runs
+them.
 
-Owns their order and their waits; the rules of batching are the outbox's. `RolloutClient` says what each means.
+Owns the order of calls and their waits; `outbox` has the rules of batching. `RolloutClient` documents each call.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class RolloutCore:
         )
         if version < at_least:
             raise DeadlineExceededError(
-                f"run {self.run!r}: the policy version is {version} after {timeout_s:g} s and not yet {at_least}; wait "
+                f"run {self.run!r}: the policy version is {version} after {timeout_s:g} s, not {at_least}; wait "
                 "longer, or check that the trainer announces its versions"
             )
         return version
@@ -156,14 +157,14 @@ class RolloutCore:
     async def set_reward(self, uid: str, sample: int, reward: Any, *, round: int = 0, step: int | None = None) -> bool:
         key = TrajectoryKey(round, uid, sample)
         request = requests.set_reward(self.run, key, step, reward)
-        await self.sender.wait_for(lambda found: found == key)
+        await self.sender.wait_for(lambda other: other == key)
         return bool((await self._connection.ask(self._connection.rollouts.SetRewards, request)).changed)
 
     async def abort_trajectory(self, uid: str, sample: int, *, round: int = 0, reason: str = "") -> bool:
         key = TrajectoryKey(round, uid, sample)
-        self.sender.withdraw(lambda found: found == key)
-        # Also the rest of its group, which may be what makes the group known.
-        await self.sender.wait_for(lambda found: found[:2] == key[:2])
+        self.sender.withdraw(lambda other: other == key)
+        # Wait for all rows of the group: the service may not know the group before.
+        await self.sender.wait_for(lambda other: other[:2] == key[:2])
         request = requests.abort_trajectory(self.run, key, reason)
         return bool((await self._connection.ask(self._connection.rollouts.AbortTrajectories, request)).changed)
 

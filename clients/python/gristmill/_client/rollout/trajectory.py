@@ -1,6 +1,6 @@
-"""One trajectory as its worker sees it: steps are handed over, and a failed one is given up.
+"""A trajectory, whose steps are handed over one by one. The client owns the thread and the connection.
 
-Owns no thread and no connection: those are the client's. `Trajectory` is `AsyncTrajectory` whose calls block.
+`Trajectory` is `AsyncTrajectory` with calls that block.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from gristmill._wire.steps import TrajectoryKey
 from gristmill.completions import sampled
 from gristmill.errors import FailedPreconditionError, GristmillError, InvalidArgumentError, NotFoundError
 
-# A reason travels with an abort and is counted by; a traceback has no place in it.
+# The service counts aborts by their reason, which therefore has to be short.
 _REASON_LENGTH = 200
 
 
 class StepFields(TypedDict, total=False):
-    """What a step may have in addition to its tokens; `Trajectory.step` says what each is."""
+    """The fields that a step may have in addition to its tokens; `Trajectory.step` describes them."""
 
     loss_mask: Any
     rollout_logprobs: Any
@@ -38,7 +38,8 @@ class StepFields(TypedDict, total=False):
 
 
 class AsyncTrajectory:
-    """As Trajectory; made by `AsyncRolloutClient.trajectory`. An asynchronous context manager, for one task."""
+    """Like `Trajectory`, awaited; made by `AsyncRolloutClient.trajectory`. An asynchronous context manager, for one
+    task."""
 
     def __init__(
         self,
@@ -118,7 +119,7 @@ class AsyncTrajectory:
     ) -> bool:
         choices = sampled(completion)
         if not choices:
-            raise InvalidArgumentError(f"{self.key}: nothing was sampled in this completion; leave it out")
+            raise InvalidArgumentError(f"{self.key}: the engine sampled nothing in this completion; leave it out")
         for number, choice in enumerate(choices, 1):
             ends = number == len(choices)
             await self.step(
@@ -134,7 +135,7 @@ class AsyncTrajectory:
 
     async def abort(self, reason: str) -> None:
         self._writer.is_ended = True
-        # Where no row has arrived, the service may never have heard of the group.
+        # Before the first row arrives, the service may not know the group.
         with suppress(NotFoundError):
             await self._abort(self.key.uid, self.key.sample, round=self.key.round, reason=reason)
 
@@ -150,7 +151,7 @@ class AsyncTrajectory:
             await self.abort("ended without a last step")
             raise FailedPreconditionError(
                 f"{self.key}: the block ended after {self._writer.next_step} steps without a last one, so that the "
-                "trajectory was aborted; give is_last_step=True with the last step, or call abort(reason) to give up "
+                "trajectory was aborted; give is_last_step=True with the last step, or call abort(reason) to abort it "
                 "on purpose"
             )
         try:
@@ -160,11 +161,11 @@ class AsyncTrajectory:
 
 
 class Trajectory:
-    """One trajectory being rolled out; made by `RolloutClient.trajectory`. For one thread at a time.
+    """A trajectory that is being rolled out; made by `RolloutClient.trajectory`. For one thread at a time.
 
-    As a context manager it is aborted, with the exception as the reason, when the block raises. A block that ends
-    without a last step aborts it too and raises FailedPreconditionError, as its group would wait for it forever;
-    `abort` is the way to give up on purpose.
+    As a context manager, it is aborted if the block raises, with the exception as the reason. If the block ends without
+    a last step, it is aborted, too, and FailedPreconditionError is raised, because its group would wait for it forever.
+    Call `abort` to give up on purpose.
     """
 
     def __init__(self, awaited: AsyncTrajectory) -> None:
@@ -179,8 +180,8 @@ class Trajectory:
 
     @property
     def is_dropped(self) -> bool:
-        """Whether the service is known to drop further steps: the trajectory's group was dropped, aborted, or sealed
-        without it, or a higher attempt supersedes it. Makes no call."""
+        """Whether the service drops further steps: the trajectory's group was dropped, aborted, or sealed without it,
+        or a higher attempt supersedes it. Makes no call."""
         return self._awaited.is_dropped
 
     def step(
@@ -198,28 +199,27 @@ class Trajectory:
         advantage: Any = None,
         columns: Mapping[str, Any] | None = None,
     ) -> bool:
-        """Hands over the next step; returns False where the trajectory `is_dropped`: then stop working on it.
+        """Hands over the next step. Returns False if the trajectory `is_dropped`: then stop working on it.
 
-        The arrays may be lists, NumPy arrays, or CPU tensors; they are copied, so the caller may go on changing them.
-        loss_mask: one 0 or 1 a response token; all 1 when not given.
-        reward: one number, or one per response token where the client was made with `token_rewards`. Not given, it is
-            0 before the last step; on the last step it is pending until `RolloutClient.set_reward`.
-        policy_version: when it differs from the trajectory's.
-        policy_versions: one a response token, -1 unknown, where weights changed while it was sampled.
-        columns: values of the columns that the run declares, by name: of each one a row, response token, or prompt and
-            response token, or items, as declared. The first step that has any asks the service what is declared, unless
-            this client created the run.
+        Arrays may be lists, NumPy arrays or CPU tensors. They are copied, so that the caller may change them
+        afterwards.
+        loss_mask: 0 or 1 for each response token; all 1 by default.
+        reward: one number, or one per response token if the client was made with `token_rewards`. By default 0 before
+            the last step; on the last step the reward is then pending until `RolloutClient.set_reward`.
+        policy_version: the version that sampled the step, if it is not the trajectory's.
+        policy_versions: a version for each response token, -1 if unknown, for weights that changed during the step.
+        columns: values of the run's declared columns, by name, each of its declared scope. The first step that has any
+            asks the service which columns are declared, unless this client created the run.
 
-        Does not wait for the service: rows are sent by a thread a few milliseconds later, and `flush` waits for them.
-        Blocks only while too much is under way, or while the service has no room for the trajectory's group.
-        Raises InvalidArgumentError naming the field, after which the same step may be given again, corrected; and the
-        error of an earlier step that the service did not take, after which the trajectory is lost.
+        Does not wait for the service: a thread sends rows within milliseconds, and `flush` waits for them. Blocks only
+        while too many rows are pending, or the service has no capacity for the trajectory's group. Raises
+        InvalidArgumentError naming the field; the step may then be corrected and given again. Raises the error of an
+        earlier step that the service refused; the trajectory is then lost.
 
             with client.trajectory("math/17", sample=0, policy_version=4) as trajectory:
                 while not done:
-                    prompt, response = sample(conversation)
-                    done, score = environment.act(response)
-                    if not trajectory.step(prompt, response, reward=score, is_last_step=done):
+                    prompt, response = sample(conversation) done, score = environment.act(response) if not
+                    trajectory.step(prompt, response, reward=score, is_last_step=done):
                         break
         """
         return block_on(
@@ -239,38 +239,38 @@ class Trajectory:
         )
 
     def extend(self, observation_ids: Any, response_ids: Any, **fields: Unpack[StepFields]) -> bool:
-        """As `step`, given only what is new: the prompt is all tokens so far and then the observation's.
+        """Hands over the next step, whose prompt is all tokens so far and then `observation_ids`.
 
-        observation_ids: what the environment, a tool or the user said since; it may be empty. fields: as of `step`.
-        Raises FailedPreconditionError where there is no step yet; otherwise as `step`.
+        observation_ids: what the environment, a tool or the user added; may be empty. fields: like those of `step`.
+            Raises FailedPreconditionError before the first step, and the errors of `step`.
         """
         return block_on(self._awaited.extend(observation_ids, response_ids, **fields))
 
     def record(
         self, completion: Any, *, reward: Any = None, is_last_step: bool = False, policy_version: int | None = None
     ) -> bool:
-        """Hands over an engine's answer, as a step for each choice; returns False where the trajectory `is_dropped`.
+        """Hands over an engine's answer, with one step for each choice. Returns False if the trajectory `is_dropped`.
 
         completion: a chat completion, completion or response with its token ids, as an object of the `openai` package,
-            a mapping, or the list of a stream's chunks; `gristmill.completions` says what to ask the engine for. What
-            it sampled is trained, what it read is context: messages of tools and users, and answers of other calls.
-        reward, is_last_step: of the last choice; otherwise as of `step`.
+            a mapping, or the list of a stream's chunks; `gristmill.completions` describes what to ask the engine for.
+            Its sampled tokens are trained. Its prompt is context: messages of tools and users, and answers of other
+            calls.
+        reward, is_last_step: of the last choice; otherwise as for `step`.
 
-        Give calls in the order in which they were answered. A run with `merge: tree` makes a tree of parallel calls,
-        several choices, sub-agents and shortened histories. Raises as `step`, and InvalidArgumentError for a completion
-        without its token ids.
+        Give calls in the order in which they were answered. With `merge: tree`, parallel calls, several choices,
+        sub-agents and shortened histories become a tree. Raises the errors of `step`, and InvalidArgumentError for a
+        completion without token ids.
 
             completion = engine.chat.completions.create(
                 model=model, messages=messages, logprobs=True, extra_body={"return_token_ids": True}
-            )
-            trajectory.record(completion)
+            ) trajectory.record(completion)
         """
         return block_on(
             self._awaited.record(completion, reward=reward, is_last_step=is_last_step, policy_version=policy_version)
         )
 
     def abort(self, reason: str) -> None:
-        """Gives the trajectory up: its rows are dropped and its group goes on without it. Idempotent."""
+        """Aborts the trajectory: its rows are dropped, and its group continues without it. Idempotent."""
         block_on(self._awaited.abort(reason))
 
     def __enter__(self) -> Self:

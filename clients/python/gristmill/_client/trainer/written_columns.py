@@ -99,7 +99,7 @@ def _array(column: ColumnSpec, values: Any) -> Array:
     if tensor.dtype != wanted:
         if not (column.is_float and tensor.is_floating_point()) and not torch.can_cast(tensor.dtype, wanted):
             raise InvalidArgumentError(
-                f"{column.name} holds {tensor.dtype} values and its column declares {column.dtype}; convert the values"
+                f"{column.name} has {tensor.dtype} values and its column declares {column.dtype}; convert the values"
             )
         tensor = tensor.to(wanted)
     tensor = tensor.cpu().contiguous()

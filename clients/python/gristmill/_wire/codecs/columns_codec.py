@@ -1,7 +1,7 @@
-"""WriteColumnsRequest as bytes, by hand: its tensors are copied once when it is written, and viewed when it is read.
+"""Encode and decode WriteColumnsRequest without protobuf's copies of its tensors.
 
-Any protobuf library reads what is written here, and what any of them wrote is read here. protobuf's own classes would
-copy the tensors four times on their way.
+The encoding is protobuf's: any protobuf library can read these requests, and requests of any library are read here.
+Tensors are copied once when written and viewed when read, where protobuf's classes would copy them four times.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ _ALIGNMENT = 8
 
 
 def encode(request: trainer_pb2.WriteColumnsRequest, tensors: Mapping[str, Array]) -> bytes:
-    """The request with these tensors, which stand at a multiple of 8 bytes, so that they can be used where they are.
+    """Encodes a request with these tensors, which start at a multiple of 8 bytes, so that the reader need not copy
+    them.
 
     request: without its tensors.
     """
@@ -29,10 +30,10 @@ def encode(request: trainer_pb2.WriteColumnsRequest, tensors: Mapping[str, Array
 
 
 class ColumnsRequest:
-    """One request as it came. tensors: a safetensors file, a view of the request where its tensors can be used so."""
+    """A received request. tensors: a safetensors file, if possible as a view of the request."""
 
     def __init__(self, data: bytes) -> None:
-        """Raises google.protobuf.message.DecodeError for what is no WriteColumnsRequest."""
+        """Decodes the request. Raises google.protobuf.message.DecodeError for other bytes."""
         self._data = data
         small, begin, end = _cut(data)
         request = trainer_pb2.WriteColumnsRequest.FromString(small)
@@ -47,8 +48,9 @@ class ColumnsRequest:
 
 
 def _cut(data: bytes) -> tuple[bytes, int, int]:
-    """The request without its tensors, and where these stand in it. Where that cannot be told, all of it, and nowhere:
-    protobuf reads it, or refuses it."""
+    """Returns the request without its tensors, and where the tensors begin and end. If the request has an unusual form,
+    returns all of it and 0, 0: protobuf then reads or refuses it.
+    """
     at = begin = end = 0
     rest: list[bytes] = []
     try:

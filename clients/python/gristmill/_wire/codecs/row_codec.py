@@ -1,4 +1,4 @@
-"""Steps to protobuf rows and back. Buffers are little-endian and are viewed, not copied, when read."""
+"""Encode steps as protobuf rows, and decode them. Buffers are little-endian, and are viewed, not copied, when read."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if sys.byteorder != "little":  # pragma: no cover
     raise ImportError("gristmill moves raw little-endian buffers and needs a little-endian machine")
 
 BUFFERS = ("tokens", *(one.message for one in TOKEN_FIELDS))
-"""The fields with values of tokens. The others are small, but for the values of declared columns."""
+"""The fields with values of tokens. Except for these and declared columns, fields are small."""
 
 COLUMN_VALUES = "column_values"
 
@@ -41,9 +41,9 @@ Buffers = Mapping[str, memoryview]
 
 
 class Prefixes(NamedTuple):
-    """The first tokens of rows that `tokens` leaves out: the step before begins with the same.
+    """The first tokens of rows that are not sent, because the step before begins with the same.
 
-    lengths: int64 (rows,), at most the row's prompt. checksums: uint32 (rows,), CRC-32 of the bytes left out.
+    lengths: int64 (rows,), at most the row's prompt. checksums: uint32 (rows,), CRC-32 of the bytes that are left out.
     """
 
     lengths: Int64s
@@ -51,15 +51,17 @@ class Prefixes(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """Rows as they came. `tokens` of `steps` holds what was sent; where there are prefixes, they say what it lacks.
-    Nothing is checked."""
+    """Received rows, unchecked.
+
+    steps: `tokens` has what was sent. prefixes: what was left out; None if rows are whole.
+    """
 
     steps: Steps
     prefixes: Prefixes | None
 
 
 def encode(table: Steps) -> rows_pb2.Rows:
-    """The table as a message."""
+    """Encodes a table as a message."""
     message = small_fields([table])
     for name, column in buffers(table).items():
         setattr(message, name, column.compact().values.tobytes())
@@ -70,7 +72,8 @@ def encode(table: Steps) -> rows_pb2.Rows:
 
 
 def described(name: str, tables: Sequence[Steps], left_out: Int64s | None) -> rows_pb2.Column:
-    """A declared column of the tables' rows, one table after another. left_out: (rows,) values that are not sent."""
+    """Describes a declared column of the rows of all tables. left_out: (rows,) how many values of each row are not
+    sent."""
     extras = [table.extras.get(name) for table in tables]
     model = next(extra.values.values for extra in extras if extra is not None)
     nothing = [np.full(len(table), -1) for table in tables]
@@ -89,7 +92,7 @@ def described(name: str, tables: Sequence[Steps], left_out: Int64s | None) -> ro
 
 
 def small_fields(tables: Sequence[Steps], prefixes: Prefixes | None = None) -> rows_pb2.Rows:
-    """The tables' rows, one table after another, but for their buffers and declared columns."""
+    """Encodes the rows of all tables, without buffers and declared columns."""
     first = tables[0]
     rewards = first.token_rewards is None
     numbers: dict[str, Any] = {name: _unless(_column(tables, name), default) for name, _, default in _NUMBERS}
@@ -109,7 +112,7 @@ def small_fields(tables: Sequence[Steps], prefixes: Prefixes | None = None) -> r
 
 
 def buffers(table: Steps) -> dict[str, Ragged]:
-    """The table's columns that are sent as buffers; a mask of ones is not."""
+    """Returns the columns that are sent as buffers. A loss mask of ones is not sent."""
     sent = {"tokens": table.tokens}
     for one in TOKEN_FIELDS:
         column = getattr(table, one.name)
@@ -119,10 +122,10 @@ def buffers(table: Steps) -> dict[str, Ragged]:
 
 
 def decode(message: rows_pb2.Rows) -> Steps:
-    """A checked table over the message's buffers.
+    """Decodes a message to a checked table that views its buffers.
 
-    Raises InvalidArgumentError naming the field and both sizes where a column does not fit the number of rows or
-    tokens, or as `gristmill._wire.steps.check` does; also for rows without their prefixes.
+    Raises InvalidArgumentError naming the field and both sizes if a column does not fit the number of rows or tokens,
+    for rows without their prefixes, and as `gristmill._wire.steps.check` does.
     """
     sent = read(message, {})
     if sent.prefixes is not None:
@@ -133,10 +136,10 @@ def decode(message: rows_pb2.Rows) -> Steps:
 
 
 def read(message: rows_pb2.Rows, apart: Buffers, column_values: Sequence[memoryview] = ()) -> Sent:
-    """A table over the buffers of the message, and those that were read apart from it. The values are not checked.
+    """Decodes a message to a table whose values are not checked.
 
-    Raises InvalidArgumentError naming the field and both sizes where a column does not fit the number of rows or
-    tokens.
+    apart: buffers that the caller has separated from the message. Raises InvalidArgumentError naming the field and both
+    sizes if a column does not fit the number of rows or tokens.
     """
 
     def buffer(name: str) -> bytes | memoryview:
@@ -148,14 +151,14 @@ def read(message: rows_pb2.Rows, apart: Buffers, column_values: Sequence[memoryv
     responses = _per_row(message.response_lengths, "response_lengths", count, np.int64, None)
     for name, lengths in (("prompt_lengths", prompts), ("response_lengths", responses)):
         if least(lengths) < 0:
-            raise InvalidArgumentError(f"{name} holds {lengths.min()}; lengths are not negative")
+            raise InvalidArgumentError(f"{name} holds {lengths.min()}; a length is 0 or more")
     prefixes = _prefixes(message, prompts)
     lengths = prompts + responses if prefixes is None else prompts + responses - prefixes.lengths
     tokens = _Rows(lengths).ragged(buffer("tokens"), "tokens", np.int32)
     if tokens is None:
         raise InvalidArgumentError("tokens is empty; every row needs a prompt and a response")
     of_responses = _Rows(responses)
-    # All ones is the default; one shared row of them is enough. No longer than the tokens, which are here.
+    # The default is a mask of ones. All rows share one; it is not longer than the tokens, which were received.
     loss_mask = of_responses.ragged(buffer("loss_mask"), "loss_mask", np.uint8) or ones(responses)
     token_rewards = _token_rewards(buffer("token_rewards"), of_responses)
     rewards = (
@@ -205,7 +208,7 @@ def _extras(columns: Sequence[rows_pb2.Column], values: Sequence[bytes | memoryv
     if len(extras) < len(columns):
         names = [column.name for column in columns]
         twice = next(name for name in names if names.count(name) > 1)
-        raise InvalidArgumentError(f"columns: {twice!r} is there twice; send each column once")
+        raise InvalidArgumentError(f"columns: {twice!r} is sent twice; send each column once")
     return extras
 
 
@@ -229,7 +232,7 @@ def _extra(column: rows_pb2.Column, buffer: bytes | memoryview, count: int) -> E
             f"{list(shape)} each)"
         )
     if dtype == np.bool_ and len(buffer) and np.frombuffer(buffer, np.uint8).max() > 1:
-        raise InvalidArgumentError(f"column {name!r} holds a byte that is neither 0 nor 1; bool values are those")
+        raise InvalidArgumentError(f"column {name!r} has a byte other than 0 and 1; send one of these for each bool")
     values = np.frombuffer(buffer, dtype) if len(buffer) else np.empty(0, dtype)
     return Extra(Ragged.from_lengths(values.reshape(-1, *shape), lengths), counts >= 0)
 
@@ -240,7 +243,7 @@ def _column(tables: Sequence[Steps], name: str) -> Array:
 
 
 def _unless(column: Array, default: Any) -> Sequence[Any]:
-    """The column's values; none where all are the default. default: None where they are always sent."""
+    """Returns the column's values; an empty list if all are the default. default: None if they are always sent."""
     values: list[Any] = column.tolist()
     return [] if values.count(default) == len(values) else values
 
@@ -251,7 +254,7 @@ def _stop_reasons(tables: Sequence[Steps]) -> list[str]:
 
 
 def few_of(count: int, dtype: Any, default: Any) -> Array:
-    """A column of the default, one for all tables of so few rows: a turn is one row, and making it costs."""
+    """Returns a column with the default in each row. Small ones are cached, because most tables have few rows."""
     return _few_of(count, dtype, default) if count <= FEW_ROWS else np.full(count, default, dtype)
 
 
@@ -287,13 +290,13 @@ def _prefixes(message: rows_pb2.Rows, prompts: Int64s) -> Prefixes | None:
     if bad.any():
         row = int(bad.argmax())
         raise InvalidArgumentError(
-            f"prefix_lengths[{row}] is {lengths[row]}, of a prompt of {prompts[row]} tokens; a prefix lies within it"
+            f"prefix_lengths[{row}] is {lengths[row]} and the prompt has {prompts[row]} tokens; leave out no more"
         )
     return Prefixes(lengths, checksums) if lengths.any() else None
 
 
 class _Rows:
-    """Rows that stand one after another in each of several buffers."""
+    """Reads columns from buffers in which the rows' values are concatenated."""
 
     def __init__(self, lengths: Int64s) -> None:
         self._lengths, self._starts, self.total = lengths, starts_of(lengths), sum_of(lengths)
@@ -310,7 +313,7 @@ class _Rows:
 
 
 def ones(lengths: Int64s) -> Ragged:
-    """A mask of ones for rows of these lengths, which share them."""
+    """Returns a mask of ones for rows of these lengths, which share its memory."""
     return Ragged(np.ones(int(greatest(lengths)), np.uint8), _per_row((), "", len(lengths), np.int64, 0), lengths)
 
 

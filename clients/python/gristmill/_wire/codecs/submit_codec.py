@@ -1,7 +1,7 @@
-"""SubmitRowsRequest as bytes, by hand where it is large: a buffer is copied once when written, and viewed when read.
+"""Encode and decode SubmitRowsRequest without protobuf's copies of its buffers.
 
-Any protobuf library reads what is written here, and what any of them wrote is read here. protobuf's own classes would
-copy every buffer two or three times on its way.
+The encoding is protobuf's: any protobuf library can read these requests, and requests of any library are read here.
+Buffers are copied once when written and viewed when read, where protobuf's classes would copy them two or three times.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _ZSTD_LEVEL = 1
 
 
 class Submission:
-    """One request as it came; the rows are read when they are asked for. nbytes: uncompressed."""
+    """A received request, whose rows are read on demand. nbytes: its uncompressed size."""
 
     def __init__(self, data: bytes, most_bytes: int = MESSAGE_BYTES) -> None:
-        """most_bytes: what a compressed request may grow to.
+        """Decodes the request. most_bytes: the limit of its uncompressed size.
 
-        Raises InvalidArgumentError for what is no SubmitRowsRequest, or a compressed one that is too large.
+        Raises InvalidArgumentError for bytes that are no SubmitRowsRequest, or a compressed one that is too large.
         """
         self._data = data
         try:
@@ -57,7 +57,7 @@ class Submission:
         parts, self.nbytes = _parts(data), len(data)
         request = rollout_pb2.SubmitRowsRequest.FromString(parts.rest)
         if parts.small and request.HasField("rows"):
-            # Messages that come twice are merged; nobody writes that, and protobuf knows how.
+            # protobuf merges a field that is sent twice. This is rare, so that protobuf itself may do it.
             parts = _all_rest(data)
             request = rollout_pb2.SubmitRowsRequest.FromString(parts.rest)
         self._rows = rows_pb2.Rows.FromString(parts.small) if parts.small else request.rows
@@ -66,7 +66,7 @@ class Submission:
         self.run: str = request.run
 
     def rows(self) -> row_codec.Sent:
-        """Raises InvalidArgumentError as `gristmill._wire.codecs.row_codec.read` does."""
+        """Reads the rows. Raises InvalidArgumentError as `gristmill._wire.codecs.row_codec.read` does."""
         return row_codec.read(self._rows, self._buffers, self._column_values)
 
     def SerializeToString(self) -> bytes:  # noqa: N802  as protobuf's own messages have it
@@ -79,10 +79,10 @@ def encode(
     prefixes: row_codec.Prefixes | None = None,
     left_out: Mapping[str, Int64s] | None = None,
 ) -> bytes:
-    """The request for the tables' rows, one table after another; all have the same built-in columns.
+    """Encodes a request for the rows of all tables, which have the same built-in columns.
 
-    prefixes: what of the rows' tokens is left out; left_out: of declared columns, how many values of each row are, by
-    name. Each buffer stands at a multiple of 8 bytes, so that the service can use it where it is.
+    prefixes: the first tokens of rows, which are not sent. left_out: by declared column, how many values of each row
+        are not sent. Each buffer starts at a multiple of 8 bytes, so that the service need not copy it.
     """
     parts: list[Buffer] = []
     at = 1 + LENGTH_BYTES
@@ -101,21 +101,22 @@ def encode(
 
 
 def compressed(request: bytes) -> bytes:
-    """The request as one that says the same in fewer bytes. Raises InvalidArgumentError where zstandard is missing."""
+    """Compresses a request. Raises InvalidArgumentError if zstandard is not installed."""
     frame = zstandard().ZstdCompressor(level=_ZSTD_LEVEL, write_content_size=True).compress(request)
     return rollout_pb2.SubmitRowsRequest(zstd=frame).SerializeToString()
 
 
 def decompressed(frame: bytes, most_bytes: int) -> bytes:
-    """The request that `compressed` was given. Raises as `Submission`; takes no more memory than the frame may."""
+    """Decompresses a request. Allocates at most `most_bytes`; raises InvalidArgumentError for a larger or invalid
+    frame."""
     module = zstandard()
     try:
         size = module.frame_content_size(frame)
         if size > most_bytes:
-            # Not RESOURCE_EXHAUSTED, which asks to send the same again later.
+            # Not ResourceExhaustedError, after which clients send the same request again.
             raise InvalidArgumentError(
                 f"zstd: the request has {size} bytes uncompressed and max_message_bytes is {most_bytes}; send fewer "
-                "rows a request, or raise the setting"
+                "rows per request, or raise the setting"
             )
         if size < 0:
             raise InvalidArgumentError(
@@ -130,18 +131,18 @@ def decompressed(frame: bytes, most_bytes: int) -> bytes:
 
 
 def check_zstd() -> None:
-    """Raises InvalidArgumentError where zstandard is missing."""
+    """Raises InvalidArgumentError if zstandard is not installed."""
     zstandard()
 
 
 def _buffers(tables: Sequence[Steps], prefixes: row_codec.Prefixes | None) -> dict[str, list[Buffer]]:
-    """The memory that each buffer is made of, for those that are sent."""
+    """Returns the pieces of memory of each buffer that is sent."""
     by_table = [row_codec.buffers(table) for table in tables]
     memory: dict[str, list[Buffer]] = {}
     for name in row_codec.BUFFERS:
         if not any(name in columns for columns in by_table):
             continue
-        # A mask of ones is sent where other rows have another.
+        # A mask of ones is sent if other rows have a different mask.
         columns = [columns.get(name, table.loss_mask) for columns, table in zip(by_table, tables, strict=True)]
         memory[name] = _memory(columns)
     if prefixes is not None:
@@ -151,14 +152,14 @@ def _buffers(tables: Sequence[Steps], prefixes: row_codec.Prefixes | None) -> di
 
 
 def _extras(tables: Sequence[Steps], left_out: Mapping[str, Int64s]) -> list[tuple[rows_pb2.Column, list[Buffer]]]:
-    """Each declared column that any of the rows has, and the memory that its values are."""
+    """Returns each declared column of the rows, and the pieces of memory of its values."""
     extras = []
     for name in dict.fromkeys(name for table in tables for name in table.extras):
         columns = [table.extras[name].values for table in tables if name in table.extras]
         if (counts := left_out.get(name)) is None:
             memory = _memory(columns)
         else:
-            # Rows without the column leave out nothing of it.
+            # Rows without the column have empty arrays, of which nothing is left out.
             rows = [row for table in tables for row in _rows_of(table, name)]
             memory = [bytes_of(row[count:]) for row, count in zip(rows, counts.tolist(), strict=True)]
         extras.append((row_codec.described(name, tables, counts), memory))
@@ -179,8 +180,11 @@ def _memory(columns: Sequence[Ragged]) -> list[Buffer]:
 
 
 class _Parts(NamedTuple):
-    """buffers, column_values: those that the rows begin with. small: the rest of the rows. rest: the request but for
-    its rows."""
+    """The parts of an encoded request.
+
+    buffers, column_values: views of the rows' large fields. small: the other fields of the rows. rest: the request's
+        other fields.
+    """
 
     buffers: dict[str, memoryview]
     column_values: list[memoryview]
@@ -189,7 +193,7 @@ class _Parts(NamedTuple):
 
 
 def _parts(data: Buffer) -> _Parts:
-    """Cuts the request. One that is not as `encode` writes it is all rest, for protobuf to read."""
+    """Splits a request. If `encode` did not write it, all of it is `rest`, which protobuf reads."""
     buffers, column_values, view = dict[str, memoryview](), list[memoryview](), memoryview(data)
     try:
         tag, begin = read_varint(data, 0)

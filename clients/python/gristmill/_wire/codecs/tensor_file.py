@@ -1,6 +1,6 @@
-"""A few tensors as a safetensors file, as trainers write columns back. Reading copies nothing.
+"""Encode and decode small safetensors files, in which trainers write columns back. Reading copies nothing.
 
-Works on NumPy arrays; the bits of bfloat16 stand in uint16, as in `gristmill._wire.column_spec`.
+Works on NumPy arrays; uint16 has the bits of bfloat16, as in `gristmill._wire.column_spec`.
 """
 
 from __future__ import annotations
@@ -22,20 +22,22 @@ NAMES: dict[np.dtype[Any], str] = {
         *(("float16", "F16"), ("uint16", "BF16"), ("float32", "F32"), ("float64", "F64")),
     )
 }
-"""The types that columns have, as safetensors names them."""
+"""The names of columns' types in safetensors files."""
 
 _DTYPES = {code: dtype for dtype, code in NAMES.items()}
 _HEAD, _LONGEST_HEADER, _MOST_AXES = 8, 1 << 20, 16
 
 
 def encode(tensors: Mapping[str, Array]) -> bytes:
-    """The file's bytes."""
+    """Returns the bytes of a file with these tensors."""
     return b"".join(pieces(tensors))
 
 
 def pieces(tensors: Mapping[str, Array], begin: int = 0) -> list[bytes | memoryview]:
-    """The file's bytes in pieces, which are not copied. begin: where it will stand in what contains it; the tensors
-    then begin at a multiple of 8 bytes of that."""
+    """Returns the file's bytes in pieces, without copying tensors.
+
+    begin: the file's offset in what will contain it: its data then begins at a multiple of 8 bytes there.
+    """
     entries: dict[str, Any] = {}
     offset = 0
     for name, values in tensors.items():
@@ -48,12 +50,12 @@ def pieces(tensors: Mapping[str, Array], begin: int = 0) -> list[bytes | memoryv
 
 
 def begin_of_data(file: bytes | memoryview) -> int:
-    """Where the tensors begin in the file, by its first bytes."""
+    """Returns the offset of the first tensor. file: at least its first 8 bytes."""
     return _HEAD + int.from_bytes(file[:_HEAD], "little")
 
 
 def decode(data: bytes | memoryview) -> dict[str, Array]:
-    """Views of the file's tensors. Raises InvalidArgumentError for what is no such file."""
+    """Returns views of the tensors, by name. Raises InvalidArgumentError for bytes that are no such file."""
     try:
         length = begin_of_data(data) - _HEAD
         if not 2 <= length <= min(len(data) - _HEAD, _LONGEST_HEADER):
@@ -65,8 +67,8 @@ def decode(data: bytes | memoryview) -> dict[str, Array]:
             raise ValueError("its tensors do not fill it")
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
         raise InvalidArgumentError(
-            f"{len(data)} bytes are no safetensors file of columns: {str(error)[:200]}; write one, as safetensors' own "
-            "save does"
+            f"{len(data)} bytes are no safetensors file of columns: {str(error)[:200]}; write one as `save` of "
+            "safetensors does"
         ) from None
     return tensors
 
@@ -79,7 +81,7 @@ def _tensor(data: bytes | memoryview, start: int, dtype: str, shape: list[int], 
         raise ValueError(f"a tensor has shape {shape!r} at {begin!r}:{end!r}")
     count = prod(shape)
     if not begin <= end <= len(data) - start or end - begin != count * kind.itemsize:
-        raise ValueError(f"a tensor of shape {shape} stands at {begin}:{end} of {len(data) - start} bytes")
+        raise ValueError(f"a tensor of shape {shape} is at {begin}:{end} of {len(data) - start} bytes")
     values: Array = np.frombuffer(data, kind if kind != np.bool_ else np.uint8, count, start + begin)
     if kind == np.bool_:
         if values.size and values.max() > 1:

@@ -1,4 +1,4 @@
-"""Bytes as frames of zstd (RFC 8878) with their size and checksum: shards, as they travel and as Redis stores them."""
+"""Compress shards as zstd frames (RFC 8878) with size and checksum, for transfer and for Redis."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any
 from gristmill.errors import InvalidArgumentError
 
 FRAME_BYTES = 2 << 20
-"""The content of a shard's frame: small enough that one that does not compress fits a message of 4 MiB."""
+"""The uncompressed bytes of a frame: few enough that an incompressible one fits into a message of 4 MiB."""
 
 # Half of a shard is padding, which the fastest level removes.
 _LEVEL = 1
 
 
 class DamagedFrameError(InvalidArgumentError):
-    """The bytes are no whole frame, or their content is not what was compressed."""
+    """The bytes are no complete frame, or have other content than was compressed."""
 
 
 @cache
 def is_available() -> bool:
-    """Whether zstandard is installed."""
+    """Returns whether zstandard is installed."""
     try:
         zstandard()
     except InvalidArgumentError:
@@ -30,7 +30,7 @@ def is_available() -> bool:
 
 
 def zstandard() -> Any:
-    """The module. Raises InvalidArgumentError where it is missing."""
+    """Returns the module. Raises InvalidArgumentError if it is not installed."""
     try:
         import zstandard as module
     except ImportError as missing:
@@ -39,13 +39,13 @@ def zstandard() -> Any:
 
 
 def compressed(data: bytes | memoryview) -> bytes:
-    """One frame of these bytes, with their size and checksum."""
+    """Compresses the bytes to one frame."""
     frame: bytes = zstandard().ZstdCompressor(level=_LEVEL, write_checksum=True).compress(data)
     return frame
 
 
 def compressed_stream(pieces: Iterable[bytes | memoryview]) -> Iterator[bytes]:
-    """Frames of the pieces' bytes, which are cut anywhere."""
+    """Compresses a stream to frames of `FRAME_BYTES` each. pieces: the stream, cut anywhere."""
     buffer = bytearray()
     for piece in pieces:
         buffer += piece
@@ -57,17 +57,17 @@ def compressed_stream(pieces: Iterable[bytes | memoryview]) -> Iterator[bytes]:
 
 
 def decompressed(frame: bytes | memoryview, most_bytes: int) -> bytes:
-    """The content of one frame. Takes no more memory than `most_bytes`.
+    """Decompresses one frame. Allocates at most `most_bytes`.
 
-    Raises DamagedFrameError where it has more, says no size or carries no checksum, or where the checksum does not fit.
+    Raises DamagedFrameError for a frame with more content, without size or checksum, or with a wrong checksum.
     """
     module = zstandard()
     try:
         parameters = module.get_frame_parameters(frame)
         if not parameters.has_checksum or parameters.content_size > most_bytes:
             raise DamagedFrameError(
-                f"a frame of {len(frame)} bytes has no checksum, or more content than the {most_bytes} bytes that are "
-                "expected; read it again"
+                f"a frame of {len(frame)} bytes has no checksum, or has more than the expected {most_bytes} bytes of "
+                "content; read it again"
             )
         content: bytes = module.ZstdDecompressor().decompress(frame, allow_extra_data=False)
         return content
