@@ -26,15 +26,15 @@ class ProjectPage(MetadataHookInterface):
         readme = (root / "README.md").read_text(encoding="utf-8")
         repository = os.environ.get("GRISTMILL_REPOSITORY", "").rstrip("/")
         if repository:
-            found = _VERSION.search((root / "clients/python/gristmill/__init__.py").read_text(encoding="utf-8"))
-            assert found is not None
+            match = _VERSION.search((root / "clients/python/gristmill/__init__.py").read_text(encoding="utf-8"))
+            assert match is not None
             readme = with_absolute_links(readme, repository, f"v{found[1]}")
             metadata["urls"] = urls(repository)
         metadata["readme"] = {"content-type": "text/markdown", "text": readme}
 
 
 def with_absolute_links(text: str, repository: str, revision: str) -> str:
-    """The document with links into the repository, as it stands at this revision, in place of relative ones."""
+    """The document with links into the repository, at this revision, in place of relative ones."""
 
     def absolute(match: re.Match[str]) -> str:
         kind = "raw" if match["picture"] else "blob"

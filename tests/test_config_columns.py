@@ -21,7 +21,7 @@ GOOD: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("column", "message"),
     [
-        (7, "each is a mapping with name, dtype and scope, got 7"),
+        (7, "got 7; declare each by a mapping with name, dtype and scope"),
         ({"name": "x"}, "dtype and scope must be given"),
         ({"name": "x", "dtype": "int16", "scope": "token", "size": 3}, "unknown setting 'size'; known are name, dtype"),
         ({"name": "Routes", "dtype": "int16", "scope": "token"}, "a name has 1 to 63 of a-z"),

@@ -220,8 +220,8 @@ def test_waiting_for_room_is_told_once_in_a_while(
     full = rollout_pb2.BeginGroupsResponse(admissions=[rollout_pb2.GROUP_ADMISSION_NO_ROOM], reason="it is full")
     assert not any(wait.is_over(full) for _ in range(7))
     assert [text.split("for groups for ")[1] for text in caplog.messages if "for groups for " in text] == [
-        "40 s now: it is full",
-        "80 s now: it is full",
+        "40 s: it is full",
+        "80 s: it is full",
     ]
     assert wait.is_over(rollout_pb2.BeginGroupsResponse(admissions=[rollout_pb2.GROUP_ADMISSION_ADMITTED]))
 

@@ -307,7 +307,7 @@ def test_where_rows_share_a_step_sums_count_it_once() -> None:
         ({"dtype": "int16", "scope": "token"}, [1, 2, 3], r"uid 'a' sample 0 step 0: x has 3 values and 2 are needed"),
         ({"dtype": "int16", "scope": "response"}, [1, 2], r"x has 2 values and 1 are needed, one per response token"),
         ({"dtype": "int16", "scope": "token", "shape": [2]}, [1, 2], r"x has values of shape \[\] .* declares \[2\]"),
-        ({"dtype": "int8", "scope": "row"}, 200, r"x\[0\] is 200, and its column's dtype int8 holds -128..127"),
+        ({"dtype": "int8", "scope": "row"}, 200, r"x\[0\] is 200, and its column's dtype int8 has the range -128..127"),
         ({"dtype": "int8", "scope": "row"}, 0.5, r"x has float64 values and its column declares int8"),
         ({"dtype": "bool", "scope": "row"}, 2, r"x has int64 values and its column declares bool"),
         ({"dtype": "float16", "scope": "row"}, 1e9, r"x\[0\] is not finite as float16; .* allow_nonfinite: true"),

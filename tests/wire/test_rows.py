@@ -106,7 +106,7 @@ def test_an_empty_uid_is_refused() -> None:
 
 
 def test_a_row_that_is_no_mapping_is_refused() -> None:
-    with pytest.raises(InvalidArgumentError, match="row 1 is a list; each row is a mapping of fields"):
+    with pytest.raises(InvalidArgumentError, match="row 1 is a list; give a list of dicts, one per row"):
         from_rows([ROW, [1, 2]])  # type: ignore[list-item]
 
 

@@ -105,7 +105,7 @@ def test_a_prefix_lies_within_its_prompt(length: int) -> None:
                                       "loss_mask": [1], "reward": 0.0}], step_wise=False))  # fmt: skip
     rows.prefix_lengths.append(length)
     rows.prefix_checksums.append(0)
-    with pytest.raises(InvalidArgumentError, match=rf"prefix_lengths\[0\] is {length}, of a prompt of 3 tokens"):
+    with pytest.raises(InvalidArgumentError, match=rf"prefix_lengths\[0\] is {length} and the prompt has 3 tokens"):
         Submission(rollout_pb2.SubmitRowsRequest(rows=rows).SerializeToString()).rows()
 
 
