@@ -28,7 +28,7 @@ class ProjectPage(MetadataHookInterface):
         if repository:
             match = _VERSION.search((root / "clients/python/gristmill/__init__.py").read_text(encoding="utf-8"))
             assert match is not None
-            readme = with_absolute_links(readme, repository, f"v{found[1]}")
+            readme = with_absolute_links(readme, repository, f"v{match[1]}")
             metadata["urls"] = urls(repository)
         metadata["readme"] = {"content-type": "text/markdown", "text": readme}
 
