@@ -34,8 +34,8 @@ def check_extras(table: Steps, columns: Sequence[ColumnSpec], prefix_lengths: In
     for column in columns:
         if column.source == "trainer":
             _check_absent(table, column)
-        elif (extra := table.extras.get(column.name)) is not None:
-            _check_extra(table, column, extra, prefix_lengths)
+        elif (present := table.extras.get(column.name)) is not None:
+            _check_extra(table, column, present, prefix_lengths)
         elif column.required and len(table):
             raise _missing(table, 0, column)
     return table
