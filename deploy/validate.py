@@ -96,8 +96,8 @@ def _walk(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, .
         yield path, value
 
 
-def _twice(what: str, values: list[Any]) -> Iterator[str]:
-    yield from (f"{what} {value} given twice" for value in sorted({one for one in values if values.count(one) > 1}))
+def _twice(kind: str, values: list[Any]) -> Iterator[str]:
+    yield from (f"{kind} {value} given twice" for value in sorted({one for one in values if values.count(one) > 1}))
 
 
 def _pod(resource: dict[str, Any]) -> dict[str, Any]:

@@ -16,10 +16,10 @@ def as_markdown(text: str) -> str:
     lines: list[str] = []
     is_item = False
     for line in text.splitlines():
-        if found := _ITEM.match(line):
-            names = ", ".join(f"`{name}`" for name in found[1].split(", "))
+        if match := _ITEM.match(line):
+            names = ", ".join(f"`{name}`" for name in match[1].split(", "))
             # A list begins after an empty line.
-            lines += [*([] if is_item else [""]), f"- {names}: {line[found.end() :]}"]
+            lines += [*([] if is_item else [""]), f"- {names}: {line[match.end() :]}"]
             is_item = True
         elif is_item and line.startswith("    ") and lines[-1]:
             lines.append(line)

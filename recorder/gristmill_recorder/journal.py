@@ -163,8 +163,8 @@ class Journal:
 
     def open(self) -> Iterator[Entry]:
         """Yields the trajectories that are not closed, with the rows that are not delivered."""
-        for found in self._database.execute(f"{_FIND} WHERE closed_at IS NULL ORDER BY id").fetchall():
-            entry = _entry(found)
+        for record in self._database.execute(f"{_FIND} WHERE closed_at IS NULL ORDER BY id").fetchall():
+            entry = _entry(record)
             before: Row | None = None
             for record in self._database.execute(_STEPS, (entry.id,)):
                 before = _row(record, before)
@@ -298,8 +298,8 @@ def _make_tables(database: sqlite3.Connection) -> None:
         database.executescript(f"BEGIN;{_TABLES}PRAGMA user_version = {_LAYOUT};COMMIT;")
 
 
-def _entry(found: tuple[Any, ...]) -> Entry:
-    id_, run, uid, sample, round_, attempt, next_step, delivered, is_ended, reward, outcome = found
+def _entry(record: tuple[Any, ...]) -> Entry:
+    id_, run, uid, sample, round_, attempt, next_step, delivered, is_ended, reward, outcome = record
     name = TrajectoryName(run, uid, sample, round_, attempt)
     return Entry(name, id_, next_step, delivered, bool(is_ended), reward, outcome or "")
 
@@ -313,8 +313,8 @@ def _records(trajectory: int, rows: Sequence[Row], before: Row | None) -> Iterat
         before = row
 
 
-def _row(found: tuple[Any, ...], before: Row | None) -> Row:
-    step, shared, rest, response, logprobs, stop_reason, policy_version = found
+def _row(record: tuple[Any, ...], before: Row | None) -> Row:
+    step, shared, rest, response, logprobs, stop_reason, policy_version = record
     prompt, sampled = np.frombuffer(rest, np.int32), np.frombuffer(response, np.int32)
     if before is not None and shared:
         prompt = np.concatenate([np.concatenate([before.prompt, before.response])[:shared], prompt])

@@ -324,7 +324,7 @@ class Settings(BaseSettings):
     @classmethod
     def _check_url(cls, url: str | None) -> str | None:
         # A ValueError, too, for what is no URL at all.
-        if url is not None and ((found := urlsplit(url)).scheme not in ("http", "https") or not found.hostname):
+        if url is not None and ((parts := urlsplit(url)).scheme not in ("http", "https") or not parts.hostname):
             raise ValueError("expected http://HOST:PORT or https://HOST:PORT")
         return url
 
@@ -384,13 +384,13 @@ def load_settings(flags: Mapping[str, Any]) -> Settings:
 
 def load(kind: type[_Kind], flags: Mapping[str, Any]) -> _Kind:
     """As `load_settings`, for settings of this kind."""
-    given = {name: value for name, value in flags.items() if value is not None}
+    values = {name: value for name, value in flags.items() if value is not None}
     try:
-        return kind(**given)
+        return kind(**values)
     except ValidationError as error:
         # A default that follows from other settings is not looked for where these are wrong.
         wrong = (item for item in error.errors() if item["type"] != "default_factory_not_called")
-        raise InvalidArgumentError("; ".join(_explain(item, given, kind) for item in wrong)) from None
+        raise InvalidArgumentError("; ".join(_explain(item, values, kind) for item in wrong)) from None
 
 
 def _read_file(path: Path) -> dict[str, Any]:

@@ -14,9 +14,9 @@ _VALUES = reprlib.Repr()
 _VALUES.maxstring = _VALUES.maxlong = _VALUES.maxother = 100
 
 
-def problems(found: Iterable[str]) -> str:
+def problems(messages: Iterable[str]) -> str:
     """Returns the first problems as one text. Reads no more of them than it names."""
-    named = list(islice(found, MOST + 1))
+    named = list(islice(messages, MOST + 1))
     return "; ".join(named[:MOST]) + ("; and more" if len(named) > MOST else "")
 
 

@@ -98,12 +98,12 @@ def test_a_clock_that_differs_is_reported_with_its_direction() -> None:
     assert checks.clock("host:8080", 3.4, unsure_s=1.5).is_well, "the answer took 3 s to come"
     assert not checks.clock("host:8080", 3.4, unsure_s=0.1).is_well
     behind = checks.clock("host:8080", -42.0)
-    assert "42 s behind this machine's" in behind.found
+    assert "42 s behind this machine's" in behind.state
     assert "NTP" in behind.remedy
 
 
 @pytest.mark.parametrize("version", ["", "9.9.9"])
 def test_another_version_is_wrong(version: str) -> None:
-    by_name = {check.what: check for check in checks.over_grpc(Replica("h:1", True, version=version))}
+    by_name = {check.subject: check for check in checks.over_grpc(Replica("h:1", True, version=version))}
     assert by_name["gRPC at h:1"].is_well
     assert by_name["version of h:1"].remedy == "install one version everywhere"

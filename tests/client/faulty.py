@@ -1,4 +1,4 @@
-"""A rollout service that fails as told: replies lost after the work is done, bursts of UNAVAILABLE, full buffers.
+"""A rollout service that fails on request: replies lost after the work is done, bursts of UNAVAILABLE, full buffers.
 
 It keeps rows as the contract says (the same row again is a duplicate, all rows of a request or none), and nothing more:
 what the real service does is tested with the real service.
@@ -27,7 +27,7 @@ def unavailable(context: grpc.ServicerContext) -> None:
 
 
 def refuse(error: GristmillError, pushback_ms: str | None = None) -> Fault:
-    """As the real service tells an error."""
+    """Answers with an error, like the real service."""
 
     def fail(context: grpc.ServicerContext) -> None:
         trailers = [("gristmill-error", type(error).__name__)]

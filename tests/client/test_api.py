@@ -95,8 +95,8 @@ def test_every_error_of_the_tree_is_public() -> None:
 
 def test_the_public_modules_are_few() -> None:
     """`gristmill.v1` is generated from the contract; two packages have a module for each trainer and environment."""
-    found = {module.name for module in pkgutil.walk_packages(gristmill.__path__, "gristmill.")}
-    public = {name for name in found if "._" not in name and not name.startswith(("gristmill.v1", *EDGES))}
+    modules = {module.name for module in pkgutil.walk_packages(gristmill.__path__, "gristmill.")}
+    public = {name for name in modules if "._" not in name and not name.startswith(("gristmill.v1", *EDGES))}
     assert public == PUBLIC
 
 

@@ -1,4 +1,4 @@
-"""A trainer's state names the run it is of, and loading it tells the service, which refuses what does not fit."""
+"""A trainer's state names its run; the service refuses a state that does not fit."""
 
 from __future__ import annotations
 

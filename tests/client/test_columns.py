@@ -125,8 +125,8 @@ def test_a_turn_sends_the_values_of_its_new_tokens_only(
     read = Submission.rows
 
     def rows(self: Submission) -> Sent:
-        sent.append(found := read(self))
-        return found
+        sent.append(request := read(self))
+        return request
 
     monkeypatch.setattr(Submission, "rows", rows)
     with RolloutClient(service.grpc_address, run_name) as client:
@@ -264,8 +264,8 @@ def http_row(uid: str) -> dict[str, Any]:
 def ask(url: str, body: bytes | None = None, kind: str = "application/json") -> bytes:
     request = urllib.request.Request(url, body, {"content-type": kind})
     with urllib.request.urlopen(request) as answer:
-        found: bytes = answer.read()
-        return found
+        document: bytes = answer.read()
+        return document
 
 
 def test_http_takes_and_gives_columns_as_grpc_does(service: Service, run_name: str) -> None:

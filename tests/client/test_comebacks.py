@@ -74,7 +74,7 @@ def test_a_trainer_comes_back_with_other_ranks_and_goes_on_where_its_checkpoint_
         shards = list(batch.mini_batches())
         assert [str(shard.position) for shard in shards] == ["batch 0 epoch 0 mini-batch 1"]
         trained = [uid for shard in [*first, *shards] for uid in uids_of(shard)]
-        assert sorted(trained) == sorted([*"abcd"] * 2), "every row once, whoever trained it"
+        assert sorted(trained) == sorted([*"abcd"] * 2), "every row once, by any trainer"
         shards[0].ack()
     with pytest.raises(StaleIncarnationError):
         next(batches[0].mini_batches())
@@ -135,7 +135,7 @@ def test_a_shard_that_is_withdrawn_while_it_is_asked_for_or_read_is_waited_for(
     pending = [ShardAnswer(BatchState.PENDING, Position(0), incarnation=0)] * 2
     refusals = [NotFoundError("batch 0 is not published, or freed already")]
 
-    async def found(self: Run, *question: Any, **more: Any) -> ShardAnswer:
+    async def shard_later(self: Run, *question: Any, **more: Any) -> ShardAnswer:
         return pending.pop() if pending else await shard(self, *question, **more)
 
     async def read_or_withdrawn(self: Run, batch: int, address: ShardAddress) -> AsyncIterator[bytes]:
@@ -145,7 +145,7 @@ def test_a_shard_that_is_withdrawn_while_it_is_asked_for_or_read_is_waited_for(
 
     # Nothing that happens in the run ends the wait.
     monkeypatch.setattr("gristmill._client.connection.retries.LONGEST_WAIT_S", 0.2)
-    monkeypatch.setattr(Run, "shard", found)
+    monkeypatch.setattr(Run, "shard", shard_later)
     monkeypatch.setattr(Run, "read_shard", read_or_withdrawn)
     with TrainerClient(service.grpc_address, run_name, 0, prefetch=prefetch) as trainer:
         [*shards] = next(iter(trainer)).forward()
@@ -254,12 +254,12 @@ def test_a_trainer_that_goes_on_makes_room_for_the_next_batch(
     service: Service, run_name: str, starts_late: bool
 ) -> None:
     def go_on(rank: TrainerClient) -> tuple[list[int], int]:
-        told: list[int] = []
+        failed: list[int] = []
         while True:
             try:
-                return told, next(iter(rank)).number
+                return failed, next(iter(rank)).number
             except BatchFailedError as error:
-                told.append(error.batch)
+                failed.append(error.batch)
 
     with RolloutClient(service.grpc_address, run_name) as client, ThreadPoolExecutor(4) as pool:
         client.create_run(MISALIGNED)

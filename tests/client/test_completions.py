@@ -64,16 +64,16 @@ def test_an_object_of_the_openai_package_has_its_tokens_and_logprobs(engine: Eng
 
 @pytest.mark.parametrize("script", ["say hello", "think why; so", 'call search {"q": 1}'])
 def test_the_chunks_of_a_stream_are_read_as_the_whole_answer_is(engine: Engine, sglang: Engine, script: str) -> None:
-    found = []
+    samples = []
     for one, asked in ((engine, IDS), (sglang, SGLANG_IDS)):
         for stream in (False, True):
             with client_of(one) as client:
                 answer = client.chat.completions.create(
                     messages=[user(script)], **ASKED, n=3, stream=stream, extra_body=asked
                 )
-                found.append(sampled(list(answer) if stream else answer))
-    assert found[0] == found[1] == found[2] == found[3]
-    assert len(found[0]) == 3
+                samples.append(sampled(list(answer) if stream else answer))
+    assert samples[0] == samples[1] == samples[2] == samples[3]
+    assert len(samples[0]) == 3
 
 
 def test_completions_of_several_prompts_are_read_each_with_its_own(engine: Engine, sglang: Engine) -> None:
@@ -83,18 +83,18 @@ def test_completions_of_several_prompts_are_read_each_with_its_own(engine: Engin
                 answer: Any = client.completions.create(
                     model="toy", prompt=["say a", "say b"], logprobs=0, n=2, stream=stream, extra_body=IDS
                 )
-                found = sampled(list(answer) if stream else answer)
-            assert [bytes(each.prompt_token_ids) for each in found] == [b"say a", b"say a", b"say b", b"say b"]
-            assert all(each.rollout_logprobs for each in found)
+                samples = sampled(list(answer) if stream else answer)
+            assert [bytes(each.prompt_token_ids) for each in samples] == [b"say a", b"say a", b"say b", b"say b"]
+            assert all(each.rollout_logprobs for each in samples)
 
 
 def test_a_response_has_its_tokens_where_it_was_asked_for_messages(engine: Engine) -> None:
     with client_of(engine) as client:
         asked = {"enable_response_messages": True}
-        (found,) = sampled(client.responses.create(model="toy", input="say hi", extra_body=asked))
+        (samples,) = sampled(client.responses.create(model="toy", input="say hi", extra_body=asked))
         with pytest.raises(InvalidArgumentError, match="enable_response_messages"):
             sampled(client.responses.create(model="toy", input="say hi"))
-    assert found == (prompt_of([user("say hi")]), [*b"hi", END], None, "stop")
+    assert samples == (prompt_of([user("say hi")]), [*b"hi", END], None, "stop")
 
 
 def test_built_in_tools_make_several_turns_of_a_response() -> None:
@@ -103,8 +103,8 @@ def test_built_in_tools_make_several_turns_of_a_response() -> None:
 
     answer = {"object": "response", "status": "incomplete", "input_messages": [message(1)]}
     answer["output_messages"] = [message(2), message(1, 2, 3), message(4)]
-    found = sampled(answer)
-    assert [(each.prompt_token_ids, each.response_ids, each.stop_reason) for each in found] == [
+    samples = sampled(answer)
+    assert [(each.prompt_token_ids, each.response_ids, each.stop_reason) for each in samples] == [
         ([1], [2], "tool_calls"),
         ([1, 2, 3], [4], "length"),
     ]
@@ -147,9 +147,9 @@ def test_it_does_not_matter_how_a_stream_was_cut_into_chunks(data: st.DataObject
             part = {"index": index, "token_ids": own[start:end], "logprobs": {"content": content}}
             chunks.append({"choices": [part]})
         chunks.append({"choices": [{"index": index, "finish_reason": "stop"}]})
-    found = sampled(chunks)
-    assert [each.response_ids for each in found] == tokens
-    assert [each.rollout_logprobs for each in found] == [[-float(token) for token in own] for own in tokens]
+    samples = sampled(chunks)
+    assert [each.response_ids for each in samples] == tokens
+    assert [each.rollout_logprobs for each in samples] == [[-float(token) for token in own] for own in tokens]
 
 
 def test_recorded_calls_are_trained_where_the_assistant_spoke(
@@ -176,5 +176,5 @@ def test_recorded_calls_are_trained_where_the_assistant_spoke(
 def test_a_completion_in_which_nothing_was_sampled_is_refused(service: Service, run_name: str) -> None:
     with RolloutClient(service.grpc_address, run_name) as rollouts:
         trajectory = rollouts.trajectory("a", 0)
-        with pytest.raises(InvalidArgumentError, match="nothing was sampled"):
+        with pytest.raises(InvalidArgumentError, match="the engine sampled nothing"):
             trajectory.record({"prompt_token_ids": [1], "choices": [{"token_ids": [], "finish_reason": "stop"}]})

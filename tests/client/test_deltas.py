@@ -65,15 +65,15 @@ def conversation(turns: int, uid: str = "a", broken_at: int | None = None) -> li
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[Sent]:
     """Requests that the client sent, as the service read them."""
-    found: list[Sent] = []
+    requests: list[Sent] = []
     read = Submission.rows
 
     def rows(self: Submission) -> Sent:
-        found.append(read(self))
-        return found[-1]
+        requests.append(read(self))
+        return requests[-1]
 
     monkeypatch.setattr(Submission, "rows", rows)
-    return found
+    return requests
 
 
 def kept(service: Service, run: str) -> list[Row]:
@@ -87,7 +87,7 @@ def whole(rows: list[Row]) -> list[Row]:
 
 
 def tokens_sent(sent: list[Sent]) -> list[int]:
-    return [int(found.steps.tokens.total) for found in sent]
+    return [int(request.steps.tokens.total) for request in sent]
 
 
 def test_a_trajectory_crosses_the_wire_once(
@@ -267,5 +267,5 @@ def test_the_service_makes_the_rows_that_were_given(
                     client.abort_trajectory(uid, sample)
         client.seal(0)
     expected = {(row["uid"], row["sample"], row["step"]): row for row in whole(batch)}
-    found = {(row["uid"], row["sample"], row["step"]): row for row in kept(service, run)}
-    assert found == expected
+    stored = {(row["uid"], row["sample"], row["step"]): row for row in kept(service, run)}
+    assert stored == expected

@@ -208,7 +208,7 @@ def test_a_shard_that_somebody_truncated_or_removed_is_not_mapped_but_made_anew(
         again = trainer.open_shard(first.position)
         assert again.tensors.keys() == whole.keys()
         assert all(again[name].equal(tensor) for name, tensor in whole.items())
-        # The same bytes stand in shared memory again.
+        # The same bytes are in shared memory again.
         assert trainer.open_shard(first.position).is_mapped
 
 
@@ -241,7 +241,7 @@ def test_what_goes_in_comes_out(service: Service, turns: list[int], batch_rows: 
                     trajectory.step(prompt, response, is_last_step=step == count - 1, reward=1.0)
                     sent[uid, sample, step] = response
         client.finish()
-    found: dict[tuple[str, int, int], list[int]] = {}
+    trained: dict[tuple[str, int, int], list[int]] = {}
     with TrainerClient(service.grpc_address, run, 0) as trainer:
         for batch in trainer:
             for shard in batch.mini_batches():
@@ -249,6 +249,6 @@ def test_what_goes_in_comes_out(service: Service, turns: list[int], batch_rows: 
                     samples, steps = micro["sample"].tolist(), micro["step_first"].tolist()
                     names = zip(micro.metadata["uids"], samples, steps, strict=True)
                     responses = [row.tolist() for row in micro.unpad(micro["sequences"])]
-                    found |= dict(zip(names, responses, strict=True))
+                    trained |= dict(zip(names, responses, strict=True))
                 shard.ack()
-    assert found == sent
+    assert trained == sent

@@ -224,9 +224,9 @@ def test_when_none_serves_all_are_named(connect: Connect, closed_port: str, repl
         deliver(client, "a")
 
 
-def test_what_replicas_say_themselves_is_told_with_all_their_names() -> None:
-    told = Status("UNAVAILABLE", "away", gristmill_error="UnavailableError")
-    assert str(failure_of(told, "a:1, b:1").error) == "a:1, b:1: away"
+def test_an_error_of_one_replica_names_all_of_them() -> None:
+    status = Status("UNAVAILABLE", "away", gristmill_error="UnavailableError")
+    assert str(failure_of(status, "a:1, b:1").error) == "a:1, b:1: away"
 
 
 # Calls under way.

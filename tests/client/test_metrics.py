@@ -36,20 +36,20 @@ def test_figures_are_numbers_by_name_of_the_batch_that_is_trained(service: Servi
     with RolloutClient(service.grpc_address, run_name) as client:
         fill(client)
     with make(service.grpc_address, run_name) as trainer:
-        found = []
+        collected = []
         for batch in trainer:
             metrics = trainer.metrics()
             assert {type(value) for value in metrics.values()} <= {int, float}
             for name, value in batch.plan["metrics"].items():
                 assert metrics[f"gristmill/{name}"] == value
-            found.append(metrics)
+            collected.append(metrics)
             batch.ack()
-    assert [one["gristmill/batch"] for one in found] == [0, 1]
-    assert [one["gristmill/score_mean"] for one in found] == [0.5, 1.5]
-    assert found[0]["gristmill/tags/math/trajectories"] == 2
-    assert found[0]["gristmill/counts/misaligned_groups"] == 0
-    assert found[1]["gristmill/waited_s"] >= 0
-    assert not any("/tags/" in name for name in found[1])
+    assert [one["gristmill/batch"] for one in collected] == [0, 1]
+    assert [one["gristmill/score_mean"] for one in collected] == [0.5, 1.5]
+    assert collected[0]["gristmill/tags/math/trajectories"] == 2
+    assert collected[0]["gristmill/counts/misaligned_groups"] == 0
+    assert collected[1]["gristmill/waited_s"] >= 0
+    assert not any("/tags/" in name for name in collected[1])
 
 
 def test_the_prefix_may_be_another(service: Service, run_name: str) -> None:

@@ -42,8 +42,8 @@ def kept(entries: Sequence[PendingRow]) -> list[RowOutcome]:
 
 def filled(*tables: Steps, limits: Limits = LIMITS, timeout_s: float = 10.0) -> tuple[Outbox, Delivery]:
     outbox, delivery = Outbox(limits, timeout_s), Delivery()
-    for found in tables:
-        outbox.add(found, delivery, 0.0)
+    for rows in tables:
+        outbox.add(rows, delivery, 0.0)
     return outbox, delivery
 
 
@@ -207,9 +207,9 @@ def test_a_withdrawn_row_is_dropped_and_what_waited_with_it_goes_on() -> None:
 def test_one_error_tells_of_many_trajectories() -> None:
     outbox, _ = filled(*(table(uid) for uid in "abcde"), limits=Limits(9, 10_000, 0.0))
     outbox.on_failure(outbox.next_message(0.0), Failure(NotFoundError("no such run")), 0.0)
-    told = outbox.take_errors()
-    assert isinstance(told, NotFoundError)
-    assert str(told) == (
+    error = outbox.take_errors()
+    assert isinstance(error, NotFoundError)
+    assert str(error) == (
         "rows were not taken of uid 'a' sample 0; uid 'b' sample 0; uid 'c' sample 0; and 2 more trajectories: "
         "no such run"
     )
@@ -283,7 +283,7 @@ def test_every_row_ends_kept_once_or_told_as_failed(data: st.DataObject) -> None
     assert all(not delivery.pending for delivery in deliveries.values())
     assert set(service.kept) == {row for row in added if row[:2] not in bad}
     for key, delivery in deliveries.items():
-        assert [found[1:] for found in delivery.failures] == ([key] if key in bad and delivery.outcomes else [])
+        assert [failed[1:] for failed in delivery.failures] == ([key] if key in bad and delivery.outcomes else [])
         assert delivery.failures or None not in delivery.outcomes
 
 
@@ -305,7 +305,7 @@ def test_rows_that_wait_for_room_keep_their_trajectorys_order() -> None:
 @settings(deadline=None)
 @given(st.data())
 def test_with_several_messages_under_way_no_row_is_lost_doubled_or_early(data: st.DataObject) -> None:
-    """Answers come in any order; each row is kept once, or told as failed, and none before the one ahead of it."""
+    """Answers come in any order; each row is accepted or reported as failed once, none before the row ahead of it."""
     draw = data.draw
     uids = st.sampled_from(["a", "b", "c"])
     bad = draw(st.sets(st.tuples(uids, st.integers(0, 1), st.integers(0, 2)), max_size=2))

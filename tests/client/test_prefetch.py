@@ -154,14 +154,14 @@ def test_after_a_forward_pass_the_first_mini_batch_is_there(service: Service, ru
 def test_every_epoch_has_shards_of_its_own(service: Service, run_name: str) -> None:
     roll_out(service, run_name, "abcd", policy_mini_batch_size=4, update_epochs_per_batch=3)
     with training(service, run_name) as trainer:
-        found = []
+        sums = []
         for shard in next(iter(trainer)).mini_batches():
-            found.append((shard.position.epoch, int(shard["sequences"].sum())))
+            sums.append((shard.position.epoch, int(shard["sequences"].sum())))
             until(lambda: not threads())
             shard["sequences"].zero_()
             shard.ack()
-    assert [epoch for epoch, _ in found] == [0, 1, 2]
-    assert len({total for _, total in found}) == 1
+    assert [epoch for epoch, _ in sums] == [0, 1, 2]
+    assert len({total for _, total in sums}) == 1
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
@@ -384,21 +384,21 @@ def test_no_more_is_held_than_was_said() -> None:
     ahead.close()
 
 
-def test_what_is_not_wanted_any_more_is_told_so() -> None:
+def test_loading_sees_that_its_value_is_not_wanted_any_more() -> None:
     asked = threading.Event()
-    told: list[str] = []
+    unwanted: list[str] = []
 
     def load(key: str, is_wanted: Callable[[], bool]) -> None:
         asked.set()
         until(lambda: not is_wanted())
-        told.append(key)
+        unwanted.append(key)
 
     ahead: Prefetch[str, None] = Prefetch(load, 1)
     ahead.expect("a")
     assert asked.wait(10)
     ahead.expect("b")
     ahead.close()
-    assert told == ["a"]
+    assert unwanted == ["a"]
 
 
 # Copies to a device, on a machine that has none: in which order what is called.

@@ -1,4 +1,4 @@
-"""Micro-batches of `layout: prefix_tree` in gristmill.torch: who attends to whom, and what of whom is predicted."""
+"""Micro-batches of `layout: prefix_tree` in gristmill.torch: what a token attends to, and which output predicts it."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ def drawn(random: Random) -> list[MicroBatch]:
 
 
 def attended(parents: list[int]) -> torch.Tensor:
-    found = torch.eye(len(parents), dtype=torch.bool)
+    result = torch.eye(len(parents), dtype=torch.bool)
     for token, parent in enumerate(parents):
         if parent >= 0:
-            found[token] |= found[parent]
-    return found
+            result[token] |= result[parent]
+    return result
 
 
 def of_blocks(tree: TokenTree, size: int) -> torch.Tensor:
     """The dense mask that FlexAttention makes of a block mask."""
     mask = tree.block_mask(size)
-    found = torch.zeros(len(tree), len(tree), dtype=torch.bool)
+    result = torch.zeros(len(tree), len(tree), dtype=torch.bool)
     places = torch.arange(len(tree))
     every = tree.mask_mod(places, places, places[:, None], places[None, :])
     for counts, indices, is_full in (
@@ -60,8 +60,8 @@ def of_blocks(tree: TokenTree, size: int) -> torch.Tensor:
         for line, count in enumerate(counts[0, 0].tolist()):
             for block in indices[0, 0, line, :count].tolist():
                 lines, columns = slice(line * size, (line + 1) * size), slice(block * size, (block + 1) * size)
-                found[lines, columns] |= torch.ones_like(every[lines, columns]) if is_full else every[lines, columns]
-    return found
+                result[lines, columns] |= torch.ones_like(every[lines, columns]) if is_full else every[lines, columns]
+    return result
 
 
 @LAW
@@ -105,15 +105,15 @@ def test_log_probabilities_are_those_of_each_token_after_the_one_before_it_in_it
     for micro in drawn(random):
         count = len(micro["sequences"])
         logits = torch.randn(count, 100, generator=generator, dtype=torch.float64, requires_grad=True)
-        found, moved = micro.logprobs(logits), micro.at_responses(logits)
+        result, moved = micro.logprobs(logits), micro.at_responses(logits)
         expected = torch.zeros(count, dtype=torch.float64)
         for row in range(len(micro)):
             path = micro.tree.path(row)
             assert torch.equal(moved[path[1:]], logits[path[:-1]])
             assert not moved[path[0]].any()
             expected[path[1:]] = next_logprobs(logits[path], micro["sequences"][path])
-        torch.testing.assert_close(found, expected)
-        (gradient,) = torch.autograd.grad(found.sum(), logits)
+        torch.testing.assert_close(result, expected)
+        (gradient,) = torch.autograd.grad(result.sum(), logits)
         assert torch.isfinite(gradient).all()
 
 
@@ -135,9 +135,9 @@ def test_attention_is_that_of_each_row_alone(attend: Any, key_heads: int) -> Non
     if attend == "blocks":
         # FlexAttention's gradients need a GPU; its forward pass is the same here.
         with torch.no_grad():
-            found = _by_blocks(query, key, value, micro.tree, 0.3, 0.0).transpose(1, 2)
+            result = _by_blocks(query, key, value, micro.tree, 0.3, 0.0).transpose(1, 2)
     else:
-        found, weights = attend(torch.nn.Module(), query, key, value, None, tree=micro.tree, scaling=0.3)
+        result, weights = attend(torch.nn.Module(), query, key, value, None, tree=micro.tree, scaling=0.3)
         assert weights is None
     for row in range(len(micro)):
         path = micro.tree.path(row)
@@ -148,7 +148,7 @@ def test_attention_is_that_of_each_row_alone(attend: Any, key_heads: int) -> Non
             is_causal=True,
             scale=0.3,
         )
-        torch.testing.assert_close(found[:, path], alone.transpose(1, 2))
+        torch.testing.assert_close(result[:, path], alone.transpose(1, 2))
 
 
 @pytest.mark.parametrize(

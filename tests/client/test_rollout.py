@@ -1,4 +1,4 @@
-"""Both rollout clients against a service that fails as told: nothing lost, nothing twice, every error raised."""
+"""Both rollout clients against a service that fails on request: nothing lost, nothing twice, every error raised."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_many_threads_share_a_client(faulty: FaultyService, client: RolloutClien
     client.flush()
     assert len(faulty.arrivals) == 400
     for sample in range(8):
-        assert [step for _, found, step in faulty.arrivals if found == sample] == list(range(50))
+        assert [step for _, arrived, step in faulty.arrivals if arrived == sample] == list(range(50))
 
 
 def test_large_messages_of_a_generator_output_are_under_way_together(
@@ -539,11 +539,11 @@ for use in (client.policy_version, client.flush, lambda: client.trajectory("a", 
         use()
     except gristmill.FailedPreconditionError as error:
         assert f"was made in process {made_in} and is used in its fork {os.getpid()}" in str(error)
-        print("told", flush=True)
+        print("refused", flush=True)
 client.close()
 """
 
 
 def test_a_client_used_in_a_fork_says_so_instead_of_hanging() -> None:
     done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stdout.split()) == (0, ["told"] * 3), done.stderr
+    assert (done.returncode, done.stdout.split()) == (0, ["refused"] * 3), done.stderr

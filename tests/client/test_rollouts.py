@@ -1,4 +1,4 @@
-"""What rollout workers send, and what they are told: rewards, refusals, supersession, groups and room for them."""
+"""What rollout workers send, and the answers: rewards, refusals, supersession, groups and capacity for them."""
 
 from __future__ import annotations
 

@@ -114,13 +114,13 @@ def test_position_ids_count_each_row_from_0(changes: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("changes", LAYOUTS)
 def test_padding_rows_have_no_response_to_unpad(changes: dict[str, Any]) -> None:
-    found = 0
+    padding = 0
     for data in shard_bytes(ROWS, CONFIG | changes | {"dp_size": 4}):
         for micro in as_shard(data).micro_batches():
             for is_padding, response in zip(micro["is_padding"], micro.unpad(micro["sequences"]), strict=True):
                 assert (len(response) == 0) == bool(is_padding)
-                found += int(is_padding)
-    assert found == 2
+                padding += int(is_padding)
+    assert padding == 2
 
 
 def cut(values: torch.Tensor, offsets: torch.Tensor) -> list[list[float]]:

@@ -1,4 +1,4 @@
-"""Statuses become errors again, retries pause as they should, and a stream that breaks is made again."""
+"""Statuses become errors again, retries pause as they should, and a broken stream is repeated."""
 
 from __future__ import annotations
 

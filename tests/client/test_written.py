@@ -98,7 +98,7 @@ def computed(shard: Shard) -> dict[str, Any]:
 
 
 def check(shard: Shard) -> None:
-    """Each value stands on its own token, and nothing beside."""
+    """Each value is on its own token, and nothing else is there."""
     assert not shard.is_forward
     assert shard["verdict"].tolist() == [0 if row < 0 else row + 1 for row in shard["row"].tolist()]
     for micro in shard.micro_batches():
@@ -121,7 +121,7 @@ def test_a_batch_is_read_forward_written_and_then_trained(
     address: str, layout: dict[str, Any], run_name: str, trainers: Trainers
 ) -> None:
     roll_out(address, run_name, **layout)
-    found: list[list[int]] = [[], []]
+    verdicts: list[list[int]] = [[], []]
     errors: list[BaseException] = []
 
     def train(rank: int) -> None:
@@ -138,7 +138,7 @@ def test_a_batch_is_read_forward_written_and_then_trained(
             for shard in batch.mini_batches():
                 check(shard)
                 trainer.write(shard, {"values": "it has its columns"})
-                found[rank].append(shard.position.mini_batch)
+                verdicts[rank].append(shard.position.mini_batch)
                 shard.ack()
         except BaseException as error:  # noqa: BLE001
             errors.append(error)
@@ -149,7 +149,7 @@ def test_a_batch_is_read_forward_written_and_then_trained(
     for thread in threads:
         thread.join(60)
     assert not errors, errors
-    assert found == [[0, 1], [0, 1]]
+    assert verdicts == [[0, 1], [0, 1]]
     critic = trainers(0, address, model="critic")
     [shard] = next(iter(critic)).mini_batches()
     check(shard)
@@ -208,13 +208,13 @@ def test_a_rank_that_waits_for_what_it_wrote_is_told_that_it_is_lost_and_writes_
     monkeypatch.setattr("gristmill._client.connection.retries.LONGEST_WAIT_S", 0.2)
     roll_out(service.grpc_address, run_name, dp_size=1, critic_mini_batch_size=None)
     trainer = trainers(0, prefetch=0)
-    batch, found = next(iter(trainer)), list[int]()
+    batch, verdicts = next(iter(trainer)), list[int]()
     for shard in batch.forward():
         trainer.write(shard, computed(shard))
     training = batch.mini_batches()
     for shard in islice(training, trained):
         shard.ack()
-        found.append(shard.position.mini_batch)
+        verdicts.append(shard.position.mini_batch)
     # As where the store has lost the written columns of the first batch.
     service.runs.get(run_name)._execute(lambda view: ([ColumnsDropped(0), BatchWithdrawn(0)], lambda after: None))
     with pytest.raises(
@@ -228,8 +228,8 @@ def test_a_rank_that_waits_for_what_it_wrote_is_told_that_it_is_lost_and_writes_
     for shard in batch.mini_batches():
         check(shard)
         shard.ack()
-        found.append(shard.position.mini_batch)
-    assert found == [0, 1]
+        verdicts.append(shard.position.mini_batch)
+    assert verdicts == [0, 1]
 
 
 def test_a_rank_that_wants_some_columns_reads_forward_shards_without_those_that_lack(

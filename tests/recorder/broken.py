@@ -39,8 +39,8 @@ def whole(document: Any, headers: str = "content-type: application/json") -> byt
 def streamed(*events: Any, is_ended: bool = True) -> bytes:
     """An answer of these events: bytes as they are, anything else as a chunk. is_ended: whether its end comes."""
     head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
-    told = [one if isinstance(one, bytes) else b"data: " + json.dumps(one).encode() + b"\n\n" for one in events]
-    return head + b"".join(b"%x\r\n%s\r\n" % (len(one), one) for one in told) + (b"0\r\n\r\n" if is_ended else b"")
+    parts = [one if isinstance(one, bytes) else b"data: " + json.dumps(one).encode() + b"\n\n" for one in events]
+    return head + b"".join(b"%x\r\n%s\r\n" % (len(one), one) for one in parts) + (b"0\r\n\r\n" if is_ended else b"")
 
 
 def completion(**more: Any) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from typing import Any
 from aiohttp import web
 
 BEGIN, END = 256, 257
-FAILURE = {"error": {"message": "told to fail", "type": "BadRequestError", "param": None, "code": 400}}
+FAILURE = {"error": {"message": "failed on request", "type": "BadRequestError", "param": None, "code": 400}}
 
 
 @dataclass(frozen=True)
@@ -293,7 +293,7 @@ def _call(tool: tuple[str, str]) -> dict[str, Any]:
 
 
 def _delta(words: Words, text: str, position: int, is_last: bool) -> dict[str, Any]:
-    """Of a call of a tool all stands in one chunk; control tokens say nothing."""
+    """A tool call is one chunk; control tokens have no text."""
     if words.tool:
         return {"tool_calls": [{"index": 0, **_call(words.tool)}]} if not position else {}
     thought = len(f"<think>{words.reasoning}</think>".encode()) if words.reasoning else 0

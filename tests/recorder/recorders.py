@@ -48,9 +48,9 @@ class Recorder:
 
     def finish(self, run: str, reward: float | None = 1.0, uid: str = "a", sample: int = 0) -> dict[str, Any]:
         body = {} if reward is None else {"reward": reward}
-        status, told = post(f"{self.base(run, uid, sample)}/finish", body)
-        assert status in (200, 202), told
-        return told
+        status, answer = post(f"{self.base(run, uid, sample)}/finish", body)
+        assert status in (200, 202), answer
+        return answer
 
     def metric(self, name: str) -> float:
         """The sum over a metric's series whose names with labels begin so."""
@@ -135,12 +135,12 @@ def trained(address: str, run: str) -> list[TrainedRow]:
 def batches(address: str, run: str, count: int) -> list[list[TrainedRow]]:
     """The rows of the run's first batches, each of one mini-batch."""
     with TrainerClient(address, run, 0, timeout_s=20) as trainer:
-        found = []
+        result = []
         for _, batch in zip(range(count), trainer, strict=False):
             (shard,) = batch.mini_batches()
-            found.append(list(_rows(shard)))
+            result.append(list(_rows(shard)))
             shard.ack()
-    return found
+    return result
 
 
 def _rows(shard: Shard) -> Iterator[TrainedRow]:

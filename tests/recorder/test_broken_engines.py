@@ -1,4 +1,4 @@
-"""Engines that answer what no engine should: the agent is told, in words or by a cut, and nothing is trained of it."""
+"""Engines that answer what no engine should: the agent gets an error or a cut stream, and nothing is trained."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_garbage_within_a_stream_ends_it_with_an_error(
 
 
 @pytest.mark.parametrize("api", ["chat/completions", "messages"])
-def test_an_error_of_the_engine_within_a_stream_is_told_in_its_words(
+def test_an_error_of_the_engine_within_a_stream_is_passed_on(
     recorder: Recorder, broken: BrokenEngine, run: str, api: str
 ) -> None:
     broken.answer = streamed(PROMPT, FIRST, ERROR, DONE)
@@ -170,7 +170,7 @@ def test_an_error_of_the_engine_within_a_stream_is_told_in_its_words(
 def test_a_stream_without_its_end_is_cut_for_the_agent_too(
     recorder: Recorder, broken: BrokenEngine, run: str, api: str, answer: bytes
 ) -> None:
-    """Or it is refused, where nothing was told yet."""
+    """Or it is refused, if no byte was sent yet."""
     broken.answer = answer
     try:
         status, _ = ask(recorder, run, api, stream=True)

@@ -68,9 +68,9 @@ def test_the_agent_gets_what_it_would_have_got_without_a_recorder(recorder: Reco
     assert post(url, body) == post(f"{engine.url}/v1/chat/completions", body)
     assert engine.requests[-2] == {**body, "return_token_ids": True, "logprobs": True}
     asked = {**body, "logprobs": True, "top_logprobs": 1, "return_token_ids": True}
-    status, told = post(url, asked)
-    assert (status, told["prompt_token_ids"]) == (200, prompt_of(body["messages"]))  # type: ignore[arg-type]
-    assert told["choices"][0]["logprobs"]["content"][0]["logprob"] == logprobs_for(1)[0]
+    status, answer = post(url, asked)
+    assert (status, answer["prompt_token_ids"]) == (200, prompt_of(body["messages"]))  # type: ignore[arg-type]
+    assert answer["choices"][0]["logprobs"]["content"][0]["logprob"] == logprobs_for(1)[0]
 
 
 def test_the_agents_key_and_the_engines_headers_are_passed_on(recorder: Recorder, engine: Engine, run: str) -> None:

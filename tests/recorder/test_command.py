@@ -71,5 +71,5 @@ def test_it_shows_the_service_the_token_of_its_environment(
     assert recorder.finish("mine")["outcome"] == "accepted"
     assert bytes(trained(service.grpc_address, "mine")[0].trained[:-1]) == b"hi"
     document = {"model": "toy", "messages": [{"role": "user", "content": "say hi"}]}
-    status, told = post(f"{recorder.base('others')}/v1/chat/completions", document)
-    assert (status, "token is not permitted for run 'others'" in told["error"]["message"]) == (400, True)
+    status, answer = post(f"{recorder.base('others')}/v1/chat/completions", document)
+    assert (status, "token is not permitted for run 'others'" in answer["error"]["message"]) == (400, True)

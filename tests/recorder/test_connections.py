@@ -48,7 +48,7 @@ def test_a_connection_serves_one_call_after_another(
     recorder.kill()
 
 
-def test_an_agent_that_asks_first_is_told_to_send_its_call(
+def test_an_agent_that_asks_first_is_answered_to_send_its_call(
     broken: BrokenEngine, start_recorder: StartRecorder, service: Service, run: str
 ) -> None:
     recorder = start_recorder(broken.url, service.grpc_address)
@@ -81,7 +81,7 @@ def test_a_query_reaches_the_engine_as_the_agent_wrote_it(
         whole(completion(), "connection: close"),
         whole(completion(token_ids=[1.5])),
     ],
-    ids=["more than asked for", "told so", "an answer that is refused"],
+    ids=["more than asked for", "closed", "an answer that is refused"],
 )
 def test_a_connection_that_may_have_more_is_not_used_again(
     broken: BrokenEngine, start_recorder: StartRecorder, service: Service, run: str, answer: bytes
@@ -103,8 +103,8 @@ def test_an_engine_that_was_started_again_is_called_at_the_next_try(
     assert ask(recorder, run) == 200
     # It closes the connection when the next call is on its way: nobody knows what became of that one.
     broken.answer, broken.keeps = b"", False
-    status, told = post(f"{recorder.base(run)}/v1/chat/completions", BODY)
-    assert (status, "Server disconnected" in told["error"]["message"]) == (502, True)
+    status, document = post(f"{recorder.base(run)}/v1/chat/completions", BODY)
+    assert (status, "Server disconnected" in document["error"]["message"]) == (502, True)
     broken.answer = whole(completion())
     assert ask(recorder, run) == 200
     recorder.kill()
@@ -126,8 +126,10 @@ def test_an_agent_that_reads_slowly_holds_its_engine_back_and_gets_all(
         held = resident(recorder) - before
         events = answer.read().split(b"\n\n")
     connection.close()
-    told = [json.loads(event[6:])["choices"][0]["delta"]["content"] for event in events if event.startswith(b"data: {")]
-    assert told == ["", *texts, ""]
+    texts_sent = [
+        json.loads(event[6:])["choices"][0]["delta"]["content"] for event in events if event.startswith(b"data: {")
+    ]
+    assert texts_sent == ["", *texts, ""]
     assert held < 20 << 20, "of 48 MB"
     assert recorder.finish(run)["steps"] == 1
     recorder.kill()
@@ -142,8 +144,8 @@ def test_an_engine_behind_tls_is_called_if_its_certificate_is_trusted(
     with breaking(context) as engine:
         engine.answer = whole(completion())
         stranger = start_recorder(engine.url, service.grpc_address)
-        status, told = post(f"{stranger.base(run)}/v1/chat/completions", BODY)
-        assert (status, "CERTIFICATE_VERIFY_FAILED" in told["error"]["message"]) == (502, True)
+        status, document = post(f"{stranger.base(run)}/v1/chat/completions", BODY)
+        assert (status, "CERTIFICATE_VERIFY_FAILED" in document["error"]["message"]) == (502, True)
         stranger.kill()
         monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "ca.pem"))
         friend = start_recorder(engine.url, service.grpc_address)

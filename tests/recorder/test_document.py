@@ -20,9 +20,9 @@ TEXT = (Path(__file__).parents[2] / "docs/recorder.md").read_text()
 
 
 def snippet(name: str) -> str:
-    found = re.search(rf"<!-- recorder-{name} -->\n```\w+\n(.*?)```", TEXT, re.DOTALL)
-    assert found is not None, name
-    return found[1]
+    match = re.search(rf"<!-- recorder-{name} -->\n```\w+\n(.*?)```", TEXT, re.DOTALL)
+    assert match is not None, name
+    return match[1]
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="without curl")
@@ -32,10 +32,10 @@ def test_an_agent_and_its_end_make_a_trajectory(recorder: Recorder, service: Ser
 
     exec(f"{here(snippet('agent'))}agent.close()", {})
     end = here(snippet("finish")).replace("curl ", "curl --noproxy '*' -fsS ")
-    told = subprocess.run(
+    done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", end], check=True, capture_output=True, text=True, timeout=60
     )
-    assert told.stdout == '{"steps":1,"outcome":"accepted"}'
+    assert done.stdout == '{"steps":1,"outcome":"accepted"}'
     assert bytes(trained(service.grpc_address, run)[0].trained[:-1]) == b"hello"
 
 
@@ -46,7 +46,7 @@ def test_a_worker_records_by_the_client(engine: Engine, service: Service, run: s
 
 
 def test_every_metric_is_documented_with_its_labels(recorder: Recorder) -> None:
-    told = {
+    documented = {
         name: (kind, set(re.findall(r"`(\w+)`", labels)))
         for name, kind, labels in re.findall(
             r"^\| `(gristmill_recorder_\w+)` \| (\w+) \| ([^|]*)\|", TEXT, re.MULTILINE
@@ -55,12 +55,12 @@ def test_every_metric_is_documented_with_its_labels(recorder: Recorder) -> None:
     metrics = Metrics()
     families = list(metrics.registry.collect())
     names = {family.name + ("_total" if family.type == "counter" else "") for family in families}
-    assert told.keys() == names
+    assert documented.keys() == names
     for collector in vars(metrics).values():
         if labels := getattr(collector, "_labelnames", None):
             (family,) = collector.describe()
-            found = told[family.name + ("_total" if family.type == "counter" else "")]
-            assert found == (family.type, set(labels))
+            kind_and_labels = documented[family.name + ("_total" if family.type == "counter" else "")]
+            assert kind_and_labels == (family.type, set(labels))
 
 
 def test_every_recorded_path_and_every_flag_that_is_named_exists() -> None:

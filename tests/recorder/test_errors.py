@@ -35,7 +35,7 @@ def calling(recorder: Recorder, run: str, script: str, **more: Any) -> http.clie
     return connection
 
 
-def told(answer: tuple[int, dict[str, Any]]) -> tuple[int, str]:
+def refusal(answer: tuple[int, dict[str, Any]]) -> tuple[int, str]:
     return answer[0], answer[1]["error"]["message"]
 
 
@@ -76,7 +76,7 @@ def test_what_would_not_be_recorded_as_it_was_sampled_is_refused_before_the_engi
     recorder: Recorder, engine: Engine, run: str, more: dict[str, Any], problem: str
 ) -> None:
     asked = len(engine.requests)
-    status, message = told(chat(recorder, run, body("say hi", **more)))
+    status, message = refusal(chat(recorder, run, body("say hi", **more)))
     assert status == 400
     assert problem in message
     assert len(engine.requests) == asked
@@ -84,7 +84,7 @@ def test_what_would_not_be_recorded_as_it_was_sampled_is_refused_before_the_engi
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_without_token_ids_is_refused_with_the_remedy(recorder: Recorder, run: str, stream: bool) -> None:
-    status, message = told(chat(recorder, run, body("tokenless hello", stream=stream)))
+    status, message = refusal(chat(recorder, run, body("tokenless hello", stream=stream)))
     assert status == 502
     assert "token ids" in message
     assert "check --engine" in message
@@ -135,7 +135,7 @@ def test_a_trajectory_does_not_end_while_calls_are_under_way(recorder: Recorder,
         late = agent.submit(lambda: client.chat.completions.create(**body(f"hold {run} late")))
         while not recorder.metric("calls_under_way"):
             time.sleep(0.01)
-        status, message = told(post(f"{recorder.base(run)}/finish", {"reward": 1.0}))
+        status, message = refusal(post(f"{recorder.base(run)}/finish", {"reward": 1.0}))
         assert (status, "1 calls are under way" in message) == (409, True)
         engine.let_go.add(run)
         late.result()
@@ -147,7 +147,7 @@ def test_an_end_may_be_repeated_and_calls_after_it_are_refused(recorder: Recorde
         client.chat.completions.create(**body("say hi"))
         ended = {"steps": 1, "outcome": "accepted"}
         assert recorder.finish(run, 0.5) == recorder.finish(run, 0.5) == ended
-        status, message = told(post(f"{recorder.base(run)}/finish", {"reward": 0.75}))
+        status, message = refusal(post(f"{recorder.base(run)}/finish", {"reward": 0.75}))
         assert (status, "the reward 0.5, and now 0.75" in message) == (409, True)
         with pytest.raises(openai.APIStatusError, match="sample it again as the next attempt") as raised:
             client.chat.completions.create(**body("say more"))
@@ -183,9 +183,9 @@ def test_a_run_that_cannot_take_steps_is_refused_before_the_engine_is_asked(
     recorder: Recorder, engine: Engine, service: Service, run_name: str
 ) -> None:
     asked = len(engine.requests)
-    assert told(chat(recorder, run_name, body("say hi")))[0] == 400
+    assert refusal(chat(recorder, run_name, body("say hi")))[0] == 400
     create_run(service.grpc_address, run_name, step_wise=False, merge="none")
-    assert "step_wise: true" in told(chat(recorder, run_name, body("say hi")))[1]
+    assert "step_wise: true" in refusal(chat(recorder, run_name, body("say hi")))[1]
     assert len(engine.requests) == asked
 
 
@@ -205,30 +205,30 @@ def test_a_run_that_cannot_take_steps_is_refused_before_the_engine_is_asked(
 def test_a_wrong_call_is_refused_with_what_is_expected(
     recorder: Recorder, path: str, document: Any, status: int, problem: str
 ) -> None:
-    found = told(post(f"{recorder.url}{path}", document))
-    assert (found[0], problem in found[1]) == (status, True), found
+    answer = refusal(post(f"{recorder.url}{path}", document))
+    assert (answer[0], problem in answer[1]) == (status, True), answer
 
 
 def test_limits_refuse_and_say_which(start_recorder: StartRecorder, service: Service, run: str) -> None:
     flags = ("--max-calls", "1", "--max-body-bytes", "2000", "--max-row-bytes", "300", "--silence-timeout-s", "4")
     with serving(Engine()) as engine:
         recorder = start_recorder(engine.url, service.grpc_address, *flags)
-        assert told(chat(recorder, run, body("say " + "x" * 3000)))[0] == 413
-        assert "--max-body-bytes" in told(chat(recorder, run, body("say hi", n=20)))[1]
+        assert refusal(chat(recorder, run, body("say " + "x" * 3000)))[0] == 413
+        assert "--max-body-bytes" in refusal(chat(recorder, run, body("say hi", n=20)))[1]
         with ThreadPoolExecutor(1) as agent:
             slow = agent.submit(chat, recorder, run, body("wait 60 late"))
             while not recorder.metric("calls_under_way"):
                 time.sleep(0.01)
-            status, message = told(chat(recorder, run, body("say hi"), uid="b"))
+            status, message = refusal(chat(recorder, run, body("say hi"), uid="b"))
             assert (status, "--max-calls" in message) == (503, True)
-            status, message = told(slow.result())
+            status, message = refusal(slow.result())
             assert (status, "--silence-timeout-s" in message) == (504, True)
-    status, message = told(chat(recorder, run, body("say hi")))
+    status, message = refusal(chat(recorder, run, body("say hi")))
     assert (status, f"the engine at {engine.url} cannot be reached" in message) == (502, True)
     with serving(Engine(port=int(engine.url.rpartition(":")[2]))):
         for number in range(3):
             assert chat(recorder, run, body("say hi"), uid=f"uid-{number}")[0] == 200
-        status, message = told(chat(recorder, run, body("say hi")))
+        status, message = refusal(chat(recorder, run, body("say hi")))
         assert (status, "--max-row-bytes" in message) == (503, True)
 
 

@@ -42,10 +42,10 @@ def test_steps_come_back_as_they_were_but_those_that_were_delivered(journal: Jou
     assert (entry.name, entry.next_step, entry.delivered, entry.is_ended) == (NAME, 3, 1, False)
     assert [each.step for each in entry.rows] == [1, 2]
     assert entry.rows[0].logprobs is None
-    for found, wanted in zip(entry.rows, (row(1, logprobs=False), row(2)), strict=True):
-        assert np.array_equal(found.prompt, wanted.prompt)
-        assert np.array_equal(found.response, wanted.response)
-        assert (found.stop_reason, found.policy_version, found.nbytes) == ("stop", 7, wanted.nbytes)
+    for stored, wanted in zip(entry.rows, (row(1, logprobs=False), row(2)), strict=True):
+        assert np.array_equal(stored.prompt, wanted.prompt)
+        assert np.array_equal(stored.response, wanted.response)
+        assert (stored.stop_reason, stored.policy_version, stored.nbytes) == ("stop", 7, wanted.nbytes)
 
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=6)
@@ -63,9 +63,11 @@ def test_a_prompt_comes_back_whatever_it_shares_with_the_step_before(calls: list
             ]
             journal.append(entry, made, rows[-1] if rows else None)
             rows += made
-        found = [each for opened in journal.open() for each in opened.rows]
+        stored = [each for opened in journal.open() for each in opened.rows]
         journal.close()
-    assert [(each.prompt.tolist(), each.response.tolist()) for each in found] == [one for call in calls for one in call]
+    assert [(each.prompt.tolist(), each.response.tolist()) for each in stored] == [
+        one for call in calls for one in call
+    ]
 
 
 def test_a_conversation_is_written_once(journal: Journal, tmp_path: Path) -> None:
@@ -84,9 +86,9 @@ def test_what_is_closed_is_remembered_until_it_is_forgotten(journal: Journal) ->
     journal.append(begun, [row(0)], None)
     journal.end(begun.id, 0.5)
     journal.close_trajectory(begun.id, "accepted", keeps_rows=False)
-    found = journal.find(NAME)
-    assert found is not None
-    assert (found.next_step, found.is_ended, found.reward, found.outcome) == (1, True, 0.5, "accepted")
+    stored = journal.find(NAME)
+    assert stored is not None
+    assert (stored.next_step, stored.is_ended, stored.reward, stored.outcome) == (1, True, 0.5, "accepted")
     assert list(journal.open()) == []
     journal.forget(before=0.0)
     assert journal.find(NAME) is not None

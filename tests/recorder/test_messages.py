@@ -96,7 +96,7 @@ def test_the_choice_of_a_tool_is_passed_on(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_model_that_writes_no_json_is_told_and_trained_all_the_same(
+def test_a_model_that_writes_no_json_is_passed_on_and_trained_all_the_same(
     recorder: Recorder, service: Service, run: str, stream: bool
 ) -> None:
     with agent(recorder, run) as client:
@@ -113,7 +113,7 @@ def test_a_model_that_writes_no_json_is_told_and_trained_all_the_same(
 @pytest.mark.parametrize("stream", [False, True])
 def test_errors_reach_the_library_as_its_own(recorder: Recorder, run: str, stream: bool) -> None:
     with agent(recorder, run) as client:
-        with pytest.raises(anthropic.RateLimitError, match="told to fail"):
+        with pytest.raises(anthropic.RateLimitError, match="failed on request"):
             ask(client, [user("fail 429")], stream=stream)
         with pytest.raises(anthropic.APIStatusError, match="token ids"):
             ask(client, [user("tokenless hi")], stream=stream)
@@ -134,6 +134,6 @@ def test_what_no_chat_completion_has_is_refused(
     recorder: Recorder, run: str, more: dict[str, Any], problem: str
 ) -> None:
     document = {"model": "toy", "max_tokens": 5, "messages": [user("say hi")], **more}
-    status, told = post(f"{recorder.base(run)}/v1/messages", document)
-    assert (status, told["type"]) == (400, "error")
-    assert problem in told["error"]["message"]
+    status, answer = post(f"{recorder.base(run)}/v1/messages", document)
+    assert (status, answer["type"]) == (400, "error")
+    assert problem in answer["error"]["message"]

@@ -70,8 +70,8 @@ def test_what_was_read_is_trained_once_whatever_is_killed(
     flags = ("--journal-dir", str(tmp_path / "runs"), "--shared-memory-dir", str(tmp_path))
     service = start_service(*flags)
     create_run(service.grpc_address, RUN, max_buffered_batches=1000)
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        listen = f"127.0.0.1:{found.getsockname()[1]}"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        listen = f"127.0.0.1:{server.getsockname()[1]}"
     chance = random.Random(7)
 
     def recorder() -> Any:

@@ -39,8 +39,8 @@ def test_a_response_is_a_step(plain: Recorder, engine: Engine, service: Service,
 
 
 def test_an_engines_error_passes(plain: Recorder, run: str) -> None:
-    status, told = post(f"{plain.base(run)}/v1/responses", {"model": "toy", "input": "fail 422"})
-    assert (status, told["error"]["message"]) == (422, "told to fail")
+    status, answer = post(f"{plain.base(run)}/v1/responses", {"model": "toy", "input": "fail 422"})
+    assert (status, answer["error"]["message"]) == (422, "failed on request")
 
 
 @pytest.mark.parametrize(
@@ -51,10 +51,10 @@ def test_an_engines_error_passes(plain: Recorder, run: str) -> None:
     ],
 )
 def test_what_cannot_be_recorded_is_refused(plain: Recorder, run: str, more: dict[str, Any], problem: str) -> None:
-    status, told = post(f"{plain.base(run)}/v1/responses", {"model": "toy", "input": "say hi", **more})
-    assert (status, problem in told["error"]["message"]) == (400, True)
+    status, answer = post(f"{plain.base(run)}/v1/responses", {"model": "toy", "input": "say hi", **more})
+    assert (status, problem in answer["error"]["message"]) == (400, True)
 
 
 def test_a_recorder_of_logprobs_says_why_it_refuses_responses(recorder: Recorder, run: str) -> None:
-    status, told = post(f"{recorder.base(run)}/v1/responses", {"model": "toy", "input": "say hi"})
-    assert (status, "--no-logprobs" in told["error"]["message"]) == (400, True)
+    status, answer = post(f"{recorder.base(run)}/v1/responses", {"model": "toy", "input": "say hi"})
+    assert (status, "--no-logprobs" in answer["error"]["message"]) == (400, True)

@@ -24,9 +24,9 @@ REQUESTS = st.builds(
 )
 
 
-def check_request(found: ColumnsRequest, expected: trainer_pb2.WriteColumnsRequest) -> None:
+def check_request(decoded_request: ColumnsRequest, expected: trainer_pb2.WriteColumnsRequest) -> None:
     for name in ("run", "batch", "mini_batch", "rank", "incarnation"):
-        assert getattr(found, name) == getattr(expected, name)
+        assert getattr(decoded_request, name) == getattr(expected, name)
 
 
 @given(REQUESTS, TENSORS)
@@ -41,10 +41,10 @@ def test_protobuf_reads_what_is_written(request: trainer_pb2.WriteColumnsRequest
 @given(REQUESTS, TENSORS)
 def test_what_is_written_is_viewed(request: trainer_pb2.WriteColumnsRequest, tensors: dict[str, Array]) -> None:
     data = columns_codec.encode(request, tensors)
-    found = ColumnsRequest(data)
-    check_request(found, request)
-    assert found.SerializeToString() == data
-    decoded = tensor_file.decode(found.tensors)
+    decoded_request = ColumnsRequest(data)
+    check_request(decoded_request, request)
+    assert decoded_request.SerializeToString() == data
+    decoded = tensor_file.decode(decoded_request.tensors)
     check_same(decoded, tensors)
     for values in decoded.values():
         assert not values.size or np.shares_memory(values, np.frombuffer(data, np.uint8))
@@ -55,10 +55,12 @@ def test_what_protobuf_wrote_is_read_with_its_tensors_aligned(
     request: trainer_pb2.WriteColumnsRequest, tensors: dict[str, Array]
 ) -> None:
     request.tensors = tensor_file.encode(tensors)
-    found = ColumnsRequest(request.SerializeToString())
-    check_request(found, request)
-    check_same(tensor_file.decode(found.tensors), tensors)
-    begin = np.frombuffer(found.tensors, np.uint8).ctypes.data + tensor_file.begin_of_data(found.tensors)
+    decoded_request = ColumnsRequest(request.SerializeToString())
+    check_request(decoded_request, request)
+    check_same(tensor_file.decode(decoded_request.tensors), tensors)
+    begin = np.frombuffer(decoded_request.tensors, np.uint8).ctypes.data + tensor_file.begin_of_data(
+        decoded_request.tensors
+    )
     assert begin % 8 == 0
 
 
@@ -70,8 +72,8 @@ def test_of_tensors_that_come_twice_the_last_ones_count_and_unknown_fields_are_p
             trainer_pb2.WriteColumnsRequest(tensors=b"second, and longer").SerializeToString(),
         )
     )
-    found = ColumnsRequest(data)
-    assert (found.run, bytes(found.tensors)) == ("one", b"second, and longer")
+    decoded_request = ColumnsRequest(data)
+    assert (decoded_request.run, bytes(decoded_request.tensors)) == ("one", b"second, and longer")
     assert not bytes(ColumnsRequest(b"").tensors)
 
 
@@ -83,6 +85,6 @@ def test_what_protobuf_refuses_is_refused(data: bytes) -> None:
         with pytest.raises(DecodeError):
             ColumnsRequest(data)
     else:
-        found = ColumnsRequest(data)
-        check_request(found, expected)
-        assert bytes(found.tensors) == expected.tensors
+        decoded_request = ColumnsRequest(data)
+        check_request(decoded_request, expected)
+        assert bytes(decoded_request.tensors) == expected.tensors

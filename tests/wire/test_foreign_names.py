@@ -51,11 +51,13 @@ def test_log_probabilities_of_the_sampler_have_one_name(theirs: str) -> None:
     assert f"give {theirs} as rollout_logprobs" in refused(ROW | {theirs: [0.0]})
 
 
-def test_all_names_of_a_row_are_told_at_once() -> None:
+def test_all_names_of_a_row_are_named_at_once() -> None:
     row = {"uid": "a", "sample": 0, "prompts": [1], "responses": [2], "response_mask": [1], "attention_mask": [1, 1]}
-    told = refused(row)
-    assert "; leave attention_mask out, the service computes it" in told
-    assert "; give prompts as prompt_token_ids; give response_mask as loss_mask; give responses as response_ids" in told
+    message = refused(row)
+    assert "; leave attention_mask out, the service computes it" in message
+    assert (
+        "; give prompts as prompt_token_ids; give response_mask as loss_mask; give responses as response_ids" in message
+    )
 
 
 def test_prompt_and_response_in_one_are_to_be_cut() -> None:

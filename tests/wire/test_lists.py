@@ -23,10 +23,10 @@ UNUSUAL = st.sampled_from([None, "7", 1.5, True, 2**31, -(2**40), 10**400, [1], 
     st.lists(st.one_of(st.integers(-3, 300), st.floats(width=32), UNUSUAL)),
 )
 def test_a_list_is_converted_as_numpy_does_or_left_to_who_refuses_by_name(dtype: Any, values: list[Any]) -> None:
-    found = from_list(values, np.dtype(dtype))
-    if found is not None:
-        assert found.dtype == dtype
-        np.testing.assert_array_equal(found, np.array(values, dtype))
+    array = from_list(values, np.dtype(dtype))
+    if array is not None:
+        assert array.dtype == dtype
+        np.testing.assert_array_equal(array, np.array(values, dtype))
 
 
 @given(st.lists(st.integers(0, 2**31 - 1)), st.lists(st.floats(allow_nan=False, width=32)))
@@ -44,12 +44,12 @@ def test_plain_lists_are_all_converted(tokens: list[int], numbers: list[float]) 
 def test_many_lists_are_converted_as_each_of_them_would_be(dtype: Any, rows: list[list[Any]], at_once: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lists, "_AT_ONCE", at_once)
-        found = joined(rows, np.dtype(dtype))
+        array = joined(rows, np.dtype(dtype))
     each = [from_list(row, np.dtype(dtype)) for row in rows]
-    if found is None:
+    if array is None:
         assert any(row is None for row in each)
     else:
-        np.testing.assert_array_equal(found, np.concatenate([np.empty(0, dtype), *each]))
+        np.testing.assert_array_equal(array, np.concatenate([np.empty(0, dtype), *each]))
 
 
 def lists_of(row: Row) -> Row:

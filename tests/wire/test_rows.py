@@ -266,8 +266,8 @@ def altered_messages(draw: st.DrawFn) -> rows_pb2.Rows:
 @given(altered_messages())
 def test_an_altered_message_is_refused_or_is_rows_like_any_other(message: rows_pb2.Rows) -> None:
     with suppress(InvalidArgumentError):
-        found = decode(rows_pb2.Rows.FromString(message.SerializeToString()))
-        assert_same(found, decode(encode(found)))
+        decoded = decode(rows_pb2.Rows.FromString(message.SerializeToString()))
+        assert_same(decoded, decode(encode(decoded)))
 
 
 def test_some_altered_messages_are_refused_and_some_are_not() -> None:

@@ -93,9 +93,9 @@ def test_what_is_left_out_is_not_sent() -> None:
     prefixes = Prefixes(np.array([990]), np.array([0xFFFFFFFF], np.uint32))
     written = encode("r", [table], prefixes)
     assert len(written) < len(encode("r", [table])) - 4 * 980
-    steps, found = Submission(written).rows()
-    assert found is not None
-    assert (found.lengths.tolist(), found.checksums.tolist()) == ([990], [0xFFFFFFFF])
+    steps, left_out = Submission(written).rows()
+    assert left_out is not None
+    assert (left_out.lengths.tolist(), left_out.checksums.tolist()) == ([990], [0xFFFFFFFF])
     assert steps.tokens[0].tolist() == [*range(990, 1000), 7]
 
 
@@ -138,8 +138,8 @@ def test_compression_saves_what_tokens_do_not_use() -> None:
     assert len(compressed(request)) < 0.75 * len(request)
 
 
-def frame_of(size: int, *, tells: bool = True) -> bytes:
-    compressor = zstandard.ZstdCompressor(write_content_size=tells)
+def frame_of(size: int, *, has_size: bool = True) -> bytes:
+    compressor = zstandard.ZstdCompressor(write_content_size=has_size)
     return rollout_pb2.SubmitRowsRequest(zstd=compressor.compress(bytes(size))).SerializeToString()
 
 
@@ -149,7 +149,7 @@ def test_a_frame_that_would_fill_the_memory_is_refused_before_it_does() -> None:
     with pytest.raises(InvalidArgumentError, match=r"104857600 bytes uncompressed and max_message_bytes is 1048576"):
         Submission(bomb, most_bytes=1 << 20)
     with pytest.raises(InvalidArgumentError, match="does not say how large its content is"):
-        Submission(frame_of(100, tells=False))
+        Submission(frame_of(100, has_size=False))
 
 
 @pytest.mark.parametrize("frame", [b"no frame", frame_of(1000)[6:-5]])

@@ -24,11 +24,11 @@ TENSORS = st.dictionaries(
 )
 
 
-def check_same(found: dict[str, Array], expected: dict[str, Array]) -> None:
-    assert found.keys() == expected.keys()
+def check_same(decoded: dict[str, Array], expected: dict[str, Array]) -> None:
+    assert decoded.keys() == expected.keys()
     for name, values in expected.items():
-        assert found[name].dtype == values.dtype
-        np.testing.assert_array_equal(found[name], values)
+        assert decoded[name].dtype == values.dtype
+        np.testing.assert_array_equal(decoded[name], values)
 
 
 @given(TENSORS)

@@ -37,10 +37,10 @@ _START = "start it with `gristmill serve`, give its address by --address, or ope
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """The result of one check. found: the state. remedy: what to do about it; empty where all is well."""
+    """The result of a check. subject: what was checked. state: what was observed. remedy: empty if all is well."""
 
-    what: str
-    found: str
+    subject: str
+    state: str
     remedy: str = ""
 
     @property
@@ -49,8 +49,8 @@ class Check:
 
     def __str__(self) -> str:
         if self.is_well:
-            return f"ok     {self.what}: {self.found}"
-        return f"WRONG  {self.what}: {self.found}; {self.remedy}"
+            return f"ok     {self.subject}: {self.state}"
+        return f"WRONG  {self.subject}: {self.state}; {self.remedy}"
 
 
 def check_machine(settings: Settings) -> Iterator[Check]:
@@ -65,19 +65,19 @@ def check_machine(settings: Settings) -> Iterator[Check]:
         yield _check_directory(store, existing, "free space on the disk, or name another directory")
 
 
-def _check_directory(what: str, directory: Path, remedy: str) -> Check:
-    what = f"{what} in {directory}"
+def _check_directory(subject: str, directory: Path, remedy: str) -> Check:
+    subject = f"{subject} in {directory}"
     try:
         with tempfile.TemporaryFile(dir=directory):
             pass
         system = os.statvfs(directory)
     except OSError as error:
-        return Check(what, f"cannot be written to: {error.strerror}", f"let the service write there, or {remedy}")
+        return Check(subject, f"cannot be written to: {error.strerror}", f"let the service write there, or {remedy}")
     size, room = system.f_frsize * system.f_blocks, system.f_frsize * system.f_bavail
     free = f"{decimal(room)} free of {decimal(size)}"
     if room >= _LEAST_BYTES:
-        return Check(what, free)
-    return Check(what, f"{free}, and real batches need at least {decimal(_LEAST_BYTES)}", remedy)
+        return Check(subject, free)
+    return Check(subject, f"{free}, and real batches need at least {decimal(_LEAST_BYTES)}", remedy)
 
 
 def check_redis(settings: Settings) -> Iterator[Check]:
@@ -91,7 +91,7 @@ def check_redis(settings: Settings) -> Iterator[Check]:
     from gristmill_service.storage.redis.servers import check_server
 
     address = redis_address(settings)
-    what = f"Redis at {address}"
+    subject = f"Redis at {address}"
     try:
         client = connect_redis(address)
         try:
@@ -100,14 +100,14 @@ def check_redis(settings: Settings) -> Iterator[Check]:
         finally:
             client.close()
     except GristmillError as error:
-        yield Check(what, "cannot be used", str(error))
+        yield Check(subject, "cannot be used", str(error))
         return
     for finding in findings:
         where, _, text = finding.partition(": ")
-        found, _, remedy = text.rpartition("; ")
-        yield Check(where, found or text, remedy if found else "see docs/operations.md, 'Redis'")
+        state, _, remedy = text.rpartition("; ")
+        yield Check(where, state or text, remedy if state else "see docs/operations.md, 'Redis'")
     if not findings:
-        yield Check(what, "answers, and is set as docs/operations.md asks")
+        yield Check(subject, "answers, and is set as docs/operations.md asks")
 
 
 def check_replicas(address: str, http_port: int) -> Iterator[Check]:
@@ -130,15 +130,15 @@ def check_replicas(address: str, http_port: int) -> Iterator[Check]:
 
 
 def over_grpc(replica: Replica) -> Iterator[Check]:
-    what = f"gRPC at {replica.address}"
+    subject = f"gRPC at {replica.address}"
     if not replica.is_reached:
         reason = replica.problem.removeprefix(f"{replica.address}: ").rpartition("; ")[0]
-        yield Check(what, reason or replica.problem, _START)
+        yield Check(subject, reason or replica.problem, _START)
         return
     if replica.problem:
-        yield Check(what, "answers, and takes no new work", f"resolve {replica.problem!r}")
+        yield Check(subject, "answers, and takes no new work", f"resolve {replica.problem!r}")
     else:
-        yield Check(what, "answers, and is ready")
+        yield Check(subject, "answers, and is ready")
     ours, theirs = gristmill.__version__, replica.version or "older than this command"
     if theirs == ours:
         yield Check(f"version of {replica.address}", f"{theirs}, as this command's")

@@ -52,7 +52,7 @@ def doctor(*, address: str | None, as_json: bool, **flags: object) -> None:
                 print(check, flush=True)
         if as_json:
             results = [
-                {"what": one.what, "ok": one.is_well, "found": one.found, "remedy": one.remedy} for one in checks
+                {"what": one.subject, "ok": one.is_well, "found": one.state, "remedy": one.remedy} for one in checks
             ]
             print(json.dumps({"checks": results}))
     raise typer.Exit(0 if all(check.is_well for check in checks) else NEEDS_PERSON)

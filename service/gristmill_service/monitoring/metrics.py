@@ -246,8 +246,8 @@ def _of_state(run: Run, state: State, facts: RunFacts, now: float) -> Iterator[M
         "Limit of buffered batches: max_buffered_batches.",
         run.config.max_buffered_batches,
     )
-    held = {"rows": counts.row_bytes, "shards": counts.shard_bytes}
-    yield gauge("gristmill_held_bytes", "Bytes that the run stores, of rows and of shards.", held, "kind")
+    stored = {"rows": counts.row_bytes, "shards": counts.shard_bytes}
+    yield gauge("gristmill_held_bytes", "Bytes that the run stores, of rows and of shards.", stored, "kind")
     yield gauge(
         "gristmill_held_limit_bytes", "Limit of stored bytes: max_buffered_bytes.", int(run.config.max_buffered_bytes)
     )

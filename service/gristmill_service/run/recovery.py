@@ -44,8 +44,8 @@ def recovered(
     shards are not stored any more. shared: as `row_digests` has it."""
     needed = Needed(state, shared)
     lost = log.retain(needed.tables, needed.is_whole)
-    for number, held in needed.tables.items():
-        rows.add(number, None, max(held) + 1, held)
+    for number, needed_rows in needed.tables.items():
+        rows.add(number, None, max(needed_rows) + 1, needed_rows)
     # The form of forward shards is known only to the process that built them.
     published = [
         number

@@ -129,5 +129,5 @@ class TokenTree:
 def _listed(blocks: torch.Tensor) -> tuple[Any, Any]:
     """Return the number of set blocks in each line, and their indices first; with dimensions for batch and head."""
     counts = blocks.sum(-1, dtype=torch.int32)
-    which = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True).to(torch.int32)
-    return counts[None, None], which[None, None]
+    indices = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True).to(torch.int32)
+    return counts[None, None], indices[None, None]

@@ -326,10 +326,10 @@ def tags_of(tables: Sequence[Steps]) -> list[str] | None:
     return [tag for table in tables for tag in ([""] * len(table) if table.tags is None else table.tags)]
 
 
-def check_tag(tag: str, what: str) -> None:
+def check_tag(tag: str, subject: str) -> None:
     """Refuses a tag that is too long, or not valid Unicode."""
-    check_length(tag, LONGEST_TAG, f"{what}: tag", "name the environment or task")
-    check_text(tag, f"{what}: tag")
+    check_length(tag, LONGEST_TAG, f"{subject}: tag", "name the environment or task")
+    check_text(tag, f"{subject}: tag")
 
 
 def check(table: Steps) -> Steps:
@@ -346,18 +346,18 @@ def check(table: Steps) -> Steps:
     return table
 
 
-def check_length(text: str, most: int, what: str, remedy: str) -> None:
+def check_length(text: str, most: int, subject: str, remedy: str) -> None:
     """Raises InvalidArgumentError for a string of more than `most` characters."""
     if len(text) > most:
-        raise InvalidArgumentError(f"{what} has {len(text)} characters, and {most} are the most; {remedy}")
+        raise InvalidArgumentError(f"{subject} has {len(text)} characters, and {most} are the most; {remedy}")
 
 
-def check_text(text: str, what: str) -> None:
+def check_text(text: str, subject: str) -> None:
     """Raises InvalidArgumentError for a string that cannot be encoded in UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise InvalidArgumentError(f"{what} is {text!r}, which is not valid Unicode: {error.reason}") from None
+        raise InvalidArgumentError(f"{subject} is {text!r}, which is not valid Unicode: {error.reason}") from None
 
 
 def check_uid(uid: str) -> None:
@@ -383,8 +383,8 @@ def _check_identity(table: Steps) -> None:
         check_uid(max(table.uids, key=len))
     if max(map(len, table.stop_reasons), default=0) > LONGEST_STOP_REASON:
         reason = max(table.stop_reasons, key=len)
-        what = f"{table.name(list(table.stop_reasons).index(reason))}: stop_reason {reason[:50]!r}..."
-        check_length(reason, LONGEST_STOP_REASON, what, "name why the response ended, or shorten it")
+        subject = f"{table.name(list(table.stop_reasons).index(reason))}: stop_reason {reason[:50]!r}..."
+        check_length(reason, LONGEST_STOP_REASON, subject, "name why the response ended, or shorten it")
     for tag in set(table.tags or ()):
         check_tag(tag, table.name(list(table.tags or ()).index(tag)))
 
@@ -392,10 +392,10 @@ def _check_identity(table: Steps) -> None:
 def _check_lengths(table: Steps) -> None:
     responses = table.sequence_lengths - table.prompt_lengths
     parts = (("prompt_token_ids", "prompt", table.prompt_lengths), ("response_ids", "response", responses))
-    for name, what, lengths in parts:
+    for name, part, lengths in parts:
         if lengths.size and least(lengths) < 1:
             empty = int((lengths < 1).argmax())
-            raise InvalidArgumentError(f"{table.name(empty)}: {name} is empty; a {what} has at least one token")
+            raise InvalidArgumentError(f"{table.name(empty)}: {name} is empty; a {part} has at least one token")
     seen: list[Int64s] = []
     for name, column in _response_columns(table):
         if any(column.lengths is lengths for lengths in seen):

@@ -27,11 +27,11 @@ class Body(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_unknown(cls, given: object) -> object:
-        if isinstance(given, dict) and (unknown := given.keys() - cls.model_fields):
+    def _refuse_unknown(cls, body: object) -> object:
+        if isinstance(body, dict) and (unknown := body.keys() - cls.model_fields):
             name = shown(min(unknown, key=str))
             raise PydanticCustomError("extra_forbidden", "there is no field {name}", {"name": name})
-        return given
+        return body
 
 
 CONFIG_EXAMPLE = {
@@ -71,9 +71,9 @@ class BeginGroups(Body):
     tag: str | Many[str] = Field(default=[], description="The environment or task of each group, or of all of them.")
 
 
-def one_each(given: _Item | list[_Item], uids: list[str]) -> list[_Item]:
+def one_each(values: _Item | list[_Item], uids: list[str]) -> list[_Item]:
     """What a request gives once for all groups, or one a group."""
-    return given if isinstance(given, list) else [given] * len(uids)
+    return values if isinstance(values, list) else [values] * len(uids)
 
 
 class GroupsBegun(BaseModel):

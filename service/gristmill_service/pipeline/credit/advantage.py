@@ -59,8 +59,8 @@ def advantages(received: Received, scores: Float64s, config: RunConfig) -> Float
     result = np.zeros(len(scores))
     estimator = config.estimator
     if not isinstance(estimator, GroupEstimator):
-        given = received.steps.advantages
-        return result if given is None else given[received.trajectory_bounds[:-1]]
+        sent = received.steps.advantages
+        return result if sent is None else sent[received.trajectory_bounds[:-1]]
     for _, trajectories in by_size(received.group_bounds):
         result[trajectories] = group_advantages(estimator, scores[trajectories], config)
     return result

@@ -191,11 +191,11 @@ def check_advantage_schema(steps: Steps, config: RunConfig) -> None:
     """Refuses advantages unless `advantage_estimator` is none, and missing ones if it is; and rows without the
     log-probabilities that their KL is computed from. steps: at least one row."""
     check_rollout_logprobs(steps, config)
-    given = steps.advantages is not None or steps.token_advantages is not None
-    if given != (config.estimator.takes_advantages):
-        remedy = "leave it out, or set advantage_estimator: none" if given else "send one with each row"
+    has_advantages = steps.advantages is not None or steps.token_advantages is not None
+    if has_advantages != (config.estimator.takes_advantages):
+        remedy = "leave it out, or set advantage_estimator: none" if has_advantages else "send one with each row"
         raise InvalidArgumentError(
-            f"{steps.name(0)}: advantage is {'given' if given else 'missing'} with advantage_estimator: "
+            f"{steps.name(0)}: advantage is {'given' if has_advantages else 'missing'} with advantage_estimator: "
             f"{config.advantage_estimator}; {remedy}"
         )
 

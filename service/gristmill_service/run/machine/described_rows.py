@@ -188,7 +188,7 @@ def _small_fields(steps: Steps, reward_digests: Sequence[bytes]) -> list[bytes]:
     """Each row's fields of a fixed length that are no columns of tokens."""
     pending = steps.rewards_pending.tolist()
     # A negative zero is the same number as the other one.
-    rewards = [0.0 if waits else given + 0.0 for waits, given in zip(pending, steps.rewards.tolist(), strict=True)]
+    rewards = [0.0 if waits else reward + 0.0 for waits, reward in zip(pending, steps.rewards.tolist(), strict=True)]
     advantages = [0.0] * len(steps) if steps.advantages is None else (steps.advantages + 0.0).tolist()
     return [
         *map(

@@ -64,7 +64,7 @@ def gather(
     if token_rewards:
         ragged["token_rewards"] = _token_rewards(rows, stored)
     strings = {"tags": [one.tag for one in picked], "stop_reasons": [row.stop_reason for row in rows]}
-    given = {name: values for name, values in strings.items() if any(values)}
+    columns_of_text = {name: values for name, values in strings.items() if any(values)}
     uids = [one.trajectory.uid for one in stored]
     extras = _extras(rows, kinds, copying)
     del tables, rows
@@ -72,7 +72,7 @@ def gather(
         copying.go_on(end)
         if on_copied is not None and len(parts) > 1:
             on_copied()
-    return steps_from(uids, given, numbers, ragged, extras)
+    return steps_from(uids, columns_of_text, numbers, ragged, extras)
 
 
 def tokens_of(row: PickedRow, count: int, tables: Tables) -> list[memoryview]:

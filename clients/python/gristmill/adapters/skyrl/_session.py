@@ -58,8 +58,8 @@ class Session(RunSession):
         for output, uids, version in parts:
             if output.get("trajectory_ids") is None:
                 output = {**output, "uids": list(uids)}
-            given = [name for name in columns if output.get(name) is not None]
-            self.rollouts.submit(from_skyrl(output, round=self._round, policy_version=version, columns=given))
+            present = [name for name in columns if output.get(name) is not None]
+            self.rollouts.submit(from_skyrl(output, round=self._round, policy_version=version, columns=present))
         self._round += 1
 
     def _begin(self, uids: Sequence[str], wait_s: float) -> None:

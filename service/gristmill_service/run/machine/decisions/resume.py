@@ -117,8 +117,8 @@ def _check_launch(launch: str) -> None:
     """Refuses a launch that is no name: runs remember every one."""
     if not launch:
         raise InvalidArgumentError("launch is empty; name this start of the trainer, the same on all its ranks")
-    what = f"launch {launch[:50]!r}..."
-    check_length(launch, _LONGEST_LAUNCH, what, "name this start of the trainer in fewer")
+    subject = f"launch {launch[:50]!r}..."
+    check_length(launch, _LONGEST_LAUNCH, subject, "name this start of the trainer in fewer")
     check_text(launch, "launch")
 
 

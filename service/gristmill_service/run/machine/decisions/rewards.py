@@ -86,8 +86,8 @@ def _row_of(state: State, update: RewardUpdate) -> StoredRow | None:
     step = update.step if update.step is not None else (None if trajectory is None else trajectory.last)
     row = None if trajectory is None or step is None else trajectory.rows.get(step)
     if row is None:
-        which = "the last step" if update.step is None else f"step {update.step}"
-        raise NotFoundError(f"{update.trajectory}: {which} was not submitted; submit the row before its reward")
+        step_name = "the last step" if update.step is None else f"step {update.step}"
+        raise NotFoundError(f"{update.trajectory}: {step_name} was not submitted; submit the row before its reward")
     return row
 
 
