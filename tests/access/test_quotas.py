@@ -67,7 +67,7 @@ def test_a_caller_has_no_more_runs_than_its_token_says(serve: Serve, tmp_path: P
 @pytest.mark.parametrize(
     ("quota", "message"),
     [
-        ({"max_rows": 5}, "brings 4 rows, and the runs of team (team-*) hold 4 rows, where max_rows of the token"),
+        ({"max_rows": 5}, "brings 4 rows, and the runs of team (team-*) store 4 rows, where max_rows of the token"),
         ({"max_row_bytes": "4KiB"}, "hold 3176 bytes of rows, where max_row_bytes of the token allows 4096"),
     ],
     ids=["rows", "bytes"],
@@ -108,7 +108,7 @@ def test_a_caller_begins_no_more_groups_than_its_token_says(serve: Serve, tmp_pa
     some = post(service, "/team-2/groups", {"uids": ["c", "d"], "wait_s": 30}, team).json()
     assert some["admissions"] == ["admitted", "no_room"]
     assert (
-        "the runs of team (team-*) hold 2 prompt groups, where max_groups of the token allows 3; batches have to be "
+        "the runs of team (team-*) store 2 prompt groups, where max_groups of the token allows 3; batches have to be "
         "freed or groups aborted, or raise max_groups of the token"
     ) in some["reason"]
     token = team["authorization"].split()[1]
@@ -136,7 +136,9 @@ def test_a_run_holds_no_more_than_the_service_lets_any(
     for name in ("one", "other"):
         api.create(name, {**CONFIG, "dp_size": 1})
     api.submit("one", [one for uid in ("a", "b") for one in group(uid, steps=1)])
-    with pytest.raises(Refused, match=rf"run 'one' holds {held} .*service's {setting} allows {value}; .* or raise the"):
+    with pytest.raises(
+        Refused, match=rf"run 'one' stores {held} .*service's {setting} allows {value}; .* or raise the"
+    ):
         api.submit("one", [one for uid in ("c", "d") for one in group(uid, steps=1)])
     assert [one["uid"] for one in api.groups("one")] == ["a", "b"], "nothing is kept of what was refused"
     assert api.submit("one", group("a", steps=1)) == ["duplicate"] * 2

@@ -247,7 +247,7 @@ def test_a_body_that_comes_too_slowly_is_not_waited_for(monkeypatch: pytest.Monk
         wire.settimeout(20)
         answer = b"".join(iter(lambda: wire.recv(10_000), b""))
         assert b" 504 " in answer
-        assert b"1 bytes of the body came within 0 s" in answer
+        assert b"1 bytes of the body arrived within 0 s" in answer
 
 
 def test_large_bodies_are_held_a_few_at_a_time_and_small_ones_pass_by(monkeypatch: pytest.MonkeyPatch) -> None:

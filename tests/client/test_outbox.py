@@ -89,7 +89,7 @@ def test_a_row_that_no_message_can_hold_is_refused_by_name() -> None:
     big = from_rows([row | {"loss_mask": np.ones(len(tokens), np.uint8)}], step_wise=False)
     outbox = Outbox(LIMITS, 10.0)
     with pytest.raises(
-        InvalidArgumentError, match=r"uid 'a' sample 2 step 0: the row has \d+ bytes and a message holds"
+        InvalidArgumentError, match=r"uid 'a' sample 2 step 0: the row has \d+ bytes and a message at most"
     ):
         outbox.add(big, Delivery(), 0.0)
     assert outbox.due_in(0.0) is None

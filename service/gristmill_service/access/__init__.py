@@ -1,1 +1,1 @@
-"""Who may call what: the table of calls and roles, the tokens that callers show, and the certificates of both APIs."""
+"""Authorization: the roles that each call needs, the tokens of callers, and the certificates of both APIs."""

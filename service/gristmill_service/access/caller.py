@@ -1,4 +1,4 @@
-"""A caller: a name, what it may do, and on which runs."""
+"""A caller: its name, its roles, and the runs that it may use."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from gristmill_service.access.roles import CALLS, OPEN_CALLS, Role
 class Caller:
     """A caller and its permissions.
 
-    runs: patterns of run names, as a shell's. rank: the only rank that a trainer may be; None: any. max_runs, limits:
-    how many runs of these names there may be, and what they may hold in all, for the caller to add to them.
-    max_requests: its calls that may be answered at once. None: any number.
+    runs: patterns of run names, as in a shell. rank: the only rank that a trainer with this token may have; None: any.
+    max_runs: how many runs with these names may exist. limits: what these runs may store in all, for the caller to add
+    more. max_requests: how many of its calls may be answered at a time. None: no limit.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Caller:
         return any(fnmatchcase(run, pattern) for pattern in self.runs)
 
     def check(self, call: str, run: str | None, rank: int | None) -> None:
-        """Raises PermissionDeniedError where it may not make the call, for the run and rank that the call names."""
+        """Raises PermissionDeniedError unless the caller may make the call for this run and rank."""
         if call in OPEN_CALLS:
             return
         allowed = CALLS[call]

@@ -1,4 +1,4 @@
-"""The certificates of both APIs, read again when their files change: a new handshake has the new ones."""
+"""The certificates of both APIs. Files are read again when they change, for new connections."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Certificates:
-    """cert_file: the chain. client_ca_file: the authority that must have signed
-    the certificates of clients; None: they need none."""
+    """cert_file: the chain. client_ca_file: the authority that must have signed the certificates of clients; None: they
+    need none.
+    """
 
     cert_file: Path
     key_file: Path
@@ -36,7 +37,7 @@ class Certificates:
         return certificates
 
     def check(self) -> None:
-        """Raises InvalidArgumentError where a file cannot be read, or certificate and key do not fit together."""
+        """Raises InvalidArgumentError if a file cannot be read, or the key is not that of the certificate."""
         for name, path in (
             ("tls_cert_file", self.cert_file),
             ("tls_key_file", self.key_file),
@@ -98,8 +99,7 @@ def http_context(certificates: Certificates) -> ssl.SSLContext:
 
 
 class PeerCertificates:
-    """What this service shows other services, and what they must show. Thread-safe. A renewed certificate is shown over
-    the next connection."""
+    """The certificates for connections to other services. Thread-safe. New connections use renewed certificates."""
 
     def __init__(self, certificates: Certificates, ca_file: Path | None) -> None:
         self._own, self._ca_file = certificates, ca_file
@@ -108,7 +108,7 @@ class PeerCertificates:
         self._renew()
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """The credentials for gRPC connections to other services; the same object until a file changes."""
+        """Returns the credentials for gRPC connections to other services; the same object until a file changes."""
         with self._lock:
             self._look()
             return self._credentials
@@ -148,7 +148,7 @@ def _server_context(certificates: Certificates) -> ssl.SSLContext:
 
 
 class _Watch:
-    """Says once of each change of the files that they changed, and fit together again."""
+    """Reports each change of the files once, when they fit together again."""
 
     def __init__(self, certificates: Certificates) -> None:
         self._certificates, self._lock = certificates, threading.Lock()
@@ -162,7 +162,7 @@ class _Watch:
                     return False
                 self._certificates.check()
             except (OSError, InvalidArgumentError) as error:
-                # Half of a renewal is written, perhaps.
+                # The files may be in the middle of a renewal.
                 _log.warning("certificates cannot be read; the ones before stay in use", reason=str(error))
                 return False
             self._version = version

@@ -1,5 +1,4 @@
-"""Identifies callers by the tokens that their calls show, checks what they may do, and logs who did what. On the event
-loop."""
+"""Identify callers by their tokens, check their permissions, and log who did what. On the event loop."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ from gristmill_service.settings import Settings
 
 _log = structlog.get_logger("gristmill.audit")
 AUTHORIZATION = "authorization"
-"""The name in gRPC metadata and among HTTP headers of what a caller shows."""
+"""The gRPC metadata key and HTTP header of a caller's token."""
 
 _BEARER = "bearer "
 _MOST_CHARACTERS = 16 << 10
@@ -42,18 +41,19 @@ _MOST_OF_A_NAME = 200
 
 
 def limits_of_each_run(settings: Settings) -> Limits:
-    """Returns what the service lets any one run hold."""
+    """Returns the limits of what any one run may store."""
     return Limits(settings.max_run_groups, settings.max_run_rows, settings.max_run_row_bytes)
 
 
 class Gate:
-    """Without a file of tokens everyone may do everything.
+    """Checks callers. Without a file of tokens, everyone may do everything.
 
-    is_open: whether that is so. counts_calls: whether calls of tokens or runs are limited in number.
+    is_open: whether there is no file of tokens. counts_calls: whether concurrent calls are limited by token or run.
     """
 
     def __init__(self, settings: Settings, runs: Runs) -> None:
-        """runs: those that quotas count. Raises InvalidArgumentError for a file that cannot be read."""
+        """Reads the tokens. runs: the runs that quotas count. Raises InvalidArgumentError for a file that cannot be
+        read."""
         self._runs, self._refusals, self.secret = runs, RefusalLog(), PeerSecret()
         self._limits_of_run, self._most_calls_of_run = limits_of_each_run(settings), settings.max_run_requests
         self.counts_calls = settings.tokens_file is not None or settings.max_run_requests is not None
@@ -70,9 +70,9 @@ class Gate:
             )
 
     def user_of_proxy(self, headers: Mapping[str, str], address: str) -> Caller | None:
-        """Returns the caller that a trusted proxy at this address names; None where there is none.
+        """Returns the caller that a trusted proxy at this address names; None if there is none.
 
-        Raises UnauthenticatedError for a user whom the file does not name.
+        Raises UnauthenticatedError for a user that is not in the file.
         """
         if self._proxy is None or self._file is None or not (user := headers.get(self._proxy[0], "")):
             return None
@@ -94,8 +94,8 @@ class Gate:
             raise
 
     def known(self, authorization: str | None) -> Caller | None:
-        """Returns the caller of a call with this header; ANYONE where it has none; None for a web token, which
-        `identify` verifies. Raises UnauthenticatedError for an unknown token."""
+        """Returns the caller with this header; ANYONE without it; None for a web token, which `identify` verifies.
+        Raises UnauthenticatedError for an unknown token."""
         if self._file is None:
             return EVERYONE_IS_ADMIN
         if not authorization:
@@ -113,8 +113,9 @@ class Gate:
         raise error
 
     async def identify(self, authorization: str | None) -> Caller:
-        """Returns the caller as `known` does, also for web tokens, whose issuer may be asked for its keys. Raises
-        UnavailableError where it does not answer, after seconds."""
+        """Returns the caller with this header, also for a web token, for which it may have to ask the issuer. Raises
+        UnavailableError if the issuer does not answer within seconds.
+        """
         if (identity := self.known(authorization)) is not None:
             return identity
         assert self._web_tokens is not None
@@ -127,18 +128,18 @@ class Gate:
             raise
 
     def quota(self) -> Callable[[], Quota] | None:
-        """Returns a function that gives the quota of the current caller's runs; None where it has no limits."""
+        """Returns a function that computes the quota of the current caller's runs; None without a limit."""
         if self._file is None:
             return None
         identity = caller.current()
         if identity.limits == NO_LIMITS:
             return None
-        whose = f"the runs of {identity.name} ({', '.join(identity.runs)}) hold"
+        whose = f"the runs of {identity.name} ({', '.join(identity.runs)}) store"
         return lambda: Quota(self._usage(identity), identity.limits, whose, "max_{} of the token", is_of_run=False)
 
     def usage(self, calls: Mapping[tuple[str, str], int]) -> Iterator[QuotaUsage]:
-        """Yields how much is taken of each quota that is set: those of runs, and those of static tokens. calls: how
-        many there are of each ("caller" or "run", name)."""
+        """Yields how much of each quota is used: those of runs, and those of static tokens. calls: the concurrent calls
+        by ("caller" or "run", name)."""
         if self._limits_of_run != NO_LIMITS:
             for name, usage in self._runs.usage().items():
                 yield from _taken("max_run_", "run", name, usage, self._limits_of_run)
@@ -158,7 +159,7 @@ class Gate:
                 yield from _taken("max_", "caller", entry.name, self._usage(identity), identity.limits)
 
     def _usage(self, identity: Caller) -> Usage:
-        """Returns what all runs of the caller have stored."""
+        """Returns what all runs of the caller store."""
         total = NO_USAGE
         for name, usage in self._runs.usage().items():
             if identity.sees(name):
@@ -166,11 +167,11 @@ class Gate:
         return total
 
     def flush_log(self) -> None:
-        """Logs how many lines the audit log left out."""
+        """Logs how many lines the audit log has left out."""
         self._refusals.flush()
 
     def check(self, identity: Caller, call: str, run: str | None, rank: int | None) -> None:
-        """Raises UnauthenticatedError or PermissionDeniedError where the caller may not make the call."""
+        """Raises UnauthenticatedError or PermissionDeniedError unless the caller may make the call."""
         if identity is EVERYONE_IS_ADMIN:
             return
         try:
@@ -187,7 +188,7 @@ class Gate:
             _log.info("allowed", caller=identity.name, call=call, target=run, rank=rank)
 
     async def check_runs(self, run: str) -> None:
-        """Raises ResourceExhaustedError where the current caller may have no more runs than there are."""
+        """Raises ResourceExhaustedError if the current caller has reached its number of runs."""
         identity = caller.current()
         if identity.max_runs is None:
             return
@@ -201,11 +202,11 @@ class Gate:
             raise error
 
     def note_refusal(self, call: str, error: GristmillError, run: str | None, rank: int | None = None) -> None:
-        """Logs that a call of the current caller was refused."""
+        """Logs the refusal of a call of the current caller."""
         self._refusals.note(caller.current().name, call, error.code, run, rank)
 
     def visible(self, runs: Iterable[str]) -> list[str]:
-        """Returns the runs that the current caller may know of."""
+        """Returns those of the runs that the current caller may see."""
         identity = caller.current()
         return [run for run in runs if identity.sees(run)]
 
@@ -217,8 +218,8 @@ def _taken(prefix: str, of: str, name: str, usage: Usage, limits: Limits) -> Ite
 
 
 class RefusalLog:
-    """Logs refused calls: one line per second for each caller, call and status, and how many were left out in between,
-    so that they cannot fill a disk. Beyond many kinds, the others share a line."""
+    """Logs refused calls, one line per second for each caller, call and status, with the number of lines left out, so
+    that refusals cannot fill a disk. If there are too many kinds, the others share a line."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -239,18 +240,18 @@ class RefusalLog:
             self._left_out[kind] = self._left_out.get(kind, 0) + 1
             return
         self._due[kind] = now + _EACH_S
-        # Cut: a caller that is refused may send names of megabytes.
+        # Shortened: a refused caller may send names of megabytes.
         _log.warning("refused", caller=caller, call=call, code=code, target=run and run[:_MOST_OF_A_NAME], rank=rank)
 
     def flush(self) -> None:
-        """Logs how many were left out."""
+        """Logs how many lines were left out."""
         for (name, call, code), count in self._left_out.items():
             _log.warning("refused, lines left out", caller=name, call=call, code=code, count=count)
         self._left_out = {}
 
 
 class _CallersFile:
-    """The file of tokens, read again when it changes. When it becomes unreadable, the previous callers stay."""
+    """The file of tokens, read again when it changes. While it is unreadable, the previous callers stay valid."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -266,7 +267,7 @@ class _CallersFile:
         return self._callers
 
     def known(self, authorization: str) -> Caller | None:
-        """Returns the caller whose static token this header shows."""
+        """Returns the caller whose static token is in this header."""
         callers = self.callers()
         if (identity := self._known.get(authorization)) is not None:
             return identity
@@ -290,7 +291,7 @@ class _CallersFile:
             status = os.stat(self._path)
         except OSError:
             return None
-        # Also when its mode was changed, or its content together with its time.
+        # ctime also changes with the mode, and if the mtime is set back.
         return status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino
 
 

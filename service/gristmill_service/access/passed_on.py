@@ -1,9 +1,9 @@
-"""Calls that a replica passes on to the owner of their run: how it proves to be a replica, and what it is believed.
+"""Authenticate calls that another replica passes on to the owner of their run.
 
-Replicas share a Redis. Each process makes a secret when it starts, and publishes it there with its addresses. A replica
-that passes a call on shows the secret of the process that it passes it to. That gives it the role of a *peer*: it is
-believed that the call was passed on, and where its caller called from. It is believed nothing about what the caller may
-do: the caller's own token goes with the call, and the owner looks it up again.
+Replicas share a Redis. Each process generates a secret when it starts, and publishes it there with its addresses. A
+replica that passes a call on sends the secret of the receiving process. This makes it a *peer*: its statements that the
+call was passed on, and from which address it came, are believed. It gives no permission: the owner checks the token of
+the original caller, which is sent, too.
 """
 
 from __future__ import annotations
@@ -16,26 +16,25 @@ from contextvars import ContextVar
 from gristmill.errors import UnavailableError
 
 MARK = "gristmill-forwarded"
-"""The name in gRPC metadata and among HTTP headers of the owner's secret, which is shown with a call that is passed
-on."""
+"""The gRPC metadata key and HTTP header of the owner's secret, sent with calls that are passed on."""
 
 CAME_FROM = "gristmill-came-from"
-"""Likewise of the address that the caller called from."""
+"""The gRPC metadata key and HTTP header of the original caller's address."""
 
 _came_from: ContextVar[str] = ContextVar("gristmill_came_from", default="")
 
 
 class PeerSecret:
-    """This process's own: a replica that shows it is a peer."""
+    """This process's secret, by which it recognizes peers."""
 
     def __init__(self) -> None:
         self.value = secrets.token_urlsafe(32)
 
     def came_from(self, shown: Mapping[str, str]) -> str:
-        """The address that the caller of a call with these headers called from, where a peer passed it on; else empty.
+        """Returns the address of the original caller if a peer passed the call on; else an empty string.
 
-        Raises UnavailableError where the call is marked as passed on, and not by a peer: the sender may also be one
-        that has not heard yet that this process is a new one.
+        Raises UnavailableError if the call is marked as passed on, but without this process's secret: a replica may not
+        know yet that this process has restarted.
         """
         secret = shown.get(MARK)
         if secret is None:
@@ -49,10 +48,10 @@ class PeerSecret:
 
 
 def begin(came_from: str) -> None:
-    """The call that is answered from now on in this thread or task was passed on from there; not at all where empty."""
+    """Sets the original caller's address for this task; empty if the call was not passed on."""
     _came_from.set(came_from)
 
 
 def current() -> str:
-    """The address that the caller called from at the replica that passed this call on; empty where none did."""
+    """Returns the address from which a call that was passed on came; empty for other calls."""
     return _came_from.get()

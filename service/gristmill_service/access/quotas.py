@@ -1,4 +1,4 @@
-"""Quotas: how much a run, or all runs of a caller, have stored, and the limits of that."""
+"""Quotas: what a run, or all runs of a caller, store, and the limits."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import NamedTuple, Protocol
 
 
 class Usage(NamedTuple):
-    """groups: prompt groups that are open or in a batch that is not freed. rows: their rows. row_bytes: what these take
-    in memory."""
+    """groups: prompt groups that are open or in a batch that is not freed. rows: their rows. row_bytes: the memory of
+    these.
+    """
 
     groups: int = 0
     rows: int = 0
@@ -19,7 +20,7 @@ class Usage(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """Limits of a `Usage`; None: any number."""
+    """Limits of a `Usage`; None: no limit."""
 
     groups: int | None = None
     rows: int | None = None
@@ -30,8 +31,10 @@ NO_USAGE, NO_LIMITS = Usage(), Limits()
 
 
 class Quota(NamedTuple):
-    """whose: the beginning of an error's sentence, such as "run 'a' holds". setting: the name of the setting, with {}
-    in place of `groups`, `rows` or `row_bytes`. is_of_run: whether it is one run's."""
+    """whose: the start of an error's sentence. setting: the name of the setting, with {} in place of `groups`, `rows`
+        or
+    `row_bytes`. is_of_run: whether the quota is a single run's.
+    """
 
     usage: Usage
     limits: Limits
@@ -41,7 +44,7 @@ class Quota(NamedTuple):
 
 
 class QuotaUsage(NamedTuple):
-    """How much of a quota is taken, for metrics. of: "run" or "caller"; name: of that."""
+    """How much of a quota is used, for metrics. of: "run" or "caller". name: its name."""
 
     quota: str
     of: str
@@ -51,7 +54,7 @@ class QuotaUsage(NamedTuple):
 
 
 class Runs(Protocol):
-    """The runs that quotas count. With Redis, `usage` is about those that this process owns."""
+    """The runs that quotas count. With Redis, `usage` covers only the runs that this process owns."""
 
     async def names(self) -> Iterable[str]: ...
 

@@ -1,4 +1,4 @@
-"""Which roles may make which call, over gRPC and HTTP: the one table. A test fails for a call that it does not name."""
+"""The roles that may make each call, over gRPC and HTTP. A test fails for a call that the table lacks."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ CALLS: dict[str, frozenset[Role]] = {
     "metrics": frozenset(["scraper"]),
     "docs": _SEE,
 }
-"""The roles that may make a call; admin may make every one. gRPC's methods and HTTP's handlers have the same names."""
+"""The roles that may make each call; admin may make all. Methods of gRPC and handlers of HTTP have the same names."""
 
 OPEN_CALLS = frozenset(["get_health", "healthz", "readyz", "index", "asset", "sign_in", "sign_out"])
-"""What anyone may call: probes, and the files of the page, which hold no data."""
+"""The calls that need no token: probes, and the files of the page, which have no data."""
 
 AUDITED = frozenset(
     (
@@ -81,4 +81,4 @@ AUDITED = frozenset(
         "group_row",
     )
 )
-"""Calls that are logged with their caller: they begin or end something, or give tokens of rows away."""
+"""Calls that are logged with their caller: they begin or end something, or return tokens of rows."""

@@ -1,6 +1,6 @@
-"""The file of callers: static tokens, of which it holds only digests, and subjects of JSON web tokens.
+"""Read and write the file of callers: digests of static tokens, and subjects of JSON web tokens.
 
-A token is 256 random bits, so that one SHA-256 of it is as good as a slow one: there is nothing to guess.
+A token is 256 random bits: it cannot be guessed, so that one SHA-256 is enough as a digest.
 """
 
 from __future__ import annotations
@@ -49,20 +49,21 @@ class _Entry(BaseModel):
 
 
 class TokenEntry(_Entry):
-    """A static token. sha256: the hexadecimal digest of it."""
+    """A static token. sha256: its digest in hexadecimal."""
 
     name: Annotated[str, Field(min_length=1)]
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 class SubjectEntry(_Entry):
-    """The callers whose JSON web token has this subject, or that a proxy names so: a pattern as of a shell."""
+    """Callers that have this subject in their JSON web token, or are named so by a proxy. It is a pattern, as in a
+    shell."""
 
     subject: Annotated[str, Field(min_length=1)]
 
 
 class Callers(BaseModel):
-    """What the file has."""
+    """The content of the file."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -70,7 +71,7 @@ class Callers(BaseModel):
     subjects: list[SubjectEntry] = []
 
     def with_token(self, token: str) -> Caller | None:
-        """Compares with every digest, each in the same time."""
+        """Returns the caller with this token. Compares with every digest, in constant time."""
         match, digest = None, digest_of(token)
         for entry in self.tokens:
             if hmac.compare_digest(entry.sha256, digest):
@@ -78,7 +79,7 @@ class Callers(BaseModel):
         return None if match is None else match.caller(match.name)
 
     def with_subject(self, subject: str) -> Caller | None:
-        """The first entry counts that is for the subject."""
+        """Returns the caller of the first entry that matches the subject."""
         for entry in self.subjects:
             if fnmatchcase(subject, entry.subject):
                 return entry.caller(subject)
@@ -86,21 +87,21 @@ class Callers(BaseModel):
 
 
 def read_callers(path: Path) -> Callers:
-    """Raises InvalidArgumentError naming the file, the entry, and what is expected."""
+    """Reads the file. Raises InvalidArgumentError naming the file, the entry, and what is expected."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
         if content is None:
-            # As of a file that is being written: it must lock nobody out.
+            # An empty file may be about to be written: it must not lock everyone out.
             raise InvalidArgumentError(f"{path} is empty; write 'tokens: []' if no token is to be valid")
         return Callers.model_validate(content)
     except OSError as error:
         raise InvalidArgumentError(f"{path}: cannot read the tokens: {error.strerror}; give a YAML file") from None
     except yaml.MarkedYAMLError as error:
-        # Not as it prints itself, with the line.
+        # Without the text of the line, which may have a token.
         line = "" if error.problem_mark is None else f" in line {error.problem_mark.line + 1}"
         raise InvalidArgumentError(f"{path}: cannot read the tokens: {error.problem}{line}; give a YAML file") from None
     except ValidationError as error:
-        # Never the values: one may be a token that was put there in place of its digest.
+        # Without values: one may be a token that was put there instead of its digest.
         reason = problems(map(complaint, error.errors()))
         raise InvalidArgumentError(f"{path}: {reason}; `gristmill token create` writes entries") from None
     except (ValueError, RecursionError, yaml.YAMLError) as error:
@@ -111,10 +112,10 @@ def read_callers(path: Path) -> Callers:
 
 
 def create_token(path: Path, name: str, roles: Sequence[str], runs: Sequence[str], rank: int | None) -> str:
-    """Adds an entry to the file, which is made where there is none, and returns its token, which is nowhere kept. Other
-    processes that add one meanwhile wait.
+    """Adds an entry to the file, creating the file if needed, and returns its token, which is not stored. Other
+    processes that add an entry at the same time wait.
 
-    Raises InvalidArgumentError where the name is taken, a value is wrong, or the file cannot be written.
+    Raises InvalidArgumentError if the name is taken, a value is wrong, or the file cannot be written.
     """
     try:
         with _locked(path):
@@ -125,7 +126,7 @@ def create_token(path: Path, name: str, roles: Sequence[str], runs: Sequence[str
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Locks a file next to it: the file itself is replaced."""
+    """Locks another file next to it, because this one is replaced."""
     descriptor = os.open(path.with_name(f".{path.name}.lock"), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -1,4 +1,4 @@
-"""JSON web tokens, as Kubernetes gives them to service accounts, checked against their issuer's keys."""
+"""Verify JSON web tokens, such as those of Kubernetes' service accounts, by their issuer's keys."""
 
 from __future__ import annotations
 
@@ -13,18 +13,21 @@ from gristmill.errors import InvalidArgumentError, UnauthenticatedError, Unavail
 from gristmill_service.access.caller import Caller
 from gristmill_service.access.tokens import Callers
 
-# No HMAC: its key would be the public one.
+# Without HMAC, which would accept the public key as a shared secret.
 _ALGORITHMS = ["RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA"]
-# The clocks of a cluster may differ by this.
+# Allowed difference of clocks.
 _LEEWAY_S = 10
 _KEEP_S = 300.0
-# Tokens of keys that nobody has do not have the issuer asked more often.
+# Tokens with unknown keys must not make the service ask the issuer more often.
 _PAUSE_S = 5.0
 
 
 class WebTokens:
-    """jwks: a file, or the URL where the issuer publishes its keys, which are asked for again when a new one signs.
-    ca_file: the authority that signed the certificate of that URL's host; None: the authorities that Python knows."""
+    """Verifies tokens.
+
+    jwks: a file, or the URL where the issuer publishes its keys, which are read again when a token has a new key.
+    ca_file: the authority that signed the certificate of that URL's host; None: the authorities that Python knows.
+    """
 
     def __init__(self, jwks: str, issuer: str, audience: str, ca_file: Path | None = None) -> None:
         try:
@@ -38,7 +41,8 @@ class WebTokens:
             self._keys()
 
     async def caller(self, token: str, callers: Callers) -> Caller:
-        """Raises UnauthenticatedError for a token that is not valid, or whose subject the file does not name."""
+        """Returns the caller. Raises UnauthenticatedError for an invalid token, or a subject that is not in the
+        file."""
         jwt = self._jwt
         try:
             claims = jwt.decode(
@@ -83,8 +87,8 @@ def _context(ca_file: Path | None) -> ssl.SSLContext | None:
 
 
 class _Published:
-    """An issuer's keys. One call waits for the issuer, and the others go by the keys that there are, so that an issuer
-    that hangs takes one thread."""
+    """An issuer's keys. One call at a time asks the issuer, while others use the known keys, so that an issuer that
+    hangs blocks only one thread."""
 
     def __init__(self, url: str, ca_file: Path | None) -> None:
         import jwt
@@ -96,13 +100,13 @@ class _Published:
         self._asked, self._failure = float("-inf"), "they are being asked for"
 
     async def key(self, name: object) -> Any:
-        """Raises UnavailableError where a key is not known and the issuer does not answer."""
+        """Returns a key. Raises UnavailableError if it is not known and the issuer does not answer."""
         key, age = self._keys.get(str(name)), time.monotonic() - self._asked
         if age >= (_PAUSE_S if key is None else _KEEP_S) and not self._is_asking:
             self._is_asking = True
             asking = asyncio.ensure_future(asyncio.to_thread(self._ask))
             asking.add_done_callback(self._end)
-            # Its answer is kept, also where the caller goes away meanwhile.
+            # The answer is stored even if the caller goes away meanwhile.
             await asyncio.shield(asking)
             key = self._keys.get(str(name))
         if key is not None:
@@ -115,7 +119,7 @@ class _Published:
         self._is_asking = False
 
     def _ask(self) -> None:
-        """Keeps the keys of before where the issuer does not answer, or answers with something else."""
+        """Reads the keys. If the issuer does not answer, or not with keys, the previous ones stay."""
         try:
             self._keys = {str(key.key_id): key for key in self._client.get_signing_keys()}
             self._failure = ""

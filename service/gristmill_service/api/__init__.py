@@ -1,1 +1,1 @@
-"""The two APIs, gRPC and HTTP. They translate requests to the functions of `calls`, and their answers back."""
+"""The gRPC and HTTP APIs. They translate requests to functions of `calls`, and the answers back."""

@@ -1,8 +1,9 @@
-"""Admission of calls over gRPC and HTTP: what a caller may occupy at a time, and how many wrong calls it may make.
+"""Admission of calls over gRPC and HTTP: limits of what a caller may occupy at a time, and of how many wrong calls it
+may make.
 
-An API takes a `Slot` for a call before it reads anything of it, and closes the slot when the answer has left.
-Slots are bounded for each caller and in all, and so is what they hold: large requests, unsent answers, waits. No caller
-can have all of a total. Everything here is used on the event loop only.
+An API takes a `Slot` before it reads anything of a call, and closes it when the answer is sent. Slots are limited for
+each caller and in total, and so are large requests, unsent answers and waits. No caller can have all of a total.
+Everything here is used on the event loop only.
 """
 
 from __future__ import annotations
@@ -18,22 +19,23 @@ from gristmill_service.access.caller import Caller
 from gristmill_service.settings import Settings
 
 Kind = Literal["call", "stream", "probe"]
-"""probe: health and reflection, which need no token."""
+"""The kinds of slots. probe: health and reflection, which need no token."""
 
 SMALL_BYTES = 256 << 10
-"""A request of at most this size needs no place for large requests."""
+"""A request of at most this size does not count as large."""
 REQUEST_S, SEND_S = 20.0, 60.0
-"""Seconds in which a request has to come, or to get its place; and in which an answer has to make progress."""
+"""Seconds within which a request has to arrive, or to get capacity, and within which an answer has to make progress."""
 LEAST_BYTES_PER_S = 64 << 10
-"""A request that is known to be large has more time, by this rate."""
+"""A request that is known to be large has more time, according to this rate."""
 
 _SHARE = 0.75
 _RETRY_S = 1.0
 _LOOK_S = 0.5
 
-# Of the service's time that a caller's wrong calls may take, and how much of it at once before they are throttled.
+# The share of the service's time that a caller's wrong calls may take, and the seconds of it at once before they are
+# throttled.
 _WRONG_SHARE, _FREE_S, _MOST_S = 1 / 200, 0.25, 0.5
-# What a wrong call takes, and each byte of a refused one that is large.
+# The cost of a wrong call, and of each byte of a large refused one; in seconds.
 _CALL_S, _BYTE_S = 0.5e-3, 1.2e-9
 _LARGE_BYTES = 64 << 10
 _LONGEST_DELAY_S = 5.0
@@ -43,11 +45,12 @@ _NOT_THE_CALLERS = frozenset(["INTERNAL", "UNAVAILABLE", "DEADLINE_EXCEEDED", "C
 
 
 class Limits(NamedTuple):
-    """What there may be at a time; of each but `waits` and `run_calls` one caller may have three quarters.
+    """Limits of what there may be at a time. One caller may have three quarters of each, except `waits` and
+    `run_calls`.
 
-    calls, streams, probes: slots by their kind. waits: calls of one caller that wait; twice as many in all.
-    requests: large ones that are read or answered. answer_bytes: of answers that were not sent yet. run_calls: calls
-    for one run; None: any number. request_s: seconds after which a request that is still coming is cut off.
+    calls, streams, probes: slots, by their kind. waits: calls of one caller that wait; twice as many in total.
+    requests: large requests that are read or answered. answer_bytes: of unsent answers. run_calls: calls for one run;
+        None: no limit. request_s: seconds after which an incomplete request is cut off.
     """
 
     calls: int = 4096
@@ -71,8 +74,10 @@ class Limits(NamedTuple):
 
 
 class _Shared:
-    """A number of things that callers share. what, rule: for the error of a caller that gets none. most_each: how many
-    one caller may have."""
+    """A limited number of things that callers share.
+
+    what, rule: words for the error of a caller that gets none. most_each: how many one caller may have.
+    """
 
     def __init__(self, most: int, what: str, rule: str, most_each: int | None = None) -> None:
         self.most, self._what, self._rule = most, what, rule
@@ -81,8 +86,10 @@ class _Shared:
         self._waiting: dict[str, deque[tuple[int, asyncio.Future[None]]]] = {}
 
     def take(self, caller: str, n: int = 1, *, is_next: bool = False) -> bool:
-        """Takes n if that many are left and no other call of the caller waits for them. A caller that has none may take
-        more than its share. is_next: whether it is the next of the calls that wait."""
+        """Takes n, if that many are free and no other call of the caller waits for them. A caller that has none may
+        exceed
+        its share. is_next: whether the call is the next of the waiting ones.
+        """
         own = self.by_caller.get(caller, 0)
         if (own and own + n > self._most_each) or self.total + min(n, self._most_each) > self.most:
             return False
@@ -94,7 +101,7 @@ class _Shared:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether calls wait."""
+        """Whether calls are waiting."""
         return bool(self._waiting)
 
     def error(self, caller: str) -> ResourceExhaustedError:
@@ -102,7 +109,7 @@ class _Shared:
         return ResourceExhaustedError(f"{self.total} {self._what}, {own} of this caller, and {self._rule}", _RETRY_S)
 
     async def wait(self, caller: str, n: int = 1) -> None:
-        """Takes n when that many are left. Callers that have fewer go first."""
+        """Takes n when that many are free. Callers that have fewer come first."""
         granted = asyncio.get_running_loop().create_future()
         entry = n, granted
         self._waiting.setdefault(caller, deque()).append(entry)
@@ -118,7 +125,7 @@ class _Shared:
             raise
 
     def give(self, caller: str, n: int = 1) -> None:
-        """Gives n back, to calls that wait."""
+        """Returns n, for calls that wait."""
         self.total -= n
         left = self.by_caller[caller] - n
         if left:
@@ -140,7 +147,7 @@ class _Shared:
 
 
 class Admission:
-    """All slots. Callers are distinguished by their names; without tokens by the machines that they call from."""
+    """All slots. Callers are distinguished by their names; without tokens, by their machines."""
 
     def __init__(self, limits: Limits | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self.limits, self.clock = limits or Limits(), clock
@@ -163,10 +170,10 @@ class Admission:
         self._paid_at: dict[str, float] = {}
 
     def enter(self, caller: str, kind: Kind, end: Callable[[], object] | None = None) -> Slot:
-        """Takes a slot. Raises ResourceExhaustedError where the caller, or all, have too many.
+        """Takes a slot. Raises ResourceExhaustedError if the caller, or all callers, have too many.
 
-        end: ends the call, which then closes the slot; called when the call's time is over, or when another caller
-        needs its place. It may be set later, as `Slot.end`.
+        end: ends the call, which then closes the slot. Called when the call's time is over, or another caller needs its
+        capacity. It may be set later, as `Slot.end`.
         """
         counts = self.by_kind[kind]
         if not counts.take(caller):
@@ -176,8 +183,8 @@ class Admission:
         return slot
 
     def refused(self, caller: str, code: str, nbytes: int) -> None:
-        """Notes that a call of n bytes was refused with this status: a wrong call costs its caller a part of an
-        allowance that fills up again; others cost it only where they are large."""
+        """Notes that a call with a request of n bytes was refused with this status. Wrong calls use up an allowance of
+        the caller, which refills with time; other refused calls only if their requests are large."""
         if code in _NOT_THE_CALLERS:
             return
         cost_s = max(0, nbytes - _LARGE_BYTES) * _BYTE_S + _CALL_S * (code in _WRONG)
@@ -191,12 +198,12 @@ class Admission:
             self._paid_at = {name: paid_at for paid_at, name in unpaid[-_MOST_CALLERS // 2 :]}
 
     def throttle_s(self, caller: str) -> float:
-        """Returns how long a refusal of this caller is to be delayed, with its slot taken: 0 for nearly all."""
+        """Returns the delay of a refusal for this caller, during which its slot stays taken; almost always 0."""
         return min(self._wait_s(caller), _LONGEST_DELAY_S) if caller in self._paid_at else 0.0
 
     def check(self, caller: str) -> None:
-        """Raises ResourceExhaustedError for a caller whose allowance for wrong calls is used up: its call is refused
-        before it is read."""
+        """Raises ResourceExhaustedError, before the call is read, if the caller's allowance for wrong calls is used
+        up."""
         if caller in self._paid_at and (wait_s := self._wait_s(caller)) > _LONGEST_DELAY_S:
             raise ResourceExhaustedError(
                 "too many calls of this caller were refused lately, so the service did not read this one; see why "
@@ -208,24 +215,27 @@ class Admission:
         return max(0.0, self._paid_at[caller] - self.clock() - _FREE_S / _WRONG_SHARE)
 
     def counts(self) -> Mapping[tuple[str, str], int]:
-        """Returns how many calls there are of each ("caller" or "run", name) whose calls are limited."""
+        """Returns the concurrent calls by ("caller" or "run", name), for those with a limit."""
         return self.limited
 
     async def end_overdue(self) -> None:
-        """Ends slots whose time is over, twice a second, until it is cancelled."""
+        """Ends slots whose time is over, twice a second, until cancelled."""
         while True:
             await asyncio.sleep(_LOOK_S)
             now = self.clock()
             for slot, due in [(slot, slot.due) for slot in self.slots if slot.due is not None and slot.due <= now]:
-                # A large request may take long, as long as nobody needs its place.
+                # A large request may take longer while no other request waits for its capacity.
                 is_left = slot in self.coming and not self.requests.is_wanted
                 if not is_left or now >= due - REQUEST_S + self.limits.request_s:
                     slot.end_now()
 
 
 class Slot:
-    """The slot of a call. caller: that the slot counts for. end: see `Admission.enter`. due: when the call is ended
-    unless it makes progress; None: the service works on it, or the API times its request."""
+    """The slot of a call.
+
+    caller: the name under which the slot counts. end: see `Admission.enter`. due: when the call is ended unless it
+        makes progress; None while the service works on it, or while the API times its request.
+    """
 
     __slots__ = ("_admission", "_has_place", "_held", "_is_open", "_kind", "_limits", "_waits", "caller", "due", "end")
 
@@ -238,7 +248,7 @@ class Slot:
         self._is_open = True
 
     def move(self, caller: str) -> None:
-        """Moves the slot to a caller whose name is known now. Raises as `enter`."""
+        """Counts the slot for another caller, whose name is known now. Raises like `Admission.enter`."""
         if caller != self.caller:
             counts = self._admission.by_kind[self._kind]
             if not counts.take(caller):
@@ -247,8 +257,8 @@ class Slot:
             self.caller = caller
 
     def count(self, caller: Caller, run: str | None) -> None:
-        """Counts the call among those of its token and of its run until it closes. Raises ResourceExhaustedError where
-        `max_requests` of the token or `max_run_requests` are reached."""
+        """Counts the call for its token and its run until it closes. Raises ResourceExhaustedError if `max_requests` of
+        the token or `max_run_requests` is reached."""
         limited, most_of_run = self._admission.limited, self._admission.limits.run_calls
         keys: list[tuple[str, str]] = []
         for key, most, setting in (
@@ -268,10 +278,10 @@ class Slot:
         self._limits = tuple(keys)
 
     async def place(self) -> None:
-        """Takes a place for a large request, whose bytes may come now. Where there is none it waits for one, and ends
-        the request of a caller with more places whose bytes have not come for longest.
+        """Takes capacity for a large request before its bytes are read. If there is none, waits for it, and ends the
+        request that has been incomplete for longest, of a caller with more large requests.
 
-        Raises ResourceExhaustedError where there is none within 20 s. Does nothing where the slot has a place.
+        Raises ResourceExhaustedError after 20 s. Does nothing if the slot has the capacity already.
         """
         if self._has_place:
             return
@@ -298,7 +308,7 @@ class Slot:
             longest.end_now()
 
     def came(self, nbytes: int) -> None:
-        """Notes that the whole request of n bytes has come: a small one gives its place back, a large one keeps it
+        """Notes that the whole request, of n bytes, has arrived. A small one returns its capacity; a large one keeps it
         until the slot is closed."""
         self.due = None
         self._admission.coming.discard(self)
@@ -307,7 +317,7 @@ class Slot:
             self._admission.requests.give(self.caller)
 
     def wait(self) -> bool:
-        """Counts the call as one that waits. Returns False where there are too many: answer it at once."""
+        """Counts the call as waiting. Returns False if too many wait: then answer it at once."""
         self._waits = self._waits or self._admission.waits.take(self.caller)
         return self._waits
 
@@ -318,9 +328,11 @@ class Slot:
             self._admission.waits.give(self.caller)
 
     async def hold(self, nbytes: int) -> None:
-        """Notes that n bytes of its answer are about to be sent, in place of those before: waits until the unsent
-        answers of its caller and of all have room for them. 0: none are left. From then on it has 60 s until the next
-        `hold`, or `close`, and is ended after."""
+        """Notes that n bytes of the answer are about to be sent, replacing the previous number. Waits while the unsent
+        answers
+        of the caller, or of all callers, are too large. 0: nothing is left. The call is ended if the next `hold` or
+            `close` does not follow within 60 s.
+        """
         answers = self._admission.answers
         if self._held:
             answers.give(self.caller, self._held)
@@ -339,7 +351,7 @@ class Slot:
             self.end()
 
     def close(self, _: object = None) -> None:
-        """Gives everything back. A second call does nothing."""
+        """Returns everything. A second call does nothing."""
         if not self._is_open:
             return
         self._is_open, self.end, admission = False, None, self._admission

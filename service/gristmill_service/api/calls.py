@@ -1,7 +1,7 @@
-"""The calls of the contract, a function each, without gRPC or HTTP: both APIs translate requests, and call these.
+"""The calls of the contract, one function each, without gRPC or HTTP, which translate requests to them.
 
-The APIs have identified the caller, and checked that it may make the call for this run and rank. Functions that may
-wait take the call's slot.
+The APIs have identified the caller and checked its permission for this run and rank. Functions that may wait take the
+call's slot.
 """
 
 from __future__ import annotations
@@ -45,8 +45,10 @@ T = TypeVar("T")
 
 
 class ShardQuery(NamedTuple):
-    """The shard that a rank wants. position: None for its next. is_forward: whether the forward shard is wanted,
-    too."""
+    """The shard that a rank requests.
+
+    position: None for the rank's next. is_forward: whether the forward shard is accepted.
+    """
 
     model: Model
     rank: int
@@ -56,14 +58,14 @@ class ShardQuery(NamedTuple):
 
 
 class ShardPieces(NamedTuple):
-    """A shard as it is sent: its file cut anywhere, or frames of zstd, each by itself."""
+    """A shard to be sent: its file cut anywhere, or separate zstd frames."""
 
     pieces: AsyncIterator[bytes | memoryview]
     is_zstd: bool
 
 
 async def of_size(nbytes: int, function: Callable[..., T], *args: Any) -> T:
-    """Calls a function that takes as long as n bytes need: in the pool where these are many."""
+    """Calls a function whose time grows with n bytes: in the thread pool if there are many."""
     return function(*args) if nbytes <= SMALL_BYTES else await asyncio.to_thread(function, *args)
 
 
@@ -82,7 +84,7 @@ async def get_run(api: ApiContext, run: str) -> tuple[RunStatus, Assessment]:
 
 
 async def list_runs(api: ApiContext) -> list[str]:
-    """Returns the names of the runs that the caller may know of."""
+    """Returns the names of the runs that the caller may see."""
     return api.gate.visible(await api.runs.names())
 
 
@@ -126,8 +128,8 @@ async def begin_groups(
     tags: Sequence[str],
     wait_s: float,
 ) -> Admissions:
-    """Admits the uids that there is capacity for. Answers when the first uid that got none at the first reading is
-    admitted, or where the caller's quota leaves none, which no event of the run changes."""
+    """Admits as many of the uids as there is capacity for. Waits until the first uid without capacity is admitted. Does
+    not wait for the caller's quota, which no event of the run changes."""
     opened, find_quota = await api.runs.get(run), api.gate.quota()
     # Before they are copied.
     check_group_count(len(uids))
@@ -149,8 +151,11 @@ async def begin_groups(
 
 
 async def submit_rows(api: ApiContext, run: str, nbytes: int, read: Callable[[Run], Sent]) -> list[Outcome]:
-    """read: reads the rows of the request, which has n bytes; called in the pool where these are many. The run is
-    looked up first, so that a request for an unknown run is not decoded."""
+    """Submits the rows of a request.
+
+    read: decodes the request, which has n bytes; called in the thread pool if there are many. The run is looked up
+        before, so that a request for an unknown run is not decoded.
+    """
     opened = await api.runs.get(run)
     steps, prefixes = await of_size(nbytes, _checked_rows, opened, read, api.max_message_bytes)
     return await opened.submit(steps, prefixes, api.gate.quota())
@@ -159,7 +164,7 @@ async def submit_rows(api: ApiContext, run: str, nbytes: int, read: Callable[[Ru
 def _checked_rows(run: Run, read: Callable[[Run], Sent], most_bytes: int) -> tuple[Steps, Prefixes | None]:
     sent = read(run)
     if sent.prefixes is not None:
-        # A few bytes must not ask for more than a request of whole rows could.
+        # A request with prefixes must not need more memory than one with whole rows could.
         size = 4 * int(sent.steps.tokens.total + sent.prefixes.lengths.sum())
         if size > most_bytes:
             raise InvalidArgumentError(
@@ -198,7 +203,7 @@ async def get_batch(
     wait_s: float,
     wanted: ShardQuery | None = None,
 ) -> tuple[BatchAnswer, ShardAnswer | None]:
-    """wanted: the shard of this batch that is answered with it, once it is published; its position's batch is this."""
+    """wanted: the shard of this batch to return with it once it is published."""
     opened = await api.runs.get(run)
     question = Question(
         opened,
@@ -232,8 +237,8 @@ async def read_shard(
     *,
     accepts_zstd: bool = False,
 ) -> ShardPieces:
-    """columns: of the declared ones those wanted; None: all. Errors are raised before the first piece, and while pieces
-    are read."""
+    """Reads a shard. columns: the declared columns to include; None: all. Raises before the first piece, or while
+    pieces are read."""
     frames = await api.runs.read_shard_frames(run, batch, address) if accepts_zstd else None
     if frames is not None and columns is None:
         return ShardPieces(frames, is_zstd=True)
@@ -253,7 +258,8 @@ async def write_columns(
     incarnation: int,
     file: bytes | memoryview,
 ) -> int:
-    """file: the tensors as a safetensors file. Returns how many columns of shards the batch lacks then."""
+    """Writes columns of a shard. file: the tensors as a safetensors file. Returns how many columns of shards the batch
+    still waits for."""
     opened = await api.runs.get(run)
     tensors = await of_size(len(file), tensor_file.decode, file)
     return await opened.write(batch, mini_batch, rank, incarnation, tensors)
@@ -276,6 +282,6 @@ async def resume(
 
 
 async def export_batch(api: ApiContext, run: str, batch: int) -> AsyncIterator[Steps]:
-    """Yields the rows of a sealed batch in their order, some at a time."""
+    """Yields the rows of a sealed batch in order, some at a time."""
     async for steps in (await api.runs.get(run)).export(batch):
         yield steps

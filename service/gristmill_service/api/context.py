@@ -17,11 +17,12 @@ from gristmill_service.run.runs import Runs
 
 @dataclass(slots=True)
 class ApiContext:
-    """The parts that a call needs.
+    """The parts of the service that calls use.
 
-    host_names: patterns of names that lead to the HTTP API. not_ready: why new work should go elsewhere; empty when
-    ready. encode_groups: encodes lists of groups, a part at a time, which takes much Python. grpc_address: where this
-    process takes gRPC calls. token_texts: the texts of tokens; None without a tokenizer.
+    host_names: patterns of host names of the HTTP API. not_ready: why new work should go elsewhere; empty if ready.
+    encode_groups: encodes lists of groups, a part at a time, because it takes much time in Python. grpc_address: of
+        this
+    process. token_texts: the texts of tokens; None without a tokenizer.
     """
 
     runs: Runs
@@ -37,7 +38,7 @@ class ApiContext:
     token_texts: TokenTexts | None = None
 
     def unhealthy_reason(self) -> str:
-        """Why the service is not ready; empty when it is."""
+        """Returns why the service is not ready; empty if it is."""
         return self.not_ready or self.runs.unhealthy_reason()
 
     def refuse_too_large(self, size: int) -> None:

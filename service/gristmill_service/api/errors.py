@@ -1,6 +1,6 @@
-"""Errors as answers: the one table of gRPC and HTTP statuses, and what goes with a status.
+"""Translate errors to answers: the table of gRPC and HTTP statuses, and their metadata.
 
-Messages are those of the errors themselves, except of unexpected ones, whose messages stay in the log.
+The message is the error's own. Messages of unexpected errors are only logged.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _MESSAGE_CHARACTERS = 8000
 
 @dataclass(frozen=True, slots=True)
 class ErrorResponse:
-    """An error as both APIs report it. `type` is the name of the Python class, for clients that raise it again."""
+    """An error as both APIs report it. `type` is the name of the Python class, by which clients raise it again."""
 
     code: str
     type: str
@@ -91,7 +91,7 @@ class ErrorResponse:
 
 
 def refusal(error: Exception) -> ErrorResponse:
-    """Returns the response for an error. One that is not ours is reported only as such: the caller of this logs it."""
+    """Returns the response for an error. The message of an unexpected one is left out; the caller logs it."""
     if not isinstance(error, GristmillError) or error.code not in STATUSES or error.code == "INTERNAL":
         return ErrorResponse("INTERNAL", "GristmillError", INTERNAL_MESSAGE)
     retry_after_s = None
@@ -100,19 +100,19 @@ def refusal(error: Exception) -> ErrorResponse:
     elif error.code == "UNAVAILABLE":
         retry_after_s = UNAVAILABLE_RETRY_S
     batch = error.batch if isinstance(error, BatchFailedError) else None
-    # It may repeat a value with half of a surrogate pair, which no answer can hold.
+    # It may repeat a value with half of a surrogate pair, which cannot be encoded.
     message = str(error).encode(errors="backslashreplace").decode()
     return ErrorResponse(error.code, type(error).__name__, message, retry_after_s, batch)
 
 
 def _shortened(message: str) -> str:
-    """Leaves out the middle of a message that repeats a large value: its end often has the remedy."""
+    """Shortens a message that repeats a large value in its middle, because the end often has the remedy."""
     half = _MESSAGE_CHARACTERS // 2
     return message if len(message) <= _MESSAGE_CHARACTERS else f"{message[:half]} ... {message[-half:]}"
 
 
 def error_response(error: Exception, headers: Mapping[str, str] | None = None) -> JSONResponse:
-    """Returns the HTTP answer to a call that raised this error. headers: sent with those of the error itself."""
+    """Returns the HTTP answer for an error. headers: sent in addition to the error's own."""
     refused = refusal(error)
     headers = {**refused.headers, **(headers or {})}
     if refused.http_status == 401:
@@ -121,5 +121,5 @@ def error_response(error: Exception, headers: Mapping[str, str] | None = None) -
 
 
 def error_body(code: str, type_: str, message: str) -> dict[str, object]:
-    """Returns the body of an HTTP answer whose status none of our errors has."""
+    """Returns the body of an HTTP answer with a status that no error of gristmill has."""
     return {"error": {"code": code, "type": type_, "message": message}}

@@ -1,7 +1,7 @@
-"""Calls that wait for a run to change. A wait is a coroutine; it is cancelled when its caller goes away.
+"""Calls that wait for a run to change. A wait is a coroutine, which is cancelled when its caller goes away.
 
-A waiting call sleeps until its run wakes it, reads again, and goes on waiting where the answer is not settled, because
-another caller was faster.
+A waiting call sleeps until its run wakes it, then reads again. It continues to wait if the answer is not settled
+because another caller was faster.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Waitable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Question(Generic[T]):
-    """A call that may wait: `read` is called again whenever the run meets the condition, until its answer is settled.
+    """A call that may wait. `read` is called again whenever the run meets the condition, until the answer is settled.
 
-    condition: what to wait for, as the last reading left it.
+    condition: what to wait for, set by the last `read`.
     """
 
     run: Waitable
@@ -44,7 +44,7 @@ class Question(Generic[T]):
 
 
 class LongPoll:
-    """The calls that wait now."""
+    """The calls that are waiting now."""
 
     def __init__(self) -> None:
         self._waiting: set[asyncio.Future[None]] = set()
@@ -55,13 +55,13 @@ class LongPoll:
         return len(self._waiting)
 
     def close(self) -> None:
-        """Ends every wait: what is settled by now is answered, the others with UnavailableError."""
+        """Ends all waits: settled answers are returned; other calls get UnavailableError."""
         self._is_closed = True
         for woken in self._waiting:
             _wake(woken)
 
     async def ask(self, question: Question[T], wait_s: float, slot: Slot) -> T:
-        """Returns the answer once it is settled, else as it is when the wait ends."""
+        """Returns the answer when it is settled, or as it is when the wait ends."""
         answer = await self._ask(question, checked_wait(wait_s), slot)
         if self._is_closed and wait_s and not question.is_settled(answer):
             raise UnavailableError("the service is shutting down; ask again when it is back")
@@ -82,7 +82,7 @@ class LongPoll:
         return answer
 
     async def _change(self, question: Question[T], deadline: float) -> None:
-        """Returns when the run meets the condition, when it is time, or when all waits end."""
+        """Returns when the run meets the condition, at the deadline, or when all waits end."""
         loop, condition = asyncio.get_running_loop(), question.condition()
         woken = loop.create_future()
 
@@ -106,7 +106,7 @@ def _wake(woken: asyncio.Future[None]) -> None:
 
 
 def checked_wait(wait_s: float) -> float:
-    """Returns the seconds to wait, no longer than the service allows. Raises InvalidArgumentError."""
+    """Returns the seconds to wait, at most what the service allows. Raises InvalidArgumentError."""
     if math.isnan(wait_s) or wait_s < 0:
         raise InvalidArgumentError(f"wait_s is {wait_s}; give the seconds to wait, 0 or more")
     return min(wait_s, LONGEST_WAIT_S)

@@ -1,6 +1,6 @@
-"""Shards without the columns that a trainer does not want: their bytes are not sent.
+"""Removes the columns that a trainer does not want from a shard, so that their bytes are not sent.
 
-What is left is again such a file, without those tensors.
+The result is a safetensors file without those tensors.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from gristmill.errors import InvalidArgumentError, UnavailableError
 
 
 async def file_with(columns: Collection[str], pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes | memoryview]:
-    """Yields the safetensors file without the declared columns but these. pieces: the file, cut anywhere.
+    """Yields the safetensors file with only these declared columns. pieces: the whole file, cut anywhere.
 
     Raises InvalidArgumentError for a column that it does not have.
     """
@@ -30,7 +30,7 @@ async def file_with(columns: Collection[str], pieces: AsyncIterator[bytes]) -> A
 
 
 async def compressed(pieces: AsyncIterator[bytes | memoryview]) -> AsyncIterator[bytes]:
-    """Yields frames of zstd of the pieces' bytes, which are cut anywhere."""
+    """Yields zstd frames of the pieces, which may be cut anywhere."""
     buffer, size = bytearray(), zstd_frames.FRAME_BYTES
     async for piece in pieces:
         buffer += piece
@@ -42,8 +42,7 @@ async def compressed(pieces: AsyncIterator[bytes | memoryview]) -> AsyncIterator
 
 
 class _Header(NamedTuple):
-    """text: the file's header without some tensors. was: bytes of the one that it had. kept: what stays of the file
-    behind that, as ranges of the file."""
+    """text: the new header. was: the bytes of the old one. kept: the ranges of the file's data to keep."""
 
     text: bytes
     was: int
@@ -79,7 +78,7 @@ async def _header(stream: _Stream, columns: Collection[str]) -> _Header:
 
 
 class _Stream:
-    """Bytes that come in pieces, read in order."""
+    """Reads bytes in order from pieces."""
 
     def __init__(self, pieces: AsyncIterator[bytes]) -> None:
         self._pieces = pieces
@@ -87,11 +86,11 @@ class _Stream:
         self._at = 0
 
     async def take(self, count: int) -> bytes:
-        """Returns the next bytes. Raises UnavailableError where there are fewer."""
+        """Returns the next bytes. Raises UnavailableError if there are fewer."""
         return b"".join([piece async for piece in self.span(self._at, self._at + count)])
 
     async def span(self, begin: int, end: int) -> AsyncIterator[memoryview]:
-        """Yields the bytes `begin:end` of all, of which none before `begin` are needed any more."""
+        """Yields the bytes `begin:end` of the stream, and skips those before."""
         while self._at < end:
             if not len(self._piece):
                 self._piece = memoryview(await anext(self._pieces, b""))

@@ -235,7 +235,7 @@ class Writer:
         limits = self._budget.limits_of_each
         if limits == NO_LIMITS:
             return None
-        return Quota(self._usage(), limits, f"run {self._name!r} holds", "the service's max_run_{}", is_of_run=True)
+        return Quota(self._usage(), limits, f"run {self._name!r} stores", "the service's max_run_{}", is_of_run=True)
 
     def bytes_left(self) -> BytesLeft:
         """Returns the bytes that rows of admitted groups may still take."""

@@ -1,4 +1,4 @@
-"""The FastAPI application has the routes, errors in one form, probes, metrics and the OpenAPI page."""
+"""The FastAPI application: routes, errors in one form, probes, metrics and the OpenAPI page."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _DESCRIPTION = (
 
 
 def make_app(api: ApiContext, peers: PeerCertificates | None = None) -> FastAPI:
-    """peers: certificates of connections to other replicas; None: they are not encrypted."""
+    """Makes the application. peers: certificates for connections to other replicas; None: not encrypted."""
     errors: dict[int | str, dict[str, Any]] = {
         status: {"model": models.Error, "description": code} for code, (_, status) in STATUSES.items()
     }
@@ -79,10 +79,10 @@ def make_app(api: ApiContext, peers: PeerCertificates | None = None) -> FastAPI:
     app.add_middleware(Admitted, admission=api.admission, throttles=not api.gate.is_open)
     app.add_middleware(SameOrigin)
     if api.gate.is_open:
-        # Else a page of somebody else's has no token to show.
+        # Otherwise a page of another site could read runs, because no token is required.
         app.add_middleware(HostNames, known=api.host_names)
     app.add_middleware(Observed, metrics=api.metrics)
-    # Metrics and traces have the status that was meant.
+    # Metrics and traces have the original status.
     app.add_middleware(ErrorsInBody)
     return app
 
@@ -122,15 +122,15 @@ async def _refuse(request: Request, error: Exception) -> JSONResponse:
 
 
 async def _refuse_invalid(request: Request, error: Exception) -> JSONResponse:
-    """Reports what pydantic found in the form of every refusal."""
+    """Answers what pydantic refuses in the form of every refusal."""
     assert isinstance(error, RequestValidationError)
-    # A body that is not said to be JSON is not read as such, so that all of it is of the wrong kind.
+    # FastAPI does not parse a body without JSON's content type, and reports all of it as invalid.
     if any(item["loc"] == ("body",) and isinstance(item["input"], bytes) for item in error.errors()):
         kind = request.headers.get("content-type")
         came = "without content-type" if kind is None else f"as content-type {shown(kind)}"
         reason = f"the body came {came}; send JSON with the header content-type: application/json"
     else:
-        # A token in the wrong place is neither repeated nor logged.
+        # The value may be a token in the wrong place: it must not be repeated or logged.
         is_secret = _call(request) == "sign_in"
         reason = f"{problems(_explain(error, is_secret=is_secret))}; see /docs for what is expected"
     return await _refuse(request, InvalidArgumentError(reason))
@@ -147,7 +147,7 @@ async def _refuse_status(request: Request, error: Exception) -> JSONResponse:
     """Answers an unknown path or method."""
     assert isinstance(error, HTTPException)
     if error.status_code == 400:
-        # So FastAPI says that it cannot read the body.
+        # FastAPI's answer to a body that it cannot read.
         return await _refuse(
             request, InvalidArgumentError("the body is not JSON in UTF-8, or nested too deeply; send JSON")
         )
@@ -157,5 +157,5 @@ async def _refuse_status(request: Request, error: Exception) -> JSONResponse:
 
 
 def _call(request: Request) -> str:
-    """Returns the name of the call's handler; empty for a path that has none."""
+    """Returns the name of the handler; empty for an unknown path."""
     return getattr(request.scope.get("route"), "name", "")

@@ -1,4 +1,4 @@
-"""Dependencies of the handlers: the parts of the service, the slot of the request, and the run that the path names."""
+"""Dependencies of handlers: the parts of the service, the slot of the request, and the run in the path."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Passes a request on to the process that owns its run, and that process' answer back, as they are.
+"""Passes a request on to the process that owns its run, and returns that process's answer unchanged.
 
-A request is passed on once: where it arrives at the wrong process again, its caller has to retry.
+A request is passed on once. If it reaches the wrong process again, its caller has to retry.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from gristmill_service.api.long_poll import LONGEST_WAIT_S
 from gristmill_service.storage.run_store import OwnedElsewhereError
 
 _LOOK_S = 0.5
-# Of these each process sends its own; a refusal comes with its status, whatever the caller prefers.
+# Headers that each process sets itself. The owner sends a refusal with its status, whatever the caller prefers.
 _DROPPED = frozenset(
     {"host", "content-length", "content-encoding", "transfer-encoding", "connection", "date", "server", "prefer"}
 )
-# And what a peer alone may say, and what was looked at here: it is about this process' own host name.
+# Also headers that only a peer may set, and those that concern this process's host name.
 _MINE = _DROPPED | {passed_on.MARK, passed_on.CAME_FROM, tracing.REQUEST_ID, "origin", "sec-fetch-site"}
 
 
 class Forwarding:
-    """is_owner(run, grpc address): whether the run is still owned there, as far as is known here. peers: certificates
-    of connections to other processes; None: they are not encrypted."""
+    """is_owner(run, grpc address): whether the run is still owned there, as far as this process knows. peers:
+    certificates for connections to other processes; None: not encrypted."""
 
     def __init__(self, is_owner: Callable[[str, str], Awaitable[bool]], peers: PeerCertificates | None) -> None:
         self._is_owner, self._peers = is_owner, peers
@@ -47,12 +47,12 @@ class Forwarding:
         await self._client.aclose()
 
     async def answer(self, request: Request, error: Exception) -> Response:
-        """The exception handler of OwnedElsewhereError."""
+        """Handles OwnedElsewhereError."""
         assert isinstance(error, OwnedElsewhereError)
         if passed_on.current():
             return _unavailable(f"{error}; its owner is moving to another replica")
         if self._peers is not None:
-            # It is looked at for every request: the context is the same one.
+            # Checked for every request; the context stays the same object.
             self._peers.context()
         sending = asyncio.ensure_future(self._client.send(self._request(request, error), stream=True))
         try:
@@ -79,7 +79,7 @@ class Forwarding:
 
 
 def _headers(request: Request, secret: str) -> list[tuple[bytes, bytes]]:
-    """The caller's own, byte for byte, also one that came twice: the owner reads them as this process did."""
+    """Returns the caller's headers, byte for byte, repeated ones too: the owner reads them as this process did."""
     added = {
         passed_on.MARK: secret,
         passed_on.CAME_FROM: address_of(request.scope),

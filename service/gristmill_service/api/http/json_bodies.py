@@ -1,4 +1,4 @@
-"""Parses JSON bodies in small pieces: parsing holds the GIL, and a parsed document takes tens of times its bytes."""
+"""Parse JSON bodies in small pieces: parsing holds the GIL, and a parsed document takes tens of times its bytes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _decoder = msgspec.json.Decoder(_Rows)
 
 
 def check_size(body: bytes, path: str) -> None:
-    """Raises InvalidArgumentError for a document that would be read for too long."""
+    """Raises InvalidArgumentError for a document that would take too long to parse."""
     most = most_bytes(path)
     if len(body) > most:
         raise InvalidArgumentError(
@@ -34,12 +34,13 @@ def check_size(body: bytes, path: str) -> None:
 
 
 def most_bytes(path: str) -> int:
-    """How many bytes a document may have that is sent to this path."""
+    """Returns the limit of a document's bytes for this path."""
     return _MOST_BYTES_OF_ROWS if path.endswith(_ROWS_PATH) else _MOST_BYTES
 
 
 def rows_of(body: bytes) -> list[Any]:
-    """The rows of a document `{"rows": [...]}`, each read on its own. Raises InvalidArgumentError for another one."""
+    """Returns the rows of a document `{"rows": [...]}`, each parsed separately. Raises InvalidArgumentError for
+    others."""
     try:
         rows = _decoder.decode(body).rows
     except msgspec.ValidationError:
@@ -62,14 +63,15 @@ def _read(row: msgspec.Raw, number: int) -> Any:
     try:
         return orjson.loads(view)
     except orjson.JSONDecodeError:
-        # A string with half of a surrogate pair, or a number that none of orjson's types holds: the row is named then.
+        # orjson refuses halves of surrogate pairs and large numbers; Python's parser finds the row to name.
         with suppress(ValueError, RecursionError):
             return json.loads(bytes(view))
         raise InvalidArgumentError(f"row {number}: it is not valid JSON; send an object") from None
 
 
 def _rows_of_python(body: bytes, error: Exception) -> list[Any]:
-    """Python writes NaN and Infinity, which JSON has not: read once more, so that their row can be named."""
+    """Parses a document that orjson refuses, such as with NaN or Infinity, by Python's parser, to name the wrong
+    row."""
     if len(body) <= _MOST_BYTES:
         with suppress(ValueError, RecursionError):
             document = json.loads(body)

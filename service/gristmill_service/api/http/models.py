@@ -1,4 +1,4 @@
-"""The JSON bodies of the HTTP API, with examples from which its page teaches. Names are those of the specification."""
+"""The JSON bodies of the HTTP API, with examples for its page. Names are those of the specification."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from gristmill_service.validation_messages import shown
 
 _Item = TypeVar("_Item")
 Many = Annotated[list[_Item], Field(fail_fast=True)]
-"""A list that is refused at its first wrong item: a body may have millions, and each error takes its time."""
+"""A list that is refused at its first wrong item: a body may have millions, and each error takes time."""
 
 Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
 
 class Body(BaseModel):
-    """What a request sends. Unknown fields are refused together, for the same reason."""
+    """The body of a request. Several unknown fields are refused in one error, for the same reason."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -53,7 +53,7 @@ class CreateRun(Body):
 
 
 class RunCreated(BaseModel):
-    warnings: list[str] = Field(description="What is allowed but probably not meant.")
+    warnings: list[str] = Field(description="Settings that are allowed but probably not intended.")
     created: bool = Field(description="False when the same run existed already.")
 
 
@@ -63,28 +63,29 @@ class RunNames(BaseModel):
 
 class BeginGroups(Body):
     uids: Many[str] = Field(examples=[["prompt-17", "prompt-18"]])
-    round: Int32 = Field(0, description="Which time the uids are sampled in the run, such as the dataset epoch.")
-    wait_s: float = Field(0.0, description="Seconds to wait for room; the service may answer earlier.")
+    round: Int32 = Field(0, description="The pass over the uids, such as the dataset epoch.")
+    wait_s: float = Field(0.0, description="Seconds to wait for capacity; the service may answer earlier.")
     n_samples: Int32 | Many[Int32] = Field(
-        default=[], description="How many samples make each group, or all of them; 0 or nothing: as many as the run's."
+        default=[], description="The number of samples of each group, or of all; 0 or absent: the run's."
     )
     tag: str | Many[str] = Field(default=[], description="The environment or task of each group, or of all of them.")
 
 
 def one_each(values: _Item | list[_Item], uids: list[str]) -> list[_Item]:
-    """What a request gives once for all groups, or one a group."""
+    """Returns one value per group from a value for all, or from a list with one per group."""
     return values if isinstance(values, list) else [values] * len(uids)
 
 
 class GroupsBegun(BaseModel):
-    admissions: list[Literal["admitted", "no_room", "sealed", "dropped"]] = Field(description="One a uid, in order.")
-    retry_after_s: float = Field(description="When any has no room: how long to wait before asking again.")
+    admissions: list[Literal["admitted", "no_room", "sealed", "dropped"]] = Field(description="One per uid, in order.")
+    retry_after_s: float = Field(description="If a group has no capacity: how long to wait before asking again.")
     reason: str = Field(description="Why there is no room.")
 
 
 class Row(BaseModel):
-    """One LLM call. Per-token lists have one entry a response token. The run's declared columns are further
-    fields with their names."""
+    """One LLM call. Lists of tokens' values have one entry per response token. Declared columns of the run are further
+    fields with their names.
+    """
 
     model_config = ConfigDict(extra="allow")
 
@@ -94,17 +95,17 @@ class Row(BaseModel):
     is_last_step: bool = Field(True, description="Whether the trajectory ends with it.")
     prompt_token_ids: list[int] = Field(examples=[[1, 5, 9]])
     response_ids: list[int] = Field(examples=[[7, 2]])
-    loss_mask: list[int] = Field(description="1 where the token is trained, else 0.", examples=[[1, 1]])
+    loss_mask: list[int] = Field(description="1 if the token is trained, else 0.", examples=[[1, 1]])
     reward: float | list[float] | None = Field(
-        None, description="Of the step, or one a token; null: brought later by /rewards.", examples=[1.0]
+        None, description="One for the step, or one per response token; null: set later by /rewards.", examples=[1.0]
     )
-    round: int = Field(0, description="Which time the uid is sampled in the run.")
+    round: int = Field(0, description="The pass over the uid in the run.")
     attempt: int = Field(0, description="A higher attempt supersedes all rows of a lower one.")
     rollout_logprobs: list[float] | None = Field(None, examples=[[-0.1, -0.7]])
     stop_reason: str = Field("", examples=["stop"])
     policy_version: int = Field(-1, description="The policy version that sampled the step; -1 unknown.")
     policy_versions: list[int] | None = Field(
-        None, description="The same for each response token, where it changed meanwhile; the row's is the oldest."
+        None, description="The version of each response token, if it changed meanwhile; the row's is the oldest."
     )
     advantage: float | list[float] | None = Field(None, description="With advantage_estimator: none.")
     tag: str = Field("", description="The environment or task of the row's group; those of a group agree.")
@@ -124,7 +125,9 @@ class Trajectory(Body):
 
 class Reward(Trajectory):
     step: Int32 | None = Field(None, description="Which step; null: the last.")
-    reward: float | Many[float] = Field(description="As the run's rows have it: one, or one a token.", examples=[1.0])
+    reward: float | Many[float] = Field(
+        description="One, or one per response token, like the run's rows.", examples=[1.0]
+    )
 
 
 class SetRewards(Body):
@@ -143,11 +146,11 @@ class AbortGroups(Body):
 
 
 class Changed(BaseModel):
-    changed: int = Field(description="How many this call changed; the others were so before.")
+    changed: int = Field(description="How many this call changed.")
 
 
 class SealBatch(Body):
-    batch: Int64 | None = Field(None, description="The number it is to have, which makes the call idempotent.")
+    batch: Int64 | None = Field(None, description="The number that the batch is to have; makes the call idempotent.")
 
 
 class BatchSealed(BaseModel):
@@ -160,7 +163,7 @@ class RunFinished(BaseModel):
 
 
 class Place(Body):
-    """A place in a model's training order."""
+    """A position in a model's training order."""
 
     batch: Int64
     epoch: Int32 = 0
@@ -183,7 +186,7 @@ class AwaitedColumn(BaseModel):
 
 
 class ColumnsWritten(BaseModel):
-    lacking: int = Field(description="How many columns of shards the batch waits for yet.")
+    lacking: int = Field(description="How many columns of shards the batch still waits for.")
 
 
 class Batch(BaseModel):
@@ -191,9 +194,9 @@ class Batch(BaseModel):
         description="forward: its forward shards are there, without what depends on columns that trainers write."
     )
     plan: PlanDocument | None = Field(
-        None, description="When published, or forward: the plan, as `gristmill plan` prints it."
+        None, description="If published or forward: the plan, as `gristmill plan` prints it."
     )
-    awaits: list[AwaitedColumn] = Field([], description="When forward: the columns that lack yet.")
+    awaits: list[AwaitedColumn] = Field([], description="If forward: the columns that are still missing.")
 
 
 class Shard(BaseModel):
@@ -210,12 +213,12 @@ class Acknowledge(Body):
     rank: Int32
     position: Place
     incarnation: Int64 = Field(0, description="As /resume or the shard gave it.")
-    commit: bool = Field(False, description="Without checkpoints: also commit up to where every rank is.")
+    commit: bool = Field(False, description="Without checkpoints: also commit up to the rank that is furthest behind.")
 
 
 class Acknowledged(BaseModel):
     next: Place
-    generation: int = Field(description="What the trainer's next checkpoints are of.")
+    generation: int = Field(description="The generation of the trainer's next checkpoints.")
 
 
 class Commit(Body):
@@ -234,9 +237,11 @@ class Resume(Body):
     position: Place | None = Field(None, description="null: stay at the committed position.")
     launch: str = Field(description="Names this start of the trainer, the same on all its ranks.", examples=["job-7"])
     dp_size: Int32 = Field(0, ge=0, description="How many data-parallel ranks it has now; 0: as many as before.")
-    run_id: str = Field("", description="Which run the checkpoint is of; empty: not checked.")
-    generation: Int64 = Field(0, ge=0, description="Which generation of it; 0: not checked.")
-    give_up_reason: str = Field("", description="Why groups are dropped that the position steps over; empty: refused.")
+    run_id: str = Field("", description="The run of the checkpoint; empty: not checked.")
+    generation: Int64 = Field(0, ge=0, description="The run's generation at the checkpoint; 0: not checked.")
+    give_up_reason: str = Field(
+        "", description="The reason under which skipped groups are dropped; empty: skipping is refused."
+    )
 
 
 class Resumed(BaseModel):
@@ -264,13 +269,13 @@ class PolicyVersion(Body):
 
 
 class TagGroups(BaseModel):
-    """What became of the groups of a tag, each counted once."""
+    """How many groups of a tag are in each state; each group counts once."""
 
     model_config = ConfigDict(from_attributes=True)
 
     open: int = Field(description="Not complete.")
     complete: int = Field(description="Not sealed.")
-    sealed: int = Field(description="But for those of batches that could not be made.")
+    sealed: int = Field(description="Without groups of batches that could not be made.")
     dropped: int
 
 
@@ -284,7 +289,7 @@ class ModelStatus(BaseModel):
 class RunState(BaseModel):
     run: str
     run_id: str = Field(description="Made when the run was created; another run of the same name has another one.")
-    generation: int = Field(description="How often the run's log was found shorter than promised, plus 1.")
+    generation: int = Field(description="How often the run's log was found shorter than confirmed, plus 1.")
     config: dict[str, Any] = Field(description="The settings that are not the defaults.")
     resolved_config: dict[str, Any] = Field(description="Every setting, with the defaults filled in.")
     policy_version: int

@@ -1,5 +1,5 @@
-"""The page at `/` and the calls that it makes: signing in, health of runs, pictures of their batches, and details that
-somebody asks to see. All but signing in only read."""
+"""The page at `/` and its own calls: signing in, health of runs, pictures of their batches, and details. All but
+signing in only read."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ page = APIRouter(include_in_schema=False)
 _SHOWN_RUNS = 1_000
 _DAY_S = 24 * 60 * 60
 _KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
-# Uids and reasons are anybody's text: were one ever taken for markup, it could load and run nothing.
+# Uids and reasons are arbitrary text: even if one were rendered as markup, it could not load or run anything.
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -80,11 +80,11 @@ class SignedIn(BaseModel):
 
 @router.post("/session")
 async def sign_in(request: Request, response: Response, body: SignIn, api: ApiDep) -> SignedIn:
-    """Keeps a token for the page, as a cookie for a day."""
+    """Stores a token for the page, as a cookie for a day."""
     identity = await api.gate.identify(f"Bearer {body.token}")
     if identity is ANYONE:
         raise UnauthenticatedError("the token is not known here; ask the service's operator for one")
-    # A proxy may have taken off the encryption.
+    # A proxy may have terminated TLS.
     schemes = (request.url.scheme, request.headers.get("x-forwarded-proto"))
     response.set_cookie(COOKIE, body.token, max_age=_DAY_S, httponly=True, samesite="strict", secure="https" in schemes)
     return SignedIn(name=identity.name, roles=sorted(identity.roles))
@@ -107,7 +107,7 @@ async def overview(request: Request, api: ApiDep) -> Response:
     runs: list[RunSummary] = []
     for name in names:
         runs.append(health.summary(own[name]) if name in own else RunSummary(run=name))
-        # Others are answered between hundreds of runs.
+        # Other calls are answered between runs, of which there may be hundreds.
         await asyncio.sleep(0)
     document = Overview(now=time.time(), not_ready=api.unhealthy_reason(), grpc_address=api.grpc_address, runs=runs)
     return _versioned(request, document)
@@ -246,7 +246,7 @@ def _row_with_texts(row: T, texts: TokenTexts | None) -> T:
 
 
 async def _computed(document: Callable[[], BaseModel]) -> Response:
-    """Makes a document that takes a while."""
+    """Computes a document in a thread."""
     return await asyncio.to_thread(lambda: _json(document()))
 
 
@@ -263,7 +263,7 @@ def _json(document: BaseModel) -> Response:
 
 
 def _versioned(request: Request, document: BaseModel) -> Response:
-    """The document with an ETag, in which `now` is left out: a poll in which nothing else changed is answered 304."""
+    """Answers with an ETag that ignores `now`: a poll without other changes is answered 304."""
     etag = f'"{xxhash.xxh3_64_hexdigest(document.model_dump_json(exclude={"now"}).encode())}"'
     headers = {"ETag": etag, "Cache-Control": "no-cache"}
     if request.headers.get("if-none-match") == etag:
@@ -272,7 +272,7 @@ def _versioned(request: Request, document: BaseModel) -> Response:
 
 
 def _shipped(folder: Traversable, path: str = "") -> Iterator[tuple[str, tuple[bytes, str, str]]]:
-    """The path of each of the page's files, with its bytes, kind and version."""
+    """Yields the path, the content, the media type and the version of each file of the page."""
     for entry in folder.iterdir():
         suffix = f".{entry.name.rpartition('.')[2]}"
         if entry.is_dir():

@@ -28,7 +28,7 @@ _SMALL_BYTES = 64 << 10
 
 @router.post("/groups")
 async def begin_groups(run: RunName, api: ApiDep, slot: SlotDep, body: models.BeginGroups) -> models.GroupsBegun:
-    """Admits prompt groups: as many of the uids, in order, as there is room for."""
+    """Admits prompt groups: as many of the uids, in order, as there is capacity for."""
     sizes, tags = models.one_each(body.n_samples, body.uids), models.one_each(body.tag, body.uids)
     begun = await calls.begin_groups(api, slot, run, body.round, body.uids, sizes, tags, body.wait_s)
     return models.GroupsBegun(
@@ -74,26 +74,26 @@ async def submit_rows(request: Request, run: RunDep, api: ApiDep) -> models.Rows
 
 @router.post("/rewards")
 async def set_rewards(run: RunName, api: ApiDep, body: models.SetRewards) -> models.Changed:
-    """Gives rewards that were pending. All of the request are set, or none is."""
+    """Sets rewards that were pending: all of the request, or none."""
     return models.Changed(changed=await calls.set_rewards(api, run, [_reward(reward) for reward in body.rewards]))
 
 
 @router.post("/trajectories:abort")
 async def abort_trajectories(run: RunName, api: ApiDep, body: models.AbortTrajectories) -> models.Changed:
-    """Gives up trajectories: their groups complete without them."""
+    """Aborts trajectories: their groups complete without them."""
     keys = [_key(trajectory) for trajectory in body.trajectories]
     return models.Changed(changed=await calls.abort_trajectories(api, run, keys, body.reason))
 
 
 @router.post("/groups:abort")
 async def abort_groups(run: RunName, api: ApiDep, body: models.AbortGroups) -> models.Changed:
-    """Gives up whole prompt groups."""
+    """Drops whole prompt groups."""
     return models.Changed(changed=await calls.abort_groups(api, run, body.round, body.uids, body.reason))
 
 
 @router.post("/seal")
 async def seal_batch(run: RunName, api: ApiDep, body: models.SealBatch | None = None) -> models.BatchSealed:
-    """Seals what is complete into a batch now, also fewer groups than train_batch_size."""
+    """Seals all complete groups into a batch now, also fewer than train_batch_size."""
     sealed = await calls.seal_batch(api, run, None if body is None else body.batch)
     return models.BatchSealed(batch=sealed.batch, prompts=sealed.prompts)
 

@@ -24,7 +24,7 @@ _BYTES_PER_KEY = 8
 
 @router.post("")
 async def create_run(body: models.CreateRun, api: ApiDep) -> models.RunCreated:
-    """Creates a run. The same name and configuration again is answered alike; another configuration is 409."""
+    """Creates a run. The same name and configuration again is no error; another configuration is 409."""
     warnings, created = await calls.create_run(api, body.run, body.config)
     return models.RunCreated(warnings=warnings, created=created)
 
@@ -52,14 +52,14 @@ async def get_run(run: RunName, api: ApiDep) -> models.RunState:
 
 @router.delete("/{run}", status_code=204)
 async def delete_run(run: AnyRun, api: ApiDep) -> None:
-    """Ends a run at once and removes all it holds."""
+    """Ends a run at once and removes its rows, shards and state."""
     await calls.delete_run(api, run)
 
 
 @router.get("/{run}/groups", responses={200: {"model": models.Groups}})
 async def list_groups(request: Request, run: RunDep, slot: SlotDep) -> Response:
-    """Every prompt group that was ever admitted, and what became of it."""
-    # Their keys are held until the last part has left.
+    """Every prompt group that was ever admitted, and its state."""
+    # Their keys are in memory until the last part is sent.
     held = request.scope[HELD] = _BYTES_PER_KEY * run.read(lambda state, _: len(state.open) + len(state.closed))
     await slot.hold(held)
     return StreamingResponse(_groups(run), media_type="application/json")
@@ -67,7 +67,7 @@ async def list_groups(request: Request, run: RunDep, slot: SlotDep) -> Response:
 
 @router.post("/{run}/finish")
 async def finish_run(run: RunName, api: ApiDep) -> models.RunFinished:
-    """Says that no more rollouts come: what is complete is sealed, what is open dropped. Idempotent."""
+    """Ends the rollouts: complete groups are sealed, open ones dropped. Idempotent."""
     return models.RunFinished(batches=await calls.finish_run(api, run))
 
 
@@ -85,12 +85,12 @@ async def wait_policy_version(
 
 @router.put("/{run}/policy-version", status_code=204)
 async def announce_policy_version(run: RunName, api: ApiDep, body: models.PolicyVersion) -> None:
-    """Says which version rollouts sample from now. Never goes back."""
+    """Sets the version from which rollouts sample. Versions never go back."""
     await calls.announce_policy_version(api, run, body.version)
 
 
 async def _groups(run: Run) -> AsyncIterator[bytes]:
-    """Yields the document in parts, each made when the one before has left: all of it may have tens of megabytes."""
+    """Yields the document in parts, each computed when the one before is sent: it may have tens of megabytes."""
     yield b'{"groups":['
     is_first = True
     async for part in group_parts(run):

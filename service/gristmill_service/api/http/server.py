@@ -23,7 +23,7 @@ _UNSENT_BYTES = 128 << 10
 
 
 class HttpServer:
-    """Listens from `start` on. Raises UnavailableError from the constructor where the address cannot be had."""
+    """Serves HTTP from `start` on. The constructor raises UnavailableError if the address is taken."""
 
     def __init__(self, app: FastAPI, address: str, grace_s: float, certificates: Certificates | None = None) -> None:
         self._socket = _bind(address)
@@ -38,7 +38,7 @@ class HttpServer:
             lifespan="on",
             ws="none",
             server_header=False,
-            # The caller is the other end of the connection, whatever its headers say.
+            # The caller is the connection's peer; headers that claim otherwise are ignored.
             proxy_headers=False,
             timeout_graceful_shutdown=max(1, round(grace_s)),
         )
@@ -49,7 +49,7 @@ class HttpServer:
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Returns when requests are answered. Raises UnavailableError where the server cannot start."""
+        """Returns when requests are answered. Raises UnavailableError if the server cannot start."""
         self._serving = asyncio.create_task(self._server.serve())
         self._serving.add_done_callback(self._log_failure)
         has_begun = asyncio.ensure_future(self._server.has_begun.wait())
@@ -60,15 +60,15 @@ class HttpServer:
             raise UnavailableError(f"http_address: the HTTP server at {self.url} cannot start: {failure!r}")
 
     def close(self) -> None:
-        """Frees the address of a server that was never started."""
+        """Frees the address if the server was never started."""
         self._socket.close()
 
     def refuse_new_calls(self) -> None:
-        """Calls being answered go on for at most the grace."""
+        """Refuses new calls. Calls under way may continue for the grace."""
         self._server.should_exit = True
 
     async def wait_until_idle(self) -> None:
-        """Returns when the last call is answered; at once where the server never started."""
+        """Returns when the last call is answered; at once if the server never started."""
         if self._serving is not None:
             await asyncio.wait([self._serving])
 
@@ -98,7 +98,7 @@ class _Server(uvicorn.Server):
                 app_state=self.lifespan.state,
             )
 
-        # Uvicorn closes it as it would close servers of asyncio's.
+        # Uvicorn closes it like a server of asyncio.
         self.servers = [Listener(self._listener, connections, connection, self.config.ssl)]  # type: ignore[list-item]
         self.started = True
         self.has_begun.set()
@@ -119,12 +119,12 @@ def _bind(address: str) -> socket.socket:
         family, kind, proto, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, proto)
         try:
-            # As every server does: a port whose last connections are still closing may be taken again.
+            # So that a port whose last connections are still closing can be taken again.
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            # Else the system would take megabytes of an answer that nobody reads, and each connection has one's work.
+            # Otherwise the system would buffer megabytes of an unread answer.
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
-            # Else one that is opened and closed again at once would often cost as much as a request: accepted before it
-            # is closed. So it is accepted when its first bytes are there, or after a second or two.
+            # Accept a connection when its first bytes arrive, or after a second or two: otherwise one that is opened
+            # and closed at once would often cost as much as a request.
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, 1)
             listener.bind(where)
             listener.listen(socket.SOMAXCONN)

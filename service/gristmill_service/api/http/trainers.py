@@ -45,15 +45,17 @@ async def get_batch(
     slot: SlotDep,
     batch: models.Int64,
     wait_s: _Wait = 0.0,
-    rank: Annotated[list[models.Int32], Query(description="The ranks whose columns `awaits` names; none: all.")] = [],  # noqa: B006
+    rank: Annotated[list[models.Int32], Query(description="The ranks whose columns `awaits` names; empty: all.")] = [],  # noqa: B006
     trains: Annotated[
         Model | None,
-        Query(description="Whose trainer asks; after a rollback it is refused what lies behind these ranks' next."),
+        Query(
+            description="The model whose trainer asks; after a rollback, batches beyond its ranks' next are refused."
+        ),
     ] = None,
 ) -> Response:
-    """A batch's plan, waiting until it is published, or until it waits for columns that trainers write."""
+    """A batch's plan. Waits until the batch is published, or waits for columns that trainers write."""
     answer, _ = await calls.get_batch(api, slot, run, batch, rank, trains, wait_s)
-    # The plan is JSON already, and may be large.
+    # The plan is stored as JSON, and may be large.
     plan = b',"plan":' + answer.plan if answer.plan else b""
     awaits = b',"awaits":' + orjson.dumps([place._asdict() for place in answer.awaits]) if answer.awaits else b""
     body = b'{"state":"' + answer.state.name.lower().encode() + b'"' + plan + awaits + b"}"
@@ -70,14 +72,16 @@ async def get_shard(
     batch: Annotated[models.Int64 | None, Query(description="None: the rank's next shard.")] = None,
     epoch: models.Int32 | None = None,
     mini_batch: models.Int32 | None = None,
-    incarnation: Annotated[models.Int64, Query(description="The caller's; 0: not checked.")] = 0,
-    forward: Annotated[bool, Query(description="Whether the forward shard is wanted, too.")] = False,
+    incarnation: Annotated[models.Int64, Query(description="The caller's incarnation; 0: not checked.")] = 0,
+    forward: Annotated[bool, Query(description="Whether the forward shard is accepted.")] = False,
     wait_s: _Wait = 0.0,
 ) -> models.Shard:
-    """Where a shard is, by its address or the next that the rank has to acknowledge; waits until it is published, or,
-    with `forward`, until its forward shard is."""
+    """The location of a shard, by its address, or of the next that the rank has to acknowledge. Waits until it is
+    published, or, with `forward`, until its forward shard is."""
     if batch is None and (epoch is not None or mini_batch is not None):
-        raise InvalidArgumentError("epoch and mini_batch name a place within a batch; give batch too, or none of them")
+        raise InvalidArgumentError(
+            "epoch and mini_batch name a position within a batch; give batch too, or none of them"
+        )
     position = None if batch is None else Position(batch, epoch or 0, mini_batch or 0)
     wanted = ShardQuery(model, rank, position, incarnation, forward)
     return _shard(run, await calls.get_shard(api, slot, run, wanted, wait_s))
@@ -97,7 +101,7 @@ async def read_shard(
     rank: models.Int32,
     columns: Annotated[
         list[str] | None,
-        Query(description="Of the declared columns those wanted, with commas between or each by itself; else all."),
+        Query(description="The declared columns to include, separated by commas or repeated; all by default."),
     ] = None,
 ) -> StreamingResponse:
     """The shard's safetensors file."""
@@ -114,9 +118,10 @@ async def write_columns(
     batch: models.Int64,
     mini_batch: models.Int32,
     rank: models.Int32,
-    incarnation: Annotated[models.Int64, Query(description="The trainer's, as it came with the shard.")],
+    incarnation: Annotated[models.Int64, Query(description="The trainer's incarnation, as returned with the shard.")],
 ) -> models.ColumnsWritten:
-    """Columns of `source: trainer` for a shard, whole and in its shape. The same bytes again change nothing."""
+    """Writes columns of `source: trainer` for a shard, complete and in its shape. The same bytes again change
+    nothing."""
     body = await request.body()
     return models.ColumnsWritten(
         lacking=await calls.write_columns(api, run, batch, mini_batch, rank, incarnation, body)
@@ -136,7 +141,7 @@ async def export_batch(run: RunDep, api: ApiDep, batch: models.Int64) -> Streami
 
 @router.post("/ack")
 async def acknowledge(run: RunName, api: ApiDep, body: models.Acknowledge) -> models.Acknowledged:
-    """A rank has trained on the mini-batch at this position and moves past it."""
+    """Moves a rank past the mini-batch at this position, which it has trained."""
     position = body.position.position()
     moved = await calls.acknowledge(api, run, body.model, body.rank, position, body.incarnation, body.commit)
     return models.Acknowledged(next=models.Place.of(moved.position), generation=moved.generation)
@@ -144,14 +149,14 @@ async def acknowledge(run: RunName, api: ApiDep, body: models.Acknowledge) -> mo
 
 @router.post("/commit")
 async def commit(run: RunName, api: ApiDep, body: models.Commit) -> models.Committed:
-    """All before this position is safe in the trainer's checkpoint and may be freed."""
+    """Declares everything before this position as safe in the trainer's checkpoint, so that it may be freed."""
     moved = await calls.commit(api, run, body.model, body.position.position(), body.incarnation)
     return models.Committed(committed=models.Place.of(moved.position), generation=moved.generation)
 
 
 @router.post("/resume")
 async def resume(run: RunName, api: ApiDep, body: models.Resume) -> models.Resumed:
-    """Puts all ranks of a model to a position, under a new incarnation."""
+    """Moves all ranks of a model to a position, as a new incarnation."""
     position = None if body.position is None else body.position.position()
     checkpoint = Checkpoint(position, body.run_id, body.generation, body.give_up_reason)
     resumed = await calls.resume(api, run, body.model, checkpoint, body.launch, body.dp_size)
@@ -164,7 +169,7 @@ async def resume(run: RunName, api: ApiDep, body: models.Resume) -> models.Resum
 
 
 async def _begun(pieces: AsyncIterator[T]) -> AsyncIterator[T]:
-    """Returns the same pieces once the first is there: what is refused is refused before the status line."""
+    """Returns the pieces once the first is there, so that a refusal has its status."""
     first = [await anext(pieces)]
 
     async def begun() -> AsyncIterator[T]:

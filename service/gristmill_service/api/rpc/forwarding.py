@@ -1,6 +1,6 @@
-"""Passes a call on to the process that owns its run, and that process' answer back, as they are.
+"""Passes a call on to the process that owns its run, and returns that process's answer unchanged.
 
-A call is passed on once: where it arrives at the wrong process again, its caller has to retry.
+A call is passed on once. If it reaches the wrong process again, its caller has to retry.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ _OPTIONS = (
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
-    # What newer versions of gRPC heed in place of the one above.
+    # Newer versions of gRPC read this instead of the one above.
     ("grpc.http2.ping_timeout_ms", 5_000),
 )
 
 
 class Forwarding:
-    """is_owner(run, address): whether the run is still owned there, as far as is known here. credentials(): of
-    connections to other processes, others once they are renewed; None: they are not encrypted."""
+    """is_owner(run, address): whether the run is still owned there, as far as this process knows. credentials(): for
+    connections to other processes, new ones after a renewal; None: not encrypted.
+    """
 
     def __init__(
         self,
@@ -43,13 +44,15 @@ class Forwarding:
         credentials: Callable[[], grpc.ChannelCredentials] | None,
     ) -> None:
         self._is_owner, self._credentials = is_owner, credentials
-        # With the credentials that each was made with; those of before a renewal go on with the calls that they have.
+        # Each with its credentials. Channels from before a renewal stay open for their calls under way.
         self._channels: dict[str, tuple[grpc.ChannelCredentials | None, grpc.aio.Channel]] = {}
         self._renewed: list[grpc.aio.Channel] = []
 
     async def unary(self, path: str, request: bytes, owner: OwnedElsewhereError, context: Any) -> bytes:
-        """Returns the answer's bytes. Raises the owner's refusal as grpc.aio.AioRpcError, and UnavailableError where it
-        is the owner no longer: it may hang for as long as the caller waits."""
+        """Returns the answer's bytes. Raises the owner's refusal as grpc.aio.AioRpcError. Raises UnavailableError when
+        the
+        process stops being the owner: it may hang for as long as the caller waits.
+        """
         ask = self._channel(owner).unary_unary(path)
         call = ask(request, timeout=_left(context), metadata=_metadata(owner, context))
         answer: asyncio.Future[bytes] = asyncio.ensure_future(call)
@@ -62,7 +65,7 @@ class Forwarding:
             call.cancel()
 
     async def stream(self, path: str, request: bytes, owner: OwnedElsewhereError, context: Any) -> AsyncIterator[bytes]:
-        """Yields the answers' bytes. Raises as `unary`."""
+        """Yields the bytes of the answers. Raises like `unary`."""
         ask = self._channel(owner).unary_stream(path)
         call = ask(request, timeout=_left(context), metadata=_metadata(owner, context))
         try:
@@ -76,7 +79,7 @@ class Forwarding:
             await channel.close()
 
     def _channel(self, owner: OwnedElsewhereError) -> grpc.aio.Channel:
-        """The connection to a run's owner. Raises UnavailableError for a call that was passed on already."""
+        """Returns a channel to the run's owner. Raises UnavailableError for a call that was passed on already."""
         if passed_on.current():
             raise UnavailableError(f"{owner}; its owner is moving to another replica")
         address, shown = owner.grpc_address, None if self._credentials is None else self._credentials()
@@ -94,13 +97,13 @@ class Forwarding:
 
 
 def _metadata(owner: OwnedElsewhereError, context: Any) -> tuple[tuple[str, str], ...]:
-    """What is passed on carries the id that its caller knows, the caller's own token, and its trace."""
+    """Returns the metadata of a call that is passed on: its id, the caller's token, and the trace."""
     shown = ((key, value) for key, value in context.invocation_metadata() if key == AUTHORIZATION)
     mine = (passed_on.MARK, owner.secret), (passed_on.CAME_FROM, context.peer())
     return *mine, (tracing.REQUEST_ID, tracing.request_id()), *shown, *tracing.carried().items()
 
 
 def _left(context: Any) -> float:
-    """Seconds that the caller still waits."""
+    """Returns the seconds that the caller still waits."""
     left = context.time_remaining()
     return _LONGEST_S if left is None else min(left, _LONGEST_S)

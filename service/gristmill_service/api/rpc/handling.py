@@ -1,7 +1,7 @@
 """Handles gRPC calls: admission, identity, request, permission, answer; errors become statuses.
 
-Methods are registered as taking streams of requests, so that a handler runs before a message is read. Nothing of a call
-is read before it has a slot and its caller is known.
+Methods are registered as taking streams of requests, so that the handler runs before a message is read: a call is read
+only when it has a slot and its caller is known.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from gristmill_service.storage.run_store import OwnedElsewhereError
 _log = structlog.get_logger(__name__)
 
 _ZSTD = b"\x28\xb5\x2f\xfd"
-"""What a frame of zstd begins with: a request that has it may be much larger than it looks."""
+"""The first bytes of a zstd frame: a request that contains it may be much larger than its bytes."""
 _SEARCHED_BYTES = 1 << 20
-"""Of a request, for a frame: what comes later expands to little more than was sent."""
+"""How many bytes of a request are searched for a frame: what follows cannot expand much."""
 
 _ATTRIBUTES = ("run", "batch", "mini_batch", "rank")
 _Answer = Callable[[Any, Any], Awaitable[Any]]
@@ -53,10 +53,10 @@ _core_task: ContextVar[asyncio.Task[Any] | None] = ContextVar("gristmill_core_ta
 
 
 def follow_calls(loop: asyncio.AbstractEventLoop) -> None:
-    """Has handlers find the task that holds their call in gRPC's core.
+    """Makes handlers find the task that owns their call in gRPC's core.
 
-    Ending a call takes more than cancelling its handler: `grpc.aio` has no function for it, and an answer that nobody
-    reads stays in the core until the task that waits for the end of the call is gone, too.
+    Cancelling a handler does not end a call. `grpc.aio` has no function for that, and an unread answer stays in the
+    core until the task that waits for the end of the call is gone.
     """
 
     def make_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
@@ -69,7 +69,7 @@ def follow_calls(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def leave_out_gone_callers() -> None:
-    """Has gRPC log no errors of answers that cannot be sent because their caller has gone."""
+    """Suppresses gRPC's error log for answers whose caller has gone."""
     logging.getLogger("grpc._cython.cygrpc").addFilter(_is_ours)
 
 
@@ -78,9 +78,12 @@ def _is_ours(record: logging.LogRecord) -> bool:
 
 
 class Call:
-    """One call. connection: the other end of its caller's. throttled: who makes up for it where it is refused: a
-    caller's connection, as others may show the same token, or the machine where it is not known who calls. nbytes: of
-    its request, 0 until that has come."""
+    """One call.
+
+    connection: the address of its peer. throttled: the name under which a refusal counts: the peer's address, because
+        other workers may have the same token; the machine if the caller is unknown. nbytes: of the request, 0 until it
+        has arrived.
+    """
 
     __slots__ = ("_core", "_is_read", "_task", "connection", "context", "machine", "nbytes", "slot", "throttled")
 
@@ -92,13 +95,13 @@ class Call:
         self.slot: Slot | None = None
 
     def came_from(self, connection: str) -> None:
-        """A peer passed it on from there; not at all where empty."""
+        """Notes the original address of a call that a peer passed on; an empty one changes nothing."""
         if connection:
             passed_on.begin(connection)
             self.connection, self.machine = connection, machine_of(connection)
 
     def identified(self, identity: Caller) -> str:
-        """Makes it the call of this caller. Returns the name under which its slots are counted."""
+        """Assigns the call to this caller. Returns the name under which its slots count."""
         if identity is EVERYONE_IS_ADMIN:
             return self.machine
         caller.begin(identity)
@@ -109,14 +112,14 @@ class Call:
         return identity.name
 
     def take(self, slot: Slot) -> Slot:
-        """Holds the slot until the answer has left, or the call is gone."""
+        """Keeps the slot until the answer is sent, or the call is gone."""
         assert self._task is not None
         self.slot, slot.end = slot, self._end
         self._task.add_done_callback(slot.close)
         return slot
 
     async def read(self) -> bytes | None:
-        """Returns the request; None where its caller ended the call without one."""
+        """Returns the request; None if the caller ended the call without one."""
         self._is_read = True
         data = await self.context.read()
         self._is_read = False
@@ -157,7 +160,7 @@ class Handling:
 
     def __init__(self, api: ApiContext, forwarding: Forwarding) -> None:
         self._api, self._forwarding = api, forwarding
-        # A few bytes may expand to as much as a message: however many come, there is one of them at a time.
+        # A few bytes may expand to a whole message, so that only one is decompressed at a time.
         self._expand = OneByOne()
 
     def handler(self, method: Method) -> grpc.RpcMethodHandler:
@@ -212,11 +215,11 @@ class Handling:
             status = "OK"
             return answer
         except (AbortError, UsageError):
-            # It was refused meanwhile: its request did not come in time.
+            # It was refused meanwhile, because its request did not arrive in time.
             status = "DEADLINE_EXCEEDED"
             raise
         except InternalError:
-            # Nothing can be sent any more: its caller has gone.
+            # The caller has gone: nothing can be sent.
             raise asyncio.CancelledError from None
         except Exception as error:  # noqa: BLE001  the edge: what is not ours is logged
             refused = refusal(error)
@@ -226,8 +229,8 @@ class Handling:
             api.metrics.observe_call("grpc", method.name, status, time.monotonic() - start)
 
     async def _enter(self, method: Method, call: Call, metadata: Any) -> Slot:
-        """Takes a slot, and finds out who calls. Raises ResourceExhaustedError where the caller has too many or was
-        wrong too often, UnauthenticatedError, and UnavailableError for a mark that only a peer may show."""
+        """Takes a slot, and identifies the caller. Raises ResourceExhaustedError if it has too many slots or made too
+        many wrong calls, UnauthenticatedError, and UnavailableError for a mark that only a peer may set."""
         gate, admission, shown = self._api.gate, self._api.admission, dict(metadata)
         if not method.call or (gate.is_open and passed_on.MARK not in shown):
             return call.take(admission.enter(call.machine, method.kind))
@@ -255,7 +258,7 @@ class Handling:
         return slot
 
     def _check(self, method: Method, slot: Slot, request: Any) -> None:
-        """Raises as `Gate.check` and `Slot.count`."""
+        """Checks permission and limits. Raises like `Gate.check` and `Slot.count`."""
         gate, identity, run = self._api.gate, caller.current(), getattr(request, "run", None)
         gate.check(identity, method.call, run, getattr(request, "rank", None))
         try:
@@ -267,7 +270,7 @@ class Handling:
     async def _pass_on(
         self, method: Method, call: Call, request: Any, data: bytes, owner: OwnedElsewhereError
     ) -> bytes:
-        """Returns the answer of the run's owner. No run changes its owner for a stream that has begun."""
+        """Returns the answer of the run's owner. A stream that has begun is not passed on to another owner."""
         assert call.slot is not None
         if getattr(request, "wait_s", 0.0) and not call.slot.wait():
             request.wait_s = 0.0
@@ -291,7 +294,7 @@ class Handling:
         return b""
 
     async def _refuse(self, method: Method, call: Call, error: Exception, refused: ErrorResponse) -> NoReturn:
-        """Answers with an error. Where its caller was wrong too often, that is delayed."""
+        """Answers with an error; delayed for a caller that made too many wrong calls."""
         context = call.context
         if isinstance(error, AioRpcError):
             status, details, trailers = _of_owner(error)
@@ -316,7 +319,7 @@ class Handling:
 
 
 def parsed(data: bytes, parse: Parse) -> Any:
-    """Returns the request. Raises InvalidArgumentError where it is malformed; gRPC itself would answer INTERNAL."""
+    """Parses the request. Raises InvalidArgumentError if it is malformed; gRPC itself would answer INTERNAL."""
     try:
         return parse(data)
     except DecodeError as error:
@@ -326,19 +329,20 @@ def parsed(data: bytes, parse: Parse) -> Any:
 
 
 def _of_owner(error: Any) -> tuple[grpc.StatusCode, str, tuple[tuple[str, str], ...]]:
-    """The refusal of the process that a call was passed on to."""
+    """Returns the refusal of the process that the call was passed on to."""
     code, details = error.code(), error.details()
     trailers = tuple((key, value) for key, value in error.trailing_metadata() or () if key != tracing.REQUEST_ID)
     if any(key == "gristmill-error" for key, _ in trailers) or code is grpc.StatusCode.CANCELLED:
         return code, details, trailers
-    # Not its own word: it went away, or hangs.
+    # gRPC's own status: the owner is unreachable, or hangs.
     refused = refusal(UnavailableError(f"the process that owns this run does not answer: {details}; retry"))
     return refused.grpc_status, refused.grpc_message, refused.trailers
 
 
 def machine_of(connection: str) -> str:
-    """The machine's address of a connection as gRPC or HTTP names it: `ipv4:10.0.0.7:51234`, `ipv6:%5B::1%5D:51234`,
-    `unix:` or `10.0.0.7`."""
+    """Returns the machine of a connection's address as gRPC or HTTP formats it: `ipv4:10.0.0.7:51234`,
+    `ipv6:%5B::1%5D:51234`, `unix:` or `10.0.0.7`.
+    """
     kind, _, address = connection.partition(":")
     if kind == "ipv4":
         return address.rpartition(":")[0]
@@ -358,7 +362,7 @@ def _spanned(path: str, answer: _Answer) -> _Answer:
             try:
                 return await answer(requests, context)
             finally:
-                # The code of a call that went well is None.
+                # A successful call has no code.
                 code = context.code() or grpc.StatusCode.OK
                 status = {"rpc.grpc.status_code": code.value[0], "gristmill.request_id": tracing.request_id()}
                 span.set_attributes(status)
@@ -369,7 +373,7 @@ def _spanned(path: str, answer: _Answer) -> _Answer:
 
 
 def _describe(request: object) -> None:
-    """Adds what the request is about to the current span."""
+    """Adds attributes of the request to the current span."""
     for name in _ATTRIBUTES:
         if isinstance(value := getattr(request, name, None), str | int):
             tracing.describe(**{name: value})

@@ -1,4 +1,4 @@
-"""The methods of the contract over gRPC: each translates a request for a function of `calls`, and its answer back."""
+"""The methods of the contract over gRPC: each translates its request for a function of `calls`, and the answer back."""
 
 from __future__ import annotations
 
@@ -62,9 +62,13 @@ _GROUP_STATES: dict[GroupState, Any] = {
 
 
 class Method(NamedTuple):
-    """path: as gRPC has it. name: in metrics and logs. call: in the table of roles; empty where it needs none. kind: of
-    its slot. answer(api, slot, request): a coroutine that returns a message, or the answer's bytes, or an asynchronous
-    generator of them. is_large: whether the answer takes as much memory as a large request."""
+    """A method.
+
+    path: its path in gRPC. name: in metrics and logs. call: its name in the table of roles; empty if it needs none.
+        kind: of its slot. answer(api, slot, request): a coroutine that returns a message or the answer's bytes, or an
+        asynchronous
+    generator of them. is_large: whether the answer takes as much memory as a large request.
+    """
 
     path: str
     name: str
@@ -79,7 +83,7 @@ class Method(NamedTuple):
 def methods(api: ApiContext) -> Iterator[Method]:
     """Yields every method of the contract."""
     parsers: dict[str, Parse] = {
-        # protobuf's own classes would copy these too often.
+        # protobuf's classes would copy these too often.
         "SubmitRows": partial(Submission, most_bytes=api.max_message_bytes),
         "WriteColumns": ColumnsRequest,
     }
@@ -125,7 +129,7 @@ async def list_runs(api: ApiContext, slot: Slot, request: run_pb2.ListRunsReques
 async def list_groups(api: ApiContext, slot: Slot, request: run_pb2.ListGroupsRequest) -> AsyncIterator[bytes]:
     groups = await calls.list_groups(api, request.run)
     for start in range(0, len(groups), _GROUPS_AT_ONCE):
-        # One at a time: it is Python that runs in the pool, too.
+        # One at a time, because this is Python code, which holds the GIL.
         yield await api.encode_groups(_encoded_groups, groups[start : start + _GROUPS_AT_ONCE])
 
 
@@ -223,13 +227,13 @@ async def get_batch(api: ApiContext, slot: Slot, request: trainer_pb2.GetBatchRe
     encoded = _published_batch(batch.plan)
     if shard is None:
         return encoded
-    # One message behind another is the message that has the fields of both.
+    # Concatenated messages are the message with the fields of both.
     return encoded + trainer_pb2.GetBatchResponse(shard=_shard(shard)).SerializeToString()
 
 
 @lru_cache(maxsize=1)
 def _published_batch(plan: bytes) -> bytes:
-    """The message, once for all ranks that ask for a batch: a plan is large, and they ask at once."""
+    """Encodes the message once for all ranks: a plan is large, and all ranks ask at the same time."""
     return trainer_pb2.GetBatchResponse(
         state=trainer_pb2.BATCH_STATE_PUBLISHED, plan_json=plan.decode()
     ).SerializeToString()
@@ -240,7 +244,7 @@ async def get_shard(api: ApiContext, slot: Slot, request: trainer_pb2.GetShardRe
 
 
 def _query(request: trainer_pb2.GetShardRequest, batch: int | None = None) -> calls.ShardQuery:
-    """batch: the one whose shard is wanted, where the request is part of one for a batch."""
+    """Reads the requested shard. batch: of a request for a batch that includes one for its shard."""
     position = _optional_position(request)
     if batch is not None:
         position = _position(request.position)._replace(batch=batch)
@@ -307,7 +311,7 @@ async def resume(api: ApiContext, slot: Slot, request: trainer_pb2.ResumeRequest
 
 def _config(config_json: str) -> Any:
     try:
-        # Not orjson, which makes floats of integers beyond 64 bits: the error names the value that was given.
+        # Not orjson, which turns integers beyond 64 bits into floats: errors have to name the original value.
         return json.loads(config_json)
     except (ValueError, RecursionError) as error:
         raise InvalidArgumentError(f"config_json is not JSON: {error}; give the run's settings as an object") from None
@@ -355,7 +359,7 @@ def _reward(message: rollout_pb2.Reward) -> RewardUpdate:
 
 def _token_values(values: bytes, key: TrajectoryKey) -> Array:
     if len(values) % 8:
-        raise InvalidArgumentError(f"{key}: token_values has {len(values)} bytes; send float64, one a response token")
+        raise InvalidArgumentError(f"{key}: token_values has {len(values)} bytes; send float64, one per response token")
     return np.frombuffer(values, np.float64)
 
 

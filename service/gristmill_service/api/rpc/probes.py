@@ -26,14 +26,14 @@ _WATCH_S = 3600.0
 
 
 class Health:
-    """The health of the service, which is that of each of its gRPC services: it serves until it shuts down."""
+    """The health of the service and of each of its gRPC services: serving until shutdown."""
 
     def __init__(self, services: Sequence[str]) -> None:
         self._services = frozenset(["", *services])
         self._ends = asyncio.Event()
 
     def end(self) -> None:
-        """The service shuts down: watchers are notified, and their streams end."""
+        """Notifies watchers of the shutdown; their streams end."""
         self._ends.set()
 
     def methods(self) -> Iterator[Method]:
@@ -57,7 +57,7 @@ class Health:
         return self._status(request.service)
 
     async def _watch(self, api: ApiContext, slot: Slot, request: health_pb2.HealthCheckRequest) -> AsyncIterator[bytes]:
-        """A watch lasts an hour at most; the client asks again."""
+        """Watches the health for an hour at most; then the client asks again."""
         yield self._status(request.service).SerializeToString()
         try:
             async with asyncio.timeout(_WATCH_S):
@@ -68,7 +68,7 @@ class Health:
 
 
 def reflection_handler(admission: Admission, services: Sequence[str]) -> grpc.RpcMethodHandler:
-    """The handler of ServerReflectionInfo, a stream of questions: each has to come within 20 s."""
+    """Returns the handler of ServerReflectionInfo, a stream of questions, each of which has to arrive within 20 s."""
     answers: Any = reflection.aio.ReflectionServicer([*services, HEALTH, REFLECTION])
 
     async def questions(call: Call) -> AsyncIterator[reflection_pb2.ServerReflectionRequest]:

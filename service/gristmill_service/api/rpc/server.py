@@ -1,4 +1,4 @@
-"""The gRPC server: its address, limits, methods, and how it starts and stops."""
+"""The gRPC server: its address, limits and methods, and its start and stop."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SERVICES = tuple(
     for service in contract.DESCRIPTOR.services_by_name.values()
 )
 
-# Of one connection: more wait at the caller.
+# Per connection; further calls wait in the client.
 _CALLS_PER_CONNECTION = 1024
 _IDLE_CONNECTION_MS = 15 * 60 * 1000
 
@@ -37,12 +37,12 @@ def _options(settings: Settings) -> tuple[tuple[str, int], ...]:
     return (
         ("grpc.max_receive_message_length", limit),
         ("grpc.max_send_message_length", limit),
-        # Otherwise two services would share a port, each with half of the calls.
+        # Otherwise two services could share a port, and each would get half of the calls.
         ("grpc.so_reuseport", 0),
-        # A caller that died without a word gives back the slots of its calls; callers may ask in the same way.
+        # Pings detect dead callers, whose slots are then returned; callers may ping the service, too.
         ("grpc.keepalive_time_ms", 60_000),
         ("grpc.keepalive_timeout_ms", 20_000),
-        # What newer versions of gRPC heed in place of the one above.
+        # Newer versions of gRPC read this instead of the one above.
         ("grpc.http2.ping_timeout_ms", 20_000),
         ("grpc.http2.min_ping_interval_without_data_ms", 2_000),
         ("grpc.keepalive_permit_without_calls", 1),
@@ -56,8 +56,8 @@ def _options(settings: Settings) -> tuple[tuple[str, int], ...]:
 
 
 class GrpcServer:
-    """Made on the event loop; listens from `start` on. Raises UnavailableError from the constructor where the address
-    cannot be had."""
+    """Serves gRPC from `start` on. Made on the event loop. The constructor raises UnavailableError if the address is
+    taken."""
 
     def __init__(
         self, api: ApiContext, settings: Settings, certificates: Certificates | None, peers: PeerCertificates | None
@@ -70,7 +70,7 @@ class GrpcServer:
         follow_calls(asyncio.get_running_loop())
         leave_out_gone_callers()
         self._server = grpc.aio.server(options=_options(settings))
-        # Registered, methods have a queue each: a flood of calls of one is in nobody's way who makes another.
+        # Registered methods have a queue each, so that a flood of one method does not delay others.
         for path, handler in handlers.items():
             _, service, method = path.split("/")
             self._server.add_registered_method_handlers(service, {method: handler})
@@ -101,18 +101,18 @@ class GrpcServer:
         await self._server.start()
 
     def refuse_new_calls(self, grace_s: float) -> None:
-        """Calls being answered go on for at most `grace_s`. Returns at once."""
+        """Refuses new calls. Calls under way may continue for `grace_s`. Returns at once."""
         self._health.end()
         self._stopped = asyncio.ensure_future(self._server.stop(grace_s))
 
     async def wait_until_idle(self) -> None:
-        """After `refuse_new_calls`: returns when the last call is answered, or cut off after the grace."""
+        """Returns when, after `refuse_new_calls`, the last call is answered, or cut off after the grace."""
         await self._stopped
         await self._forwarding.close()
 
 
 def _clear_stale_socket(path: Path) -> None:
-    """gRPC takes over any existing socket file; one that somebody listens on must stay theirs."""
+    """Removes a stale socket file. gRPC would also take over one that another process listens on."""
     if not path.is_socket():
         return
     with socket.socket(socket.AF_UNIX) as probe:

@@ -93,7 +93,7 @@ class Outbox:
         if len(sizes) and int(sizes.max()) > most:
             row = int(sizes.argmax())
             raise InvalidArgumentError(
-                f"{table.name(row)}: the row has {sizes[row]} bytes and a message holds {most}; shorten its prompt, "
+                f"{table.name(row)}: the row has {sizes[row]} bytes and a message at most {most}; shorten its prompt, "
                 "response or columns"
             )
         return sizes

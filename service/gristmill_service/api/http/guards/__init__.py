@@ -1,1 +1,1 @@
-"""What stands before every handler: bounds, origins, names of hosts, and who calls."""
+"""Middleware before all handlers: limits, origins, host names, and identity."""

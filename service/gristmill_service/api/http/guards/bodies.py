@@ -1,4 +1,5 @@
-"""Request bodies: read whole or refused, bounded before and after decompression, before any handler runs."""
+"""Request bodies: read completely or refused before a handler runs, within limits of compressed and decompressed
+size."""
 
 from __future__ import annotations
 
@@ -21,12 +22,14 @@ from gristmill_service.off_loop import OneByOne
 _MOST_OF_ANYONE = 64 << 10
 _NO_JSON = frozenset(["application/x-protobuf", "application/octet-stream"])
 BODY = "gristmill.body"
-"""The key under which a request's scope has its body, decompressed, for passing the request on."""
+"""The key of the decompressed body in a request's scope, for passing the request on."""
 
 
 class Bodies:
-    """ASGI middleware that reads the body. Of large ones a few are held at once, and each has to come at 64 KiB a
-    second. refuse_too_large: raises ResourceExhaustedError for a size that is; limit: the largest that is not."""
+    """ASGI middleware that reads the body. Few large ones are in memory at a time, and each has to arrive at 64 KiB/s.
+
+    refuse_too_large: raises ResourceExhaustedError for a size beyond the limit. limit: the largest valid size.
+    """
 
     def __init__(self, app: ASGIApp, limit: int, refuse_too_large: Callable[[int], None]) -> None:
         self._app, self._limit, self._refuse_too_large = app, limit, refuse_too_large
@@ -39,7 +42,7 @@ class Bodies:
         try:
             body = scope[BODY] = await self._read(scope, receive)
         except _TooLargeError as error:
-            # It stays too large: no Retry-After. The rest of the body is not read, so the connection cannot go on.
+            # Retrying cannot help: no Retry-After. The rest of the body is not read, so the connection is closed.
             refused = error_body("RESOURCE_EXHAUSTED", "ResourceExhaustedError", str(error))
             await JSONResponse(refused, TOO_LARGE, CLOSE)(scope, receive, send)
             return
@@ -68,7 +71,7 @@ class Bodies:
         most = self._limit if kind in _NO_JSON else min(self._limit, most_bytes(scope["path"]))
         if encoding == "gzip":
             await slot.place()
-            # One byte more than the most where there are more.
+            # One byte more than the limit shows that the body is too large.
             body = await self._one_by_one(_decompressed, body, min(most, self._most()) + 1)
             self._check_size(len(body))
         elif encoding != "identity":
@@ -79,7 +82,7 @@ class Bodies:
         return body
 
     async def _received(self, declared: bytes, receive: Receive, slot: Slot) -> bytes:
-        """Returns the body as it was sent. Raises InvalidArgumentError where the caller went away before its end."""
+        """Returns the body as it was sent. Raises InvalidArgumentError if the caller went away before its end."""
         length = int(declared) if declared.isdigit() else 0
         self._check_size(length)
         begin, pieces, size, more = asyncio.get_running_loop().time(), list[bytes](), 0, True
@@ -91,8 +94,8 @@ class Bodies:
                 async with asyncio.timeout_at(begin + limit_s):
                     message = await receive()
             except TimeoutError:
-                came = f"{size} bytes of the body came within {limit_s:.0f} s"
-                raise DeadlineExceededError(f"{came}; send it at {LEAST_BYTES_PER_S} bytes a second") from None
+                came = f"{size} bytes of the body arrived within {limit_s:.0f} s"
+                raise DeadlineExceededError(f"{came}; send it at {LEAST_BYTES_PER_S} bytes per second") from None
             if message["type"] == "http.disconnect":
                 raise _cut(size)
             pieces.append(message.get("body", b""))
@@ -104,7 +107,7 @@ class Bodies:
         return b"".join(pieces)
 
     def _most(self) -> int:
-        """Returns the limit for the caller: an unknown one only signs in, which takes little."""
+        """Returns the limit for the caller: low for an unknown one, which can only sign in."""
         return min(self._limit, _MOST_OF_ANYONE) if caller.current() is ANYONE else self._limit
 
     def _check_size(self, size: int) -> None:
@@ -121,16 +124,16 @@ class Bodies:
 
 
 class _TooLargeError(Exception):
-    """The body is larger than any that would be read."""
+    """The body exceeds every limit."""
 
 
 def _cut(size: int) -> InvalidArgumentError:
-    """The error is seen in metrics and traces only: its caller has gone."""
+    """Returns the error of a body that was cut off, for metrics and traces only: the caller is gone."""
     return InvalidArgumentError(f"the request ended after {size} bytes of its body, before it was whole; send it again")
 
 
 def _decompressed(body: bytes, most: int) -> bytes:
-    """Returns at most this many bytes."""
+    """Decompresses the body to at most this many bytes."""
     decompressor = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
     try:
         data = decompressor.decompress(body, most)

@@ -1,4 +1,4 @@
-"""Requests that browsers send: those for pages of others are refused, and errors leave as the page can take them."""
+"""Requests of browsers: requests from pages of other sites are refused, and errors are sent in a form for the page."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from gristmill_service.api.errors import error_body
 from gristmill_service.validation_messages import shown
 
-# Names that are in no public registry (RFC 6761, RFC 6762, ICANN's board resolution 2024.07.29.06).
+# Host names that nobody can register (RFC 6761, RFC 6762, ICANN's board resolution 2024.07.29.06).
 _PRIVATE = (".localhost", ".local", ".internal", ".svc")
 _MISDIRECTED, _FORBIDDEN = 421, 403
 _READS = frozenset(["GET", "HEAD", "OPTIONS"])
 
 STATUS = "gristmill-status"
-"""The header that has the status which the answer would have had."""
+"""The header with the status that the answer would otherwise have."""
 _PREFERENCE = "errors=body"
 
 
 class HostNames:
-    """ASGI middleware that refuses requests for a name of another site.
+    """ASGI middleware that refuses requests for a host name of another site.
 
-    A page may have its own name lead to this machine once it is loaded (DNS rebinding); the browser then takes the
-    service for a part of that page. Names that nobody can buy are not refused, nor are addresses: no page has one as
-    its name. known: patterns of further names that lead here, as a shell's.
+    A page may make its own name resolve to this machine after it was loaded (DNS rebinding), so that the browser treats
+    the service as part of the page. Addresses, and names that nobody can register, are never refused: no page has one.
+
+    known: patterns of further names of this service, as in a shell.
     """
 
     def __init__(self, app: ASGIApp, known: Sequence[str]) -> None:
@@ -69,8 +70,8 @@ def _is_address(name: str) -> bool:
 
 
 class SameOrigin:
-    """ASGI middleware that refuses calls that change something and come from a page of another site: a service on the
-    loopback of a machine where a browser runs must not take commands from every website."""
+    """ASGI middleware that refuses calls from pages of other sites that change something: a service on the loopback of
+    a machine with a browser must not take commands from any website."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -102,8 +103,8 @@ _REFUSAL = JSONResponse(
 class ErrorsInBody:
     """ASGI middleware that answers errors with status 200 to callers that send `Prefer: errors=body` (RFC 7240).
 
-    A browser writes every answer of 400 and above to its console as an error, whatever the page makes of it. The page
-    expects some, as when somebody deletes the run that it shows.
+    Browsers log every status of 400 and above as an error. The page expects some, such as after somebody has deleted
+    the run that it shows.
     """
 
     def __init__(self, app: ASGIApp) -> None:

@@ -1,4 +1,4 @@
-"""HTTP connections: counted when they are accepted, before any TLS handshake, and closed where nothing moves."""
+"""HTTP connections: counted when they are accepted, before any TLS handshake, and closed when they make no progress."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 _log = structlog.get_logger(__name__)
 
 REQUEST_S = 20.0
-"""Within which a connection's next request has to begin and its headers to be complete. Uvicorn closes connections that
-are kept open for another request sooner."""
+"""Seconds within which the headers of a connection's next request have to be complete. Uvicorn closes idle connections
+sooner."""
 
 ABORT = "gristmill.abort"
-"""The key under which a request's scope has a function that ends its connection at once."""
+"""The key of a function in a request's scope that closes its connection at once."""
 
 UNREAD_S = 60.0
-"""After which a connection is aborted whose peer reads nothing of an answer."""
+"""Seconds after which a connection is aborted if its peer reads nothing of an answer."""
 
 _HANDSHAKE_S, _GOODBYE_S = 5.0, 1.0
-# asyncio reads into 256 KiB for each encrypted connection, where records have 16 at most.
+# asyncio would allocate 256 KiB for each encrypted connection; TLS records have at most 16 KiB.
 sslproto.SSLProtocol.max_size = 32 << 10
 _PAUSE_S = 0.5
 _AT_ONCE = 16
@@ -37,10 +37,10 @@ _MOST_OF_A_MACHINE = 0.75
 
 
 class Connections:
-    """The open connections of a server. Where there are too many, the one that has waited longest for its peer is
-    closed for a newcomer.
+    """The open connections of a server. At the limit, a new connection replaces the one that has waited longest for its
+    peer.
 
-    most: in all. One machine may have three quarters of them; for more, its own connections are closed.
+    most: the limit. One machine may have three quarters of it; beyond that, its new connections replace its own.
     """
 
     def __init__(self, most: int) -> None:
@@ -52,7 +52,7 @@ class Connections:
         self._waiting_of: dict[str, OrderedDict[Connection, None]] = {}
 
     def has_room(self, address: str) -> bool:
-        """Returns whether a machine may open another connection, closing one for it where need be."""
+        """Returns whether a machine may open another connection, after closing one for it if needed."""
         if self._counts.get(address, 0) >= self._share:
             waiting = self._waiting_of.get(address)
         elif self._count >= self._most:
@@ -76,7 +76,7 @@ class Connections:
             del self._counts[connection.address]
 
     def note(self, connection: Connection, *, is_waiting: bool) -> None:
-        """Notes that a connection begins or ceases to wait for its peer."""
+        """Notes that a connection begins or stops waiting for its peer."""
         own = self._waiting_of.setdefault(connection.address, OrderedDict())
         for waiting in (self._waiting, own):
             waiting.pop(connection, None)
@@ -87,11 +87,11 @@ class Connections:
 
 
 _Wait = Literal["request", "body", "reader"]
-"""For what a connection waits: a TLS handshake or the next request, the body of one, a peer that reads."""
+"""What a connection waits for: a TLS handshake or the next request; a body; a peer that reads."""
 
 
 class Connection(H11Protocol):
-    """One connection, from when it was accepted. What it asked for is cancelled when it ends."""
+    """An accepted connection. Its requests are cancelled when it ends."""
 
     def __init__(self, connections: Connections, address: str, **uvicorn: Any) -> None:
         super().__init__(**uvicorn)
@@ -106,7 +106,7 @@ class Connection(H11Protocol):
         self._watch()
 
     def open(self, accepted: socket.socket, context: ssl.SSLContext | None) -> None:
-        """Begins the handshake; one that fails closes the connection."""
+        """Begins the handshake. If it fails, the connection is closed."""
         self._opening = self.loop.create_task(self._open(accepted, context))
 
     async def _open(self, accepted: socket.socket, context: ssl.SSLContext | None) -> None:
@@ -123,8 +123,8 @@ class Connection(H11Protocol):
                 accepted.close()
 
     async def _first_bytes(self, accepted: socket.socket) -> None:
-        """Returns when the peer begins its handshake, for which hundreds of kilobytes are held. Raises OSError where it
-        hangs up instead, or does nothing."""
+        """Returns when the peer sends the first bytes of its handshake, which needs hundreds of kilobytes. Raises
+        OSError if the peer disconnects, or sends nothing."""
         came = self.loop.create_future()
         self.loop.add_reader(accepted, came.set_result, None)
         try:
@@ -144,7 +144,7 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        # Else tens of kilobytes could lie unread without a limit of time.
+        # Otherwise tens of kilobytes could stay unread without a timeout.
         transport.set_write_buffer_limits(high=1, low=0)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -170,7 +170,7 @@ class Connection(H11Protocol):
         self._watch()
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers a request. `send` returns when its message has left for the system."""
+        """Answers a request. `send` returns when its message was passed to the system."""
         if self.cycle.disconnected:
             return
         answering = self._answering = asyncio.current_task()
@@ -179,7 +179,7 @@ class Connection(H11Protocol):
             await send(message)
             await self.flow.drain()
             if message.get("more_body"):
-                # However fast it is read: others are answered between its parts.
+                # Also if the peer reads fast: other requests are answered between parts.
                 await asyncio.sleep(0)
 
         scope[ABORT] = self.abort
@@ -194,7 +194,7 @@ class Connection(H11Protocol):
                 self._answering = None
 
     def _watch(self) -> None:
-        """Notes for what the connection waits from now on. A wait that goes on keeps its deadline."""
+        """Updates what the connection waits for. A wait that continues keeps its deadline."""
         wait = self._waits_for() if self._is_open else None
         if wait == self._wait:
             return
@@ -214,12 +214,12 @@ class Connection(H11Protocol):
         if self.flow is not None and self.flow.write_paused:
             return "reader"
         if self.conn.their_state is h11.SEND_BODY:
-            # The rest of a body that nobody reads has as long as a request.
+            # The unread rest of a body has the timeout of a request.
             return "request" if self.conn.our_state is h11.DONE else "body"
         return "request" if self.conn.their_state is h11.IDLE else None
 
     def _look_for_reader(self, unread: int | None) -> None:
-        """Aborts the connection where as much is unread as a while ago."""
+        """Aborts the connection if the peer has read nothing since the last look."""
         now = self.transport.get_write_buffer_size()
         if unread is not None and now >= unread:
             self.abort()
@@ -231,15 +231,15 @@ class Connection(H11Protocol):
             self._is_open = False
             self._connections.remove(self)
             self._watch()
-            # Else its memory, in a circle with itself, would wait for the garbage collector.
+            # Breaks a reference cycle, so that the memory is freed at once.
             self.app = self._app
 
 
 class Listener:
-    """Accepts connections, one each time round the loop: however many come, others' calls are answered between them.
-    Connections that their peers have closed meanwhile cost little, and are dropped several at a time.
+    """Accepts connections, one per iteration of the loop, so that other calls are answered between them. Connections
+    that their peers have closed meanwhile are cheap, and several are dropped at a time.
 
-    make(address): makes the connection. context: of TLS; None: in clear text.
+    make(address): makes the connection. context: of TLS; None: unencrypted.
     """
 
     def __init__(
@@ -265,7 +265,7 @@ class Listener:
                 try:
                     accepted, address = await loop.sock_accept(self._listener)
                 except OSError as error:
-                    # The peer hung up meanwhile, or other parts of the process took all descriptors.
+                    # The peer has disconnected, or the process has no free file descriptor.
                     _log.warning("connection not accepted", reason=error.strerror)
                     await asyncio.sleep(_PAUSE_S)
                     continue
@@ -280,7 +280,7 @@ class Listener:
 
 
 def _has_hung_up(accepted: socket.socket) -> bool:
-    """Whether a peer has ended its connection and sent nothing."""
+    """Returns whether a peer has closed its connection without sending anything."""
     try:
         return not accepted.recv(1, socket.MSG_PEEK)
     except BlockingIOError:

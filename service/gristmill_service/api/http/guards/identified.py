@@ -24,17 +24,16 @@ from gristmill_service.api.http.guards.bodies import BODY
 _RANK = TypeAdapter(models.Int32)
 
 COOKIE = "gristmill_token"
-"""What a browser that signed in sends in place of the header."""
+"""The cookie that a browser sends instead of the header, after signing in."""
 
-# Other calls name run and rank in the path or the query.
+# All other calls have run and rank in the path or the query.
 _NAMED_IN_BODY = frozenset(["create_run", "acknowledge"])
 
 
 class Identified:
-    """ASGI middleware that identifies the caller before anything of a body is read. Only what anyone may call is read
-    for a caller who shows no token. Of a request that a replica passed on, the caller's address takes the replica's
-    place.
-    """
+    """ASGI middleware that identifies the caller before anything of a body is read. A caller without a token can only
+    make calls that need none. For a request that a replica passed on, the original caller's address replaces the
+    replica's."""
 
     def __init__(self, app: ASGIApp, gate: Gate, admission: Admission) -> None:
         self._app, self._gate, self._admission = app, gate, admission
@@ -54,11 +53,11 @@ class Identified:
         await self._app(scope, receive, send)
 
     def _begin_passed_on(self, scope: Scope) -> None:
-        """Raises UnavailableError for a request that only seems to come from a replica."""
+        """Raises UnavailableError for a request that claims to come from a replica and does not."""
         try:
             came_from = self._gate.came_from(Headers(scope=scope))
         except UnavailableError:
-            # As for a token that is not known.
+            # Counted like a request with an unknown token.
             self._admission.refused(scope[THROTTLED], "UNAUTHENTICATED", 0)
             raise
         passed_on.begin(came_from)
@@ -67,11 +66,11 @@ class Identified:
             scope[THROTTLED] = came_from
 
     async def _identify(self, scope: Scope) -> Caller:
-        """Raises UnauthenticatedError where the caller shows no token that is known, and needs one."""
+        """Returns the caller. Raises UnauthenticatedError if a token is needed and missing or unknown."""
         if self._gate.is_open:
             return EVERYONE_IS_ADMIN
         if _is_open(scope["path"]):
-            # Whatever is shown: a browser whose cookie has expired must still reach the page to sign in again.
+            # Also with an invalid token: a browser whose cookie has expired must reach the page to sign in again.
             return ANYONE
         headers = Headers(scope=scope)
         shown = _shown(headers)
@@ -83,13 +82,13 @@ class Identified:
         return identity
 
     def _admit(self, scope: Scope, identity: Caller) -> None:
-        """Gives the slot to the caller. Raises ResourceExhaustedError where it has too many, or made too many wrong
+        """Counts the slot for the caller. Raises ResourceExhaustedError if it has too many, or made too many wrong
         calls."""
         address = address_of(scope)
         is_known = identity is not ANYONE and identity is not EVERYONE_IS_ADMIN
         scope[SLOT].move(identity.name if is_known else address)
         if is_known:
-            # Workers of other machines that show the same token are not throttled with it.
+            # Workers on other machines with the same token are not throttled with it.
             scope[THROTTLED] = f"{identity.name} {address}"
         self._admission.check(scope[THROTTLED])
 
@@ -101,19 +100,20 @@ def _is_open(path: str) -> bool:
 def _shown(headers: Headers) -> str | None:
     if shown := headers.get(AUTHORIZATION):
         return shown
-    # Not SimpleCookie, which gives up at what another program of the same host has set.
+    # Not SimpleCookie, which fails on cookies that other programs of the same host may have set.
     cookie = cookie_parser(headers.get("cookie", "")).get(COOKIE)
     return None if cookie is None else f"Bearer {cookie}"
 
 
 async def authorize(request: Request) -> None:
-    """A dependency of every route. Raises PermissionDeniedError where the caller may not make the call, and
-    ResourceExhaustedError where too many of its calls are being answered."""
+    """A dependency of every route. Raises PermissionDeniedError if the caller may not make the call, and
+    ResourceExhaustedError if too many of its calls are being answered.
+    """
     gate: Gate = request.app.state.api.gate
     call = request.scope["route"].name
     if not gate.is_open:
         body = _fields(request.scope.get(BODY, b"")) if call in _NAMED_IN_BODY else {}
-        # The path is what the handler goes by, whatever else names a run.
+        # The handler uses the run in the path, even if the query names another one.
         named = {**request.query_params, **body, **request.path_params}
         run = named.get("run")
         gate.check(caller.current(), call, None if run is None else str(run), _rank(named.get("rank")))
@@ -127,8 +127,8 @@ async def authorize(request: Request) -> None:
 
 
 def _fields(body: bytes) -> dict[str, object]:
-    """Read as the handlers' models are, so that no body says one thing here and another one there. What is no object is
-    refused where it is read whole."""
+    """Reads fields like the handlers' models, so that both see the same values. A body that is no object is refused by
+    the handler."""
     try:
         document = json.loads(body)
     except ValueError:
@@ -137,7 +137,8 @@ def _fields(body: bytes) -> dict[str, object]:
 
 
 def _rank(value: object) -> int | None:
-    """Read as the handlers do, which take '+1' and 1.0, too; what is no rank is refused there."""
+    """Reads a rank like the handlers, which accept "+1" and 1.0, too. Returns None for other values, which they
+    refuse."""
     try:
         return _RANK.validate_python(value)
     except ValidationError:

@@ -11,13 +11,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from gristmill_service import tracing
 from gristmill_service.monitoring.metrics import Metrics
 
-# As nginx says: the caller was gone before the answer began.
+# Like nginx: the caller disconnected before the answer began.
 _HUNG_UP = 499
 
 
 class Observed:
-    """ASGI middleware that gives each request an id, and its answer the same; times it under the name of its handler,
-    which is bounded, not its path; and traces it while calls are traced."""
+    """ASGI middleware that gives each request, and its answer, an id; times it by the name of its handler, of which
+    there are few; and traces it if tracing is on."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app, self._metrics = app, metrics
@@ -35,7 +35,7 @@ class Observed:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                # Replaces the header of a process that the request was passed on to.
+                # Replaces the header of the process that answered a request that was passed on.
                 MutableHeaders(scope=message)[tracing.REQUEST_ID] = request_id
             await send(message)
 
