@@ -16,6 +16,7 @@ import numpy as np
 from gristmill_service.config import Model, RunConfig, parse_config
 from gristmill_service.pipeline.scheduling.plan import PADDING, MiniBatchPlan
 from gristmill_service.pipeline.scheduling.schedule import schedule
+from tests.rows import make_config
 
 Groups = list[list[int]]  # per prompt group, the lengths of its rows
 
@@ -36,14 +37,7 @@ class Batch:
 
 def settings_of(**overrides: Any) -> RunConfig:
     sizes = overrides.get("policy_mini_batch_size", 1), overrides.get("critic_mini_batch_size") or 1
-    mapping = {
-        "train_batch_size": lcm(*sizes),
-        "n_samples_per_prompt": 1,
-        "policy_mini_batch_size": 1,
-        "step_wise": True,
-        "micro_batch": {"size": 1},
-    }
-    return parse_config(mapping | overrides)
+    return parse_config(make_config(train_batch_size=lcm(*sizes)) | overrides)
 
 
 def planned(groups: Groups, config: RunConfig) -> list[MiniBatchPlan]:

@@ -21,14 +21,10 @@ import gristmill.torch
 from gristmill import MicroBatch, RolloutClient, TrainerClient
 from gristmill_service.config import parse_config
 from tests.on_loop import Service
+from tests.rows import make_config
 
 DOCS = Path(__file__).parents[1] / "docs"
-COUNTS: dict[str, Any] = {
-    "train_batch_size": 1,
-    "n_samples_per_prompt": 1,
-    "policy_mini_batch_size": 1,
-    "micro_batch": {"size": 4},
-}
+COUNTS: dict[str, Any] = make_config(micro_batch={"size": 4}, step_wise=False)
 ROW: dict[str, Any] = {"sample": 0, "prompt_token_ids": [1, 2], "response_ids": [3, 4], "loss_mask": [1, 1]}
 NAMED = re.compile(r"<!-- [\w-]+ -->\n\Z")
 

@@ -17,18 +17,12 @@ from gristmill_service.monitoring.health import findings
 from tests.cli.rollouts import FAILS, create, fill, train
 from tests.cli.terminal import gristmill
 from tests.on_loop import Service
+from tests.rows import make_row
 from tests.run.harness import wait_until
 from tests.serving import StartService
 
 NOBODY = "127.0.0.1:1"
-LONG_ROW = {
-    "uid": "a",
-    "sample": 0,
-    "prompt_token_ids": [1],
-    "response_ids": [2] * 1_000_000,
-    "loss_mask": [1] * 1_000_000,
-    "reward": 1.0,
-}
+LONG_ROW = make_row(prompt=[1], response=[2] * 1_000_000)
 
 
 def test_all_runs_are_on_one_screen(service: Service, run_name: str) -> None:

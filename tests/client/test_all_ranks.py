@@ -18,17 +18,11 @@ from gristmill import (
 from gristmill._wire.addresses import Position
 from gristmill.torch import MiniBatch
 from tests.on_loop import Service
+from tests.rows import make_config
 
 Controller = TrainerClient[MiniBatch]
 
-CONFIG = {
-    "train_batch_size": 2,
-    "n_samples_per_prompt": 4,
-    "policy_mini_batch_size": 1,
-    "micro_batch": {"size": 1},
-    "update_epochs_per_batch": 2,
-    "dp_size": 2,
-}
+CONFIG = make_config(train_batch_size=2, n_samples_per_prompt=4, update_epochs_per_batch=2, dp_size=2, step_wise=False)
 MINI_BATCHES = [Position(0, epoch, mini_batch) for epoch in range(2) for mini_batch in range(2)]
 
 

@@ -28,6 +28,7 @@ from tests.cli.terminal import gristmill
 from tests.client.faces import Connect
 from tests.on_loop import Service
 from tests.redis.servers import RedisServer
+from tests.rows import make_config, make_row
 from tests.serving import StartService
 
 COLUMNS: list[dict[str, Any]] = [
@@ -36,15 +37,7 @@ COLUMNS: list[dict[str, Any]] = [
     {"name": "pixel_values", "dtype": "uint8", "scope": "items", "shape": [4], "required": False, "merge": "concat"},
     {"name": "difficulty", "dtype": "float64", "scope": "row"},
 ]
-CONFIG: dict[str, Any] = {
-    "train_batch_size": 2,
-    "n_samples_per_prompt": 1,
-    "policy_mini_batch_size": 2,
-    "step_wise": True,
-    "merge": "prefix",
-    "micro_batch": {"size": 1},
-    "columns": COLUMNS,
-}
+CONFIG: dict[str, Any] = make_config(train_batch_size=2, policy_mini_batch_size=2, merge="prefix", columns=COLUMNS)
 Address = Callable[[], str]
 
 
@@ -247,18 +240,7 @@ def test_a_dtype_of_a_tensor_that_no_column_makes_is_refused(service: Service, r
 
 
 def http_row(uid: str) -> dict[str, Any]:
-    return {
-        "uid": uid,
-        "sample": 0,
-        "step": 0,
-        "is_last_step": True,
-        "prompt_token_ids": [1, 2],
-        "response_ids": [3],
-        "loss_mask": [1],
-        "reward": 1.0,
-        "routed_experts": experts(0, 3).tolist(),
-        "difficulty": 0.5,
-    }
+    return make_row(uid=uid, response=[3], routed_experts=experts(0, 3).tolist(), difficulty=0.5)
 
 
 def ask(url: str, body: bytes | None = None, kind: str = "application/json") -> bytes:

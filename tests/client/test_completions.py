@@ -16,15 +16,9 @@ from gristmill.completions import sampled
 from tests.client.faces import Connect
 from tests.on_loop import Service
 from tests.recorder.engine import END, Engine, Words, answer_of, logprobs_for, prompt_of, serving
+from tests.rows import make_config
 
-CONFIG = {
-    "train_batch_size": 1,
-    "n_samples_per_prompt": 1,
-    "policy_mini_batch_size": 1,
-    "step_wise": True,
-    "merge": "tree",
-    "micro_batch": {"size": 8},
-}
+CONFIG = make_config(merge="tree", micro_batch={"size": 8})
 ASKED: dict[str, Any] = {"model": "toy", "logprobs": True}
 IDS = {"return_token_ids": True}
 SGLANG_IDS = {"return_input_ids_in_sglext": True, "return_output_ids_in_sglext": True}

@@ -9,15 +9,9 @@ import pytest
 from gristmill import InvalidArgumentError, RolloutClient, RowOutcome
 from tests.client.faces import Connect
 from tests.on_loop import Service
+from tests.rows import make_config
 
-CONFIG: dict[str, Any] = {
-    "train_batch_size": 1,
-    "n_samples_per_prompt": 1,
-    "policy_mini_batch_size": 1,
-    "step_wise": True,
-    "merge": "prefix",
-    "micro_batch": {"size": 1},
-}
+CONFIG: dict[str, Any] = make_config(merge="prefix")
 
 
 def declaring(*columns: dict[str, Any]) -> dict[str, Any]:

@@ -25,16 +25,11 @@ from gristmill_service.run import run as run_module
 from gristmill_service.run.rows.declared_prefixes import steps_before
 from tests.client.faces import Connect
 from tests.on_loop import Service
+from tests.rows import make_config, make_row
 from tests.serving import StartService
 from tests.strategies import Row, rollouts
 
-CONFIG = {
-    "train_batch_size": 1,
-    "n_samples_per_prompt": 1,
-    "policy_mini_batch_size": 1,
-    "step_wise": True,
-    "micro_batch": {"size": 4},
-}
+CONFIG = make_config(micro_batch={"size": 4})
 _names = itertools.count()
 
 
@@ -45,16 +40,15 @@ def conversation(turns: int, uid: str = "a", broken_at: int | None = None) -> li
     for step in range(turns):
         response = rng.integers(0, 9, 40).tolist()
         rows.append(
-            {
-                "uid": uid,
-                "sample": 0,
-                "step": step,
-                "is_last_step": step == turns - 1,
-                "prompt_token_ids": prompt,
-                "response_ids": response,
-                "loss_mask": [1] * 40,
-                "reward": float(step == turns - 1),
-            }
+            make_row(
+                uid=uid,
+                step=step,
+                last=step == turns - 1,
+                prompt=prompt,
+                response=response,
+                loss_mask=[1] * 40,
+                reward=float(step == turns - 1),
+            )
         )
         prompt = prompt + response + rng.integers(0, 9, 20).tolist()
         if step == broken_at:

@@ -13,30 +13,22 @@ import pytest
 
 from gristmill import RolloutClient
 from tests.on_loop import Service
+from tests.rows import make_config, make_row
 from tests.serving import StartService
 from tests.strategies import Row
 
-CONFIG = {
-    "train_batch_size": 4096,
-    "n_samples_per_prompt": 2,
-    "policy_mini_batch_size": 4096,
-    "max_buffered_batches": 8,
-    "micro_batch": {"size": 4},
-}
+CONFIG = make_config(
+    train_batch_size=4096,
+    n_samples_per_prompt=2,
+    policy_mini_batch_size=4096,
+    max_buffered_batches=8,
+    micro_batch={"size": 4},
+    step_wise=False,
+)
 
 
 def rows_of(uid: str, length: int = 2) -> list[Row]:
-    return [
-        {
-            "uid": uid,
-            "sample": sample,
-            "prompt_token_ids": np.ones(length, np.int32),
-            "response_ids": [3],
-            "loss_mask": [1],
-            "reward": 1.0,
-        }
-        for sample in range(2)
-    ]
+    return [make_row(uid=uid, sample=sample, prompt=np.ones(length, np.int32), response=[3]) for sample in range(2)]
 
 
 def test_rows_of_an_interrupted_call_arrive_with_the_next_flush(service: Service, run_name: str) -> None:

@@ -10,15 +10,11 @@ import pytest
 from gristmill import RolloutClient, TrainerClient
 from gristmill.errors import FailedPreconditionError
 from tests.on_loop import Service
+from tests.rows import make_config
 
-CONFIG = {
-    "train_batch_size": 1,
-    "n_samples_per_prompt": 2,
-    "policy_mini_batch_size": 1,
-    "micro_batch": {"size": 2},
-    "max_buffered_batches": 2,
-    "seal_order": "admission",
-}
+CONFIG = make_config(
+    n_samples_per_prompt=2, micro_batch={"size": 2}, max_buffered_batches=2, seal_order="admission", step_wise=False
+)
 
 
 def fill(client: RolloutClient) -> None:

@@ -10,16 +10,12 @@ import pytest
 from gristmill import Credentials, RolloutClient, TrainerClient
 from tests.client.faces import FACES, connecting
 from tests.on_loop import Service
+from tests.rows import make_config
 
 SECRET = "gristmill_not-to-be-seen"
-CONFIG = {
-    "train_batch_size": 1,
-    "n_samples_per_prompt": 3,
-    "policy_mini_batch_size": 1,
-    "micro_batch": {"size": 2},
-    "update_epochs_per_batch": 2,
-    "dp_size": 2,
-}
+CONFIG = make_config(
+    n_samples_per_prompt=3, micro_batch={"size": 2}, update_epochs_per_batch=2, dp_size=2, step_wise=False
+)
 
 
 def fill(client: RolloutClient, **settings: object) -> None:

@@ -10,17 +10,11 @@ from gristmill import (
     TrainerClient,
 )
 from tests.on_loop import Service
+from tests.rows import make_config
 
-CONFIG = {
-    "train_batch_size": 2,
-    "n_samples_per_prompt": 2,
-    "policy_mini_batch_size": 1,
-    "step_wise": True,
-    "merge": "prefix",
-    "loss_reduction": "token_mean",
-    "micro_batch": {"size": 1},
-    "update_epochs_per_batch": 2,
-}
+CONFIG = make_config(
+    train_batch_size=2, n_samples_per_prompt=2, merge="prefix", loss_reduction="token_mean", update_epochs_per_batch=2
+)
 
 
 ROW = {"prompt_token_ids": [1], "response_ids": [2], "loss_mask": [1], "reward": 1.0}

@@ -15,15 +15,11 @@ from pathlib import Path
 import pytest
 
 from gristmill import RolloutClient, TrainerClient
+from tests.rows import make_config
 
 ROOT = Path(__file__).parents[2]
 NOBODY = 65534
-CONFIG = {
-    "train_batch_size": 1,
-    "n_samples_per_prompt": 2,
-    "policy_mini_batch_size": 1,
-    "micro_batch": {"size": 2},
-}
+CONFIG = make_config(n_samples_per_prompt=2, micro_batch={"size": 2}, step_wise=False)
 SERVE = "from gristmill_service.cli import main; main()"
 
 

@@ -11,14 +11,9 @@ import pytest
 from gristmill import AsyncRolloutClient, InvalidArgumentError, TrainerClient, UnavailableError
 from gristmill.environments.feeding import Feeder, Progress, Prompt, Rollout, RunShape
 from tests.on_loop import Service
+from tests.rows import make_config
 
-CONFIG = {
-    "train_batch_size": 2,
-    "n_samples_per_prompt": 2,
-    "policy_mini_batch_size": 2,
-    "step_wise": True,
-    "micro_batch": {"size": 8},
-}
+CONFIG = make_config(train_batch_size=2, n_samples_per_prompt=2, policy_mini_batch_size=2, micro_batch={"size": 8})
 
 
 def rollout(reward: float = 1.0, token: int = 5) -> Rollout:

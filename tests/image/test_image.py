@@ -14,18 +14,13 @@ from gristmill import RolloutClient, TrainerClient
 from gristmill.errors import DeadlineExceededError, NotFoundError, UnavailableError
 from tests.image.engine import Engine
 from tests.redis.servers import RedisServer, free_port
+from tests.rows import make_config
 
 pytestmark = [
     pytest.mark.skipif("IMAGE_TEST" not in os.environ, reason="`make image-test` builds and runs the image"),
     pytest.mark.timeout(1800),
 ]
-CONFIG = {
-    "train_batch_size": 1,
-    "n_samples_per_prompt": 1,
-    "policy_mini_batch_size": 1,
-    "micro_batch": {"size": 1},
-    "dp_size": 1,
-}
+CONFIG = make_config(dp_size=1, step_wise=False)
 USER = 10001
 Start = Callable[..., str]
 

@@ -11,19 +11,14 @@ from gristmill_service.config import parse_config
 from gristmill_service.pipeline import build_batch
 from gristmill_service.storage.shard_files import write_shards
 from tests.cli.terminal import gristmill
+from tests.rows import make_config
 
 COLUMNS = [
     {"name": "experts", "dtype": "int16", "scope": "token", "shape": [4]},
     {"name": "pixels", "dtype": "bfloat16", "scope": "items", "shape": [3], "required": False},
     {"name": "is_hard", "dtype": "bool", "scope": "row"},
 ]
-CONFIG: dict[str, Any] = {
-    "train_batch_size": 1,
-    "n_samples_per_prompt": 2,
-    "policy_mini_batch_size": 1,
-    "micro_batch": {"size": 2},
-    "columns": COLUMNS,
-}
+CONFIG: dict[str, Any] = make_config(n_samples_per_prompt=2, micro_batch={"size": 2}, columns=COLUMNS, step_wise=False)
 ROWS = [
     {"uid": "a", "sample": sample, "prompt_token_ids": [1, 2], "response_ids": [3], "loss_mask": [1], "reward": 1.0}
     | {"experts": [[0] * 4] * 3, "is_hard": True}

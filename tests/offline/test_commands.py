@@ -18,17 +18,10 @@ import pytest
 from safetensors import safe_open
 
 from tests.cli.terminal import GRISTMILL, gristmill, gristmill_process
+from tests.rows import make_config
 from tests.strategies import Row
 
-CONFIG = {
-    "train_batch_size": 2,
-    "n_samples_per_prompt": 2,
-    "policy_mini_batch_size": 1,
-    "micro_batch": {"size": 1},
-    "step_wise": True,
-    "merge": "prefix",
-    "dp_size": 2,
-}
+CONFIG = make_config(train_batch_size=2, n_samples_per_prompt=2, merge="prefix", dp_size=2)
 
 
 def rollouts(prompts: int = 4) -> list[Row]:

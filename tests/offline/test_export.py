@@ -12,16 +12,11 @@ from safetensors.numpy import load
 from gristmill import RolloutClient
 from tests.cli.terminal import gristmill, gristmill_process
 from tests.on_loop import Service
+from tests.rows import make_config
 
-CONFIG = {
-    "train_batch_size": 2,
-    "n_samples_per_prompt": 2,
-    "policy_mini_batch_size": 1,
-    "micro_batch": {"max_tokens": 64},
-    "dp_size": 2,
-    "step_wise": True,
-    "merge": "prefix",
-}
+CONFIG = make_config(
+    train_batch_size=2, n_samples_per_prompt=2, micro_batch={"max_tokens": 64}, dp_size=2, merge="prefix"
+)
 
 
 def fill(address: str, run: str, **settings: object) -> None:

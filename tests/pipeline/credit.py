@@ -16,6 +16,7 @@ from gristmill_service.estimators import ESTIMATORS, Float64s, TokenEstimator
 from gristmill_service.pipeline.credit.assignment import token_advantages
 from gristmill_service.pipeline.credit.trained_tokens import TrainedTokens, trained_tokens
 from gristmill_service.pipeline.rows.validate import Received, receive
+from tests.rows import make_config, make_row
 
 
 @dataclass(frozen=True)
@@ -61,16 +62,7 @@ def _token_advantages(
 
 
 def config_of(groups: int, **settings: Any) -> RunConfig:
-    return parse_config(
-        {
-            "train_batch_size": groups,
-            "n_samples_per_prompt": 1,
-            "policy_mini_batch_size": groups,
-            "micro_batch": {"size": 1},
-            "step_wise": True,
-            **settings,
-        }
-    )
+    return parse_config(make_config(train_batch_size=groups, policy_mini_batch_size=groups) | settings)
 
 
 def tokens_of(batch: list[Trajectory], *, scalar: bool = False) -> TrainedTokens:
@@ -81,16 +73,15 @@ def tokens_of(batch: list[Trajectory], *, scalar: bool = False) -> TrainedTokens
 def received_of(batch: list[Trajectory], *, scalar: bool = False) -> Received:
     """The batch as the pipeline has it. scalar: a step's reward is one number, that of its last token."""
     rows: list[dict[str, Any]] = [
-        {
-            "uid": f"p{trajectory}",
-            "sample": 0,
-            "step": step,
-            "is_last_step": step == len(steps) - 1,
-            "prompt_token_ids": [1],
-            "response_ids": [2] * len(tokens),
-            "loss_mask": [token.mask for token in tokens],
-            "reward": tokens[-1].reward if scalar else [token.reward for token in tokens],
-        }
+        make_row(
+            uid=f"p{trajectory}",
+            step=step,
+            last=step == len(steps) - 1,
+            prompt=[1],
+            response=[2] * len(tokens),
+            loss_mask=[token.mask for token in tokens],
+            reward=tokens[-1].reward if scalar else [token.reward for token in tokens],
+        )
         for trajectory, steps in enumerate(batch)
         for step, tokens in enumerate(steps)
     ]

@@ -18,20 +18,12 @@ from gristmill_service.estimators import Float64s, GroupEstimator
 from gristmill_service.pipeline import build_batch
 from gristmill_service.pipeline.credit.advantage import trajectory_scores
 from gristmill_service.pipeline.scored_batch import score_batch
+from tests.rows import make_config, make_row
 from tests.strategies import Row
 
 
 def config(estimator: str, n: int = 4, **more: Any) -> RunConfig:
-    return parse_config(
-        {
-            "train_batch_size": 1,
-            "n_samples_per_prompt": n,
-            "policy_mini_batch_size": 1,
-            "micro_batch": {"size": 1},
-            "advantage_estimator": estimator,
-            **more,
-        }
-    )
+    return parse_config(make_config(n_samples_per_prompt=n, advantage_estimator=estimator, step_wise=False) | more)
 
 
 def group_advantages(scores: Float64s, settings: RunConfig) -> Float64s:
@@ -104,14 +96,7 @@ def test_the_score_is_the_last_steps_reward_or_the_sum_over_steps() -> None:
 
 def test_scores_too_far_apart_for_the_float32_of_a_shard_are_refused_with_the_trajectory() -> None:
     rows = [
-        {
-            "uid": "p",
-            "sample": sample,
-            "prompt_token_ids": [1],
-            "response_ids": [2],
-            "loss_mask": [1],
-            "reward": reward,
-        }
+        make_row(uid="p", sample=sample, prompt=[1], response=[2], reward=reward)
         for sample, reward in enumerate([3e38, -3e38])
     ]
     with pytest.raises(InvalidArgumentError, match=r"uid 'p' sample 0: advantage is 6e\+38, which float32 cannot hold"):
@@ -145,16 +130,16 @@ def test_a_score_does_not_depend_on_the_order_of_the_steps_rewards(rewards: list
 def trajectories(*rewards: list[float | list[float]]) -> list[Row]:
     """A prompt's samples, whose steps have these rewards."""
     return [
-        {
-            "uid": "p",
-            "sample": sample,
-            "step": step,
-            "is_last_step": step == len(of_steps) - 1,
-            "prompt_token_ids": [1],
-            "response_ids": [2] * (len(reward) if isinstance(reward, list) else 1),
-            "loss_mask": [1] * (len(reward) if isinstance(reward, list) else 1),
-            "reward": reward,
-        }
+        make_row(
+            uid="p",
+            sample=sample,
+            step=step,
+            last=step == len(of_steps) - 1,
+            prompt=[1],
+            response=[2] * (len(reward) if isinstance(reward, list) else 1),
+            loss_mask=[1] * (len(reward) if isinstance(reward, list) else 1),
+            reward=reward,
+        )
         for sample, of_steps in enumerate(rewards)
         for step, reward in enumerate(of_steps)
     ]

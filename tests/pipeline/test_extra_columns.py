@@ -24,6 +24,7 @@ from gristmill_service.pipeline.layout import extra_columns
 from gristmill_service.storage import row_tables
 from tests import naive
 from tests.pipeline.test_laws import SLOW
+from tests.rows import make_config
 from tests.strategies import Row, batches_with_columns
 
 
@@ -207,14 +208,7 @@ TWO_STEPS: list[Row] = [
     {"step": 0, "is_last_step": False, "prompt_token_ids": [1], "response_ids": [2], "loss_mask": [1], "reward": 0.0},
     {"step": 1, "is_last_step": True, "prompt_token_ids": [1, 2], "response_ids": [3], "loss_mask": [1], "reward": 1.0},
 ]
-CONFIG: dict[str, Any] = {
-    "train_batch_size": 1,
-    "n_samples_per_prompt": 1,
-    "policy_mini_batch_size": 1,
-    "micro_batch": {"size": 1},
-    "step_wise": True,
-    "merge": "prefix",
-}
+CONFIG: dict[str, Any] = make_config(merge="prefix")
 
 
 def two_steps(*values: Any) -> list[Row]:

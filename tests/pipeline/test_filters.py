@@ -11,36 +11,23 @@ from gristmill._wire.rows import from_rows
 from gristmill_service.config import parse_config
 from gristmill_service.pipeline import BuiltBatch, build_batch
 from tests import naive
+from tests.rows import make_config, make_row
 from tests.strategies import Row
 
 
 def rows(scores: Sequence[Sequence[float]], **more: Any) -> list[Row]:
     """One single-step trajectory a score; scores is a list of groups."""
     return [
-        {
-            "uid": f"p{group}",
-            "sample": sample,
-            "step": 0,
-            "is_last_step": True,
-            "prompt_token_ids": [1],
-            "response_ids": [2, 3],
-            "loss_mask": [1, 1],
-            "reward": score,
-            **more,
-        }
+        make_row(uid=f"p{group}", sample=sample, prompt=[1], response=[2, 3], reward=score) | more
         for group, samples in enumerate(scores)
         for sample, score in enumerate(samples)
     ]
 
 
 def built(given: list[Row], **overrides: Any) -> BuiltBatch:
-    config = {
-        "train_batch_size": len({row["uid"] for row in given}),
-        "n_samples_per_prompt": 2,
-        "policy_mini_batch_size": 1,
-        "micro_batch": {"size": 4},
-        "step_wise": True,
-    }
+    config = make_config(
+        train_batch_size=len({row["uid"] for row in given}), n_samples_per_prompt=2, micro_batch={"size": 4}
+    )
     return build_batch(from_rows(given), parse_config(config | overrides), run="r", batch=0)
 
 

@@ -43,6 +43,7 @@ from tests.pipeline.credit import (
     rewarded,
     tokens_of,
 )
+from tests.rows import make_config
 from tests.strategies import rollouts
 
 ESTIMATORS: list[KlEstimator] = ["k1", "k2", "k3"]
@@ -157,16 +158,7 @@ def test_equal_rewards_and_kl_in_another_order_are_equal_scores(logprobs: list[f
 
 
 def config(**more: object) -> RunConfig:
-    return parse_config(
-        {
-            "train_batch_size": 1,
-            "n_samples_per_prompt": 3,
-            "policy_mini_batch_size": 1,
-            "micro_batch": {"size": 1},
-            "step_wise": True,
-            **more,
-        }
-    )
+    return parse_config(make_config(n_samples_per_prompt=3) | more)
 
 
 @given(rollouts(most_prompts=1, samples=3), st.sampled_from(["none", "prefix"]))

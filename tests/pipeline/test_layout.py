@@ -17,6 +17,7 @@ from gristmill_service.config import parse_config
 from gristmill_service.pipeline import BuiltBatch, build_batch
 from gristmill_service.pipeline.layout.columns import CONSTANTS
 from tests import naive
+from tests.rows import make_config, make_row
 from tests.strategies import Row, batches_and_settings
 
 PADDED = ("sequences", "attention_mask", "response_mask", "loss_mask", "rewards", "advantages")
@@ -25,26 +26,13 @@ PADDED = ("sequences", "attention_mask", "response_mask", "loss_mask", "rewards"
 def rows(*lengths: tuple[int, int]) -> list[Row]:
     """One single-step prompt a (prompt, response) pair of lengths."""
     return [
-        {
-            "uid": f"p{index}",
-            "sample": 0,
-            "prompt_token_ids": [7] * prompt,
-            "response_ids": [8] * response,
-            "loss_mask": [1] * response,
-            "reward": 1.0,
-        }
+        make_row(uid=f"p{index}", prompt=[7] * prompt, response=[8] * response)
         for index, (prompt, response) in enumerate(lengths)
     ]
 
 
 def built(given: list[Row], **overrides: Any) -> BuiltBatch:
-    config = {
-        "train_batch_size": len(given),
-        "n_samples_per_prompt": 1,
-        "policy_mini_batch_size": 2,
-        "micro_batch": {"size": 1},
-        "dp_size": 2,
-    }
+    config = make_config(train_batch_size=len(given), policy_mini_batch_size=2, dp_size=2, step_wise=False)
     return build_batch(from_rows(given, step_wise=False), parse_config(config | overrides), run="r", batch=0)
 
 
@@ -193,28 +181,17 @@ def test_a_rows_advantage_stands_on_each_of_its_tokens_however_many(overrides: d
 def test_steps_without_a_reward_are_fill_between_those_that_have_one() -> None:
     rewards = [0.0, 2.0, -0.0, 0.0, 3.0, 0.0]
     steps = [
-        {
-            "uid": "p",
-            "sample": 0,
-            "step": index,
-            "is_last_step": index == len(rewards) - 1,
-            "prompt_token_ids": [*range(1, 2 + 3 * index)],
-            "response_ids": [2 + 3 * index, 3 + 3 * index],
-            "loss_mask": [1, 1],
-            "reward": reward,
-        }
+        make_row(
+            uid="p",
+            step=index,
+            last=index == len(rewards) - 1,
+            prompt=[*range(1, 2 + 3 * index)],
+            response=[2 + 3 * index, 3 + 3 * index],
+            reward=reward,
+        )
         for index, reward in enumerate(rewards)
     ]
-    config = parse_config(
-        {
-            "train_batch_size": 1,
-            "n_samples_per_prompt": 1,
-            "policy_mini_batch_size": 1,
-            "micro_batch": {"size": 1},
-            "step_wise": True,
-            "merge": "prefix",
-        }
-    )
+    config = parse_config(make_config(merge="prefix"))
     table = replace(from_rows(steps), rewards=np.array(rewards))
     (shard,) = build_batch(table, config, run="r", batch=0).shards
     (row,) = naive.shard_rows(shard)

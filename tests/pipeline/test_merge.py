@@ -15,39 +15,31 @@ from gristmill_service.pipeline import BuiltBatch, build_batch
 from gristmill_service.pipeline.plan_document import MismatchDocument
 from gristmill_service.pipeline.rows.joins import extends
 from tests import naive
+from tests.rows import make_config, make_row
 from tests.strategies import Row
 
 
 def trajectory(*steps: tuple[list[int], list[int]], **more: Any) -> list[Row]:
     """Rows of one trajectory from (prompt, response) pairs."""
     return [
-        {
-            "uid": "p",
-            "sample": 0,
-            "step": index,
-            "is_last_step": index == len(steps) - 1,
-            "prompt_token_ids": prompt,
-            "response_ids": response,
-            "loss_mask": [1] * len(response),
-            "rollout_logprobs": [-1.0] * len(response),
-            "reward": float(index + 1),
-            "stop_reason": f"reason {index}",
-            "policy_version": 5 - index,
-            **more,
-        }
+        make_row(
+            uid="p",
+            step=index,
+            last=index == len(steps) - 1,
+            prompt=prompt,
+            response=response,
+            rollout_logprobs=[-1.0] * len(response),
+            reward=float(index + 1),
+            stop_reason=f"reason {index}",
+            policy_version=5 - index,
+        )
+        | more
         for index, (prompt, response) in enumerate(steps)
     ]
 
 
 def built(rows: list[Row], **overrides: Any) -> BuiltBatch:
-    config = {
-        "train_batch_size": 1,
-        "n_samples_per_prompt": 1,
-        "policy_mini_batch_size": 1,
-        "micro_batch": {"size": 1},
-        "step_wise": True,
-        "merge": "prefix",
-    }
+    config = make_config(merge="prefix")
     return build_batch(from_rows(rows), parse_config(config | overrides), run="r", batch=0)
 
 

@@ -21,6 +21,7 @@ from gristmill_service.pipeline.scheduling.plan import PADDING
 from gristmill_service.pipeline.scheduling.schedule import MisalignedError
 from tests import naive
 from tests.pipeline import trees
+from tests.rows import make_config, make_row
 from tests.strategies import Row
 
 LAW = settings(deadline=None, max_examples=80)
@@ -190,29 +191,19 @@ def test_the_order_of_arrival_changes_no_byte(random: Random) -> None:
 def group(*samples: tuple[list[int], list[int]], uid: str = "p") -> list[Row]:
     """A prompt group of single turns: each sample's prompt and response."""
     return [
-        {
-            "uid": uid,
-            "sample": sample,
-            "step": 0,
-            "is_last_step": True,
-            "prompt_token_ids": prompt,
-            "response_ids": response,
-            "loss_mask": [1] * len(response),
-            "rollout_logprobs": [-1.0 - sample] * len(response),
-            "reward": float(sample),
-        }
+        make_row(
+            uid=uid,
+            sample=sample,
+            prompt=prompt,
+            response=response,
+            rollout_logprobs=[-1.0 - sample] * len(response),
+            reward=float(sample),
+        )
         for sample, (prompt, response) in enumerate(samples)
     ]
 
 
-CONFIG: dict[str, Any] = {
-    "train_batch_size": 1,
-    "n_samples_per_prompt": 3,
-    "policy_mini_batch_size": 1,
-    "step_wise": True,
-    "layout": "prefix_tree",
-    "micro_batch": {"max_tokens": 100},
-}
+CONFIG: dict[str, Any] = make_config(n_samples_per_prompt=3, layout="prefix_tree", micro_batch={"max_tokens": 100})
 
 
 def only_axis(rows: list[Row], **changes: Any) -> dict[str, list[Any]]:

@@ -18,6 +18,7 @@ from gristmill_service.pipeline.rows.merge import merge_rows
 from gristmill_service.pipeline.rows.validate import receive
 from tests import naive
 from tests.pipeline.test_merge import built, merged_rows, trajectory
+from tests.rows import make_config
 from tests.strategies import Row
 
 Step = tuple[list[int], list[int]]
@@ -121,12 +122,13 @@ def test_a_reward_with_the_kl_in_it_stands_on_the_last_token_that_is_kept() -> N
     rows = trajectory(([1], [2, 3]), ([1, 2, 9], [4]))
     for row in rows:
         row["ref_logprobs"] = [-2.0] * len(row["response_ids"])
-    config = {
-        "train_batch_size": 1, "n_samples_per_prompt": 1, "policy_mini_batch_size": 1, "micro_batch": {"size": 1},
-        "step_wise": True, "merge": "prefix", "retokenized_tail": 1, "kl_from": "rollout_logprobs",
-        "columns": [{"name": "ref_logprobs", "dtype": "float32", "scope": "response"}],
-        "kl_in_reward": {"coef": 0.5, "estimator": "k1"},
-    }  # fmt: skip
+    config = make_config(
+        merge="prefix",
+        retokenized_tail=1,
+        kl_from="rollout_logprobs",
+        columns=[{"name": "ref_logprobs", "dtype": "float32", "scope": "response"}],
+        kl_in_reward={"coef": 0.5, "estimator": "k1"},
+    )
     checked = parse_config(config)
     batch = build_batch(from_rows(rows, columns=checked.columns), checked, run="r", batch=0)
     assert column(batch, "rewards") == [[0.5, 0, 1.5]]

@@ -10,34 +10,16 @@ from gristmill._wire.rows import from_rows
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.config import RunConfig, parse_config
 from gristmill_service.pipeline.rows.validate import receive
+from tests.rows import make_config, make_row
 from tests.strategies import Row
 
 
 def config(**overrides: Any) -> RunConfig:
-    return parse_config(
-        {
-            "train_batch_size": 2,
-            "n_samples_per_prompt": 2,
-            "policy_mini_batch_size": 1,
-            "micro_batch": {"size": 1},
-            "step_wise": True,
-            **overrides,
-        }
-    )
+    return parse_config(make_config(train_batch_size=2, n_samples_per_prompt=2) | overrides)
 
 
 def row(uid: str = "p", sample: int = 0, step: int = 0, last: bool = True, **more: Any) -> Row:
-    return {
-        "uid": uid,
-        "sample": sample,
-        "step": step,
-        "is_last_step": last,
-        "prompt_token_ids": [1],
-        "response_ids": [2],
-        "loss_mask": [1],
-        "reward": 1.0,
-        **more,
-    }
+    return make_row(uid=uid, sample=sample, step=step, last=last, prompt=[1], response=[2]) | more
 
 
 def received(*rows: Row, **overrides: Any) -> Any:

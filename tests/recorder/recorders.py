@@ -17,16 +17,9 @@ from urllib.parse import quote
 import openai
 
 from gristmill import RolloutClient, Shard, TrainerClient
+from tests.rows import make_config
 
-CONFIG: dict[str, Any] = {
-    "train_batch_size": 1,
-    "n_samples_per_prompt": 1,
-    "policy_mini_batch_size": 1,
-    "step_wise": True,
-    "merge": "tree",
-    "advantage_estimator": "grpo",
-    "micro_batch": {"size": 16},
-}
+CONFIG: dict[str, Any] = make_config(merge="tree", advantage_estimator="grpo", micro_batch={"size": 16})
 """Of a run in which each trajectory is a batch."""
 
 

@@ -42,18 +42,12 @@ from gristmill_service.run.run import Run, Shared
 from gristmill_service.storage.shard_store import ShardLocation, ShardSource, ShardStore
 from tests.on_loop import Run as OnLoopRun
 from tests.on_loop import on_loop
+from tests.rows import make_config, make_row
 from tests.run.deltas import Sender
 from tests.run.logs import RecordingLog
 from tests.strategies import Row
 
-CONFIG = {
-    "train_batch_size": 2,
-    "n_samples_per_prompt": 2,
-    "policy_mini_batch_size": 1,
-    "micro_batch": {"size": 1},
-    "dp_size": 1,
-    "step_wise": True,
-}
+CONFIG = make_config(train_batch_size=2, n_samples_per_prompt=2, dp_size=1)
 
 
 # One of the step, one of each of its tokens, or None: it comes later.
@@ -72,16 +66,7 @@ def row(
 ) -> Row:
     """One step; reward None: it comes later."""
     response = list(response)
-    return {
-        "uid": uid,
-        "sample": sample,
-        "step": step,
-        "is_last_step": last,
-        "prompt_token_ids": [1, 2],
-        "response_ids": response,
-        "loss_mask": [1] * len(response),
-        "reward": reward,
-    } | more
+    return make_row(uid=uid, sample=sample, step=step, last=last, response=response, reward=reward) | more
 
 
 def group_rows(uid: str, samples: int = 2, **more: Any) -> list[Row]:

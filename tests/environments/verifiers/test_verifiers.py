@@ -24,15 +24,11 @@ from gristmill.environments.verifiers import feed
 from tests.environments.toy_tokenizer import END, VOCABULARY, tokenizer_in
 from tests.on_loop import Service
 from tests.recorder import engine as chat_engine
+from tests.rows import make_config
 
-CONFIG = {
-    "train_batch_size": 2,
-    "n_samples_per_prompt": 2,
-    "policy_mini_batch_size": 2,
-    "step_wise": True,
-    "merge": "tree",
-    "micro_batch": {"size": 8},
-}
+CONFIG = make_config(
+    train_batch_size=2, n_samples_per_prompt=2, policy_mini_batch_size=2, merge="tree", micro_batch={"size": 8}
+)
 WORDS = list(VOCABULARY)
 
 

@@ -25,20 +25,16 @@ import numpy as np
 from aiohttp import web
 
 from gristmill import RolloutClient
+from tests.rows import make_config
 from tests.tools.bench.figures import Figure
 from tests.tools.bench.processes import served
 
 TURNS, FIRST_PROMPT, TURN_TOKENS, SAMPLED = 8, 1000, 500, 200
 PACED_AGENTS, PACED_CALLS_S, PACED_S = 16, 50.0, 20.0
 AGENTS, SECONDS, WARM_S = 32, 8.0, 1.0
-RUN = {
-    "train_batch_size": 100_000,
-    "n_samples_per_prompt": 1,
-    "policy_mini_batch_size": 100_000,
-    "step_wise": True,
-    "merge": "tree",
-    "micro_batch": {"max_tokens": 65_536},
-}
+RUN = make_config(
+    train_batch_size=100_000, policy_mini_batch_size=100_000, merge="tree", micro_batch={"max_tokens": 65_536}
+)
 _TURN = "x-turn"
 _DIRECT = "ms, the call without a recorder"
 

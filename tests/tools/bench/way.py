@@ -25,17 +25,13 @@ from gristmill._wire.rows import from_rows
 from gristmill.v1 import rollout_pb2, run_pb2, trainer_pb2
 from gristmill_service.settings import Settings
 from tests.on_loop import Service, loop, on_loop
+from tests.rows import make_config
 from tests.serving import FREE_PORTS
 
 _OURS = ("/gristmill_service/", "/gristmill/_wire/")
 _ANONYMOUS = frozenset(["<lambda>", "<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>", "<module>"])
 _ROUNDS = 6
-_CONFIG = {
-    "train_batch_size": 1,
-    "n_samples_per_prompt": 2,
-    "policy_mini_batch_size": 1,
-    "micro_batch": {"size": 1},
-}
+_CONFIG = make_config(n_samples_per_prompt=2, step_wise=False)
 
 
 class Way(NamedTuple):

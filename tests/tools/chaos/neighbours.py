@@ -22,6 +22,7 @@ from gristmill._wire.codecs.submit_codec import encode
 from gristmill._wire.rows import from_rows
 from gristmill.errors import FailedPreconditionError, GristmillError, NotFoundError
 from gristmill.v1 import run_pb2, trainer_pb2
+from tests.rows import make_config, make_row
 from tests.tools.chaos.contents import digest
 from tests.tools.chaos.rank import effects_of
 
@@ -30,13 +31,7 @@ PRODUCERS = RENEWERS = 2
 _UNDER_WAY = 24
 _ROWS = 2
 _TOKENS = 300
-_CONFIG = {
-    "train_batch_size": _ROWS,
-    "n_samples_per_prompt": 1,
-    "policy_mini_batch_size": _ROWS,
-    "micro_batch": {"size": 1},
-    "group_timeout_s": None,
-}
+_CONFIG = make_config(train_batch_size=_ROWS, policy_mini_batch_size=_ROWS, group_timeout_s=None, step_wise=False)
 _TIMEOUT_S = 30.0
 _SUBMIT = "/gristmill.v1.RolloutService/SubmitRows"
 
@@ -95,14 +90,7 @@ class Neighbours:
 
     def _row(self, uid: str) -> dict[str, Any]:
         prompt = [self._draw.randrange(1, 50_000) for _ in range(_TOKENS)]
-        return {
-            "uid": uid,
-            "sample": 0,
-            "prompt_token_ids": prompt,
-            "response_ids": [1],
-            "loss_mask": [1],
-            "reward": 1.0,
-        }
+        return make_row(uid=uid, prompt=prompt, response=[1])
 
     # --- Deleting one of them under load
 

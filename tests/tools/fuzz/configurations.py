@@ -7,16 +7,11 @@ from random import Random
 from typing import Any
 
 from gristmill_service.config import parse_config, warnings_of
+from tests.rows import make_config
 from tests.tools.fuzz.mutate import changed_document
 from tests.tools.fuzz.targets import Target
 
-_BASE = {
-    "train_batch_size": 4,
-    "n_samples_per_prompt": 2,
-    "policy_mini_batch_size": 2,
-    "micro_batch": {"size": 1},
-    "dp_size": 2,
-}
+_BASE = make_config(train_batch_size=4, n_samples_per_prompt=2, policy_mini_batch_size=2, dp_size=2, step_wise=False)
 _TRAINERS = {"name": "old_logprobs", "dtype": "float32", "scope": "response", "source": "trainer"}
 _MORE: list[dict[str, Any]] = [
     {},

@@ -21,20 +21,12 @@ from gristmill_service.monitoring.metrics import Metrics
 from gristmill_service.settings import load_settings
 from gristmill_service.storage.memory import MemoryShardStore
 from tests.on_loop import Runs, on_loop
+from tests.rows import make_row
 from tests.tools.fuzz.configurations import _BASE
 from tests.tools.fuzz.mutate import changed_bytes, changed_document
 from tests.tools.fuzz.targets import Target
 
-_ROW = {
-    "uid": "a",
-    "sample": 0,
-    "prompt_token_ids": [1, 2],
-    "response_ids": [3],
-    "loss_mask": [1],
-    "reward": 1.0,
-    "rollout_logprobs": [-0.5],
-    "policy_versions": [1],
-}
+_ROW = make_row(response=[3], rollout_logprobs=[-0.5], policy_versions=[1])
 _PLACE = {"batch": 0, "epoch": 0, "mini_batch": 0}
 _BODIES: list[tuple[str, str, Any]] = [
     ("POST", "/v1/runs", {"run": "r", "config": _BASE}),

@@ -18,6 +18,7 @@ from gristmill._wire.steps import Steps
 from gristmill_service.run.machine.codec import decode_events, decode_state, encode_state
 from gristmill_service.storage import row_tables
 from gristmill_service.storage.journal.run_store import JournalRunStore
+from tests.rows import make_row
 from tests.run.harness import Bench, group_rows
 from tests.tools.fuzz.mutate import changed_bytes, changed_document
 from tests.tools.fuzz.targets import Target
@@ -101,18 +102,7 @@ def _read_database(data: bytes) -> None:
 
 
 def _steps() -> Steps:
-    rows = [
-        {
-            "uid": uid,
-            "sample": 0,
-            "prompt_token_ids": [1, 2],
-            "response_ids": [3],
-            "loss_mask": [1],
-            "reward": 1.0,
-            "rollout_logprobs": [-1.0],
-        }
-        for uid in "ab"
-    ]
+    rows = [make_row(uid=uid, response=[3], rollout_logprobs=[-1.0]) for uid in "ab"]
     return from_rows(rows, step_wise=False)
 
 

@@ -15,6 +15,7 @@ from gristmill._wire.rows import from_rows
 from gristmill._wire.steps import Steps, check
 from gristmill.v1 import rollout_pb2
 from gristmill_service.run.machine.described_rows import row_digests
+from tests.rows import make_row
 from tests.run.harness import Bench
 from tests.tools.fuzz.mutate import changed_bytes, changed_message
 from tests.tools.fuzz.targets import Target
@@ -23,16 +24,7 @@ _MOST_BYTES = 1 << 20
 
 
 def _row(uid: str = "a", sample: int = 0, step: int = 0, **more: Any) -> dict[str, Any]:
-    row = {
-        "uid": uid,
-        "sample": sample,
-        "step": step,
-        "is_last_step": False,
-        "prompt_token_ids": [1, 2, 3],
-        "response_ids": [4, 5],
-        "loss_mask": [1, 0],
-        "reward": 1.0,
-    }
+    row = make_row(uid=uid, sample=sample, step=step, last=False, prompt=[1, 2, 3], response=[4, 5], loss_mask=[1, 0])
     return row | more
 
 
