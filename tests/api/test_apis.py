@@ -113,13 +113,6 @@ def test_a_shard_is_found_by_its_address(api: Api, run: str) -> None:
     assert json.loads(metadata(api.read(run, 0, 1, 1))["mini_batch"]) == 1
 
 
-def test_the_same_row_again_is_a_duplicate(api: Api, run: str) -> None:
-    assert api.submit(run, group("a")) == ["accepted"] * 4
-    assert api.submit(run, group("a")) == ["duplicate"] * 4
-    status = api.get(run)
-    assert (status["rows_accepted"], status["rows_duplicate"]) == (4, 4)
-
-
 def test_a_row_of_a_sealed_group_is_ignored(api: Api, run: str) -> None:
     fill_batch(api, run)
     api.batch(run, 0, wait_s=WAIT_S)

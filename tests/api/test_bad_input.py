@@ -65,30 +65,6 @@ def test_what_was_accepted_before_stays(api: Api, run: str) -> None:
     assert api.submit(run, group("a")) == ["duplicate"] * 4
 
 
-def test_a_missing_step_keeps_its_group_open(api: Api, run: str) -> None:
-    api.submit(run, [row("a", 0, 1)])
-    api.submit(run, [row("a", 1)])
-    assert api.get(run)["groups_complete"] == 0
-
-
-def test_a_step_after_the_last_is_refused(api: Api, run: str) -> None:
-    api.submit(run, [row("a", 0, 0)])
-    with refusing("INVALID_ARGUMENT", "uid 'a'", "step"):
-        api.submit(run, [row("a", 0, 1)])
-
-
-def test_a_step_given_twice_with_other_content_is_refused(api: Api, run: str) -> None:
-    api.submit(run, [row("a", 0)])
-    with refusing("ALREADY_EXISTS", "uid 'a'", "attempt"):
-        api.submit(run, [row("a", 0, response_ids=[8, 8])])
-
-
-def test_rows_with_and_without_logprobs_are_not_mixed(api: Api, run: str) -> None:
-    api.submit(run, [row("a", 0)])
-    with refusing("INVALID_ARGUMENT", "logprobs"):
-        api.submit(run, [row("a", 1, rollout_logprobs=[-0.5, -0.5])])
-
-
 @pytest.mark.parametrize("call", ["get", "submit", "batch", "shard", "read", "begin", "seal", "finish", "delete"])
 def test_an_unknown_run_is_named(api: Api, call: str) -> None:
     arguments: dict[str, tuple[Any, ...]] = {
@@ -106,11 +82,6 @@ def test_an_unknown_run_is_named(api: Api, call: str) -> None:
 def test_a_rank_out_of_range_is_refused(api: Api, run: str, rank: int) -> None:
     with refusing("INVALID_ARGUMENT", "rank", str(rank), "dp_size"):
         api.shard(run, rank)
-
-
-def test_a_model_that_the_run_has_not_is_refused(api: Api, run: str) -> None:
-    with refusing("INVALID_ARGUMENT", "critic"):
-        api.shard(run, 0, model="critic")
 
 
 WRONG_CONFIGS: dict[str, tuple[Any, tuple[str, ...]]] = {
@@ -155,25 +126,9 @@ def test_another_configuration_under_the_same_name_is_refused(api: Api, run: str
         api.create(run, {**CONFIG, "dp_size": 4})
 
 
-def test_acknowledging_ahead_is_refused(api: Api, run: str) -> None:
-    with refusing("FAILED_PRECONDITION"):
-        api.acknowledge(run, 0, {"batch": 0, "epoch": 0, "mini_batch": 1})
-
-
-def test_sealing_nothing_is_refused(api: Api, run: str) -> None:
-    with refusing("FAILED_PRECONDITION"):
-        api.seal(run)
-
-
 def test_a_wait_that_is_no_time_is_refused(api: Api, run: str) -> None:
     with refusing("INVALID_ARGUMENT", "wait_s is -1"):
         api.batch(run, 0, wait_s=-1)
-
-
-def test_rows_of_a_finished_run_are_refused(api: Api, run: str) -> None:
-    api.finish(run)
-    with refusing("FAILED_PRECONDITION", "finished"):
-        api.submit(run, [row("a", 0)])
 
 
 def test_a_group_without_room_is_refused_with_a_delay(api: Api, run_name: str) -> None:

@@ -17,7 +17,6 @@ from gristmill import (
     TrainerClient,
     Trajectory,
 )
-from gristmill._client.rollout import requests
 from gristmill.converters import from_skyrl
 from tests.client.faulty import FaultyService, serving
 from tests.on_loop import Service
@@ -68,20 +67,6 @@ def test_many_rollouts_in_one_loop(service: Service, run_name: str) -> None:
     with TrainerClient(service.grpc_address, run_name, 0) as trainer:
         (shard,) = next(iter(trainer)).mini_batches()
         assert shard["sequences"].tolist() == [[1, 2, 3, 4, 5]] * 4
-
-
-def test_a_long_wait_for_room_tells_why(
-    service: Service, run_name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    async def work() -> list[str]:
-        async with AsyncRolloutClient(service.grpc_address, run_name) as client:
-            await client.create_run(CONFIG)
-            await client.begin_groups(["a", "b"])
-            return await client.begin_groups(["c"], wait_s=0.05)
-
-    monkeypatch.setattr(requests, "ROOM_NOTICE_S", 0.0)
-    assert asyncio.run(work()) == []
-    assert "no capacity for groups for 0 s: max_buffered_batches: 1 batches" in caplog.text
 
 
 def test_every_other_call(service: Service, run_name: str) -> None:

@@ -38,7 +38,6 @@ COLUMNS: list[dict[str, Any]] = [
     {"name": "difficulty", "dtype": "float64", "scope": "row"},
 ]
 CONFIG: dict[str, Any] = make_config(train_batch_size=2, policy_mini_batch_size=2, merge="prefix", columns=COLUMNS)
-Address = Callable[[], str]
 
 
 @pytest.fixture(params=["memory", "shared memory", "journal", "redis"])
@@ -414,40 +413,3 @@ def test_a_client_follows_a_run_that_is_created_anew_with_other_columns(
             shard = first_shard(service.grpc_address, run_name)
             assert shard[column["name"]][0].tolist() == list(range(31))
             service.runs.delete(run_name)
-
-
-def test_skyrls_output_is_taken_with_the_experts_and_images_that_the_run_declares(
-    service: Service, run_name: str
-) -> None:
-    columns = [
-        {"name": "rollout_expert_indices", "dtype": "int16", "scope": "token", "shape": [2, 1]},
-        {"name": "pixel_values", "dtype": "float32", "scope": "items", "shape": [2], "required": False},
-        {"name": "image_grid_thw", "dtype": "int64", "scope": "items", "shape": [3], "required": False},
-    ]
-    output = {
-        "prompt_token_ids": [[1, 2], [3]],
-        "response_ids": [[4], [5, 6]],
-        "rewards": [1.0, 0.0],
-        "loss_masks": [[1], [1, 1]],
-        "stop_reasons": ["stop", "length"],
-        "rollout_logprobs": [[-0.1], [-0.2, -0.3]],
-        "rollout_metrics": {"generate/mean": 1.0},
-        "env_metrics": [{"a": 1}, {"a": 2}],
-        "trajectory_generation_times": [0.5, 0.7],
-        "trajectory_time_splits": [{"llm": 0.5}, {"llm": 0.7}],
-        "rollout_expert_indices": [[[[1], [2]]] * 3, [[[3], [4]]] * 3],
-        "pixel_values": [torch.ones(4, 2), None],
-        "image_grid_thw": [torch.tensor([[1, 2, 2]]), None],
-    }
-    with RolloutClient(service.grpc_address, run_name) as client:
-        client.create_run(CONFIG | {"columns": columns, "step_wise": False, "merge": "none"})
-        names = ["rollout_expert_indices", "pixel_values", "image_grid_thw"]
-        rows = from_skyrl(output, trajectory_ids=[("a", 0), ("b", 0)], columns=names)
-        assert client.submit(rows) == [RowOutcome.ACCEPTED] * 2
-    shard = first_shard(service.grpc_address, run_name)
-    first, second = shard.micro_batches()
-    assert first["rollout_expert_indices"].tolist() == [[[[1], [2]]] * 3]
-    assert first["pixel_values"].tolist() == [[1.0, 1.0]] * 4
-    assert first["image_grid_thw"].tolist() == [[1, 2, 2]]
-    assert second["rollout_expert_indices"].tolist() == [[[[3], [4]]] * 3]
-    assert (second["pixel_values_given"].tolist(), second["pixel_values_offsets"].tolist()) == ([0], [0, 0])

@@ -179,13 +179,6 @@ def test_one_that_refuses_connections_is_passed_over(
     assert service.arrivals == [("a", 0, 0)]
 
 
-def test_rows_that_find_nobody_go_to_the_next(connect: Connect, replicas: StartReplica, closed_port: str) -> None:
-    service, address, _ = replicas()
-    with within(FAST_S):
-        deliver(connect(closed_port, address), "a")
-    assert service.arrivals == [("a", 0, 0)]
-
-
 def test_one_that_is_stopping_is_passed_over(connect: Connect, replicas: StartReplica) -> None:
     (first, one, _), (second, two, _) = replicas(), replicas()
     first.before.extend([refuse(UnavailableError("shutting down"), "30000")])
@@ -321,18 +314,6 @@ def test_calls_that_fail_together_fail_over_once(replicas: StartReplica) -> None
     assert len(third.before) == 6
 
 
-def test_a_failure_that_comes_late_moves_nobody() -> None:
-    channels = Channels("a:1,b:1", Credentials())
-    (turn, _), (late, _) = channels._current(), channels._current()
-    channels._fail_over(turn)
-    channels._fail_over(channels._current()[0])
-    assert channels._current()[0] == 2  # a again, where the late call was too
-    channels._fail_over(late)
-    assert channels._current()[0] == 2
-    for channel in channels.take_all():
-        channel.close()
-
-
 def test_a_client_closed_while_it_looks_for_a_replica_says_so(closed_port: str) -> None:
     client = RolloutClient(f"{closed_port},{closed_port}", "run")
     with ThreadPoolExecutor(1) as threads:
@@ -376,14 +357,6 @@ def read(size: int, *addresses: str) -> tuple[dict[str, torch.Tensor], dict[str,
         return stream(trainer._transport, ShardAddress("run", "policy", 0, 0, 0), size)
 
 
-def test_a_stream_that_breaks_is_read_again_from_the_other_replica() -> None:
-    (data,) = shard_bytes(ROWS, CONFIG)
-    broken = [data[:100], grpc.StatusCode.UNAVAILABLE]
-    with streaming(broken) as (one, _), streaming([data]) as (two, _), within(FAST_S):
-        tensors, _ = read(len(data), one, two)
-    assert len(tensors["sequences"]) == 6
-
-
 def test_a_stream_whose_replica_dies_is_read_again_from_the_other() -> None:
     (data,) = shard_bytes(ROWS, CONFIG)
     half_sent = threading.Event()
@@ -399,11 +372,6 @@ def test_a_stream_whose_replica_dies_is_read_again_from_the_other() -> None:
             tensors, _ = read(len(data), one, two)
         killed.result()
     assert len(tensors["sequences"]) == 6
-
-
-def test_a_freed_batch_is_asked_for_nowhere_else() -> None:
-    with streaming([grpc.StatusCode.NOT_FOUND]) as (one, _), streaming() as (two, _), pytest.raises(NotFoundError):
-        read(100, one, two)
 
 
 # Real services.

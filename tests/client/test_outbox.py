@@ -101,19 +101,6 @@ def test_rows_of_different_form_do_not_share_a_message() -> None:
     assert [names(outbox.next_message(0.0)) for _ in range(3)] == [[("a", 0)], [("b", 0)], [("c", 0)]]
 
 
-def test_one_bad_row_does_not_take_its_message_with_it() -> None:
-    outbox, _ = filled(*(table(uid) for uid in "abcdefgh"), limits=Limits(8, 10_000, 0.0))
-    refused, sent = InvalidArgumentError("uid 'f' sample 0: no"), []
-    while entries := outbox.next_message(0.0):
-        if "f" in (uid for uid, _ in names(entries)):
-            outbox.on_failure(entries, Failure(refused), 0.0)
-        else:
-            sent += names(entries)
-            outbox.on_outcomes(entries, kept(entries))
-    assert sent == [(uid, 0) for uid in "abcdegh"]
-    assert str(outbox.take_errors()) == "rows were not taken of uid 'f' sample 0: uid 'f' sample 0: no"
-
-
 def test_what_follows_a_refused_row_in_its_trajectory_is_not_sent() -> None:
     limits = Limits(1, 10_000, 0.0)
     outbox, delivery = filled(table("a", 0), table("b", 0), table("a", 1), limits=limits)
@@ -144,16 +131,6 @@ def test_while_the_service_is_away_nothing_is_sent_and_nothing_overtakes() -> No
     assert names(outbox.next_message(10.0)) == [("a", 0), ("a", 1), ("a", 2)]
 
 
-def test_rows_are_given_up_when_their_time_is_over() -> None:
-    outbox, delivery = filled(table("a"), table("b"), table("c"), timeout_s=5.0)
-    now = 0.0
-    while delivery.pending:
-        outbox.on_failure(outbox.next_message(now), Failure(UnavailableError("away"), True), now)
-        now += outbox.due_in(now) or 0.0
-    assert 5.0 <= now < 11.0
-    assert "gave up after 5 s" in str(outbox.take_error(delivery))
-
-
 def test_a_trajectory_that_waits_for_an_answer_holds_back_its_own_rows_and_no_others() -> None:
     limits = Limits(1, 10_000, 0.0)
     outbox, _ = filled(table("a", 0), table("a", 1), table("a", 2), table("b", 0), table("b", 1), limits=limits)
@@ -166,34 +143,6 @@ def test_a_trajectory_that_waits_for_an_answer_holds_back_its_own_rows_and_no_ot
     assert names(outbox.next_message(0.0)) == [("b", 1)]
     outbox.on_outcomes(first, kept(first))
     assert names(outbox.next_message(0.0)) == [("a", 1)]
-
-
-def test_a_group_without_room_holds_back_its_own_rows_and_no_others() -> None:
-    outbox, _ = filled(table("a"), table("b"), table("c"))
-    sent = []
-    for _ in range(5):
-        if not (entries := outbox.next_message(0.0)):
-            break
-        if any(uid == "b" for uid, _ in names(entries)):
-            outbox.on_failure(entries, Failure(ResourceExhaustedError("full"), True, 1.0), 0.0)
-        else:
-            sent += names(entries)
-            outbox.on_outcomes(entries, kept(entries))
-    assert sent == [("a", 0), ("c", 0)]
-    assert not outbox.has_room(table("b", 1))
-    assert outbox.has_room(table("a", 1))
-    entries = outbox.next_message(10.0)
-    assert names(entries) == [("b", 0)]
-    outbox.on_outcomes(entries, kept(entries))
-    assert outbox.has_room(table("b", 1))
-
-
-def test_too_much_under_way_holds_producers_back() -> None:
-    limits = Limits(1, 10_000, 1.0, queue_messages=2)
-    outbox, _ = filled(table("a"), table("b"), limits=limits)
-    assert not outbox.has_room(table("c"))
-    outbox.next_message(0.0)
-    assert outbox.has_room(table("c"))
 
 
 def test_a_withdrawn_row_is_dropped_and_what_waited_with_it_goes_on() -> None:

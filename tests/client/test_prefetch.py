@@ -331,15 +331,6 @@ def test_closing_ends_what_is_being_opened(service: Service, run_name: str, monk
         next(shards)
 
 
-def test_no_thread_waits_for_work(service: Service, run_name: str, opened: Opened) -> None:
-    roll_out(service, run_name, "abcd")
-    with training(service, run_name) as trainer:
-        shards = next(iter(trainer)).mini_batches()
-        next(shards)
-        opened.until(2)
-        assert not threads()
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_fork_is_refused_what_was_opened_ahead(service_process: ServiceProcess, run_name: str) -> None:
     roll_out(service_process, run_name, "abcd")
@@ -485,11 +476,3 @@ def test_tensors_go_to_the_device_beside_the_computation_which_waits_for_them(
             assert cuda.calls == USED
             cuda.calls.clear()
     assert second["row"].tolist() == [4, 5, 6, 7]
-
-
-def test_without_a_gpu_tensors_are_copied_by_nobody_s_side_stream(
-    service: Service, run_name: str, opened: Opened
-) -> None:
-    roll_out(service, run_name, "abcd")
-    with training(service, run_name, device="cpu") as trainer:
-        assert [shard["row"].device.type for shard in next(iter(trainer)).forward()] == ["cpu", "cpu"]

@@ -73,12 +73,6 @@ def test_many_small_steps_share_few_messages(faulty: FaultyService, client: Roll
     assert len(faulty.calls) < 100
 
 
-def test_flush_returns_when_everything_has_arrived(faulty: FaultyService, client: RolloutClient) -> None:
-    step(client, "a")
-    client.flush()
-    assert faulty.arrivals == [("a", 0, 0)]
-
-
 def test_a_row_arrives_without_a_flush(faulty: FaultyService, client: RolloutClient) -> None:
     step(client, "a")
     assert faulty.entered.wait(60)
@@ -234,14 +228,6 @@ def test_the_first_tables_are_sent_before_the_last_ones_are_made(
 # Faults.
 
 
-def test_a_service_that_is_away_for_a_while_loses_nothing(faulty: FaultyService, client: RolloutClient) -> None:
-    faulty.before.extend([unavailable] * 3)
-    _, is_kept = step(client, "a")
-    client.flush()
-    assert is_kept
-    assert faulty.arrivals == [("a", 0, 0)]
-
-
 def test_a_lost_reply_is_asked_for_again_and_the_row_is_kept_once(faulty: FaultyService, client: RolloutClient) -> None:
     faulty.after.append(unavailable)
     assert client.submit([row("a"), row("b")]) == [RowOutcome.DUPLICATE] * 2
@@ -346,18 +332,6 @@ def test_messages_smaller_than_the_service_takes_are_found(faulty: FaultyService
         assert outcomes == [RowOutcome.ACCEPTED] * 20
         with pytest.raises(InvalidArgumentError, match=r"rows were not taken|larger than max"):
             client.submit([row("big", prompt_token_ids=[1] * 10_000)])
-
-
-def test_nobody_there_is_told_with_the_address(connect: Connect) -> None:
-    client = connect("127.0.0.1:1", "run", timeout_s=0.2)
-    with pytest.raises(UnavailableError, match=r"127\.0\.0\.1:1: the service cannot be reached .*gave up after \d+"):
-        client.policy_version()
-    client.close()
-
-
-def test_calls_are_retried_too(faulty: FaultyService, client: RolloutClient) -> None:
-    faulty.before.extend([unavailable, refuse(ResourceExhaustedError("full"), "10"), None])
-    assert client.policy_version() == 7
 
 
 def test_sealing_without_a_number_is_not_repeated(faulty: FaultyService, client: RolloutClient) -> None:
@@ -483,12 +457,6 @@ def test_a_reward_of_the_wrong_form_names_the_setting(client: RolloutClient) -> 
 
 
 # Misuse.
-
-
-@pytest.mark.parametrize("address", ["", "http://localhost:1", None])
-def test_an_address_that_is_none_is_refused(address: str | None, connect: Connect) -> None:
-    with pytest.raises(InvalidArgumentError, match="expected HOST:PORT or unix:/PATH"):
-        connect(address, "run")
 
 
 @pytest.mark.parametrize("limit", [{"max_batch_rows": 0}, {"max_batch_bytes": 0}, {"max_batch_bytes": 1 << 30}])

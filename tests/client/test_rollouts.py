@@ -11,7 +11,6 @@ import pytest
 
 from gristmill import (
     AlreadyExistsError,
-    FailedPreconditionError,
     InvalidArgumentError,
     ResourceExhaustedError,
     RolloutClient,
@@ -250,16 +249,6 @@ def test_uids_that_are_none_are_refused(client: RolloutClient, uids: str | list[
     client.create_run(CONFIG)
     with pytest.raises(InvalidArgumentError, match="uid"):
         client.begin_groups(uids)
-
-
-def test_sealing_takes_what_is_complete(client: RolloutClient, trainer: TrainerClient) -> None:
-    client.create_run(CONFIG)
-    with pytest.raises(FailedPreconditionError, match="complete"):
-        client.seal()
-    roll_out(client, ["p0"])
-    assert client.seal(batch=0) == (0, 1)
-    assert client.seal(batch=0) == (0, 1)
-    assert next(iter(trainer)).plan["prompts"] == 1
 
 
 def test_policy_versions_reach_the_workers(client: RolloutClient, trainer: TrainerClient) -> None:

@@ -13,19 +13,29 @@ import pytest
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.cli.offline.rollout_files import read_batches
 from gristmill_service.config import parse_config
-from tests.rows import make_config, make_row
 
 CONFIG = parse_config(
-    make_config(
-        train_batch_size=2,
-        columns=[
+    {
+        "train_batch_size": 2,
+        "n_samples_per_prompt": 1,
+        "policy_mini_batch_size": 1,
+        "micro_batch": {"size": 1},
+        "columns": [
             {"name": "teacher", "dtype": "float32", "scope": "response", "allow_nonfinite": True},
             {"name": "experts", "dtype": "int16", "scope": "response", "shape": [2]},
         ],
-        step_wise=False,
-    )
+    }
 )
-ROW: dict[str, Any] = make_row(response=[3, 4], teacher=[0.5, 1.0], experts=[[1, 2], [3, 4]])
+ROW: dict[str, Any] = {
+    "uid": "a",
+    "sample": 0,
+    "prompt_token_ids": [1, 2],
+    "response_ids": [3, 4],
+    "loss_mask": [1, 1],
+    "reward": 1.0,
+    "teacher": [0.5, 1.0],
+    "experts": [[1, 2], [3, 4]],
+}
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])

@@ -32,23 +32,6 @@ def log(store: RedisRunStore) -> RedisRunLog:
 
 
 class TestRows:
-    def test_tables_have_numbers_that_are_never_given_again(self, log: RedisRunLog, store: RedisRunStore) -> None:
-        numbers = [stored(log, any_table(index)) for index in range(5)]
-        log.remove(numbers)
-        log.close()
-        again = store.open("run")
-        started(again)
-        assert again.first_number > max(numbers)
-
-    def test_a_removed_table_is_gone_and_may_be_removed_again(self, log: RedisRunLog, store: RedisRunStore) -> None:
-        number, kept = stored(log, any_table()), stored(log, any_table(1))
-        log.remove([number])
-        log.remove([number, 12345])
-        with pytest.raises(NotFoundError):
-            log.get(number)
-        assert same(log.get(kept), any_table(1))
-        assert len(row_keys(store)) == 1
-
     @pytest.mark.usefixtures("small_values")
     def test_a_large_table_is_cut_into_pieces_and_goes_whole(self, log: RedisRunLog, store: RedisRunStore) -> None:
         number = stored(log, any_table(tokens=200))

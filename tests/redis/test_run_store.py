@@ -22,23 +22,6 @@ from tests.storage.test_stores import sources
 
 
 class TestRunStore:
-    def test_a_run_is_there_again_with_its_configuration_records_and_rows(self, url: str, join: Join) -> None:
-        first = join(url)
-        log = first.create("a/run {x}", b'{"dp_size":2}')
-        assert (log.replay().snapshot, started(log)) == (None, [])
-        number = log.first_number
-        log.append(b"one", {number: any_table()})
-        log.append(b"two", {})
-        expire(first, "a/run {x}")
-
-        again = join(url, 1)
-        assert again.names() == ["a/run {x}"]
-        log = again.open("a/run {x}")
-        assert log.config == b'{"dp_size":2}'
-        assert started(log) == [b"one", b"two"]
-        assert log.retain({number}, whole) == set()
-        assert same(log.get(number), any_table())
-
     def test_a_snapshot_stands_for_what_was_before_it(self, store: RedisRunStore) -> None:
         log = store.create("run", b"{}")
         started(log)
@@ -156,18 +139,6 @@ class TestRunStore:
 
 
 class TestIdentity:
-    def test_a_run_has_the_same_identity_wherever_it_is_opened(self, url: str, join: Join) -> None:
-        log = join(url).create("run", b"{}")
-        log.close()
-        assert log.run_id
-        assert join(url, 1).open("run").run_id == log.run_id
-
-    def test_a_run_recreated_under_its_name_is_another_one(self, store: RedisRunStore) -> None:
-        log = store.create("run", b"{}")
-        store.delete("run")
-        log.close()
-        assert store.create("run", b"{}").run_id != log.run_id
-
     def test_claims_have_other_numbers_though_redis_forgot_the_last_of_them(self, store: RedisRunStore) -> None:
         log = store.create("run", b"{}")
         started(log)

@@ -14,7 +14,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gristmill._wire.rows import from_rows, to_rows
 from gristmill.errors import (
     BatchFailedError,
     FailedPreconditionError,
@@ -26,7 +25,6 @@ from gristmill.errors import (
 )
 from gristmill_service.config import parse_config
 from gristmill_service.pipeline import build_batch
-from gristmill_service.pipeline.layout.iovec import join
 from gristmill_service.pipeline.scheduling.plan import ShardAddress
 from gristmill_service.run.machine.answers import BatchState, Outcome, Position, RewardUpdate
 from gristmill_service.run.machine.codec import decode_state, encode_event, encode_state, record_of
@@ -274,16 +272,6 @@ def test_a_log_of_another_format_is_refused(version: int) -> None:
 
 
 class TestExport:
-    def test_a_sealed_batch_laid_out_offline_has_the_same_tensors(self, machine: Callable[..., Machine]) -> None:
-        settings = {"train_batch_size": 2, "policy_mini_batch_size": 2, "merge": "prefix"}
-        one = machine(**settings)
-        steps = [row("a", 0, 0, last=False), row("a", 0, 1, prompt_token_ids=[1, 2, 7, 9]), row("a", 1)]
-        one.submit(*steps, *group_rows("b", rollout_logprobs=None))
-        one.make_batches()
-        rows = [line for part in one.run.export(0) for line in to_rows(part)]
-        again = build_batch(from_rows(rows), one.config, run="run", batch=0, policy_version=0)
-        assert [join(shard.iovec()) for shard in again.shards] == [one.shard(Position(0))]
-
     def test_a_batch_that_is_freed_while_it_is_exported_is_not_reported_as_zeros(
         self, machine: Callable[..., Machine]
     ) -> None:

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,11 +20,8 @@ from gristmill.errors import (
     UnavailableError,
 )
 from gristmill_service.monitoring.collectors.run_monitor import Monitor
-from gristmill_service.pipeline import build_batch as pipeline_build_batch
-from gristmill_service.run.machine.answers import BatchState, Outcome, Position
-from gristmill_service.storage.memory import MemoryShardStore
+from gristmill_service.run.machine.answers import BatchState, Position
 from gristmill_service.storage.shard_store import ShardStore
-from gristmill_service.storage.shared_memory import SharedMemoryShardStore
 from tests.on_loop import Run, Runs
 from tests.run.harness import CONFIG, BuildBatch, Shelf, group_rows, row, table, wait_until
 
@@ -79,12 +75,6 @@ class TestNames:
         with pytest.raises(InvalidArgumentError, match="a name is part of the path of URLs"):
             serve().create(name, CONFIG)
 
-    def test_a_wrong_configuration_creates_nothing(self, serve: Callable[..., Runs]) -> None:
-        runs = serve()
-        with pytest.raises(InvalidArgumentError, match="train_batch_size"):
-            runs.create("run", CONFIG | {"train_batch_size": 0})
-        assert runs.names() == []
-
     def test_an_unknown_run_is_named_with_those_that_exist(self, serve: Callable[..., Runs]) -> None:
         runs = serve()
         runs.create("b", CONFIG)
@@ -98,90 +88,6 @@ class TestNames:
         with ThreadPoolExecutor(8) as pool:
             created = list(pool.map(lambda _: runs.create("run", CONFIG)[1], range(64)))
         assert created.count(True) == 1
-
-
-@pytest.mark.parametrize("store", ["memory", "shared memory"])
-def test_rollouts_become_shards_with_the_real_pipeline_and_stores(
-    serve: Callable[..., Runs], store: str, tmp_path: Path
-) -> None:
-    kept = MemoryShardStore() if store == "memory" else SharedMemoryShardStore(tmp_path)
-    runs = serve(kept, build_batch=pipeline_build_batch)
-    runs.create("run", CONFIG | {"merge": "prefix", "dp_size": 2})
-    run = runs.get("run")
-    for uid in "ab":
-        run.submit(table(*group_rows(uid)))
-    plan = await_batch(run, 0)
-    assert (plan["rows"], plan["prompts"], plan["optimizer_steps"]) == (4, 2, 2)
-    for rank in range(2):
-        for mini_batch in range(2):
-            view = run.shard("policy", rank, Position(0, 0, mini_batch), 0)
-            assert view.position is not None
-            assert view.address is not None
-            assert view.location is not None
-            data = b"".join(run.read_shard(0, view.address))
-            assert len(data) == view.location.size
-            following = run.acknowledge("policy", rank, view.position, 0, commit=True).position
-            assert following is not None
-            assert following > view.position
-    status = run.status()
-    assert (status.batches_freed, status.row_bytes, status.shard_bytes) == (1, 0, 0)
-    runs.close(PATIENCE_S)
-    # What was freed is removed in the background, and before the runs are closed.
-    with pytest.raises(NotFoundError):
-        kept.plan("run", 0)
-    kept.close()
-
-
-def test_many_workers_and_ranks_at_once_lose_nothing_and_train_nothing_twice(serve: Callable[..., Runs]) -> None:
-    build_batch = BuildBatch()
-    runs = serve(build_batch=build_batch)
-    runs.create("run", CONFIG | {"train_batch_size": 4, "policy_mini_batch_size": 2, "dp_size": 3})
-    run, groups, workers = runs.get("run"), 200, 8
-
-    def produce(worker: int) -> None:
-        for number in range(worker, groups, workers):
-            uid = f"u{number}"
-            while run.begin_groups(0, [uid]).admissions[0].name == "NO_ROOM":
-                time.sleep(0.001)
-            for one in group_rows(uid):
-                request = table(one)
-                assert run.submit(request)[0] is Outcome.ACCEPTED
-                assert run.submit(request)[0] in (Outcome.DUPLICATE, Outcome.SEALED)
-
-    def consume(rank: int) -> list[Position]:
-        done: list[Position] = []
-        while len(done) < groups // 2:
-            wait_until(lambda: run.shard("policy", rank, None, 0).state is BatchState.PUBLISHED)
-            view = run.shard("policy", rank, None, 0)
-            assert view.position is not None
-            assert view.address is not None
-            assert b"".join(run.read_shard(view.position.batch, view.address))
-            run.acknowledge("policy", rank, view.position, 0, commit=True)
-            done.append(view.position)
-        return done
-
-    with ThreadPoolExecutor(workers + 3) as pool:
-        ranks = [pool.submit(consume, rank) for rank in range(3)]
-        for producer in [pool.submit(produce, worker) for worker in range(workers)]:
-            producer.result(PATIENCE_S)
-        done = [rank.result(PATIENCE_S) for rank in ranks]
-    assert done[0] == done[1] == done[2] == [Position(b, 0, m) for b in range(50) for m in range(2)]
-    trained = [
-        name for steps in build_batch.batches.values() for name in zip(steps.uids, steps.samples.tolist(), strict=True)
-    ]
-    assert sorted(trained) == sorted((f"u{number}", sample) for number in range(groups) for sample in range(2))
-    status = run.status()
-    assert (status.batches_freed, status.row_bytes, status.shard_bytes) == (50, 0, 0)
-
-
-def test_a_run_is_milled_in_the_order_of_its_batches(serve: Callable[..., Runs]) -> None:
-    build_batch = BuildBatch()
-    runs = serve(build_batch=build_batch)
-    runs.create("run", CONFIG | {"train_batch_size": 1, "max_buffered_batches": 8})
-    run = runs.get("run")
-    run.submit(table(*(one for uid in "abcdefgh" for one in group_rows(uid))))
-    await_batch(run, 7)
-    assert list(build_batch.batches) == list(range(8))
 
 
 def test_stragglers_are_closed_by_the_clock(serve: Callable[..., Runs]) -> None:

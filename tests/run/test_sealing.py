@@ -196,14 +196,6 @@ class TestStaleness:
         bench.make_batches()
         assert bench.build_batch.versions == {0: 0}, "else replaying the log would give another batch"
 
-    def test_versions_never_go_back(self) -> None:
-        bench = Bench()
-        bench.run.announce(3)
-        bench.run.announce(3)
-        with pytest.raises(FailedPreconditionError, match="policy version 2 is lower than the current 3"):
-            bench.run.announce(2)
-        assert bench.run.policy_version() == 3
-
 
 class TestFinishing:
     def test_open_groups_are_dropped_and_complete_ones_sealed_in_as_many_batches_as_it_takes(self) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gristmill._wire.rows import from_rows
 from gristmill.converters import from_prime_rl
 from gristmill.errors import InvalidArgumentError
 from tests.client.converters.fields import fields_of
@@ -59,11 +58,6 @@ def test_advantages_are_given_on_request() -> None:
     assert fields_of(convert(sample(), advantages=True), "advantage") == [[1.5, 0.0, 1.5, 1.5]]
     with pytest.raises(InvalidArgumentError, match=r"trace 0 .* branch 0: advantages is missing"):
         convert(sample(advantages=None), advantages=True)
-
-
-def test_the_service_takes_the_rows() -> None:
-    table = from_rows(convert(sample(), sample()))
-    assert table.loss_mask.values.tolist() == [1, 0, 1, 1] * 2
 
 
 def test_streams_are_cut_like_the_response_and_tensors_are_decoded() -> None:

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from gristmill._wire.rows import from_rows
 from gristmill.converters import from_slime
 from gristmill.errors import InvalidArgumentError
 from tests.client.converters.fields import fields_of, same
@@ -90,12 +89,6 @@ def test_a_reward_of_several_is_named_and_one_that_is_not_there_is_pending() -> 
     with pytest.raises(InvalidArgumentError, match="reward has 'accuracy', 'format'; reward_key is None"):
         from_slime([several])
     assert fields_of(from_slime([sample(reward=None)]), "reward") == [None]
-
-
-def test_the_service_takes_the_rows() -> None:
-    table = from_rows(from_slime([sample(4), sample(5)]))
-    assert table.rewards.tolist() == [4.0, 5.0]
-    assert table.stop_reasons == ["stop", "stop"]
 
 
 def test_columns_are_what_the_sample_holds_and_routes_reach_to_the_last_token() -> None:

@@ -36,12 +36,6 @@ def test_padding_is_taken_off_and_tokens_of_tools_are_not_trained(kind: Any) -> 
     assert fields_of(rows, "uid", "sample", "reward") == [("a", 0, 5.0), ("a", 1, 2.0), ("b", 0, 3.0), ("b", 1, 1.0)]
 
 
-def test_the_service_takes_the_rows() -> None:
-    table = from_rows(convert(round=2, policy_version=4))
-    assert table.rewards.tolist() == REWARDS
-    assert table.prompt_lengths.tolist() == [2, 2, 4, 4]
-
-
 def test_uids_may_be_given_row_by_row() -> None:
     assert fields_of(convert(uids=["a", "b", "a", "b"], num_generations=None), "uid", "sample") == [
         ("a", 0),

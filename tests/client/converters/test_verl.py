@@ -10,7 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gristmill._wire.rows import from_rows
 from gristmill.converters import from_verl
 from gristmill.errors import InvalidArgumentError
 from tests.client.converters.fields import fields_of, same
@@ -56,12 +55,6 @@ def test_a_batch_that_is_not_scored_yet_has_rewards_that_are_pending() -> None:
     batch = verl_batch()
     del batch.batch["rm_scores"]
     assert fields_of(from_verl(batch, ignore=ROUTES), "reward") == [None] * 3
-
-
-def test_the_service_takes_the_rows() -> None:
-    table = from_rows(from_verl(verl_batch(), ignore=ROUTES))
-    assert table.rewards.tolist() == [1.0, 0.0, 0.25]
-    assert table.prompt_lengths.tolist() == [3, 3, 5]
 
 
 def test_routed_experts_are_given_for_every_token_of_the_row() -> None:
