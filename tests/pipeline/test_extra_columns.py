@@ -287,14 +287,6 @@ def test_a_step_of_which_nothing_stands_may_have_its_values_with_the_step_before
         assert naive.read_shard(batch.shards[0])[0]["x"].tolist() == [[1, 8, 9]]
 
 
-def test_where_rows_share_a_step_sums_count_it_once() -> None:
-    config = CONFIG | {"merge": "tree", "columns": [{"name": "x", "dtype": "int8", "scope": "row", "merge": "sum"}]}
-    rows = [row | {"x": value} for row, value in zip(three_steps([1], [1, 3], [1, 3, 9]), (1, 2, 4), strict=True)]
-    batch = built(from_rows(rows, columns=specs_of(config["columns"])), config)
-    assert batch.plan.steps == [[0, 1], [0, 2]]
-    assert [value for shard in batch.shards for value in naive.read_shard(shard)[0]["x"].tolist()] == [3, 4]
-
-
 @pytest.mark.parametrize(
     ("column", "values", "message"),
     [

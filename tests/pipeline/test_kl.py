@@ -25,7 +25,6 @@ from gristmill_service.pipeline.credit.kl import (
 )
 from gristmill_service.pipeline.credit.trained_tokens import (
     TrainedTokens,
-    credited_rewards,
     response_rewards,
     reward_column,
     trained_tokens,
@@ -39,8 +38,6 @@ from tests.pipeline.credit import (
     column,
     flat,
     received_of,
-    reinforce_plus_plus,
-    rewarded,
     tokens_of,
 )
 from tests.rows import make_config
@@ -117,20 +114,6 @@ def test_each_trained_tokens_reward_is_less_by_its_kl_and_no_others_changes(
     np.testing.assert_array_equal(rewards, np.array(expected, np.float64))
 
 
-@given(BATCHES)
-def test_returns_to_go_have_the_kl_in_them(batch: list[Trajectory]) -> None:
-    """The first trained token's return, undiscounted, is all reward of its trajectory less all of its KL."""
-    tokens, estimates = kl_of(batch, "k1")
-    rewards = kl_in_rewards(tokens, response_rewards(tokens.steps), estimates, 0.25)
-    returns, _ = reinforce_plus_plus(tokens, credited_rewards(tokens, rewards)[0], 1.0)
-    sums = kl_of_trajectories(tokens, estimates)
-    for index, trajectory in enumerate(batch):
-        trained, _ = rewarded(trajectory)
-        if trained:
-            expected = math.fsum(token.reward for token in trained) - 0.25 * sums[index]
-            assert returns[tokens.bounds[index]] == pytest.approx(expected, rel=1e-9, abs=1e-9)
-
-
 @pytest.mark.parametrize("coef", [1e38, 1e308])
 def test_a_reward_that_its_kl_takes_beyond_float32_is_refused(coef: float) -> None:
     tokens, estimates = kl_of([[[Token(), Token(logprob=-20.0)]]], "k2")
@@ -140,12 +123,6 @@ def test_a_reward_that_its_kl_takes_beyond_float32_is_refused(coef: float) -> No
 
 
 # Scores.
-
-
-@given(BATCHES)
-def test_how_many_steps_a_trajectory_has_does_not_change_its_kl(batch: list[Trajectory]) -> None:
-    merged = [[[*flat(trajectory), Token(mask=0, logprob=-5.0)]] for trajectory in batch]
-    assert kl_of_trajectories(*kl_of(batch, "k3")).tobytes() == kl_of_trajectories(*kl_of(merged, "k3")).tobytes()
 
 
 @given(st.lists(LOGPROBS, min_size=1, max_size=8), st.data())

@@ -224,32 +224,6 @@ def test_a_prompt_that_samples_share_stands_once() -> None:
     assert axis["rewards"] == [0, 0, 0, 0, 0, 1, 0, 2]
 
 
-def test_what_samples_happen_to_sample_alike_keeps_a_position_each() -> None:
-    axis = only_axis(group(([1, 2], [7, 8]), ([1, 2], [7, 8]), ([1, 2], [7, 9])))
-    assert axis["sequences"] == [1, 2, 7, 8, 7, 8, 7, 9]
-    assert axis["rollout_logprobs"] == [0, 0, -1, -1, -2, -2, -3, -3]
-    assert sorted(set(axis["advantages"][2:])) == pytest.approx([-1, 0, 1], abs=1e-5)
-
-
-def test_turns_that_are_not_merged_are_one_path_and_each_trains_its_own() -> None:
-    rows = group(([1], [2]), ([1, 2, 3], [4]), ([1, 2, 3, 4], [5, 6]))
-    rows = [row | {"sample": 0, "step": step, "is_last_step": step == 2} for step, row in enumerate(rows)]
-    axis = only_axis(rows, n_samples_per_prompt=1)
-    assert axis["sequences"] == [1, 2, 3, 4, 5, 6]
-    assert axis["segment_starts"] == [0]
-    assert axis["row_ends"] == [1, 3, 5]
-    assert axis["loss_mask"] == [0, 1, 0, 1, 1, 1]
-    assert axis["rewards"] == [0, 0, 0, 1, 0, 2]
-
-
-def test_a_family_with_more_tokens_than_the_cap_is_cut_and_shares_in_each_part() -> None:
-    rows = group(*(([1, 2, 3, 4], [10 + sample, 20]) for sample in range(6)))
-    plan = built(rows, CONFIG | {"n_samples_per_prompt": 6, "micro_batch": {"max_tokens": 8}}).plan
-    (rank,) = plan.mini_batches[0].ranks
-    assert rank.micro_batches == [[0, 1], [2, 3], [4, 5]]
-    assert (plan.metrics["tokens"], plan.metrics["distinct_tokens"]) == (36, 24)
-
-
 def test_splitting_for_alignment_cuts_between_families_where_it_can() -> None:
     rows = []
     for prompt in range(4):

@@ -77,25 +77,6 @@ def test_reinforce_plus_plus_is_the_return_to_go_of_the_rewards(batch: list[Traj
 # Merging.
 
 
-def as_one_step(trajectory: Trajectory, observations: list[int]) -> Trajectory:
-    """The row that a trajectory's steps merge into, as if it had been sent as one: observations between the steps."""
-    merged: list[Token] = []
-    for step, count in zip(trajectory, observations, strict=False):
-        merged += [*step, *[Token(mask=0, value=9.0)] * count]
-    return [merged]
-
-
-@given(BATCHES, DISCOUNTS, DISCOUNTS, st.lists(st.integers(0, 2), min_size=4, max_size=4))
-def test_neither_steps_nor_observations_between_them_change_a_tokens_credit(
-    batch: list[Trajectory], gamma: float, lambda_: float, observations: list[int]
-) -> None:
-    """So merging does not: a merged row has the same tokens in the same order, with observations among them."""
-    merged = [as_one_step(trajectory, observations) for trajectory in batch]
-    _, *apart = gae_of(batch, gamma, lambda_)
-    _, *together = gae_of(merged, gamma, lambda_)
-    assert [numbers.tobytes() for numbers in apart] == [numbers.tobytes() for numbers in together]
-
-
 @given(BATCHES, DISCOUNTS, DISCOUNTS)
 def test_a_trajectorys_bits_do_not_depend_on_the_rest_of_the_batch(
     batch: list[Trajectory], gamma: float, lambda_: float
@@ -113,15 +94,6 @@ def test_steps_that_a_filter_masks_are_skipped_like_observations() -> None:
     assert tokens.places.tolist() == [0, 2]
     advantages, returns = gae(tokens, credited(tokens), tokens.take(column([steps], "value")), 1.0, 1.0)
     assert (advantages.tolist(), returns.tolist()) == ([5.0, 1.0], [6.0, 4.0])
-
-
-def test_sampled_tokens_that_stand_in_no_row_are_skipped_and_their_rewards_count_before() -> None:
-    steps = [[Token(), Token(), Token(reward=1.0)], [Token(reward=2.0)]]
-    received = credit.received_of([steps])
-    tokens = trained_tokens(received, np.array([True, True]), np.array([2, 1]))
-    assert tokens.places.tolist() == [0, 1, 3]
-    assert credited(tokens).tolist() == [0.0, 1.0, 2.0]
-    assert trained_tokens(received, np.array([False, True]), np.array([2, 1])).places.tolist() == [3]
 
 
 # Rewards.
@@ -144,17 +116,6 @@ def test_no_reward_is_lost_but_those_before_anything_is_trained_and_these_are_co
 
 
 # Columns.
-
-
-@given(BATCHES)
-def test_results_stand_on_their_tokens_and_0_elsewhere(batch: list[Trajectory]) -> None:
-    tokens = tokens_of(batch)
-    advantages = tokens.response(np.arange(1.0, len(tokens) + 1), "advantage")
-    assert advantages.values.dtype == np.float32
-    numbers = iter(range(1, len(tokens) + 1))
-    assert [row.tolist() for row in advantages.arrays()] == [
-        [next(numbers) if token.mask else 0 for token in step] for steps in batch for step in steps
-    ]
 
 
 @given(BATCHES)
@@ -275,17 +236,6 @@ def test_advantages_that_do_not_differ_are_whitened_to_exactly_0(advantages: lis
 @given(st.lists(st.floats(-3e38, 3e38), max_size=20).map(lambda numbers: np.array(numbers, np.float64)))
 def test_whitening_is_finite_whatever_float32_holds(advantages: Float64s) -> None:
     assert (np.abs(whitened(advantages)) <= len(advantages)).all()
-
-
-@given(BATCHES, st.data())
-def test_each_mini_batch_is_whitened_by_itself(batch: list[Trajectory], data: st.DataObject) -> None:
-    tokens, advantages, _ = gae_of(batch, 0.9, 0.9)
-    steps = len(tokens.steps)
-    cuts = sorted(data.draw(st.sets(st.integers(1, steps - 1))) if steps > 1 else [])
-    edges = tokens.step_bounds[[0, *cuts, steps]]
-    result = whiten(advantages, np.repeat(np.arange(len(edges) - 1), np.diff(edges)))
-    for begin, end in pairwise(edges.tolist()):
-        assert result[begin:end].tobytes() == whitened(advantages[begin:end]).tobytes()
 
 
 # Sums.

@@ -88,36 +88,6 @@ def test_realigned_tokens_that_the_client_masked_are_distinguished() -> None:
     assert (counts["realigned_tokens"], counts["realigned_loss_tokens"]) == (2, 1)
 
 
-def test_a_tail_longer_than_the_response_cuts_the_one_before_it() -> None:
-    steps = ([1], [2, 3]), ([1, 2, 3, 4], [5]), ([1, 2, 9], [6])
-    batch = built(trajectory(*steps), retokenized_tail=3)
-    assert column(batch, "sequences") == [[1, 2, 9, 6]]
-    assert column(batch, "loss_mask") == [[1, 0, 1]]
-    assert batch.plan.counts["realigned_tokens"] == 2
-    # Nothing of step 1's response is left for its reward to stand on.
-    assert column(batch, "rewards") == [[1, 0, 3]]
-    assert batch.plan.metrics["score_mean"] == 3
-
-
-def test_the_prompt_with_which_a_row_begins_is_never_cut() -> None:
-    steps = ([1, 2], [3]), ([1, 9], [4])
-    assert built(trajectory(*steps), retokenized_tail=100).plan.rows == 2
-    assert tree(*steps, tail=100).plan.rows == 2
-    # Behind another step the row's prompt is that one's, and a later prompt may be cut as all else.
-    behind = ([1], [2]), ([1, 2, 3], [4]), ([1, 7], [5])
-    assert built(trajectory(*behind), retokenized_tail=3).plan.rows == 1
-    assert built(trajectory(*behind[1:]), retokenized_tail=3).plan.rows == 2
-
-
-def test_what_one_row_cuts_another_may_train() -> None:
-    # Step 1 has not the 4 of step 0; step 2 has, and trains it.
-    batch = tree(([1], [2, 3, 4]), ([1, 2, 3, 9], [5]), ([1, 2, 3, 4, 8], [6]), tail=1)
-    assert batch.plan.steps == [[0, 1], [0, 2]]
-    assert column(batch, "loss_mask") == [[1, 1, 0, 1], [0, 0, 1, 0, 1]]
-    assert column(batch, "rewards") == [[0, 1, 0, 2], [0, 0, 0, 0, 3]]
-    assert batch.plan.counts["realigned_tokens"] == 0
-
-
 def test_a_reward_with_the_kl_in_it_stands_on_the_last_token_that_is_kept() -> None:
     rows = trajectory(([1], [2, 3]), ([1, 2, 9], [4]))
     for row in rows:
