@@ -1,4 +1,4 @@
-"""What a caller's runs, and what any one run, may be and hold, besides the limits for everyone: over both APIs."""
+"""What a caller's runs, and any one run, may store, in addition to the limits for everyone: over both APIs."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_caller_has_no_more_runs_than_its_token_says(serve: Serve, tmp_path: P
     ("quota", "message"),
     [
         ({"max_rows": 5}, "brings 4 rows, and the runs of team (team-*) store 4 rows, where max_rows of the token"),
-        ({"max_row_bytes": "4KiB"}, "hold 3176 bytes of rows, where max_row_bytes of the token allows 4096"),
+        ({"max_row_bytes": "4KiB"}, "store 3176 bytes of rows, where max_row_bytes of the token allows 4096"),
     ],
     ids=["rows", "bytes"],
 )

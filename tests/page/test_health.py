@@ -168,7 +168,9 @@ def test_workers_that_wait_for_a_trainer_that_trains_are_well(watched: Make) -> 
     one.after(90)
     [(level, text, seconds)] = one.findings()
     assert (level, seconds) == ("note", 90.0)
-    assert text.startswith("workers wait for capacity: max_buffered_batches: 1 batches of train_batch_size: 2 are held")
+    assert text.startswith(
+        "workers wait for capacity: max_buffered_batches: 1 batches of train_batch_size: 2 are stored"
+    )
     answer = one.health()
     assert (answer.state, answer.summary) == (
         "training",

@@ -25,7 +25,7 @@ def test_groups_are_admitted_in_their_order_as_far_as_there_is_room() -> None:
     assert bench.begin(*NAMES[:6]) == ["ADMITTED"] * 4 + ["NO_ROOM"] * 2
     answer = bench.run.begin_groups(0, ["e"])
     assert answer.retry_after_s > 0
-    assert "max_buffered_batches: 2 batches of train_batch_size: 2 are held" in answer.reason
+    assert "max_buffered_batches: 2 batches of train_batch_size: 2 are stored" in answer.reason
 
 
 def test_asking_again_gives_the_same_answer_and_takes_no_more_room() -> None:

@@ -233,7 +233,7 @@ def test_a_publication_that_is_not_logged_has_not_happened_and_is_repeated() -> 
     bench.submit(*group_rows("a"))
     bench.log.refuses = 1
     bench.make_batches()
-    with pytest.raises(UnavailableError, match="is being read again from its store"):
+    with pytest.raises(UnavailableError, match="is being recovered from its store"):
         bench.run.batch(0)
     bench.reopen()
     assert bench.run.batch(0).state is BatchState.PENDING

@@ -106,7 +106,7 @@ def test_a_call_whose_append_fails_has_not_happened(name: str) -> None:
     bench = published()
     before, held = bench.replayed(), HeldAppends(bench.log)
     held.go_on(FULL)
-    with pytest.raises(UnavailableError, match="the log is full; the run is read again from its store: retry"):
+    with pytest.raises(UnavailableError, match="the log is full; the run is being recovered from its store; retry"):
         CALLS[name](bench)
     assert bench.run.is_lost
     assert bench.replayed() == before

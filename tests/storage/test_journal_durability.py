@@ -280,7 +280,7 @@ class TestDamage:
         with closing(sqlite3.connect(machine.run / "journal.sqlite")) as other, other:
             other.execute("UPDATE tables SET rows = NULL WHERE number = 0")
             other.execute("DROP TABLE events")
-        with pytest.raises(LogLostError, match=r"journal.sqlite: .*; it is read again"):
+        with pytest.raises(LogLostError, match=r"journal.sqlite: .*; it is being recovered"):
             machine.log.get(0)
         assert machine.log.is_lost
         with pytest.raises(LogLostError):
@@ -369,7 +369,7 @@ class TestSyncing:
             with pytest.raises(LogLostError, match="Input/output error"):
                 machine.log.flush()
         assert machine.log.is_lost
-        with pytest.raises(LogLostError, match="is being read again"):
+        with pytest.raises(LogLostError, match="is being recovered"):
             machine.log.append(b"two", {})
 
     def test_a_commit_of_unknown_outcome_loses_the_log(self, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

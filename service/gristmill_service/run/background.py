@@ -1,4 +1,4 @@
-"""Background tasks of one run: they build batches and remove what is not needed any more.
+"""Background tasks of one run: building batches, and removing shards and rows that are not needed any more.
 
 They read the state, and never delay the call that caused them.
 """
@@ -44,7 +44,7 @@ class Background:
         self._tasks: set[asyncio.Task[None]] = set()
         self._building: asyncio.Task[None] | None = None
         self._builds_again = False
-        # Batches whose shards are to be removed: all that were freed, one removal after the other.
+        # Freed batches whose shards are removed, one after the other.
         self._freed: list[int] = []
         self._freeing: asyncio.Task[None] | None = None
         self._free_after = 0.0
@@ -70,13 +70,13 @@ class Background:
             self._start(self._compact(table))
 
     def try_again(self) -> None:
-        """Retries what could not be done before."""
+        """Retries tasks that failed before."""
         if self._builder.blocked_reason and self._clock() >= self._builder.retry_at:
             self._build()
         self._free()
 
     async def idle(self) -> None:
-        """Returns when no task is under way. Tasks that a closed run's calls could start do not come any more."""
+        """Returns when no task is under way. Call it when the run is closed, so that no task is started."""
         while self._tasks:
             await asyncio.wait(self._tasks)
 
@@ -88,7 +88,7 @@ class Background:
 
     async def _logged(self, work: Coroutine[Any, Any, None]) -> None:
         try:
-            # Nothing is removed, and nothing built, before the event that asks for it is safe.
+            # Nothing is removed or built before the event that asks for it is durable.
             with suppress(UnavailableError):
                 await self._writer.commits.safe()
                 await work
@@ -125,7 +125,7 @@ class Background:
         failed: list[int] = []
         while self._freed and not self._writer.is_deleted:
             batch = self._freed.pop(0)
-            # The record that frees this batch may be later than the one that started this task.
+            # The event that frees this batch may be later than the one that started this task.
             await self._writer.commits.safe()
             try:
                 await asyncio.to_thread(self._store.free, self._name, batch)
@@ -144,7 +144,7 @@ class Background:
             await asyncio.to_thread(self._log.remove, tables)
 
     async def _compact(self, table: SparseTable) -> None:
-        """Copies the needed rows out of a table of which most are not."""
+        """Copies the needed rows of a table of which most rows are not needed."""
 
         def copy() -> tuple[Any, dict[int, int]]:
             steps, index = compacted(steps_of(table.stored), table.live)

@@ -1,4 +1,4 @@
-"""Builds sealed batches: computes shards on a builder's thread, publishes and records them; or retries, or fails."""
+"""Build sealed batches in a builder's thread: compute, publish and record them; retry or fail."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from gristmill_service.storage.shard_store import ShardStore
 
 _log = structlog.get_logger(__name__)
 
-# A batch that could not be stored is tried again after this; later, where its rows have to be read again for it.
+# Seconds after which publishing is tried again if the store was full; longer if its rows have to be read again.
 RETRY_S, _RETRY_READING_S = 1.0, 10.0
 _EXPORTED_ROWS = 64
 _EXPORTED_BYTES = 16 << 20
@@ -58,10 +58,11 @@ BuildBatch = Callable[..., BuiltBatch]
 
 
 class _Job(NamedTuple):
-    """A batch to build, as it was when it was begun.
+    """A batch to build.
 
-    rows: none once they were released. written: what trainers wrote, all that the batch awaits; None while some of it
-    lacks, and where it awaits nothing. tables: those of it that are in memory.
+    rows: empty once they were released. written: the columns that trainers wrote; None while some are missing, or if
+        the
+    batch awaits none. tables: the tables of written columns that are in memory.
     """
 
     number: int
@@ -75,10 +76,11 @@ class _Job(NamedTuple):
 
 
 class BatchBuilder:
-    """One run's. Builds one batch at a time.
+    """Builds the batches of one run, one at a time.
 
-    blocked_reason: why a sealed batch cannot be published now; empty while none is blocked. plans: of the batches that
-    this process published, encoded. forms: of the batches that wait for columns, the form that these must have.
+    blocked_reason: why a sealed batch cannot be published now; empty if none is blocked. plans: the encoded plans of
+        batches
+    that this process published. forms: the forms of shards of batches that wait for columns.
     """
 
     def __init__(
@@ -99,23 +101,22 @@ class BatchBuilder:
         self.forms: dict[int, Mapping[ShardAddress, ShardForm]] = {}
         self._name, self._writer, self._log, self._store, self._room = name, writer, log, store, room
         self._pipeline, self._monitor, self._clock, self._builders = pipeline, monitor, clock, builders
-        # Of the batch that is being built: the publication runs, or is cancelled before it does.
+        # The publication of the current batch: cancelled by `abandon` unless it has begun.
         self._publication = Future[None]()
         self._computing: asyncio.Future[Any] | None = None
 
     async def build(self, retry: Callable[[], None]) -> bool:
         """Builds the oldest batch that is sealed and not published. Returns whether there may be another.
 
-        retry: is called when another run has given back room that this batch had none of. Never raises for a batch's
-        sake.
+        retry: called when another run has freed capacity that this batch lacked. Never raises because of a batch.
         """
-        # A next try is due some time after this one, which may take long, has failed.
+        # The delay counts from the end of the failed attempt, which may take long.
         self.retry_at = math.inf
         withdrawn = _withdrawn(self._writer.state)
         await self._writer.commits.safe()
         if self._is_over:
             return False
-        # Together they may take the room that the first of them needs.
+        # One at a time, because two may take the capacity that each needs.
         for number in withdrawn:
             await self._discard(number)
         job = await self._next_job()
@@ -129,17 +130,17 @@ class BatchBuilder:
                 # The run was deleted meanwhile.
                 return False
             except (UnavailableError, ResourceExhaustedError) as error:
-                # Nothing is wrong with the batch: what stores it has no room for it, or does not answer.
+                # The batch is valid: its store has no capacity, or does not answer.
                 self._block(job, error)
                 if isinstance(error, ResourceExhaustedError):
                     self._room.wait(removals, retry)
                 return False
-        # Also where nobody wants the batch that was blocked any more.
+        # Also if the blocked batch is not wanted any more.
         self.blocked_reason = ""
         return job is not None
 
     async def export(self, number: int) -> AsyncIterator[Steps]:
-        """Yields the rows of a sealed batch in their order, some at a time. Raises as `progress.batch_state` does."""
+        """Yields the rows of a sealed batch in order, some at a time. Raises like `progress.batch_state`."""
         state = self._writer.state
         progress.batch_state(state, number)
         if number not in state.batches:
@@ -156,20 +157,20 @@ class BatchBuilder:
             try:
                 parts = await asyncio.to_thread(read)
             finally:
-                # Rows that were freed while they were read are not to be trusted.
+                # Rows that were freed while they were read may be wrong.
                 self._writer.check_open()
                 progress.batch_state(self._writer.state, number)
             for part in parts:
                 yield part
 
     def abandon(self) -> None:
-        """Has the batch that is being computed not published. Does nothing where it is being published already."""
+        """Cancels the publication of the batch that is being computed, unless it has begun."""
         if self._computing is not None and self._publication.cancel():
             self._computing.cancel()
 
     @property
     def _is_over(self) -> bool:
-        """Whether the run takes no batch any more: it was deleted, or has to be opened again."""
+        """Whether the run builds no more batches: it was deleted, or has to be opened again."""
         return self._writer.is_deleted or self._writer.is_lost
 
     async def _next_job(self) -> _Job | None:
@@ -190,7 +191,7 @@ class BatchBuilder:
         loop, context = asyncio.get_running_loop(), contextvars.copy_context()
 
         def release() -> None:
-            # Rows with which others begin are of their groups, and so among them.
+            # Rows whose tokens others share are of the same groups, and so included.
             tables = {one.table for one in job.rows}
             job.rows.clear()
             loop.call_soon_threadsafe(self._writer.rows.unload, tables)
@@ -209,10 +210,10 @@ class BatchBuilder:
     def _build(
         self, job: _Job, release: Callable[[], None], publication: Future[None]
     ) -> tuple[BatchPublished | BatchFailed, bytes, Mapping[ShardAddress, ShardForm]]:
-        """Computes and publishes the batch, in a builder's thread. Returns what happened, and the plan and forms of
-        what was published. Raises UnavailableError or ResourceExhaustedError where it cannot be stored now.
+        """Computes and publishes the batch, in a builder's thread. Returns the event, and the plan and forms of what
+        was published. Raises UnavailableError or ResourceExhaustedError if it cannot be stored now.
 
-        publication: is not begun any more once it is cancelled.
+        publication: may be cancelled before it begins.
         """
         self._monitor.building(job.number)
         try:
@@ -241,7 +242,7 @@ class BatchBuilder:
         except (UnavailableError, ResourceExhaustedError):
             raise
         except (MemoryError, OSError) as error:
-            # The process is short of something for now; the rows are not to be dropped for it.
+            # The process lacks memory or threads now; that is no reason to drop rows.
             raise UnavailableError(
                 f"this process cannot build the batch now: {type(error).__name__}: {error}"
             ) from error
@@ -255,13 +256,13 @@ class BatchBuilder:
         return event, plan, built.forms
 
     def _loaded(self, rows: Sequence[PickedRow]) -> Load:
-        """Gives the tables of the rows that nobody holds. They are read at once: one by one, each would be a round trip
-        where the log is elsewhere."""
+        """Returns a function that returns the tables of rows that are not in memory. All are read at once, in few round
+        trips."""
         return self._log.get_all(numbers).__getitem__ if (numbers := not_held(rows)) else self._log.get
 
     def _may_release(self, job: _Job) -> bool:
-        """Whether the log has the rows, too, from which they are read where the batch cannot be published now. A batch
-        that awaits columns is built twice."""
+        """Whether the rows can be read from the log again if the batch cannot be published. A batch that awaits columns
+        is built twice."""
         awaits = bool(job.config.written_columns) and job.written is None
         return self._log.reads_rows and not awaits
 
@@ -284,8 +285,8 @@ class BatchBuilder:
             self.forms[number] = forms
 
     async def _record(self, job: _Job, event: BatchPublished | BatchFailed, started: float) -> None:
-        """Records what became of the batch. Where nobody wants it any more, or not so, its shards are removed: it was
-        given up, the run was deleted, or the trainer came back, with other ranks or to write columns again."""
+        """Records the result. If it is not wanted any more (the batch was given up, the run deleted, or the trainer
+        resumed with other ranks or to write columns again), its shards are removed."""
         is_recorded = False
         try:
             is_recorded = self._writer.execute(
@@ -297,7 +298,7 @@ class BatchBuilder:
                 if isinstance(event, BatchPublished):
                     await self._discard(event.batch)
         if not is_recorded:
-            # Its forward shards, which count again, were replaced.
+            # It replaced the forward shards, which are needed again.
             self._writer.execute(lambda view: sealing.withdraw_batch(view.state, event.batch), is_internal=True)
         elif isinstance(event, BatchPublished):
             _log_publication(self._name, job, event, time.monotonic() - started)
@@ -306,7 +307,7 @@ class BatchBuilder:
         try:
             await asyncio.to_thread(self._store.free, self._name, number)
         except (GristmillError, OSError) as error:
-            # They are replaced when the batch is published again, or go with the run.
+            # They are replaced when the batch is published again, or removed with the run.
             _log.warning("shards not removed", run=self._name, batch=number, reason=str(error))
 
     def _block(self, job: _Job, error: GristmillError) -> None:
@@ -318,7 +319,7 @@ class BatchBuilder:
 
 
 def _release(job: _Job, release: Callable[[], None]) -> None:
-    """Gives the memory of gathered rows back, so that a large batch's rows are not in memory twice."""
+    """Releases the memory of gathered rows, so that a large batch's rows are not in memory twice."""
     if job.rows:
         release()
     give_back_memory()
@@ -330,7 +331,7 @@ def _log_publication(run: str, job: _Job, event: BatchPublished, seconds: float)
 
 
 def _whole_trajectories(picked: Sequence[PickedRow]) -> Iterator[list[PickedRow]]:
-    """The rows in their order, some trajectories at a time."""
+    """Yields the rows in order, some whole trajectories at a time."""
     some: list[PickedRow] = []
     for one in picked:
         if len(some) >= _EXPORTED_ROWS and one.row.trajectory != some[-1].row.trajectory:
@@ -341,13 +342,13 @@ def _whole_trajectories(picked: Sequence[PickedRow]) -> Iterator[list[PickedRow]
 
 
 def _slices(part: Steps) -> Iterator[Steps]:
-    """The rows in their order, as many at a time as make a message of moderate size."""
+    """Yields the rows in order, in tables that fit messages of moderate size."""
     sizes = 4 * part.tokens.lengths + sum(extra.row_bytes for extra in part.extras.values())
     for column in part.token_columns:
         sizes += column.lengths * column.values.itemsize
     begin, room = 0, _EXPORTED_BYTES
     for row, size in enumerate(sizes.tolist()):
-        # One that is larger is alone: with others it might be more than a message takes.
+        # A larger row is alone: with others it might exceed the limit of a message.
         if row > begin and size > room:
             yield part.take(np.arange(begin, row))
             begin, room = row, _EXPORTED_BYTES
@@ -357,20 +358,20 @@ def _slices(part: Steps) -> Iterator[Steps]:
 
 
 def _is_written(batch: Batch, config: RunConfig) -> bool:
-    """Whether trainers wrote all columns for all shards of the policy."""
+    """Returns whether trainers have written all columns for all shards of the policy."""
     if batch.mini_batches is None:
         return False
     return len(batch.written) == batch.mini_batches["policy"] * config.dp_size * len(config.written_columns)
 
 
 def _own_sizes(job: _Job) -> dict[tuple[int, str], int]:
-    """The sizes of groups that were begun with a number of samples of their own."""
+    """Returns the sizes of groups that were begun with a number of samples of their own."""
     usual = job.config.n_samples_per_prompt
     return {group.key: group.samples for group in job.batch.groups if group.samples != usual}
 
 
 def _withdrawn(state: State) -> list[int]:
-    """Batches whose shards are not what ranks need any more, forward shards too when all is written."""
+    """Returns the batches whose stored shards are outdated, such as forward shards when all columns are written."""
     return [number for number in state.batches_to_build if state.batches[number].mini_batches is not None]
 
 

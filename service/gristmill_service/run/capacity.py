@@ -1,4 +1,4 @@
-"""The capacity that the runs of a service share: bytes of rows, and room in the shard store."""
+"""The capacity that the runs of a service share: bytes of rows, and space in the shard store."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ _SHARE = 4
 
 
 class RowBudget:
-    """The bytes of rows that all runs of the service have stored or promised room for, and their bound.
+    """The bytes of rows that all runs store or have promised, and their limit.
 
-    Runs are admitted one by one, so that two at the same moment may overshoot by what they then admit. Where there are
-    several, each may have more as long as it has less than four times what is free: one that takes all it gets leaves a
-    fifth to the next that comes (dynamic thresholds, Choudhury and Hahne 1998).
+    Runs are admitted independently, so that two may exceed the limit by what they admit at the same moment. With
+    several runs, each may have at most four times what is free, so that a run that takes all it gets leaves a fifth for
+    the next one (dynamic thresholds, Choudhury and Hahne 1998).
 
-    limits_of_each: what any one run may hold, whatever is free.
+    limits_of_each: the limits of any one run, whatever is free.
     """
 
     def __init__(self, max_bytes: int, limits_of_each: Limits = NO_LIMITS) -> None:
@@ -27,52 +27,52 @@ class RowBudget:
         self._total = 0
 
     def hold(self, run: str, nbytes: int, usage: Usage = NO_USAGE) -> None:
-        """Notes that the run now has stored and promised room for n bytes. usage: what it has stored."""
+        """Notes that the run now stores or has promised n bytes. usage: what it stores."""
         self._total += nbytes - self._bytes.get(run, 0)
         self._bytes[run], self._usage[run] = nbytes, usage
 
     def forget(self, run: str) -> None:
-        """Notes that the run is closed."""
+        """Removes a closed run."""
         self._total -= self._bytes.pop(run, 0)
         self._usage.pop(run, None)
 
     def usage(self) -> dict[str, Usage]:
-        """Returns what each run has stored."""
+        """Returns what each run stores."""
         return dict(self._usage)
 
     @property
     def held(self) -> int:
-        """Bytes of all runs."""
+        """The bytes of all runs."""
         return self._total
 
     def left_for(self, run: str) -> int:
-        """Returns the bytes that the run may have stored and promised in all."""
+        """Returns the bytes that the run may store or promise in total."""
         free = self.max_bytes - self._total
         left = free + self._bytes.get(run, 0)
         return left if len(self._bytes.keys() | {run}) == 1 else min(left, _SHARE * free)
 
     def most_for(self, run: str) -> int:
-        """Returns the bytes that the run's rows may take, whatever was promised to them: other runs keep theirs."""
+        """Returns the bytes that the run's rows may take, whatever it has promised: other runs keep theirs."""
         return with_overdraft(self.max_bytes) - self._total + self._bytes.get(run, 0)
 
 
 class ShardRoom:
-    """Notifies runs that found the shard store full when another run frees room. removals: how often shards were
-    removed; read it before trying to publish."""
+    """Wakes runs that found the shard store full when another run frees space. removals: how often shards were removed;
+    read it before trying to publish."""
 
     def __init__(self) -> None:
         self.removals = 0
         self._waiting: list[Callable[[], None]] = []
 
     def wait(self, removals: int, retry: Callable[[], None]) -> None:
-        """Calls `retry` once, at the next removal; at once where there was one since `removals` was read."""
+        """Calls `retry` once, at the next removal; at once if there was one since `removals` was read."""
         if self.removals != removals:
             retry()
         else:
             self._waiting.append(retry)
 
     def removed(self) -> None:
-        """Notes that shards were removed from the store."""
+        """Notes that shards were removed."""
         self.removals += 1
         waiting, self._waiting = self._waiting, []
         for retry in waiting:

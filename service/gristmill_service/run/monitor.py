@@ -1,4 +1,4 @@
-"""The monitor of a run: metrics and history are notified of what happens, and decide nothing."""
+"""The interface of a run's monitor, which counts what happens for metrics and history, and decides nothing."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ from gristmill_service.run.machine.state import State
 
 
 class RunMonitor(Protocol):
-    """The monitor of one run. Its methods must not raise. Calls with a state come one at a time, from the run's writer;
-    the others come from any thread."""
+    """The monitor of one run. Its methods must not raise. The run's writer calls those with a state, one at a time; any
+    thread may call the others."""
 
     def applied(self, event: Event, state: State, released: int, tokens: Callable[[], int]) -> None:
-        """An event happened, and the state has it. released: how many rows nothing refers to any more; tokens: counts
-        theirs, to be called at once or never."""
+        """Called after an event was applied. released: how many rows nothing refers to any more. tokens: counts their
+        tokens; call it at once or never."""
 
     def changed(self, state: State, room: Room) -> None:
-        """All that was decided together has been applied. room: what may be admitted now."""
+        """Called after all events of a decision were applied. room: what may be admitted now."""
 
     def asked_for_groups(self, found_room: bool) -> None:
-        """A worker asked to begin groups."""
+        """Called when a worker asks to begin groups."""
 
     def asked_for_shard(self, state: State, model: Model, rank: int) -> None:
-        """A rank asked for its next shard, or for another."""
+        """Called when a rank asks for a shard."""
 
     def gave_shard(self, model: Model, rank: int, nbytes: int) -> None:
-        """A rank was given the location of a published shard of n bytes."""
+        """Called when a rank got the location of a published shard of n bytes."""
 
     def received(self, outcomes: Sequence[Outcome], steps: Steps) -> None:
-        """A request's rows, by what became of them."""
+        """Called with the rows of a request and their outcomes."""
 
     def timed(self, stage: str) -> AbstractContextManager[None]:
-        """Measures what it is around as a stage of building a batch."""
+        """Returns a context that measures its block as a stage of building a batch."""
 
     def building(self, batch: int) -> None:
-        """The building of the batch begins."""
+        """Called when building a batch begins."""
 
     def built(self, batch: int, stats: Callable[[], Figures]) -> Figures | None:
-        """The batch will be published for the first time, with these figures. Returns the figures that the log keeps;
-        None where they cannot be computed."""
+        """Called before a batch is published for the first time. Returns the figures for the log; None if they cannot
+        be computed."""

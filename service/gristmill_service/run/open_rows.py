@@ -1,4 +1,4 @@
-"""A row of a group that is not sealed yet, for people who look at what its workers have sent so far."""
+"""Read a row of a group that is not sealed yet, for people who inspect what workers have sent."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from gristmill_service.storage.run_store import RunLog
 
 
 async def read_open_row(writer: Writer, log: RunLog, key: GroupKey, sample: int, step: int) -> Steps:
-    """Returns the row of the sample's current attempt, alone in a table, without rewards of tokens; its reward is NaN
-    while it is pending.
+    """Returns the row of the sample's current attempt, as a table of one row, without rewards per token. Its reward is
+    NaN while it is pending.
 
-    Raises NotFoundError where the group is not open or the row has not come, also where it is removed meanwhile.
+    Raises NotFoundError if the group is not open, or the row has not arrived or is removed meanwhile.
     """
     row = _find(writer.state, key, sample, step)
     picked = writer.rows.pick([(writer.state.open[key], [row])])[0]
@@ -26,7 +26,7 @@ async def read_open_row(writer: Writer, log: RunLog, key: GroupKey, sample: int,
     try:
         return await asyncio.to_thread(gather, [picked], False, log.get)
     finally:
-        # A row that was removed while it was read is not to be trusted.
+        # A row that was removed while it was read may be wrong.
         writer.check_open()
         if _find(writer.state, key, sample, step).ref != row.ref:
             raise NotFoundError(f"{row} was sampled again while it was read; ask again")
@@ -43,7 +43,7 @@ def _find(state: State, key: GroupKey, sample: int, step: int) -> StoredRow:
 
 
 def what_became_of(state: State, key: GroupKey) -> str:
-    """Returns why this group is not open."""
+    """Returns why the group is not open."""
     outcome = state.closed.get(key)
     if outcome is None:
         return "no group of this uid and round was begun"

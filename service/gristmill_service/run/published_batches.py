@@ -1,4 +1,4 @@
-"""A run's published batches, read from the shard store. What the store has lost is built again."""
+"""Read a run's published batches from the shard store. Batches that the store has lost are built again."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ HAVE_SHARDS = (BatchState.PUBLISHED, BatchState.FORWARD)
 
 
 class PublishedBatches:
-    """The batches of one run."""
+    """The published batches of one run."""
 
     def __init__(self, name: str, writer: Writer, store: ShardStore) -> None:
         self._name, self._writer, self._store = name, writer, store
 
     async def plan(self, batch: int) -> bytes | None:
-        """Returns the plan; None where the batch is being built again. Raises NotFoundError where it was freed."""
+        """Returns the plan; None while the batch is being built again. Raises NotFoundError if it was freed."""
         try:
             with self._rebuilding(batch):
                 return await self._ask(self._store.plan, self._name, batch)
@@ -42,7 +42,7 @@ class PublishedBatches:
             return None
 
     async def locate(self, batch: int, address: ShardAddress) -> ShardLocation | None:
-        """Returns where a shard is; None where the batch is being built again. Raises NotFoundError as `plan`."""
+        """Returns a shard's location; None while the batch is being built again. Raises NotFoundError like `plan`."""
         try:
             with self._rebuilding(batch):
                 return await self._ask(self._store.locate, self._name, batch, address)
@@ -68,20 +68,20 @@ class PublishedBatches:
                 yield piece
 
     async def _ask(self, method: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Asks the store for something small: in a thread, where that takes a round trip."""
+        """Asks the store; in a thread if that takes a round trip."""
         if self._store.is_remote:
             return await asyncio.to_thread(method, *args, **kwargs)
         return method(*args, **kwargs)
 
     def _check_withdrawn(self, batch: int) -> None:
-        """For a batch that was published a moment ago and is not in the store: has it built again. Raises NotFoundError
-        where it was freed."""
+        """Has a batch that should be published, and is not in the store, built again. Raises NotFoundError if it was
+        freed."""
         if progress.batch_state(self._writer.state, batch) in HAVE_SHARDS:
             self._withdraw(batch, "the store does not have it")
 
     @contextmanager
     def _rebuilding(self, batch: int) -> Iterator[None]:
-        """Has the batch built again where the store has lost a part of it; the error is raised on."""
+        """Has the batch built again if the store has lost a part of it, and raises the error."""
         try:
             yield
         except ShardsLostError as error:
@@ -90,7 +90,7 @@ class PublishedBatches:
 
     @contextmanager
     def _reading(self, batch: int) -> Iterator[None]:
-        """As `_rebuilding`. Where the shards are not there because they are being built again, that is raised."""
+        """Like `_rebuilding`. Raises another error if the shards are missing because they are being built again."""
         try:
             with self._rebuilding(batch):
                 yield
@@ -101,6 +101,6 @@ class PublishedBatches:
             raise
 
     def _withdraw(self, batch: int, reason: str) -> None:
-        # It may be there again: then it is built once more, to the same bytes.
+        # If it is in the store again by now, it is built once more, to the same bytes.
         if self._writer.execute(lambda view: sealing.withdraw_batch(view.state, batch), is_internal=True):
             _log.warning("shards lost, batch rebuilding", run=self._name, batch=batch, reason=reason)

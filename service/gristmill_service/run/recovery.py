@@ -1,4 +1,4 @@
-"""Recovers a run from its log: its state, and what follows from rows and shards that are lost."""
+"""Recover a run from its log: compute its state, and the events that follow from lost rows and shards."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ ROWS_LOST = "rows_lost"
 
 
 def replayed(log: RunLog, config: RunConfig) -> tuple[State, GenerationBegan | None]:
-    """The state, and what there is to record where the log is, or may be, shorter than what was promised. Raises
-    InvalidArgumentError for a log that this version does not read."""
+    """Computes the state from the log, and the event to record if the log is, or may be, shorter than confirmed. Raises
+    InvalidArgumentError for a log that this version cannot read.
+    """
     snapshot, records, is_short, generation = log.replay()
     state = State.initial(config) if snapshot is None else decode_state(snapshot)
     for record in records:
@@ -40,13 +41,13 @@ def replayed(log: RunLog, config: RunConfig) -> tuple[State, GenerationBegan | N
 def recovered(
     state: State, rows: RowBuffer, log: RunLog, is_stored: Callable[[int], bool], shared: Collection[str] = ()
 ) -> list[Event]:
-    """Fills the buffer with the rows that the state needs. Returns what follows from lost rows, and from batches whose
-    shards are not stored any more. shared: as `row_digests` has it."""
+    """Adds the rows that the state needs to the buffer. Returns the events that follow from lost rows and lost shards.
+    shared: as in `row_digests`."""
     needed = Needed(state, shared)
     lost = log.retain(needed.tables, needed.is_whole)
     for number, needed_rows in needed.tables.items():
         rows.add(number, None, max(needed_rows) + 1, needed_rows)
-    # The form of forward shards is known only to the process that built them.
+    # Only the process that built forward shards knows their form.
     published = [
         number
         for number, batch in state.batches.items()
@@ -58,8 +59,10 @@ def recovered(
 
 
 def _rollback(state: State, generation: int) -> GenerationBegan:
-    """Returns the event that records that the log is shorter than promised. generation: the one that was promised, 0
-    where it is not known: the log may have lost its beginning, and no other may have its number."""
+    """Returns the event that records a log that is shorter than confirmed. generation: the confirmed one; 0 if unknown,
+    because
+    the log may have lost its beginning: then it must not equal any other.
+    """
     reached = {model: max(own.furthest, own.committed) for model, own in state.models.items()}
     return GenerationBegan(max(state.generation, generation) + 1, reached)
 
@@ -85,7 +88,7 @@ class Needed:
 
 
 def losses(state: State, lost: Collection[int]) -> list[Event]:
-    """What follows where tables are lost: a recorded reason in place of rows."""
+    """Returns the events that follow from lost tables: groups and batches end with a recorded reason."""
     if not lost:
         return []
     dropped: list[Event] = [GroupDropped(key, ROWS_LOST) for key, group in state.open.items() if _touches(group, lost)]
@@ -103,8 +106,8 @@ def losses(state: State, lost: Collection[int]) -> list[Event]:
 
 
 def withdrawn(state: State, kept: Collection[int]) -> list[Event]:
-    """Returns the events that have batches built again, because their shards did not outlast the process that published
-    them. kept: batches whose shards are there."""
+    """Returns the events that have batches built again whose shards were lost with the process that published them.
+    kept: batches whose shards still exist."""
     return [
         BatchWithdrawn(number) for number, batch in state.batches.items() if batch.is_published and number not in kept
     ]

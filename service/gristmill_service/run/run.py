@@ -1,6 +1,7 @@
-"""One run, on the event loop. Every call of the API ends here, as a command to the run's writer or as a read.
+"""One run, on the event loop. Every API call ends here, as a command to the run's writer or as a read.
 
-Work per token (digests of large requests, gathering, the pipeline) and I/O leave the loop; the state never does.
+I/O and work per token (digests of large requests, gathering, the pipeline) run in threads; the state is used on the
+loop only.
 """
 
 from __future__ import annotations
@@ -61,12 +62,12 @@ from gristmill_service.storage.run_store import LogLostError, RunLog
 from gristmill_service.storage.shard_store import ShardStore, is_published
 
 _log = structlog.get_logger(__name__)
-# Asked once a submission: structlog itself would first bind and format what nobody reads.
+# Checked per submission, because structlog would bind and format lines that are not written.
 _logs = logging.getLogger(__name__).isEnabledFor
 
-# The digests of more bytes are computed in a thread: the hop takes about a tenth of a millisecond.
+# Digests of more bytes are computed in a thread; switching takes about 0.1 ms.
 _LARGE_BYTES = 1 << 20
-# While a request is decided and logged, other calls wait.
+# Other calls wait while a request is decided and logged.
 _MOST_ROWS = 1 << 14
 
 T = TypeVar("T")
@@ -75,10 +76,11 @@ MakeMonitor = Callable[[Callable[[], float], Callable[[], float]], RunMonitor]
 
 
 class Shared(NamedTuple):
-    """What the runs of a service share.
+    """The parts that the runs of a service share.
 
-    pipeline: makes shards of a sealed batch. make_monitor(clock, now): now is the run's own time. clock: seconds, as
-    `time.monotonic`. builders, log_threads: threads in which batches are built, and logs appended to.
+    pipeline: makes shards of a sealed batch. make_monitor(clock, now): `now` returns the run's own time. clock:
+        seconds,
+    like `time.monotonic`. builders, log_threads: thread pools in which batches are built, and logs appended to.
     """
 
     store: ShardStore
@@ -92,7 +94,7 @@ class Shared(NamedTuple):
 
 
 class _Opened(NamedTuple):
-    """A run as its log describes it. events: what follows from rows and shards that are lost."""
+    """A run as its log describes it. events: those that follow from lost rows and shards."""
 
     state: State
     rows: RowBuffer
@@ -100,18 +102,18 @@ class _Opened(NamedTuple):
 
 
 class Run:
-    """The run that its log describes. `open` makes one.
+    """A run. `open` makes one from its log.
 
-    created_with: the configuration that it was created with; `config` is what holds now, for a trainer may come back
-    with another dp_size.
+    created_with: the configuration that it was created with. `config` is the current one, because a trainer may resume
+        with another dp_size.
     """
 
     @classmethod
     async def open(cls, name: str, config: RunConfig, log: RunLog, shared: Shared) -> Run:
-        """Goes on where the log ends: drops what was lost, and has batches built whose shards are not there.
+        """Opens the run: drops lost rows, and has batches without shards built again.
 
-        Raises InvalidArgumentError for a log that this version does not read, and UnavailableError where it cannot be
-        read or written now; the run is of no use then.
+        Raises InvalidArgumentError for a log that this version cannot read, and UnavailableError if it cannot be read
+        or written now; the run is then unusable.
         """
         run = cls(name, config, log, shared, await asyncio.to_thread(_read, name, config, log, shared.store))
         await run._writer.commits.safe()
@@ -122,7 +124,7 @@ class Run:
         self.name, self.run_id, self.created_with = name, log.run_id, config
         self._log, self._store, clock = log, shared.store, shared.clock
         state, rows, events = opened
-        # Only time in which workers could have come counts for stragglers.
+        # The run's own time, which stragglers are judged by, does not run while the run is closed.
         offset = state.now - clock()
 
         def now() -> float:
@@ -140,7 +142,7 @@ class Run:
         writer.on_effects = self._background.perform
         self._duplicates, self._sums = 0, TokenSums()
         writer.begin(events)
-        # The process before may have died between recording that a batch is freed and removing it.
+        # The previous process may have died between recording that a batch is freed and removing it.
         freed = range(max(0, state.freed - self.config.max_buffered_batches), state.freed)
         self._background.perform(Effects(builds=True, freed=[*freed]))
 
@@ -154,10 +156,10 @@ class Run:
         tags: Sequence[str] = (),
         find_quota: FindQuota | None = None,
     ) -> Admissions:
-        """Admits groups, as many as there is room for.
+        """Admits groups, as many as there is capacity for.
 
-        n_samples: how many samples make each group, 0 for as many as the run says. tags: the environment or task of
-        each, or "". Either may be empty. find_quota: the caller's, where it has one.
+        n_samples: the number of samples of each group, 0 for the run's. tags: the environment or task of each group, or
+            "". Either may be empty. find_quota: the caller's quota, if it has one.
         """
         wanted = admission.new_groups(round_, uids, n_samples, tags)
         begun = await self._execute(lambda view: admission.begin_groups(view, wanted, find_quota))
@@ -165,7 +167,7 @@ class Run:
         return begun
 
     def checked(self, sent: Sent) -> Steps:
-        """Returns the rows of a request, if each obeys the rules that concern it alone. Raises InvalidArgumentError."""
+        """Returns the rows of a request if each obeys the rules for single rows. Raises InvalidArgumentError."""
         steps, config = check(sent.steps), self._writer.config
         if len(steps) > _MOST_ROWS:
             raise InvalidArgumentError(
@@ -179,10 +181,10 @@ class Run:
     async def submit(
         self, steps: Steps, prefixes: Prefixes | None = None, find_quota: FindQuota | None = None
     ) -> list[Outcome]:
-        """Stores rows that were `checked`, as they were sent. Returns what became of each.
+        """Stores `checked` rows. Returns their outcomes.
 
-        prefixes: the first tokens of rows that were left out, because the steps before have them. find_quota: the
-        caller's, where it has one. Raises PrefixUnknownError where such a step is not there.
+        prefixes: the first tokens of rows that were left out because the steps before have them. find_quota: the
+            caller's quota, if it has one. Raises PrefixUnknownError if the run does not have such a step.
         """
         if not steps.uids:
             return []
@@ -204,7 +206,7 @@ class Run:
         before = {} if prefixes is None else steps_before(writer.state, writer.rows, self._sums, keys, prefixes)
         reads_rows = any(step.picked is not None for step in before.values())
         if reads_rows:
-            # What is read must be in the log.
+            # Tables can be read only when they are in the log.
             await writer.commits.safe()
         if reads_rows or 4 * steps.tokens.total > _LARGE_BYTES:
             return await asyncio.to_thread(prepare, table, steps, keys, prefixes, before, shared, self._log.get)
@@ -238,8 +240,8 @@ class Run:
         await self._execute(lambda view: progress.announce(view.state, version))
 
     async def batch(self, number: int, ranks: Collection[int] = (), trains: Model | None = None) -> BatchAnswer:
-        """ranks: for whose shards the answer says which columns they lack; none: for all. trains: the model whose ranks
-        want to train the batch; None: the caller only reads."""
+        """Returns a batch's state. ranks: for whose shards the answer names missing columns; none: all. trains: the
+        model whose ranks want to train the batch; None: the caller only reads."""
 
         def look_up(state: State) -> tuple[BatchState, list[ColumnPlace]]:
             batch_state = progress.batch_state(state, number)
@@ -256,7 +258,8 @@ class Run:
     async def shard(
         self, model: Model, rank: int, position: Position | None, incarnation: int, is_forward: bool = False
     ) -> ShardAnswer:
-        """is_forward: whether the forward shard is wanted, too, while the batch waits for columns."""
+        """Returns a rank's shard. is_forward: whether the forward shard is accepted while the batch waits for
+        columns."""
 
         def look_up(state: State) -> tuple[BatchState, Position, int]:
             progress.check_caller(state, model, rank, incarnation)
@@ -286,23 +289,22 @@ class Run:
         return await self._published.read_frames(batch, address)
 
     async def export(self, number: int) -> AsyncIterator[Steps]:
-        """Yields the rows of a sealed batch in their order, some at a time. Raises as `batch` does."""
+        """Yields the rows of a sealed batch in order, some at a time. Raises like `batch`."""
         self._writer.check_open()
         async for steps in self._builder.export(number):
             yield steps
 
     async def open_row(self, key: GroupKey, sample: int, step: int) -> Steps:
-        """A row of a group that is not sealed. Raises NotFoundError where there is none; see `read_open_row`."""
+        """Returns a row of a group that is not sealed. Raises NotFoundError if there is none; see `read_open_row`."""
         self._writer.check_open()
         return await read_open_row(self._writer, self._log, key, sample, step)
 
     async def write(
         self, batch: int, mini_batch: int, rank: int, incarnation: int, tensors: Mapping[str, Array]
     ) -> int:
-        """Takes columns that a trainer writes for one of the policy's shards. Returns how many columns of shards the
-        batch lacks then.
+        """Takes columns of one of the policy's shards. Returns how many columns of shards the batch still lacks.
 
-        tensors: by the names that the shard's would have, and in their shape.
+        tensors: with the names and shapes that the shard's tensors would have.
         """
         self._writer.check_open()
         address = ShardAddress("policy", mini_batch, rank)
@@ -314,7 +316,7 @@ class Run:
             siblings = columns.written_siblings(state, batch, sent.digests)
             new = columns.unwritten(state, batch, incarnation, sent.digests)
             others = loaded(written_before(batch, state, self._writer.rows), self._log)
-            # What is read must be in the log.
+            # Tables can be read only when they are in the log.
             await self._writer.commits.safe()
             values = await asyncio.to_thread(sent.values, new, forms, others)
             lacking = await self._write(batch, incarnation, sent, values, siblings)
@@ -345,7 +347,7 @@ class Run:
         return await self._execute(lambda view: progress.commit(view.state, model, position, incarnation))
 
     async def resume(self, model: Model, checkpoint: Checkpoint, launch: str, dp_size: int = 0) -> Resumed:
-        """dp_size: 0 for as many ranks as before."""
+        """Resumes a model. dp_size: 0 for as many ranks as before."""
         return await self._execute(
             lambda view: resume(view.state, view.config, model, checkpoint, launch, dp_size, self.run_id)
         )
@@ -354,28 +356,28 @@ class Run:
 
     @property
     def config(self) -> RunConfig:
-        """As it holds now."""
+        """The current configuration."""
         return self._writer.config
 
     def read(self, function: Callable[[State, Room], T]) -> T:
-        """Reads the state for a moment, also that of a closed run. The function must be quick and change nothing."""
+        """Reads the state, also of a closed run. The function must be fast and change nothing."""
         return function(self._writer.state, self._writer.room())
 
     async def status(self) -> RunStatus:
         return await self._read(self.status_of)
 
     def status_of(self, state: State) -> RunStatus:
-        """For `read`."""
+        """Returns the status of this state; for `read`."""
         room = self._writer.room().groups
         return status(state, self.name, self.run_id, config=self.config, room=room, duplicates=self._duplicates)
 
     async def groups(self) -> list[GroupAnswer]:
-        """Every group that was ever admitted; the decided ones first."""
+        """Returns every group that was ever admitted, the closed ones first."""
         return await asyncio.to_thread((await self._read(all_groups)).answers)
 
     def wait(self, condition: Condition, wake: Callable[[], None]) -> None:
-        """Has `wake` called once, when the condition is met; at once where it is already, or where the run takes no
-        calls. To be given back with `stop_waiting`."""
+        """Has `wake` called once, when the condition is met; at once if it is met already, or the run takes no calls.
+        End it with `stop_waiting`."""
         self._writer.wait(condition, wake)
 
     def stop_waiting(self, condition: Condition, wake: Callable[[], None]) -> None:
@@ -383,23 +385,23 @@ class Run:
 
     @property
     def blocked_reason(self) -> str:
-        """Why a sealed batch cannot be published now; empty while none is blocked."""
+        """Returns why a sealed batch cannot be published now; empty if none is blocked."""
         return self._builder.blocked_reason
 
     @property
     def log_bytes(self) -> int:
-        """Bytes of the log of events."""
+        """Returns the bytes of the log of events."""
         return self._log.log_bytes
 
     @property
     def lease(self) -> float | None:
-        """Seconds for which this process owns the run unless it renews that; None where it needs no lease."""
+        """Returns the seconds for which this process owns the run without renewal; None if it needs no lease."""
         return self._log.lease
 
     # --- Time, and the end
 
     def tick(self) -> None:
-        """Closes or drops the groups whose time is over, and goes on with what could not be done before."""
+        """Closes or drops groups whose time is over, and retries tasks that failed before."""
         if self.is_lost:
             self._writer.waiters.wake_all()
             return
@@ -410,7 +412,7 @@ class Run:
         self._background.try_again()
 
     async def flush(self) -> None:
-        """Makes safe what the log left for later."""
+        """Makes durable what the log has left for later."""
         try:
             await asyncio.to_thread(self._log.flush)
         except LogLostError:
@@ -418,13 +420,13 @@ class Run:
             raise
 
     async def close(self, error: GristmillError) -> None:
-        """From now on every call raises this error; callers that wait are woken to see it. Returns when nothing is
-        appended any more."""
+        """Has every call raise this error from now on, and wakes callers that wait. Returns when no append is under
+        way."""
         self._writer.close(error)
         await self._writer.commits.close()
 
     def abandon_build(self) -> None:
-        """After `close`: has the batch that is being computed not published, so that nobody waits for it."""
+        """After `close`: cancels the publication of the batch that is being computed, so that nobody waits for it."""
         self._builder.abandon()
 
     async def wait_idle(self) -> None:
@@ -432,7 +434,7 @@ class Run:
         await self._background.idle()
 
     async def close_log(self) -> None:
-        """After `close`, when no batch is being built any more: gives the log and all memory back. Idempotent."""
+        """After `close`, when no batch is being built: releases the log and all memory. Idempotent."""
         self._writer.release()
         self._builder.plans.clear()
         self._builder.forms.clear()
@@ -448,22 +450,23 @@ class Run:
         return self._writer.is_lost
 
     def lose(self) -> None:
-        """From now on the run is to be opened again."""
+        """Marks the run as one that has to be opened again."""
         self._writer.lose()
 
     # --- Inside
 
     async def _execute(self, decide: Callable[[Writer], Decision[T]], tables: Mapping[int, Steps] = NO_TABLES) -> T:
-        """Decides a caller's call. Its answer is safe when this returns."""
+        """Decides a caller's call. Returns when its answer is durable."""
         self._writer.check_open()
         try:
             return self._writer.execute(decide, tables)
         finally:
-            # Also before a refusal, which may be for what is not in the log yet.
+            # Also before a refusal, which may depend on events that are not in the log yet.
             await self._writer.commits.safe()
 
     async def _read(self, function: Callable[[State], T]) -> T:
-        """Reads the state for a caller. The answer is safe, too: no caller learns of what may be lost."""
+        """Reads the state for a caller. Returns when all that was read is durable, so that no caller sees what may be
+        lost."""
         self._writer.check_open()
         try:
             return function(self._writer.state)
@@ -472,7 +475,7 @@ class Run:
 
 
 def _read(name: str, config: RunConfig, log: RunLog, store: ShardStore) -> _Opened:
-    """Reads a run from its log, in a thread: nobody else has it yet."""
+    """Reads a run from its log, in a thread: nothing else uses the log yet."""
     state, rollback = recovery.replayed(log, config)
     rows, is_stored = RowBuffer(), partial(is_published, store, name)
     events = recovery.recovered(state, rows, log, is_stored, config.shared_columns)
@@ -483,7 +486,7 @@ def _read(name: str, config: RunConfig, log: RunLog, store: ShardStore) -> _Open
 
 
 def _log_submission(run: str, steps: Steps, outcomes: Sequence[Outcome]) -> None:
-    """Leads from a request's id to its groups, which the line of their batch's sealing names."""
+    """Logs a request's groups, so that its id leads to them, and through the line of their sealing to their batch."""
     groups = sorted({str(GroupKey(*steps.key(row)[:2])) for row in range(len(steps))})
     accepted, first = outcomes.count(Outcome.ACCEPTED), str(steps.key(0))
     _log.debug("rows submitted", run=run, rows=len(steps), accepted=accepted, first=first, groups=groups)

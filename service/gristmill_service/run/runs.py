@@ -1,7 +1,7 @@
-"""The runs of this process: created, opened, taken over, deleted; and the timers that work for them.
+"""The runs of this process: creating, opening, taking over and deleting them, and the timers that work for them.
 
-Runs are stored in a run store. Its runs continue where they stopped when the service starts. A run that cannot be read
-is set aside, and the others are served.
+Runs are stored in a run store, and continue when the service starts. A run that cannot be read is set aside; the others
+are served.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ _FLUSH_S = 1.0
 _PATIENCE_S = 2.0
 _MAX_ROW_BYTES = 8 << 30
 _MAX_RUNS = 4096
-# A large batch, or a store that hangs, takes one of them.
+# A large batch, or a store that hangs, occupies one of these threads.
 _BUILDERS = 8
-# A log whose disk or server hangs takes one of them.
+# A log whose disk or server hangs occupies one of these threads.
 _LOG_THREADS = 8
 
 
 class Runs:
-    """On the event loop. Owns its threads, neither the shard store nor the run store.
+    """All runs, on the event loop. Owns its threads, but neither the shard store nor the run store.
 
-    make_monitor(clock, now): of each run; now is the run's own time.
-    max_row_bytes: how many bytes the rows of all runs together may hold. max_runs: how many runs there may be.
-    limits_of_each: what any one of them may hold.
+    make_monitor(clock, now): makes a run's monitor; `now` returns the run's own time.
+    max_row_bytes: the limit of all runs' bytes of rows. max_runs: the limit of runs. limits_of_each: the limits of each
+        run.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Runs:
         )
         self._runs: dict[str, Run] = {}
         self._unreadable: dict[str, Exception] = {}
-        # Held while a run of the name is created, opened or deleted.
+        # Locked while a run of the name is created, opened or deleted.
         self._names: dict[str, _NameLock] = {}
         self._is_closing = False
         self._elsewhere = self._unclaimed = 0
@@ -99,7 +99,7 @@ class Runs:
         self._timers: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Opens the runs that the store has, and starts the timers."""
+        """Opens the runs in the store, and starts the timers."""
         if not self._store.is_shared:
             for name in await asyncio.to_thread(self._store.names):
                 with suppress(FailedPreconditionError, UnavailableError):
@@ -141,8 +141,9 @@ class Runs:
         return warnings_of(parsed), False
 
     async def get(self, name: str) -> Run:
-        """Raises NotFoundError where there is no such run, OwnedElsewhereError where another process has it, and
-        FailedPreconditionError where it cannot be read."""
+        """Returns a run. Raises NotFoundError if there is none, OwnedElsewhereError if another process owns it, and
+        FailedPreconditionError if it cannot be read.
+        """
         run = self._runs.get(name)
         if run is not None and (not run.is_lost or run.is_deleted or self._is_closing):
             return run
@@ -152,8 +153,8 @@ class Runs:
         return await finished(self._open(name))
 
     async def read_shard(self, name: str, batch: int, address: ShardAddress) -> AsyncIterator[bytes]:
-        """Returns the shard's file in pieces, which any process that shares the store can read. Raises as `get` where
-        it has to be built again by the run's owner."""
+        """Returns the shard's file in pieces. Any process that shares the store can read it. Raises like `get` if the
+        run's owner has to build it again."""
         try:
             run = await self.get(name)
         except OwnedElsewhereError as elsewhere:
@@ -161,7 +162,7 @@ class Runs:
         return await run.read_shard(batch, address)
 
     async def read_shard_frames(self, name: str, batch: int, address: ShardAddress) -> AsyncIterator[bytes] | None:
-        """Returns the shard's compressed frames likewise, or None where the store has whole files."""
+        """Returns the shard's compressed frames like `read_shard`; None if the store has uncompressed files."""
         try:
             run = await self.get(name)
         except OwnedElsewhereError as elsewhere:
@@ -170,11 +171,11 @@ class Runs:
         return await run.read_shard_frames(batch, address)
 
     def unhealthy_reason(self) -> str:
-        """Returns why batches or calls have to wait for a store, as `look` found last; empty when all is well."""
+        """Returns why batches or calls have to wait for a store, as of the last `look`; empty if all is well."""
         return self._store_reason or next((run.blocked_reason for run in self.own() if run.blocked_reason), "")
 
     async def is_owner(self, name: str, grpc_address: str) -> bool:
-        """Returns whether the process there owns the run, as far as is known here."""
+        """Returns whether the process at this address owns the run, as far as this one knows."""
         try:
             await self.get(name)
         except OwnedElsewhereError as elsewhere:
@@ -186,7 +187,7 @@ class Runs:
         return False
 
     async def names(self) -> list[str]:
-        """Returns the names of all runs, with those of other processes and those that cannot be read."""
+        """Returns the names of all runs, also of other processes' runs and of unreadable ones."""
         own = {*self._runs, *self._unreadable}
         return sorted(own.union(await asyncio.to_thread(self._store.names)) if self._store.is_shared else own)
 
@@ -200,24 +201,24 @@ class Runs:
         return {name: str(error) for name, error in self._unreadable.items()}
 
     def usage(self) -> Mapping[str, Usage]:
-        """Returns what each run of this process has stored."""
+        """Returns what each run of this process stores."""
         return self._budget.usage()
 
     @property
     def row_room(self) -> tuple[int, int]:
-        """Bytes of rows that all runs hold or have promised room for, and how many they may."""
+        """Returns the bytes of rows that all runs store or have promised, and the limit."""
         return self._budget.held, self._budget.max_bytes
 
     def leases(self) -> dict[str, int]:
-        """Runs that this process owns, that it is not sure of, that others own, and that nobody does: the last two as
-        they were found within the last seconds."""
+        """Returns how many runs this process owns, how many it may have lost, how many others own, and how many nobody
+        owns; the last two as of a few seconds ago."""
         own = self.own()
         lost = sum(run.is_lost for run in own)
         return {"own": len(own) - lost, "lost": lost, "elsewhere": self._elsewhere, "nobody": self._unclaimed}
 
     async def delete(self, name: str) -> None:
-        """Returns when nothing of the run is left, so that its name can be another run's. A run that cannot be read may
-        be deleted, too. Goes on where its caller goes away."""
+        """Deletes a run, also an unreadable one. Returns when nothing of it is left, so that the name can be used
+        again. Continues if the caller goes away."""
         await finished(self._delete(name))
 
     async def _delete(self, name: str) -> None:
@@ -225,19 +226,19 @@ class Runs:
             return
         meant = await self.get(name)
         async with self._locked(name):
-            # The same run may have been read again meanwhile; another one of its name is not meant.
+            # The run may have been opened again meanwhile; a different run of the name must not be deleted.
             run = self._runs.get(name)
             if run is None or run.run_id != meant.run_id:
                 raise await self._unknown(name)
             await run.close(NotFoundError(f"run {name!r} was deleted"))
-            # What it was about to write or remove must not meet a new run of the name.
+            # Its pending writes and removals must not affect a new run of the name.
             run.abandon_build()
             await run.wait_idle()
             try:
                 await asyncio.to_thread(self._store.delete, name)
                 await asyncio.to_thread(self._shards.delete_run, name)
             except (GristmillError, OSError) as error:
-                # It is opened again when it is asked for, here or elsewhere.
+                # It is opened again at the next call for it, here or elsewhere.
                 self._set_aside(name, error)
                 raise
             finally:
@@ -246,8 +247,7 @@ class Runs:
                 self._shared.room.removed()
 
     async def close(self, timeout_s: float) -> None:
-        """Takes no more calls, finishes the batches that are sealed, and wakes callers that wait. The stores stay
-        open."""
+        """Refuses new calls, finishes sealed batches, and wakes callers that wait. The stores stay open."""
         if self._is_closing:
             return
         self._is_closing = True
@@ -264,7 +264,7 @@ class Runs:
             waiting.cancel()
         for run in runs:
             run.abandon_build()
-            # What the last batches recorded.
+            # Waits for the records of the last batches.
             await run.close(_shutting_down())
             await run.close_log()
         self._builders.shutdown(wait=False, cancel_futures=True)
@@ -274,7 +274,7 @@ class Runs:
 
     @asynccontextmanager
     async def _locked(self, name: str) -> AsyncIterator[None]:
-        """One name at a time: a long replay or deletion is in nobody else's way."""
+        """Locks one name, so that a long replay or deletion does not delay other runs."""
         entry = self._names.setdefault(name, _NameLock())
         entry.users += 1
         try:
@@ -286,7 +286,7 @@ class Runs:
                 del self._names[name]
 
     async def _create(self, name: str, config: RunConfig) -> bool:
-        """Whether no other call, or process, was faster."""
+        """Creates the run. Returns False if another call, or process, was faster."""
         async with self._locked(name):
             if name in self._runs:
                 return False
@@ -298,10 +298,10 @@ class Runs:
             return True
 
     async def _open(self, name: str) -> Run:
-        """The run as its log describes it now. Raises as `get` does."""
+        """Opens the run from its log. Raises like `get`."""
         self._check_store()
         async with self._locked(name):
-            # A caller that waited behind an attempt that failed does not make it again.
+            # Callers that waited for a failed attempt get its error instead of repeating it.
             self._check_store()
             run = self._runs.get(name)
             if run is not None:
@@ -316,7 +316,7 @@ class Runs:
                 raise await self._unknown(name) from None
             except UnavailableError as error:
                 if not self._store.is_shared:
-                    # Nobody else names it: it would be unknown from now on.
+                    # Without this entry the run would be unknown.
                     self._set_aside(name, error)
                 self._runs.pop(name, None)
                 raise
@@ -331,18 +331,19 @@ class Runs:
             return run
 
     async def _close_lost(self, name: str, run: Run) -> None:
-        """Closes a run whose lease may come back: it must not go on deciding next to the one that is opened now."""
+        """Closes a run whose lease may come back, so that it does not decide anything next to the one that is opened
+        now."""
         run.lose()
-        await run.close(UnavailableError(f"run {name!r} is read again from where it is stored; ask again"))
+        await run.close(UnavailableError(f"run {name!r} is being recovered from its store; retry"))
         run.abandon_build()
         await run.wait_idle()
-        # It stays named until another takes its place: calls for it come here meanwhile, and wait.
+        # It stays registered until it is replaced, so that calls for it wait here.
         await run.close_log()
 
     async def _start(self, name: str, log: RunLog) -> Run:
         try:
             run = await Run.open(name, stored_config(log.config), log, self._shared)
-            # A shutdown that began meanwhile does not know of it.
+            # A shutdown that began meanwhile would miss it.
             self._check_serving()
         except BaseException:
             await asyncio.to_thread(log.close)
@@ -354,15 +355,15 @@ class Runs:
 
     def _set_aside(self, name: str, error: Exception) -> None:
         is_new = name not in self._unreadable
-        # Without the frames that it was raised through.
+        # Without its traceback, which would keep frames alive.
         self._unreadable[name] = copy(error)
         if is_new:
             _log.error("run cannot be read", run=name, reason=str(error))
 
     async def _delete_unreadable(self, name: str) -> bool:
-        """Whether the run was set aside, and is deleted now."""
+        """Deletes the run if it is set aside. Returns whether it was."""
         async with self._locked(name):
-            # It may have come back, or have been deleted and created again: then calls are under way in it.
+            # If it is readable again, or was created again, calls may be under way in it.
             if name not in self._unreadable:
                 return False
             await asyncio.to_thread(self._store.delete, name)
@@ -381,8 +382,8 @@ class Runs:
         await asyncio.gather(*(_quietly(run.flush()) for run in self.own()))
 
     async def look(self) -> None:
-        """Asks the store how it is, which is also what finds that there is room again. Callers that ask meanwhile share
-        the answer; where there is none within 2 s, that is the reason."""
+        """Asks the store for its state, which also shows whether there is capacity again. Concurrent callers share the
+        answer; if there is none within 2 s, that is the reason."""
         if self._looking is None or self._looking.done():
             self._looking = asyncio.ensure_future(asyncio.to_thread(self._store.unhealthy_reason))
         # Another caller may look again before this one goes on.
@@ -392,11 +393,11 @@ class Runs:
         self._store_reason = looking.result() if looking.done() else silent
 
     async def _adopt(self) -> None:
-        """Takes over what nobody owns any more, and opens again what is not certain."""
+        """Takes over runs that nobody owns any more, and opens lost ones again."""
         elsewhere = unclaimed = 0
         for name in await self.names():
             if not isinstance(self._unreadable.get(name), UnavailableError | None):
-                # It is damaged, and read again when it is asked for: that may take long, and seldom helps.
+                # Unreadable: opened again only when a call asks for it, because that may take long and seldom helps.
                 unclaimed += 1
                 continue
             try:
@@ -429,14 +430,14 @@ def _shutting_down() -> UnavailableError:
 
 
 class _NameLock:
-    """users: how many hold the lock or wait for it."""
+    """users: how many callers have the lock or wait for it."""
 
     def __init__(self) -> None:
         self.lock, self.users = asyncio.Lock(), 0
 
 
 async def _every(seconds: float, do: Callable[[], Awaitable[None]]) -> None:
-    """Does this again and again, with this pause; what fails is logged."""
+    """Calls a function repeatedly, with this pause in between; errors are logged."""
     while True:
         await asyncio.sleep(seconds)
         try:
@@ -446,8 +447,8 @@ async def _every(seconds: float, do: Callable[[], Awaitable[None]]) -> None:
 
 
 def _whole_or(elsewhere: OwnedElsewhereError, read: Callable[..., Any], *args: Any) -> Any:
-    """The pieces that are read, or the error that names the owner where the first of them is not there: it builds them
-    again, or knows why."""
+    """Yields the pieces of a shard. If the first is missing, raises the error that names the run's owner, which builds
+    the shard again or knows the reason."""
     try:
         pieces: Iterator[bytes] | None = read(*args)
         if pieces is None:
@@ -459,13 +460,14 @@ def _whole_or(elsewhere: OwnedElsewhereError, read: Callable[..., Any], *args: A
 
 
 async def _quietly(work: Awaitable[Any]) -> None:
-    """The store may take nothing now, which `unhealthy_reason` reports, and a run may be deleted meanwhile."""
+    """Ignores errors of a task: `unhealthy_reason` reports that the store refuses, and a run may be deleted
+    meanwhile."""
     with suppress(UnavailableError, NotFoundError):
         await work
 
 
 def _holding(run: Run) -> dict[str, int]:
-    """How many batches, open groups and rows are held now."""
+    """Returns how many batches, open groups and rows are stored now."""
     return run.read(
         lambda state, room: {
             "batches": len(state.batches),

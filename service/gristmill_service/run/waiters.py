@@ -1,5 +1,4 @@
-"""Callers that wait for a run to change: the conditions that they wait for, the events after which each is looked at
-again, and who is woken."""
+"""Callers that wait for a run to change: their conditions, the events after which each is checked, and who is woken."""
 
 from __future__ import annotations
 
@@ -54,22 +53,22 @@ TOPICS: dict[type[Event], frozenset[Topic]] = {
     RunFinished: _BATCHES | _ROOM,
     # A finished run ends when nothing complete is left.
     GroupDropped: _BATCHES | _ROOM,
-    # Of the room that is kept for its tag, others may have some now.
+    # Others may now get some of the capacity that was reserved for its tag.
     GroupTagged: _ROOM,
     TagSharesLapsed: _ROOM,
     GroupClosed: _ROOM,
     TrajectoryAborted: _ROOM,
     PolicyVersionAnnounced: frozenset([Topic.VERSION, Topic.ROOM]),
 }
-"""The topics that an event may settle."""
+"""The topics of conditions that an event may settle."""
 
 
 @dataclass(frozen=True, slots=True)
 class Condition:
     """A condition that callers wait for. It is met when reading again gives a settled answer, which may be a refusal.
 
-    key: conditions of a topic with the same key are the same one. The key of a condition for room is the tag that it is
-    for; each group of room lets one caller go on.
+    key: conditions of a topic with the same key are the same. The key of a condition for capacity is the tag that needs
+        it; each group that may be admitted wakes one caller.
     """
 
     topic: Topic
@@ -125,7 +124,7 @@ class Waiters:
         waiting.wakes[wake] = None
 
     def remove(self, condition: Condition, wake: Wake) -> None:
-        """Removes a caller; it may have been woken already."""
+        """Removes a caller, which may have been woken already."""
         topic = self._topics[condition.topic]
         if (waiting := topic.get(condition.key)) is not None:
             waiting.wakes.pop(wake, None)
@@ -136,8 +135,8 @@ class Waiters:
         return bool(self._topics[topic])
 
     def wake_met(self, topics: Collection[Topic], state: State, room: Room) -> None:
-        """Wakes the callers whose wait is over. room: the groups that may be admitted now; as many callers that wait
-        for room go on, in the order in which they came."""
+        """Wakes the callers whose condition is met. room: the groups that may be admitted now: as many callers that
+        wait for capacity are woken, in the order in which they came."""
         wakes: list[Wake] = []
         for topic in topics:
             waiting_by_key = self._topics[topic]

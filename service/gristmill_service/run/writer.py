@@ -1,8 +1,8 @@
 """The state of one run and its only writer: decides calls, applies their events, and queues them for the log.
 
-Everything here happens on the event loop, so that nothing needs a lock. A call's events are applied at once; its answer
-is given when the log has them (`Commits.safe`). Where the log does not take them, the run is lost: it is opened again
-from the log, and callers that were not answered ask again.
+Everything here runs on the event loop, so that no locks are needed. A call's events are applied at once; its answer is
+given when they are in the log (`Commits.safe`). If an append fails, the run is lost: it is opened again from the log,
+and callers without an answer ask again.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ NO_TABLES: Mapping[int, Steps] = MappingProxyType({})
 
 
 class SparseTable(NamedTuple):
-    """A table on the heap of which at most half is needed. live: where each needed row is."""
+    """A table on the heap of which at most half the rows are needed. live: the index of each needed row."""
 
     number: int
     stored: Stored
@@ -60,11 +60,12 @@ class SparseTable(NamedTuple):
 
 @dataclass(slots=True)
 class Effects:
-    """What follows from applied events.
+    """The effects of applied events.
 
-    tables: the new tables of rows that the events refer to. topics: what callers wait for and that may be settled.
-    The others are work for the background. builds: whether a batch is to be built. freed: batches whose shards are to
-    be removed. empty: row tables that nothing needs. sealed, failed: batches to be logged.
+    tables: the new tables of rows that the events refer to. topics: the conditions that may be settled. The rest is
+    background work. builds: whether a batch is to be built. freed: batches whose shards are to be removed. empty:
+        tables
+    without needed rows. sealed, failed: batches to be logged.
     """
 
     tables: dict[int, Steps] = field(default_factory=dict)
@@ -78,11 +79,10 @@ class Effects:
 
 
 class Writer:
-    """Alone changes the state.
+    """The only code that changes the state.
 
-    config: the current one; it begins as the run was created. now: the run's own time. closed: the error of every call,
-    once the run is closed. on_effects: starts the background work that follows. table_numbers: numbers for new tables
-    of rows.
+    config: the current configuration. now: returns the run's own time. closed: the error of every call, once the run is
+    closed. on_effects: starts background work. table_numbers: numbers of new tables of rows.
     """
 
     def __init__(
@@ -119,10 +119,10 @@ class Writer:
         *,
         is_internal: bool = False,
     ) -> T:
-        """Decides a call and applies what follows. The answer is to be given when `commits` are safe.
+        """Decides a call, and applies its events and those that follow. Give the answer when `commits` are safe.
 
-        tables: those that the decision's events may refer to, by their numbers. is_internal: for the result of a
-        background task, which a run takes also while the service shuts down.
+        tables: the tables that the events may refer to, by number. is_internal: whether it is the result of a
+            background task, which a run also takes while the service shuts down.
         """
         self.check_open(is_internal)
         self._log.check(has_rows=False)
@@ -132,11 +132,11 @@ class Writer:
         return answer(self.state)
 
     def begin(self, events: Sequence[Event]) -> None:
-        """Applies what opening the run led to, and what is due."""
+        """Applies the events of opening the run, and those that are due."""
         self._happen(events, NO_TABLES, is_first=True)
 
     def _happen(self, decided: Sequence[Event], tables: Mapping[int, Steps], *, is_first: bool = False) -> None:
-        # What cannot be written is refused before anything has changed.
+        # Values that cannot be encoded are refused before the state changes.
         encoded = [encode_event(event) for event in decided]
         effects, happened = Effects(), None if is_first else decided
         try:
@@ -148,7 +148,7 @@ class Writer:
                 self._apply(following, tables, effects)
                 happened = following
         except BaseException:
-            # A defect: nobody goes on with what is half applied.
+            # A defect: the state is half applied and must not be used.
             self.lose()
             raise
         if encoded:
@@ -209,7 +209,7 @@ class Writer:
     # --- Waiting
 
     def wait(self, condition: Condition, wake: Callable[[], None]) -> None:
-        """Has `wake` called once, when the condition is met; at once where it is already, or where the run takes no
+        """Has `wake` called once, when the condition is met; at once if it is met already, or the run takes no
         calls."""
         has_room = condition.topic is Topic.ROOM and self.room().groups_of(str(condition.key)) > 0
         if self.closed is not None or self.is_lost or has_room or condition.is_met(self.state):
@@ -218,7 +218,7 @@ class Writer:
             self.waiters.add(condition, wake)
 
     def wake_for_room(self) -> None:
-        """Wakes the callers for which other runs have freed capacity."""
+        """Wakes callers for which other runs have freed capacity."""
         if self.waiters.waits_for(Topic.ROOM):
             self.waiters.wake_met([Topic.ROOM], self.state, self.room())
 
@@ -231,7 +231,7 @@ class Writer:
         return room if quota is None else room.within(admission.quota_room(quota))
 
     def quota(self) -> Quota | None:
-        """Returns what the service lets a run hold, and what this one holds; None where it sets no limit."""
+        """Returns the limits of what a run may store, and what this one stores; None if the service sets no limit."""
         limits = self._budget.limits_of_each
         if limits == NO_LIMITS:
             return None
@@ -253,7 +253,7 @@ class Writer:
         return self._is_lost or self._log.is_lost
 
     def lose(self) -> None:
-        """From now on the run is to be opened again."""
+        """Marks the run as one that has to be opened again."""
         self._is_lost = True
         self.waiters.wake_all()
 
@@ -262,15 +262,15 @@ class Writer:
         return isinstance(self.closed, NotFoundError)
 
     def check_open(self, is_internal: bool = False) -> None:
-        """Raises where the run takes no calls: it is closed, or its log is lost."""
+        """Raises if the run takes no calls: it is closed, or its log is lost."""
         closed = self.closed
         if closed is not None and not (is_internal and not isinstance(closed, NotFoundError)):
             raise type(closed)(*closed.args)
         if self._is_lost or self._log.is_lost:
-            raise UnavailableError(f"run {self._name!r} is being read again from its store; retry")
+            raise UnavailableError(f"run {self._name!r} is being recovered from its store; retry")
 
     def close(self, error: GristmillError) -> None:
-        """Has calls raise this error from now on, and wakes those that wait. A deleted run stays deleted."""
+        """Has calls raise this error from now on, and wakes callers that wait. A deleted run stays deleted."""
         if not self.is_deleted:
             self.closed = error
         self.waiters.wake_all()

@@ -1,4 +1,4 @@
-"""Columns that trainers write, as bytes and as tables of the run's log."""
+"""Columns that trainers write: read from requests, and stored as tables of the run's log."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from gristmill_service.storage.run_store import RunLog
 
 
 class _Sent(NamedTuple):
-    """A column as it came. tensors: by the names that a shard's have. digest: of all their bytes."""
+    """A received column. tensors: by the names of a shard's tensors. digest: of all their bytes."""
 
     spec: ColumnSpec
     tensors: Mapping[str, Array]
@@ -34,10 +34,10 @@ class _Sent(NamedTuple):
 
 
 class SentColumns:
-    """The columns that a trainer wrote for one shard, as they came.
+    """The columns that a trainer sent for one shard.
 
-    tensors: by the names that the shard's would have. Raises InvalidArgumentError for one that trainers of the run do
-    not write.
+    tensors: by the names that the shard's would have. Raises InvalidArgumentError for a column that trainers of the run
+        do not write.
     """
 
     def __init__(
@@ -58,10 +58,10 @@ class SentColumns:
         forms: Mapping[ShardAddress, ShardForm],
         others: Callable[[ColumnPlace], Array | None],
     ) -> dict[ColumnPlace, Array]:
-        """Returns the values of those of the columns that are new. forms: of the batch's shards. others: gives what was
-        written before, or None. Reads tables and checks values: for a thread.
+        """Returns the values of the new columns. forms: of the batch's shards. others: returns columns that were
+        written before, or None. Reads tables and checks values: call it in a thread.
 
-        Raises InvalidArgumentError for values that are not as the shard is.
+        Raises InvalidArgumentError for values that do not fit the shard.
         """
         form = forms.get(self._address)
         if not new:
@@ -83,7 +83,7 @@ class SentColumns:
     def described(
         self, values: Mapping[ColumnPlace, Array], numbers: Sequence[int]
     ) -> dict[ColumnPlace, WrittenColumn]:
-        """Returns the columns as the state knows them, stored as the tables of these numbers."""
+        """Returns the columns as the state stores them, in the tables of these numbers."""
         return {
             place: WrittenColumn(
                 self._columns[place].digest, number, row_digests(table_of(place.column, own))[0], own.nbytes
@@ -102,11 +102,11 @@ class SentColumns:
 
 
 Written = Mapping[ColumnPlace, tuple[int, Stored | None]]
-"""The table of each column that was written, None where it has to be loaded from the log, with its number."""
+"""The table of each written column, None if it has to be loaded from the log, with its number."""
 
 
 def written_before(batch: int, state: State, rows: RowBuffer) -> Written:
-    """Returns what was written of a batch that waits for columns."""
+    """Returns the written columns of a batch that waits for columns."""
     waiting = state.batches.get(batch)
     if waiting is None:
         return {}
@@ -114,7 +114,7 @@ def written_before(batch: int, state: State, rows: RowBuffer) -> Written:
 
 
 def loaded(written: Written, log: RunLog) -> Callable[[ColumnPlace], Array | None]:
-    """Gives the values of a column that was written, or None. Blocks while it reads the log."""
+    """Returns a function that returns the values of a written column, or None. It blocks while it reads the log."""
 
     def find(place: ColumnPlace) -> Array | None:
         if place not in written:
@@ -126,7 +126,7 @@ def loaded(written: Written, log: RunLog) -> Callable[[ColumnPlace], Array | Non
 
 
 def table_of(name: str, values: Array) -> Steps:
-    """A table that holds these values: one row without tokens, and the column."""
+    """Returns a table with these values: one row without tokens, and the column."""
     none, nothing = np.zeros(1, np.int32), np.zeros(1, np.int64)
     return Steps(
         uids=[""],
@@ -149,7 +149,7 @@ def table_of(name: str, values: Array) -> Steps:
 
 
 def values_of(table: Steps, name: str) -> Array:
-    """The values that such a table holds."""
+    """Returns the values in such a table."""
     return table.extras[name].values[0]
 
 

@@ -1,1 +1,1 @@
-"""The run's state machine, pure: events, the state that they make, and the decisions that read it and return events."""
+"""The run's state machine, which is pure: events, the state that they make, and decisions, which return events."""

@@ -1,4 +1,4 @@
-"""The answers of a run: plain values, which the APIs translate."""
+"""The answers of a run, as plain values that the APIs translate."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gristmill_service.storage.shard_store import ShardLocation
 
 
 class ColumnPlace(NamedTuple):
-    """Where a column is written: for a shard of the policy."""
+    """A column of one of the policy's shards."""
 
     mini_batch: int
     rank: int
@@ -23,7 +23,7 @@ class ColumnPlace(NamedTuple):
 
 
 class Admission(Enum):
-    """What became of one uid of `begin_groups`; values are those of the proto enum."""
+    """The result for one uid of `begin_groups`; values are those of the proto enum."""
 
     ADMITTED = 1
     NO_ROOM = 2
@@ -32,7 +32,7 @@ class Admission(Enum):
 
 
 class Outcome(Enum):
-    """What became of one submitted row; values are those of the proto enum."""
+    """The result for one submitted row; values are those of the proto enum."""
 
     ACCEPTED = 1
     DUPLICATE = 2
@@ -42,7 +42,7 @@ class Outcome(Enum):
 
 
 class BatchState(Enum):
-    """Values are those of the proto enum. A batch that failed raises BatchFailedError instead."""
+    """The state of a batch; values are those of the proto enum. A failed batch raises BatchFailedError instead."""
 
     PENDING = 1
     PUBLISHED = 2
@@ -51,7 +51,7 @@ class BatchState(Enum):
 
 
 class Position(NamedTuple):
-    """A place in a model's training order; positions compare in that order."""
+    """A position in a model's training order; positions compare in that order."""
 
     batch: int
     epoch: int = 0
@@ -60,7 +60,7 @@ class Position(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Admissions:
-    """waits: whether the run can tell when there is more room."""
+    """waits: whether the run notices when there is more capacity."""
 
     admissions: Sequence[Admission]
     retry_after_s: float = 0.0
@@ -70,7 +70,7 @@ class Admissions:
 
 @dataclass(frozen=True, slots=True)
 class RewardUpdate:
-    """`value` where rows carry scalar rewards; `token_values`, one a response token, where they carry those."""
+    """A reward: `value` for scalar rewards; `token_values`, one per response token, for rewards per token."""
 
     trajectory: TrajectoryKey
     step: int | None = None
@@ -86,7 +86,7 @@ class Sealed:
 
 @dataclass(frozen=True, slots=True)
 class BatchAnswer:
-    """awaits: what trainers have to write yet, where it is FORWARD."""
+    """awaits: the columns that trainers still have to write, if it is FORWARD."""
 
     state: BatchState
     plan: bytes = b""
@@ -107,7 +107,8 @@ GroupState = Literal["open", "complete", "sealed", "dropped"]
 
 @dataclass(frozen=True, slots=True)
 class GroupAnswer:
-    """batch: which it was sealed into; reason: why it was dropped, `batch_failed` with its batch. tag: "" for none."""
+    """batch: the batch it was sealed into. reason: why it was dropped; `batch_failed` with its batch. tag: "" for
+    none."""
 
     round: int
     uid: str
@@ -119,7 +120,7 @@ class GroupAnswer:
 
 @dataclass(frozen=True, slots=True)
 class TagGroups:
-    """What became of the groups of a tag, each counted once."""
+    """How many groups of a tag are in each state; each group counts once."""
 
     open: int
     complete: int
@@ -129,7 +130,7 @@ class TagGroups:
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """position: the rank's next after an acknowledgement, or the committed one after a commit."""
+    """position: the rank's next after an acknowledgement; the committed one after a commit."""
 
     position: Position
     generation: int
@@ -154,8 +155,9 @@ class ModelProgress:
 
 @dataclass(frozen=True, slots=True)
 class RunStatus:
-    """run_id: made when the run was created. generation: how often its log was found shorter than promised, plus 1.
-    config_json: the settings that are not the defaults. resolved_config_json: all settings."""
+    """run_id: created with the run. generation: how often its log was found shorter than confirmed, plus 1.
+    config_json: the settings that are not defaults. resolved_config_json: all settings.
+    """
 
     run: str
     run_id: str

@@ -1,6 +1,6 @@
-"""What a run's log keeps of its batches for good: figures of each, which outlive rows, shards and processes.
+"""The figures of batches that a run's log stores permanently, after rows and shards are freed.
 
-Where there are many, each two neighbors become one: a run of any length keeps at most `MOST`, and its totals stay
+If there are too many, neighbors are added up in pairs: a run of any length stores at most `MOST`, and its totals stay
 exact.
 """
 
@@ -16,8 +16,8 @@ MOST = 1024
 
 
 def keep(records: list[Figures], record: Figures) -> None:
-    """Adds the record to those before it, and halves their number where they are too many: all but the last are of
-    equally many batches."""
+    """Appends the record. If there are too many, halves their number: all but the last then cover equally many
+    batches."""
     if records and records[-1].batches < records[0].batches:
         records[-1] = records[-1].joined(record)
     else:
@@ -28,6 +28,6 @@ def keep(records: list[Figures], record: Figures) -> None:
 
 
 def total(records: Iterable[Figures]) -> Figures | None:
-    """Returns one record of all; None where there is none."""
+    """Returns the sum of all records; None if there is none."""
     every = list(records)
     return reduce(Figures.joined, every) if every else None

@@ -1,7 +1,7 @@
-"""Events and states as bytes, for a run's log. MessagePack by the classes' own fields; nothing is unpickled.
+"""Encode and decode events and states for a run's log, as MessagePack of the classes' fields; nothing is unpickled.
 
-A field that is added needs a default, so that what an older version wrote can be read; anything else is a new format.
-Format 1 had rows whole; it was never released, and is not read.
+A new field needs a default, so that logs of older versions can be read; any other change is a new format. Format 1
+stored rows in events; it was never released, and cannot be read.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ EncodedEvent = tuple[str, msgspec.Raw]
 
 
 def encode_event(event: Event) -> EncodedEvent:
-    """Raises InvalidArgumentError for a value that no record can hold."""
+    """Encodes an event. Raises InvalidArgumentError for a value that cannot be encoded."""
     try:
         return type(event).__name__, msgspec.Raw(_encoder.encode(event))
     except (UnicodeEncodeError, OverflowError, TypeError) as error:
@@ -44,12 +44,12 @@ def encode_event(event: Event) -> EncodedEvent:
 
 
 def record_of(events: Sequence[EncodedEvent]) -> bytes:
-    """Makes one record of the log: all of these events happened, or none."""
+    """Makes one record of the log, which has all of these events or none."""
     return _encoder.encode((FORMAT, events))
 
 
 def decode_events(record: bytes) -> list[Event]:
-    """Raises InvalidArgumentError for what this version does not read."""
+    """Decodes a record. Raises InvalidArgumentError if this version cannot read it."""
     try:
         version, events = _record.decode(record)
         _check(version)
@@ -63,7 +63,7 @@ def encode_state(state: State) -> bytes:
 
 
 def decode_state(snapshot: bytes) -> State:
-    """Raises InvalidArgumentError for what this version does not read."""
+    """Decodes a snapshot. Raises InvalidArgumentError if this version cannot read it."""
     try:
         version, fields = _snapshot.decode(snapshot)
         _check(version)

@@ -1,6 +1,6 @@
-"""The rows of a request as the state knows them: their names, sizes and digests.
+"""Describe the rows of a request as the state stores them: names, sizes and digests.
 
-Digests tell a repeated row from another one, and whole rows from damaged ones.
+Digests distinguish a repeated row from a different one, and whole rows from damaged ones.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from gristmill._wire.steps import PLAIN_FIELDS, Steps, TrajectoryKey
 from gristmill_service.run.machine.events import RowName, RowRef, StoredRow
 
 ROW_OVERHEAD_BYTES = 768
-"""The memory of a row in addition to the values of its tokens: its keys, digest, lengths and places."""
+"""The bytes of a row in addition to the values of its tokens: its keys, digest, lengths and indices."""
 _SMALL = Struct("<qqi??dd16s")
 
 
 class RowKeys(NamedTuple):
-    """trajectories: of each row. names: of each, within its group."""
+    """trajectories: of each row. names: of each row, within its group."""
 
     trajectories: Sequence[TrajectoryKey]
     names: Sequence[RowName]
@@ -35,7 +35,7 @@ class RowKeys(NamedTuple):
         rounds, samples = steps.rounds.tolist(), steps.samples.tolist()
         uids: list[str] = []
         for uid, same in groupby(steps.uids):
-            # One string for all of them: the state keeps it as long as the rows.
+            # One string object for equal uids, because the state stores it as long as the rows.
             uids += [uid] * len(list(same))
         return cls(
             made_of(TrajectoryKey, rounds, uids, samples),
@@ -51,10 +51,10 @@ def describe_rows(
     tokens: Sequence[bytes],
     parents: Sequence[RowName | None],
 ) -> list[StoredRow]:
-    """Returns the rows of a request as the state knows them once they are stored as this table.
+    """Returns the rows of a request as the state stores them with this table.
 
-    digests: of the table's rows. tokens: for each row the digest of all its tokens. parents: for each row, as
-    `StoredRow` has it.
+    digests: of the table's rows. tokens: the digest of all tokens of each row. parents: for each row, as in
+        `StoredRow`.
     """
     count, checks = len(steps), [b""] * len(steps)
     if steps.prefix_lengths is not None:
@@ -89,16 +89,16 @@ def describe_rows(
 
 
 def row_digests(steps: Steps, shared: Collection[str] = ()) -> list[bytes]:
-    """Returns the digest of what the table itself has of each row. shared: as `RowDigests` has it."""
+    """Returns the digest of what the table itself has of each row. shared: as in `RowDigests`."""
     return RowDigests(steps, shared).of_own()
 
 
 class RowDigests:
-    """The digests of a table's rows: of each row without its key.
+    """Computes digests of a table's rows, without their keys.
 
-    The placeholder of a pending reward does not count. shared: columns whose values a row may
-    lack where the step before has them (`ColumnSpec.is_shared`); a later step's values of prompt tokens do not count.
-    rewards: the digest of each row's rewards per token; empty where they are scalar or pending.
+    The placeholder of a pending reward does not count. shared: the columns of which a row may omit values that the step
+    before has (`ColumnSpec.is_shared`); a later step's values of prompt tokens do not count.
+    rewards: the digest of each row's rewards per token; empty if they are scalar or pending.
     """
 
     def __init__(self, steps: Steps, shared: Collection[str]) -> None:
@@ -106,7 +106,7 @@ class RowDigests:
         if steps.token_rewards is not None:
             self.rewards = _reward_digests(steps, steps.token_rewards)
         self._small = _small_fields(steps, self.rewards)
-        # What has no fixed length comes behind what has.
+        # Parts of variable length come after those of fixed length.
         self._reasons = [*map(str.encode, steps.stop_reasons)]
         self._values: list[Sequence[Any]] = [steps.loss_mask.memory(), *_plain_parts(steps)]
         if steps.token_advantages is not None:
@@ -116,15 +116,15 @@ class RowDigests:
         self._values += [part for name in sorted(steps.extras) for part in _extra_parts(steps, name, name in shared)]
 
     def of(self, tokens: Sequence[bytes]) -> list[bytes]:
-        """tokens: of each row the digest of all its tokens."""
+        """Returns the rows' digests. tokens: the digest of all tokens of each row."""
         parts = zip(self._small, self._reasons, tokens, *self._values, strict=True)
         if self._steps.extras:
-            # Images are better not copied.
+            # Updated in parts, so that images are not copied.
             return [_digest(one) for one in parts]
         return [*map(xxh3_128_digest, map(b"".join, parts))]
 
     def of_own(self) -> list[bytes]:
-        """With the tokens that the table has of each row, and how many it lacks, where it lacks any."""
+        """Returns the digests with only the tokens that the table has, and how many it omits, if any."""
         tokens = [*map(xxh3_128_digest, self._steps.tokens.memory())]
         if self._steps.prefix_lengths is None:
             return self.of(tokens)
@@ -141,14 +141,13 @@ def _digest(parts: Iterable[Any]) -> bytes:
 
 
 def _extra_parts(steps: Steps, name: str, is_shared: bool) -> tuple[list[bytes], list[Array]]:
-    """Returns for each row whether it has the column, and the column's values."""
+    """Returns for each row a label that says whether it has the column, and the column's values."""
     extra = steps.extras[name]
     values: list[Array] = extra.values.arrays()
     if is_shared:
         counts = np.where(steps.steps > 0, steps.response_lengths, extra.values.lengths).tolist()
         values = [one[max(0, len(one) - count) :] for one, count in zip(values, counts, strict=True)]
-    # A column that is given with nothing in it is not one that is not given; and where one column's values end and
-    # another column begins is part of what was sent.
+    # An empty column differs from a missing one, and the label separates one column's values from the next.
     labels = [
         name.encode() + b"\0" + len(one).to_bytes(8, "little") if given else b""
         for one, given in zip(values, extra.given.tolist(), strict=True)
@@ -166,8 +165,8 @@ def _plain_parts(steps: Steps) -> Iterator[Sequence[Any]]:
 
 
 def _token_versions(steps: Steps, versions: Ragged) -> list[Any]:
-    """Returns each row's versions per token; none where all equal the row's: a row with them may come among rows
-    without."""
+    """Returns each row's versions per token; empty if all equal the row's, because such rows may come with or without
+    them."""
     own = steps.policy_versions.tolist()
     return [b"" if (array == version).all() else array for array, version in zip(versions.arrays(), own, strict=True)]
 
@@ -180,14 +179,14 @@ def _reward_digests(steps: Steps, rewards: Ragged) -> list[bytes]:
 
 
 def values_digest(values: Array) -> bytes:
-    """The same for equal numbers, whatever their width."""
+    """Returns the same digest for equal numbers, whatever their width."""
     return xxh3_128(bytes_of(values.astype(np.float64, copy=False))).digest()
 
 
 def _small_fields(steps: Steps, reward_digests: Sequence[bytes]) -> list[bytes]:
-    """Each row's fields of a fixed length that are no columns of tokens."""
+    """Encodes each row's fields of fixed length."""
     pending = steps.rewards_pending.tolist()
-    # A negative zero is the same number as the other one.
+    # Adding 0.0 turns a negative zero into a positive one.
     rewards = [0.0 if waits else reward + 0.0 for waits, reward in zip(pending, steps.rewards.tolist(), strict=True)]
     advantages = [0.0] * len(steps) if steps.advantages is None else (steps.advantages + 0.0).tolist()
     return [

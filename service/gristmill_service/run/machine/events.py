@@ -1,7 +1,7 @@
-"""What can happen to a run, as small values in one ordered log.
+"""The events of a run, as small values in one ordered log.
 
-An event says what was decided, never how. Rows of tokens are referenced, not contained. Only `state.apply` gives events
-their meaning; `codec` writes them down.
+An event has a decision's result, not its reasons. It refers to rows of tokens, and does not contain them. Only
+`state.apply` interprets events; `codec` encodes them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class GroupKey(NamedTuple):
 
 
 class NewGroup(NamedTuple):
-    """A group that begins: of how many samples it is made, and its environment or task."""
+    """A group to begin: its number of samples, and its environment or task."""
 
     key: GroupKey
     samples: int
@@ -35,14 +35,14 @@ class NewGroup(NamedTuple):
 
 
 class RowRef(NamedTuple):
-    """Where a row's tokens are: in which table of the run's log, and which row of it."""
+    """Refers to a row's tokens: the number of a table in the run's log, and the row's index in it."""
 
     table: int
     row: int
 
 
 class RowName(NamedTuple):
-    """Names a row of a prompt group. Whatever becomes of the row, its content stays the same under this name."""
+    """Names a row of a prompt group. The content under a name never changes."""
 
     sample: int
     attempt: int
@@ -50,18 +50,19 @@ class RowName(NamedTuple):
 
 
 COLUMNS = -1
-"""In place of a row's number in a RowRef: the table has no tokens, but a column that a trainer wrote."""
+"""The row's index in a RowRef to a table that has a column that a trainer wrote, and no tokens."""
 
 
 class StoredRow(NamedTuple):
-    """What the state knows of one accepted row.
+    """The state's description of an accepted row.
 
-    digest: of all of the row but its key, to tell a repeated row from another one, however each was sent.
+    digest: of the whole row without its key, to recognize a repeated row however it was sent.
     nbytes, tokens: of what is stored of it, and of the whole row.
-    parent: the row of its group that has the tokens with which it begins, so that they are not stored with it; None
-        where all of it is. check: of what is stored of it, empty where that is the digest.
-    reward: the step's reward, None while it is pending; reward_digest: of the values, where they are per token.
-    late_rewards: those values, float64, where they came after the row.
+    parent: the row of its group whose first tokens it begins with, which are not stored again; None if it is stored
+        whole.
+    check: the digest of what is stored of it, empty if that is the same.
+    reward: the step's reward, None while it is pending. reward_digest: of rewards per token.
+    late_rewards: rewards per token, float64, that were set after the row arrived.
     """
 
     trajectory: TrajectoryKey
@@ -99,12 +100,12 @@ class SetReward(NamedTuple):
     value: float
     digest: bytes = b""
     token_values: bytes = b""
-    """float64, one a response token, where rewards are given so."""
+    """float64, one per response token; empty for a scalar reward."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowSchema:
-    """Which columns the rows of a run carry; all rows agree. None: not known yet, or not applicable."""
+    """The optional columns of a run's rows, in which all rows agree. None: not known yet, or not applicable."""
 
     logprobs: bool | None = None
     token_rewards: bool | None = None
@@ -116,12 +117,12 @@ ROW_KINDS = {
     "token_rewards": {True: "one reward per response token", False: "one reward a step"},
     "token_advantages": {True: "one advantage per response token", False: "one advantage a trajectory"},
 }
-"""What each field of a `RowSchema` says of a row, for errors."""
+"""The words for each field of a `RowSchema`, for errors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that was decided."""
+    """Base class of events."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +133,7 @@ class GroupsAdmitted(Event):
 
 @dataclass(frozen=True, slots=True)
 class GroupTagged(Event):
-    """A group that began without a tag is given one."""
+    """A group that began without a tag gets one."""
 
     group: GroupKey
     tag: str
@@ -161,7 +162,7 @@ class TrajectoryAborted(Event):
 
 @dataclass(frozen=True, slots=True)
 class GroupClosed(Event):
-    """The group goes on with the trajectories that are complete; all others of it are aborted."""
+    """The group continues with its complete trajectories; all others are aborted."""
 
     group: GroupKey
     reason: str
@@ -177,7 +178,7 @@ class GroupDropped(Event):
 class BatchSealed(Event):
     """The groups, in this order, are batch number `batch`. Logged before anything of it is computed.
 
-    short_tags: those of which it has fewer groups than `tag_shares` asks for.
+    short_tags: tags of which it has fewer groups than `tag_shares` asks for.
     """
 
     batch: int
@@ -188,20 +189,21 @@ class BatchSealed(Event):
 
 @dataclass(frozen=True, slots=True)
 class TagWait(Event):
-    """The next batch waits for nothing but `tag_shares` from now on, in the run's own time; None: not any more."""
+    """Since when, in the run's own time, the next batch waits only for `tag_shares`; None: it does not."""
 
     since: float | None
 
 
 @dataclass(frozen=True, slots=True)
 class TagSharesLapsed(Event):
-    """The next batch is sealed without what it lacks of `tag_shares`, which it waited for long enough."""
+    """The next batch is sealed without the missing groups of `tag_shares`, for which it has waited long enough."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchPublished(Event):
-    """awaits: the columns that trainers have to write before it can be trained: these are its forward shards. record:
-    what is kept of the batch for good, where it is published for the first time."""
+    """awaits: the columns that trainers have to write before training: these are forward shards. record: figures to
+    store permanently, if it is published for the first time.
+    """
 
     batch: int
     mini_batches: Mapping[Model, int]
@@ -211,10 +213,10 @@ class BatchPublished(Event):
 
 
 class WrittenColumn(NamedTuple):
-    """What the state knows of a column that a trainer wrote for a shard.
+    """The state's description of a column that a trainer wrote for a shard.
 
-    digest: of the bytes that came, to tell a repeated write from another one. table: where the rows' values are; check:
-    of these.
+    digest: of the received bytes, to recognize a repeated write. table: the number of the table with the values. check:
+        the digest of these.
     """
 
     digest: bytes
@@ -233,23 +235,23 @@ class ColumnsWritten(Event):
 
 @dataclass(frozen=True, slots=True)
 class ColumnsDropped(Event):
-    """What was written for the batch counts no more: its trainer was started again, or what was written is lost."""
+    """The columns written for the batch are void: its trainer was restarted, or they are lost."""
 
     batch: int
 
 
 @dataclass(frozen=True, slots=True)
 class BatchWithdrawn(Event):
-    """Its shards are gone, or no longer what ranks need, or it failed for ranks that are no more; it will be built
-    again from the same rows."""
+    """The batch's shards are lost or outdated, or it failed for another number of ranks: it will be built again from
+    the same rows."""
 
     batch: int
 
 
 @dataclass(frozen=True, slots=True)
 class BatchFailed(Event):
-    """It cannot be built. keeps_rows: for another number of ranks it may be, so that its rows stay until every model is
-    past it."""
+    """The batch cannot be built. keeps_rows: whether another number of ranks may help, so that its rows stay until
+    every model is past it."""
 
     batch: int
     reason: str
@@ -258,7 +260,7 @@ class BatchFailed(Event):
 
 @dataclass(frozen=True, slots=True)
 class BatchGivenUp(Event):
-    """A checkpoint stepped over the batch, and somebody said so: its groups are dropped for this reason."""
+    """A trainer resumed after the batch and gave a reason, under which its groups are dropped."""
 
     batch: int
     reason: str
@@ -266,8 +268,9 @@ class BatchGivenUp(Event):
 
 @dataclass(frozen=True, slots=True)
 class GenerationBegan(Event):
-    """The log was found shorter than what had been promised. reached: the furthest position that is known to be
-    acknowledged, by model; a checkpoint of an earlier generation that lies beyond it does not fit any more."""
+    """The log was found shorter than confirmed. reached: the furthest position known to be acknowledged, by model: a
+    checkpoint of an earlier generation beyond it does not fit any more.
+    """
 
     generation: int
     reached: Mapping[Model, Position]
@@ -275,7 +278,7 @@ class GenerationBegan(Event):
 
 @dataclass(frozen=True, slots=True)
 class BatchFreed(Event):
-    """Every model is past the batch, and it is in a checkpoint or failed: what is kept of it may go."""
+    """Every model is past the batch, and it is in a checkpoint or failed: its rows and shards may be removed."""
 
     batch: int
 
@@ -303,7 +306,7 @@ class ModelResumed(Event):
 
 @dataclass(frozen=True, slots=True)
 class Resized(Event):
-    """The trainer has another number of data-parallel ranks from now on."""
+    """The trainer has another number of data-parallel ranks."""
 
     dp_size: int
 

@@ -1,6 +1,6 @@
 """Prompt groups and their trajectories while they are collected: the part of a run's state that rows change.
 
-Changed by `state.apply` only. Every change is O(1) a row and cannot fail: what may happen was decided before.
+Only `state.apply` changes them. Every change takes O(1) per row and cannot fail, because decisions were checked before.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from gristmill_service.run.machine.events import GroupKey, RowName, RowRef, SetR
 class Released(NamedTuple):
     """The rows that an event releases.
 
-    refs: rows of tables that nothing needs any more. rows, tokens: how many rows are no part of a group any more, and
-    their tokens; some may be kept as the beginnings of other rows.
+    refs: stored rows that nothing needs any more. rows, tokens: how many rows have left their group, and their tokens;
+        some may still be stored because other rows share their first tokens.
     """
 
     refs: list[RowRef]
@@ -75,11 +75,12 @@ class Trajectory:
 
 @dataclass(slots=True)
 class Group:
-    """One admitted prompt group.
+    """An admitted prompt group.
 
-    samples: how many trajectories it is made of. surplus: how many more are sampled. finished: those that are complete,
-    in the order in which they became so. aborted: those given up, and why. tag: its environment or task, "" where
-    nobody said. kept: rows that are no part of it any more, and that have tokens with which rows of it begin.
+    samples: the number of trajectories that it is made of. surplus: how many more are sampled. finished: the complete
+    trajectories, in the order of completion. aborted: the aborted ones, with reasons. tag: its environment or task, ""
+        if
+    unknown. kept: rows that have left the group, but whose first tokens its rows share.
     """
 
     key: GroupKey
@@ -95,12 +96,12 @@ class Group:
 
     @property
     def sampled(self) -> int:
-        """How many trajectories are sampled, with those that may be left out."""
+        """The number of trajectories to sample, including surplus ones."""
         return self.samples + self.surplus
 
     @property
     def done(self) -> int:
-        """How many trajectories are complete."""
+        """The number of complete trajectories."""
         return len(self.finished)
 
     @property
@@ -109,14 +110,14 @@ class Group:
         return 0 < done <= self.samples and done + len(self.aborted) == self.samples + self.surplus
 
     def left_out(self) -> list[int]:
-        """Returns the samples that are not needed, because enough of the others are complete."""
+        """Returns the samples that are not needed because enough others are complete."""
         if self.done < self.samples or self.is_complete:
             return []
         kept = set(islice(self.finished, self.samples))
         return [sample for sample in range(self.sampled) if sample not in kept and sample not in self.aborted]
 
     def store(self, row: StoredRow) -> Released:
-        """Stores a row; releases the rows of lower attempts that it replaces."""
+        """Stores a row. Returns the released rows of lower attempts that it replaces."""
         sample = row.trajectory.sample
         trajectory = before = self.trajectories.get(sample)
         if trajectory is None or trajectory.attempt < row.attempt:
@@ -137,14 +138,14 @@ class Group:
         self.nbytes += len(reward.token_values)
 
     def abort(self, sample: int, reason: str) -> Released:
-        """Aborts a trajectory; releases its rows."""
+        """Aborts a trajectory. Returns its released rows."""
         trajectory = self.trajectories.pop(sample, None)
         released = NOTHING if trajectory is None else self._forget(sample, trajectory)
         self.aborted[sample] = reason
         return released
 
     def close(self, reason: str) -> Released:
-        """Aborts every trajectory that is not complete; releases their rows."""
+        """Aborts every incomplete trajectory. Returns their released rows."""
         released = []
         for sample in range(self.sampled):
             trajectory = self.trajectories.get(sample)
@@ -153,18 +154,18 @@ class Group:
         return Released.of(released)
 
     def ordered_rows(self) -> Iterator[StoredRow]:
-        """Yields its rows by sample, then step: their order in a batch, however they came."""
+        """Yields the rows by sample, then step: their order in a batch."""
         for sample in sorted(self.trajectories):
             yield from self.trajectories[sample].ordered_rows()
 
     def stored_rows(self) -> Iterator[StoredRow]:
-        """Yields its rows in no particular order, and the rows that are kept for them."""
+        """Yields the rows in no particular order, with the rows that are kept for them."""
         for trajectory in self.trajectories.values():
             yield from trajectory.rows.values()
         yield from self.kept.values()
 
     def find(self, name: RowName) -> StoredRow:
-        """Returns the row of that name, which is in the group or kept for a row of it."""
+        """Returns the row of this name, which is in the group or kept for its rows."""
         trajectory = self.trajectories.get(name.sample)
         is_own = trajectory is not None and trajectory.attempt == name.attempt
         return trajectory.rows[name.step] if trajectory is not None and is_own else self.kept[name]
@@ -173,17 +174,17 @@ class Group:
         return [row.ref for row in self.stored_rows()]
 
     def released(self) -> Released:
-        """Releases the whole group."""
+        """Returns all rows of the group as released."""
         rows = [row for trajectory in self.trajectories.values() for row in trajectory.rows.values()]
         return Released(self.refs(), len(rows), sum(row.tokens for row in rows))
 
     def oldest_version(self) -> int | None:
-        """Returns the oldest policy version that sampled a row of it; None when none is known."""
+        """Returns the oldest policy version that sampled a row of the group; None if none is known."""
         versions = (row.version for row in self.ordered_rows() if row.version != UNKNOWN)
         return min(versions, default=None)
 
     def _forget(self, sample: int, trajectory: Trajectory) -> Released:
-        """Releases a trajectory that is no part of the group any more, but for rows with which others begin."""
+        """Releases a trajectory that has left the group, except for rows whose tokens others share."""
         self.finished.pop(sample, None)
         left = self.kept | {row.name: row for row in trajectory.rows.values()}
         self.kept = {}
@@ -199,6 +200,6 @@ class Group:
 
 
 def by_group(rows: Iterable[StoredRow]) -> Iterator[tuple[GroupKey, list[StoredRow]]]:
-    """Yields each group's consecutive rows; a group may come again."""
+    """Yields each group's consecutive rows; a group may be yielded several times."""
     for key, same in groupby(rows, lambda row: row.trajectory[:2]):
         yield GroupKey(*key), list(same)

@@ -1,7 +1,7 @@
-"""The fold: a run's state is what its log's events, applied in order, make of an empty state.
+"""The state of a run: what its log's events, applied in order, make of an empty state.
 
-`apply` is the one place where state changes. It never fails and never decides; decisions (`ingest`, `admission`,
-`sealing`, `progress`, ...) read the state and return events. The state has no tokens and no clock.
+Only `apply` changes it; `apply` never fails and never decides. Decisions (`ingest`, `admission`, `sealing`, `progress`,
+...) read the state and return events. The state has no tokens and no clock.
 """
 
 from __future__ import annotations
@@ -51,19 +51,19 @@ from gristmill_service.run.machine.groups import NOTHING, Group, Released, by_gr
 
 START = Position(0)
 GIVEN_UP = "given up: "
-"""Before the reason of a batch that was not built wrong, but given up."""
+"""The prefix of the reason of a batch that did not fail, but was given up."""
 BATCH_FAILED = "batch_failed"
-"""The reason under which the groups of a failed batch are counted, once they are dropped."""
+"""The reason under which the groups of a failed batch are dropped."""
 
 
 @dataclass(slots=True)
 class Batch:
-    """A sealed batch that is not freed. `groups` is its rows; `mini_batches` is known from its first publication on,
+    """A sealed batch that is not freed. `groups` has its rows. `mini_batches` is known since its first publication,
     also while it is withdrawn or failed.
 
-    awaits: the columns that trainers have to write for each of the policy's shards before it can be trained: what is
-        published of it are forward shards while there are any. written: what they wrote; it is kept, like rows, for
-        shards that have to be built again.
+    awaits: the columns that trainers have to write for each of the policy's shards before training; while some are
+        missing, forward shards are published. written: the written columns, which are kept like rows, to build shards
+        again.
     """
 
     policy_version: int
@@ -76,14 +76,14 @@ class Batch:
     written: dict[ColumnPlace, WrittenColumn] = field(default_factory=dict)
 
     def places(self, ranks: Collection[int]) -> Iterator[ColumnPlace]:
-        """Where it awaits columns of these ranks, written or not."""
+        """Yields the columns of these ranks that it awaits, written or not."""
         for mini_batch in range((self.mini_batches or {}).get("policy", 0)):
             for rank in ranks:
                 for column in self.awaits:
                     yield ColumnPlace(mini_batch, rank, column)
 
     def refs(self) -> list[RowRef]:
-        """All that is kept for it: rows, and what was written."""
+        """Returns references to everything that is stored for the batch: rows and written columns."""
         return [ref for group in self.groups for ref in group.refs()] + self.written_refs()
 
     def written_refs(self) -> list[RowRef]:
@@ -97,9 +97,12 @@ class Batch:
 
 @dataclass(slots=True)
 class ModelState:
-    """How far a model's ranks are. `resumed_at` is where its current incarnation started; a call with incarnation 0 is
-    not checked, so they count from 1. `superseded`: launches before the current one. `furthest`: how far any rank has
-    ever come; it stays when a trainer goes back to an older checkpoint, for a newer one may be loaded yet."""
+    """The progress of a model's ranks.
+
+    resumed_at: where the current incarnation started. Incarnations count from 1, because calls with 0 are not checked.
+    superseded: launches before the current one. furthest: the furthest position that any rank ever reached; it stays
+        when a trainer resumes from an older checkpoint, because a newer one may still be loaded.
+    """
 
     next: list[Position]
     committed: Position = START
@@ -112,8 +115,8 @@ class ModelState:
 
 @dataclass(slots=True)
 class TagGroups:
-    """What became of the groups of a tag. open: not sealed, the complete ones too. sealed: but for batches that failed
-    and are not kept."""
+    """How many groups of a tag are in each state. open: not sealed, also complete ones. sealed: without failed batches
+    that are not kept."""
 
     open: int = 0
     complete: int = 0
@@ -123,25 +126,25 @@ class TagGroups:
 
 @dataclass(slots=True)
 class State:
-    """
-    open: admitted groups that are not sealed, in order of admission; complete: those of them that are complete, in
-        order of completion.
+    """The state of a run.
+
+    open: admitted groups that are not sealed, in order of admission. complete: the complete ones of them, in order of
+        completion.
     surplus: how many samples of each group may be left out.
-    closed: what became of every other group that was ever admitted: the batch it was sealed into, or why it was
-        dropped. closed_tags: the tags of those that have one.
-    tags: every tag that a group ever had. tag_wait: since when the next batch waits for nothing but
-        `tag_shares`, in the run's own time. tags_lapsed: whether it is sealed without them.
-    batches: those whose rows are held: sealed and not freed. prompts: of every batch ever sealed, how many groups it
-        has.
-    failed: why batches could not be built. One that is in `batches`, too, is kept: for another number of ranks it may
-        be built.
+    closed: of all other groups ever admitted, the batch each was sealed into, or why it was dropped. closed_tags: their
+        tags, if they have one.
+    tags: every tag that a group ever had. tag_wait: since when, in the run's own time, the next batch waits only for
+        `tag_shares`. tags_lapsed: whether it is sealed without them.
+    batches: sealed batches that are not freed. prompts: the number of groups of every batch ever sealed.
+    failed: why batches could not be built. Such a batch is in `batches`, too, if it may be built for another number of
+        ranks.
     freed: batches before this number are freed, or failed and not kept.
-    groups_sealed: groups in all sealed batches, without failed ones that are not kept.
-    completions, completed_bytes: how often a group became complete, and the bytes of all those together.
+    groups_sealed: groups of all sealed batches, without failed ones that are not kept.
+    completions, completed_bytes: how often a group was completed, and the bytes of all of them.
     now: the run's own time of the last event that has one, in seconds.
-    generation: how often the log was found shorter than promised, plus 1. rollbacks: for each such time, how far each
-        model's ranks are known to have come then.
-    records: of all batches that were published, oldest first.
+    generation: how often the log was found shorter than confirmed, plus 1. rollbacks: for each such time, the furthest
+        known position of each model's ranks.
+    records: figures of all batches that were published, oldest first.
     """
 
     dp_size: int
@@ -185,7 +188,7 @@ class State:
 
     @property
     def batches_made(self) -> int:
-        """Batches before this number were published, to be trained, or failed."""
+        """Batches before this number were published for training, or failed."""
         unmade = (
             number
             for number, batch in self.batches.items()
@@ -195,7 +198,7 @@ class State:
 
     @property
     def batches_to_build(self) -> list[int]:
-        """Batches without shards, and those whose columns are all written."""
+        """Batches without shards, and batches whose columns are all written."""
         return [
             number
             for number, batch in self.batches.items()
@@ -204,7 +207,7 @@ class State:
 
     @property
     def batches_awaiting(self) -> list[int]:
-        """Batches whose forward shards are out, and that wait for columns."""
+        """Batches with forward shards, which wait for columns."""
         return [
             number
             for number, batch in self.batches.items()
@@ -212,23 +215,23 @@ class State:
         ]
 
     def lacking(self, number: int) -> int:
-        """How many columns of shards the batch awaits that are not written."""
+        """Returns how many columns of shards the batch still awaits."""
         batch = self.batches[number]
         shards = (batch.mini_batches or {}).get("policy", 0) * self.dp_size
         return shards * len(batch.awaits) - len(batch.written) if batch.awaits else 0
 
     def is_written(self, number: int) -> bool:
-        """Whether all columns are written that the batch awaits."""
+        """Returns whether all awaited columns of the batch are written."""
         return not self.lacking(number)
 
     def missing(self, number: int, ranks: Collection[int] = ()) -> list[ColumnPlace]:
-        """What trainers have to write yet for the batch. ranks: of which; none: of all."""
+        """Returns the columns that trainers still have to write for the batch. ranks: for which ranks; empty: all."""
         batch = self.batches[number]
         asked = sorted(set(ranks) & set(range(self.dp_size))) if ranks else range(self.dp_size)
         return [place for place in batch.places(asked) if place not in batch.written]
 
     def is_dropped(self, number: int) -> bool:
-        """Whether the batch failed and its rows are not kept: nothing is built of them any more."""
+        """Returns whether the batch failed and its rows are not kept, so that it will not be built any more."""
         return number in self.failed and number not in self.batches
 
     @property
@@ -238,18 +241,18 @@ class State:
 
     @property
     def groups_buffered(self) -> int:
-        """Groups of batches that are sealed and not freed."""
+        """The groups of batches that are sealed and not freed."""
         return sum(batch.prompts for batch in self.batches.values())
 
 
 T = TypeVar("T")
 Decision = tuple[Sequence[Event], Callable[[State], T]]
-"""What a decision about a call returns: the events, and a function that makes the call's answer from the state, once
-the events and all that follows from them are applied."""
+"""The result of a decision: its events, and a function that computes the call's answer from the state once the events,
+and those that follow from them, are applied."""
 
 
 def apply(state: State, event: Event) -> Released:
-    """Changes the state as the event says. Returns the rows that this releases."""
+    """Applies an event to the state. Returns the rows that it releases."""
     match event:
         case RowsStored():
             return _store_rows(state, event)
@@ -336,7 +339,7 @@ def _shrink(state: State, group: Group, shrink: Callable[[], Released]) -> Relea
 
 def _note_completion(state: State, group: Group) -> None:
     if not group.is_complete:
-        # A higher attempt may take back what was complete.
+        # A higher attempt may make a complete group incomplete.
         if group.key in state.complete:
             del state.complete[group.key]
             _count_tag(state, group, completed=-1)
@@ -350,7 +353,7 @@ def _note_completion(state: State, group: Group) -> None:
 def _count_tag(
     state: State, group: Group, *, opened: int = 0, completed: int = 0, sealed: int = 0, dropped: int = 0
 ) -> None:
-    """Groups of its tag that are open, and so on, more than before."""
+    """Changes the counts of the group's tag by these numbers."""
     if group.tag:
         counts = state.tags.setdefault(group.tag, TagGroups())
         counts.open += opened
@@ -360,7 +363,7 @@ def _count_tag(
 
 
 def _close(state: State, group: Group, outcome: int | str) -> None:
-    """outcome: the batch that the group was sealed into, or why it was dropped."""
+    """Moves a group to the closed ones. outcome: the batch that it was sealed into, or why it was dropped."""
     state.closed[group.key] = outcome
     if group.tag:
         state.closed_tags[group.key] = group.tag
@@ -395,7 +398,7 @@ def _apply_batch(
             if record is not None:
                 keep(state.records, record)
             batch = state.batches[number]
-            # Forward shards stay until others take their place.
+            # Forward shards stay until they are replaced.
             state.shard_bytes += nbytes - batch.nbytes
             batch.mini_batches, batch.nbytes, batch.is_published = dict(mini_batches), nbytes, True
             batch.awaits = awaits

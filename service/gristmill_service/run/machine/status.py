@@ -1,4 +1,4 @@
-"""A run's state as it is shown to people and programs."""
+"""The state of a run for people and programs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _DROPPED = (
 
 
 def status(state: State, run: str, run_id: str, *, config: RunConfig, room: int, duplicates: int) -> RunStatus:
-    """duplicates: rows that came again, which is no event of the run."""
+    """Returns the run's status. duplicates: the number of repeated rows, which are no events."""
     return RunStatus(
         run=run,
         run_id=run_id,
@@ -60,9 +60,9 @@ def status(state: State, run: str, run_id: str, *, config: RunConfig, room: int,
 
 
 class AllGroups(NamedTuple):
-    """The groups that were ever admitted, copied while the state was read: the rest is for a thread.
+    """All groups that were ever admitted, copied from the state, so that a thread can encode them.
 
-    closed, tags: what became of each that is decided, and its tag, as the state has them. failed: why batches are lost.
+    closed, tags: the outcome and the tag of each closed group, as in `State`. failed: why batches failed.
     """
 
     closed: Mapping[GroupKey, int | str]
@@ -86,7 +86,7 @@ def all_groups(state: State) -> AllGroups:
     return AllGroups(
         dict(state.closed),
         dict(state.closed_tags),
-        # One that is kept may be built yet.
+        # A kept batch may still be built.
         {number: reason for number, reason in state.failed.items() if state.is_dropped(number)},
         [
             GroupAnswer(*key, "complete" if key in state.complete else "open", tag=group.tag)
@@ -96,8 +96,8 @@ def all_groups(state: State) -> AllGroups:
 
 
 def remedy(reason: str, *, is_kept: bool) -> str:
-    """Returns what to do about a batch that was not built for this reason; empty for one that was given up. is_kept:
-    whether its rows are kept."""
+    """Returns the remedy for a batch that failed for this reason; empty for one that was given up. is_kept: whether its
+    rows are kept."""
     if reason.startswith(GIVEN_UP):
         return ""
     return _KEPT if is_kept else _DROPPED

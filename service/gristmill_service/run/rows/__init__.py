@@ -1,1 +1,1 @@
-"""The rows that a run holds: their tables, what they share, and how a batch gathers them."""
+"""The rows that a run stores: their tables, the tokens that they share, and how a batch gathers them."""

@@ -1,7 +1,8 @@
-"""Rows that were sent without the tokens that they share with the step before: checked, and known as if sent whole.
+"""Check rows that were sent without the first tokens that they share with the step before, and compute their digests as
+if they were whole.
 
-The step before is known by the running sum over its tokens, as each trajectory's last row is. Stored tokens are read
-only where there is no sum, or where a row shares less than all of the step before.
+The step before is known by a running sum of its tokens, which is remembered for each trajectory's last row. Stored
+tokens are read only if that sum is unknown, or if a row shares less than all of the step before.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ NO_COLUMNS = frozenset[str]()
 
 
 class TokenSum(NamedTuple):
-    """A sum over a row's first tokens: their number, their CRC-32, and their digest, which more tokens continue.
+    """A running sum of a row's first tokens: their number, their CRC-32, and a digest to which more tokens can be
+    added.
 
     columns: the shared declared columns that the row has.
     """
@@ -41,7 +43,7 @@ class TokenSum(NamedTuple):
     columns: frozenset[str] = NO_COLUMNS
 
     def plus(self, tokens: memoryview, columns: frozenset[str] = NO_COLUMNS) -> TokenSum:
-        """The sum of these tokens (int32) after the others, of a row with these columns."""
+        """Returns the sum after these further tokens (int32), for a row with these columns."""
         state = self.state.copy()
         state.update(tokens)
         return TokenSum(self.tokens + len(tokens), zlib.crc32(tokens, self.checksum), state, columns)
@@ -51,24 +53,23 @@ _NOTHING = TokenSum(0, 0, xxh3_128())
 
 
 class TokenSums:
-    """The sum of each trajectory's last row, with which its next step is likely to begin."""
+    """The sum of each trajectory's last row, with which its next step probably begins."""
 
     def __init__(self) -> None:
         self._last: dict[TrajectoryKey, tuple[RowRef, TokenSum]] = {}
 
     def of(self, row: StoredRow) -> TokenSum | None:
-        """The sum of this row; None where it is not remembered."""
+        """Returns the sum of this row; None if it is not remembered."""
         ref, total = self._last.get(row.trajectory, (None, None))
         return total if ref == row.ref else None
 
     def note(self, rows: Sequence[StoredRow], outcomes: Sequence[Outcome], sums: Sequence[TokenSum | None]) -> None:
-        """Remembers the sums of the rows that were accepted. sums: None for a row that ends its trajectory, which is
-        forgotten."""
+        """Stores the sums of accepted rows. sums: None for a row that ends its trajectory, whose sum is forgotten."""
         if not self._last and not any(sums):
             return
         for row, outcome, total in zip(rows, outcomes, sums, strict=True):
             if outcome is Outcome.ACCEPTED:
-                # The one that was added last is forgotten last.
+                # Sums are forgotten in the order in which they were added.
                 self._last.pop(row.trajectory, None)
                 if total is not None:
                     self._last[row.trajectory] = row.ref, total
@@ -77,14 +78,14 @@ class TokenSums:
 
 
 class StepBefore(NamedTuple):
-    """The step before a row. picked: None where the sum is all that the row needs."""
+    """The step before a row. picked: None if the sum suffices for the row."""
 
     total: TokenSum | None
     picked: PickedRow | None = None
 
 
 class Prepared(NamedTuple):
-    """Rows as the state knows them once they are stored. sums: of each row that does not end its trajectory, for
+    """The rows as the state will store them. sums: of each row that does not end its trajectory, for
     `TokenSums.note`."""
 
     rows: list[StoredRow]
@@ -94,7 +95,7 @@ class Prepared(NamedTuple):
 def steps_before(
     state: State, rows: RowBuffer, sums: TokenSums, keys: RowKeys, prefixes: Prefixes
 ) -> dict[int, StepBefore]:
-    """Finds the step before each row that was sent without its first tokens, where the run has it."""
+    """Returns the step before each row that was sent without its first tokens, if the run has it."""
     # Later steps of a request may share less than all of an earlier one.
     are_alone = len({*keys.trajectories}) == len(keys.trajectories)
     before: dict[int, StepBefore] = {}
@@ -130,13 +131,13 @@ def prepare(
     shared: Collection[str],
     load: Load,
 ) -> Prepared:
-    """Describes the rows of a request as the state will know them, with the digests of whole rows; checks the prefixes
-    that were left out.
+    """Describes the rows of a request as the state will store them, with the digests of whole rows, and checks the
+    prefixes that were left out.
 
-    table: the number under which the rows will be stored. prefixes: what was left out of each row; None where nothing
-    was. before: of `steps_before`. shared: the columns whose values a row may lack for tokens that were left out. load:
-    reads a stored table. Raises PrefixUnknownError naming a row whose step before the run does not have or cannot read,
-    has other tokens, or lacks such values.
+    table: the number of the rows' table. prefixes: what was left out of each row; None if nothing was. before: from
+    `steps_before`. shared: the columns of which a row may omit values for the omitted tokens. load: reads a stored
+        table. Raises PrefixUnknownError naming a row whose step before is missing or unreadable, or has other tokens or
+        no such values.
     """
     assert (steps.prefix_lengths is None) == (prefixes is None), "what was left out comes with its checksums"
     sent = steps.tokens.memory()
@@ -162,7 +163,7 @@ def prepare(
 
 
 def _columns(steps: Steps, shared: Collection[str]) -> list[frozenset[str]]:
-    """The shared declared columns that each row has."""
+    """Returns the shared declared columns that each row has."""
     extras = {name: steps.extras[name].given.tolist() for name in steps.extras.keys() & shared}
     if not extras:
         return [NO_COLUMNS] * len(steps)
@@ -170,9 +171,9 @@ def _columns(steps: Steps, shared: Collection[str]) -> list[frozenset[str]]:
 
 
 class _Declared:
-    """The rows of a request that lack their first tokens. `beginning` is called for each row in turn, then `add`.
+    """The rows of a request that omit their first tokens. `beginning` is called for each row in order, then `add`.
 
-    parents: as `Prepared` has them.
+    parents: as in `Prepared`.
     """
 
     def __init__(
@@ -189,16 +190,16 @@ class _Declared:
         self._lengths, self._checksums = prefixes.lengths.tolist(), prefixes.checksums.tolist()
         self._tables = Tables(load)
         self._added: dict[tuple[TrajectoryKey, RowName], tuple[int, TokenSum]] = {}
-        # Where the step before each row is: the row of the request, or a stored one.
+        # The step before each row: a row of the request, or a stored one.
         self._sources: list[int | PickedRow | None] = [None] * len(steps)
         self.parents: list[RowName | None] = [None] * len(steps)
 
     def add(self, row: int, total: TokenSum) -> None:
-        """Adds a row with which later ones may begin."""
+        """Adds a row, with which later ones may begin."""
         self._added[self._keys.trajectories[row], self._keys.names[row]] = row, total
 
     def beginning(self, row: int) -> TokenSum | None:
-        """The sum of the tokens that the row was sent without; None where it is whole. Raises PrefixUnknownError."""
+        """Returns the sum of the row's omitted tokens; None if it is whole. Raises PrefixUnknownError."""
         length, name = self._lengths[row], self._keys.names[row]
         if not length:
             return None
@@ -220,7 +221,7 @@ class _Declared:
         return total
 
     def _find(self, row: int, parent: RowName) -> TokenSum | None:
-        """Notes where the step before is. Returns its sum, None where that is not known."""
+        """Finds the step before the row. Returns its sum; None if that is unknown."""
         added = self._added.get((self._keys.trajectories[row], parent))
         if added is not None:
             self._sources[row], total = added
@@ -232,7 +233,7 @@ class _Declared:
         return step.total
 
     def _read(self, row: int, length: int, total: TokenSum | None) -> TokenSum:
-        """Sums the first tokens of the step before. total: of all of it, where that is known."""
+        """Sums the first tokens of the step before. total: the sum of all its tokens, if known."""
         beginning = _NOTHING
         try:
             for piece in self._first_tokens(row, length):
@@ -243,11 +244,11 @@ class _Declared:
         return beginning._replace(columns=columns)
 
     def _first_tokens(self, row: int, count: int) -> list[memoryview]:
-        """The first `count` tokens of the step before, in pieces; fewer where it has fewer."""
+        """Returns the first `count` tokens of the step before, in pieces; fewer if it has fewer."""
         pieces: list[memoryview] = []
         source = self._sources[row]
         while isinstance(source, int):
-            # Tokens that an earlier row of the request lacks are further before.
+            # Tokens that an earlier row of the request omits are in the step before that.
             length = self._lengths[source]
             if count > length:
                 pieces.append(self._sent[source][: count - length])
@@ -264,7 +265,7 @@ class _Declared:
         return columns_of(source, self._tables)
 
     def _lacking(self, row: int) -> frozenset[str]:
-        """The shared columns whose first values were left out with the tokens."""
+        """Returns the shared columns whose first values were omitted with the tokens."""
         extras, full = self._steps.extras, self._full_lengths[row]
         return frozenset(name for name in self._columns[row] if extras[name].values.lengths[row] < full)
 

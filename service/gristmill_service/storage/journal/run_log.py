@@ -330,11 +330,11 @@ class JournalRunLog:
                 f"the files of {self._directory} were closed, because the run is being deleted or reopened; retry"
             )
         if self.is_lost:
-            raise LogLostError(f"the journal {self._directory} is being read again; retry")
+            raise LogLostError(f"the journal {self._directory} is being recovered; retry")
 
     def _lost(self, error: sqlite3.Error | OSError) -> LogLostError:
         self.is_lost = True
-        return LogLostError(f"the journal cannot be used: {self._path}: {error}; it is read again")
+        return LogLostError(f"the journal cannot be used: {self._path}: {error}; it is being recovered")
 
 
 class _FairLock:

@@ -457,7 +457,7 @@ class RedisRunLog:
         raise LogLostError(
             "another replica owns this run by now; retry"
             if outcome is Outcome.FENCED
-            else f"Redis has lost a part of {self.keys.log}; the service reads the run again from the rest"
+            else f"Redis has lost a part of {self.keys.log}; the service recovers the run from the rest"
         )
 
     # --- The end

@@ -1,1 +1,1 @@
-"""The decisions: each reads the state, returns events, and changes nothing."""
+"""The decisions: each reads the state and returns events, and changes nothing."""

@@ -1,6 +1,6 @@
-"""Trajectories and groups that clients abort, and stragglers. Reads the state, returns events.
+"""Abort trajectories and groups, and close stragglers. Reads the state, returns events.
 
-A request is judged whole before anything of it happens.
+A request is checked completely before any event is returned.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LONGEST_REASON = 200
 def abort_trajectories(
     state: State, config: RunConfig, trajectories: Sequence[TrajectoryKey], reason: str
 ) -> Decision[int]:
-    """Aborts trajectories, and drops the groups of which nothing is left. Answers how many were not aborted before."""
+    """Aborts trajectories, and drops groups without any trajectory left. Answers how many were not aborted before."""
     aborted: dict[TrajectoryKey, None] = {}
     touched: dict[GroupKey, Group] = {}
     for trajectory in trajectories:
@@ -51,14 +51,14 @@ def abort_groups(state: State, keys: Sequence[GroupKey], reason: str) -> Decisio
 
 
 def close_stragglers(view: View) -> Decision[None]:
-    """Closes or drops the groups whose time is over; where there are none, releases a batch that has waited long enough
-    for `tag_shares`."""
+    """Closes or drops groups whose time is over. If there are none, stops waiting for `tag_shares` if a batch has
+    waited long enough."""
     events = _timeouts(view.state, view.config, view.now())
     return events or tag_timeout(view.state, view.config, view.room(), view.now()), lambda _: None
 
 
 def _timeouts(state: State, config: RunConfig, now: float) -> list[Event]:
-    """Returns what becomes of incomplete groups that were admitted longer than `group_timeout_s` ago."""
+    """Returns the events for incomplete groups that were admitted longer than `group_timeout_s` ago."""
     if config.group_timeout_s is None:
         return []
     limit = now - config.group_timeout_s
@@ -71,7 +71,7 @@ def _timeouts(state: State, config: RunConfig, now: float) -> list[Event]:
 
 
 def checked_reason(reason: str) -> str:
-    """Returns the reason. Raises InvalidArgumentError for one that is no short name: groups are counted by it."""
+    """Returns the reason. Raises InvalidArgumentError if it is too long: groups are counted by it."""
     remedy = "give a short name of the problem, because groups are counted by it"
     check_length(reason, _LONGEST_REASON, "reason", remedy)
     check_text(reason, "reason")
@@ -79,7 +79,7 @@ def checked_reason(reason: str) -> str:
 
 
 def _open_group(state: State, key: GroupKey) -> Group | None:
-    """Returns the group; None where it is sealed or dropped, so that aborting it changes nothing."""
+    """Returns the group; None if it is sealed or dropped, so that an abort changes nothing."""
     group = state.open.get(key)
     if group is None and key not in state.closed:
         raise NotFoundError(

@@ -1,7 +1,7 @@
-"""Prompt groups that begin: how many may be admitted and why no more, which is what paces producers; their sizes and
+"""Begin prompt groups: how many may be admitted, and the limit that stops more, which paces producers; their sizes and
 tags.
 
-Also the limits of bytes and of quotas, which rows of groups that have begun meet, too.
+Also the limits of bytes and of quotas, which rows of open groups have to meet, too.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from gristmill_service.run.machine.state import Decision, State, TagGroups
 RETRY_AFTER_S = 0.5
 
 UNBOUNDED = 1 << 31
-# While a request is decided and logged, other calls wait.
+# Other calls wait while a request is decided and logged.
 _MOST_GROUPS = 1 << 15
 _LEAST_OVERDRAFT = 1 << 20
 _QUOTA_WORDS = {"groups": "prompt groups", "rows": "rows", "row_bytes": "bytes of rows"}
 
 FindQuota = Callable[[], Quota]
-"""Returns what the runs of a caller hold now, and may hold."""
+"""Returns what the runs of a caller store now, and may store."""
 
 
 class View(Protocol):
-    """The run, for decisions that need more than its state and configuration."""
+    """What decisions need of a run: its state, configuration and capacity."""
 
     @property
     def state(self) -> State: ...
@@ -48,7 +48,7 @@ class View(Protocol):
         """Returns the bytes that rows of admitted groups may still take."""
 
     def quota(self) -> Quota | None:
-        """Returns what the service lets the run hold; None where it sets no limit."""
+        """Returns the limits of what the run may store; None if the service sets none."""
 
     def now(self) -> float:
         """Returns the run's own time, in seconds."""
@@ -58,7 +58,7 @@ class Room(NamedTuple):
     """How many more groups may be admitted.
 
     reason: the limit, for the error of a caller that gets no more. reserved: how many of these groups are reserved for
-    each tag, so that early groups cannot take what `tag_shares` waits for. waits: whether the run notices when there is
+    each tag, so that other groups cannot take what `tag_shares` waits for. waits: whether the run notices when there is
     more capacity.
     """
 
@@ -68,17 +68,17 @@ class Room(NamedTuple):
     waits: bool = True
 
     def within(self, other: Room) -> Room:
-        """Returns the tighter of both limits, with the groups that this one reserves."""
+        """Returns the tighter of both limits, with this one's reservations."""
         return self if self.groups <= other.groups else other._replace(reserved=self.reserved)
 
     def groups_of(self, tag: str) -> int:
-        """Returns how many groups of a tag, or of none, may be admitted now."""
+        """Returns how many groups of a tag, or of none, may be admitted."""
         if not self.reserved:
             return max(0, self.groups)
         return max(0, self.groups - sum(self.reserved.values()) + self.reserved.get(tag, 0))
 
     def less(self, tag: str) -> Room:
-        """Returns what is left after one more group of the tag."""
+        """Returns the capacity after one more group of the tag."""
         left = {name: count - (name == tag) for name, count in self.reserved.items()}
         return self._replace(groups=self.groups - 1, reserved={name: count for name, count in left.items() if count})
 
@@ -102,8 +102,7 @@ class BytesLeft(NamedTuple):
 
 
 def new_groups(round_: int, uids: Sequence[str], n_samples: Sequence[int], tags: Sequence[str]) -> list[NewGroup]:
-    """Returns the groups that a request names. Raises InvalidArgumentError for groups that cannot be named, or are too
-    many."""
+    """Returns the groups that a request names. Raises InvalidArgumentError for invalid names, or too many groups."""
     check_group_count(len(uids))
     if round_ < 0:
         raise InvalidArgumentError(f"round is {round_}; give 0 or more")
@@ -125,9 +124,9 @@ def check_group_count(count: int) -> None:
 
 
 def begin_groups(view: View, wanted: Sequence[NewGroup], find_quota: FindQuota | None) -> Decision[Admissions]:
-    """Admits as many of these groups as there is room for, in order.
+    """Admits as many of these groups as there is capacity for, in order.
 
-    wanted: with a size of their own, or 0 for the run's, and their tags. find_quota: the caller's, where it has one.
+    wanted: each with a size, or 0 for the run's, and a tag. find_quota: the caller's quota, if it has one.
     """
     state, config = view.state, view.config
     check_sizes(state, wanted, config)
@@ -163,7 +162,7 @@ def begin_groups(view: View, wanted: Sequence[NewGroup], find_quota: FindQuota |
 
 
 def check_room(view: View, begun: Sequence[NewGroup], find_quota: FindQuota | None) -> None:
-    """Raises ResourceExhaustedError where there is no room for groups that begin with their rows."""
+    """Raises ResourceExhaustedError if there is no capacity for groups that begin with their rows."""
     left = room = room_of_caller(view, find_quota)
     for refused in begun:
         if not left.groups_of(refused.tag):
@@ -192,13 +191,13 @@ def finished() -> FailedPreconditionError:
 
 
 def room_of_caller(view: View, find_quota: FindQuota | None) -> Room:
-    """Returns the groups that a caller with this quota may begin now."""
+    """Returns how many groups a caller with this quota may begin."""
     return view.room() if find_quota is None else view.room().within(quota_room(find_quota()))
 
 
 def room(state: State, config: RunConfig, service_bytes: int) -> Room:
-    """Returns the groups that may be admitted now. service_bytes: what the service's other runs leave for rows of this
-    one."""
+    """Returns how many groups may be admitted. service_bytes: what the service's other runs leave for this one's
+    rows."""
     promised, buffered = row_bytes_promised(state), len(state.open) + state.groups_buffered
     bounds = {
         "batches": config.max_buffered_batches * config.train_batch_size - buffered,
@@ -208,7 +207,7 @@ def room(state: State, config: RunConfig, service_bytes: int) -> Room:
     reserved = lacking_tags(state, config, lambda counts: counts.open) if config.tag_shares else {}
     needed = max(config.train_batch_size - len(state.open), sum(reserved.values()))
     if needed > 0 and not state.batches:
-        # Nothing is held that could be freed: without these groups the next batch could never be filled.
+        # Nothing is stored that could be freed: without these groups the next batch could never be filled.
         bounds = {name: max(groups, needed) for name, groups in bounds.items()}
     if config.max_staleness is not None:
         # What is accepted plus running stays within (max_staleness + version + 1) batches (AReaL, Fu et al. 2025).
@@ -219,17 +218,17 @@ def room(state: State, config: RunConfig, service_bytes: int) -> Room:
         case "batches":
             reason = (
                 f"max_buffered_batches: {config.max_buffered_batches} batches of train_batch_size: "
-                f"{config.train_batch_size} are held; the trainer has to commit one, or raise the setting"
+                f"{config.train_batch_size} are stored; the trainer has to commit one, or raise the setting"
             )
         case "bytes":
             reason = (
-                f"{state.row_bytes + state.shard_bytes} bytes are held and {promised - state.row_bytes} reserved of "
+                f"{state.row_bytes + state.shard_bytes} bytes are stored and {promised - state.row_bytes} reserved of "
                 f"max_buffered_bytes: {config.max_buffered_bytes}; the trainer has to commit a batch, or raise the "
                 "setting"
             )
         case "service":
             reason = (
-                f"{promised} bytes of rows are held or reserved of the {max(0, service_bytes)} that the service's "
+                f"{promised} bytes of rows are stored or reserved of the {max(0, service_bytes)} that the service's "
                 "other runs leave; batches have to be sealed, or raise the service's max_row_bytes"
             )
         case _:
@@ -241,8 +240,8 @@ def room(state: State, config: RunConfig, service_bytes: int) -> Room:
 
 
 def lacking_tags(state: State, config: RunConfig, count_of: Callable[[TagGroups], int]) -> dict[str, int]:
-    """Returns how many groups of each tag the next batch lacks (`tag_shares`). count_of: returns which groups of a tag
-    count."""
+    """Returns how many groups of each tag the next batch lacks (`tag_shares`). count_of: returns how many groups of a
+    tag count."""
     if state.finished or state.tags_lapsed:
         return {}
     lacking = {
@@ -253,7 +252,7 @@ def lacking_tags(state: State, config: RunConfig, count_of: Callable[[TagGroups]
 
 
 def quota_room(quota: Quota) -> Room:
-    """Returns the groups that a quota leaves: none where it leaves no row."""
+    """Returns how many groups a quota allows; none if it allows no further row."""
     rooms = []
     for kind, most, used in zip(Limits._fields, quota.limits, quota.usage, strict=True):
         if most is not None:
@@ -274,34 +273,35 @@ def _quota_reason(quota: Quota, kind: str, used: int, most: int) -> str:
 
 
 def row_bytes_promised(state: State) -> int:
-    """Returns the bytes of rows that are stored, and that open groups are expected to bring."""
+    """Returns the bytes of stored rows, and those that open groups are expected to bring."""
     return state.row_bytes + int(_mean_bytes(state) * (len(state.open) - len(state.complete)))
 
 
 def with_overdraft(limit: int) -> int:
-    """Returns the bytes that rows may take where admission stops at `limit`: what admitted groups bring is an estimate.
-    A quarter more lets batches that are under way be filled; beyond that even their rows wait."""
+    """Returns the bytes that rows may take if admission stops at `limit`. What admitted groups bring is an estimate, so
+    that batches under way may exceed the limit by a quarter; beyond that, their rows wait, too."""
     return limit + limit // 4 + _LEAST_OVERDRAFT
 
 
 def bytes_left(state: State, config: RunConfig, service_bytes: int) -> BytesLeft:
-    """service_bytes: what the run's rows may take of the service's."""
+    """Returns the bytes that rows of admitted groups may still take. service_bytes: what the service allows the run's
+    rows."""
     of_run, stored = with_overdraft(config.max_buffered_bytes), state.row_bytes
     if of_run <= service_bytes:
         reason = (
-            f"{stored} bytes of rows are held, and max_buffered_bytes: {config.max_buffered_bytes} is passed by a "
+            f"{stored} bytes of rows are stored, and max_buffered_bytes: {config.max_buffered_bytes} is passed by a "
             "quarter at most; commit a batch, abort groups that will not be complete, or raise the setting"
         )
     else:
         reason = (
-            f"{stored} bytes of rows are held, and the service's other runs leave {service_bytes}; batches have to be "
-            "freed, abort groups that will not be complete, or raise the service's max_row_bytes"
+            f"{stored} bytes of rows are stored, and the service's other runs leave {service_bytes}; batches have to "
+            "be freed, abort groups that will not be complete, or raise the service's max_row_bytes"
         )
     return BytesLeft(max(0, min(of_run, service_bytes) - stored), reason)
 
 
 def check_bytes(view: View, rows: Sequence[StoredRow], find_quota: FindQuota | None) -> None:
-    """Raises ResourceExhaustedError where these rows take more than the run, the service or a quota has left."""
+    """Raises ResourceExhaustedError if the rows exceed what the run, the service or a quota has left."""
     nbytes, left = sum(row.nbytes for row in rows), view.bytes_left()
     if nbytes > left.nbytes:
         raise ResourceExhaustedError(
@@ -323,13 +323,13 @@ def check_bytes(view: View, rows: Sequence[StoredRow], find_quota: FindQuota | N
 
 
 def _mean_bytes(state: State) -> float:
-    """Returns the mean bytes of a complete group's rows; 0 before the first is complete."""
+    """Returns the mean bytes of the rows of a complete group; 0 before the first is complete."""
     return state.completed_bytes / state.completions if state.completions else 0.0
 
 
 def _groups_in(state: State, free: int) -> int:
-    """Returns how many groups fit. Before the first is complete their size is unknown: anything fits as long as any is
-    free."""
+    """Returns how many groups fit into the free bytes. Before the first group is complete their size is unknown: then
+    any number fits while any byte is free."""
     mean = _mean_bytes(state)
     return int(free // mean) if mean else (UNBOUNDED if free > 0 else 0)
 
@@ -338,7 +338,7 @@ def _groups_in(state: State, free: int) -> int:
 
 
 def check_sizes(state: State, wanted: Sequence[NewGroup], config: RunConfig) -> None:
-    """Refuses a size that no group may have, and one that differs from the size that the group has already."""
+    """Refuses an invalid size, and one that differs from the size of a group that was begun already."""
     sizes: dict[GroupKey, int] = {}
     for key, samples, _ in wanted:
         if not 0 <= samples <= config.most_samples:
@@ -358,7 +358,7 @@ def check_sizes(state: State, wanted: Sequence[NewGroup], config: RunConfig) -> 
 
 
 def check_sample(trajectory: TrajectoryKey, sample: int, group: Group | None, config: RunConfig) -> None:
-    """Refuses a sample that the group has not. group: None where nothing is known of its size."""
+    """Refuses a sample that the group does not have. group: None if it begins with this row."""
     samples = config.most_samples + config.surplus if group is None else group.sampled
     if not 0 <= sample < samples:
         allows = sizes_of(config) if group is None else _size_of(group, config)
@@ -366,12 +366,12 @@ def check_sample(trajectory: TrajectoryKey, sample: int, group: Group | None, co
 
 
 def samples_of(group: Group | None, config: RunConfig) -> int:
-    """How many samples a group has. None: one that begins with a row, and so has the run's own size."""
+    """Returns the number of samples of a group. None: a group that begins with a row, and so has the run's size."""
     return config.n_samples_per_prompt + config.surplus if group is None else group.sampled
 
 
 def no_sample(row: StoredRow, group: Group | None, config: RunConfig) -> InvalidArgumentError:
-    """The refusal of a row whose sample is beyond `samples_of`."""
+    """Returns the error for a row whose sample exceeds `samples_of`."""
     if group is not None:
         own = _size_of(group, config)
     else:
@@ -407,7 +407,7 @@ def _most(config: RunConfig) -> str:
 
 
 class NamedTags:
-    """The tags that a request names for groups without one. Refuses tags that disagree, or too many of them.
+    """The tags that a request gives to groups without one. Refuses tags that disagree, or too many of them.
 
     names: the tag of each group that has one now.
     """
@@ -417,7 +417,7 @@ class NamedTags:
         self.names: dict[GroupKey, str] = {}
 
     def name(self, key: GroupKey, tag: str, what: str) -> None:
-        """what: the row or group of the request that names it, for the error."""
+        """Notes the tag of a group. what: the row or group of the request, for errors."""
         if not tag:
             return
         group = self._state.open.get(key)
@@ -432,7 +432,7 @@ class NamedTags:
             self._check_count(what)
 
     def events(self, admitted: Iterable[NewGroup]) -> list[GroupTagged]:
-        """Returns the events that tag open groups. admitted: groups that begin with their tags."""
+        """Returns the events that set tags of open groups. admitted: groups that begin with their tags."""
         new = {group.key for group in admitted}
         return [GroupTagged(key, tag) for key, tag in self.names.items() if key in self._state.open and key not in new]
 

@@ -1,4 +1,4 @@
-"""Columns that trainers write for a batch that waits for them. Reads the state, returns events."""
+"""Take columns that trainers write for a batch that waits for them. Reads the state, returns events."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def write_columns(
     columns: Mapping[ColumnPlace, WrittenColumn],
     siblings: frozenset[ColumnPlace],
 ) -> Decision[int | None]:
-    """Takes columns that a trainer wrote for one of the policy's shards. Answers how many columns of all shards the
-    batch lacks then; None, and takes nothing, where others were written for the shard since: columns have to be checked
-    together.
+    """Takes columns of one of the policy's shards. Answers how many columns of all shards the batch still lacks.
+    Answers None, and takes nothing, if other columns of the shard were written since these were checked: columns are
+    checked together.
 
-    siblings: the written columns of the shard with which these were checked.
+    siblings: the columns of the shard that were written when these were checked.
     """
     digests = {place: column.digest for place, column in columns.items()}
     new = unwritten(state, number, incarnation, digests)
@@ -35,16 +35,17 @@ def write_columns(
 
 
 def written_siblings(state: State, number: int, places: Iterable[ColumnPlace]) -> frozenset[ColumnPlace]:
-    """Returns the written columns of the shards that these places are of."""
+    """Returns the written columns of the shards of these places."""
     batch, shards = state.batches.get(number), {place[:2] for place in places}
     return frozenset(place for place in (batch.written if batch else ()) if place[:2] in shards)
 
 
 def unwritten(state: State, number: int, incarnation: int, digests: Mapping[ColumnPlace, bytes]) -> list[ColumnPlace]:
-    """Returns the columns that are not written yet; the others are, with the same bytes. digests: of what was sent.
+    """Returns the columns that are not written yet. The others were written with the same bytes. digests: of the sent
+    columns.
 
-    Raises AlreadyExistsError where other bytes are there, UnavailableError where the shards are being built, and
-    FailedPreconditionError where the batch waits for nothing, or was the ranks' before a rollback.
+    Raises AlreadyExistsError for other bytes, UnavailableError while the shards are being built, and
+    FailedPreconditionError if the batch waits for nothing, or is beyond the ranks after a rollback.
     """
     if not incarnation:
         raise InvalidArgumentError(

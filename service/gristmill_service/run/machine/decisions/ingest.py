@@ -1,6 +1,6 @@
-"""Submitted rows: reads the state, returns outcomes and events, changes nothing.
+"""Take submitted rows: reads the state, returns outcomes and events, changes nothing.
 
-A request is taken whole or refused whole, so rows are judged against the state and the request's earlier rows.
+A request is taken or refused as a whole: each row is checked against the state and the earlier rows of the request.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from gristmill_service.run.machine.events import (
 from gristmill_service.run.machine.groups import Group, Trajectory, by_group
 from gristmill_service.run.machine.state import Decision, State
 
-# Reading a member of an enum is a call of a Python function.
+# Looking up a member of an enum calls a Python function.
 _ACCEPTED = Outcome.ACCEPTED
 _NOTHING: Mapping[int, StoredRow] = MappingProxyType({})
 
@@ -47,9 +47,9 @@ _NOTHING: Mapping[int, StoredRow] = MappingProxyType({})
 def take_rows(
     view: View, steps: Steps, rows: Sequence[StoredRow], find_quota: FindQuota | None = None
 ) -> Decision[list[Outcome]]:
-    """Stores the rows that are new. Refuses all where any is refused.
+    """Stores the rows that are new. Refuses all if any is refused.
 
-    rows: as the state will know them. steps: the same rows with their tokens. find_quota: the caller's, where it has
+    rows: as the state will have them. steps: the same rows with their tokens. find_quota: the caller's quota, if it has
     one.
     """
     state, config = view.state, view.config
@@ -93,14 +93,14 @@ def take_rows(
 
 
 def _checked_schema(steps: Steps, schema: RowSchema, config: RunConfig) -> RowSchema:
-    """Returns the run's row schema with what these rows fix of it. Raises InvalidArgumentError where they disagree."""
+    """Returns the run's row schema, completed by these rows. Raises InvalidArgumentError if they disagree."""
     check_advantage_schema(steps, config)
     if steps.advantages is not None and steps.token_advantages is not None:
         raise InvalidArgumentError(
             f"{steps.name(0)}: advantage is given twice, as one number and per response token; send one of them"
         )
     has_advantages = steps.advantages is not None or steps.token_advantages is not None
-    # Rows that wait for their reward do not say yet of which kind it will be.
+    # Rows with pending rewards may get rewards of either kind.
     waits = steps.token_rewards is None and bool(steps.rewards_pending.all())
     kinds = {
         "logprobs": steps.logprobs is not None,
@@ -119,7 +119,7 @@ def _checked_schema(steps: Steps, schema: RowSchema, config: RunConfig) -> RowSc
 
 
 def _closed_outcome(state: State, row: StoredRow, closed: int | str) -> Outcome:
-    """Returns the outcome of a row whose group is closed. Rows of a sealed batch are compared while it is stored."""
+    """Returns the outcome of a row of a closed group. Rows of a sealed batch are compared while they are stored."""
     if isinstance(closed, str) or state.is_dropped(closed):
         return Outcome.DROPPED
     batch = state.batches.get(closed)
@@ -130,7 +130,7 @@ def _closed_outcome(state: State, row: StoredRow, closed: int | str) -> Outcome:
 
 
 class _TrajectoryView:
-    """A trajectory as the state has it, with the rows of the request that were accepted so far."""
+    """A trajectory in the state, with the rows of the request that were accepted so far."""
 
     __slots__ = ("added", "attempt", "before", "highest", "last")
 
@@ -149,7 +149,7 @@ class _TrajectoryView:
         step = row.step
         if row.parent is not None and step - 1 not in self.added and step - 1 not in self.before:
             raise PrefixUnknownError(
-                f"{row}: the run does not have the step before it any more; send all tokens of the row"
+                f"{row}: the run does not have the step before any more; send all tokens of the row"
             )
         self.added[step] = row
         if step > self.highest:
@@ -210,7 +210,7 @@ class _GroupView:
         self._views: dict[int, _TrajectoryView] = {}
 
     def take(self, row: StoredRow) -> Outcome:
-        """Returns the row's outcome. Raises InvalidArgumentError for one that does not fit the group's size, the run's
+        """Returns the row's outcome. Raises InvalidArgumentError if it does not fit the group's size, the run's
         settings or the trajectory."""
         sample = row.trajectory.sample
         if not 0 <= sample < self._samples:

@@ -1,8 +1,8 @@
-"""The progress of ranks through the batches: the order of positions, acknowledgements and commits.
+"""The progress of ranks through batches: the order of positions, acknowledgements and commits.
 
-Reads the state, returns events. A batch that failed, or that has nothing for a model, has no positions: it is skipped.
-A failed batch whose rows are kept is skipped, too, where a rank asks for its next position; but the rank *stands*
-before it, as the state has it, until it acknowledges the batch or a later position.
+Reads the state, returns events. A batch that failed, or has nothing for a model, has no positions: it is skipped. If
+the rows of a failed batch are kept, a rank that asks for its next position skips it, too, but its stored position stays
+before the batch until the rank acknowledges the batch or a later position.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def check_rank(state: State, model: Model, rank: int) -> None:
 
 
 def check_caller(state: State, model: Model, rank: int, incarnation: int) -> None:
-    """Refuses an old incarnation, then an unknown rank: a rank of an older, larger launch is stale, not out of
-    range."""
+    """Refuses an old incarnation, then an unknown rank: a rank of an older, larger launch gets the error for its
+    incarnation."""
     check_incarnation(state, model, incarnation)
     check_rank(state, model, rank)
 
@@ -69,7 +69,8 @@ def check_incarnation(state: State, model: Model, incarnation: int) -> None:
 
 
 def batch_state(state: State, number: int) -> BatchState:
-    """Returns the batch's state. Raises BatchFailedError or NotFoundError for one that will never be there (again)."""
+    """Returns the batch's state. Raises BatchFailedError or NotFoundError for a batch that will never be available
+    again."""
     if number < 0:
         raise InvalidArgumentError(f"batch is {number}; batches are numbered from 0")
     _check_built(state, number)
@@ -85,10 +86,11 @@ def batch_state(state: State, number: int) -> BatchState:
 
 
 def shard_state(state: State, model: Model, rank: int, position: Position, *, is_forward: bool) -> BatchState:
-    """Returns the state of the batch for a rank that wants its shard of a mini-batch. is_forward: whether the forward
-    shard is wanted, too.
+    """Returns the state of the batch for a rank that requests its shard of a mini-batch. is_forward: whether the
+    forward shard is accepted.
 
-    Raises InvalidArgumentError for a mini-batch that the batch does not have."""
+    Raises InvalidArgumentError for a mini-batch that the batch does not have.
+    """
     result = batch_state(state, position.batch)
     if result is BatchState.FORWARD and not is_forward:
         result = BatchState.PENDING
@@ -110,7 +112,7 @@ def _check_mini_batch(state: State, model: Model, position: Position) -> None:
 
 
 def settle(state: State, model: Model, position: Position) -> Position:
-    """Returns the position itself, or the next that exists where its batch has none or it is past the batch's last."""
+    """Returns the position, or the next existing one if its batch has no positions or it is past the batch's last."""
     position = standing(state, model, position)
     while position.batch in state.failed:
         position = standing(state, model, Position(position.batch + 1))
@@ -118,8 +120,8 @@ def settle(state: State, model: Model, position: Position) -> Position:
 
 
 def standing(state: State, model: Model, position: Position) -> Position:
-    """As `settle`, but not past a failed batch whose rows are kept."""
-    # A committed position may stand at the end of a batch that is freed since.
+    """Like `settle`, but does not skip a failed batch whose rows are kept."""
+    # A committed position may be at the end of a batch that was freed since.
     position = max(position, Position(state.freed))
     while True:
         batch = state.batches.get(position.batch)
@@ -144,10 +146,10 @@ def next_of(state: State, model: Model, rank: int) -> Position:
 def acknowledge(
     state: State, model: Model, rank: int, position: Position, incarnation: int, commits: bool
 ) -> Decision[Moved]:
-    """Moves the rank past the position, its next; nothing for one that it is past already. Acknowledging a failed batch
-    skips it. Answers the rank's next position.
+    """Moves the rank past the position, which must be its next; changes nothing if it is past it already. Acknowledging
+    a failed batch skips it. Answers the rank's next position.
 
-    commits: whether to commit up to where every rank is, as a trainer without checkpoints asks for.
+    commits: whether to commit up to the rank that is furthest behind, for a trainer without checkpoints.
     """
     check_caller(state, model, rank, incarnation)
     standing_at = list(state.models[model].next)
@@ -162,7 +164,7 @@ def acknowledge(
 
 
 def _after(state: State, model: Model, rank: int, position: Position) -> Position | None:
-    """Returns where the rank stands after it acknowledged the position; None where it is past that already."""
+    """Returns the rank's position after it acknowledged this one; None if it is past it already."""
     expected = next_of(state, model, rank)
     if position < expected:
         is_skipped = standing(state, model, state.models[model].next[rank]) <= position
@@ -205,8 +207,8 @@ def announce(state: State, version: int) -> Decision[None]:
 
 
 def freed(state: State) -> list[Event]:
-    """Returns the events that free batches: those that every model has committed and acknowledged past, and failed ones
-    that every model went past."""
+    """Returns the events that free batches: those that all models have committed and acknowledged, and failed ones that
+    all models have passed."""
     failures: list[int] = []
     if kept := state.batches_kept:
         past = min(went_past(model) for model in state.models.values())
@@ -217,7 +219,7 @@ def freed(state: State) -> list[Event]:
 def _trained(state: State) -> list[int]:
     """Returns the batches that every model is done with."""
     numbers = [number for number, batch in state.batches.items() if batch.mini_batches and number not in state.failed]
-    # Commits come seldom, with checkpoints: without one the ranks, of which there may be hundreds, are not looked at.
+    # Commits are rare, as checkpoints are: only after one are the ranks, of which there may be hundreds, compared.
     for is_committed in (True, False):
         if not numbers:
             break
@@ -231,8 +233,8 @@ def _trained(state: State) -> list[int]:
 
 
 def went_past(model: ModelState) -> Position:
-    """Returns the position before which failed batches are of no use to the model: its trainer went on without them,
-    or committed a checkpoint that did."""
+    """Returns the position before which the model does not need failed batches: its trainer continued after them, or
+    committed a checkpoint after them."""
     return max(model.committed, min(model.next))
 
 
@@ -243,8 +245,8 @@ def furthest(state: State, model: Model) -> Position:
 
 
 def check_not_ahead(state: State, model: Model, ranks: Collection[int], number: int) -> None:
-    """Refuses a batch that is not there and that these ranks of the model (none: all) want to train, if they were at it
-    before a rollback: it is not sealed, and lies behind their next."""
+    """Refuses a batch that is not sealed and beyond the next position of these ranks of the model (none: all): they
+    were there before a rollback."""
     own = model_state(state, model).next
     if state.generation == 1 or number < state.batches_sealed:
         return
@@ -260,7 +262,7 @@ def check_not_ahead(state: State, model: Model, ranks: Collection[int], number: 
 
 
 def _check_not_rolled_back(state: State, number: int) -> None:
-    """Refuses a batch far ahead of what the run knows as trained: its trainer was there before a rollback."""
+    """Refuses a batch far beyond what the run knows as trained: its trainer was there before a rollback."""
     reached = max(model.furthest.batch for model in state.models.values())
     if state.generation > 1 and number > max(state.batches_sealed, reached + 1):
         raise FailedPreconditionError(
@@ -276,7 +278,7 @@ def _check_built(state: State, number: int) -> None:
 
 
 def check_exists(state: State, model: Model, position: Position) -> None:
-    """Refuses a position that the run cannot have given out."""
+    """Refuses a position that the run cannot have returned."""
     model_state(state, model)
     if min(position) < 0:
         raise InvalidArgumentError(

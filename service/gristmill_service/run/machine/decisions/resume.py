@@ -1,8 +1,7 @@
-"""Resuming: a trainer comes back with a checkpoint, and the run checks that the two fit. Reads the state, returns
-events.
+"""Resume a trainer at its checkpoint, after checking that the checkpoint fits the run. Reads the state, returns events.
 
-A checkpoint fits where everything before its position was acknowledged in this run and generation. One that is ahead
-would silently skip accepted rows; it is refused, or the batches in between are given up for a reason.
+A checkpoint fits if everything before its position was acknowledged in this run and generation. One that is ahead would
+silently skip accepted rows: it is refused, or the batches in between are given up under a reason.
 """
 
 from __future__ import annotations
@@ -33,15 +32,15 @@ from gristmill_service.run.machine.events import (
 from gristmill_service.run.machine.state import START, Decision, ModelState, State
 
 _LONGEST_LAUNCH = 1000
-# Each generation counts on from a number of its own.
+# Incarnations of each generation begin at a number of its own.
 _INCARNATION_BITS = 20
 
 
 class Checkpoint(NamedTuple):
-    """The checkpoint that a trainer comes back with.
+    """The checkpoint of a resuming trainer.
 
-    position: None for the committed one. run_id, generation: of the run that it is of; "" and 0 where they are not
-    known. give_up_reason: why groups are dropped that the position skips; "" refuses such a position.
+    position: None for the committed one. run_id, generation: of the run at the checkpoint; "" and 0 if unknown.
+    give_up_reason: the reason under which skipped groups are dropped; "": a position that skips groups is refused.
     """
 
     position: Position | None
@@ -53,12 +52,12 @@ class Checkpoint(NamedTuple):
 def resume(
     state: State, config: RunConfig, model: Model, checkpoint: Checkpoint, launch: str, dp_size: int, run_id: str
 ) -> Decision[Resumed]:
-    """Puts all ranks to the checkpoint's position under a new incarnation; changes nothing where this launch did so
+    """Moves all ranks to the checkpoint's position, as a new incarnation; changes nothing if this launch did so
     already.
 
-    With another `dp_size`, batches that are published are withdrawn, failed ones that lie ahead and whose rows are kept
-    are tried again, and a run's other model has to resume, too. A position ahead of what was acknowledged is refused,
-    unless a reason is given for which the batches in between are given up.
+    With another `dp_size`, published batches are withdrawn, failed ones ahead whose rows are kept are tried again, and
+    the run's other model has to resume, too. A position beyond what was acknowledged is refused, unless a reason is
+    given, for which the batches in between are given up.
     dp_size: 0 for as many ranks as before. run_id: of this run.
     """
     check_text(checkpoint.run_id, "run_id")
@@ -94,7 +93,7 @@ def _events(state: State, model: Model, checkpoint: Checkpoint, launch: str, dp_
             )
         return []
     if launch in current.superseded:
-        # A rank of it that comes late must not take the run from the launch that came after.
+        # A late rank of an earlier launch must not take the run over from a later one.
         raise StaleIncarnationError(
             f"{model}: launch {launch!r} was superseded by {current.launch!r}: the trainer was started again; end this "
             "process"
@@ -104,7 +103,7 @@ def _events(state: State, model: Model, checkpoint: Checkpoint, launch: str, dp_
     if target < current.committed:
         raise FailedPreconditionError(
             f"{model}: {text_of(target)} lies before the committed {text_of(current.committed)}, and its data may be "
-            "gone; resume from the newer checkpoint, and commit only what a checkpoint holds"
+            "gone; resume from the newer checkpoint, and commit only what a checkpoint has"
         )
     skipped = _skipped(state, model, target, checkpoint)
     resumed = ModelResumed(model, target, _next_incarnation(state, current), launch)
@@ -114,22 +113,22 @@ def _events(state: State, model: Model, checkpoint: Checkpoint, launch: str, dp_
 
 
 def _check_launch(launch: str) -> None:
-    """Refuses a launch that is no name: runs remember every one."""
+    """Refuses a launch name that is empty or too long: runs store every name."""
     if not launch:
         raise InvalidArgumentError("launch is empty; name this start of the trainer, the same on all its ranks")
     subject = f"launch {launch[:50]!r}..."
-    check_length(launch, _LONGEST_LAUNCH, subject, "name this start of the trainer in fewer")
+    check_length(launch, _LONGEST_LAUNCH, subject, "shorten it")
     check_text(launch, "launch")
 
 
 def _next_incarnation(state: State, current: ModelState) -> int:
-    """Returns an incarnation that was never given out, not even by a generation whose end a rollback took back."""
+    """Returns an incarnation that was never used, not even by a generation that was rolled back."""
     return max(current.incarnation, (state.generation - 1) << _INCARNATION_BITS) + 1
 
 
 def _dropped(state: State, model: Model, is_resized: bool, given_up: set[int]) -> list[Event]:
-    """Drops columns that the previous trainer wrote, so that one trainer's values fill a batch: for batches that still
-    wait for columns, and for all where dp_size changed."""
+    """Drops columns that the previous trainer wrote, so that a batch has the values of one trainer: of batches that
+    still wait for columns, and of all if dp_size changed."""
     if model != "policy" and not is_resized:
         return []
     return [
@@ -156,12 +155,12 @@ def _resized(state: State, dp_size: int, resumed: ModelResumed, given_up: set[in
 
 
 def _skipped(state: State, model: Model, target: Position, checkpoint: Checkpoint) -> list[BatchGivenUp]:
-    """Returns the batches that lie between what was acknowledged and the target. Raises FailedPreconditionError where
-    there is anything in between and no reason is given."""
+    """Returns the batches between what was acknowledged and the target. Raises FailedPreconditionError if anything is
+    in between and no reason is given."""
     fits = _furthest_fit(state, model, checkpoint.generation)
     if settle(state, model, target) <= settle(state, model, fits):
         return []
-    # A batch that was begun stays: its rest is skipped for this model alone.
+    # A batch of which a part was trained stays: this model alone skips the rest.
     first = fits.batch + (fits > Position(fits.batch))
     between = [number for number in state.batches if first <= number < target.batch]
     if not checkpoint.give_up_reason:

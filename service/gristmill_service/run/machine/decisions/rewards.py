@@ -1,6 +1,6 @@
-"""Rewards that come after their rows: reads the state, returns events, changes nothing.
+"""Set rewards of rows that were submitted before: reads the state, returns events, changes nothing.
 
-A request is taken whole or refused whole.
+A request is taken or refused as a whole.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from gristmill_service.run.machine.state import Decision, State
 
 
 def set_rewards(state: State, updates: Sequence[RewardUpdate], digests: Sequence[bytes]) -> Decision[int]:
-    """Sets the rewards that are new. Answers how many these are.
+    """Sets the rewards that are new. Answers how many they are.
 
-    digests: of each update's values per token, empty where it has none.
+    digests: of each update's rewards per token; empty for a scalar.
     """
     schema = state.schema
     seen: dict[RowRef, SetReward] = {}
@@ -74,8 +74,7 @@ def _bytes(update: RewardUpdate) -> bytes:
 
 
 def _row_of(state: State, update: RewardUpdate) -> StoredRow | None:
-    """Returns the row that the reward is for; None where its group or trajectory is closed, so that it no longer
-    matters."""
+    """Returns the row that the reward is for; None if its group or trajectory is closed, so that it does not matter."""
     key = GroupKey(update.trajectory.round, update.trajectory.uid)
     if key in state.closed:
         return None
@@ -104,7 +103,7 @@ def _value(row: StoredRow, update: RewardUpdate) -> float:
         )
     else:
         value = exact_sum(update.token_values)
-        # Values that float32 cannot hold may cancel out.
+        # Values beyond float32 may cancel out in the sum.
         most = float(np.abs(update.token_values).max(initial=0.0))
         value = value if most <= FLOAT32_MAX else most
     if not abs(value) <= FLOAT32_MAX:

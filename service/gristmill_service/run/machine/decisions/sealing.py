@@ -1,4 +1,4 @@
-"""Complete groups leave the run: into a batch, or dropped by a filter. Also what becomes of a batch that was built.
+"""Seal complete groups into batches, or drop them by filters; record what became of a batch that was built.
 
 Reads the state, returns events.
 """
@@ -40,10 +40,11 @@ from gristmill_service.run.machine.state import Decision, State
 
 
 def due(state: State, config: RunConfig, happened: Sequence[Event] | None) -> list[Event]:
-    """Returns what follows from events that just happened; empty when nothing does. Apply it and ask again with it.
-    None asks what follows from anything before.
+    """Returns the next events that follow from events that just happened; empty if there are none. Apply them and call
+    it again
+    with them. None: what follows from anything before.
 
-    Groups are judged when they complete and when the policy version moves, not at every call: a run holds thousands.
+    Groups are checked when they complete and when the policy version changes, not in every call: a run has thousands.
     """
     if config.surplus and (surplus := _surplus(state, happened)):
         return [*surplus]
@@ -68,8 +69,8 @@ def due(state: State, config: RunConfig, happened: Sequence[Event] | None) -> li
 
 
 def tag_timeout(state: State, config: RunConfig, room: Room, now: float) -> list[Event]:
-    """Returns what becomes of a batch that waits for nothing but `tag_shares`: after `tag_timeout_s` it is sealed
-    without."""
+    """Returns the events for a batch that waits only for `tag_shares`: after `tag_timeout_s` it is sealed without
+    them."""
     if config.tag_timeout_s is None or state.tags_lapsed:
         return []
     if not _waits_for_tags(state, config, room):
@@ -85,7 +86,7 @@ def missing_tags(state: State, config: RunConfig) -> dict[str, int]:
 
 
 def seal_batch(state: State, config: RunConfig, number: int | None) -> Decision[Sealed]:
-    """Seals the groups that are complete, also fewer than train_batch_size.
+    """Seals all complete groups, also fewer than train_batch_size.
 
     number: of the batch, so that the call may be repeated; None: the next.
     """
@@ -105,7 +106,7 @@ def seal_batch(state: State, config: RunConfig, number: int | None) -> Decision[
 
 
 def finish(state: State, config: RunConfig) -> Decision[int]:
-    """Ends the rollouts. Answers how many batches the run has in all."""
+    """Ends the rollouts. Answers the total number of batches."""
     incomplete = [] if state.finished else [key for key in state.open if key not in state.complete]
     events = [] if state.finished else [RunFinished(), *(GroupDropped(key, "finished") for key in incomplete)]
     return events, lambda after: after.batches_sealed + remaining_batches(after, config.train_batch_size)
@@ -117,10 +118,10 @@ def record_batch(
     dp_size: int,
     written: Mapping[ColumnPlace, WrittenColumn] | None,
 ) -> Decision[bool]:
-    """Records what became of a batch that was built. Answers whether that is still wanted: not where the batch is gone,
-    or is to be built for another number of ranks or with other columns.
+    """Records the result of building a batch. Answers whether it is still wanted: not if the batch is gone, or is to be
+    built for another number of ranks or with other columns.
 
-    dp_size: that it was built for. written: the columns that it was built with; None: the rows alone.
+    dp_size: that of the result. written: the columns that it was built with; None: the rows alone.
     """
     batch = state.batches.get(event.batch)
     is_wanted = batch is not None and written in (None, batch.written) and dp_size == state.dp_size
@@ -135,7 +136,7 @@ def withdraw_batch(state: State, number: int) -> Decision[bool]:
 
 
 def remaining_batches(state: State, train_batch_size: int) -> int:
-    """How many batches a finished run still makes of what is complete."""
+    """Returns how many more batches a finished run makes of its complete groups."""
     return -(-len(state.complete) // train_batch_size)
 
 
@@ -146,7 +147,7 @@ def _seal(state: State, config: RunConfig, keys: list[GroupKey]) -> BatchSealed:
 
 
 def _shared_groups(state: State, config: RunConfig) -> list[GroupKey] | None:
-    """The next batch with its `tag_shares`; None where it has to wait."""
+    """Returns the groups of the next batch with its `tag_shares`; None if it has to wait."""
     if missing_tags(state, config):
         return None
     shares, keys = _Shares(config, config.train_batch_size), list[GroupKey]()
@@ -162,8 +163,7 @@ def _shared_groups(state: State, config: RunConfig) -> list[GroupKey] | None:
 
 
 def _waits_for_tags(state: State, config: RunConfig, room: Room) -> bool:
-    """Returns whether the next batch could be sealed but for `tag_shares`, or room is reserved for them that other
-    groups need."""
+    """Returns whether only `tag_shares` prevents the next batch, or reserves capacity that other groups need."""
     if not missing_tags(state, config) or len(state.batches) >= config.max_buffered_batches:
         return False
     if room.reserved and room.groups and not room.groups_of(""):
@@ -173,7 +173,7 @@ def _waits_for_tags(state: State, config: RunConfig, room: Room) -> bool:
 
 
 def _preferred(candidates: Iterable[GroupKey], state: State, config: RunConfig) -> list[GroupKey]:
-    """Returns as many of these groups as a batch takes, in their order: groups that `tag_shares` asks for come
+    """Returns as many of these groups as a batch takes, in their order; groups of the tags in `tag_shares` come
     first."""
     if not config.tag_shares:
         return list(islice(candidates, config.train_batch_size))
@@ -187,14 +187,14 @@ def _preferred(candidates: Iterable[GroupKey], state: State, config: RunConfig) 
 
 
 class _Shares:
-    """The places of a batch: at least a number for each tag, and the others for groups in their order."""
+    """The capacity of a batch: at least a number of groups for each tag, and the rest for groups in their order."""
 
     def __init__(self, config: RunConfig, size: int) -> None:
         self._reserved = config.tag_groups(size)
         self._free = size - sum(self._reserved.values())
 
     def take(self, tag: str) -> bool:
-        """Takes a place for a group, where there is one."""
+        """Takes a place for a group. Returns whether there was one."""
         if self._reserved.get(tag):
             self._reserved[tag] -= 1
         elif self._free > 0:
@@ -205,21 +205,21 @@ class _Shares:
 
 
 def _next_groups(state: State, config: RunConfig) -> Iterable[GroupKey]:
-    """The groups that come next in `seal_order`, as far as they are complete."""
+    """Returns the groups that come next in `seal_order`, as far as they are complete."""
     if config.seal_order == "completion" or state.finished:
         return _complete_groups(state, config)
     return takewhile(lambda key: key in state.complete, state.open)
 
 
 def _complete_groups(state: State, config: RunConfig) -> Iterator[GroupKey]:
-    """All that are complete, in `seal_order`."""
+    """Yields all complete groups in `seal_order`."""
     if config.seal_order == "completion":
         return iter(state.complete)
     return (key for key in state.open if key in state.complete)
 
 
 def _surplus(state: State, happened: Sequence[Event] | None) -> list[TrajectoryAborted]:
-    """The trajectories that groups do without, because enough of the others are complete."""
+    """Returns aborts of trajectories that are not needed, because enough others of their groups are complete."""
     keys = list(state.open) if happened is None else _named(happened)
     groups = [state.open[key] for key in keys if key in state.open]
     return [
@@ -230,7 +230,7 @@ def _surplus(state: State, happened: Sequence[Event] | None) -> list[TrajectoryA
 
 
 def _touched(state: State, happened: Sequence[Event]) -> list[GroupKey]:
-    """The complete groups that these events may have made unfit for training, in a fixed order."""
+    """Returns the complete groups that these events may have made unfit for training, in a fixed order."""
     keys = _named(happened)
     if any(isinstance(event, PolicyVersionAnnounced) for event in happened):
         keys.update(state.complete)
@@ -238,7 +238,7 @@ def _touched(state: State, happened: Sequence[Event]) -> list[GroupKey]:
 
 
 def _named(happened: Sequence[Event]) -> dict[GroupKey, None]:
-    """The groups that these events changed, in a fixed order."""
+    """Returns the groups that these events changed, in a fixed order."""
     keys: dict[GroupKey, None] = {}
     for event in happened:
         match event:
@@ -254,7 +254,7 @@ def _named(happened: Sequence[Event]) -> dict[GroupKey, None]:
 
 
 def _unfit(group: Group, state: State, config: RunConfig) -> str | None:
-    """Why the group is not to be trained on."""
+    """Returns why the group is not to be trained; None if it is."""
     if config.stale == "drop" and config.max_staleness is not None:
         oldest = group.oldest_version()
         if oldest is not None and state.policy_version - oldest > config.max_staleness:
