@@ -1,11 +1,11 @@
-"""The table of advantage estimators: what each is called, which settings and columns it reads, and its arithmetic.
+"""The table of advantage estimators: their names, the settings and columns that they read, and their arithmetic.
 
-A configuration's rules, warnings and the pipeline ask this table; nothing else names an estimator. All arithmetic is
-float64. An estimator of a level is one entry:
+The rules and warnings of a configuration, and the pipeline, use this table; no other code names an estimator. All
+arithmetic is float64. An entry is one of these:
 
-- `Estimator`: computes nothing, clients send advantages.
-- `GroupEstimator`: one advantage per trajectory, of the scores of its prompt group.
-- `TokenEstimator`: an advantage and a return for each trained token, of its trajectory's rewards.
+- `Estimator`: computes nothing; clients send advantages.
+- `GroupEstimator`: one advantage per trajectory, computed from the scores of its prompt group.
+- `TokenEstimator`: an advantage and a return for each trained token, computed from its trajectory's rewards.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ Float64s = NDArray[np.float64]
 MAXRL_EPSILON = 1e-6
 
 PIECE = 1024
-"""Longer trajectories are summed in pieces of this many tokens, all pieces of a batch at once."""
+"""Longer trajectories are summed in pieces of this many tokens, all pieces of a batch at the same time."""
 
 
 class Settings(Protocol):
-    """The settings of a run that estimators read."""
+    """The settings that estimators read."""
 
     @property
     def n_samples_per_prompt(self) -> int: ...
@@ -45,8 +45,9 @@ class Settings(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Estimator:
-    """settings: the settings, by their names in a configuration, that other estimators do not read.
-    columns: response columns that it is computed of, which the run has to declare."""
+    """settings: names of the settings that only this estimator reads. columns: the response columns that it needs,
+    which the run has to declare.
+    """
 
     name: str
     settings: tuple[str, ...] = ()
@@ -60,8 +61,9 @@ class Estimator:
 
 @dataclass(frozen=True, slots=True)
 class GroupEstimator(Estimator):
-    """compute: advantages of groups of two or more whose scores differ; float64 (..., trajectories of each) as the
-    scores. of_one: the same of groups of one, where that is what a run asks for; (..., 1)."""
+    """compute: returns the advantages of groups of two or more trajectories with different scores; float64
+    (..., trajectories of each), like the scores. of_one: the same for groups of one, in runs of such groups; (..., 1).
+    """
 
     compute: Callable[[Float64s, Settings], Float64s] = lambda scores, settings: scores.copy()
     of_one: Callable[[Float64s, Settings], Float64s] = lambda scores, settings: np.zeros(scores.shape)
@@ -70,24 +72,26 @@ class GroupEstimator(Estimator):
 @dataclass(frozen=True, slots=True)
 class TokenEstimator(Estimator):
     """compute(settings, bounds, rewards, *columns) returns the advantages and returns of trained tokens, which may be
-    one array; float64 (trained tokens,), and so are rewards and each of the columns. bounds: int64 (trajectories + 1,),
-    trajectory t has the tokens `bounds[t]:bounds[t + 1]`. Overflow is the caller's to refuse."""
+    the same array; float64 (trained tokens,), like rewards and each column. bounds: int64 (trajectories + 1,):
+    trajectory t has the tokens `bounds[t]:bounds[t + 1]`. The caller refuses overflow."""
 
     compute: Callable[..., tuple[Float64s, Float64s]] = lambda settings, bounds, rewards: (rewards, rewards)
 
 
 def flat(scores: Float64s) -> NDArray[np.bool_]:
-    """Returns for each group whether it has two or more trajectories and all scores are equal. scores: (...,
-    trajectories of each); the result: (...)."""
+    """Returns whether each group has two or more trajectories with equal scores. scores: (..., trajectories of each);
+    the
+    result: (...).
+    """
     equal: NDArray[np.bool_] = (scores == scores[..., :1]).all(axis=-1)
     return equal if scores.shape[-1] > 1 else np.zeros_like(equal)
 
 
 def group_advantages(estimator: GroupEstimator, scores: Float64s, settings: Settings) -> Float64s:
-    """Returns one advantage per trajectory, of prompt groups of one size. scores, result: (..., trajectories of each).
+    """Returns one advantage per trajectory, for prompt groups of one size. scores, result: (..., trajectories of each).
 
-    Equal scores give exactly 0 by comparison, not by arithmetic, which leaves 1e-10 even in float64. A group of one
-    that is left of several samples has no baseline and gets 0. A group's bits do not depend on the others.
+    Equal scores give exactly 0 by comparison; arithmetic would leave 1e-10 even in float64. A group of one that remains
+    of several samples has no baseline and gets 0. A group's result does not depend on other groups.
     """
     if scores.shape[-1] == 1:
         return np.zeros(scores.shape) if settings.n_samples_per_prompt > 1 else estimator.of_one(scores, settings)
@@ -146,13 +150,14 @@ def _reinforce_plus_plus(settings: Settings, bounds: Int64s, rewards: Float64s) 
 
 
 def discounted_sums(numbers: Float64s, bounds: Int64s, decay: float) -> Float64s:
-    """Returns S = x + decay · S', S' that of the next in the run and 0 after its last; float64 like `numbers`.
+    """Returns S = x + decay · S', where S' is that of the run's next number, 0 after the last; float64 like `numbers`.
 
-    bounds: int64 (runs + 1,), run r is `bounds[r]:bounds[r + 1]`. A run's result does not depend on the others.
+    bounds: int64 (runs + 1,): run r has the numbers `bounds[r]:bounds[r + 1]`. A run's result does not depend on
+        others.
 
-    Runs are cut into pieces, from their ends. The sums of all pieces grow by one number at a time, from the last to
-    the first, with one operation for all; then each piece of a run gets its share of the sum that follows it. So a
-    run that is no longer than a piece is exactly what the plain loop makes of it, and longer ones differ by rounding.
+    Runs are cut into pieces, from their ends. The sums of all pieces are extended by one number at a time, from the
+    last to the first, with one operation for all; then each piece of a run gets its share of the sum after it. The
+    result of a run within one piece equals that of a plain loop; longer ones differ by rounding.
     """
     sums = numbers.copy()
     _sum_up(sums, bounds, decay)
@@ -160,7 +165,7 @@ def discounted_sums(numbers: Float64s, bounds: Int64s, decay: float) -> Float64s
 
 
 def _next(numbers: Float64s, bounds: Int64s) -> Float64s:
-    """Returns the number after each in its run, 0 after the last."""
+    """Returns the next number of each in its run; 0 for the last."""
     following = np.empty_like(numbers)
     following[:-1] = numbers[1:]
     following[bounds[1:][np.diff(bounds) > 0] - 1] = 0
@@ -168,7 +173,7 @@ def _next(numbers: Float64s, bounds: Int64s) -> Float64s:
 
 
 def _sum_up(sums: Float64s, bounds: Int64s, decay: float) -> None:
-    """Makes of numbers their discounted sums, in place."""
+    """Replaces numbers by their discounted sums."""
     if decay == 0 or not len(sums):
         return
     if decay == 1:
@@ -181,13 +186,13 @@ def _sum_up(sums: Float64s, bounds: Int64s, decay: float) -> None:
 
 
 def _sum_pieces(sums: Float64s, bounds: Int64s, decay: float) -> None:
-    """Makes of numbers their discounted sums within each piece, in place."""
+    """Replaces numbers by their discounted sums within each piece."""
     lengths = np.diff(bounds)
     counts = -(-lengths // PIECE)
     runs = np.repeat(np.arange(len(lengths)), counts)
     from_end = PIECE * (np.arange(len(runs)) - np.repeat(np.cumsum(counts) - counts, counts))
     sizes = np.minimum(PIECE, lengths[runs] - from_end)
-    # Longest first: pieces that still have numbers at a place from their ends come before pieces that have none.
+    # Longest first, so that the pieces with a number at a distance from their end are a prefix.
     order = np.argsort(-sizes, kind="stable")
     at = (bounds[1:][runs] - 1 - from_end)[order]
     active = len(sizes) - np.cumsum(np.bincount(sizes))[:-1]
@@ -201,19 +206,19 @@ def _sum_pieces(sums: Float64s, bounds: Int64s, decay: float) -> None:
 
 
 def _add_up_pieces(sums: Float64s, bounds: Int64s) -> None:
-    """As `_sum_pieces` without a decay, to the same bits."""
+    """Like `_sum_pieces` without a decay, with identical results."""
     for begin, end in pairwise(bounds.tolist()):
         for upto in range(end, begin, -PIECE):
             backwards = sums[max(begin, upto - PIECE) : upto][::-1]
             np.add.accumulate(backwards, out=backwards)
-    # What begins with 0, as a sum does, has no negative zero.
+    # A sum that begins with 0 is never a negative zero.
     sums += 0.0
 
 
 def _join_pieces(sums: Float64s, powers: Float64s) -> None:
-    """Adds to each piece of one run what the sum after it is worth there, the last piece first, in place.
+    """Adds to each piece of a run its share of the sum after it, the last piece first, in place.
 
-    powers: of the decay, (PIECE,), down to its first.
+    powers: of the decay, (PIECE,), in descending order.
     """
     for end in range(len(sums) - PIECE, 0, -PIECE):
         begin = max(0, end - PIECE)

@@ -1,6 +1,6 @@
-"""A second thread for work whose parts do not depend on each other, such as the shards of a batch.
+"""A second thread for independent tasks, such as the shards of a batch.
 
-Copying and arithmetic on arrays do not hold the interpreter's lock, so that two threads do them on two cores.
+Copying and arithmetic on arrays release the GIL, so that two threads use two cores.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ R = TypeVar("R")
 
 @cache
 def _helper() -> ThreadPoolExecutor:
-    """Returns the one thread for all batches: more would take cores from the trainer on the same machine. It lives on,
-    because starting a thread takes milliseconds where all cores are busy."""
+    """Returns the one helper thread for all batches: more would take cores from a trainer on the same machine. It is
+    kept, because starting a thread takes milliseconds if all cores are busy."""
     return ThreadPoolExecutor(1, "gristmill-helper")
 
 
 def _help(work: Callable[[], None]) -> Future[None] | None:
-    """Has the second thread work, too. None where the system gives no thread: this one does all, then."""
+    """Has the helper thread work, too. Returns None if the system gives no thread: this one then does all the work."""
     try:
         return _helper().submit(work)
     except RuntimeError:
@@ -30,16 +30,16 @@ def _help(work: Callable[[], None]) -> Future[None] | None:
 
 
 def in_two_threads(tasks: Iterable[T], do: Callable[[T], R]) -> list[R]:
-    """Does each of the tasks, in this thread and, where it is free, in the one that helps. Returns what they gave.
+    """Performs each task, in this thread and, if it is free, in the helper thread. Returns the results.
 
-    Raises what the first of them that fails does, in their order; those behind it may be left undone. Nothing is done
-    any more when it returns or raises.
+    Raises the error of the first task that fails, in their order; later tasks may be skipped. Nothing is running any
+    more when it returns or raises.
     """
     listed = list(tasks)
     missing, results, failed = iter(enumerate(listed)), dict[int, R](), dict[int, BaseException]()
 
     def work() -> None:
-        # Both threads take the next one from the same list, which is one step of the interpreter.
+        # Both threads take tasks from the same list; taking one is atomic.
         for number, task in missing:
             if failed and min(failed) < number:
                 return
@@ -53,7 +53,7 @@ def in_two_threads(tasks: Iterable[T], do: Callable[[T], R]) -> list[R]:
     try:
         work()
     finally:
-        # One that has not begun has nothing left to do.
+        # If the helper has not begun, there is nothing left for it.
         if helping is not None and not helping.cancel():
             wait([helping])
     if failed:

@@ -1,4 +1,4 @@
-"""The process' log: structlog, through which libraries log too, one line an event on standard error."""
+"""The log of the process, on standard error, one line per event. Libraries log through structlog, too."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gristmill_service import tracing
 
 
 def configure_logs(level: str, form: str) -> None:
-    """Logs from this level on, in the form human or json."""
+    """Configures logging from this level on, in the form human or json."""
     shared: list[Any] = [
         _add_ids,
         structlog.contextvars.merge_contextvars,
@@ -43,14 +43,14 @@ def configure_logs(level: str, form: str) -> None:
     root = logging.getLogger()
     root.handlers = [handler]
     root.setLevel(level.upper())
-    # Uvicorn would log its start and stop, which the service logs itself.
+    # The service logs start and stop itself.
     logging.getLogger("uvicorn.error").setLevel(max(logging.WARNING, root.level))
-    # httpx would log every request that is passed on to another replica.
+    # Otherwise httpx logs every request that is passed on to another replica.
     logging.getLogger("httpx").setLevel(max(logging.WARNING, root.level))
 
 
 def _add_ids(_: object, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """Adds the ids of the call that is being answered and of its trace, where there are any."""
+    """Adds the ids of the current call and trace, if any."""
     for name, value in (("request_id", tracing.request_id()), ("trace_id", tracing.trace_id())):
         if value:
             event.setdefault(name, value)

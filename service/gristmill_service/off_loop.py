@@ -1,4 +1,4 @@
-"""Work that leaves the event loop for the pool: how it is awaited."""
+"""Await work that runs in the thread pool."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 async def finished(work: Awaitable[T]) -> T:
-    """Awaits work that must not be left half done when the caller goes away: a cancellation waits for its end."""
+    """Awaits work that must not be left half done: a cancellation takes effect when it has ended."""
     task = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(task)
@@ -22,7 +22,7 @@ async def finished(work: Awaitable[T]) -> T:
 
 
 async def each(pieces: Iterator[T]) -> AsyncIterator[T]:
-    """Yields the items of a blocking iterator, each read in a thread."""
+    """Yields the items of a blocking iterator, each of which is read in a thread."""
     try:
         # An iterator that is being read cannot be closed.
         while (piece := await finished(asyncio.to_thread(next, pieces, None))) is not None:
@@ -34,7 +34,7 @@ async def each(pieces: Iterator[T]) -> AsyncIterator[T]:
 
 
 class OneByOne:
-    """Calls functions that take long and much memory in the pool, one after another."""
+    """Runs slow functions that need much memory in the thread pool, one at a time."""
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()

@@ -1,6 +1,6 @@
-"""Tuning of the serving process: how it keeps memory, and the threads that it has.
+"""Tune the serving process: its memory allocator, garbage collection and threads.
 
-docs/performance.md has the effects that were measured. Nothing here changes a result.
+docs/performance.md has the measured effects. Nothing here changes a result.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ _GC_THRESHOLDS = (10_000, 50, 50)
 
 
 def tune_process() -> None:
-    """Tunes this process to serve. Memory is tuned with glibc alone: other C libraries have no `mallopt`."""
+    """Tunes this process to serve. Memory is tuned with glibc only, since other C libraries have no `mallopt`."""
     _reuse_memory()
-    # Every connection uses a file descriptor, and so do the run stores.
+    # Connections and run stores need file descriptors.
     now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _DESCRIPTORS if most == resource.RLIM_INFINITY else min(_DESCRIPTORS, most)
     if now != resource.RLIM_INFINITY and now < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
-    # A thread that computes gives way to the event loop after 0.5 ms instead of Python's 5.
+    # A computing thread yields to the event loop after 0.5 ms instead of Python's 5.
     sys.setswitchinterval(_SWITCH_S)
-    # Every row is a few small tuples that live until their batch is freed: collecting would look at them again and
-    # again, and there is little to find. One collection of that many objects takes some 3 ms.
+    # Every row is a few small tuples that live until their batch is freed: frequent collections would traverse them
+    # without finding much. One collection of this many objects takes about 3 ms.
     gc.set_threshold(*_GC_THRESHOLDS)
 
 
 def spare_what_is_there() -> None:
-    """Has garbage collection never look at what is there now: what was imported is never garbage."""
+    """Excludes all current objects from garbage collection: what was imported is never garbage."""
     gc.collect()
     gc.freeze()
 
 
 def started_pool(threads: int, name: str) -> ThreadPoolExecutor:
-    """Returns a pool whose threads all run: where the system gives no more of them later, nothing has to be started.
+    """Returns a pool whose threads are all started, so that it does not fail later if the system gives no more threads.
 
-    Raises UnavailableError where it gives none now.
+    Raises UnavailableError if the system gives none now.
     """
     pool, all_run = ThreadPoolExecutor(threads, name), threading.Barrier(threads + 1)
     try:
@@ -67,23 +67,23 @@ def started_pool(threads: int, name: str) -> ThreadPoolExecutor:
 
 
 def give_back_memory() -> None:
-    """Gives the memory that was freed back to the system, which `tune_process` has glibc keep."""
+    """Returns freed memory to the system, which `tune_process` makes glibc keep."""
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def most_connections() -> int:
-    """Returns how many connections each API may have, so that descriptors are left for the stores."""
+    """Returns the number of connections that each API may have, so that file descriptors are left for the stores."""
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return (_DESCRIPTORS if most == resource.RLIM_INFINITY else most) // 3
 
 
 def _reuse_memory() -> None:
-    """Has glibc keep the memory of freed messages.
+    """Makes glibc keep the memory of freed messages.
 
-    Messages of megabytes come and go. By default glibc gives each back to the system, so that the next one's pages are
-    allocated and cleared again, which takes longer than filling them. With an arena per thread, each thread would keep
-    its own.
+    Messages of megabytes come and go. By default glibc returns each to the system, so that the pages of the next one
+    are allocated and cleared again, which takes longer than filling them. With an arena per thread, each thread would
+    keep its own.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

@@ -1,6 +1,6 @@
-"""One service: its runs, its two APIs, and the order in which they start and stop, on the running event loop.
+"""One service on the running event loop: its runs, its two APIs, and the order in which they start and stop.
 
-Owns no signal and no exit status: `serve` wires it to a process, tests use it directly.
+Handles neither signals nor the exit status: `serve` does this for a process, and tests use the service directly.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _log = structlog.get_logger(__name__)
 
 
 class Service:
-    """Listens from `start` on, which is called once. grpc_address, http_url: known then."""
+    """A service. Call `start` once; grpc_address and http_url are known then."""
 
     grpc_address: str
     http_url: str
@@ -43,14 +43,14 @@ class Service:
 
     def __init__(self, settings: Settings) -> None:
         self._settings, self.long_poll = settings, LongPoll()
-        # Undoes what was started, the last first.
+        # Stops what was started, in reverse order.
         self._opened = AsyncExitStack()
 
     async def start(self) -> None:
-        """Opens the stores and their runs, and returns when both APIs answer.
+        """Opens the stores and their runs; returns when both APIs answer.
 
-        Raises UnavailableError where an address cannot be had, StorageUnreachableError where a store does not answer,
-        and InvalidArgumentError where a setting is wrong. Nothing is left then.
+        Raises UnavailableError if an address is taken, StorageUnreachableError if a store does not answer, and
+        InvalidArgumentError for a wrong setting. Everything is closed again then.
         """
         try:
             await self._start()
@@ -119,7 +119,8 @@ class Service:
         _log.info("ready", grpc=self.grpc_address, http=self.http_url)
 
     async def stop(self) -> None:
-        """Takes no new calls, finishes what is being sealed, answers callers that wait and closes, within the grace."""
+        """Refuses new calls, finishes sealed batches, answers calls that wait, and closes everything within the
+        grace."""
         _log.info("shutting down", waiting=self.long_poll.count)
         await self._opened.aclose()
         _log.info("closed")
@@ -136,7 +137,7 @@ class Service:
 
     def _run_stats(self) -> Iterator[RunStats]:
         for run in self.runs.own():
-            # Deleted, or taken over, since the list was made.
+            # The run was deleted, or taken over, meanwhile.
             with suppress(NotFoundError, UnavailableError):
                 yield run_stats(run)
 
@@ -145,7 +146,7 @@ class Service:
 
 
 async def _opened_storage(settings: Settings, opened: AsyncExitStack) -> Storage:
-    """Opens the stores in a thread. They are closed at the end, also where this is cancelled meanwhile."""
+    """Opens the stores in a thread. They are closed at the end, also if this is cancelled meanwhile."""
     opening = asyncio.ensure_future(asyncio.to_thread(open_storage, settings))
 
     async def close() -> None:
@@ -158,7 +159,7 @@ async def _opened_storage(settings: Settings, opened: AsyncExitStack) -> Storage
 
 
 def _refuse_taken(grpc_address: str) -> None:
-    """Finds a port that is taken before gRPC does, which would also log the failure in its own form."""
+    """Refuses a port that is taken before gRPC does, which would also log the failure in its own form."""
     if grpc_address.startswith("unix:"):
         return
     with suppress(socket.gaierror):
@@ -173,7 +174,7 @@ def _refuse_taken(grpc_address: str) -> None:
 def _is_taken(family: int, where: Any) -> bool:
     try:
         with socket.socket(family) as probe:
-            # A port whose last connections are still closing may be taken again.
+            # So that a port whose last connections are still closing can be taken again.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(where)
     except OSError as error:

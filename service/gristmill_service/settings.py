@@ -1,7 +1,7 @@
 """The service's settings: their names, defaults and checks.
 
-Flags win over the environment, the environment over a file, the file over defaults. A run has a configuration of its
-own: see `config`.
+Flags take precedence over the environment, the environment over a file, the file over defaults. Runs have their own
+configuration: see `config`.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _EVERYWHERE = ("0.0.0.0:", "[::]:", "unix:")
 class ShardStoreKind(NamedTuple):
     """A store of shards that settings may name.
 
-    module: imported where the store is used; its `open_shards(settings, runs)` returns a `ShardStore`.
+    module: imported only if the store is used; its `open_shards(settings, runs)` returns a `ShardStore`.
     run_stores: the run stores that it works with.
-    directory: the setting that names its directory, whose room is reported and which `gristmill doctor` tries; empty
-        where it has none.
+    directory: the setting with its directory, whose free space is reported and which `gristmill doctor` checks; empty
+        if it has none.
     """
 
     module: str
@@ -53,17 +53,17 @@ else:
 
 
 def _run_store(settings: dict[str, Any]) -> RunStoreName:
-    """Returns the run store of settings that do not name one."""
+    """Returns the default run store for these settings."""
     if settings.get("store") == "redis":
         return "redis"
     return "memory" if settings.get("journal_dir") is None else "journal"
 
 
 class Settings(BaseSettings):
-    """The settings of a process that serves. Nothing listens wider than this machine unless an address says so.
+    """The settings of a serving process. By default it listens on this machine only.
 
     A setting that is not an argument is taken from the environment, else from the file that `config_file` names. Other
-    variables with the prefix are left alone: Kubernetes sets some of its own after the name of a service.
+    variables with the prefix are ignored: Kubernetes sets some, named after a service.
     """
 
     model_config = SettingsConfigDict(
@@ -89,15 +89,15 @@ class Settings(BaseSettings):
     )
     journal_dir: Path | None = Field(
         None,
-        description="The directory of run_store: journal, in which runs are kept, so that they outlive the process.",
+        description="The directory of run_store: journal, in which runs are stored, so that they outlive the process.",
     )
     run_store: RunStoreName = Field(
         default_factory=_run_store,
-        description="Where runs and their rows are kept: memory, journal (files in journal_dir), or redis.",
+        description="Where runs and their rows are stored: memory, journal (files in journal_dir), or redis.",
     )
     shard_store: ShardStoreName = Field(
         default_factory=lambda settings: settings.get("store"),
-        description="Where shards are kept: shared_memory (trainers map them), memory (for tests), or redis (any "
+        description="Where shards are stored: shared_memory (trainers map them), memory (for tests), or redis (any "
         "replica reads them; with run_store: redis).",
     )
     redis_url: str | None = Field(
@@ -251,7 +251,7 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _check_stores(self) -> Settings:
-        """Every rule about which stores and settings of theirs go together."""
+        """Checks the rules about which stores and settings of stores go together."""
         if self.journal_dir is not None and self.run_store != "journal":
             raise ValueError(
                 f"journal_dir and run_store: {self.run_store} exclude each other: the runs are kept in one place; give "
@@ -307,7 +307,7 @@ class Settings(BaseSettings):
 
     @property
     def store_directories(self) -> dict[str, Path]:
-        """The directories of the run's and the shards' stores, by their names."""
+        """The directories of the run store and the shard store, by their settings' names."""
         directories = {"journal": self.journal_dir}
         if name := SHARD_STORES[self.shard_store].directory:
             directories[self.shard_store] = getattr(self, name)
@@ -323,7 +323,7 @@ class Settings(BaseSettings):
     @field_validator("advertise_http_url")
     @classmethod
     def _check_url(cls, url: str | None) -> str | None:
-        # A ValueError, too, for what is no URL at all.
+        # urlsplit raises ValueError, too.
         if url is not None and ((parts := urlsplit(url)).scheme not in ("http", "https") or not parts.hostname):
             raise ValueError("expected http://HOST:PORT or https://HOST:PORT")
         return url
@@ -356,7 +356,7 @@ def _is_of_this_machine(address: str) -> bool:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Returns host and port of `HOST:PORT`; an IPv6 host is in brackets."""
+    """Returns the host and the port of `HOST:PORT`; an IPv6 host has brackets."""
     host, _, port = address.rpartition(":")
     if not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
         raise ValueError("expected HOST:PORT with a port of 0..65535")
@@ -375,7 +375,7 @@ class _ConfigFile(PydanticBaseSettingsSource):
 
 
 def load_settings(flags: Mapping[str, Any]) -> Settings:
-    """Settings from flags (None: not given), the environment and the file.
+    """Returns settings from flags (None: not given), the environment and the file.
 
     Raises InvalidArgumentError naming the setting, where it was given, its value and what is expected.
     """
@@ -383,12 +383,12 @@ def load_settings(flags: Mapping[str, Any]) -> Settings:
 
 
 def load(kind: type[_Kind], flags: Mapping[str, Any]) -> _Kind:
-    """As `load_settings`, for settings of this kind."""
+    """Returns settings of this class, like `load_settings`."""
     values = {name: value for name, value in flags.items() if value is not None}
     try:
         return kind(**values)
     except ValidationError as error:
-        # A default that follows from other settings is not looked for where these are wrong.
+        # A default that depends on wrong settings is not reported.
         wrong = (item for item in error.errors() if item["type"] != "default_factory_not_called")
         raise InvalidArgumentError("; ".join(_explain(item, values, kind) for item in wrong)) from None
 
@@ -408,7 +408,7 @@ def _read_file(path: Path) -> dict[str, Any]:
 def _explain(error: ErrorDetails, flags: Mapping[str, Any], kind: type[BaseSettings]) -> str:
     reason = error["msg"].removeprefix("Value error, ")
     if not error["loc"]:
-        # Several settings do not fit together, and their values may hold a secret.
+        # Several settings conflict. Their values may include a secret, and are not shown.
         return reason
     name = str(error["loc"][0])
     flag = "--" + name.replace("_", "-")
@@ -424,5 +424,5 @@ def _explain(error: ErrorDetails, flags: Mapping[str, Any], kind: type[BaseSetti
 
 
 def _file(flags: Mapping[str, Any]) -> str:
-    """The file that settings were read from."""
+    """Returns the file that settings were read from."""
     return str(flags.get("config_file") or os.environ[ENVIRONMENT_PREFIX + "CONFIG_FILE"])

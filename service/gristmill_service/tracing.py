@@ -1,9 +1,9 @@
-"""Request ids and traces, by which a call is followed through logs and services.
+"""Request ids and traces, by which a call can be followed through logs and services.
 
-Traces are sent over OTLP where OpenTelemetry's variables name an endpoint. Where none does, its SDK is not imported.
+Traces are sent over OTLP if OpenTelemetry's variables name an endpoint. Otherwise its SDK is not imported.
 
-Each call is a span in the trace that the caller's W3C `traceparent` names. Each batch that is made is a trace of its
-own, with its stages as spans, linked to the call that completed the batch. docs/decisions/0009 says why OpenTelemetry's
+Each call is a span in the trace that the caller's W3C `traceparent` names. Building a batch is a trace of its own, with
+the stages as spans, linked to the call that completed the batch. docs/decisions/0009 explains why OpenTelemetry's
 instrumentation of gRPC and ASGI is not used.
 """
 
@@ -25,13 +25,13 @@ from gristmill.errors import InvalidArgumentError
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 _EXPORTER = "opentelemetry.exporter.otlp.proto.grpc"
-# How long the last export may take; a collector that is away must not hold a shutdown up.
+# The limit of the last export: an unreachable collector must not delay a shutdown.
 _FLUSH_MS = 2_000
 
 REQUEST_ID = "x-request-id"
-"""The name of a request id in gRPC metadata and among HTTP headers."""
+"""The gRPC metadata key and HTTP header of a request id."""
 
-# One word in a log, a header and a shell.
+# A valid id is one word in a log, a header and a shell.
 _VALID_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 _PREFIX, _numbers = secrets.token_hex(4), itertools.count(1)
 _request_id: ContextVar[str] = ContextVar("gristmill_request_id", default="")
@@ -42,8 +42,8 @@ _sealed_in: dict[tuple[str, int], Any] = {}
 
 
 def begin_request(metadata: Iterable[tuple[str, str | bytes]]) -> str:
-    """Returns the id of a call: the caller's where its metadata have a valid one, else a new one. It is the current id
-    of this task from now on: sent back to the caller, passed on to the run's owner, and added to every logged line."""
+    """Sets the id of this task's call, and returns it: the caller's if its metadata has a valid one, else a new one. It
+    is sent back to the caller, passed on to the run's owner, and added to every logged line."""
     request_id = ""
     for key, value in metadata:
         if key == REQUEST_ID:
@@ -55,14 +55,14 @@ def begin_request(metadata: Iterable[tuple[str, str | bytes]]) -> str:
 
 
 def request_id() -> str:
-    """Returns the id of the call that is being answered; empty outside of calls."""
+    """Returns the id of the current call; empty outside of calls."""
     return _request_id.get()
 
 
 def configure_tracing(environment: Mapping[str, str] = os.environ) -> Callable[[], None]:
-    """Begins to trace where that is configured. Returns a function that ends it.
+    """Starts tracing if it is configured. Returns a function that stops it.
 
-    Raises InvalidArgumentError where it is configured and cannot work.
+    Raises InvalidArgumentError if the configuration cannot work.
     """
     global _tracer
     name = next((name for name in _ENDPOINTS if environment.get(name)), None)
@@ -88,7 +88,7 @@ def is_on() -> bool:
 
 
 def span(name: str, **attributes: str | int) -> AbstractContextManager[Any]:
-    """A span within the current one; nothing where tracing is off."""
+    """Returns a context with a span within the current one; without tracing, it does nothing."""
     if _tracer is None:
         return nullcontext()
     stage: AbstractContextManager[Any] = _tracer.start_as_current_span(name, attributes=_named(attributes))
@@ -96,9 +96,9 @@ def span(name: str, **attributes: str | int) -> AbstractContextManager[Any]:
 
 
 def call_span(name: str, metadata: Iterable[tuple[str, str | bytes]], **attributes: str | int) -> Any:
-    """Begins the span of a call that came with this metadata, in its caller's trace.
+    """Begins the span of a call with this metadata, in its caller's trace. It does not become the current span.
 
-    It is not the current span yet. May be called only while tracing is on.
+    Call it only while tracing is on.
     """
     from opentelemetry.trace import SpanKind
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -109,14 +109,14 @@ def call_span(name: str, metadata: Iterable[tuple[str, str | bytes]], **attribut
 
 
 def within(call: Any) -> AbstractContextManager[Any]:
-    """Makes a call's span the current one within the block, and ends it after."""
+    """Makes a call's span the current one within the block, and ends it afterwards."""
     from opentelemetry.trace import use_span
 
     return use_span(call, end_on_exit=True, record_exception=False, set_status_on_exception=False)
 
 
 def describe(**attributes: str | int) -> None:
-    """Adds attributes to the current span. May be called only while tracing is on."""
+    """Adds attributes to the current span. Call it only while tracing is on."""
     from opentelemetry.trace import get_current_span
 
     get_current_span().set_attributes(_named(attributes))
@@ -137,7 +137,7 @@ def sealed(run: str, batch: int) -> None:
 
 
 def making_span(run: str, batch: int) -> AbstractContextManager[Any]:
-    """The span of a batch that is made, in a trace of its own: rows of many calls come together in it."""
+    """Returns a context with the span of building a batch, in a trace of its own, since it has rows of many calls."""
     if _tracer is None:
         return nullcontext()
     from opentelemetry.trace import Link
@@ -151,7 +151,7 @@ def making_span(run: str, batch: int) -> AbstractContextManager[Any]:
 
 
 def carried() -> dict[str, str]:
-    """The metadata by which a call that is passed on stays in the trace of this one."""
+    """Returns the metadata by which a call that is passed on stays in the current trace."""
     if _tracer is None:
         return {}
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -162,7 +162,7 @@ def carried() -> dict[str, str]:
 
 
 def trace_id() -> str:
-    """The id of the current trace; empty where there is none."""
+    """Returns the id of the current trace; empty if there is none."""
     if _tracer is None:
         return ""
     from opentelemetry.trace import format_trace_id, get_current_span
@@ -180,7 +180,7 @@ def _exports_none(environment: Mapping[str, str]) -> bool:
 
 
 def _check(name: str, environment: Mapping[str, str]) -> None:
-    """Raises InvalidArgumentError where traces cannot be exported to the endpoint that this variable names."""
+    """Raises InvalidArgumentError if traces cannot be exported to the endpoint in this variable."""
     for protocol in _PROTOCOLS:
         if environment.get(protocol, "grpc") not in ("", "grpc"):
             raise InvalidArgumentError(

@@ -31,8 +31,9 @@ class BatchCost:
 def costs(steps: Steps, config: RunConfig) -> Iterator[tuple[str, BatchCost]]:
     """Yields the batch's cost as configured, under the name "", and then with each setting that might make it cheaper.
 
-    A name is what a configuration would say, such as `layout: packed`; one setting differs at a time. Settings that the
-    others or the rows do not allow are left out, as are those that change nothing. Plans the batch once for each.
+    A name is what a configuration would say, such as `layout: packed`; one setting differs at a time. Settings that
+    conflict with others or with the rows are left out, and so are settings that change nothing. Plans the batch once
+    for each.
     """
     now = _cost(steps, config)
     yield "", now

@@ -68,11 +68,11 @@ class GroupCounts(msgspec.Struct, array_like=True, frozen=True):
 
 class Figures(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     """Figures of batches `first` to `last`, of which `batches` were published. They count the policy's mini-batches,
-    and each row once whatever the epochs.
+    and each row once, however many epochs there are.
 
     at: the time at which the last of them was published, in seconds since 1970.
     rows: submitted ones; merged: rows that merging saved; trained; padding: padding rows.
-    tokens: of trained rows; distinct: those that are laid out, where rows share tokens; elements: of `sequences`, with
+    tokens: of trained rows; distinct: without repeated ones, if rows share tokens; elements: of `sequences`, with
         padding; loss_tokens: with loss_mask 1.
     breaks: steps that joined none. stale: versions behind, summed over `versioned` trajectories; stalest: the maximum.
     seconds: since the previous record; workers_waited, ranks_waited: those in which workers waited for capacity, and in

@@ -94,7 +94,7 @@ class Shared(NamedTuple):
 
 
 class _Opened(NamedTuple):
-    """A run as its log describes it. events: those that follow from lost rows and shards."""
+    """A run as its log describes it. events: the consequences of lost rows and shards."""
 
     state: State
     rows: RowBuffer

@@ -119,7 +119,7 @@ class Writer:
         *,
         is_internal: bool = False,
     ) -> T:
-        """Decides a call, and applies its events and those that follow. Give the answer when `commits` are safe.
+        """Decides a call, and applies its events and their consequences. Give the answer when `commits` are safe.
 
         tables: the tables that the events may refer to, by number. is_internal: whether it is the result of a
             background task, which a run also takes while the service shuts down.
@@ -132,7 +132,7 @@ class Writer:
         return answer(self.state)
 
     def begin(self, events: Sequence[Event]) -> None:
-        """Applies the events of opening the run, and those that are due."""
+        """Applies the events of opening the run, and events that are due."""
         self._happen(events, NO_TABLES, is_first=True)
 
     def _happen(self, decided: Sequence[Event], tables: Mapping[int, Steps], *, is_first: bool = False) -> None:

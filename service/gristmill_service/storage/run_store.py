@@ -132,7 +132,7 @@ class RunLog(Protocol):
         table that cannot be removed now is removed when the log is opened again."""
 
     def retain(self, numbers: Collection[int], check: CheckTable) -> set[int]:
-        """Removes all tables except these; called once, after `replay`. Returns those that are lost or fail the
+        """Removes all tables except these; called once, after `replay`. Returns which of these are lost or fail the
         check."""
 
     def close(self) -> None:
@@ -146,7 +146,7 @@ class RunStore(Protocol):
     """Whether other processes use it, too: a run may appear, or this process may come to own it, at any time."""
 
     def names(self) -> list[str]:
-        """Returns the names of all runs, also of those that `open` refuses. Raises UnavailableError."""
+        """Returns the names of all runs, also of runs that `open` refuses. Raises UnavailableError."""
 
     def create(self, name: str, config: bytes) -> RunLog:
         """Creates a run. Raises AlreadyExistsError if the name is taken, InvalidArgumentError for a configuration that

@@ -44,8 +44,8 @@ class ShardStore(Protocol):
     process reads them.
 
     Every method may raise UnavailableError if the store cannot be reached or this process no longer owns the run, and
-    FailedPreconditionError if the store refuses, or has a format that this version does not read; otherwise only the
-    errors that it names. All methods may be retried. Those that read may raise ShardsLostError.
+    FailedPreconditionError if the store refuses, or has a format that this version cannot read; otherwise only the
+    errors that it names. All methods may be retried. Methods that read may raise ShardsLostError.
     """
 
     is_remote: bool

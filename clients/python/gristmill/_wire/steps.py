@@ -200,7 +200,7 @@ class Steps:
 
     @property
     def sequence_lengths(self) -> Int64s:
-        """The number of tokens of each row, including those that `tokens` omits; int64 (n,)."""
+        """The number of tokens of each row, including tokens that `tokens` omits; int64 (n,)."""
         stored = self.tokens.lengths
         return stored if self.prefix_lengths is None else stored + self.prefix_lengths
 

@@ -27,7 +27,7 @@ _LOOK_S = 0.5
 _DROPPED = frozenset(
     {"host", "content-length", "content-encoding", "transfer-encoding", "connection", "date", "server", "prefer"}
 )
-# Also headers that only a peer may set, and those that concern this process's host name.
+# Also headers that only a peer may set, and headers that concern this process's host name.
 _MINE = _DROPPED | {passed_on.MARK, passed_on.CAME_FROM, tracing.REQUEST_ID, "origin", "sec-fetch-site"}
 
 

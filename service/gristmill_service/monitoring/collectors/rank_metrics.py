@@ -72,7 +72,7 @@ class RankMetrics:
                 self._update(state, model, rank, self._counts[model, rank], now)
 
     def waited(self, model: Model) -> float:
-        """Returns the mean seconds that a rank waited, of those that asked for something."""
+        """Returns the mean seconds that ranks waited, of the ranks that have requested something."""
         now = self._clock()
         ranks = [counts for (other, _), counts in list(self._counts.items()) if other == model]
         return sum(self._waited(now, model, counts) for counts in ranks) / len(ranks) if ranks else 0.0

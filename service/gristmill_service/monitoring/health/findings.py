@@ -179,7 +179,7 @@ def _ranks(facts: RunFacts) -> Iterator[Finding]:
 
 
 def _working_ranks(facts: RunFacts, model: ModelFacts, ready: Sequence[int]) -> Iterator[Finding]:
-    """Judges ranks that are at work. ready: those that have a shard to train."""
+    """Judges ranks that are at work. ready: the ranks that have a shard to train."""
     least = min(model.next[rank] for rank in ready)
     last = [rank for rank in ready if model.next[rank] == least]
     past = sum(position > least for position in model.next)

@@ -65,9 +65,7 @@ class GroupSamples(Document):
     tag: str
     complete: int
     in_all: int
-    samples: list[GroupSample] = Field(
-        description="The first 200, ordered by state: those that hold the group up come first."
-    )
+    samples: list[GroupSample] = Field(description="The first 200, ordered by state: incomplete samples come first.")
 
 
 class OpenRowTokens(ShownTokens):

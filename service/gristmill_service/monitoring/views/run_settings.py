@@ -30,7 +30,7 @@ class Setting(Document):
 
 class RunSettings(Document):
     run: str
-    settings: list[Setting] = Field(description="All settings, first those that differ from their default.")
+    settings: list[Setting] = Field(description="All settings; changed ones come first.")
 
 
 class Cost(Document):

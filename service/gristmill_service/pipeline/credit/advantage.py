@@ -52,9 +52,9 @@ def by_size(group_bounds: Int64s) -> Iterator[tuple[Int64s, Int64s]]:
 
 
 def advantages(received: Received, scores: Float64s, config: RunConfig) -> Float64s:
-    """Returns one advantage per trajectory; with `advantage_estimator: none` those that clients sent.
+    """Returns one advantage per trajectory: computed, or, with `advantage_estimator: none`, as clients sent it.
 
-    Zeros where clients sent one per token instead, which are laid out as a column.
+    Zeros if clients sent advantages per token, which are laid out as a column.
     """
     result = np.zeros(len(scores))
     estimator = config.estimator

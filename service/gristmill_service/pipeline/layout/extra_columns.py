@@ -163,7 +163,7 @@ def _first_pieces(rows: Rows, missing: Int64s) -> _Pieces:
 
 
 def _with_inherited(pieces: _Pieces, missing: Int64s, inherited: Sequence[int]) -> _Pieces:
-    """Replaces tokens that a step inherits from the step before by pieces of that step. Few rows need it: those that
+    """Replaces tokens that a step inherits from the step before by pieces of that step. Few rows need it: the rows that
     begin with a later step."""
     counts = np.ones(len(pieces.steps), np.int64)
     made: list[NDArray[np.int64]] = []

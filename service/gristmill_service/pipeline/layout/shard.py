@@ -278,7 +278,8 @@ def _widths(
     geometry: Geometry,
     config: RunConfig,
 ) -> Iterator[dict[Scope, int] | None]:
-    """Yields each block's widths, in order: the longest row of those that `pad_width` names, padding rows included.
+    """Yields each block's widths, in order: that of the longest row, padding rows included, of its micro-batch,
+    mini-batch or batch, as `pad_width` says.
 
     edges: per shard the begins of its blocks among the placed rows, and the end of the last one.
     """

@@ -1,8 +1,8 @@
-"""How rows fill micro-batches: first-fit packing under a token cap, splitting until there are enough, and which rows go
-together at what cost.
+"""How rows fill micro-batches: first-fit packing under a token cap, splitting until there are enough, and which rows
+share a micro-batch, at what cost.
 
-Knows rows and tokens only: ranks, prompt groups and too few rows are `schedule`'s. A row counts with all of its tokens
-(`WholeRows`) or, where rows begin with the same ones, with those that are new in its micro-batch (`SharingRows`): then
+Knows rows and tokens only; `schedule` handles ranks, prompt groups and missing rows. A row counts with all of its
+tokens (`WholeRows`) or, if rows share prefixes, with the tokens that are new in its micro-batch (`SharingRows`): then
 rows that share stay together as far as a cap allows.
 """
 

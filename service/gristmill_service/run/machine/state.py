@@ -247,8 +247,8 @@ class State:
 
 T = TypeVar("T")
 Decision = tuple[Sequence[Event], Callable[[State], T]]
-"""The result of a decision: its events, and a function that computes the call's answer from the state once the events,
-and those that follow from them, are applied."""
+"""The result of a decision: its events, and a function that computes the call's answer from the state once the events
+and their consequences are applied."""
 
 
 def apply(state: State, event: Event) -> Released:

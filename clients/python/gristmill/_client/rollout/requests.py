@@ -25,7 +25,7 @@ _log = logging.getLogger("gristmill")
 
 _T = TypeVar("_T")
 
-# Waiting for capacity is normal: it paces producers. Only a long wait is logged, at most this often; in seconds.
+# Seconds between two warnings about a wait for capacity. Shorter waits are normal: they pace producers.
 ROOM_NOTICE_S = 30.0
 
 _FINISHED = {rollout_pb2.GROUP_ADMISSION_SEALED, rollout_pb2.GROUP_ADMISSION_DROPPED}

@@ -128,7 +128,7 @@ class RolloutClient:
         n_samples: int | Mapping[str, int] | None = None,
         tag: str | Mapping[str, str] | None = None,
     ) -> list[str]:
-        """Asks to begin prompt groups; returns those that were admitted. Roll these out, then ask again for the rest.
+        """Asks to begin prompt groups; returns the admitted ones. Roll these out, then ask again for the rest.
 
         Waits until at least one is admitted, for `wait_s` at most (None: no limit, 0: no wait). It does not wait for
         all, since workers that each had a part and waited for the rest would wait for each other. While it waits for

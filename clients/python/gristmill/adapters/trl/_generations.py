@@ -42,8 +42,8 @@ class Generations:
         self._attempt = attempt
 
     def begin(self, number: int, rows: int) -> set[str]:
-        """Begin the groups of a generation, in order; return the groups to sample, without those that the run still has
-        from before the trainer was killed.
+        """Begin the groups of a generation, in order; return the groups to sample, without groups that the run has
+        since before the trainer was killed.
 
         number: of the generation, from 0. rows: of one rank.
         """

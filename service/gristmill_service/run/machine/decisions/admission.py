@@ -273,7 +273,7 @@ def _quota_reason(quota: Quota, kind: str, used: int, most: int) -> str:
 
 
 def row_bytes_promised(state: State) -> int:
-    """Returns the bytes of stored rows, and those that open groups are expected to bring."""
+    """Returns the bytes of stored rows and of rows that open groups are expected to bring."""
     return state.row_bytes + int(_mean_bytes(state) * (len(state.open) - len(state.complete)))
 
 

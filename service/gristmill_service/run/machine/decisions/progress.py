@@ -207,8 +207,8 @@ def announce(state: State, version: int) -> Decision[None]:
 
 
 def freed(state: State) -> list[Event]:
-    """Returns the events that free batches: those that all models have committed and acknowledged, and failed ones that
-    all models have passed."""
+    """Returns the events that free batches: batches that all models have committed and acknowledged, and failed ones
+    that all models have passed."""
     failures: list[int] = []
     if kept := state.batches_kept:
         past = min(went_past(model) for model in state.models.values())
