@@ -57,16 +57,15 @@ def test_every_link_leads_somewhere() -> None:
     assert [(document, link) for document, link in links if not leads_somewhere(document, link)] == []
 
 
-def test_every_message_that_operations_explains_is_one_that_the_code_has() -> None:
+def test_every_message_that_is_explained_is_one_that_the_code_has() -> None:
     sources = [
         path.read_text(encoding="utf-8") for top in ("service", "clients") for path in (ROOT / top).rglob("*.py")
     ]
     # A string over several lines is one string.
     code = " ".join(re.sub(r'"\s*\n\s*f?"', "", "".join(sources)).split())
-    text = TEXTS["docs/operations.md"]
-    first_cells = re.findall(r"^\| (.+?) \|", text[text.index("## What messages mean") :], re.MULTILINE)[2:]
+    first_cells = re.findall(r"^\| (.+?) \|", TEXTS["docs/messages.md"], re.MULTILINE)
     quoted = [part for cell in first_cells for part in re.findall(r"`([^`/]+ [^`]+)`", cell)]
-    # Numbers and names stand as capitals, dots or paths.
+    # Capitals, dots and paths replace numbers and names.
     parts = [part.strip(" :;.,()") for text in quoted for part in re.split(r"\.\.\.|\b[A-Z]+\b|: /|/dev/shm|=", text)]
     assert [part for part in parts if len(part) > 6 and part not in code] == []
 

@@ -253,7 +253,7 @@ def _of_state(run: Run, state: State, facts: RunFacts, now: float) -> Iterator[M
     )
     yield gauge(
         "gristmill_run_generation",
-        "How often the run's log was found shorter than promised, plus 1.",
+        "How often the run's log was found shorter than confirmed, plus 1.",
         counts.generation,
     )
     yield gauge("gristmill_policy_version", "The version that rollouts sample from.", counts.policy_version)

@@ -481,7 +481,7 @@ def _read(name: str, config: RunConfig, log: RunLog, store: ShardStore) -> _Open
     events = recovery.recovered(state, rows, log, is_stored, config.shared_columns)
     if rollback is not None:
         events.append(rollback)
-        _log.error("run rolled back: its log is shorter than promised", run=name, run_id=log.run_id)
+        _log.error("run rolled back: its log is shorter than confirmed", run=name, run_id=log.run_id)
     return _Opened(state, rows, events)
 
 

@@ -158,7 +158,7 @@ def _rollbacks(facts: RunFacts) -> Iterator[Finding]:
     if facts.counts.generation > 1:
         yield _finding(
             "note",
-            f"the run is in generation {facts.counts.generation}: its log was found shorter than promised, so what "
+            f"the run is in generation {facts.counts.generation}: its log was found shorter than confirmed, so what "
             "was accepted or acknowledged last before may be lost; the runbook says how a trainer goes on",
             None,
         )

@@ -52,7 +52,7 @@ class HeldBatch(Document):
 
 
 class RunCounts(Document):
-    generation: int = Field(description="How often the run's log was found shorter than promised, plus 1.")
+    generation: int = Field(description="How often the run's log was found shorter than confirmed, plus 1.")
     policy_version: int
     finished: bool = Field(description="Whether no more rollouts come.")
     groups_open: int
