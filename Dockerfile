@@ -43,7 +43,7 @@ COPY --from=build /opt/gristmill /opt/gristmill
 COPY LICENSE /licenses/LICENSE
 # A volume that is mounted here is the user's from the start.
 RUN install -d -o 10001 -g 10001 -m 0700 /var/lib/gristmill
-# It listens beyond its container, which it refuses without TLS and tokens, or GRISTMILL_INSECURE=true from whoever runs it.
+# It listens beyond its container, for which it needs TLS and tokens, or GRISTMILL_INSECURE=true at `docker run`.
 ENV PATH=/opt/gristmill/bin:$PATH PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 \
     GRISTMILL_GRPC_ADDRESS=0.0.0.0:50051 GRISTMILL_HTTP_ADDRESS=0.0.0.0:8080 GRISTMILL_LOG_FORMAT=json
 # By number, so that Kubernetes can tell that it is not root.

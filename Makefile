@@ -91,7 +91,7 @@ manifests: setup  ## Render the chart's examples as plain manifests: build/manif
 bench: setup  ## Measure against bounds; writes build/bench.json and build/bench.svg
 	$(BIN)/python -m tests.tools.bench
 
-bench-peers: setup $(PEERS)/.installed  ## Measure beside TransferQueue; makes .venv-peers with it and Ray, 2 GB
+bench-peers: setup $(PEERS)/.installed  ## Compare with TransferQueue; makes .venv-peers with it and Ray, 2 GB
 	$(BIN)/python -m tests.tools.bench.peers
 
 $(PEERS)/.installed: Makefile
@@ -100,13 +100,13 @@ $(PEERS)/.installed: Makefile
 		'TransferQueue==0.1.11' 'ray==2.60.0' 'torch==2.13.*' 'tensordict==0.15.3' 'numpy==2.4.6'
 	@touch $@
 
-bench-verl: .venv-verl/.installed  ## Measure verl's adapter beside verl's own preparation of a batch
+bench-verl: .venv-verl/.installed  ## Compare verl's adapter with verl's own preparation of a batch
 	.venv-verl/bin/python -m tests.tools.bench.adapters_verl
 
-bench-trl: .venv-trl/.installed  ## Measure TRL's adapter beside TRL's own preparation of a batch
+bench-trl: .venv-trl/.installed  ## Compare TRL's adapter with TRL's own preparation of a batch
 	.venv-trl/bin/python -m tests.tools.bench.adapters_trl
 
-bench-skyrl: .venv-skyrl/.installed  ## Measure SkyRL's adapter, and our way from lists, beside SkyRL's own preparation of a batch
+bench-skyrl: .venv-skyrl/.installed  ## Compare SkyRL's adapter, and our conversion of lists, with SkyRL's own preparation of a batch
 	.venv-skyrl/bin/python -m tests.tools.bench.adapters_skyrl
 	.venv-skyrl/bin/python -m tests.tools.bench.lists_skyrl
 
@@ -141,7 +141,7 @@ formats: setup  ## Write the fixtures of the current journal and Redis format
 chaos: setup  ## Kill things 1,000 times and prove that nothing was lost; writes build/chaos.json
 	$(BIN)/python -m tests.tools.chaos
 
-fuzz: setup  ## Give what reads bytes of others changed inputs, ten minutes each; writes findings to tests/tools/fuzz/corpus
+fuzz: setup  ## Fuzz everything that reads bytes of others, ten minutes each; writes findings to tests/tools/fuzz/corpus
 	$(BIN)/python -m tests.tools.fuzz --seconds $(or $(SECONDS_EACH),600) --seed $(or $(SEED),0)
 
 protos: setup  ## Regenerate the gRPC stubs

@@ -1,4 +1,4 @@
-"""The specification written down a second time, row by row in plain Python, to hold the pipeline against.
+"""A second implementation of the specification, row by row in plain Python, to compare the pipeline with.
 
 Slow and obvious on purpose. Shares no code with the pipeline.
 """
@@ -22,10 +22,14 @@ Row = dict[str, Any]
 
 @dataclass
 class Merged:
-    """A training row. steps: those on its path, in order. sources: of each response token the step and the index of
-    its response that it stands for, None for an observation. trained: whether it is trained in this row. rewarded: the
-    response tokens on which a step's scalar reward stands, and which step's. holders: of each token, also the prompt's,
-    the first step that has it. first_here: of each step, whether no earlier row is made of it."""
+    """A training row.
+
+    steps: the steps on its path, in order. sources: for each response token its step and its index in that step's
+        response; None for an observation. trained: whether each is trained in this row. rewarded: the response tokens
+        with a step's scalar
+    reward, and the step. holders: for each token, also of the prompt, the first step that has it. first_here: for each
+        step, whether no earlier row has it.
+    """
 
     steps: list[Row]
     sources: list[tuple[int, int] | None]
@@ -35,7 +39,7 @@ class Merged:
     first_here: list[bool]
 
     def standing(self, values: Callable[[Row], list[Any]], only_trained: bool = False) -> list[Any]:
-        """A response-level column: each step's values where its tokens stand, 0 elsewhere."""
+        """Returns a response-level column: the steps' values on their tokens, 0 elsewhere."""
         by_number = {step["step"]: values(step) for step in self.steps}
         return [
             0 if source is None or (only_trained and not trained) else by_number[source[0]][source[1]]

@@ -1,4 +1,4 @@
-"""The blocks of the documents that are parts of a program: each is run with what stands around it in a reader's own.
+"""The blocks of the documents that are parts of a program: each is run with the code around it in a reader's own.
 
 The README's, the guides' and named blocks are run whole, by tests of their own.
 """
@@ -164,7 +164,7 @@ def test_a_model_trains_on_trees(service: Service, run_name: str, monkeypatch: p
     logits = torch.zeros(1, 6, 10, requires_grad=True)
 
     def model(tokens: torch.Tensor, *, position_ids: torch.Tensor, tree: Any, use_cache: bool) -> SimpleNamespace:
-        # A prompt of two tokens stands once, before two responses of two.
+        # A prompt of two tokens is stored once, before two responses of two.
         assert tokens.shape == position_ids.shape == (1, 6)
         assert tree.parents.tolist() == [-1, 0, 1, 2, 1, 4]
         return SimpleNamespace(logits=logits)

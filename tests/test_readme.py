@@ -24,7 +24,7 @@ README = (ROOT / "README.md").read_text()
 
 
 def block(page: str, name: str) -> str:
-    """The code of the block that this name stands before."""
+    """Return the code of the block after this name."""
     match = re.search(rf"<!-- readme-{name} -->\n```\w+\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
     assert match is not None, name
     return match[1]

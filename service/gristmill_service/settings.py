@@ -231,7 +231,7 @@ class Settings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="The least level that is logged."
     )
-    log_format: Literal["human", "json"] = Field("human", description="human, or json: one object a line.")
+    log_format: Literal["human", "json"] = Field("human", description="human, or json: one object per line.")
     announce: Path | None = Field(
         None,
         description="A file to which the service writes its addresses as JSON when it is ready, and which it removes "

@@ -32,7 +32,7 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
 
 
 async def settle() -> None:
-    """Lets everything go on that can."""
+    """Lets everything continue that can."""
     for _ in range(10):
         await asyncio.sleep(0)
 

@@ -152,7 +152,7 @@ BAD_BODIES: dict[str, tuple[bytes, dict[str, str], str]] = {
     "no rows": (b"{}", {}, "the one field rows"),
     "rows no list": (b'{"rows": 3}', {}, "the one field rows"),
     "row no object": (b'{"rows": [3]}', {}, "row 0 is a int; give a list of dicts, one per row"),
-    "unknown field": (json.dumps({"rows": [row("a", 0, colour=1)]}).encode(), {}, "unknown field colour"),
+    "unknown field": (json.dumps({"rows": [row("a", 0, color=1)]}).encode(), {}, "unknown field color"),
     "another framework's field": (
         json.dumps({"rows": [row("a", 0, responses=[4], response_ids=...)]}).encode(),
         {},

@@ -143,7 +143,7 @@ def test_connections_that_say_nothing_and_are_closed_again_are_never_served(
         time.sleep(0.05)
         return bool(served)
 
-    # A machine that stands still for a second may serve them, not each time.
+    # A machine that stalls for a second may serve them, but not every time.
     assert not all(are_served() for _ in range(5))
 
 

@@ -278,7 +278,7 @@ def test_http_takes_and_gives_columns_as_grpc_does(service: Service, run_name: s
         ({"routed_experts": [[[1, 2, 3], [4, 5, 6]]]}, "routed_experts has 1 values and 3 are needed"),
         ({"routed_experts": None}, "column 'routed_experts' is missing; every row needs it"),
         ({"difficulty": [1.0]}, r"difficulty has values of shape \[1\] and its column declares \[\]"),
-        ({"colour": 3}, "unknown field colour; known are .* declare others as columns of the run"),
+        ({"color": 3}, "unknown field color; known are .* declare others as columns of the run"),
     ],
 )
 def test_rows_that_are_not_as_declared_are_refused_and_nothing_is_kept(

@@ -1,4 +1,4 @@
-"""What an engine answered becomes steps: read as the openai package gives it, never tokenised again."""
+"""What an engine answered becomes steps: read as the openai package gives it, never tokenized again."""
 
 from __future__ import annotations
 

@@ -164,7 +164,7 @@ def test_many_clients_spread_over_the_replicas_however_they_are_seeded(monkeypat
     assert len(orders) == 6
 
 
-# A replica that is away.
+# A replica that is unreachable.
 
 
 def test_one_that_refuses_connections_is_passed_over(
@@ -199,7 +199,7 @@ def test_a_replica_that_is_back_is_used_when_the_other_dies(connect: Connect, re
     again, _, _ = replicas(port=int(one.rpartition(":")[2]))
     deliver(client, "c")
     stop_second()
-    # gRPC tries a replica that was away again after 2 s at the latest.
+    # gRPC tries an unreachable replica again after 2 s at the latest.
     with within(FAST_S + 2):
         deliver(client, "d")
     assert [uid for uid, *_ in second.arrivals] == ["b", "c"]

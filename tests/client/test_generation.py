@@ -1,4 +1,4 @@
-"""A generator output becomes the rows it stands for, and is refused by name where it does not say enough."""
+"""A generator output becomes rows; one with missing data is refused by name."""
 
 from __future__ import annotations
 

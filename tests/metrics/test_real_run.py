@@ -148,7 +148,7 @@ def test_rows_and_tokens_merged_trained_and_padded(trained_run: TrainedRun) -> N
         "submitted": tokens,
         "merged": tokens - trained,
         "trained": trained,
-        # But with prefix trees every token stands for itself.
+        # With prefix trees, every token counts.
         "distinct": trained,
         "padding": elements - trained,
         "loss": sum(int(shard["loss_mask"].sum()) for shard in shards),

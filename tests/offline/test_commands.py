@@ -349,7 +349,7 @@ def test_the_summary_says_what_was_made_and_what_another_setting_would_make(
 
 
 def summary_lines(output: str) -> dict[str, str]:
-    """By what stands first in a line of the summary, its figures."""
+    """Return the figures of each line of the summary by its first word."""
     matches = re.findall(r"^ *(as configured|with \S+ \S+) +(.*of mean)", output, re.MULTILINE)
     return {name: " ".join(figures.split()) for name, figures in matches}
 

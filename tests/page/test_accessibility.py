@@ -1,4 +1,4 @@
-"""No view breaks a rule of axe-core, in light colours or dark ones, on a screen or a phone; none complains, and none
+"""No view breaks a rule of axe-core, in light or dark colors, on a screen or a phone; none complains, and none
 is wider than its window."""
 
 from __future__ import annotations

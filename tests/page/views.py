@@ -223,8 +223,8 @@ def _search(services: Services, open_: Open) -> Any:
     page = _batch_of(open_(f"{services.runs.http_url}/#/{SMALL}"))
     page.get_by_label("Find groups by uid").fill("a")
     page.get_by_role("button", name="Find", exact=True).click()
-    page.get_by_role("region", name="Groups that were found").wait_for()
-    page.get_by_role("region", name="Groups that were found").get_by_role("link").first.click()
+    page.get_by_role("region", name="Matching groups").wait_for()
+    page.get_by_role("region", name="Matching groups").get_by_role("link").first.click()
     page.get_by_text("Marked: the rows of a").wait_for()
     return page
 

@@ -1,4 +1,4 @@
-"""`balance: tokens | flops`: what stands as without it, and how little ranks wait for each other."""
+"""`balance: tokens | flops`: what it does not change, and how little ranks wait for each other."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def waiting(plan: MiniBatchPlan, batch: Batch) -> float:
     return slowest(plan, batch) * batch.config.dp_size / sum(loads_of_rows(batch))
 
 
-# --- What stands as without balance
+# --- What balance does not change
 
 
 @given(ANY)

@@ -1,4 +1,4 @@
-"""Declared columns: every value stands on its own token, row or item, whatever merging, layout and ranks are."""
+"""Declared columns: every value is on its own token, row or item, whatever merging, layout and ranks are."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_rows_with_columns_outlast_files_and_stores(drawn: tuple[list[Row], dict
 
 
 def without_prefixes(table: Steps, specs: tuple[ColumnSpec, ...]) -> Steps:
-    """The rows as they are held when later steps come without what the step before has."""
+    """The rows as they are stored when later steps omit what the step before has."""
     extras = dict(table.extras)
     for spec in specs:
         if spec.is_shared and spec.name in extras:

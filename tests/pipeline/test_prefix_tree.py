@@ -1,4 +1,4 @@
-"""`layout: prefix_tree`: what rows share stands once, and every trained token keeps its own numbers."""
+"""`layout: prefix_tree`: what rows share is stored once, and every trained token keeps its own numbers."""
 
 from __future__ import annotations
 

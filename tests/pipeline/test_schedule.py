@@ -90,7 +90,7 @@ def test_boundaries_and_ranks_of_a_batch_are_those_of_the_reference(case: Case) 
 # --- Examples
 
 
-LONG: Groups = [[9], [9, 9], [9, 9]]  # under a cap of 10, each row stands alone
+LONG: Groups = [[9], [9, 9], [9, 9]]  # under a cap of 10, each row is alone
 
 
 def test_microbatch_group_size_counts_for_nothing_without_virtual_stages() -> None:

@@ -1,4 +1,4 @@
-"""Tree merging and re-tokenised tails: who joins whom, what each row trains, and what is said of it."""
+"""Tree merging and retokenized tails: which step joins which, what each row trains, and what the plan says of it."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def _per_token(shards: dict[ShardAddress, bytes]) -> dict[Any, list[float]]:
             blocks = sorted(tensor for tensor in tensors if tensor.rpartition("/")[2] == name)
             values = [tensors[block][tensors[block.replace(name, "response_mask")] == 1] for block in blocks]
             flat = np.concatenate(values).tolist()
-            # Rows stand one after another, whatever the layout; how long each is, its metadata does not say.
+            # Rows are concatenated, whatever the layout; the metadata does not have their lengths.
             columns.setdefault(name, []).extend(flat)
         for row, verdict in zip(tensors["row"].tolist(), tensors["verdict"].tolist(), strict=True):
             if row >= 0:

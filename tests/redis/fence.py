@@ -1,4 +1,4 @@
-"""Stands for the owner of every run, where it does not matter who that is."""
+"""The owner of every run, for tests in which it does not matter which process that is."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class TestRows:
         assert len(row_keys(store)) == 2
         read = steps_of(log.get(number))
         assert np.array_equal(read.tokens[0], tokens)
-        assert read.tokens[0].ctypes.data % 8 == 0, "columns stand at multiples of eight bytes"
+        assert read.tokens[0].ctypes.data % 8 == 0, "columns are at multiples of eight bytes"
 
     @pytest.mark.usefixtures("small_values")
     def test_many_tables_come_back_at_once_whatever_their_sizes(self, log: RedisRunLog, store: RedisRunStore) -> None:

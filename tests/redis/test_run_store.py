@@ -39,7 +39,7 @@ class TestRunStore:
         assert started(store.open("run")) == [b"after", b"more"]
         assert len([key for key in keys(store) if ":snapshot:" in key]) == 1, "earlier snapshots are gone"
         length = store._client.xlen(store._keys("run").log)
-        assert length == 3, "the log begins with the last record that the snapshot stands for"
+        assert length == 3, "the log begins with the last record that the snapshot includes"
 
     @pytest.mark.usefixtures("small_values")
     def test_a_snapshot_may_be_larger_than_a_value(self, store: RedisRunStore) -> None:

@@ -1,4 +1,4 @@
-"""The servers and the bad network that other tests stand on do what they say."""
+"""The servers and the bad network that other tests use do what they say."""
 
 from __future__ import annotations
 

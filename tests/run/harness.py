@@ -177,7 +177,7 @@ _ONE_ROW = ShardForm(
 
 
 class BuildBatch:
-    """Stands for the pipeline: keeps what it was given. One policy mini-batch a prompt group (and critic's, if any), of
+    """Replaces the pipeline: stores its arguments. One policy mini-batch a prompt group (and critic's, if any), of
     one row a rank.
 
     fails: batches that cannot be made. misaligned: batches that cannot be aligned, each with a dp_size for which it
@@ -375,7 +375,7 @@ class Bench:
 
     @property
     def rows(self) -> RowBuffer:
-        """The rows that are held."""
+        """The rows that are stored."""
         rows: RowBuffer = self.run._writer.rows
         return rows
 

@@ -161,7 +161,7 @@ class TestOtherRanks:
 
 
 class TestPast:
-    """What lets its rows go."""
+    """The events that release its rows."""
 
     def test_every_rank_says_that_it_goes_on_without_it(self) -> None:
         bench = failed()

@@ -175,7 +175,7 @@ def test_only_time_in_which_workers_could_come_counts_for_stragglers(machine: Ca
     one.run.begin_groups(0, ["early"])
     one.now = 8.0
     one.run.begin_groups(0, ["late"])
-    one.die()  # a clock that stands at another time, and a service that was away for as long
+    one.die()  # the clock of another process, after the service was down for as long
     one.run.tick()
     assert [view.state for view in one.run.groups()] == ["open", "open"]
     one.now += 2.0

@@ -1,4 +1,4 @@
-"""`make pictures`: every view in light and dark colours and on a phone, into build/pictures to look at.
+"""`make pictures`: every view in light and dark colors and on a phone, into build/pictures to look at.
 
 The two that the documents show go into docs.
 """

@@ -17,7 +17,7 @@ from typing import Any
 
 
 class _Annotation:
-    """Stands for jaxtyping's `Float[Tensor, "batch seq"]`."""
+    """Replaces jaxtyping's `Float[Tensor, "batch seq"]`."""
 
     def __class_getitem__(cls, _: object) -> type[object]:
         return object

@@ -1,4 +1,4 @@
-"""What slime and prime-rl hand over, for tests: neither is on PyPI, and both want GPUs. Only fields, no behaviour.
+"""What slime and prime-rl hand over, for tests: neither is on PyPI, and both want GPUs. Only fields, no behavior.
 
 `Sample` has the fields of slime/utils/types.py (THUDM/slime 624b824a, 2026-08-21). `TrainingSample` and what it holds
 have those of src/prime_rl/transports/rollouts/types.py (PrimeIntellect-ai/prime-rl 559b4477, 2026-08-21), which are

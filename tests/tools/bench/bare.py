@@ -39,7 +39,7 @@ class _Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
         return b"ok"
 
     def _release(self, request: bytes, context: Any) -> bytes:
-        """Lets all who wait go; the next ones wait again."""
+        """Wakes all waiting callers; later ones wait again."""
         released, self._released = self._released, threading.Event()
         released.set()
         return b"ok"

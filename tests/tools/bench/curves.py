@@ -139,7 +139,7 @@ def _draw_cost(axes: Axes, cost: Cost, curve: Curve) -> None:
 
 
 def _draw_rates(rate: Axes, volume: Axes, curves: dict[str, Curve]) -> None:
-    """Rows a second of all producers together, and the MB a second that they are."""
+    """Rows per second of all producers, and their MB per second."""
     for name, kind in RATES.items():
         size = producers.row_bytes(kind) / 1e6
         _draw_rate(rate, kind, curves[name])

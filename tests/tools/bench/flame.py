@@ -19,7 +19,7 @@ from tests.tools.bench.submit import LONG, LONG_ROWS, TURNS, _config, _delete, _
 
 PROFILES = Path("build/profiles")
 SECONDS, RATE = 12, 250
-"""The length of a recording, and samples a second."""
+"""The length of a recording, and samples per second."""
 _PATH = re.compile(r"/[\w./+-]*/(?=(?:gristmill|gristmill_service|tests|grpc|numpy)/|[\w.-]+\.py|py-spy)")
 
 

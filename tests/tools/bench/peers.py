@@ -63,7 +63,7 @@ class Queue:
     def answer(self) -> str:
         line = self._answers.readline()
         if not line:
-            raise RuntimeError("TransferQueue's process ended; what it said stands above")
+            raise RuntimeError("TransferQueue's process ended; its output is above")
         return line
 
     def seconds(self, kind: str) -> Any:

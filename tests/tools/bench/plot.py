@@ -37,7 +37,7 @@ def save(picture: Picture, path: Path) -> None:
 
 def reached() -> None:
     """Every figure that has a reach, of the last runs: left of the line it is reached. What missed is an open cross
-    with its name in bold, so that it stands out in grey too."""
+    with its name in bold, so that it is visible in gray, too."""
     figures = [figure for figure in parse(read()) if figure.reach is not None]
     if not figures:
         return

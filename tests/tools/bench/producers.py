@@ -52,7 +52,7 @@ def _least(address: str, rows: int) -> float:
 
 
 def over_producers(kind: str) -> Curve:
-    """Rows a second of all producers together, the most of a few rounds."""
+    """Rows per second of all producers, the most of a few rounds."""
     rows = KINDS[kind][0]
     with served() as service:
         return [(count, count * rows / _together(service.grpc_address, kind, count)) for count in PRODUCERS]

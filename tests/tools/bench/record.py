@@ -1,4 +1,4 @@
-"""What a recorder costs: added to a call of an agent, and calls a second on one core.
+"""What a recorder costs: added to a call of an agent, and calls per second on one core.
 
 An engine in a process of its own answers at once with what vLLM would answer, made before: turns of agents whose
 prompts grow from 1,000 to 4,500 tokens, of 200 sampled tokens each with their logprobs. The steps go to a service.
@@ -110,8 +110,8 @@ async def _paced(engine: str, recorder: str) -> tuple[list[float], list[float]]:
 
 
 async def _saturated(recorder: Recorder) -> float:
-    """Calls a second of the recorder's own time on a core, with their delivery to the service, while AGENTS call again
-    as soon as they are answered. Of its own time, as the agents and the engine want the machine's cores, too."""
+    """Calls per second of the recorder's own time on a core, with their delivery to the service, while AGENTS call
+    again as soon as they are answered. Of its own time, as the agents and the engine want the machine's cores, too."""
     start = time.monotonic() + WARM_S
     answered: list[float] = []
 

@@ -1,6 +1,6 @@
 """`python -m tests.tools.bench.report`: what was measured last goes into docs/performance.md and docs/performance/.
 
-Tables stand between markers, `<!-- figures NAME -->` and `<!-- end -->`, where NAME is how the figures' names begin.
+Tables are between markers, `<!-- figures NAME -->` and `<!-- end -->`, where NAME is how the figures' names begin.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ def _acknowledge(side: OtherSide, run: str, batch: int) -> None:
 
 
 def _producers(side: OtherSide) -> Figure:
-    """Rows a second that producers get accepted, a group at a time so that the run changes often, with and without
+    """Rows per second that producers get accepted, a group at a time so that the run changes often, with and without
     ranks that wait for its first batch."""
     groups = [
         table.take(np.arange(at, at + SAMPLES))

@@ -100,7 +100,7 @@ class Report:
 
 
 class Campaign:
-    """tell(report, doing): called about ten times a second."""
+    """tell(report, doing): called about ten times per second."""
 
     def __init__(self, mode: str, kind: str, faults: int, seed: int, tell: Callable[[Report, str], None]) -> None:
         self._faults, self._seed, self._tell = faults, seed, tell

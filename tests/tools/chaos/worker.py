@@ -2,7 +2,7 @@
 
     python -m tests.tools.chaos.worker '{"address": ..., ...}'
 
-Its log has a line an event, which begins with the time: `begin UID SAMPLE ATTEMPT`, `row UID SAMPLE STEP ATTEMPT
+Its log has a line per event, which begins with the time: `begin UID SAMPLE ATTEMPT`, `row UID SAMPLE STEP ATTEMPT
 OUTCOME`, `done UID`, `failed UID REASON`. A store that goes back in time takes groups with it that a worker is at: it
 gives those up, and goes on with others, where it is started as `tolerant`.
 """

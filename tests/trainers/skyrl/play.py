@@ -93,7 +93,7 @@ class Prompts:
 
 
 class Engine:
-    """Stands where SkyRL expects a client of its inference engines, which sample nothing here."""
+    """Replaces SkyRL's client of its inference engines, which sample nothing here."""
 
     async def pause_generation(self) -> None:
         pass

@@ -40,11 +40,11 @@ def model_of(kind: str, attention: str, **more: Any) -> Any:
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm"):
             # As it comes it rounds to float32, and what differs by 1e-16 may round apart.
-            module.forward = partial(_normalised, module)
+            module.forward = partial(_normalized, module)
     return model
 
 
-def _normalised(module: Any, hidden: torch.Tensor) -> torch.Tensor:
+def _normalized(module: Any, hidden: torch.Tensor) -> torch.Tensor:
     scaled: torch.Tensor = module.weight * hidden * (hidden.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
     return scaled
 

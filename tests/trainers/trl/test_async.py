@@ -1,6 +1,6 @@
 """`AsyncGRPOTrainer` is fed from a run.
 
-All of TRL's trainer runs but what needs a GPU or a server: the attention kernel, in whose place stands the same
+All of TRL's trainer runs but what needs a GPU or a server: the attention kernel, which is replaced by the same
 attention written out, the transfer of weights to vLLM, which does nothing here, and the question of the GPU's speed.
 """
 

@@ -10,7 +10,7 @@ T = TypeVar("T", bound=tuple[Any, ...])
 
 
 def made_of(kind: type[T], *columns: Iterable[Any]) -> list[T]:
-    """Named tuples, one a row, of a column for each of their fields. Calling the class takes three times as long."""
+    """Returns named tuples, one per row, from a column for each field. Calling the class takes three times as long."""
     fields: tuple[str, ...] = kind._fields  # type: ignore[attr-defined]
     assert len(columns) == len(fields), "a field that is left out would not get its default"
     make: Any = tuple.__new__

@@ -1,5 +1,5 @@
 {{/*
-gristmill beside a trainer: a native sidecar, to be put first among the initContainers of the trainer's pod. The kubelet
+gristmill next to a trainer: a native sidecar, to be put first among the initContainers of the trainer's pod. The kubelet
 starts the trainer when the startup probe has passed, and stops the sidecar after the trainer has ended.
 All of these take the gristmill subchart's context: .Subcharts.gristmill.
 */}}

@@ -29,7 +29,7 @@ export function showBreaks(parent, answer) {
     make("p", { class: "small" }, often.length ? "Most often: " : "", often.flatMap((pair, index) => [index ? "; " : "",
       make("code", {}, token(pair.was)), " came back as ", make("code", {}, token(pair.now)), ` ${count(pair.count)} ×`])),
     tableRegion("Breaks",
-      ["trajectory", "step", "token", branches ? "in the step most like it" : "in the step before", "in this step's prompt"], answer.breaks.map(one => [
+      ["trajectory", "step", "token", branches ? "in the most similar step" : "in the step before", "in this step's prompt"], answer.breaks.map(one => [
         `${one.uid} sample ${one.sample}${one.round ? ` round ${one.round}` : ""}`, one.step, one.index,
         branches ? make("span", {}, `step ${one.against}: `, other(one)) : other(one), one.column ? "" : context(one, one.now)])));
 }

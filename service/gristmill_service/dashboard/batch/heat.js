@@ -6,7 +6,7 @@ import { count, share } from "../shared/text.js";
 const LABEL = 62, END = 74, HEAD = 18;
 
 export function showHeat(parent, picture) {
-  const words = readout("Point at a cell, or walk through them with the arrow keys.");
+  const words = readout("Point at a cell, or move through the cells with the arrow keys.");
   const ranks = Math.max(...picture.mini_batches.map(part => part.shards.length));
   const columns = picture.mini_batches.flatMap(part => {
     const loads = part.shards.map(shard => shard.load), steps = Math.max(0, ...loads.map(load => load.length));

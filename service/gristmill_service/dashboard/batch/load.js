@@ -6,7 +6,7 @@ import { count, share, some } from "../shared/text.js";
 const LABEL = 62, END = 74;
 
 export function showLoad(parent, picture) {
-  const words = readout("Point at a micro-step, or walk through them with the arrow keys.");
+  const words = readout("Point at a micro-step, or move through the micro-steps with the arrow keys.");
   const unit = picture.load_unit === "tokens" ? "tokens" : picture.load_unit;
   const lanes = picture.mini_batches.map(part => lanesOf(part, picture, words, unit));
   const whole = Math.max(1, ...lanes.map(one => one.length));

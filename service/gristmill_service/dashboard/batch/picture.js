@@ -14,7 +14,7 @@ export function showPicture(parent, picture, { uid = "", marked = null, openRow 
   const bars = picture.mini_batches.map(part => Math.max(1, ...part.shards.map(shard => shard.trained.length)));
   const lines = Math.ceil(Math.max(1, ...picture.mini_batches.map(part => part.shards.length)) / MOST_RANKS);
   const height = Math.min(9, Math.max(1, ALL_BARS / lines / bars.reduce((sum, one) => sum + one, 0)));
-  const words = readout("Point at a row, or walk through them with the arrow keys.");
+  const words = readout("Point at a row, or move through the rows with the arrow keys.");
   const panels = picture.mini_batches.map((part, index) => panel(picture, part, { widest, height, bars: bars[index], words, group, marked, openRow }));
   parent.replaceChildren(
     make("div", { class: "bar" }, legend([["prompt", "prompt"], ["observation", "observation (loss mask 0)"],

@@ -18,7 +18,7 @@ export class RunView {
     this.title = make("div", { class: "title" }, make("h1", {}, name));
     this.tiles = make("dl", { class: "tiles" });
     this.search = new SearchView(name);
-    this.findings = make("ul", { class: "findings", "aria-label": "What holds the run up" });
+    this.findings = make("ul", { class: "findings", "aria-label": "What delays the run" });
     this.findings.hidden = true;
     this.history = new HistoryView(name, batch => { location.hash = addressOf({ run: name, batch }); });
     this.batch = new BatchView(name, this.history);
@@ -133,6 +133,6 @@ function waiting(body) {
   return [make("div", { class: "pair wide" },
     make("div", {},
       part("Oldest open groups", ["group", "complete", "rows", "open for"], groups, "No group is open."),
-      part("Batches in store", ["batch", "state", "groups", "for"], batches, "No batch is in store.")),
+      part("Stored batches", ["batch", "state", "groups", "for"], batches, "No batch is stored.")),
     rankTable(part("Ranks", ["rank", "next", "state", "for"], ranks, "No ranks.")))];
 }

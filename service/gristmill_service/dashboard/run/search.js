@@ -39,7 +39,7 @@ export class SearchView {
       const answer = await read(paths.find(this.run, uid));
       const what = answer.in_all ? `${some(answer.in_all, "group")}${answer.in_all > answer.groups.length ? `, the first ${answer.groups.length}` : ""}` : `No group's uid contains ${uid}.`;
       this.matches.replaceChildren(make("p", { class: "quiet small" }, what), ...(answer.groups.length ? [tableRegion(
-        "Groups that were found", ["group", "state", "where"], answer.groups.map(group => [nameOf(group), group.state, this.where(group)]))] : []));
+        "Matching groups", ["group", "state", "where"], answer.groups.map(group => [nameOf(group), group.state, this.where(group)]))] : []));
       return answer.groups;
     } catch (error) {
       this.matches.replaceChildren(quiet(error.message));

@@ -5,7 +5,7 @@ let asking = null;
 
 export function signIn() {
   if (asking) return;
-  const words = make("p", { class: "small quiet", role: "status" }, "This service asks who calls. A viewer's token shows runs.");
+  const words = make("p", { class: "small quiet", role: "status" }, "This service needs a token; one with the role viewer shows runs.");
   const token = make("input", { type: "password", name: "token", autocomplete: "current-password", required: "", "aria-label": "Token" });
   const form = make("form", { method: "dialog" }, make("h2", {}, "Sign in"), words, token, make("button", { type: "submit" }, "Sign in"));
   asking = make("dialog", { "aria-label": "Sign in" }, form);

@@ -83,7 +83,7 @@ _HISTOGRAMS = {
     "gristmill_publish_seconds": ("Seconds from a batch's seal until it was published.", _SECONDS),
     "gristmill_staleness_versions": ("Policy versions that a trained trajectory was behind.", _VERSIONS),
 }
-# Events that may let any rank go on, or make it wait; an acknowledgement moves one alone.
+# Events after which any rank may continue, or have to wait; an acknowledgement concerns one rank only.
 _MOVES_RANKS = frozenset(
     [BatchPublished, BatchWithdrawn, BatchFailed, BatchGivenUp, ModelResumed, Resized, RunFinished]
 )

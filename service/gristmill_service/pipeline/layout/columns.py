@@ -133,7 +133,7 @@ class Placement:
 
 
 def safetensors_name(dtype: np.dtype[Any]) -> str:
-    """Returns the name of a type in a shard's header. uint16 stands for the bits of bfloat16."""
+    """Returns the name of a type in a shard's header. uint16 has the bits of bfloat16."""
     return tensor_file.NAMES[dtype]
 
 

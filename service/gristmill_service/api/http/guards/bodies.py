@@ -54,7 +54,7 @@ class Bodies:
         is_unread = True
 
         async def replay() -> Message:
-            """Gives the body, once, and then what comes after it: the caller's going away."""
+            """Yields the body once, and then the messages after it, such as the disconnection of the caller."""
             nonlocal is_unread
             if is_unread:
                 is_unread = False
