@@ -43,7 +43,7 @@
 {{- range .Values.extraVolumeMounts }}{{ if not (has .name $volumes) }}{{ fail (printf "extraVolumeMounts: there is no volume %s: add it to extraVolumes" .name) }}{{ end }}{{ end -}}
 {{- end }}
 
-{{/* The same, for resources other than a trainer's sidecar. */}}
+{{/* The same, for a sidecar in a trainer's pod. */}}
 {{- define "gristmill.checkSidecar" -}}
 {{- $access := .Values.access -}}
 {{- if or $access.tokensSecret $access.tlsSecret $access.scrapeTokenSecret $access.certificate.issuer }}{{ fail "access is for mode: service; a sidecar's network policy keeps everyone else out" }}{{ end -}}
