@@ -55,7 +55,7 @@ class ShardStore(Protocol):
         """Publishes a batch atomically, in place of an earlier one of its number, and returns the bytes that it takes
         in the store, which count against the run's limit. After an error nothing of it stays.
 
-        Raises ResourceExhaustedError if there is no room for it now, FailedPreconditionError if there never will be,
+        Raises ResourceExhaustedError if there is no space for it now, FailedPreconditionError if there never will be,
         and errors of laying out a shard.
         """
 

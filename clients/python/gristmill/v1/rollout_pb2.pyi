@@ -28,22 +28,22 @@ class _GroupAdmissionEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper.
     DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
     GROUP_ADMISSION_UNSPECIFIED: _GroupAdmission.ValueType  # 0
     GROUP_ADMISSION_ADMITTED: _GroupAdmission.ValueType  # 1
-    """It has room: roll it out."""
+    """There is capacity: roll it out."""
     GROUP_ADMISSION_NO_ROOM: _GroupAdmission.ValueType  # 2
-    """No room now: ask again after retry_after_s."""
+    """No capacity now: ask again after retry_after_s."""
     GROUP_ADMISSION_SEALED: _GroupAdmission.ValueType  # 3
     """Sealed into a batch before: nothing to do."""
     GROUP_ADMISSION_DROPPED: _GroupAdmission.ValueType  # 4
     """Dropped or aborted before: it is not sampled again in this round."""
 
 class GroupAdmission(_GroupAdmission, metaclass=_GroupAdmissionEnumTypeWrapper):
-    """What became of one uid of BeginGroups."""
+    """The result for one uid of BeginGroups."""
 
 GROUP_ADMISSION_UNSPECIFIED: GroupAdmission.ValueType  # 0
 GROUP_ADMISSION_ADMITTED: GroupAdmission.ValueType  # 1
-"""It has room: roll it out."""
+"""There is capacity: roll it out."""
 GROUP_ADMISSION_NO_ROOM: GroupAdmission.ValueType  # 2
-"""No room now: ask again after retry_after_s."""
+"""No capacity now: ask again after retry_after_s."""
 GROUP_ADMISSION_SEALED: GroupAdmission.ValueType  # 3
 """Sealed into a batch before: nothing to do."""
 GROUP_ADMISSION_DROPPED: GroupAdmission.ValueType  # 4
@@ -63,7 +63,7 @@ class BeginGroupsRequest(google.protobuf.message.Message):
     run: builtins.str
     round: builtins.int
     wait_s: builtins.float
-    """Seconds to wait for room for the first uid that has none; 0 answers at once. The server may answer earlier."""
+    """Seconds to wait for capacity for the first uid that has none; 0 answers at once. The server may answer earlier."""
     @property
     def uids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     @property
@@ -98,12 +98,12 @@ class BeginGroupsResponse(google.protobuf.message.Message):
     RETRY_AFTER_S_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
     retry_after_s: builtins.float
-    """When any has no room: how long to wait before asking again."""
+    """If any has no capacity: how long to wait before asking again."""
     reason: builtins.str
-    """Why there is no room, for a person."""
+    """Why there is no capacity, for a person."""
     @property
     def admissions(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[global___GroupAdmission.ValueType]:
-        """One a uid, in their order."""
+        """One per uid, in their order."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class SubmitRowsRequest(google.protobuf.message.Message):
     ZSTD_FIELD_NUMBER: builtins.int
     run: builtins.str
     zstd: builtins.bytes
-    """For slow links, in place of the other fields: a SubmitRowsRequest compressed by zstd (RFC 8878), in one frame that
+    """For slow links, instead of the other fields: a SubmitRowsRequest compressed by zstd (RFC 8878), in one frame that
     has the size of its content, which counts towards max_message_bytes.
     """
     @property
@@ -149,7 +149,7 @@ class SubmitRowsResponse(google.protobuf.message.Message):
     OUTCOMES_FIELD_NUMBER: builtins.int
     @property
     def outcomes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[gristmill.v1.rows_pb2.RowOutcome.ValueType]:
-        """One a row, in their order."""
+        """One per row, in their order."""
 
     def __init__(
         self,
@@ -192,11 +192,11 @@ class Reward(google.protobuf.message.Message):
     VALUE_FIELD_NUMBER: builtins.int
     TOKEN_VALUES_FIELD_NUMBER: builtins.int
     step: builtins.int
-    """Which step; unset: the last."""
+    """The step; unset: the last."""
     value: builtins.float
-    """One number for the step, where rows of the run carry scalar rewards."""
+    """One number for the step, if the run has scalar rewards."""
     token_values: builtins.bytes
-    """float64, one per response token of the step, where rows of the run carry rewards per token."""
+    """float64, one per response token of the step, if the run has rewards per token."""
     @property
     def trajectory(self) -> global___TrajectoryKey: ...
     def __init__(
@@ -260,7 +260,7 @@ class AbortTrajectoriesRequest(google.protobuf.message.Message):
     REASON_FIELD_NUMBER: builtins.int
     run: builtins.str
     reason: builtins.str
-    """Recorded and counted with what is dropped."""
+    """The reason under which dropped rows and groups are counted."""
     @property
     def trajectories(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TrajectoryKey]: ...
     def __init__(

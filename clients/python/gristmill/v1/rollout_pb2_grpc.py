@@ -28,11 +28,10 @@ if _version_not_supported:
 class RolloutServiceStub(object):
     """What rollout workers call. Every call may be repeated safely: a repeat changes nothing and gives the same answer.
 
-    Errors are gRPC statuses whose message names the trajectory, the field, the value and the remedy:
-    INVALID_ARGUMENT (wrong input, do not retry), NOT_FOUND (no such run), ALREADY_EXISTS (another content under the same
-    key), FAILED_PRECONDITION (the run is finished), RESOURCE_EXHAUSTED (a limit; trailing metadata
-    `grpc-retry-pushback-ms` says when to retry), UNAVAILABLE (shutting down; retry).
-    A call that fails has kept nothing of its request.
+    Errors are gRPC statuses whose message names the trajectory, the field, the value and the remedy: INVALID_ARGUMENT
+    (wrong input, do not retry), NOT_FOUND (no such run), ALREADY_EXISTS (another content under the same key),
+    FAILED_PRECONDITION (the run is finished), RESOURCE_EXHAUSTED (a limit; trailing metadata `grpc-retry-pushback-ms`
+    says when to retry), UNAVAILABLE (shutting down; retry). A call that fails has stored nothing of its request.
     """
 
     def __init__(self, channel):
@@ -76,32 +75,30 @@ class RolloutServiceStub(object):
 class RolloutServiceServicer(object):
     """What rollout workers call. Every call may be repeated safely: a repeat changes nothing and gives the same answer.
 
-    Errors are gRPC statuses whose message names the trajectory, the field, the value and the remedy:
-    INVALID_ARGUMENT (wrong input, do not retry), NOT_FOUND (no such run), ALREADY_EXISTS (another content under the same
-    key), FAILED_PRECONDITION (the run is finished), RESOURCE_EXHAUSTED (a limit; trailing metadata
-    `grpc-retry-pushback-ms` says when to retry), UNAVAILABLE (shutting down; retry).
-    A call that fails has kept nothing of its request.
+    Errors are gRPC statuses whose message names the trajectory, the field, the value and the remedy: INVALID_ARGUMENT
+    (wrong input, do not retry), NOT_FOUND (no such run), ALREADY_EXISTS (another content under the same key),
+    FAILED_PRECONDITION (the run is finished), RESOURCE_EXHAUSTED (a limit; trailing metadata `grpc-retry-pushback-ms`
+    says when to retry), UNAVAILABLE (shutting down; retry). A call that fails has stored nothing of its request.
     """
 
     def BeginGroups(self, request, context):
-        """Admits prompt groups: reserves their room and so paces producers. Admits as many of the uids, in their order, as
-        there is room for now, and answers for each. May wait for room.
-        """
+        """Admits prompt groups: reserves their capacity and so paces producers. Admits as many of the uids, in their
+        order, as there is capacity for now, and answers for each. May wait for capacity."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SubmitRows(self, request, context):
         """Submits rows of any trajectories in any order. All rows of the request are taken, or none is.
-        Rows of a group that was not admitted admit it where there is room, else RESOURCE_EXHAUSTED.
-        Rows of an admitted group are never refused for want of room.
+        Rows of a group that was not admitted admit it if there is capacity; otherwise RESOURCE_EXHAUSTED.
+        Rows of an admitted group are never refused for lack of capacity.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetRewards(self, request, context):
-        """Gives rewards that were pending. Idempotent for the same value; ALREADY_EXISTS for another.
+        """Sets rewards that were pending. Idempotent for the same value; ALREADY_EXISTS for another.
         All rewards of the request are set, or none is.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -109,24 +106,24 @@ class RolloutServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def AbortTrajectories(self, request, context):
-        """Gives up trajectories: their rows are dropped, and their groups complete without them, or are dropped when nothing
-        is left. Aborting what is already aborted, dropped or sealed changes nothing.
+        """Aborts trajectories: their rows are dropped, and their groups complete without them, or are dropped if no
+        trajectory is left. Aborting one that is already aborted, dropped or sealed changes nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def AbortGroups(self, request, context):
-        """Gives up whole prompt groups: their rows are dropped and their room is free again.
+        """Drops whole prompt groups with their rows, and frees their capacity.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SealBatch(self, request, context):
-        """Seals what is complete into a batch now, also fewer than train_batch_size groups. With `batch` set it is idempotent:
-        a batch of that number that is sealed already is returned. FAILED_PRECONDITION when no group is complete.
-        """
+        """Seals all complete groups into a batch now, also fewer than train_batch_size. With `batch` set it is
+        idempotent: a batch of that number that is sealed already is returned. FAILED_PRECONDITION when no group is
+        complete."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -175,11 +172,10 @@ def add_RolloutServiceServicer_to_server(servicer, server):
 class RolloutService(object):
     """What rollout workers call. Every call may be repeated safely: a repeat changes nothing and gives the same answer.
 
-    Errors are gRPC statuses whose message names the trajectory, the field, the value and the remedy:
-    INVALID_ARGUMENT (wrong input, do not retry), NOT_FOUND (no such run), ALREADY_EXISTS (another content under the same
-    key), FAILED_PRECONDITION (the run is finished), RESOURCE_EXHAUSTED (a limit; trailing metadata
-    `grpc-retry-pushback-ms` says when to retry), UNAVAILABLE (shutting down; retry).
-    A call that fails has kept nothing of its request.
+    Errors are gRPC statuses whose message names the trajectory, the field, the value and the remedy: INVALID_ARGUMENT
+    (wrong input, do not retry), NOT_FOUND (no such run), ALREADY_EXISTS (another content under the same key),
+    FAILED_PRECONDITION (the run is finished), RESOURCE_EXHAUSTED (a limit; trailing metadata `grpc-retry-pushback-ms`
+    says when to retry), UNAVAILABLE (shutting down; retry). A call that fails has stored nothing of its request.
     """
 
     @staticmethod

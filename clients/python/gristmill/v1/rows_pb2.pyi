@@ -27,37 +27,37 @@ class _RowOutcomeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enu
     DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
     ROW_OUTCOME_UNSPECIFIED: _RowOutcome.ValueType  # 0
     ROW_OUTCOME_ACCEPTED: _RowOutcome.ValueType  # 1
-    """Kept: it will be part of exactly one batch, or dropped exactly once for a recorded reason."""
+    """Stored: it will be part of exactly one batch, or dropped once for a recorded reason."""
     ROW_OUTCOME_DUPLICATE: _RowOutcome.ValueType  # 2
     """The same row was accepted before; nothing changed."""
     ROW_OUTCOME_SEALED: _RowOutcome.ValueType  # 3
-    """Its group was sealed into a batch without it, or the batch is freed, so that this is no longer known; ignored."""
+    """Ignored: its group was sealed into a batch without it, or the batch is freed, so that this is not known any more."""
     ROW_OUTCOME_DROPPED: _RowOutcome.ValueType  # 4
-    """Its group or trajectory was dropped or aborted before it came; ignored: stop working on it."""
+    """Ignored: its group or trajectory was dropped or aborted before it arrived; stop working on it."""
     ROW_OUTCOME_SUPERSEDED: _RowOutcome.ValueType  # 5
-    """A higher attempt of its trajectory exists; ignored."""
+    """Ignored: a higher attempt of its trajectory exists."""
 
 class RowOutcome(_RowOutcome, metaclass=_RowOutcomeEnumTypeWrapper):
-    """What became of one submitted row."""
+    """The result for one submitted row."""
 
 ROW_OUTCOME_UNSPECIFIED: RowOutcome.ValueType  # 0
 ROW_OUTCOME_ACCEPTED: RowOutcome.ValueType  # 1
-"""Kept: it will be part of exactly one batch, or dropped exactly once for a recorded reason."""
+"""Stored: it will be part of exactly one batch, or dropped once for a recorded reason."""
 ROW_OUTCOME_DUPLICATE: RowOutcome.ValueType  # 2
 """The same row was accepted before; nothing changed."""
 ROW_OUTCOME_SEALED: RowOutcome.ValueType  # 3
-"""Its group was sealed into a batch without it, or the batch is freed, so that this is no longer known; ignored."""
+"""Ignored: its group was sealed into a batch without it, or the batch is freed, so that this is not known any more."""
 ROW_OUTCOME_DROPPED: RowOutcome.ValueType  # 4
-"""Its group or trajectory was dropped or aborted before it came; ignored: stop working on it."""
+"""Ignored: its group or trajectory was dropped or aborted before it arrived; stop working on it."""
 ROW_OUTCOME_SUPERSEDED: RowOutcome.ValueType  # 5
-"""A higher attempt of its trajectory exists; ignored."""
+"""Ignored: a higher attempt of its trajectory exists."""
 global___RowOutcome = RowOutcome
 
 @typing.final
 class Rows(google.protobuf.message.Message):
-    """A table of steps (LLM calls) on the wire, one column a field, so that a thousand rows cost a handful of buffers.
+    """A table of steps (LLM calls), one column per field, so that a thousand rows need only a few buffers.
 
-    Per-row fields have one entry per row, or are empty where a default is named. Per-token fields are raw little-endian
+    Per-row fields have one entry per row, or are empty if a default is named. Per-token fields are raw little-endian
     buffers: the rows' values one after another, in row order, without gaps; a row's share follows from its lengths.
     """
 
@@ -89,7 +89,7 @@ class Rows(google.protobuf.message.Message):
     TAGS_FIELD_NUMBER: builtins.int
     TOKEN_POLICY_VERSIONS_FIELD_NUMBER: builtins.int
     tokens: builtins.bytes
-    """int32: of each row its prompt_token_ids, then its response_ids, without what prefix_lengths leaves out."""
+    """int32: each row's prompt_token_ids, then its response_ids, without what prefix_lengths leaves out."""
     loss_mask: builtins.bytes
     """uint8, 0 or 1, one per response token. Empty: all 1."""
     rollout_logprobs: builtins.bytes
@@ -97,12 +97,12 @@ class Rows(google.protobuf.message.Message):
     token_rewards: builtins.bytes
     """float64 or float32 (the buffer's size says which), one per response token."""
     token_advantages: builtins.bytes
-    """With advantage_estimator none: float32, one per response token, in place of advantages."""
+    """With advantage_estimator none: float32, one per response token, instead of advantages."""
     padding: builtins.bytes
-    """Ignored. Lets who writes the message put a buffer where it can be used as it is, at a multiple of 8 bytes."""
+    """Ignored. Lets the writer align a buffer to a multiple of 8 bytes, so that the reader need not copy it."""
     token_policy_versions: builtins.bytes
-    """int32, the policy version that sampled each response token, -1 unknown, for weights that change while a trajectory is
-    sampled. A row's policy_versions is the oldest of them, and may be left out (-1). Empty: one per row.
+    """int32, the policy version that sampled each response token, -1 unknown, for weights that change while a trajectory
+    is sampled. A row's policy_versions is the oldest of them, and may be left out (-1). Empty: one per row.
     """
     @property
     def uids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
@@ -110,20 +110,20 @@ class Rows(google.protobuf.message.Message):
 
     @property
     def rounds(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Which time the uid is sampled in the run, for instance the dataset epoch. Empty: 0."""
+        """The pass over the uid in the run, for instance the dataset epoch. Empty: 0."""
 
     @property
     def samples(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Which rollout of the prompt, 0..n_samples_per_prompt-1."""
+        """The number of the rollout of the prompt, 0..n_samples_per_prompt-1."""
 
     @property
     def steps(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Which LLM call of the trajectory, from 0. Empty: 0 (one step a trajectory)."""
+        """The number of the LLM call in the trajectory, from 0. Empty: 0 (one step per trajectory)."""
 
     @property
     def attempts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Which try at the trajectory. A higher attempt supersedes all rows of a lower one while the group is not sealed.
-        Empty: 0.
+        """Counts how often the trajectory was sampled again. A higher attempt supersedes all rows of a lower one while the
+        group is not sealed. Empty: 0.
         """
 
     @property
@@ -140,11 +140,11 @@ class Rows(google.protobuf.message.Message):
 
     @property
     def rewards(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
-        """One number per step. Empty where token_rewards are given. All rows of a run use the one or the other."""
+        """One number per step. Empty if token_rewards are given. All rows of a run use the one or the other."""
 
     @property
     def rewards_pending(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bool]:
-        """Rows whose reward SetRewards will bring later; their value above is ignored. Empty: none."""
+        """Rows whose reward SetRewards will set later; their value above is ignored. Empty: none."""
 
     @property
     def advantages(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
@@ -160,10 +160,10 @@ class Rows(google.protobuf.message.Message):
 
     @property
     def prefix_lengths(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """How many of a row's first tokens are left out of `tokens`: those with which the step before it begins, of the same
-        attempt, in this request or accepted before. No more than the row's prompt. Empty: none of any row.
-        Where the server has no such step, or its tokens have another checksum, the request is refused with
-        FAILED_PRECONDITION and trailing metadata `gristmill-error: PrefixUnknownError`: send the rows whole.
+        """How many of a row's first tokens are left out of `tokens`, because the step before it begins with them: a step of
+        the same attempt, in this request or accepted before. No more than the row's prompt. Empty: none of any row. If the
+        server has no such step, or its tokens have another checksum, the request is refused with FAILED_PRECONDITION and
+        trailing metadata `gristmill-error: PrefixUnknownError`: send the rows whole.
         """
 
     @property
@@ -176,12 +176,12 @@ class Rows(google.protobuf.message.Message):
 
     @property
     def column_values(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
-        """Of each of `columns`, in their order, the values of all rows: a raw little-endian buffer without gaps."""
+        """For each of `columns`, in their order, the values of all rows: a raw little-endian buffer without gaps."""
 
     @property
     def tags(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """The environment or task of each row's group, at most 100 characters, empty where the row does not say. All that
-        say so agree within a group, and with BeginGroups. A run has at most 64 different ones. Empty: no row says.
+        """The environment or task of each row's group, at most 100 characters, empty if the row has none. All tags of
+        a group agree, also with BeginGroups. A run has at most 64 different ones. Empty: no row has one.
         """
 
     def __init__(
@@ -229,17 +229,16 @@ class Column(google.protobuf.message.Message):
     COUNTS_FIELD_NUMBER: builtins.int
     name: builtins.str
     dtype: builtins.str
-    """As it is declared: "int16", "bfloat16", ..."""
+    """As declared: "int16", "bfloat16", ..."""
     @property
     def shape(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Of one value, as it is declared."""
+        """Of one value, as declared."""
 
     @property
     def counts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """How many values each row has: 1 for a column of scope row, one per response token, one per prompt and response token,
-        or its number of items. -1: the row does not have the column.
-        With prefix_lengths a row may leave out the values of a `token` column with `merge: first` for the tokens that it
-        leaves out: they are those of the step before.
+        """How many values each row has: 1 for a column of scope row, one per response token, one per prompt and response
+        token, or its number of items. -1: the row does not have the column. With prefix_lengths a row may leave out the
+        values of a `token` column with `merge: first` for the tokens that it leaves out: the step before has them.
         """
 
     def __init__(

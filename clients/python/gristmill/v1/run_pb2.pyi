@@ -26,15 +26,15 @@ class _Model:
 class _ModelEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Model.ValueType], builtins.type):
     DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
     MODEL_UNSPECIFIED: _Model.ValueType  # 0
-    """Taken as the policy."""
+    """Means the policy."""
     MODEL_POLICY: _Model.ValueType  # 1
     MODEL_CRITIC: _Model.ValueType  # 2
 
 class Model(_Model, metaclass=_ModelEnumTypeWrapper):
-    """Whose optimizer steps: the policy's or the critic's."""
+    """The model whose optimizer steps are meant."""
 
 MODEL_UNSPECIFIED: Model.ValueType  # 0
-"""Taken as the policy."""
+"""Means the policy."""
 MODEL_POLICY: Model.ValueType  # 1
 MODEL_CRITIC: Model.ValueType  # 2
 global___Model = Model
@@ -70,7 +70,7 @@ global___GroupState = GroupState
 
 @typing.final
 class Position(google.protobuf.message.Message):
-    """A place in a model's training order: batch by batch, epoch by epoch over the batch, mini-batch by mini-batch."""
+    """A position in a model's training order: batch by batch, epoch by epoch over the batch, mini-batch by mini-batch."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -120,7 +120,7 @@ class CreateRunResponse(google.protobuf.message.Message):
     """Whether this call created the run."""
     @property
     def warnings(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """What is allowed but probably not meant, for a person."""
+        """Settings that are allowed but probably not intended, for a person."""
 
     def __init__(
         self,
@@ -166,7 +166,7 @@ global___GetRunResponse = GetRunResponse
 
 @typing.final
 class RankProgress(google.protobuf.message.Message):
-    """How far a rank of a model is."""
+    """The progress of a rank of a model."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -193,7 +193,7 @@ global___RankProgress = RankProgress
 
 @typing.final
 class ModelProgress(google.protobuf.message.Message):
-    """Up to where a model's training is safe, and who may say so."""
+    """The progress of a model's training, and the incarnation whose calls are accepted."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -205,7 +205,7 @@ class ModelProgress(google.protobuf.message.Message):
     """Grows by one with each resume."""
     @property
     def committed(self) -> global___Position:
-        """What lies before this is freed once all ranks are past it."""
+        """Batches before this are freed once all ranks are past them."""
 
     def __init__(
         self,
@@ -302,7 +302,7 @@ class RunStatus(google.protobuf.message.Message):
     finished: builtins.bool
     """Whether FinishRun was called."""
     groups_open: builtins.int
-    """Groups admitted and not complete, complete and not sealed."""
+    """Admitted groups that are not complete, and complete ones that are not sealed."""
     groups_complete: builtins.int
     groups_room: builtins.int
     """Groups that may be admitted now."""
@@ -312,15 +312,15 @@ class RunStatus(google.protobuf.message.Message):
     """Batches published so far, counted without gaps from 0; batches freed likewise."""
     batches_freed: builtins.int
     row_bytes: builtins.int
-    """Bytes of rows and of shards that are held now."""
+    """Bytes of rows and of shards that are stored now."""
     shard_bytes: builtins.int
     rows_accepted: builtins.int
     rows_duplicate: builtins.int
     run_id: builtins.str
-    """Made when the run was created: another run of the same name has another one."""
+    """Created with the run: another run of the same name has another one."""
     generation: builtins.int
-    """Grows by one whenever the run's log was found shorter than what had been promised: what was accepted or
-    acknowledged last may be lost then.
+    """Grows by one whenever the run's log is found shorter than what was confirmed: what was accepted or acknowledged
+    last may then be lost.
     """
     resolved_config_json: builtins.str
     """The settings of `config_json` and, filled in, the defaults of all others."""
@@ -334,13 +334,13 @@ class RunStatus(google.protobuf.message.Message):
     def models(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ModelProgress]: ...
     @property
     def failed_batches(self) -> google.protobuf.internal.containers.ScalarMap[builtins.int, builtins.str]:
-        """Batches that could not be made, by number, with the reason. One that is built for another `dp_size` is among them no
-        more.
+        """Batches that could not be made, by number, with the reason; without batches that were built for another `dp_size`
+        since.
         """
 
     @property
     def health(self) -> global___RunHealth:
-        """As the service judges it, a moment after the rest of this was read."""
+        """Computed a moment after the other fields were read."""
 
     @property
     def tags(self) -> google.protobuf.internal.containers.MessageMap[builtins.str, global___TagGroups]:
@@ -380,7 +380,7 @@ global___RunStatus = RunStatus
 
 @typing.final
 class TagGroups(google.protobuf.message.Message):
-    """What became of the groups of a tag, each counted once."""
+    """How many groups of a tag are in each state; each group counts once."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -393,7 +393,7 @@ class TagGroups(google.protobuf.message.Message):
     complete: builtins.int
     """Complete and not sealed."""
     sealed: builtins.int
-    """Sealed into a batch, those of batches that could not be made left out."""
+    """Sealed into a batch, without those of batches that could not be made."""
     dropped: builtins.int
     def __init__(
         self,
@@ -409,7 +409,7 @@ global___TagGroups = TagGroups
 
 @typing.final
 class RunHealth(google.protobuf.message.Message):
-    """A run's state and what holds it up; the documentation of the page defines them."""
+    """A run's state and what delays it; docs/page.md defines both."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -450,7 +450,7 @@ class Finding(google.protobuf.message.Message):
     """failed, stuck, slow or note."""
     text: builtins.str
     for_s: builtins.float
-    """For how many seconds it is so; absent where that is not known."""
+    """For how many seconds; absent if unknown."""
     def __init__(
         self,
         *,
@@ -481,7 +481,7 @@ class GetHealthResponse(google.protobuf.message.Message):
     NOT_READY_FIELD_NUMBER: builtins.int
     VERSION_FIELD_NUMBER: builtins.int
     not_ready: builtins.str
-    """Why new work should go elsewhere or come later, as /readyz says it; empty while the replica is ready."""
+    """Why new work should go elsewhere or come later, as in /readyz; empty while the replica is ready."""
     version: builtins.str
     """Of the service."""
     def __init__(
@@ -551,9 +551,9 @@ class GroupStatus(google.protobuf.message.Message):
     batch: builtins.int
     """Of a sealed group."""
     reason: builtins.str
-    """Of a dropped group; `batch_failed` where it was sealed into a batch that could not be made, once its rows are gone."""
+    """Of a dropped group; `batch_failed` if its batch could not be made and its rows are gone."""
     tag: builtins.str
-    """Its environment or task; empty where it has none."""
+    """Its environment or task; empty if it has none."""
     def __init__(
         self,
         *,
@@ -605,7 +605,7 @@ class FinishRunResponse(google.protobuf.message.Message):
 
     BATCHES_FIELD_NUMBER: builtins.int
     batches: builtins.int
-    """How many batches the run has in all."""
+    """The total number of the run's batches."""
     def __init__(
         self,
         *,

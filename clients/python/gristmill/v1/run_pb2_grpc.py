@@ -109,45 +109,43 @@ class RunServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListRuns(self, request, context):
-        """The names of the runs that the service holds. Reads only.
+        """The names of all runs of the service. Reads only.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListGroups(self, request, context):
-        """Every prompt group that was ever admitted, and what became of it: which uids a data loader that starts again need
-        not sample any more. In pages, the decided ones first. Reads only.
-        """
+        """Every prompt group that was ever admitted, with its state, so that a data loader that restarts can skip uids.
+        In pages, the closed ones first. Reads only."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FinishRun(self, request, context):
-        """Says that no more rollouts come: open groups are dropped (reason `finished`), complete ones are sealed, also as a
-        smaller last batch, and trainers that wait for a batch after the last learn that there is none. Idempotent.
+        """Ends the rollouts: open groups are dropped (reason `finished`), complete ones are sealed, also as a
+        smaller last batch, and trainers that wait for a further batch get BATCH_STATE_END. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DeleteRun(self, request, context):
-        """Ends a run at once and removes all it holds: rows, plans, shards, state. Who waits gets NOT_FOUND.
+        """Ends a run at once and removes its rows, plans, shards and state. Waiting calls get NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def AnnouncePolicyVersion(self, request, context):
-        """The trainer says which policy version the rollout workers now sample from. Versions never go back: a lower one than
-        the current is FAILED_PRECONDITION, the current one again changes nothing.
-        """
+        """Sets the policy version from which rollout workers sample. Versions never go back: a lower one than the
+        current is FAILED_PRECONDITION; the current one again changes nothing."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WaitPolicyVersion(self, request, context):
-        """Returns when the policy version is at least `at_least`, or when `wait_s` is over, with the version as it is then.
+        """Returns the policy version when it is at least `at_least`, or when `wait_s` is over.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

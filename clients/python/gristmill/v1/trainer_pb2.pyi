@@ -34,7 +34,7 @@ class _BatchStateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enu
     BATCH_STATE_END: _BatchState.ValueType  # 3
     """The run is finished and has no batch of this number."""
     BATCH_STATE_FORWARD: _BatchState.ValueType  # 4
-    """Its forward shards are there, without what depends on columns that trainers have to write yet."""
+    """Its forward shards are published, without tensors that depend on columns that trainers still have to write."""
 
 class BatchState(_BatchState, metaclass=_BatchStateEnumTypeWrapper): ...
 
@@ -45,7 +45,7 @@ BATCH_STATE_PUBLISHED: BatchState.ValueType  # 2
 BATCH_STATE_END: BatchState.ValueType  # 3
 """The run is finished and has no batch of this number."""
 BATCH_STATE_FORWARD: BatchState.ValueType  # 4
-"""Its forward shards are there, without what depends on columns that trainers have to write yet."""
+"""Its forward shards are published, without tensors that depend on columns that trainers still have to write."""
 global___BatchState = BatchState
 
 @typing.final
@@ -63,18 +63,18 @@ class GetBatchRequest(google.protobuf.message.Message):
     wait_s: builtins.float
     """Seconds to wait at most; 0 answers at once. The server may answer earlier, with BATCH_STATE_PENDING."""
     trains: gristmill.v1.run_pb2.Model.ValueType
-    """Whose trainer asks, where it acknowledges what it trains; unspecified: who asks only reads. After a rollback of the
-    run a batch that is not sealed and lies behind the next one of these ranks is FAILED_PRECONDITION: they were further,
-    and have to resume. Who only reads may wait for any batch that is to come.
+    """The model whose trainer asks and will acknowledge; unspecified: the caller only reads, and may wait for any later
+    batch. For a trainer, after a rollback of the run, a batch that is not sealed and beyond the next one of these
+    ranks is FAILED_PRECONDITION: they were further, and have to resume.
     """
     @property
     def ranks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """The ranks whose shards `awaits` reports; none: all."""
+        """The ranks for whose shards `awaits` is reported; empty: all."""
 
     @property
     def shard(self) -> global___GetShardRequest:
-        """The shard of this batch that the caller wants first: the answer says where it is, which saves a GetShard. Its model,
-        rank and incarnation count, and the epoch and mini-batch of its position.
+        """The shard of this batch that the caller wants first: the answer has its location, which saves a GetShard. Its
+        model, rank and incarnation count, and the epoch and mini-batch of its position.
         """
 
     def __init__(
@@ -105,11 +105,11 @@ class GetBatchResponse(google.protobuf.message.Message):
     """When published, or forward: the plan, a JSON object as `gristmill plan` prints it."""
     @property
     def awaits(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___AwaitedColumn]:
-        """When forward: the columns that lack yet, of the ranks that were asked for."""
+        """If forward: the columns that are still missing, for the requested ranks."""
 
     @property
     def shard(self) -> global___GetShardResponse:
-        """When published, and where it was asked for: what GetShard answers."""
+        """If published, and requested: the answer of GetShard."""
 
     def __init__(
         self,
@@ -166,10 +166,10 @@ class GetShardRequest(google.protobuf.message.Message):
     incarnation: builtins.int
     """The caller's incarnation; 0: not checked."""
     forward: builtins.bool
-    """Whether the forward shard is wanted, too, while the batch waits for columns."""
+    """Whether the forward shard is accepted while the batch waits for columns."""
     @property
     def position(self) -> gristmill.v1.run_pb2.Position:
-        """Which; unset: the rank's next."""
+        """Unset: the rank's next."""
 
     def __init__(
         self,
@@ -199,7 +199,7 @@ class GetShardResponse(google.protobuf.message.Message):
     state: global___BatchState.ValueType
     size_bytes: builtins.int
     shared_memory_path: builtins.str
-    """A file in shared memory with the shard's bytes, for processes that see the server's memory; empty where there is
+    """A file in shared memory with the shard's bytes, for processes that see the server's memory; empty if there is
     none. It may be opened until the batch is freed; a mapping stays valid after that.
     """
     incarnation: builtins.int
@@ -241,8 +241,8 @@ class ReadShardRequest(google.protobuf.message.Message):
     accepts_zstd: builtins.bool
     """Whether the caller decompresses zstd."""
     chooses_columns: builtins.bool
-    """Whether the caller wants of the declared columns those of `columns` alone; else it gets all of them. The shard's file
-    is then one without the others, and its size is not that of GetShardResponse.
+    """Whether to send only the declared columns in `columns`; otherwise all are sent. The file then lacks the others, and
+    its size differs from GetShardResponse's.
     """
     @property
     def columns(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
@@ -270,8 +270,8 @@ class ReadShardResponse(google.protobuf.message.Message):
     IS_ZSTD_FIELD_NUMBER: builtins.int
     data: builtins.bytes
     is_zstd: builtins.bool
-    """Whether data is a frame of zstd (RFC 8878) with its size and checksum, of at most 2 MiB of the file: so are all
-    messages of a shard, or none.
+    """Whether data is a zstd frame (RFC 8878) with size and checksum, of at most 2 MiB of the file; the same for all
+    messages of a shard.
     """
     def __init__(
         self,
@@ -298,7 +298,7 @@ class WriteColumnsRequest(google.protobuf.message.Message):
     mini_batch: builtins.int
     rank: builtins.int
     incarnation: builtins.int
-    """The trainer's, as it came with the shard."""
+    """The trainer's incarnation, as returned with the shard."""
     tensors: builtins.bytes
     """A safetensors file whose tensors have the names, shapes and dtypes that the shard's would have: whole columns."""
     def __init__(
@@ -321,7 +321,7 @@ class WriteColumnsResponse(google.protobuf.message.Message):
 
     LACKING_FIELD_NUMBER: builtins.int
     lacking: builtins.int
-    """How many columns of shards the batch waits for yet; which, GetBatch says."""
+    """How many columns of shards the batch still waits for; GetBatch lists them."""
     def __init__(
         self,
         *,
@@ -381,7 +381,7 @@ class AcknowledgeRequest(google.protobuf.message.Message):
     rank: builtins.int
     incarnation: builtins.int
     commit: builtins.bool
-    """Without checkpoints: also commit up to where every rank is."""
+    """Without checkpoints: also commit up to the rank that is furthest behind."""
     @property
     def position(self) -> gristmill.v1.run_pb2.Position: ...
     def __init__(
@@ -406,7 +406,7 @@ class AcknowledgeResponse(google.protobuf.message.Message):
     NEXT_FIELD_NUMBER: builtins.int
     GENERATION_FIELD_NUMBER: builtins.int
     generation: builtins.int
-    """What the trainer's next checkpoints are of: it may have grown since the trainer resumed."""
+    """The generation of the trainer's next checkpoints; it may have grown since the trainer resumed."""
     @property
     def next(self) -> gristmill.v1.run_pb2.Position:
         """The rank's next position."""
@@ -487,10 +487,10 @@ class ResumeRequest(google.protobuf.message.Message):
     dp_size: builtins.int
     """How many data-parallel ranks the trainer has now, the same on all of them; 0: as many as before."""
     run_id: builtins.str
-    """Which run, and which generation of it, the checkpoint is of; empty and 0: not checked."""
+    """The run and the generation of the checkpoint; empty and 0: not checked."""
     generation: builtins.int
     give_up_reason: builtins.str
-    """Not empty: groups that lie between what was acknowledged and `position` are given up, counted under this reason."""
+    """Not empty: groups between what was acknowledged and `position` are dropped under this reason."""
     @property
     def position(self) -> gristmill.v1.run_pb2.Position:
         """Unset: stay at the committed position."""
@@ -522,7 +522,7 @@ class ResumeResponse(google.protobuf.message.Message):
     GENERATION_FIELD_NUMBER: builtins.int
     incarnation: builtins.int
     run_id: builtins.str
-    """What the trainer's next checkpoints are of."""
+    """The run and the generation of the trainer's next checkpoints."""
     generation: builtins.int
     @property
     def position(self) -> gristmill.v1.run_pb2.Position: ...

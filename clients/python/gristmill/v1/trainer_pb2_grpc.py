@@ -26,11 +26,11 @@ if _version_not_supported:
 
 
 class TrainerServiceStub(object):
-    """What trainer ranks call. Shards may be pulled in any order and any number of times until they are committed;
-    only acknowledgements move a rank. Errors as in RolloutService; a rank out of range is INVALID_ARGUMENT, a batch that
+    """What trainer ranks call. Shards may be pulled in any order and any number of times until they are committed; only
+    acknowledgements move a rank. Errors as in RolloutService; a rank out of range is INVALID_ARGUMENT, a batch that
     could not be made FAILED_PRECONDITION with its reason, a batch that is freed NOT_FOUND.
 
-    Errors that need telling apart carry the trailing metadata `gristmill-error`, the name of the Python class
+    Errors of the same status are distinguished by the trailing metadata `gristmill-error`, the name of the Python class
     (`StaleIncarnationError`, `BatchFailedError`).
     """
 
@@ -83,47 +83,43 @@ class TrainerServiceStub(object):
 
 
 class TrainerServiceServicer(object):
-    """What trainer ranks call. Shards may be pulled in any order and any number of times until they are committed;
-    only acknowledgements move a rank. Errors as in RolloutService; a rank out of range is INVALID_ARGUMENT, a batch that
+    """What trainer ranks call. Shards may be pulled in any order and any number of times until they are committed; only
+    acknowledgements move a rank. Errors as in RolloutService; a rank out of range is INVALID_ARGUMENT, a batch that
     could not be made FAILED_PRECONDITION with its reason, a batch that is freed NOT_FOUND.
 
-    Errors that need telling apart carry the trailing metadata `gristmill-error`, the name of the Python class
+    Errors of the same status are distinguished by the trailing metadata `gristmill-error`, the name of the Python class
     (`StaleIncarnationError`, `BatchFailedError`).
     """
 
     def GetBatch(self, request, context):
-        """A batch's plan, waiting until it is published, or, where it waits for columns of `source: trainer`, until its forward
-        shards are. Reads only.
+        """A batch's plan. Waits until the batch is published, or, if it awaits columns of `source: trainer`, until its
+        forward shards are. Reads only.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetShard(self, request, context):
-        """Where a shard is: by its address, or the next one that the rank has to acknowledge; waits until it is published, or,
-        with `forward`, until its forward shard is.
-        Reads only: asking twice gives the same shard.
-        """
+        """The location of a shard, by its address, or of the next one that the rank has to acknowledge. Waits until it
+        is published, or, with `forward`, until its forward shard is. Reads only: asking twice gives the same shard."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReadShard(self, request, context):
-        """The bytes of a shard's safetensors file, in order, or of its compact form where the caller takes that and the
-        service has it. Reads only.
-        """
+        """The bytes of a shard's safetensors file, in order; as zstd frames if the caller accepts them and the service
+        has them. Reads only."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WriteColumns(self, request, context):
-        """Columns of `source: trainer`, written for one of the policy's shards, by whichever process computes them. What is
-        written is kept as rows are, and once every shard of the batch has every column, its train shards are published in
-        place of the forward shards.
+        """Writes columns of `source: trainer` for one of the policy's shards, from any process. They are stored like
+        rows; once every shard of the batch has every column, its train shards replace the forward shards.
 
-        The same bytes again change nothing. Other bytes are ALREADY_EXISTS until the trainer resumes: of a batch that waits
-        for columns, what was written before counts no more then, and with another `dp_size` of any batch. Values that are
-        not of the shard's shape or the column's dtype, or not finite for a row's own tokens, are INVALID_ARGUMENT; a batch
+        The same bytes again change nothing. Other bytes are ALREADY_EXISTS until the trainer resumes, which voids the
+        columns of batches that still await some, and with another `dp_size` those of all batches. Values that are not
+        of the shard's shape or the column's dtype, or not finite for a row's own tokens, are INVALID_ARGUMENT; a batch
         that waits for nothing is FAILED_PRECONDITION, one whose forward shards are not there yet UNAVAILABLE.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -131,44 +127,43 @@ class TrainerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ExportBatch(self, request, context):
-        """The rows of a sealed batch as they were submitted, in the batch's order, to lay it out again offline. May be asked
-        for until the batch is freed. Reads only.
-        """
+        """The rows of a sealed batch as they were submitted, in the batch's order, to lay it out again offline.
+        Available until the batch is freed. Reads only."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Acknowledge(self, request, context):
-        """A rank has trained on the mini-batch at `position` and moves past it. Positions are acknowledged in order: one that
-        is already passed changes nothing, one ahead of the rank's next is FAILED_PRECONDITION.
+        """Moves a rank past the mini-batch at `position`, which it has trained. Positions are acknowledged in order:
+        one that is already passed changes nothing, one ahead of the rank's next is FAILED_PRECONDITION.
 
-        A batch that failed has nothing to train, and ranks are given what is behind it. Where it could not be aligned for the
-        run's `dp_size`, its rows are kept and take room until every rank acknowledges a position of it, or one behind it, or
-        one behind it is committed or resumed at.
+        A failed batch has nothing to train, and ranks get the batches after it. If it could not be aligned for the
+        run's `dp_size`, its rows stay stored until every rank acknowledges a position of it or after it, or a position
+        after it is committed or resumed at.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Commit(self, request, context):
-        """All that lies before `position` is safe in the trainer's checkpoint: batches before it are freed once every rank has
-        acknowledged them. A position before the committed one changes nothing.
-        """
+        """Declares all training before `position` as safe in the trainer's checkpoint: batches before it are freed once
+        every rank has acknowledged them. A position before the committed one changes nothing."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Resume(self, request, context):
-        """Puts all ranks of a model back (or forward) to `position`, under a new incarnation: calls that name an older one are
-        refused from then on. Ranks of one launch give the same `launch` and get the same incarnation, in any order; a
-        late rank of a launch that a newer one took over from is refused, like its calls.
+        """Moves all ranks of a model to `position`, as a new incarnation: calls of older ones are refused from then on.
+        Ranks of one launch give the same `launch` and get the same incarnation, in any order. A late rank of a launch
+        that a newer one has superseded is refused, like its calls.
 
-        With another `dp_size` than the run's, unacknowledged mini-batches are planned and cut again for it, from the same
-        rows; what all ranks have acknowledged stays done. Batches from the position on that failed because they could not be
-        aligned are planned again. The run's other model has to resume, too.
-        FAILED_PRECONDITION for a position before the committed one (its data is gone), past what is sealed, of another run
-        (`run_id`), or past what was acknowledged: accepted rows would be skipped. The message says what would be lost and
-        which position fits. With `give_up_reason`, the groups that the position steps over are given up for that reason.
+        With another `dp_size` than the run's, unacknowledged mini-batches are planned and cut again for it, from the
+        same rows; what all ranks have acknowledged stays done. Batches from the position on that failed because they
+        could not be aligned are planned again. The run's other model has to resume, too. FAILED_PRECONDITION for a
+        position before the committed one (its data is gone), past what is sealed, of another run (`run_id`), or past
+        what was
+        acknowledged: accepted rows would be skipped. The message says what would be lost and which position fits. With
+            `give_up_reason`, the groups that the position skips are dropped for that reason.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -226,11 +221,11 @@ def add_TrainerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class TrainerService(object):
-    """What trainer ranks call. Shards may be pulled in any order and any number of times until they are committed;
-    only acknowledgements move a rank. Errors as in RolloutService; a rank out of range is INVALID_ARGUMENT, a batch that
+    """What trainer ranks call. Shards may be pulled in any order and any number of times until they are committed; only
+    acknowledgements move a rank. Errors as in RolloutService; a rank out of range is INVALID_ARGUMENT, a batch that
     could not be made FAILED_PRECONDITION with its reason, a batch that is freed NOT_FOUND.
 
-    Errors that need telling apart carry the trailing metadata `gristmill-error`, the name of the Python class
+    Errors of the same status are distinguished by the trailing metadata `gristmill-error`, the name of the Python class
     (`StaleIncarnationError`, `BatchFailedError`).
     """
 

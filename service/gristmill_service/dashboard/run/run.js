@@ -97,7 +97,7 @@ function tiles(body) {
   const room = body.groups_room >= 2 ** 31 ? "any" : count(body.groups_room);
   const dropped = Object.values(body.groups_dropped).reduce((sum, one) => sum + one, 0);
   return [
-    tile("groups", `${count(body.groups_open)} open`, `${count(body.groups_complete)} complete, room for ${room}`),
+    tile("groups", `${count(body.groups_open)} open`, `${count(body.groups_complete)} complete, capacity for ${room}`),
     tile("groups dropped", count(dropped), Object.entries(body.groups_dropped).map(([why, n]) => `${why} ${n}`).join(", ")),
     tile("batches", `${count(body.batches_published)} made`, `${count(body.batches_freed)} freed, ${body.batches_failed} failed`),
     tile("stored", bytes(body.row_bytes + body.shard_bytes), `rows ${bytes(body.row_bytes)}`),

@@ -357,7 +357,7 @@ def _translation(error: Exception, where: Client | str, remedy: str) -> Gristmil
             return FailedPreconditionError(f"Redis at {place} {refusal}")
     if is_full(error):
         return UnavailableError(
-            f"Redis at {place} is out of memory: {text}; raise its maxmemory, or free room by committing batches and "
+            f"Redis at {place} is out of memory: {text}; raise its maxmemory, or free memory by committing batches and "
             "deleting runs, and retry"
         )
     if isinstance(error, _PASSING) or _PASSING_CODES.search(text):
