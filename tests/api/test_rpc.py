@@ -153,6 +153,16 @@ def test_bytes_that_are_no_message_are_the_callers_fault(service: Service) -> No
     assert "not a message of gristmill.v1" in caught.value.details()
 
 
+def test_compression_by_grpc_itself_is_refused_before_anything_is_expanded(service: Service) -> None:
+    """A message of 60 MB in 60 kB held up everybody's calls for half a second."""
+    with grpc.insecure_channel(service.grpc_address) as channel:
+        submit = channel.unary_unary("/gristmill.v1.RolloutService/SubmitRows")
+        with pytest.raises(grpc.RpcError) as caught:
+            submit(bytes(1 << 20), timeout=20, compression=grpc.Compression.Gzip)
+    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    assert "gzip" in caught.value.details()
+
+
 def test_a_reward_needs_a_value(grpc_api: GrpcApi, run_name: str) -> None:
     grpc_api.create(run_name, CONFIG)
     reward = rollout_pb2.Reward(trajectory=rollout_pb2.TrajectoryKey(uid="a"))

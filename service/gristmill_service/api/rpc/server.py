@@ -36,6 +36,8 @@ def _options(settings: Settings) -> tuple[tuple[str, int], ...]:
     limit = int(settings.max_message_bytes)
     return (
         ("grpc.max_receive_message_length", limit),
+        # No compression by gRPC itself: it would expand messages before a call has its slot. Rows have zstd.
+        ("grpc.compression_enabled_algorithms_bitset", 1),
         ("grpc.max_send_message_length", limit),
         # Otherwise two services could share a port, and each would get half of the calls.
         ("grpc.so_reuseport", 0),
