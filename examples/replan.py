@@ -4,7 +4,7 @@
     python examples/agents_asyncio.py                     # a run whose batches wait for a trainer
     python examples/replan.py agents-example
 
-It exports each batch that the service still holds, as `gristmill export` does, and plans it under other settings, as
+It exports each batch that the service still stores, as `gristmill export` does, and plans it under other settings, as
 `gristmill plan` does. Nothing of the run changes. A batch can be exported until it is freed; keep the files
 (`--directory`) to plan it again when the run is finished, or to make its shards with `gristmill batch`.
 """
@@ -81,7 +81,7 @@ def main() -> None:
         directory.mkdir(parents=True, exist_ok=True)
         file = export(given.address, given.run, directory)
         if file is None:
-            sys.exit(f"run {given.run!r} holds no sealed batch: all are trained and freed, or none is complete yet")
+            sys.exit(f"run {given.run!r} has no sealed batch: all are trained and freed, or none is complete yet")
         settings = yaml.safe_load((directory / "run.yaml").read_text(encoding="utf-8"))
         print(f"{'':28} {'rows':>7} {'tokens':>9} {'micro-steps':>12} {'slowest rank':>16}")
         for change in CHANGES:

@@ -63,8 +63,8 @@ def causal(attention_mask: Tensor) -> Tensor:
     """Return the causal mask of left-padded rows, (rows, length, length): each sees itself and earlier ones."""
     length = attention_mask.shape[1]
     before = torch.ones(length, length, dtype=torch.bool).tril()
-    own = torch.eye(length, dtype=torch.bool)  # padding sees itself, else its softmax would be NaN
-    return (before & attention_mask.bool()[:, None, :]) | own
+    diagonal = torch.eye(length, dtype=torch.bool)  # padding sees itself, else its softmax would be NaN
+    return (before & attention_mask.bool()[:, None, :]) | diagonal
 
 
 def next_logprobs(logits: Tensor, sequences: Tensor) -> Tensor:

@@ -54,8 +54,8 @@ class RecorderApp:
 
     async def _route(self, request: web.Request) -> web.StreamResponse:
         path = request.raw_path.partition("?")[0]
-        if own := self._own.get(path.lstrip("/")):
-            return await own(request)
+        if handler := self._own.get(path.lstrip("/")):
+            return await handler(request)
         try:
             name, rest = split(path, request.headers)
         except InvalidArgumentError as error:

@@ -94,8 +94,8 @@ class Row:
 
     def shared(self, prompt: NDArray[np.int32]) -> int:
         """Returns how many leading tokens a later prompt shares with this step's prompt and response."""
-        own = _common(self.prompt, prompt)
-        return own if own < len(self.prompt) else own + _common(self.response, prompt[own:])
+        common = _common(self.prompt, prompt)
+        return common if common < len(self.prompt) else common + _common(self.response, prompt[common:])
 
     def fields(self, name: TrajectoryName) -> dict[str, Any]:
         """Returns the row to submit. The response is trained; everything else is in the prompt."""

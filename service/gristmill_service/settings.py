@@ -146,15 +146,15 @@ class Settings(BaseSettings):
     max_row_bytes: ByteSize = Field(
         ByteSize(8 << 30),
         gt=0,
-        description="The bytes of rows that all runs together may hold; beyond it workers wait.",
+        description="The bytes of rows that all runs together may store; beyond it workers wait.",
     )
     max_runs: PositiveInt = Field(4096, description="How many runs there may be.")
     max_run_groups: PositiveInt | None = Field(
-        None, description="Prompt groups that a run may hold, open or in batches that are not freed. None: any number."
+        None, description="Prompt groups that a run may store, open or in batches that are not freed. None: any number."
     )
-    max_run_rows: PositiveInt | None = Field(None, description="Rows that a run may hold. None: any number.")
+    max_run_rows: PositiveInt | None = Field(None, description="Rows that a run may store. None: any number.")
     max_run_row_bytes: ByteSize | None = Field(
-        None, gt=0, description="Bytes of rows that a run may hold, whatever its max_buffered_bytes. None: any number."
+        None, gt=0, description="Bytes of rows that a run may store, whatever its max_buffered_bytes. None: any number."
     )
     max_run_requests: PositiveInt | None = Field(
         None,

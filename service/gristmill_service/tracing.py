@@ -204,11 +204,11 @@ def _provider(environment: Mapping[str, str]) -> Any:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-    own = {"service.version": gristmill.__version__}
+    attributes = {"service.version": gristmill.__version__}
     if "service.name=" not in environment.get("OTEL_RESOURCE_ATTRIBUTES", "") and not environment.get(
         "OTEL_SERVICE_NAME"
     ):
-        own["service.name"] = "gristmill"
-    provider = TracerProvider(resource=Resource.create(own), shutdown_on_exit=False)
+        attributes["service.name"] = "gristmill"
+    provider = TracerProvider(resource=Resource.create(attributes), shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
     return provider

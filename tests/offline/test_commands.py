@@ -236,7 +236,7 @@ def test_a_lengths_file_is_not_planned_as_a_prefix_tree(config: Path, tmp_path: 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "holds no rows"),
+        (b"", "has no rows"),
         (b'{"uid": "a", "sample"', "line 1 is not valid JSON"),
         (b"[1, 2]\n", "row 0 is a list; give a list of dicts, one per row"),
         (b"null\n[1]\n", "row 0 is a NoneType; give a list of dicts, one per row"),
@@ -246,7 +246,7 @@ def test_a_lengths_file_is_not_planned_as_a_prefix_tree(config: Path, tmp_path: 
         (lines(rollouts()).replace("1.0", "1" + "0" * 400, 1).encode(), "uid 'p0' sample 0 step 1: reward is inf"),
         (lines(rollouts()).replace("p3", "\\ud800").encode(), "not valid Unicode"),
         (b"\x00\x01\x02\xff\xfe", "line 1 is not valid JSON"),
-        (lines(rollouts(3)).encode(), "holds 3 prompt groups, which is 1 batches of train_batch_size: 2 and 1 more"),
+        (lines(rollouts(3)).encode(), "has 3 prompt groups, which is 1 batches of train_batch_size: 2 and 1 more"),
         (
             lines(rollouts()).replace('"reward": 1.0', '"reward": NaN', 1).encode(),
             "uid 'p0' sample 0 step 1: reward is nan",

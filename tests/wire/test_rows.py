@@ -191,7 +191,7 @@ def test_joining_tables_of_which_one_lacks_logprobs_is_refused() -> None:
         ({"token_rewards": b"\0" * 3}, "token_rewards has 3 bytes"),
         ({"samples": [1, 2]}, "samples has 2 entries for 1 rows"),
         ({"prompt_lengths": []}, "prompt_lengths has 0 entries for 1 rows"),
-        ({"prompt_lengths": [-1]}, "prompt_lengths holds -1"),
+        ({"prompt_lengths": [-1]}, "prompt_lengths has -1"),
         ({"stop_reasons": ["a", "b"]}, "stop_reasons has 2 entries"),
         ({"rewards": []}, "rewards has 0 entries for 1 rows"),
         ({"rewards": [float("nan")]}, "reward is nan"),

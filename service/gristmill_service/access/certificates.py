@@ -129,11 +129,11 @@ class PeerCertificates:
                 )
 
     def _renew(self) -> None:
-        own = self._own
+        certificates = self._own
         authority = None if self._ca_file is None else self._ca_file.read_bytes()
-        self._context.load_cert_chain(own.cert_file, own.key_file)
+        self._context.load_cert_chain(certificates.cert_file, certificates.key_file)
         self._credentials = grpc.ssl_channel_credentials(
-            authority, own.key_file.read_bytes(), own.cert_file.read_bytes()
+            authority, certificates.key_file.read_bytes(), certificates.cert_file.read_bytes()
         )
 
 

@@ -192,11 +192,11 @@ class Gate:
         identity = caller.current()
         if identity.max_runs is None:
             return
-        own = [name for name in await self._runs.names() if identity.sees(name)]
-        if run not in own and len(own) >= identity.max_runs:
+        names = [name for name in await self._runs.names() if identity.sees(name)]
+        if run not in names and len(names) >= identity.max_runs:
             error = ResourceExhaustedError(
                 f"{identity.name} may have {identity.max_runs} runs of the names {', '.join(identity.runs)}, and there "
-                f"are {len(own)}; delete one, or raise max_runs of the token"
+                f"are {len(names)}; delete one, or raise max_runs of the token"
             )
             self.note_refusal("create_run", error, run)
             raise error

@@ -90,12 +90,12 @@ class _Shared:
         exceed
         its share. is_next: whether the call is the next of the waiting ones.
         """
-        own = self.by_caller.get(caller, 0)
-        if (own and own + n > self._most_each) or self.total + min(n, self._most_each) > self.most:
+        taken = self.by_caller.get(caller, 0)
+        if (taken and taken + n > self._most_each) or self.total + min(n, self._most_each) > self.most:
             return False
         if self._waiting and not is_next and caller in self._waiting:
             return False
-        self.by_caller[caller] = own + n
+        self.by_caller[caller] = taken + n
         self.total += n
         return True
 
@@ -105,8 +105,8 @@ class _Shared:
         return bool(self._waiting)
 
     def error(self, caller: str) -> ResourceExhaustedError:
-        own = self.by_caller.get(caller, 0)
-        return ResourceExhaustedError(f"{self.total} {self._what}, {own} of this caller, and {self._rule}", _RETRY_S)
+        taken = self.by_caller.get(caller, 0)
+        return ResourceExhaustedError(f"{self.total} {self._what}, {taken} of this caller, and {self._rule}", _RETRY_S)
 
     async def wait(self, caller: str, n: int = 1) -> None:
         """Takes n when that many are free. Callers that have fewer come first."""

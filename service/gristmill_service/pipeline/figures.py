@@ -170,15 +170,15 @@ def count_groups(
     padding = np.zeros_like(lengths) if laid_out is None else _row_padding(scored, policy, laid_out)
 
     def count(groups: NDArray[np.bool_]) -> GroupCounts:
-        own, rows = groups[received.trajectory_groups], kept & groups[scored.row_groups]
+        trajectories, rows = groups[received.trajectory_groups], kept & groups[scored.row_groups]
         return GroupCounts(
             groups=int(groups.sum()),
-            trajectories=int(own.sum()),
-            score_sum=float(scores[own].sum()),
-            response_tokens=int(responses[own].sum()),
+            trajectories=int(trajectories.sum()),
+            score_sum=float(scores[trajectories].sum()),
+            response_tokens=int(responses[trajectories].sum()),
             solved=int((best[groups] > 0).sum()),
             zero_variance=int(flat[groups].sum()),
-            reward_sum=float(rewards[own].sum()),
+            reward_sum=float(rewards[trajectories].sum()),
             rows=int(rows.sum()),
             tokens=int(lengths[rows].sum()),
             loss_tokens=int(scored.loss_tokens[rows].sum()),

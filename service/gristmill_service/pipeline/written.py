@@ -229,8 +229,8 @@ class ShardForm:
         if column.scope == "row":
             values: Array = _tensor(tensors, column.name, (len(self.is_real),), column, where)[self.is_real]
             return values
-        own = [self._of_block(block, column, tensors, where) for block in self.blocks]
-        return own[0] if len(own) == 1 else np.concatenate(own)
+        blocks = [self._of_block(block, column, tensors, where) for block in self.blocks]
+        return blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
 
     def names(self, column: ColumnSpec) -> list[str]:
         """Returns the names of a column's tensors."""
@@ -286,7 +286,7 @@ def values_of_steps(
         if part.model == "policy"
         for rank, plan in enumerate(part.ranks)
     }
-    own = StepPlaces.of(
+    places = StepPlaces.of(
         np.concatenate([np.empty(0, np.int64), *placed.values()]), rows, received.steps.response_lengths
     )
     extras = {}
@@ -295,7 +295,7 @@ def values_of_steps(
         if column.scope == "row":
             extras[column.name] = _of_rows(column, parts, list(placed.values()), rows, len(received.steps))
         else:
-            extras[column.name] = _of_responses(column, parts, own, received.steps.response_lengths)
+            extras[column.name] = _of_responses(column, parts, places, received.steps.response_lengths)
     return extras
 
 
@@ -308,14 +308,14 @@ def _of_rows(column: ColumnSpec, parts: Sequence[Array], placed: Sequence[Int64s
     return Extra(Ragged.from_lengths(of_steps, np.ones(steps, np.int64)), np.ones(steps, np.bool_))
 
 
-def _of_responses(column: ColumnSpec, parts: Sequence[Array], own: StepPlaces, responses: Int64s) -> Extra:
-    """Gives each token the value of the row that trains it. parts: of each shard, in the order of `own`. responses:
+def _of_responses(column: ColumnSpec, parts: Sequence[Array], places: StepPlaces, responses: Int64s) -> Extra:
+    """Gives each token the value of the row that trains it. parts: of each shard, in the order of `places`. responses:
     int64 (steps,), tokens of each step's response."""
     of_steps = np.zeros((int(responses.sum()), *column.shape), column.storage)
     begin = 0
     for values in parts:
-        runs = slice(*np.searchsorted(own.in_rows, [begin, begin + len(values)]).tolist())
-        copy_runs(of_steps, own.in_steps[runs], values, own.in_rows[runs] - begin, own.counts[runs])
+        runs = slice(*np.searchsorted(places.in_rows, [begin, begin + len(values)]).tolist())
+        copy_runs(of_steps, places.in_steps[runs], values, places.in_rows[runs] - begin, places.counts[runs])
         begin += len(values)
     return Extra(Ragged.from_lengths(of_steps, responses), np.ones(len(responses), np.bool_))
 

@@ -63,7 +63,7 @@ def _rollback(state: State, generation: int) -> GenerationBegan:
     because
     the log may have lost its beginning: then it must not equal any other.
     """
-    reached = {model: max(own.furthest, own.committed) for model, own in state.models.items()}
+    reached = {model: max(progress.furthest, progress.committed) for model, progress in state.models.items()}
     return GenerationBegan(max(state.generation, generation) + 1, reached)
 
 

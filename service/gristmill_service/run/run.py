@@ -332,7 +332,7 @@ class Run:
     ) -> int | None:
         numbers = [next(self._writer.table_numbers) for _ in values]
         columns_of = zip(numbers, values.items(), strict=True)
-        tables = {number: table_of(place.column, own) for number, (place, own) in columns_of}
+        tables = {number: table_of(place.column, column_values) for number, (place, column_values) in columns_of}
         written = sent.described(values, numbers)
         return await self._execute(
             lambda view: columns.write_columns(view.state, batch, incarnation, written, siblings), tables

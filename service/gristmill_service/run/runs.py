@@ -188,8 +188,8 @@ class Runs:
 
     async def names(self) -> list[str]:
         """Returns the names of all runs, also of other processes' runs and of unreadable ones."""
-        own = {*self._runs, *self._unreadable}
-        return sorted(own.union(await asyncio.to_thread(self._store.names)) if self._store.is_shared else own)
+        known = {*self._runs, *self._unreadable}
+        return sorted(known.union(await asyncio.to_thread(self._store.names)) if self._store.is_shared else known)
 
     def own(self) -> list[Run]:
         """The runs that this process owns."""
@@ -212,9 +212,9 @@ class Runs:
     def leases(self) -> dict[str, int]:
         """Returns how many runs this process owns, how many it may have lost, how many others own, and how many nobody
         owns; the last two as of a few seconds ago."""
-        own = self.own()
-        lost = sum(run.is_lost for run in own)
-        return {"own": len(own) - lost, "lost": lost, "elsewhere": self._elsewhere, "nobody": self._unclaimed}
+        owned = self.own()
+        lost = sum(run.is_lost for run in owned)
+        return {"own": len(owned) - lost, "lost": lost, "elsewhere": self._elsewhere, "nobody": self._unclaimed}
 
     async def delete(self, name: str) -> None:
         """Deletes a run, also an unreadable one. Returns when nothing of it is left, so that the name can be used

@@ -71,13 +71,13 @@ class SentColumns:
                 f"{self._where}: its forward shard is being published again; write the columns when it is"
             )
         values = {place: self._own_values(self._columns[place], form) for place in new}
-        for place, own in values.items():
+        for place, column_values in values.items():
 
             def other(name: str) -> Array | None:
                 sibling = ColumnPlace(self._address.mini_batch, self._address.rank, name)
                 return values[sibling] if sibling in values else others(sibling)
 
-            form.rows.check(self._columns[place].spec, own, self._config, other, self._where)
+            form.rows.check(self._columns[place].spec, column_values, self._config, other, self._where)
         return values
 
     def described(
@@ -86,9 +86,12 @@ class SentColumns:
         """Returns the columns as the state stores them, in the tables of these numbers."""
         return {
             place: WrittenColumn(
-                self._columns[place].digest, number, row_digests(table_of(place.column, own))[0], own.nbytes
+                self._columns[place].digest,
+                number,
+                row_digests(table_of(place.column, column_values))[0],
+                column_values.nbytes,
             )
-            for (place, own), number in zip(values.items(), numbers, strict=True)
+            for (place, column_values), number in zip(values.items(), numbers, strict=True)
         }
 
     def _own_values(self, sent: _Sent, form: ShardForm) -> Array:
@@ -167,7 +170,10 @@ def _by_column(tensors: Mapping[str, Array], columns: Sequence[ColumnSpec], wher
         by_column.setdefault(column, {})[name] = tensors[name]
     if not by_column:
         raise InvalidArgumentError(f"{where}: the request has no tensor; write at least one column")
-    return [_Sent(written[name], own, _digest(own)) for name, own in by_column.items()]
+    return [
+        _Sent(written[name], tensors_of_column, _digest(tensors_of_column))
+        for name, tensors_of_column in by_column.items()
+    ]
 
 
 def _digest(tensors: Mapping[str, Array]) -> bytes:

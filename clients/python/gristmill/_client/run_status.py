@@ -111,7 +111,10 @@ def status_of(message: run_pb2.RunStatus) -> RunStatus:
         groups_dropped=dict(message.groups_dropped),
         models={_NAMES[progress.model]: _progress(progress, message) for progress in message.models},
         failed_batches=dict(message.failed_batches),
-        tags={tag: TagGroups(own.open, own.complete, own.sealed, own.dropped) for tag, own in message.tags.items()},
+        tags={
+            tag: TagGroups(counts.open, counts.complete, counts.sealed, counts.dropped)
+            for tag, counts in message.tags.items()
+        },
         health=_health(message.health),
     )
 

@@ -102,11 +102,11 @@ async def sign_out(response: Response) -> None:
 @router.get("/overview", response_model=Overview)
 async def overview(request: Request, api: ApiDep) -> Response:
     """Every run and its state, as far as this process owns it. Has an ETag."""
-    own = {run.name: run for run in api.runs.own()}
+    owned = {run.name: run for run in api.runs.own()}
     names = api.gate.visible(await api.runs.names())[:_SHOWN_RUNS]
     runs: list[RunSummary] = []
     for name in names:
-        runs.append(health.summary(own[name]) if name in own else RunSummary(run=name))
+        runs.append(health.summary(owned[name]) if name in owned else RunSummary(run=name))
         # Other calls are answered between runs, of which there may be hundreds.
         await asyncio.sleep(0)
     document = Overview(now=time.time(), not_ready=api.unhealthy_reason(), grpc_address=api.grpc_address, runs=runs)

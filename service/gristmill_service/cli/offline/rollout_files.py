@@ -40,7 +40,7 @@ def read_batches(path: Path, config: RunConfig, progress: Progress) -> tuple[lis
         rows = _read_parquet(path) if path.suffix == ".parquet" else _read_lines(path, progress)
         first = next(rows, _NO_ROW)
         if first is _NO_ROW:
-            raise InvalidArgumentError("holds no rows")
+            raise InvalidArgumentError("has no rows; give one per line")
         is_lengths = isinstance(first, Mapping) and not first.keys().isdisjoint(_LENGTH_FIELDS)
         table = _lengths_table(_chain(first, rows), config) if is_lengths else _rows_table(_chain(first, rows), config)
         _check_tags(table)
@@ -168,7 +168,7 @@ def _split(table: Steps, config: RunConfig) -> list[Steps]:
     groups = np.fromiter((index.setdefault(key, len(index)) for key in keys), np.int64, len(table))
     if len(index) % size:
         raise InvalidArgumentError(
-            f"holds {len(index)} prompt groups, which is {len(index) // size} batches of train_batch_size: {size} and "
+            f"has {len(index)} prompt groups, which is {len(index) // size} batches of train_batch_size: {size} and "
             f"{len(index) % size} more; complete the last batch or change train_batch_size"
         )
     batches = groups // size

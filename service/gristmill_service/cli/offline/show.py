@@ -79,8 +79,8 @@ def _tag_tables(shards: Sequence[ShardFigures]) -> list[Table]:
         return []
     table = _table("tag", "rows", "tokens", "loss tokens")
     for tag in tags:
-        own = [shard.by_tag[tag] for shard in shards if tag in shard.by_tag]
-        table.add_row(Text(printable(tag) or "(none)"), *(f"{sum(figures):,}" for figures in zip(*own, strict=True)))
+        tagged = [shard.by_tag[tag] for shard in shards if tag in shard.by_tag]
+        table.add_row(Text(printable(tag) or "(none)"), *(f"{sum(figures):,}" for figures in zip(*tagged, strict=True)))
     return [table]
 
 
@@ -137,8 +137,8 @@ def read_figures(path: Path) -> ShardFigures:
     by_tag = {}
     if tags is not None:
         for tag in sorted(set(tags[real])):
-            own = real & (tags == tag)
-            by_tag[tag] = TagFigures(int(own.sum()), int(lengths[own].sum()), int(losses[own].sum()))
+            is_tagged = real & (tags == tag)
+            by_tag[tag] = TagFigures(int(is_tagged.sum()), int(lengths[is_tagged].sum()), int(losses[is_tagged].sum()))
     return ShardFigures(
         len(padding),
         int(padding.sum()),

@@ -138,8 +138,8 @@ class RunHistory:
                 is_published = batch.is_published and not batch.awaits
                 published = self.began if is_published else None
                 self.batches[number] = BatchTimes(published=published, was_published=is_published)
-        for model, own in state.models.items():
-            if len(own.next) != len(self.ranks.get(model, ())):
+        for model, model_state in state.models.items():
+            if len(model_state.next) != len(self.ranks.get(model, ())):
                 self._begin(state, model, now)
 
     def _begin(self, state: State, model: Model, now: float) -> None:
@@ -149,16 +149,16 @@ class RunHistory:
         self.longest_step[model] = 0.0
 
     def _acknowledged(self, state: State, model: Model, rank: int, following: Position, now: float) -> None:
-        own = self.ranks[model][rank]
+        times = self.ranks[model][rank]
         # The batch at that position may have failed meanwhile.
-        position = progress.settle(state, model, own.next)
+        position = progress.settle(state, model, times.next)
         if position < following:
-            own.passed.append(Passed(now, position))
+            times.passed.append(Passed(now, position))
             self.steps += 1
             published = self.of_batch(position.batch).published
-            begun = max(own.since, published or own.since)
+            begun = max(times.since, published or times.since)
             self.longest_step[model] = max(self.longest_step[model], now - begun)
-        own.next, own.since = following, now
+        times.next, times.since = following, now
 
     def _note_batch(self, event: Event, now: float) -> None:
         match event:

@@ -157,8 +157,8 @@ def facts_of(run: Run, state: State, room: Room) -> RunFacts:
         open_groups=_open_groups(state, history),
         batches=_batches(state, history),
         models=[
-            ModelFacts(model, own.committed, own.incarnation, next_positions(state, model))
-            for model, own in state.models.items()
+            ModelFacts(model, model_state.committed, model_state.incarnation, next_positions(state, model))
+            for model, model_state in state.models.items()
         ],
         history=history,
     )
@@ -169,10 +169,10 @@ def next_positions(state: State, model: Model) -> list[Position]:
 
     Raises InvalidArgumentError where there is no such model.
     """
-    own = progress.model_state(state, model)
+    model_progress = progress.model_state(state, model)
     # Hundreds of ranks share a few positions.
-    settled = {position: progress.settle(state, model, position) for position in set(own.next)}
-    return [settled[position] for position in own.next]
+    settled = {position: progress.settle(state, model, position) for position in set(model_progress.next)}
+    return [settled[position] for position in model_progress.next]
 
 
 def seconds(value: float) -> float:

@@ -122,9 +122,9 @@ class BatchView:
 
     def picture(self, model: Model, mini_batch: int | None) -> BatchPicture:
         """Returns as many mini-batches as fit, or one alone, with finer bars."""
-        own = self._mini_batches(model)
-        chosen = own if mini_batch is None else _chosen(own, model, mini_batch)
-        drawn = self._bars.drawn(own, chosen[: max(1, LARGEST.shards // self._plan.dp_size)])
+        mini_batches = self._mini_batches(model)
+        chosen = mini_batches if mini_batch is None else _chosen(mini_batches, model, mini_batch)
+        drawn = self._bars.drawn(mini_batches, chosen[: max(1, LARGEST.shards // self._plan.dp_size)])
         plan, config = self._plan, self._config
         return BatchPicture(
             run=self._run,
@@ -140,7 +140,7 @@ class BatchView:
             dropped_uids=len(plan.dropped_uids),
             metrics=plan.metrics,
             counts=plan.counts,
-            mini_batches_in_all=len(own),
+            mini_batches_in_all=len(mini_batches),
             rows_per_bar=drawn.per_bar,
             micro_steps_per_cell=drawn.per_cell,
             load_unit=self._bars.load_unit,
@@ -165,9 +165,9 @@ class BatchView:
     async def tokens(self, run: Run, row: int, start: int) -> RowTokens:
         """Reads the batch until the row's trajectory. Raises NotFoundError where the batch has no such row, and as
         `Run.export` does where the rows are freed."""
-        key, own = key_of(self._rows, row)
+        key, row_of_trajectory = key_of(self._rows, row)
         trajectory = await rows_of(run.export(self._batch), key)
-        tokens, mask = await asyncio.to_thread(tokens_of, trajectory, own, self._config)
+        tokens, mask = await asyncio.to_thread(tokens_of, trajectory, row_of_trajectory, self._config)
         shown = slice(start, start + SHOWN_TOKENS)
         return RowTokens(
             run=self._run,
@@ -223,15 +223,15 @@ class BatchView:
 
     def _group(self, group: int) -> GroupScores:
         received, advantages = self._rows.received, self._rows.advantages
-        own = slice(int(received.group_bounds[group]), int(received.group_bounds[group + 1]))
+        trajectories = slice(int(received.group_bounds[group]), int(received.group_bounds[group + 1]))
         round_, uid = received.groups[group]
         return GroupScores(
             uid=shortened(uid),
             round=round_,
             tag=received.tags[group] if received.tags else "",
-            samples=received.steps.samples[received.trajectory_bounds[:-1][own]].tolist(),
-            scores=self._rows.scores[own].tolist(),
-            advantages=None if advantages is None else advantages[own].tolist(),
+            samples=received.steps.samples[received.trajectory_bounds[:-1][trajectories]].tolist(),
+            scores=self._rows.scores[trajectories].tolist(),
+            advantages=None if advantages is None else advantages[trajectories].tolist(),
         )
 
 
@@ -291,12 +291,13 @@ class BatchViewCache:
         return _Key(run.run_id, batch, config.dp_size), view
 
 
-def _chosen(own: list[MiniBatchDocument], model: Model, mini_batch: int) -> list[MiniBatchDocument]:
-    if own and not 0 <= mini_batch < len(own):
+def _chosen(mini_batches: list[MiniBatchDocument], model: Model, mini_batch: int) -> list[MiniBatchDocument]:
+    if mini_batches and not 0 <= mini_batch < len(mini_batches):
         raise InvalidArgumentError(
-            f"mini_batch is {mini_batch} and the batch has {len(own)} {model} mini-batches, from 0; ask for one"
+            f"mini_batch is {mini_batch} and the batch has {len(mini_batches)} {model} mini-batches, from 0; ask for "
+            "one"
         )
-    return own[mini_batch : mini_batch + 1]
+    return mini_batches[mini_batch : mini_batch + 1]
 
 
 def _histogram(

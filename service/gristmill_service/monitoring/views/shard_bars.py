@@ -92,9 +92,9 @@ class ShardBars:
         self._load_scale = 1.0 if config.flops is None or not loads.sum() else rows.lengths.sum() / loads.sum()
         self._loads = np.append(loads, 0.0)
 
-    def drawn(self, own: Sequence[MiniBatchDocument], chosen: Sequence[MiniBatchDocument]) -> DrawnBars:
-        """Draws mini-batches. own: all of a model's in the plan; chosen: the ones to draw."""
-        every = {part.index: [_rank(rank) for rank in part.ranks] for part in own}
+    def drawn(self, mini_batches: Sequence[MiniBatchDocument], chosen: Sequence[MiniBatchDocument]) -> DrawnBars:
+        """Draws mini-batches. mini_batches: all of a model's in the plan; chosen: the ones to draw."""
+        every = {part.index: [_rank(rank) for rank in part.ranks] for part in mini_batches}
         ranks = [rank for part in chosen for rank in every[part.index]]
         per_bar = _share(sum(len(rank.rows) for rank in ranks), LARGEST.bars)
         per_cell = _share(sum(len(rank.starts) for rank in ranks), LARGEST.cells)

@@ -57,9 +57,9 @@ async def rows_of(tables: AsyncIterator[Steps], key: TrajectoryKey) -> Steps:
     """Returns the trajectory's rows. tables: the batch's rows in their order, some at a time, read until it ends."""
     parts: list[Steps] = []
     async for table in tables:
-        own = [index for index in range(len(table)) if table.key(index) == key]
-        if own:
-            parts.append(table.take(np.array(own)))
+        matches = [index for index in range(len(table)) if table.key(index) == key]
+        if matches:
+            parts.append(table.take(np.array(matches)))
         elif parts:
             # A batch's trajectories are whole, one after another.
             break

@@ -60,17 +60,17 @@ class _ShardBuilder:
         self._labels = row_labels(scored)
 
     def model_shards(self, model: Model, mini_batches: Sequence[MiniBatchPlan]) -> list[Shard]:
-        own = [mini_batch for mini_batch in mini_batches if mini_batch.model == model]
-        if not own:
+        of_model = [mini_batch for mini_batch in mini_batches if mini_batch.model == model]
+        if not of_model:
             return []
-        layout = Layout(own, self._geometry, self._config, self._scored.sharing)
-        denominators = [self._denominators(mini_batch) for mini_batch in own]
-        columns = [*layout.tree_columns, *self._shared, *self._advantages(model, own, denominators), *self._extras]
+        layout = Layout(of_model, self._geometry, self._config, self._scored.sharing)
+        denominators = [self._denominators(mini_batch) for mini_batch in of_model]
+        columns = [*layout.tree_columns, *self._shared, *self._advantages(model, of_model, denominators), *self._extras]
         placed = layout.place(columns, self._per_row, self._tensors)
         metadata = Metadata(self._labels, denominators, layout.placement.rows, self._config, self._run, self._batch)
         return [
             layout.shard(index, address, placed, metadata.of(address, rank, layout.begins[index], divisors))
-            for index, (address, rank, divisors) in enumerate(_addressed(own, denominators))
+            for index, (address, rank, divisors) in enumerate(_addressed(of_model, denominators))
         ]
 
     def _shared_columns(self) -> list[Column]:

@@ -182,10 +182,10 @@ def _with_inherited(pieces: _Pieces, missing: Int64s, inherited: Sequence[int]) 
 def _chain(step: int, begin: int, end: int, missing: Int64s) -> list[tuple[int, int, int]]:
     parts = []
     while begin < end:
-        own = max(begin, min(int(missing[step]), end))
-        if own < end:
-            parts.append((step, own, end))
-        step, end = step - 1, own
+        inherited = max(begin, min(int(missing[step]), end))
+        if inherited < end:
+            parts.append((step, inherited, end))
+        step, end = step - 1, inherited
     return parts[::-1]
 
 

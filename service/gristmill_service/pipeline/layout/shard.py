@@ -162,9 +162,9 @@ class Layout:
             small = per_row.get(itemsize, _NO_VALUES)
             gathered = PerRow(small.names, small.values.take(self.placement.rows, axis=1))
             dtype = safetensors_name(small.values.dtype)
-            own = [tensor for tensor in tensors if tensor.itemsize == itemsize]
+            of_size = [tensor for tensor in tensors if tensor.itemsize == itemsize]
             return TensorGroup(
-                itemsize, dtype, gathered, mine, [column.laid_out(self.placement) for column in mine], own
+                itemsize, dtype, gathered, mine, [column.laid_out(self.placement) for column in mine], of_size
             )
 
         groups = [group(itemsize) for itemsize in ITEMSIZES]
@@ -227,7 +227,7 @@ class Layout:
             entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, end]}
             offset = end
 
-        for group, own in zip(placed.groups, cuts, strict=True):
+        for group, group_cuts in zip(placed.groups, cuts, strict=True):
             for name in group.per_row.names:
                 add(name, group.dtype, [rows], group.itemsize)
             if group.itemsize == 4:
@@ -237,7 +237,7 @@ class Layout:
             for block, shape in zip(blocks, shapes, strict=True):
                 for column in group.columns:
                     add(block.prefix + column.name, column.dtype, [*shape[column.scope], *column.shape], group.itemsize)
-            for tensor, cut in zip(group.tensors, own, strict=True):
+            for tensor, cut in zip(group.tensors, group_cuts, strict=True):
                 add(tensor.name, tensor.dtype, cut.shape, tensor.itemsize)
         text = orjson.dumps(entries)
         text += b" " * (-len(text) % 8)
@@ -303,9 +303,9 @@ def _widths(
 
 def _leads(rows: Int64s, blocks: Sequence[Block], scope: Scope, geometry: Geometry) -> Int64s:
     """Counts the elements before each row's own: padding, or, if packed, the prompt before a response's column."""
-    own = geometry.of(scope)[rows]
+    lengths = geometry.of(scope)[rows]
     counts = [block.end - block.begin for block in blocks]
     if any(block.widths is None for block in blocks):
-        return geometry.lengths[rows] - own
+        return geometry.lengths[rows] - lengths
     widths = np.array([block.widths[scope] for block in blocks if block.widths is not None], np.int64)
-    return np.repeat(widths, counts) - own
+    return np.repeat(widths, counts) - lengths

@@ -97,11 +97,11 @@ def _searched(received: Received, settled: NDArray[np.bool_], config: RunConfig)
     is_open = ~settled
     is_open[bounds[:-1]] = False
     for trajectory in np.unique(received.trajectory_of_step[is_open]).tolist():
-        own = slice(int(bounds[trajectory]), int(bounds[trajectory + 1]))
-        search = _Search(steps, own, config)
-        joins = search.joins(parents[own] - own.start, commons[own], is_open[own])
-        parents[own] = np.where(joins.parents < 0, NONE, joins.parents + own.start)
-        commons[own] = joins.commons
+        span = slice(int(bounds[trajectory]), int(bounds[trajectory + 1]))
+        search = _Search(steps, span, config)
+        joins = search.joins(parents[span] - span.start, commons[span], is_open[span])
+        parents[span] = np.where(joins.parents < 0, NONE, joins.parents + span.start)
+        commons[span] = joins.commons
     return Joins(parents, commons)
 
 
@@ -179,12 +179,12 @@ def _behind_longer(received: Received) -> NDArray[np.bool_]:
 class _Search:
     """Compares the steps of one trajectory. Steps are numbered within it, and arrays are (steps,).
 
-    steps: the batch's. own: the trajectory's range of them.
+    steps: the batch's. span: the trajectory's range of them.
     """
 
-    def __init__(self, steps: Steps, own: slice, config: RunConfig) -> None:
-        self._steps, self._first, self._config = steps, own.start, config
-        self._tokens, self._prompts = steps.tokens.take(own), steps.prompt_lengths[own]
+    def __init__(self, steps: Steps, span: slice, config: RunConfig) -> None:
+        self._steps, self._first, self._config = steps, span.start, config
+        self._tokens, self._prompts = steps.tokens.take(span), steps.prompt_lengths[span]
         # The length of the prompt with which each step's path begins: its own, until it joins another.
         self._roots = self._prompts.copy()
 

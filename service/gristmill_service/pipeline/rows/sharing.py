@@ -73,14 +73,14 @@ def find_sharing(rows: Rows, tokens: Ragged, group_bounds: Int64s) -> Sharing:
 
     tokens: of the steps. group_bounds: int64 (groups + 1,), row bounds of the prompt groups.
     """
-    own = Ragged(tokens.values, tokens.starts[rows.last], rows.lengths)
+    row_tokens = Ragged(tokens.values, tokens.starts[rows.last], rows.lengths)
     limits = _limits(rows)
     groups = np.repeat(np.arange(len(group_bounds) - 1), np.diff(group_bounds))
-    before = _known_before(own, limits, rows.trajectories, groups)
+    before = _known_before(row_tokens, limits, rows.trajectories, groups)
     order, commons = np.arange(len(rows)), np.maximum(before, 0)
     for group in np.unique(groups[before == NONE]).tolist():
         span = slice(int(group_bounds[group]), int(group_bounds[group + 1]))
-        walk, commons[span] = _Group(own.take(span), limits[span], before[span]).walk()
+        walk, commons[span] = _Group(row_tokens.take(span), limits[span], before[span]).walk()
         order[span] = walk + span.start
     return Sharing(order, commons)
 
@@ -95,24 +95,24 @@ def _limits(rows: Rows) -> Int64s:
     return limits
 
 
-def _known_before(own: Ragged, limits: Int64s, trajectories: Int64s, groups: Int64s) -> Int64s:
+def _known_before(row_tokens: Ragged, limits: Int64s, trajectories: Int64s, groups: Int64s) -> Int64s:
     """Returns how many tokens each row shares with the row before it, if no search is needed; else -1.
 
     None is needed for a group's first row (0), for a row that continues all of the row before it of the same
     trajectory, and for one that shares its limit with a row before it whose own limit is no larger.
-    own: tokens of rows. limits: of `_limits`. groups: of rows. All int64 (rows,).
+    row_tokens: the tokens of rows. limits: of `_limits`. groups: of rows. All int64 (rows,).
     """
-    lengths, count = own.lengths, len(own)
+    lengths, count = row_tokens.lengths, len(row_tokens)
     known = np.zeros(count, np.int64)
     follows = np.zeros(count, np.bool_)
     follows[1:] = groups[1:] == groups[:-1]
     goes_on = np.zeros(count, np.bool_)
     goes_on[1:] = follows[1:] & (trajectories[1:] == trajectories[:-1]) & (lengths[:-1] <= limits[1:])
-    goes_on = extends(own, goes_on)
+    goes_on = extends(row_tokens, goes_on)
     known[1:] = np.where(goes_on[1:], lengths[:-1], 0)
-    data, item = bytes_of(own.values), own.values.itemsize
-    starts, sizes = (item * own.starts).tolist(), (item * limits).tolist()
-    ends = (item * (own.starts + lengths)).tolist()
+    data, item = bytes_of(row_tokens.values), row_tokens.values.itemsize
+    starts, sizes = (item * row_tokens.starts).tolist(), (item * limits).tolist()
+    ends = (item * (row_tokens.starts + lengths)).tolist()
     candidates = follows & ~goes_on
     known[candidates] = NONE
     candidates[1:] &= limits[:-1] <= limits[1:]
@@ -180,8 +180,8 @@ class _Group:
     def _nearest(self, row: int) -> tuple[int, int]:
         """Returns the earlier row that shares most tokens with this one, and how many. Sorted by their bytes, it is one
         of the two neighbors."""
-        own = self._tokens[row][: self._limits[row]]
-        at = bisect_left(self._sorted, (own.tobytes(), NONE))
+        prefix = self._tokens[row][: self._limits[row]]
+        at = bisect_left(self._sorted, (prefix.tobytes(), NONE))
         neighbors = [other for _, other in self._sorted[max(0, at - 1) : at + 1]]
-        common, base = max((common_prefix(self._tokens[other], own), other) for other in neighbors)
+        common, base = max((common_prefix(self._tokens[other], prefix), other) for other in neighbors)
         return (base, common) if common else (NONE, 0)

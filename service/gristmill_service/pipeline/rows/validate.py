@@ -135,8 +135,10 @@ def _check_samples(steps: Steps, config: RunConfig) -> None:
 
 def sizes_of(config: RunConfig) -> str:
     """Returns the settings that determine a group's samples, for an error message."""
-    own = config.max_samples_per_prompt
-    named = f"n_samples_per_prompt: {config.n_samples_per_prompt}" if own is None else f"max_samples_per_prompt: {own}"
+    limit = config.max_samples_per_prompt
+    named = (
+        f"n_samples_per_prompt: {config.n_samples_per_prompt}" if limit is None else f"max_samples_per_prompt: {limit}"
+    )
     return f"{named} with surplus: {config.surplus}" if config.surplus else named
 
 

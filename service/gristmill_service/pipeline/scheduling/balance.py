@@ -126,8 +126,8 @@ def barrier_ratio(mini_batches: Iterable[MiniBatchPlan], loads: Loads, shared: S
 
 def _micro_batch_loads(ranks: Sequence[RankPlan], padded: Loads, shared: SharedLoads | None) -> Loads:
     """Returns each micro-batch's cost, (ranks, micro-steps). padded: (rows + 1,) with 0 at -1, the index PADDING."""
-    own = [padded[rank.rows] - (0.0 if shared is None else shared(rank)) for rank in ranks]
-    return np.array([np.add.reduceat(each, rank.bounds[:-1]) for each, rank in zip(own, ranks, strict=True)])
+    row_loads = [padded[rank.rows] - (0.0 if shared is None else shared(rank)) for rank in ranks]
+    return np.array([np.add.reduceat(each, rank.bounds[:-1]) for each, rank in zip(row_loads, ranks, strict=True)])
 
 
 def _slowest(loads: Loads, dp_size: int) -> float:
@@ -173,9 +173,9 @@ def _pack(sizes: Int64s, loads: Loads, room: int, micro_batches: int, per_step: 
     while (missing := micro_batches - done) > per_step:
         if rows.heaviest + (least - 1) * rows.lightest <= left / missing:
             break
-        for own in _fill(rows, room, per_step, (missing - per_step) * least, least):
-            packed[order[own]] = done
-            left -= sum(rows.loads[row] for row in own)
+        for micro_batch in _fill(rows, room, per_step, (missing - per_step) * least, least):
+            packed[order[micro_batch]] = done
+            left -= sum(rows.loads[row] for row in micro_batch)
             done += 1
     rest = rows.drain()
     spread = _spread([rows.sizes[row] for row in rest], [rows.loads[row] for row in rest], [room] * missing)
@@ -190,8 +190,8 @@ def _fill(rows: _Pool, room: int, micro_batches: int, keep: int, least: int) -> 
     `keep` rows are left."""
     step = [[rows.take_heaviest()] for _ in range(micro_batches)]
     level = rows.loads[step[0][0]] + (least - 1) * rows.lightest
-    rooms = [room - rows.sizes[own[0]] for own in step]
-    lightest = [(rows.loads[own[0]], index) for index, own in enumerate(step)]
+    rooms = [room - rows.sizes[micro_batch[0]] for micro_batch in step]
+    lightest = [(rows.loads[micro_batch[0]], index) for index, micro_batch in enumerate(step)]
     heapq.heapify(lightest)
     while lightest and len(rows) > keep:
         load, index = heapq.heappop(lightest)

@@ -115,11 +115,11 @@ def _plan_by_size(part: _Part, batch: WholeRows, config: RunConfig) -> MiniBatch
         micro_batches = _ceil_div(micro_batches, multiple) * multiple
         count = (micro_batches - 1) * per_micro_batch + 1
     bounds = np.minimum(np.arange(micro_batches + 1, dtype=np.int64) * per_micro_batch, count)
-    own = batch.between(part.start, part.start + kept_rows)
-    padded = np.append(own, np.full(config.dp_size * count - kept_rows, PADDING))
+    ordered = batch.between(part.start, part.start + kept_rows)
+    padded = np.append(ordered, np.full(config.dp_size * count - kept_rows, PADDING))
     ranks = tuple(RankPlan(rows, bounds) for rows in padded.reshape(config.dp_size, count))
     if config.balance != "none":
-        ranks = batch.more_even(_balanced_rows(own, batch, per_micro_batch, bounds, config.dp_size), ranks)
+        ranks = batch.more_even(_balanced_rows(ordered, batch, per_micro_batch, bounds, config.dp_size), ranks)
     if config.micro_batch.full:
         ranks = tuple(_filled(rank, per_micro_batch) for rank in ranks)
     return _plan(part, kept, ranks)
@@ -133,25 +133,25 @@ def _filled(rank: RankPlan, per_micro_batch: int) -> RankPlan:
 
 
 def _balanced_rows(
-    own: Int64s, batch: WholeRows, per_micro_batch: int, bounds: Int64s, dp_size: int
+    ordered: Int64s, batch: WholeRows, per_micro_batch: int, bounds: Int64s, dp_size: int
 ) -> tuple[RankPlan, ...]:
-    """Returns the rows placed by load, padding dealt evenly. own: the mini-batch's rows; bounds: of every rank."""
-    rank, step = batch.balanced_by_rows(own, per_micro_batch, dp_size)
+    """Returns the rows placed by load, padding dealt evenly. ordered: the mini-batch's rows; bounds: of every rank."""
+    rank, step = batch.balanced_by_rows(ordered, per_micro_batch, dp_size)
     rows = np.full((dp_size, bounds[-1]), PADDING, dtype=np.int64)
     real = np.bincount(rank, minlength=dp_size)  # rows of each rank, before padding
-    rows[np.arange(bounds[-1]) < real[:, None]] = own[np.lexsort((step, rank))]
+    rows[np.arange(bounds[-1]) < real[:, None]] = ordered[np.lexsort((step, rank))]
     return tuple(RankPlan(shard, bounds) for shard in rows)
 
 
 def _plan_by_tokens(part: _Part, batch: WholeRows, cap: int, config: RunConfig) -> MiniBatchPlan:
     """Packs first-fit under the cap, splits until aligned, and deals micro-batches to ranks in turn or by load."""
-    own = batch.between(part.start, part.end)
-    numbers = batch.first_fit(own, cap)
+    ordered = batch.between(part.start, part.end)
+    numbers = batch.first_fit(ordered, cap)
     counts = np.maximum.accumulate(numbers)[part.ends - 1] + 1  # micro-batches of each prefix of whole groups
     kept = _kept_groups(part, _ceil_div(counts, config.align_to) * config.align_to <= part.ends, config)
     packed: list[list[int]] = [[] for _ in range(int(counts[kept - 1]))]
     kept_rows = _rows_of(part, kept)
-    for row, number in zip(own[:kept_rows].tolist(), numbers[:kept_rows].tolist(), strict=True):
+    for row, number in zip(ordered[:kept_rows].tolist(), numbers[:kept_rows].tolist(), strict=True):
         packed[number].append(row)
     target = _ceil_div(len(packed), config.align_to) * config.align_to
     micro_batches = batch.split_until(packed, target)
@@ -164,8 +164,8 @@ def _plan_by_tokens(part: _Part, batch: WholeRows, cap: int, config: RunConfig) 
 def _plan_by_count(part: _Part, batch: WholeRows, count: int, no_cap: int, config: RunConfig) -> MiniBatchPlan:
     """Gives every rank `count` micro-batches: rows go to the ranks in contiguous chunks, which are cut likewise.
     no_cap: a number of tokens that no micro-batch exceeds."""
-    dp_size, own = config.dp_size, batch.between(part.start, part.end)
-    dealt = [rows for chunk in np.array_split(own, dp_size) for rows in np.array_split(chunk, count)]
+    dp_size, ordered = config.dp_size, batch.between(part.start, part.end)
+    dealt = [rows for chunk in np.array_split(ordered, dp_size) for rows in np.array_split(chunk, count)]
     micro_batches = [rows.tolist() or [PADDING] for rows in dealt]
     ranks = tuple(_rank(micro_batches[rank * count : (rank + 1) * count]) for rank in range(dp_size))
     if config.balance != "none":

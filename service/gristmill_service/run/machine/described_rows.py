@@ -58,8 +58,8 @@ def describe_rows(
     """
     count, checks = len(steps), [b""] * len(steps)
     if steps.prefix_lengths is not None:
-        own = digests.of_own()
-        checks = [b"" if parent is None else own[row] for row, parent in enumerate(parents)]
+        stored_digests = digests.of_own()
+        checks = [b"" if parent is None else stored_digests[row] for row, parent in enumerate(parents)]
     pending, rewards = steps.rewards_pending.tolist(), steps.rewards.tolist()
     responses = steps.response_lengths.tolist()
     item = sum(column.values.itemsize for column in steps.token_columns)
@@ -167,8 +167,11 @@ def _plain_parts(steps: Steps) -> Iterator[Sequence[Any]]:
 def _token_versions(steps: Steps, versions: Ragged) -> list[Any]:
     """Returns each row's versions per token; empty if all equal the row's, because such rows may come with or without
     them."""
-    own = steps.policy_versions.tolist()
-    return [b"" if (array == version).all() else array for array, version in zip(versions.arrays(), own, strict=True)]
+    row_versions = steps.policy_versions.tolist()
+    return [
+        b"" if (array == version).all() else array
+        for array, version in zip(versions.arrays(), row_versions, strict=True)
+    ]
 
 
 def _reward_digests(steps: Steps, rewards: Ragged) -> list[bytes]:

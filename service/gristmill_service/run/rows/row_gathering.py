@@ -145,10 +145,10 @@ def _pieces(row: PickedRow, count: int, tables: Tables) -> list[memoryview]:
     pieces: list[memoryview] = []
     one: PickedRow | None = row
     while one is not None and count:
-        own = tables.row(one).memory["tokens"]
-        prefix = one.row.tokens - len(own) // _ITEM
+        stored = tables.row(one).memory["tokens"]
+        prefix = one.row.tokens - len(stored) // _ITEM
         if count > prefix:
-            pieces.append(own[: _ITEM * (count - prefix)])
+            pieces.append(stored[: _ITEM * (count - prefix)])
             count = prefix
         one = one.parent
     return pieces[::-1]
@@ -202,11 +202,11 @@ def _parts(rows: Sequence[OpenedRow], stored: Sequence[StoredRow]) -> list[int]:
     """Returns the ends of the parts in which tables are released: whole groups, whose rows share tables."""
     sizes = [sum(map(len, row.memory.values())) for row in rows]
     ends, size, least = list[int](), 0, max(_PART_BYTES, sum(sizes) // _MOST_PARTS)
-    for at, (own, one) in enumerate(zip(sizes, stored, strict=True)):
+    for at, (nbytes, one) in enumerate(zip(sizes, stored, strict=True)):
         if size >= least and one.group != stored[at - 1].group:
             ends.append(at)
             size = 0
-        size += own
+        size += nbytes
     return [*ends, len(rows)]
 
 
@@ -220,16 +220,16 @@ def _tokens(picked: Sequence[PickedRow], rows: Sequence[OpenedRow], tables: Tabl
     # The last row of each line so far.
     ends: dict[RowRef, int] = {}
     for one, row in zip(picked, rows, strict=True):
-        parent, own, count = one.parent, row.memory["tokens"], one.row.tokens
+        parent, stored, count = one.parent, row.memory["tokens"], one.row.tokens
         line = None
-        if parent is not None and count - len(own) // _ITEM == parent.row.tokens:
+        if parent is not None and count - len(stored) // _ITEM == parent.row.tokens:
             line = ends.pop(parent.row.ref, None)
         if line is None:
             line = len(lines)
             lines.append(_pieces(one, count, tables))
             sizes.append(count)
         else:
-            lines[line].append(own)
+            lines[line].append(stored)
             sizes[line] = count
         ends[one.row.ref] = line
         line_of.append(line)
@@ -277,8 +277,8 @@ def _of_responses(
         some = next((one[name] for one in kinds if name in one), None)
         if some is None or name == "token_rewards":
             continue
-        own = [row.memory.get(name) for row in rows]
-        memory = [_stand_in(name, numbers, at) if one is None else one for at, one in enumerate(own)]
+        stored = [row.memory.get(name) for row in rows]
+        memory = [_stand_in(name, numbers, at) if one is None else one for at, one in enumerate(stored)]
         columns[name] = _column(some, memory, lengths, copying)
     return columns
 
@@ -313,9 +313,9 @@ def _extras(rows: Sequence[OpenedRow], kinds: Sequence[Mapping[str, Column]], co
     declared = {name: column for columns in kinds for name, column in columns.items() if column.counts is not None}
     extras: dict[str, Extra] = {}
     for name, column in declared.items():
-        own = ((row.at, row.columns.get(name)) for row in rows)
+        of_rows = ((row.at, row.columns.get(name)) for row in rows)
         counts: Int64s = np.array(
-            [-1 if some is None or some.counts is None else some.counts[at] for at, some in own], np.int64
+            [-1 if some is None or some.counts is None else some.counts[at] for at, some in of_rows], np.int64
         )
         memory: list[bytes | memoryview] = [row.memory.get(name, b"") for row in rows]
         extras[name] = Extra(_column(column, memory, np.maximum(counts, 0), copying), counts >= 0)

@@ -249,8 +249,8 @@ class RedisRunLog:
     def acknowledged(self) -> Acknowledged | None:
         """The last acknowledged record. That of the earlier ownership counts until the log is read and, if it was too
         short, appended to; a former owner's report that contradicts the log takes precedence."""
-        own = Acknowledged(self.run_id, self._last, self._digest, self._generation) if self._last else None
-        return self._reported or self._before or own
+        appended = Acknowledged(self.run_id, self._last, self._digest, self._generation) if self._last else None
+        return self._reported or self._before or appended
 
     def renewed(self, until: float) -> None:
         self._owned_until = until

@@ -151,7 +151,7 @@ def read(message: rows_pb2.Rows, apart: Buffers, column_values: Sequence[memoryv
     responses = _per_row(message.response_lengths, "response_lengths", count, np.int64, None)
     for name, lengths in (("prompt_lengths", prompts), ("response_lengths", responses)):
         if least(lengths) < 0:
-            raise InvalidArgumentError(f"{name} holds {lengths.min()}; a length is 0 or more")
+            raise InvalidArgumentError(f"{name} has {lengths.min()}; give lengths of 0 or more")
     prefixes = _prefixes(message, prompts)
     lengths = prompts + responses if prefixes is None else prompts + responses - prefixes.lengths
     tokens = _Rows(lengths).ragged(buffer("tokens"), "tokens", np.int32)
@@ -222,7 +222,7 @@ def _extra(column: rows_pb2.Column, buffer: bytes | memoryview, count: int) -> E
         )
     counts = _per_row(column.counts, f"counts of column {name!r}", count, np.int64, None)
     if least(counts) < -1:
-        raise InvalidArgumentError(f"counts of column {name!r} holds {counts.min()}; each is at least -1")
+        raise InvalidArgumentError(f"counts of column {name!r} has {counts.min()}; give counts of -1 or more")
     lengths = np.maximum(counts, 0)
     dtype = BFLOAT16 if column.dtype == "bfloat16" else np.dtype(column.dtype)
     expected = sum_of(lengths) * dtype.itemsize * math.prod(shape)

@@ -64,9 +64,9 @@ class Session(RunSession):
     def save_checkpoint(self, directory: Path) -> States:
         """Write the states into a checkpoint; return them for `commit`. Raises FailedPreconditionError if ranks are at
         different positions."""
-        own = torch.tensor([*self.position], device=self._accelerator.device)
-        positions = gather(own).view(-1, len(own))
-        if (positions != own).any():
+        position = torch.tensor([*self.position], device=self._accelerator.device)
+        positions = gather(position).view(-1, len(position))
+        if (positions != position).any():
             places = ", ".join(str(type(self.position)(*place)) for place in positions.tolist())
             raise FailedPreconditionError(
                 f"run {self.run!r}: a checkpoint has one position, and the ranks are at {places}; make the same "

@@ -77,12 +77,12 @@ class Connections:
 
     def note(self, connection: Connection, *, is_waiting: bool) -> None:
         """Notes that a connection begins or stops waiting for its peer."""
-        own = self._waiting_of.setdefault(connection.address, OrderedDict())
-        for waiting in (self._waiting, own):
+        of_address = self._waiting_of.setdefault(connection.address, OrderedDict())
+        for waiting in (self._waiting, of_address):
             waiting.pop(connection, None)
             if is_waiting:
                 waiting[connection] = None
-        if not own:
+        if not of_address:
             del self._waiting_of[connection.address]
 
 

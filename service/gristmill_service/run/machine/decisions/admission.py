@@ -305,7 +305,7 @@ def check_bytes(view: View, rows: Sequence[StoredRow], find_quota: FindQuota | N
     nbytes, left = sum(row.nbytes for row in rows), view.bytes_left()
     if nbytes > left.nbytes:
         raise ResourceExhaustedError(
-            f"{rows[0]}: the run needs {nbytes} bytes to hold the request's rows, and {left.nbytes} are left: "
+            f"{rows[0]}: the run needs {nbytes} bytes to store the request's rows, and {left.nbytes} are left: "
             f"{left.reason}",
             RETRY_AFTER_S,
         )
@@ -373,12 +373,12 @@ def samples_of(group: Group | None, config: RunConfig) -> int:
 def no_sample(row: StoredRow, group: Group | None, config: RunConfig) -> InvalidArgumentError:
     """Returns the error for a row whose sample exceeds `samples_of`."""
     if group is not None:
-        own = _size_of(group, config)
+        allowed_by = _size_of(group, config)
     else:
-        own = f"n_samples_per_prompt: {config.n_samples_per_prompt}{_with_surplus(config.surplus)}"
+        allowed_by = f"n_samples_per_prompt: {config.n_samples_per_prompt}{_with_surplus(config.surplus)}"
         if config.most_samples > config.n_samples_per_prompt:
-            own += " (the group was not begun with n_samples of its own)"
-    return _no_sample(row, row.trajectory.sample, samples_of(group, config), own)
+            allowed_by += " (the group was not begun with n_samples of its own)"
+    return _no_sample(row, row.trajectory.sample, samples_of(group, config), allowed_by)
 
 
 def _size_of(group: Group, config: RunConfig) -> str:

@@ -59,16 +59,16 @@ def take_rows(
     outcomes: list[Outcome] = []
     stored: list[StoredRow] = []
     begun: list[GroupKey] = []
-    for key, own in by_group(rows):
+    for key, group_rows in by_group(rows):
         closed = state.closed.get(key)
         if closed is not None:
-            outcomes += [_closed_outcome(state, row, closed) for row in own]
+            outcomes += [_closed_outcome(state, row, closed) for row in group_rows]
             continue
         if (group := views.get(key)) is None:
             group = views[key] = _GroupView(state.open.get(key), config)
             if group.group is None:
                 begun.append(key)
-        for row in own:
+        for row in group_rows:
             if steps.tags is not None and (tag := steps.tags[len(outcomes)]):
                 named.name(key, tag, str(row))
             outcome = group.take(row)

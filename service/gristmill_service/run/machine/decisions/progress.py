@@ -240,19 +240,19 @@ def went_past(model: ModelState) -> Position:
 
 def furthest(state: State, model: Model) -> Position:
     """Returns the furthest position that any rank of the model is known to have reached."""
-    own = state.models[model]
-    return max(own.furthest, own.committed)
+    progress = state.models[model]
+    return max(progress.furthest, progress.committed)
 
 
 def check_not_ahead(state: State, model: Model, ranks: Collection[int], number: int) -> None:
     """Refuses a batch that is not sealed and beyond the next position of these ranks of the model (none: all): they
     were there before a rollback."""
-    own = model_state(state, model).next
+    next_positions = model_state(state, model).next
     if state.generation == 1 or number < state.batches_sealed:
         return
     for rank in ranks:
         check_rank(state, model, rank)
-    following = max(settle(state, model, own[rank]) for rank in ranks or range(len(own)))
+    following = max(settle(state, model, next_positions[rank]) for rank in ranks or range(len(next_positions)))
     if number > following.batch:
         raise FailedPreconditionError(
             f"{model}: batch {number} lies ahead of this run, which knows only the training before "

@@ -71,8 +71,8 @@ def resume(
     events = _events(state, model, checkpoint, launch, dp_size)
 
     def answer(after: State) -> Resumed:
-        own = after.models[model]
-        return Resumed(own.incarnation, own.resumed_at, run_id, after.generation)
+        progress = after.models[model]
+        return Resumed(progress.incarnation, progress.resumed_at, run_id, after.generation)
 
     return events, answer
 
@@ -140,9 +140,10 @@ def _dropped(state: State, model: Model, is_resized: bool, given_up: set[int]) -
 
 def _resized(state: State, dp_size: int, resumed: ModelResumed, given_up: set[int]) -> list[Event]:
     """Changes dp_size. Ranks of the other model are refused until it resumes, too: their number may have changed."""
-    other_models = {model: own for model, own in state.models.items() if model != resumed.model}
+    other_models = {model: progress for model, progress in state.models.items() if model != resumed.model}
     others = [
-        ModelResumed(model, min(own.next), _next_incarnation(state, own), "") for model, own in other_models.items()
+        ModelResumed(model, min(progress.next), _next_incarnation(state, progress), "")
+        for model, progress in other_models.items()
     ]
     first = min([resumed.position, *map(went_past, other_models.values())]).batch
     again = [number for number in state.batches_kept if number >= first]
