@@ -183,6 +183,20 @@ def test_a_run_that_takes_all_it_gets_leaves_a_fifth_to_the_next() -> None:
     assert [alone.submit(*group_rows(uid)) for uid in NAMES] == [["ACCEPTED"] * 2] * 10
 
 
+def test_a_run_whose_group_grows_without_end_leaves_the_next_run_what_its_rows_need() -> None:
+    """It took the quarter beyond the limit to the last byte, and turns of every other run waited for it."""
+    budget = RowBudget(4 << 20)
+    greedy, other = (Bench(budget=budget, name=name, train_batch_size=4) for name in ("greedy", "other"))
+    other.submit(*(row("a", sample, response=range(1 << 10), reward=float(sample)) for sample in range(2)))
+    greedy.begin("a")
+    with pytest.raises(ResourceExhaustedError, match="the service's other runs leave"):
+        for step in range(100):
+            greedy.submit(row("a", step=step, last=False, response=range((1 << 16) - 1000)))
+    for uid in NAMES[1:]:
+        assert other.begin(uid) == ["ADMITTED"]
+        assert other.submit(row(uid, 0, response=range(1 << 10), reward=0.5)) == ["ACCEPTED"]
+
+
 def test_a_round_below_zero_or_a_nameless_group_is_refused() -> None:
     bench = Bench()
     for round_, uids, message in ((-1, ["a"], "round is -1; give 0 or more"), (0, ["a", ""], r"uids\[1\] is empty")):

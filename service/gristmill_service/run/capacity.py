@@ -15,7 +15,8 @@ class RowBudget:
 
     Runs are admitted independently, so that two may exceed the limit by what they admit at the same moment. With
     several runs, each may have at most four times what is free, so that a run that takes all it gets leaves a fifth for
-    the next one (dynamic thresholds, Choudhury and Hahne 1998).
+    the next one (dynamic thresholds, Choudhury and Hahne 1998). What the groups of a run bring beyond that is taken
+    from the quarter above the limit, in the same shares, and delays nobody else's groups.
 
     limits_of_each: the limits of any one run, whatever is free.
     """
@@ -24,16 +25,16 @@ class RowBudget:
         self.max_bytes, self.limits_of_each = max_bytes, limits_of_each
         self._bytes: dict[str, int] = {}
         self._usage: dict[str, Usage] = {}
-        self._total = 0
+        self._total = self._total_of_shares = 0
 
     def hold(self, run: str, nbytes: int, usage: Usage = NO_USAGE) -> None:
         """Notes that the run now stores or has promised n bytes. usage: what it stores."""
-        self._total += nbytes - self._bytes.get(run, 0)
+        self._add(nbytes, self._bytes.get(run, 0))
         self._bytes[run], self._usage[run] = nbytes, usage
 
     def forget(self, run: str) -> None:
         """Removes a closed run."""
-        self._total -= self._bytes.pop(run, 0)
+        self._add(0, self._bytes.pop(run, 0))
         self._usage.pop(run, None)
 
     def usage(self) -> dict[str, Usage]:
@@ -47,13 +48,22 @@ class RowBudget:
 
     def left_for(self, run: str) -> int:
         """Returns the bytes that the run may store or promise in total."""
-        free = self.max_bytes - self._total
-        left = free + self._bytes.get(run, 0)
-        return left if len(self._bytes.keys() | {run}) == 1 else min(left, _SHARE * free)
+        return self._most(run, self._within_share(self._bytes.get(run, 0)), self.max_bytes - self._total_of_shares)
 
     def most_for(self, run: str) -> int:
-        """Returns the bytes that the run's rows may take, whatever it has promised: other runs keep theirs."""
-        return with_overdraft(self.max_bytes) - self._total + self._bytes.get(run, 0)
+        """Returns the bytes that the run's rows may take: what it has promised, or more where that is free."""
+        own = self._bytes.get(run, 0)
+        return max(own, self._most(run, own, with_overdraft(self.max_bytes) - self._total))
+
+    def _most(self, run: str, own: int, free: int) -> int:
+        return free + own if len(self._bytes.keys() | {run}) == 1 else min(free + own, _SHARE * free)
+
+    def _add(self, nbytes: int, before: int) -> None:
+        self._total += nbytes - before
+        self._total_of_shares += self._within_share(nbytes) - self._within_share(before)
+
+    def _within_share(self, nbytes: int) -> int:
+        return min(nbytes, self.max_bytes * _SHARE // (_SHARE + 1))
 
 
 class ShardRoom:
