@@ -189,9 +189,13 @@ def test_a_run_whose_group_grows_without_end_leaves_the_next_run_what_its_rows_n
     greedy, other = (Bench(budget=budget, name=name, train_batch_size=4) for name in ("greedy", "other"))
     other.submit(*(row("a", sample, response=range(1 << 10), reward=float(sample)) for sample in range(2)))
     greedy.begin("a")
-    with pytest.raises(ResourceExhaustedError, match="the service's other runs leave"):
+
+    def grow() -> None:
         for step in range(100):
             greedy.submit(row("a", step=step, last=False, response=range((1 << 16) - 1000)))
+
+    with pytest.raises(ResourceExhaustedError, match="the service's other runs leave"):
+        grow()
     for uid in NAMES[1:]:
         assert other.begin(uid) == ["ADMITTED"]
         assert other.submit(row(uid, 0, response=range(1 << 10), reward=0.5)) == ["ACCEPTED"]

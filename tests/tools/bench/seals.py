@@ -36,7 +36,7 @@ from tests.tools.bench.pipeline import TMPFS
 from tests.tools.bench.rollouts import rollouts
 from tests.tools.bench.workloads import Workload
 
-REACH = {"redis": 1.5, "journal": 1.0}
+REACH = {"redis": 2.5, "journal": 2.5}
 PEAK_REACH = 2.0
 TIMES = {1: 5, 16: 1}
 """How many times the rollouts, and how often that is measured."""
