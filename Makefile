@@ -7,6 +7,8 @@ TRAINERS := trl skyrl verl transformers
 ENVIRONMENTS := verifiers
 PACKAGES := $(TRAINERS) $(ENVIRONMENTS)
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile
+# Files of laws that make batches.
+LAWS := $(shell grep -l '@LAW' tests/pipeline/*.py)
 # The one place that has it.
 VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"$$/\1/p' clients/python/gristmill/__init__.py)
 # Hashes of every file that the image installs, for Python 3.11 to 3.13 and every architecture.
@@ -45,8 +47,9 @@ demo: setup  ## Watch a small multi-turn RL run train through gristmill (under 4
 test: setup  ## Run all tests but the slow ones: 5 minutes on two cores
 	$(PYTEST) -m "not slow" --durations 10 --durations-min 5
 
-test-slow: setup  ## Run the slow tests: those that start processes or wait for real time
+test-slow: setup  ## Run the slow tests: those that start processes or wait for real time; and laws with many more examples
 	$(PYTEST) -m slow
+	LAW_EXAMPLES=200 $(PYTEST) $(LAWS)
 
 test-all: setup  ## Run all tests, slow ones too
 	$(PYTEST)

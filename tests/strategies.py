@@ -3,15 +3,24 @@ turn, or come back retokenized at the end."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from gristmill._wire.column_spec import DTYPES, ColumnSpec, specs_of
 from gristmill_service.config import MERGE_MODES
 
 Row = dict[str, Any]
+
+# Of laws that make batches: few examples each time, and many where `make test-slow` asks for them.
+LAW = settings(
+    deadline=None,
+    max_examples=int(os.environ.get("LAW_EXAMPLES", "50")),
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
 
 TOKENS = st.integers(0, 9)
 SCORES = st.sampled_from([0.0, 1.0, 0.7, -0.5, 0.1])

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from gristmill import (
-    BatchFailedError,
     FailedPreconditionError,
     InvalidArgumentError,
     RolloutClient,
@@ -128,14 +127,6 @@ def test_shards_of_an_epoch_are_acknowledged_by_their_batch_alone(client: Rollou
             acknowledge()
 
 
-def test_a_batch_that_is_not_acknowledged_is_not_skipped(client: RolloutClient, trainer: Controller) -> None:
-    roll_out(client, "abcd")
-    batches = iter(trainer)
-    next(batches)
-    with pytest.raises(FailedPreconditionError, match=f"run '{client.run}': the loop left batch 0 at batch 0 epoch 0"):
-        next(batches)
-
-
 # Coming back.
 
 
@@ -186,25 +177,6 @@ def test_a_controller_comes_back_with_other_ranks(service: Service, client: Roll
         batch = next(iter(trainer))
         assert [len(mini_batch.shards) for mini_batch in batch.epoch()] == [4, 4]
         batch.ack()
-
-
-def test_all_ranks_go_on_behind_a_batch_that_failed(client: RolloutClient, trainer: Controller) -> None:
-    """Its rows are kept until every rank did."""
-    client.create_run(CONFIG | {"train_batch_size": 1, "micro_batch": {"max_tokens": 100}, "on_misaligned": "error"})
-    assert trainer.position == Position(0)
-    # A single row makes no two micro-batches.
-    with client.trajectory("a", 0) as trajectory:
-        trajectory.step([1], [2], reward=1.0, is_last_step=True)
-    for sample in range(1, 4):
-        with client.trajectory("a", sample) as trajectory:
-            trajectory.abort("lost")
-    roll_out(client, "b", train_batch_size=1, micro_batch={"max_tokens": 100}, on_misaligned="error")
-    client.finish()
-    with pytest.raises(BatchFailedError, match="batch 0 failed"):
-        next(iter(trainer))
-    assert client.status().batches_freed == 0
-    assert next(iter(trainer)).number == 1
-    assert client.status().batches_freed == 1
 
 
 def test_what_was_sampled_before_is_had_again(client: RolloutClient, trainer: Controller) -> None:

@@ -73,20 +73,6 @@ def _calls(service: Service, call: str) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in mine)
 
 
-def test_both_samples_and_both_ranks_get_what_is_theirs(service: Service, client: RolloutClient) -> None:
-    client.create_run(CONFIG | {"dp_size": 2})
-    roll_out(client, prompts(0, 2))
-    client.finish()
-    rows = []
-    for rank in range(2):
-        with trainer_of(service, client, rank, dp_size=2, auto_commit=False) as trainer:
-            for batch in trainer:
-                rows += [row for shard in batch.forward() for row in shard["row"].tolist()]
-                for shard in batch.mini_batches():
-                    shard.ack()
-    assert sorted(rows) == [0, 1, 2, 3]
-
-
 def test_processes_of_one_rank_read_the_same_shard_and_one_acknowledges(
     service: Service, client: RolloutClient
 ) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gristmill import FailedPreconditionError, InvalidArgumentError
@@ -21,9 +21,8 @@ from gristmill_service.pipeline import build_batch
 from tests import naive
 from tests.client.test_shards import as_shard
 from tests.pipeline import trees
-from tests.strategies import Row
+from tests.strategies import LAW, Row
 
-LAW = settings(deadline=None, max_examples=60)
 RANDOM = st.integers(0, 2**32).map(Random)
 
 

@@ -14,12 +14,10 @@ from gristmill import (
     InvalidArgumentError,
     ResourceExhaustedError,
     RolloutClient,
-    RowOutcome,
     TrainerClient,
 )
 from gristmill._client.rollout import requests
 from gristmill._wire.column_spec import specs_of
-from gristmill.converters import from_skyrl
 from gristmill.v1 import rollout_pb2
 from tests.client.faces import FACES, connecting
 from tests.client.whole_way import CONFIG, ROW, prompts, roll_out
@@ -70,22 +68,6 @@ def test_the_status_has_every_setting_with_the_defaults_that_the_service_fills_i
     assert config["micro_batch"]["size"] == 1
     assert (config["dp_size"], config["lambda"], config["max_buffered_batches"]) == (1, 1.0, 4)
     assert specs_of(config["columns"]) == specs_of(columns)
-
-
-def test_a_whole_generator_output_is_taken_once(client: RolloutClient, trainer: TrainerClient) -> None:
-    client.create_run(CONFIG)
-    output = {
-        "prompt_token_ids": [[1], [1, 2], [1], [1]] * 2,
-        "response_ids": [[2], [3], [4, 5], [6]] * 2,
-        "rewards": [0.0, 1.0, 0.0, 1.0] * 2,
-        "trajectory_ids": [("p0", 0), ("p0", 0), ("p0", 1), ("p1", 0), ("p1", 1), ("p1", 1), ("p2", 0), ("p2", 1)],
-        "is_last_step": [False, True, True, True, False, True, True, True],
-    }
-    rows = from_skyrl(output, policy_version=3)
-    assert client.submit(rows) == [RowOutcome.ACCEPTED] * 8
-    assert set(client.submit(rows)) <= {RowOutcome.DUPLICATE, RowOutcome.SEALED}
-    assert client.status().rows_accepted == 8
-    assert next(iter(trainer)).plan["rows_received"] == 6
 
 
 def test_a_refused_row_names_its_trajectory_and_what_was_accepted_stays(client: RolloutClient) -> None:

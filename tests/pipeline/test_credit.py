@@ -15,9 +15,8 @@ from gristmill.errors import InvalidArgumentError
 from gristmill_service.config import parse_config
 from gristmill_service.pipeline import BuiltBatch, build_batch
 from tests import naive
-from tests.pipeline.test_laws import SLOW
 from tests.rows import make_config, make_row
-from tests.strategies import Row, rollouts, settings_for
+from tests.strategies import LAW, Row, rollouts, settings_for
 
 NAMES = ("values", "ref_logprobs", "old_logprobs")
 COLUMNS = [{"name": name, "dtype": "float32", "scope": "response"} for name in NAMES]
@@ -128,7 +127,7 @@ def whitened(values: np.ndarray) -> np.ndarray:
     return result
 
 
-@SLOW
+@LAW
 @given(batches())
 def test_each_trained_token_has_the_credit_of_a_plain_loop(drawn: tuple[list[Row], dict[str, Any]]) -> None:
     rows, config = drawn
@@ -149,7 +148,7 @@ def test_each_trained_token_has_the_credit_of_a_plain_loop(drawn: tuple[list[Row
             np.testing.assert_allclose([one for _, one, _ in actual.values()], wanted_returns, rtol=1e-5, atol=1e-6)
 
 
-@SLOW
+@LAW
 @given(batches())
 def test_group_estimators_take_the_kl_as_a_change_of_the_score(drawn: tuple[list[Row], dict[str, Any]]) -> None:
     rows, config = drawn

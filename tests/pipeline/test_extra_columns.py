@@ -23,9 +23,8 @@ from gristmill_service.pipeline import BuiltBatch, build_batch
 from gristmill_service.pipeline.layout import extra_columns
 from gristmill_service.storage import row_tables
 from tests import naive
-from tests.pipeline.test_laws import SLOW
 from tests.rows import make_config
-from tests.strategies import Row, batches_with_columns
+from tests.strategies import LAW, Row, batches_with_columns
 
 
 def built(steps: Steps, config: dict[str, Any]) -> BuiltBatch:
@@ -110,7 +109,7 @@ def check_batch(batch: BuiltBatch, rows: list[Row], config: dict[str, Any]) -> N
                     assert tensors[f"{spec.name}_given"][at] == has_values
 
 
-@SLOW
+@LAW
 @given(batches_with_columns())
 def test_every_value_stands_on_its_own_token_row_or_item(drawn: tuple[list[Row], dict[str, Any]]) -> None:
     rows, config = drawn
@@ -119,7 +118,7 @@ def test_every_value_stands_on_its_own_token_row_or_item(drawn: tuple[list[Row],
     check_batch(built(table, config), rows, config)
 
 
-@SLOW
+@LAW
 @given(batches_with_columns())
 def test_rows_with_columns_outlast_files_and_stores(drawn: tuple[list[Row], dict[str, Any]]) -> None:
     rows, config = drawn
@@ -149,7 +148,7 @@ def without_prefixes(table: Steps, specs: tuple[ColumnSpec, ...]) -> Steps:
     return replace(table, extras=extras)
 
 
-@SLOW
+@LAW
 @given(batches_with_columns())
 def test_values_that_stand_with_the_step_before_are_laid_out_as_if_each_step_had_them(
     drawn: tuple[list[Row], dict[str, Any]],
@@ -171,7 +170,7 @@ def test_values_that_stand_with_the_step_before_are_laid_out_as_if_each_step_had
     assert list(to_rows(made_whole(held, specs), specs)) == list(to_rows(whole, specs))
 
 
-@SLOW
+@LAW
 @given(batches_with_columns())
 def test_large_values_of_rows_are_laid_out_as_small_ones_are(drawn: tuple[list[Row], dict[str, Any]]) -> None:
     rows, config = drawn

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from gristmill._wire.rows import from_rows
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.config import parse_config
 from gristmill_service.pipeline import BuiltBatch, build_batch
-from tests.strategies import Row, batches_and_settings
+from tests.strategies import LAW, Row, batches_and_settings
 
 
 def built(rows: list[Row], config: dict[str, Any], **more: Any) -> BuiltBatch:
@@ -24,7 +24,7 @@ def built(rows: list[Row], config: dict[str, Any], **more: Any) -> BuiltBatch:
         raise
 
 
-@settings(max_examples=100)
+@LAW
 @given(batches_and_settings(max_staleness=1, stale="drop"))
 def test_every_row_and_token_is_counted_as_one_thing(drawn: tuple[list[Row], dict[str, Any]]) -> None:
     rows, config = drawn
@@ -37,7 +37,7 @@ def test_every_row_and_token_is_counted_as_one_thing(drawn: tuple[list[Row], dic
     assert stats.loss_tokens <= stats.tokens
 
 
-@settings(max_examples=100)
+@LAW
 @given(batches_and_settings(), st.booleans())
 def test_padding_is_what_the_plan_says_and_what_its_own_level_would_have(
     drawn: tuple[list[Row], dict[str, Any]], drops: bool
@@ -57,7 +57,7 @@ def test_padding_is_what_the_plan_says_and_what_its_own_level_would_have(
     assert shares["packed"] <= shares["micro_batch"] + 1e-9 <= shares["batch"] + 2e-9
 
 
-@settings(max_examples=100)
+@LAW
 @given(batches_and_settings(merge="prefix"))
 def test_each_row_beyond_a_trajectorys_first_has_one_cause(drawn: tuple[list[Row], dict[str, Any]]) -> None:
     rows, config = drawn

@@ -9,18 +9,14 @@ from random import Random
 from typing import Any
 
 import numpy as np
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from gristmill._wire.rows import from_rows
 from gristmill_service.config import parse_config
 from gristmill_service.pipeline import BuiltBatch, build_batch
 from tests import naive
-from tests.strategies import Row, batches_and_settings, rollouts
-
-SLOW = settings(
-    deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
-)
+from tests.strategies import LAW, Row, batches_and_settings, rollouts
 
 
 def built(rows: list[Row], config: dict[str, Any]) -> BuiltBatch:
@@ -31,7 +27,7 @@ def merged(rows: list[Row], config: dict[str, Any]) -> list[naive.Merged]:
     return naive.merged(rows, config["merge"], config.get("retokenized_tail", 0))
 
 
-@SLOW
+@LAW
 @given(batches_and_settings())
 def test_every_row_carries_its_own_tokens_masks_rewards_and_advantage(drawn: tuple[list[Row], dict[str, Any]]) -> None:
     rows, config = drawn
@@ -67,7 +63,7 @@ def test_every_row_carries_its_own_tokens_masks_rewards_and_advantage(drawn: tup
     assert seen >= {("policy", index) for index in range(len(groups))}
 
 
-@SLOW
+@LAW
 @given(batches_and_settings())
 def test_summing_over_all_ranks_gives_the_loss_reduction(drawn: tuple[list[Row], dict[str, Any]]) -> None:
     """With a loss of 1 a token and advantages of 1, the reduction of each mini-batch is what its definition says."""
@@ -116,7 +112,7 @@ def _reduction(covered: list[naive.Merged], config: dict[str, Any]) -> float:
             raise ValueError(unknown)
 
 
-@SLOW
+@LAW
 @given(batches_and_settings(merge="none"))
 def test_merging_never_changes_scores_advantages_or_trained_tokens(drawn: tuple[list[Row], dict[str, Any]]) -> None:
     rows, config = drawn
@@ -140,7 +136,7 @@ def test_merging_never_changes_scores_advantages_or_trained_tokens(drawn: tuple[
     assert trained("prefix") == trained("tree") == trained("none")
 
 
-@SLOW
+@LAW
 @given(batches_and_settings(retokenized_tail=3))
 def test_a_token_is_trained_once_or_counted_as_realigned(drawn: tuple[list[Row], dict[str, Any]]) -> None:
     rows, config = drawn
@@ -157,7 +153,7 @@ def test_a_token_is_trained_once_or_counted_as_realigned(drawn: tuple[list[Row],
     assert sum(part.loss_tokens for part in policy) == came - plan.counts["realigned_loss_tokens"]
 
 
-@SLOW
+@LAW
 @given(batches_and_settings(merge="tree"))
 def test_the_plan_of_a_tree_lists_the_steps_of_each_row(drawn: tuple[list[Row], dict[str, Any]]) -> None:
     rows, config = drawn
@@ -166,7 +162,7 @@ def test_the_plan_of_a_tree_lists_the_steps_of_each_row(drawn: tuple[list[Row], 
     assert built(rows, config | {"merge": "prefix"}).plan.steps is None
 
 
-@SLOW
+@LAW
 @given(batches_and_settings(merge="prefix"), st.integers(0, 3))
 def test_a_tree_without_forks_is_what_prefix_makes(drawn: tuple[list[Row], dict[str, Any]], tail: int) -> None:
     rows, config = drawn
@@ -176,7 +172,7 @@ def test_a_tree_without_forks_is_what_prefix_makes(drawn: tuple[list[Row], dict[
     assert _bytes(rows, config | {"merge": "tree"}) == _bytes(rows, config)
 
 
-@SLOW
+@LAW
 @given(batches_and_settings(), st.randoms())
 def test_the_order_in_which_samples_and_steps_come_changes_no_byte(
     drawn: tuple[list[Row], dict[str, Any]], shuffler: Random
@@ -190,7 +186,7 @@ def test_the_order_in_which_samples_and_steps_come_changes_no_byte(
     assert _bytes(shuffled, config) == _bytes(rows, config)
 
 
-@SLOW
+@LAW
 @given(batches_and_settings())
 def test_inputs_are_never_modified_and_the_same_input_gives_the_same_bytes(
     drawn: tuple[list[Row], dict[str, Any]],
@@ -206,7 +202,7 @@ def _bytes(rows: list[Row], config: dict[str, Any]) -> list[bytes]:
     return [naive.shard_bytes(shard) for shard in batch.shards]
 
 
-@SLOW
+@LAW
 @given(batches_and_settings())
 def test_every_field_of_a_shard_has_exactly_its_number_of_rows(drawn: tuple[list[Row], dict[str, Any]]) -> None:
     rows, config = drawn
@@ -221,7 +217,7 @@ def test_every_field_of_a_shard_has_exactly_its_number_of_rows(drawn: tuple[list
         assert {len(denominators[name]) for name in ("row_tokens", "prompt_tokens", "trajectory_tokens")} == {count}
 
 
-@SLOW
+@LAW
 @given(batches_and_settings())
 def test_padding_rows_count_for_nothing_and_belong_to_no_group(drawn: tuple[list[Row], dict[str, Any]]) -> None:
     rows, config = drawn
@@ -242,7 +238,7 @@ def test_padding_rows_count_for_nothing_and_belong_to_no_group(drawn: tuple[list
             assert row["is_last_step"]
 
 
-@SLOW
+@LAW
 @given(rollouts(), st.integers(1, 64))
 def test_optimizer_steps_do_not_depend_on_turn_counts(rows: list[Row], dp_size: int) -> None:
     groups = len({row["uid"] for row in rows})

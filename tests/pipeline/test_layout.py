@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load
 
@@ -18,7 +18,7 @@ from gristmill_service.pipeline import BuiltBatch, build_batch
 from gristmill_service.pipeline.layout.columns import CONSTANTS
 from tests import naive
 from tests.rows import make_config, make_row
-from tests.strategies import Row, batches_and_settings
+from tests.strategies import LAW, Row, batches_and_settings
 
 PADDED = ("sequences", "attention_mask", "response_mask", "loss_mask", "rewards", "advantages")
 
@@ -116,7 +116,7 @@ def test_packed_columns_share_one_token_axis_and_stand_on_their_own_tokens() -> 
     assert "attention_mask" not in columns
 
 
-@settings(deadline=None, max_examples=100)
+@LAW
 @given(batches_and_settings())
 def test_files_are_whole_safetensors_with_the_specified_names_types_and_alignment(
     drawn: tuple[list[Row], dict[str, Any]],
@@ -142,7 +142,7 @@ def test_files_are_whole_safetensors_with_the_specified_names_types_and_alignmen
         assert address == (shard.address.model, shard.address.mini_batch, shard.address.rank)
 
 
-@settings(deadline=None, max_examples=100)
+@LAW
 @given(batches_and_settings(), st.data())
 def test_the_layout_never_changes_the_plan(drawn: tuple[list[Row], dict[str, Any]], data: st.DataObject) -> None:
     given_rows, config = drawn

@@ -7,13 +7,13 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from gristmill._wire.rows import from_rows
 from gristmill_service.config import parse_config
 from gristmill_service.pipeline import build_batch
 from gristmill_service.pipeline.plan_document import decode_plan, encode_plan
-from tests.strategies import batches_and_settings
+from tests.strategies import LAW, batches_and_settings
 
 CONFIG: dict[str, Any] = {
     "train_batch_size": 2,
@@ -61,7 +61,7 @@ def test_it_has_the_fields_of_the_specification_in_their_order() -> None:
     }
 
 
-@settings(deadline=None, max_examples=100)
+@LAW
 @given(batches_and_settings())
 def test_it_is_read_as_it_was_written(drawn: Any) -> None:
     given_rows, config = drawn

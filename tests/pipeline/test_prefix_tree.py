@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gristmill._wire.columns import Ragged
@@ -22,9 +22,8 @@ from gristmill_service.pipeline.scheduling.schedule import MisalignedError
 from tests import naive
 from tests.pipeline import trees
 from tests.rows import make_config, make_row
-from tests.strategies import Row
+from tests.strategies import LAW, Row
 
-LAW = settings(deadline=None, max_examples=80)
 RANDOM = st.integers(0, 2**32).map(Random)
 
 

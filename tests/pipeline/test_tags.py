@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gristmill._wire.rows import from_rows, to_rows
@@ -14,7 +14,7 @@ from gristmill_service.config import parse_config
 from gristmill_service.pipeline import BuiltBatch, build_batch
 from tests import naive
 from tests.run.harness import CONFIG, group_rows, row
-from tests.strategies import Row, batches_and_settings
+from tests.strategies import LAW, Row, batches_and_settings
 
 
 def built(rows: list[Row], **settings: Any) -> BuiltBatch:
@@ -68,7 +68,7 @@ def test_fewer_groups_of_a_tag_than_its_share_are_counted() -> None:
         assert built(rows, tag_shares={"math": {"min": share}}).plan.counts["tags_short"] == short
 
 
-@settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@LAW
 @given(batches_and_settings(), st.data())
 def test_the_figures_of_all_tags_together_are_those_of_the_batch(
     drawn: tuple[list[Row], dict[str, Any]], data: st.DataObject

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gristmill._wire.codecs import row_codec, submit_codec
@@ -18,7 +18,7 @@ from gristmill_service.pipeline import BuiltBatch, build_batch
 from gristmill_service.storage import row_tables
 from tests import naive
 from tests.run.harness import CONFIG, Bench, row
-from tests.strategies import Row, batches_and_settings
+from tests.strategies import LAW, Row, batches_and_settings
 
 
 def versions(table: Steps) -> list[list[int]]:
@@ -76,7 +76,7 @@ class TestRows:
         with pytest.raises(InvalidArgumentError, match=f"uid 'a' sample 0 step 0: {message}"):
             from_rows([row("a", response=(7, 8), **fields)])
 
-    @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+    @LAW
     @given(versioned())
     def test_they_survive_whatever_sends_and_stores_them(self, drawn: tuple[list[Row], dict[str, Any]]) -> None:
         rows, _ = drawn
@@ -109,7 +109,7 @@ class TestRows:
 
 
 class TestShards:
-    @settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+    @LAW
     @given(versioned())
     def test_each_token_has_its_version_and_all_else_is_unknown(self, drawn: tuple[list[Row], dict[str, Any]]) -> None:
         rows, config = drawn

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load
 
@@ -15,14 +15,13 @@ from gristmill.errors import InvalidArgumentError
 from gristmill_service.config import parse_config
 from gristmill_service.pipeline.credit.kl import credit_columns, reward_columns
 from gristmill_service.pipeline.scheduling.plan import ShardAddress
-from tests.pipeline.test_laws import SLOW
 from tests.pipeline.written import batches, built, column, computed, files, of_rollouts
-from tests.strategies import Row
+from tests.strategies import LAW, Row
 
 FIRST = ShardAddress("policy", 0, 0)
 
 
-@SLOW
+@LAW
 @given(batches())
 def test_columns_written_back_give_the_shards_that_the_same_columns_sent_with_rows_give(
     drawn: tuple[list[Row], dict[str, Any]],
@@ -35,7 +34,7 @@ def test_columns_written_back_give_the_shards_that_the_same_columns_sent_with_ro
     assert not completed.awaits
 
 
-@settings(SLOW, max_examples=40)
+@LAW
 @given(batches())
 def test_they_do_so_where_rows_share_tokens(drawn: tuple[list[Row], dict[str, Any]]) -> None:
     rows, config = drawn[0], drawn[1] | {"layout": "prefix_tree"}
@@ -45,7 +44,7 @@ def test_they_do_so_where_rows_share_tokens(drawn: tuple[list[Row], dict[str, An
     assert completed.plan == sent.plan
 
 
-@SLOW
+@LAW
 @given(batches(), st.data())
 def test_another_cut_of_the_same_values_gives_each_token_the_same_value(
     drawn: tuple[list[Row], dict[str, Any]], data: st.DataObject
@@ -78,7 +77,7 @@ def _per_token(shards: dict[ShardAddress, bytes]) -> dict[Any, list[float]]:
     return {key: sorted(values) for key, values in columns.items()}
 
 
-@SLOW
+@LAW
 @given(batches())
 def test_forward_shards_are_the_train_shards_without_what_depends_on_the_columns_that_lack(
     drawn: tuple[list[Row], dict[str, Any]],
@@ -101,7 +100,7 @@ def test_forward_shards_are_the_train_shards_without_what_depends_on_the_columns
             np.testing.assert_array_equal(tensors[name], value)
 
 
-@SLOW
+@LAW
 @given(batches())
 def test_what_is_written_is_judged_by_the_tokens_that_the_shard_trains_and_what_rollouts_gave_of_them(
     drawn: tuple[list[Row], dict[str, Any]],

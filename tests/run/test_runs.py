@@ -102,19 +102,6 @@ def test_stragglers_are_closed_by_the_clock(serve: Callable[..., Runs]) -> None:
 
 
 class TestFullStore:
-    def test_a_batch_waits_for_the_room_that_another_will_give_back(self, serve: Callable[..., Runs]) -> None:
-        shelf = Shelf(places=1)
-        runs = serve(shelf)
-        runs.create("run", CONFIG | {"train_batch_size": 1})
-        run = runs.get("run")
-        run.submit(table(*group_rows("a"), *group_rows("b")))
-        await_batch(run, 0)
-        assert shelf.tried.wait(PATIENCE_S)
-        assert run.batch(1).state is BatchState.PENDING
-        train(run, 0)
-        await_batch(run, 1)
-        assert run.status().failed_batches == {}
-
     def test_it_is_not_failed_while_what_was_freed_is_still_being_removed(self, serve: Callable[..., Runs]) -> None:
         class SlowShelf(Shelf):
             removing, may_remove = threading.Event(), threading.Event()
