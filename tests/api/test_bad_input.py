@@ -32,6 +32,7 @@ WRONG_ROWS: dict[str, tuple[Json, tuple[str, ...]]] = {
     "rewards of the wrong length": ({"reward": [1.0]}, ("reward",)),
     "NaN reward": ({"reward": math.nan}, ("reward", "nan")),
     "negative token": ({"response_ids": [-3, 4]}, ("response_ids[0]", "-3")),
+    "a stop reason that is no name": ({"stop_reason": "x" * 1001}, ("stop_reason 'xxx", "1001 characters", "1000")),
     "sample out of range": ({"sample": 2}, ("sample", "2", "n_samples_per_prompt")),
 }
 
