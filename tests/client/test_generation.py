@@ -16,7 +16,7 @@ from gristmill._wire.rows import from_rows
 from gristmill._wire.steps import Steps
 from gristmill.converters import from_skyrl
 from gristmill.errors import InvalidArgumentError
-from tests.strategies import Row, rollouts
+from tests.strategies import LAW, Row, rollouts
 
 
 @dataclass
@@ -78,6 +78,7 @@ def test_lists_arrays_and_tensors_say_the_same(make: Callable[[object], Any]) ->
     assert encode(from_generator_output(output(**arrays))) == encode(from_generator_output(output()))
 
 
+@LAW
 @given(rollouts())
 def test_a_generator_output_is_its_rows(rows: list[Row]) -> None:
     names = {"prompt_token_ids": "prompt_token_ids", "response_ids": "response_ids", "loss_masks": "loss_mask"}

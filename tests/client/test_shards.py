@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
@@ -28,7 +28,7 @@ from gristmill_service.config import parse_config
 from gristmill_service.pipeline import build_batch
 from gristmill_service.pipeline.layout.iovec import join
 from tests import naive
-from tests.strategies import Row, batches_and_settings
+from tests.strategies import LAW, Row, batches_and_settings
 
 ROWS = [
     {
@@ -75,7 +75,7 @@ def next_tokens(sequences: torch.Tensor) -> torch.Tensor:
     return torch.cat([sequences[..., 1:], torch.full_like(sequences[..., :1], -9)], dim=-1)
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@LAW
 @given(batches_and_settings())
 def test_unpad_inverts_every_layout(rows_and_settings: tuple[list[Row], dict[str, Any]]) -> None:
     rows, config = rows_and_settings
@@ -128,7 +128,7 @@ def cut(values: torch.Tensor, offsets: torch.Tensor) -> list[list[float]]:
     return [values[a:b].tolist() for a, b in pairwise(offsets.tolist())]
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@LAW
 @given(batches_and_settings())
 def test_jagged_rows_are_every_rows_own_tokens_in_every_layout(
     rows_and_settings: tuple[list[Row], dict[str, Any]],

@@ -14,9 +14,10 @@ from gristmill.errors import InvalidArgumentError
 from gristmill_service.storage import row_tables
 from tests.run.harness import row, table
 from tests.storage.tables import any_table, same
-from tests.strategies import Row, rollouts
+from tests.strategies import LAW, Row, rollouts
 
 
+@LAW
 @given(rollouts())
 def test_tables_come_back_as_they_were(rows: list[Row]) -> None:
     steps = from_rows(rows, step_wise=True)
@@ -40,6 +41,7 @@ def test_a_large_table_is_not_copied_to_be_stored(tokens: int, is_copied: bool) 
     assert np.array_equal(row_tables.steps_of(held).tokens[0], steps.tokens[0])
 
 
+@LAW
 @given(rollouts())
 def test_a_row_alone_in_its_table_has_the_values_that_it_has_among_others(rows: list[Row]) -> None:
     steps = from_rows(rows, step_wise=True)

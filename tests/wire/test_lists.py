@@ -13,7 +13,7 @@ from gristmill._wire import lists
 from gristmill._wire.lists import from_list, joined
 from gristmill._wire.rows import from_rows
 from gristmill.errors import InvalidArgumentError
-from tests.strategies import Row, rollouts
+from tests.strategies import LAW, Row, rollouts
 
 UNUSUAL = st.sampled_from([None, "7", 1.5, True, 2**31, -(2**40), 10**400, [1], np.int64(3), np.float32(0.5), 1j])
 
@@ -56,6 +56,7 @@ def lists_of(row: Row) -> Row:
     return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in row.items()}
 
 
+@LAW
 @given(rollouts())
 def test_rows_of_lists_are_those_of_arrays(rows: list[Row]) -> None:
     listed = [lists_of(row) for row in rows]

@@ -20,7 +20,7 @@ from gristmill._wire.rows import from_rows, to_rows
 from gristmill._wire.steps import Steps, concat
 from gristmill.errors import InvalidArgumentError
 from gristmill.v1 import rows_pb2
-from tests.strategies import Row, rollouts
+from tests.strategies import LAW, Row, rollouts
 
 ROW = {
     "uid": "math/17",
@@ -146,6 +146,7 @@ def test_arrays_of_any_integer_type_are_taken_and_not_modified() -> None:
     assert tokens.tolist() == [4, 5]
 
 
+@LAW
 @given(rollouts())
 def test_the_wire_gives_back_what_was_sent(rows: list[Row]) -> None:
     sent = from_rows(rows)
@@ -153,6 +154,7 @@ def test_the_wire_gives_back_what_was_sent(rows: list[Row]) -> None:
     assert_same(sent, received)
 
 
+@LAW
 @given(rollouts(), st.randoms())
 def test_taking_rows_and_joining_them_again_changes_no_value(rows: list[Row], rng: Random) -> None:
     whole = from_rows(rows)
@@ -263,6 +265,7 @@ def altered_messages(draw: st.DrawFn) -> rows_pb2.Rows:
     return message
 
 
+@LAW
 @given(altered_messages())
 def test_an_altered_message_is_refused_or_is_rows_like_any_other(message: rows_pb2.Rows) -> None:
     with suppress(InvalidArgumentError):
@@ -289,6 +292,7 @@ def test_foreign_bytes_are_no_message_or_refused(data: bytes) -> None:
         decode(rows_pb2.Rows.FromString(data))
 
 
+@LAW
 @given(rollouts(), st.integers(0, 12), st.integers(0, 12), st.booleans())
 def test_a_part_of_a_table_is_its_rows_in_order(rows: list[Row], first: int, more: int, is_turned: bool) -> None:
     steps = from_rows(rows)

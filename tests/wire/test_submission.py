@@ -18,13 +18,14 @@ from gristmill._wire.rows import columns_of, from_rows, to_rows
 from gristmill._wire.steps import Steps, concat
 from gristmill.errors import InvalidArgumentError
 from gristmill.v1 import rollout_pb2, rows_pb2
-from tests.strategies import Row, rollouts
+from tests.strategies import LAW, Row, rollouts
 
 
 def rows_of(table: Steps) -> list[str]:
     return [repr(row) for row in to_rows(table)]
 
 
+@LAW
 @given(rollouts(), st.data())
 def test_what_is_written_by_hand_is_what_protobuf_reads(batch: list[Row], data: st.DataObject) -> None:
     table = from_rows(batch)
@@ -40,6 +41,7 @@ def test_what_is_written_by_hand_is_what_protobuf_reads(batch: list[Row], data: 
     assert ours.SerializeToString() is written
 
 
+@LAW
 @given(rollouts())
 def test_what_protobuf_writes_is_read_by_hand(batch: list[Row]) -> None:
     table = from_rows(batch)
@@ -47,6 +49,7 @@ def test_what_protobuf_writes_is_read_by_hand(batch: list[Row]) -> None:
     assert rows_of(Submission(theirs).rows().steps) == rows_of(table)
 
 
+@LAW
 @given(rollouts())
 def test_buffers_are_viewed_where_they_are_and_aligned(batch: list[Row]) -> None:
     written = encode("r", [from_rows(batch)])
@@ -58,6 +61,7 @@ def test_buffers_are_viewed_where_they_are_and_aligned(batch: list[Row]) -> None
             assert begin <= column.values.ctypes.data < begin + len(written), "a view, no copy"
 
 
+@LAW
 @given(rollouts())
 def test_messages_that_come_twice_are_merged_as_protobuf_merges_them(batch: list[Row]) -> None:
     table = from_rows(batch)
@@ -68,6 +72,7 @@ def test_messages_that_come_twice_are_merged_as_protobuf_merges_them(batch: list
         Submission(twice).rows()
 
 
+@LAW
 @given(rollouts(), st.data())
 def test_a_request_that_is_cut_or_damaged_is_refused_or_another_request(batch: list[Row], data: st.DataObject) -> None:
     written = encode("r", [from_rows(batch)])
@@ -109,6 +114,7 @@ def test_a_prefix_lies_within_its_prompt(length: int) -> None:
         Submission(rollout_pb2.SubmitRowsRequest(rows=rows).SerializeToString()).rows()
 
 
+@LAW
 @given(rollouts(), st.integers(1, 4), st.integers(1, 400))
 def test_rows_cut_into_tables_are_the_same_rows(batch: list[Row], most_rows: int, most_bytes: int) -> None:
     tables: list[Steps] = list(columns_of(batch, step_wise=True).tables(most_rows, most_bytes))
@@ -119,6 +125,7 @@ def test_rows_cut_into_tables_are_the_same_rows(batch: list[Row], most_rows: int
         assert len(table) == 1 or size <= most_bytes
 
 
+@LAW
 @given(rollouts())
 def test_a_compressed_request_says_the_same(batch: list[Row]) -> None:
     table = from_rows(batch)
