@@ -12,10 +12,8 @@ from __future__ import annotations
 import statistics
 import sys
 import tempfile
-import time
-from collections import Counter
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +29,8 @@ from skyrl.train.trainer import RayPPOTrainer
 
 from gristmill.adapters.skyrl import Gristmill, GristmillPPOTrainer
 from gristmill.adapters.skyrl._session import Session
-from tests.tools.bench.figures import Figure, merge
+from tests.tools.bench.clock import Clock, Spent
+from tests.tools.bench.figures import Figure, report
 from tests.tools.bench.processes import served
 from tests.trainers.skyrl.play import WORDS, Engine, Prompts, Recorded, Tracker, config, save_model, tokenizer
 
@@ -44,22 +43,6 @@ _SIZES: dict[str, Any] = {
     "generator__n_samples_per_prompt": SAMPLES,
     "generator__step_wise_trajectories": False,
 }
-
-Spent = Counter[str]
-
-
-class Clock:
-    """Seconds by what they were spent on, and as `cpu NAME` this process's CPU seconds, in all its threads."""
-
-    def __init__(self) -> None:
-        self.spent = Spent()
-
-    @contextmanager
-    def on(self, name: str) -> Iterator[None]:
-        begin, computed = time.perf_counter(), time.process_time()
-        yield
-        self.spent[name] += time.perf_counter() - begin  # type: ignore[assignment]
-        self.spent[f"cpu {name}"] += time.process_time() - computed  # type: ignore[assignment]
 
 
 def figures() -> Iterator[Figure]:
@@ -162,13 +145,5 @@ def trainer_of(kind: Any, directory: Path, named: dict[str, Any] | None = None, 
     return trainer
 
 
-def main() -> int:
-    measured = list(figures())
-    merge("adapters_skyrl", measured)
-    for figure in measured:
-        print(f"{figure.name}: {figure.value:.3f} {figure.unit} of {figure.bound:.2f} s, to reach {figure.reach}")
-    return 0 if all(figure.ok for figure in measured) else 1
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(report("adapters_skyrl", figures()))

@@ -13,10 +13,7 @@ import os
 import statistics
 import sys
 import tempfile
-import time
-from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -31,7 +28,8 @@ from trl import GRPOTrainer
 from gristmill.adapters.trl import Gristmill, GristmillGRPOTrainer
 from gristmill.adapters.trl._generations import Generations
 from gristmill.adapters.trl._prompts import Prompts
-from tests.tools.bench.figures import Figure, merge
+from tests.tools.bench.clock import Clock, Spent
+from tests.tools.bench.figures import Figure, report
 from tests.tools.bench.processes import served
 from tests.trainers.trl.play import WORDS, config, policy, tokenizer
 
@@ -39,32 +37,6 @@ PROMPTS, SAMPLES, PROMPT, COMPLETION, MICRO_BATCH = 250, 8, 200, 800, 8
 ROWS = PROMPTS * SAMPLES
 ROUNDS = 7
 TEXTS = [f"w{prompt % 60 + 2} w{prompt // 60 + 2}" for prompt in range(PROMPTS)]
-
-
-Spent = Counter[str]
-
-
-class Clock:
-    """Seconds by what they were spent on, and as `cpu NAME` this process's CPU seconds, in all its threads."""
-
-    def __init__(self) -> None:
-        self.spent = Spent()
-
-    @contextmanager
-    def on(self, name: str) -> Iterator[None]:
-        begin, computed = time.perf_counter(), time.process_time()
-        yield
-        self.spent[name] += time.perf_counter() - begin  # type: ignore[assignment]
-        self.spent[f"cpu {name}"] += time.process_time() - computed  # type: ignore[assignment]
-
-    def each(self, name: str, source: Iterator[Any]) -> Iterator[Any]:
-        """What comes, with the time that it takes to come."""
-        while True:
-            with self.on(name):
-                value = next(source, None)
-            if value is None:
-                return
-            yield value
 
 
 class Measured(GristmillGRPOTrainer):
@@ -170,13 +142,5 @@ def _trainer(kind: Any, directory: str, **named: Any) -> Any:
     )
 
 
-def main() -> int:
-    measured = list(figures())
-    merge("adapters_trl", measured)
-    for figure in measured:
-        print(f"{figure.name}: {figure.value:.3f} {figure.unit} of {figure.bound:.2f} s, to reach {figure.reach}")
-    return 0 if all(figure.ok for figure in measured) else 1
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(report("adapters_trl", figures()))

@@ -37,7 +37,7 @@ from verl.utils.transferqueue_utils import _meta_to_realdata
 from gristmill import RolloutClient
 from gristmill.adapters._core.session import RunSession
 from gristmill.adapters.verl import Gristmill, run_settings
-from tests.tools.bench.figures import Figure, merge
+from tests.tools.bench.figures import Figure, report
 from tests.tools.bench.processes import served
 
 PROMPTS, SAMPLES, PROMPT, RESPONSE, RANKS, MICRO_BATCH = 250, 8, 200, 800, 2, 10
@@ -219,14 +219,10 @@ def main() -> int:
     queue.enable = True
     tq.init(queue)
     try:
-        results = list(figures())
+        return report("adapters_verl", figures())
     finally:
         tq.close()
         ray.shutdown()
-    merge("adapters_verl", results)
-    for figure in results:
-        print(f"{figure.name}: {figure.value:.3f} {figure.unit} of {figure.bound:.2f} s, to reach {figure.reach}")
-    return 0 if all(figure.ok for figure in results) else 1
 
 
 if __name__ == "__main__":

@@ -5,16 +5,14 @@ The bare server takes the same turns, and releases as many waiters by one event.
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from tests.tools.bench.bare import DISCARD, Bare, bare
 from tests.tools.bench.figures import Figure
-from tests.tools.bench.processes import Served, served
+from tests.tools.bench.processes import Served, cpu_s, served
 from tests.tools.bench.submissions import run_of_its_own
 from tests.tools.bench.teams import Team, team
 from tests.tools.bench.workers import SUBMIT, Load, Sent, Workers, workers
@@ -108,9 +106,3 @@ def _bare_round(server: Bare, ranks: Team, sending: Workers, seen: Seen) -> None
 
 def _spread(times: list[float]) -> float:
     return max(times) - min(times)
-
-
-def cpu_s(pid: int) -> float:
-    """Seconds of processor time that the process has taken so far."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

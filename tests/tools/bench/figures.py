@@ -6,10 +6,12 @@ import json
 import operator
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 OUTPUT = Path("build/bench.json")
 _SAME = {"calls/s": "turns/s"}
@@ -106,6 +108,19 @@ def seconds(work: Callable[[], object]) -> float:
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
+
+
+def p99(times: Iterable[float]) -> float:
+    return float(np.quantile(list(times), 0.99))
+
+
+def report(source: str, figures: Iterable[Figure]) -> int:
+    """Measures, writes and prints the figures of a source that is run by itself, and gives the exit code."""
+    measured = list(figures)
+    merge(source, measured)
+    for figure in measured:
+        print(f"{figure.name}: {figure.value:.3f} {figure.unit} of {figure.bound:.2f}, to reach {figure.reach}")
+    return 0 if all(figure.ok for figure in measured) else 1
 
 
 def paired(ours: Callable[[], object], bound: Callable[[], object], rounds: int) -> tuple[float, float]:

@@ -14,15 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-
 from gristmill import RolloutClient
 from gristmill._client.connection.credentials import Credentials
 from gristmill_service.access.tokens import create_token
-from tests.tools.bench.crowd import cpu_s
-from tests.tools.bench.figures import Figure, seconds
+from tests.tools.bench.figures import Figure, p99, seconds
 from tests.tools.bench.flooding import RUN, Flood
-from tests.tools.bench.processes import Served, served
+from tests.tools.bench.processes import Served, cpu_s, served
 from tests.tools.bench.submissions import config
 from tests.tools.bench.submit import turn_rows
 
@@ -87,7 +84,7 @@ def _measure(way: str) -> _Slowdown:
                     getattr(measured, name).extend(_turns(client, f"{name}-{number}"))
         over = _memory(services[0], "VmHWM") - idle
         here, elsewhere = times
-        return _Slowdown(_p99(here.quiet), here.ratio, elsewhere.ratio, over, _cores(services[0]))
+        return _Slowdown(p99(here.quiet), here.ratio, elsewhere.ratio, over, _cores(services[0]))
 
 
 @dataclass
@@ -99,15 +96,11 @@ class _Times:
 
     @property
     def ratio(self) -> float:
-        return _p99(self.busy) / _p99(self.quiet)
+        return p99(self.busy) / p99(self.quiet)
 
 
 def _turns(client: RolloutClient, name: str) -> list[float]:
     return [seconds(lambda row=row: client.submit([row])) for row in turn_rows(TURNS, name)]  # type: ignore[misc]
-
-
-def _p99(times: list[float]) -> float:
-    return float(np.quantile(times, 0.99))
 
 
 def _client(service: Served, run: str, token: str) -> RolloutClient:

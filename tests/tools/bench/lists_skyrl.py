@@ -23,7 +23,7 @@ from skyrl.train.generators.base import TrajectoryID
 from skyrl.train.trainer import RayPPOTrainer
 
 from tests.tools.bench.adapters_skyrl import RANKS, prepare, trainer_of, without_reward_metrics
-from tests.tools.bench.figures import Figure, merge
+from tests.tools.bench.figures import Figure, report
 from tests.tools.bench.lists import NAMES, built, generator_output, published, spent
 from tests.tools.bench.pipeline import TMPFS
 from tests.tools.bench.rollouts import rollouts
@@ -104,15 +104,5 @@ def _spent(work: Callable[[], object]) -> tuple[float, float]:
     return spent(work)
 
 
-def main() -> int:
-    measured = list(figures())
-    merge("lists_skyrl", measured)
-    for figure in measured:
-        print(
-            f"{figure.name}: {figure.value:.2f} {figure.unit}, which took {figure.bound:.0f} ms; reach {figure.reach}"
-        )
-    return 0 if all(figure.ok for figure in measured) else 1
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(report("lists_skyrl", figures()))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -21,7 +20,7 @@ from gristmill_service.run.machine.state import State
 from tests.api.apis import GrpcApi, group
 from tests.metrics.scraping import Scrape
 from tests.tools.bench.figures import Figure, seconds
-from tests.tools.bench.processes import Served, served
+from tests.tools.bench.processes import Served, scrape, served
 from tests.tools.bench.submissions import SHORT, Sender, config, tables
 
 RUNS, RANKS, SCRAPES = 8, 64, 25
@@ -38,11 +37,11 @@ def figures() -> Iterator[Figure]:
     own time, measured alone, as often as the service says it used it."""
     with served(["--store", "memory"]) as service:
         _train(service)
-        samples = [1000 * seconds(lambda: _scrape(service)) for _ in range(SCRAPES)]
+        samples = [1000 * seconds(lambda: scrape(service)) for _ in range(SCRAPES)]
         yield Figure("metrics.scrape_ms", statistics.median(samples), "ms", 50.0)
-        scrape_s = _cpu_seconds_of(service, lambda: [_scrape(service) for _ in range(SCRAPES)]) / SCRAPES
+        scrape_s = _cpu_seconds_of(service, lambda: [scrape(service) for _ in range(SCRAPES)]) / SCRAPES
         yield Figure("metrics.scrape_cpu_ms", 1000 * scrape_s, "ms", None)
-        yield Figure("metrics.series", float(sum(line[:1] != "#" for line in _scrape(service).splitlines())), "", None)
+        yield Figure("metrics.series", float(sum(line[:1] != "#" for line in scrape(service).splitlines())), "", None)
         samples = [_share(service, f"load-{at}", scrape_s) for at in range(_ROUNDS)]
         yield Figure("metrics.cpu_percent", 100 * statistics.median(samples), "%", 2.0)
 
@@ -121,13 +120,8 @@ def _each(work: Callable[[], object]) -> float:
     return min(seconds(many) for _ in range(3)) / _MANY
 
 
-def _scrape(service: Served) -> str:
-    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(f"{service.http_url}/metrics") as answer:
-        return str(answer.read().decode())
-
-
 def _counted(service: Served) -> _Counted:
-    scraped = Scrape(_scrape(service))
+    scraped = Scrape(scrape(service))
     calls = scraped.of("gristmill_call_seconds_count", call="SubmitRows")
     return _Counted(
         scraped.one("process_cpu_seconds_total"),

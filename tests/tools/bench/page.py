@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from msgspec.structs import replace
@@ -22,7 +19,7 @@ from tests.on_loop import Run, Service
 from tests.page.chromium import MISSING, executable, launched
 from tests.serving import FREE_PORTS
 from tests.tools.bench.figures import Figure
-from tests.tools.bench.processes import Served, served
+from tests.tools.bench.processes import Served, cpu_s, scrape, served
 from tests.tools.bench.submissions import Sender, split
 from tests.tools.bench.workloads import DP_SIZE, workload
 
@@ -137,23 +134,12 @@ def _opened(browser: Any, service: Served, name: str) -> Iterator[Any]:
 def _cpu_share(service: Served, run: str, *, scrapes: bool) -> float:
     """CPU seconds that the service takes in a second in which groups come, so that the page has always news."""
     with RolloutClient(service.grpc_address, run, timeout_s=60) as client:
-        begin, before = time.monotonic(), _cpu_seconds(service)
+        begin, before = time.monotonic(), cpu_s(service.process.pid)
         scraped = 0.0
         while (now := time.monotonic()) < begin + WATCHED_S:
             client.begin_groups([f"{run}-{now}"])
             if scrapes and now - scraped >= _SCRAPE_S:
                 scraped = now
-                _scrape(service)
+                scrape(service)
             time.sleep(_NEWS_S)
-        return (_cpu_seconds(service) - before) / (time.monotonic() - begin)
-
-
-def _scrape(service: Served) -> None:
-    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(f"{service.http_url}/metrics") as answer:
-        answer.read()
-
-
-def _cpu_seconds(service: Served) -> float:
-    # What stands before the name's end may hold spaces; user and system time are the 14th and 15th of all.
-    fields = Path(f"/proc/{service.process.pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return (cpu_s(service.process.pid) - before) / (time.monotonic() - begin)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -49,3 +51,15 @@ def served(flags: Sequence[str] = ()) -> Iterator[Served]:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+def cpu_s(pid: int) -> float:
+    """Return the seconds of processor time that the process has taken so far."""
+    # What stands before the name's end may hold spaces; user and system time are the 14th and 15th of all.
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def scrape(service: Served) -> str:
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(f"{service.http_url}/metrics") as answer:
+        return str(answer.read().decode())

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -27,7 +26,7 @@ from aiohttp import web
 from gristmill import RolloutClient
 from tests.rows import make_config
 from tests.tools.bench.figures import Figure
-from tests.tools.bench.processes import served
+from tests.tools.bench.processes import cpu_s, served
 
 TURNS, FIRST_PROMPT, TURN_TOKENS, SAMPLED = 8, 1000, 500, 200
 PACED_AGENTS, PACED_CALLS_S, PACED_S = 16, 50.0, 20.0
@@ -127,21 +126,16 @@ async def _saturated(recorder: Recorder) -> float:
         agents = Agents(recorder.url, session)
         tasks = [asyncio.create_task(agent(agents)) for _ in range(AGENTS)]
         await asyncio.sleep(WARM_S)
-        cpu_s, calls = _cpu_s(recorder.pid), len(answered)
+        spent_s, calls = cpu_s(recorder.pid), len(answered)
         await asyncio.sleep(SECONDS)
-        cpu_s, calls = _cpu_s(recorder.pid) - cpu_s, len(answered) - calls
+        spent_s, calls = cpu_s(recorder.pid) - spent_s, len(answered) - calls
         await asyncio.gather(*tasks)
-    return calls / cpu_s
+    return calls / spent_s
 
 
 def _session() -> aiohttp.ClientSession:
     headers = {"content-type": "application/json"}
     return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), headers=headers)
-
-
-def _cpu_s(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 @contextmanager

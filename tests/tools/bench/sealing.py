@@ -12,12 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
 
-import numpy as np
-
 from gristmill import RolloutClient
 from gristmill._client.connection.transport import Transport
 from gristmill.v1 import rollout_pb2, trainer_pb2
-from tests.tools.bench.figures import Figure
+from tests.tools.bench.figures import Figure, p99, seconds
 from tests.tools.bench.pipeline import TMPFS
 from tests.tools.bench.processes import served
 from tests.tools.bench.submissions import LONG, Sender, config, run_of_its_own, tables
@@ -40,7 +38,7 @@ def figures(sealed_bytes: int = SEALED_BYTES) -> Iterator[Figure]:
         sender.seconds("large")
         rows = iter(turn_rows(100_000))
         turn = lambda: client.submit([next(rows)])  # noqa: E731
-        at_rest = _p99(_seconds(turn) for _ in range(TURNS_AT_REST))
+        at_rest = p99(seconds(turn) for _ in range(TURNS_AT_REST))
         seconds, while_sealing = _while_sealing(service.grpc_address, turn)
     yield Figure("turn.while_sealing_ratio", while_sealing / at_rest, "x at rest", 3.0, at_rest * 1e3, "ms")
     yield Figure("turn.sealing_gb_s", seconds / (sealed_bytes / 1e9), "s/GB", None)
@@ -52,10 +50,10 @@ def _while_sealing(address: str, turn: Callable[[], object]) -> tuple[float, flo
         sealing = pool.submit(_seal, address)
         times = []
         for _ in count():
-            times.append(_seconds(turn))
+            times.append(seconds(turn))
             if sealing.done():
                 break
-        return sealing.result(), _p99(times)
+        return sealing.result(), p99(times)
 
 
 def _seal(address: str) -> float:
@@ -68,16 +66,6 @@ def _seal(address: str) -> float:
         pass
     transport.close()
     return time.perf_counter() - begin
-
-
-def _seconds(call: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    call()
-    return time.perf_counter() - begin
-
-
-def _p99(seconds: object) -> float:
-    return float(np.quantile(list(seconds), 0.99))  # type: ignore[call-overload]
 
 
 if __name__ == "__main__":
