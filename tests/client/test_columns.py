@@ -15,10 +15,11 @@ import pytest
 import safetensors.torch
 import torch
 
-from gristmill import InvalidArgumentError, RolloutClient, TrainerClient
+from gristmill import InvalidArgumentError, RolloutClient, RowOutcome, TrainerClient
 from gristmill._wire.codecs.row_codec import Prefixes, Sent, encode
 from gristmill._wire.codecs.submit_codec import Submission
 from gristmill._wire.rows import from_rows
+from gristmill.converters import from_skyrl
 from gristmill.torch import MicroBatch, Shard
 from gristmill.v1 import rows_pb2
 from gristmill_service.run import run as run_module
@@ -328,6 +329,22 @@ def test_what_another_client_sends_wrongly_is_refused_by_the_service(service: Se
     assert "columns has 2 entries and column_values 1" in refused(lambda rows: rows.column_values.pop())
     assert "is sent twice" in refused(repeat)
     assert service.runs.get(run_name).status().rows_accepted == 0
+
+
+def test_a_generator_output_has_columns_as_further_lists(service: Service, run_name: str) -> None:
+    with RolloutClient(service.grpc_address, run_name) as client:
+        client.create_run(CONFIG | {"columns": COLUMNS[:1]})
+        output = {
+            "uids": ["a", "b"],
+            "samples": [0, 0],
+            "prompt_token_ids": [[1], [2, 3]],
+            "response_ids": [[4], [5]],
+            "rewards": [1.0, 2.0],
+            "routed_experts": [experts(0, 2), experts(0, 3).tolist()],
+        }
+        assert client.submit(from_skyrl(output, columns=["routed_experts"])) == [RowOutcome.ACCEPTED] * 2
+        with pytest.raises(InvalidArgumentError, match="unknown key values; declare it as a column"):
+            from_skyrl(output | {"values": [1, 2]}, columns=["routed_experts"])
 
 
 @pytest.mark.parametrize(

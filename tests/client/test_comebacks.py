@@ -82,23 +82,6 @@ def test_a_trainer_comes_back_with_other_ranks_and_goes_on_where_its_checkpoint_
         rank.close()
 
 
-def test_a_service_that_is_killed_goes_on_from_its_journal(start_service: StartService, tmp_path: Path) -> None:
-    flags = ("--journal-dir", str(tmp_path / "journal"), "--shared-memory-dir", str(tmp_path))
-    before = start_service(*flags)
-    fill(before.grpc_address, "run", "abc")
-    before.process.send_signal(signal.SIGKILL)
-    before.process.wait()
-
-    after = start_service(*flags, "--grpc-address", before.grpc_address)
-    fill(after.grpc_address, "run", "abcd")
-    with TrainerClient(after.grpc_address, "run", 0) as trainer:
-        shards = list(next(iter(trainer)).forward())
-    with RolloutClient(after.grpc_address, "run") as client:
-        assert client.status().rows_accepted == 8, "what came a second time was known"
-        assert sorted(group.uid for group in client.groups() if group.is_consumed) == [*"abcd"]
-    assert all(shard.metadata["uids"] for shard in shards)
-
-
 @pytest.mark.parametrize("prefetch", [0, 1])
 @pytest.mark.parametrize("is_mapped", [True, False])
 def test_a_trainer_goes_on_within_its_batch_when_the_service_is_killed(

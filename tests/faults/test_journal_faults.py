@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import fcntl
 import os
-import random
 import sqlite3
 import subprocess
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.api.apis import Json, Refused
+from tests.api.apis import Refused
 from tests.faults.services import (
     COMMAND,
     CONFIG,
-    PATIENCE_S,
     Service,
     Services,
     check,
@@ -28,7 +25,6 @@ from tests.faults.services import (
     group,
     patiently,
     train,
-    uids_of,
 )
 
 FREE = ["--grpc-address", "127.0.0.1:0", "--http-address", "127.0.0.1:0"]
@@ -42,124 +38,6 @@ def in_journal(directory: Path, *more: str) -> list[str]:
 
 def refused_start(*flags: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*COMMAND, *FREE, *flags], capture_output=True, text=True, timeout=60, check=False)
-
-
-class Life:
-    """A service that dies again and again, its run, and clients that only know to ask again."""
-
-    def __init__(self, services: Services, flags: Sequence[str], run: str, config: Json) -> None:
-        self._services, self._flags, self.run = services, flags, run
-        self.trained: dict[int, list[str]] = {}
-        self.first: dict[int, bytes] = {}
-        self.accepted: list[str] = []
-        self.errors: list[BaseException] = []
-        self._stopped, self._trained = threading.Event(), threading.Event()
-        self.service = self._begin()
-        self.service.grpc.create(run, config)
-
-    def _begin(self) -> Service:
-        [service] = self._services.start(1, *self._flags)
-        return service
-
-    def die(self) -> None:
-        self.service.kill()
-        self.service = self._begin()
-
-    def submit(self, uid: str) -> None:
-        rows = group(uid, response_ids=list(range(50)), loss_mask=[1] * 50)
-        deadline = time.monotonic() + 2 * PATIENCE_S
-        while time.monotonic() < deadline:
-            try:
-                outcomes = self.service.grpc.submit(self.run, rows)
-            except Refused as refused:
-                if refused.code in ("UNAVAILABLE", "RESOURCE_EXHAUSTED"):
-                    time.sleep(0.02)
-                    continue
-                if refused.code == "CANCELLED" or not refused.kind:  # the connection's death
-                    continue
-                raise
-            assert set(outcomes) <= {"accepted", "duplicate", "sealed"}, outcomes
-            self.accepted.append(uid)
-            return
-        raise AssertionError("never accepted")
-
-    def work(self, worker: int) -> None:
-        try:
-            number = 0
-            while not self._stopped.is_set():
-                self.submit(f"w{worker}-{number}")
-                number += 1
-        except BaseException as error:  # noqa: BLE001
-            self.errors.append(error)
-
-    def train_next(self) -> bool:
-        """Pulls the rank's next shard and acknowledges it. Whether there was one."""
-        api = self.service.grpc
-        shard = api.shard(self.run, 0, wait_s=0.2)
-        if shard["state"] != "published":
-            return False
-        batch = shard["position"]["batch"]
-        data = api.read(self.run, batch, 0, 0)
-        assert self.first.setdefault(batch, data) == data, f"batch {batch} is another after a restart"
-        self.trained[batch] = uids_of(data)
-        api.acknowledge(self.run, 0, shard["position"], commit=True)
-        return True
-
-    def train_on(self) -> None:
-        try:
-            while not self._trained.is_set():
-                try:
-                    self.train_next()
-                except Refused as refused:
-                    # Between finding and reading a shard, or because of an answer that was lost, it may be past.
-                    check(refused, "UNAVAILABLE", "NOT_FOUND", "CANCELLED")
-                    time.sleep(0.02)
-        except BaseException as error:  # noqa: BLE001
-            self.errors.append(error)
-
-    def stop(self, threads: Sequence[threading.Thread]) -> None:
-        """The last of the threads is the trainer, without whom producers would wait for room."""
-        self._stopped.set()
-        for thread in threads[:-1]:
-            thread.join(40)
-        self._trained.set()
-        threads[-1].join(40)
-        assert not self.errors, self.errors
-
-    def finish(self) -> None:
-        patiently(lambda: self.service.grpc.finish(self.run))
-        while True:
-            try:
-                if not self.train_next() and self.service.grpc.shard(self.run, 0)["state"] == "end":
-                    return
-            except Refused as refused:
-                check(refused, "NOT_FOUND")
-
-
-@pytest.mark.parametrize("fsync", ["never", "always"])
-def test_killed_at_any_moment_under_load_every_accepted_row_is_in_one_batch(
-    services: Services, tmp_path: Path, run: str, fsync: str
-) -> None:
-    flags = in_journal(tmp_path, "--journal-fsync", fsync)
-    life = Life(services, flags, run, {**CONFIG, "max_buffered_batches": 8, "max_staleness": 100_000})
-    threads = [threading.Thread(target=life.work, args=(worker,)) for worker in range(3)]
-    threads.append(threading.Thread(target=life.train_on))
-    for thread in threads:
-        thread.start()
-    try:
-        for _ in range(3 if fsync == "never" else 1):
-            least = len(life.trained) + 5
-            eventually(lambda least=least: len(life.trained) > least or life.errors, "it goes on")  # type: ignore[misc]
-            time.sleep(random.uniform(0, 0.2))
-            life.die()
-    finally:
-        life.stop(threads)
-    life.finish()
-    uids = [uid for batch in life.trained.values() for uid in set(batch)]
-    assert len(uids) == len(set(uids))
-    assert set(uids) == set(life.accepted)
-    assert life.service.grpc.get(run)["groups_dropped"] == {}
-    assert len(list((tmp_path / "shards").glob("*.lock"))) == 1, "shards of the dead are removed by those after them"
 
 
 def test_positions_incarnations_and_a_withdrawn_batch_outlive_the_process(
@@ -187,6 +65,7 @@ def test_positions_incarnations_and_a_withdrawn_batch_outlive_the_process(
     assert service.stop() == 0
     [service] = services.start(1, *flags)
     assert service.grpc.shard(run, 0)["position"]["batch"] == 1
+    assert len(list((tmp_path / "shards").glob("*.lock"))) == 1, "shards of the dead are removed by those after them"
 
 
 def test_a_deleted_run_stays_deleted_and_its_name_is_free(services: Services, tmp_path: Path, run: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -16,8 +15,6 @@ import trustme
 from tests.api.apis import Refused
 from tests.faults.services import (
     CONFIG,
-    PATIENCE_S,
-    Service,
     Services,
     eventually,
     group,
@@ -40,63 +37,7 @@ def refused(call: Callable[[], object], within_s: float = 20) -> Refused:
     return caught.value
 
 
-class Producer:
-    """Submits groups one after another, each until it is taken; remembers which were."""
-
-    def __init__(self, service: Service, run: str) -> None:
-        self._service, self._run = service, run
-        self.accepted: list[str] = []
-        self.errors: list[BaseException] = []
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._produce)
-        self._thread.start()
-
-    def _produce(self) -> None:
-        try:
-            number = 0
-            while not self._stopped.is_set():
-                uid = f"u{number}"
-                outcomes = patiently(lambda uid=uid: self._service.grpc.submit(self._run, group(uid)))  # type: ignore[misc]
-                assert set(outcomes) <= {"accepted", "duplicate", "sealed"}
-                self.accepted.append(uid)
-                number += 1
-        except BaseException as error:  # noqa: BLE001
-            self.errors.append(error)
-
-    def stop(self) -> list[str]:
-        self._stopped.set()
-        self._thread.join(2 * PATIENCE_S)
-        assert not self.errors, self.errors
-        return self.accepted
-
-
-def all_trained(service: Service, run: str) -> list[str]:
-    """The uids of all batches of the run, which it finishes."""
-    batches = patiently(lambda: service.grpc.finish(run))
-    return [uid for batch in range(batches) for uid in sorted(set(uids_of(train(service.grpc, run, batch))))]
-
-
-BIG = {**CONFIG, "max_buffered_batches": 10_000, "max_staleness": 20_000}
-
-
 class TestItDies:
-    def test_killed_and_started_again_it_has_lost_nothing(
-        self, services: Services, start_redis: StartRedis, run: str
-    ) -> None:
-        server = start_redis(appendonly="always")
-        [service] = services.start(1, *on_redis(server.url))
-        service.grpc.create(run, BIG)
-        producer = Producer(service, run)
-        for _ in range(3):
-            least = len(producer.accepted) + 20
-            eventually(lambda least=least: len(producer.accepted) >= least or producer.errors, "it goes on")  # type: ignore[misc]
-            server.kill()
-            server.start()
-        accepted = producer.stop()
-        assert sorted(all_trained(service, run)) == sorted(accepted)
-        assert service.grpc.get(run)["groups_dropped"] == {}
-        eventually(lambda: service.trouble == "", "it is ready again")
-
     def test_unreachable_for_longer_than_the_lease_it_is_refused_and_goes_on(
         self, services: Services, start_redis: StartRedis, run: str
     ) -> None:

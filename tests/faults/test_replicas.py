@@ -18,7 +18,6 @@ from tests.faults.services import (
     CONFIG,
     Service,
     Services,
-    check,
     eventually,
     group,
     on_redis,
@@ -67,94 +66,6 @@ class TestTheOwnerGoes:
         assert train(second.grpc, run, 0) == data
         assert second.grpc.submit(run, group("d")) == ["accepted"] * 2
         assert sorted(set(uids_of(train(second.http, run, 1)))) == ["c", "d"]
-
-    def test_killed_under_load_again_and_again_every_row_is_trained_once(
-        self, services: Services, shared_redis: RedisServer, run: str
-    ) -> None:
-        """Clients see no more of it than retries."""
-        alive = services.start(3, *on_redis(shared_redis.url, LEASE_S, run))
-        alive[0].grpc.create(run, CONFIG)
-        groups, trained, errors = 60, list[list[str]](), list[BaseException]()
-        guard = threading.Lock()
-        # However long a replacement takes to start, a third of the work is left after each.
-        replaced = [threading.Event(), threading.Event()]
-
-        def some_service(number: int) -> Service:
-            with guard:
-                return alive[number % len(alive)]
-
-        def produce(worker: int) -> None:
-            try:
-                for number in range(worker, groups, 3):
-                    rows = group(f"u{number}")
-                    for turn in range(1000):
-                        try:
-                            outcomes = some_service(worker + turn).grpc.submit(run, rows)
-                        except Refused as refused:
-                            check(refused, "UNAVAILABLE", "RESOURCE_EXHAUSTED")
-                            time.sleep(0.1)
-                            continue
-                        assert set(outcomes) <= {"accepted", "duplicate", "sealed"}, outcomes
-                        break
-            except BaseException as error:  # noqa: BLE001
-                errors.append(error)
-
-        def consume() -> None:
-            try:
-                for batch in range(groups // 2):
-                    for event in replaced[: batch // (groups // 6)]:
-                        event.wait(60)
-                    for turn in range(1000):
-                        try:
-                            with_retries = some_service(batch + turn).grpc
-                            shard = with_retries.shard(run, 0, batch=batch, wait_s=1.0)
-                            if shard["state"] != "published":
-                                continue
-                            data = with_retries.read(run, batch, 0, 0)
-                            position = {"batch": batch, "epoch": 0, "mini_batch": 0}
-                            with_retries.acknowledge(run, 0, position, commit=batch % 3 == 2)
-                        except Refused as refused:
-                            # Acknowledged by a call whose answer was lost: then it was read before.
-                            if refused.code == "NOT_FOUND" and turn:
-                                break
-                            check(refused, "UNAVAILABLE")
-                            time.sleep(0.1)
-                            continue
-                        break
-                    # As long as a step takes: there is work left when the next service is killed.
-                    time.sleep(0.1)
-                    trained.append(uids_of(data))
-            except BaseException as error:  # noqa: BLE001
-                errors.append(error)
-
-        threads = [threading.Thread(target=produce, args=(worker,)) for worker in range(3)]
-        threads.append(threading.Thread(target=consume))
-        for thread in threads:
-            thread.start()
-        try:
-            for event in replaced:
-                least = len(trained) + 3
-                eventually(lambda least=least: len(trained) >= least or errors, "it goes on")  # type: ignore[misc]
-                assert len(trained) < groups // 2, "there is work left"
-                victim = owner(alive, run)
-                replacement = services.begin(*on_redis(shared_redis.url, LEASE_S, run))
-                victim.kill()
-                with guard:
-                    alive.remove(victim)
-                replacement.ready()
-                with guard:
-                    alive.append(replacement)
-                event.set()
-        finally:
-            for event in replaced:
-                event.set()
-            for thread in threads:
-                thread.join(60)
-        assert not errors
-        uids = [uid for batch in trained for uid in set(batch)]
-        assert len(uids) == len(set(uids)) == groups
-        status = patiently(lambda: alive[0].grpc.get(run))
-        assert (status["batches_sealed"], status["groups_dropped"]) == (groups // 2, {})
 
     def test_stopped_beyond_its_lease_it_seals_and_publishes_nothing_when_it_wakes_up(
         self, start: Callable[[], tuple[Service, Service]], run: str

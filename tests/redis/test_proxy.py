@@ -1,11 +1,10 @@
-"""The servers and the bad network that other tests use do what they say."""
+"""The bad network that other tests use does what it says."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +13,8 @@ import trustme
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from tests.redis.cluster import RedisCluster
 from tests.redis.proxy import Proxy
-from tests.redis.servers import HOST, RedisServer, Sentinel, StartRedis
+from tests.redis.servers import HOST, RedisServer, StartRedis
 
 
 def client_of(server: RedisServer | Proxy, **options: Any) -> redis.Redis:
@@ -30,79 +28,6 @@ def through(proxy: Proxy) -> Iterator[redis.Redis]:
     with client_of(proxy) as client:
         client.ping()
         yield client
-
-
-class TestServer:
-    def test_each_test_begins_with_an_empty_server(self, redis_server: RedisServer) -> None:
-        client = redis_server.client()
-        assert client.dbsize() == 0
-        client.set("left", "over")
-
-    test_as_does_the_next_one = test_each_test_begins_with_an_empty_server
-
-    def test_a_killed_one_that_always_flushes_keeps_what_it_acknowledged(self, start_redis: StartRedis) -> None:
-        server = start_redis(appendonly="always")
-        client = server.client()
-        for number in range(50):
-            client.rpush("log", number)
-        port = server.port
-        server.kill()
-        with pytest.raises(redis.ConnectionError):
-            client.ping()
-        server.start()
-        assert server.port == port
-        assert client.llen("log") == 50
-
-    def test_one_without_a_log_comes_back_empty(self, start_redis: StartRedis) -> None:
-        server = start_redis(appendonly="no")
-        client = server.client()
-        client.set("a", "b")
-        server.restart()
-        assert client.dbsize() == 0
-
-    def test_a_restart_in_order_keeps_what_was_written(self, start_redis: StartRedis) -> None:
-        server = start_redis(appendonly="everysec")
-        client = server.client()
-        client.set("a", "b")
-        server.restart()
-        assert client.get("a") == b"b"
-
-    def test_a_paused_one_answers_once_it_is_resumed(self, start_redis: StartRedis) -> None:
-        server = start_redis(appendonly="no")
-        client, hasty = server.client(), server.client(socket_timeout=0.2)
-        client.ping()
-        server.pause()
-        with pytest.raises(redis.TimeoutError):
-            hasty.ping()
-        server.resume()
-        assert client.ping()
-
-    def test_a_password_lets_only_those_in_who_know_it(self, start_redis: StartRedis) -> None:
-        server = start_redis(appendonly="no", password="s3/cret?")
-        assert server.client().ping()
-        with redis.Redis.from_url(server.url) as client:
-            assert client.ping()
-        with client_of(server) as client, pytest.raises(redis.AuthenticationError):
-            client.ping()
-
-    def test_with_a_username_only_that_user_enters(self, start_redis: StartRedis) -> None:
-        server = start_redis(appendonly="no", username="gristmill", password="secret")
-        assert server.client().acl_whoami() == "gristmill"
-        with client_of(server, password="secret") as client, pytest.raises(redis.AuthenticationError):
-            client.ping()
-
-    def test_a_full_one_refuses_writes(self, start_redis: StartRedis) -> None:
-        client = start_redis(appendonly="no", maxmemory="16mb").client()
-        client.set("fits", b"x" * 1_000_000)
-        with pytest.raises(redis.OutOfMemoryError):
-            client.set("does not", b"x" * 16_000_000)
-
-    def test_a_port_that_is_taken_meanwhile_is_replaced(
-        self, start_redis: StartRedis, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        ports = iter([redis_server.port, redis_server.port, redis_server.port + 1])
-        monkeypatch.setattr("tests.redis.servers.free_port", lambda: next(ports))
-        assert start_redis(appendonly="no").port == redis_server.port + 1
 
 
 class TestProxy:
@@ -197,33 +122,3 @@ class TestProxy:
                 stranger.ping()
             with client_of(proxy) as plain, pytest.raises(redis.ConnectionError):
                 plain.ping()
-
-
-def test_a_cluster_spreads_keys_over_its_nodes_and_moves_them(tmp_path: Path) -> None:
-    with RedisCluster(tmp_path) as cluster:
-        first, *_ = (node.client() for node in cluster.nodes)
-        assert {cluster.node_of(b"%d" % number) for number in range(20)} == set(cluster.nodes)
-        key = next(key for key in (b"%d" % number for number in range(20)) if cluster.node_of(key) is cluster.nodes[0])
-        first.set(key, "here")
-        target = cluster.begin_move(key)
-        assert first.get(key) == b"here"
-        first.delete(key)
-        with pytest.raises(redis.exceptions.AskError):
-            first.get(key)
-        assert cluster.move(key) is target is cluster.node_of(key)
-        with pytest.raises(redis.exceptions.MovedError):
-            first.get(key)
-        target.client().set(key, "there")
-
-
-@pytest.mark.parametrize("password", [None, "secret"])
-def test_a_sentinel_promotes_the_replica_of_a_master_that_was_killed(tmp_path: Path, password: str | None) -> None:
-    with Sentinel(tmp_path, password=password) as sentinel:
-        client = sentinel.master.client()
-        client.set("a", "b")
-        assert client.wait(1, 5000) == 1
-        replica = sentinel.replica
-        dead = sentinel.kill_master()
-        assert sentinel.master is replica
-        assert sentinel.master.client().get("a") == b"b"
-        assert dead.process is None
