@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -39,10 +39,10 @@ CONFIG: Json = {
 class Service:
     """One that is starting; `ready` returns it when it serves. Its APIs are closed with it."""
 
-    def __init__(self, command: Sequence[str], announced: Path) -> None:
+    def __init__(self, command: Sequence[str], announced: Path, environment: Mapping[str, str] | None = None) -> None:
         self.announced, self.log_file = announced, announced.with_suffix(".log")
         with self.log_file.open("w") as log:
-            self.process = subprocess.Popen([*command], stdout=subprocess.PIPE, stderr=log, text=True)
+            self.process = subprocess.Popen([*command], stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
 
     def ready(self) -> Service:
         assert self.process.stdout is not None

@@ -8,7 +8,7 @@ import sqlite3
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 import httpx
@@ -96,6 +96,29 @@ def test_a_torn_tail_is_cut_and_reported_and_the_rest_is_there(services: Service
     assert service.grpc.submit(run, group("a")) == ["duplicate"] * 2
     assert service.grpc.submit(run, group("b")) == ["accepted"] * 2, "of what was not whole nothing is known"
     assert service.grpc.batch(run, 0, wait_s=20)["state"] == "published"
+
+
+@pytest.mark.parametrize("damage", ["cut", "removed"])
+def test_a_database_that_is_damaged_under_the_service_stops_its_run_with_the_reason(
+    services: Services, tmp_path: Path, run: str, damage: str
+) -> None:
+    [service] = services.start(1, *in_journal(tmp_path))
+    service.grpc.create(run, CONFIG)
+    service.grpc.submit(run, [*group("a"), *group("b")[:-1]])
+    for name in ("journal.sqlite", "journal.sqlite-wal"):
+        [path] = (tmp_path / "journal").glob(f"run-*/{name}")
+        if damage == "cut":
+            os.truncate(path, 0)
+        else:
+            path.unlink()
+    with suppress(Refused):
+        service.grpc.submit(run, group("b")[-1:])
+    with pytest.raises(Refused, match=r"cannot be read: .*; restore it") as refused:
+        patiently(lambda: service.grpc.batch(run, 0, wait_s=20))
+    check(refused.value, "FAILED_PRECONDITION")
+    service.grpc.delete(run)
+    service.grpc.create(run, CONFIG)
+    assert service.grpc.submit(run, group("a")) == ["accepted"] * 2
 
 
 class TestItDoesNotStart:

@@ -1,8 +1,6 @@
 """A machine that dies while a journal is written.
 
-A process works on a journal under `syscalls.c`, which notes each write and each sync, and notes itself what the journal
-promised. From that come the files as a disk may have them at any moment: what was synced, and any part of what came
-later, in any order.
+A process works on a journal, on a `dying_disk`, and notes itself what the journal promised.
 
 python -m tests.storage.power_loss DIRECTORY FSYNC SEED   # the process
 """
@@ -11,28 +9,21 @@ from __future__ import annotations
 
 import os
 import random
-import struct
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from gristmill._wire.steps import Steps
 from gristmill_service.storage.journal import run_log
 from gristmill_service.storage.journal.disk_room import DiskRoom
 from gristmill_service.storage.journal.run_log import JournalRunLog
 from gristmill_service.storage.journal.run_store import JournalRunStore
+from tests.storage.dying_disk import Note, Promises, environment, read_notes
 from tests.storage.tables import any_table
 
-_NOTE = struct.Struct("=cqII")
-_BLOCK = 4096
 _STEPS = 150
-_PROMISES = "promises"
-
-Part = Literal["nothing", "a beginning", "any blocks", "all"]
-"""What a disk has of the writes after the last sync."""
 
 
 class Moment(NamedTuple):
@@ -82,7 +73,7 @@ def work(directory: Path, fsync: run_log.Fsync, seed: int) -> None:
     """The process: notes how many records were answered, and how many when the last flush that ended began."""
     run_log._SHORT_WAL = 1 << 16
     DiskRoom.wal_limit = 200_000  # type: ignore[assignment, method-assign]
-    promises = os.open(directory / _PROMISES, os.O_CREAT | os.O_WRONLY)
+    promises = Promises(Path(os.environ["NOTES"]))
     log = JournalRunStore(directory / "journal", fsync).create("run", b"{}")
     log.replay()
     answered = flushed = 0
@@ -97,86 +88,18 @@ def work(directory: Path, fsync: run_log.Fsync, seed: int) -> None:
             answered += 1
         if kind == "free":
             log.remove(numbers)
-        os.pwrite(promises, struct.pack("=II", answered, flushed), 0)
+        promises.note((answered, flushed))
     # It ends as one that is killed.
     os._exit(0)
 
 
-@dataclass(slots=True)
-class _File:
-    synced: bytearray = field(default_factory=bytearray)
-    later: list[tuple[bytes, int, bytes]] = field(default_factory=list)
-
-    def left(self, part: Part, generator: random.Random) -> bytes:
-        content = bytearray(self.synced)
-        upto = {"nothing": 0, "a beginning": generator.randint(0, len(self.later))}.get(part, len(self.later))
-        likelihood = generator.choice([0.2, 0.5, 0.8, 0.95]) if part == "any blocks" else 1.0
-        for kind, offset, data in self.later[:upto]:
-            if kind == b"t":
-                if generator.random() < likelihood:
-                    _change(content, kind, offset, data)
-                continue
-            at = 0
-            while at < len(data):
-                end = at + _BLOCK - (offset + at) % _BLOCK
-                if generator.random() < likelihood:
-                    _change(content, kind, offset + at, data[at:end])
-                at = end
-        return bytes(content)
-
-
-def _change(content: bytearray, kind: bytes, offset: int, data: bytes) -> None:
-    content.extend(bytes(max(0, offset + len(data) - len(content))))
-    if kind == b"t":
-        del content[offset:]
-    else:
-        content[offset : offset + len(data)] = data
-
-
-class Disk:
-    """The files of a directory, write by write. answered, flushed: of the records, what `work` noted."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory, self._files = directory, dict[str, _File]()
-        self.answered = self.flushed = 0
-
-    def apply(self, kind: bytes, offset: int, path: str, data: bytes) -> None:
-        name = str(Path(path).relative_to(self._directory))
-        if name == _PROMISES:
-            self.answered, self.flushed = struct.unpack("=II", data)
-        elif kind in b"wt":
-            self._files.setdefault(name, _File()).later.append((kind, offset, data))
-        elif kind == b"s" and name in self._files:
-            file = self._files[name]
-            file.synced, file.later = bytearray(file.left("all", random.Random())), []
-        elif kind == b"u":
-            self._files.pop(name, None)
-        elif kind == b"r":
-            to = str(Path(data.decode()).relative_to(self._directory))
-            for below in [below for below in self._files if below == name or below.startswith(f"{name}/")]:
-                self._files[to + below[len(name) :]] = self._files.pop(below)
-
-    def write(self, directory: Path, part: Part, generator: random.Random) -> None:
-        """Writes the files as they may be after the machine died now."""
-        for name, file in self._files.items():
-            path = directory / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(file.left(part, generator))
-
-
-def noted(directory: Path, library: Path, fsync: str, seed: int) -> list[tuple[bytes, int, str, bytes]]:
-    """Runs the process. Returns what it did: kind, offset, path and data."""
-    notes = directory.with_suffix(".notes")
+def noted(directory: Path, library: Path, fsync: str, seed: int) -> list[Note]:
+    """Runs the process. Returns what it did."""
+    notes = directory.parent / "notes"
     directory.mkdir()
-    environment = {**os.environ, "LD_PRELOAD": str(library), "NOTED": str(directory), "NOTES": str(notes)}
     command = [sys.executable, "-m", "tests.storage.power_loss", str(directory), fsync, str(seed)]
-    subprocess.run(command, env=environment, check=True, cwd=Path(__file__).parents[2])
-    data, at, done = notes.read_bytes(), 0, []
-    while at < len(data):
-        kind, offset, length, size = _NOTE.unpack_from(data, at)
-        at += _NOTE.size + length + size
-        done.append((kind, offset, data[at - length - size : at - size].decode(), data[at - size : at]))
-    return done
+    subprocess.run(command, env=environment(library, directory, notes), check=True, cwd=Path(__file__).parents[2])
+    return read_notes(notes)
 
 
 def opened(store: JournalRunStore) -> tuple[JournalRunLog, int, bool]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import sqlite3
 import threading
@@ -289,6 +290,20 @@ class TestDamage:
         machine.log.close()
         with pytest.raises(InvalidArgumentError, match="no such table: events"):
             machine.restart()
+
+    @pytest.mark.parametrize("cut_bytes", [1, database.PAGE_BYTES, 10 * database.PAGE_BYTES])
+    def test_a_database_that_is_cut_while_it_is_used_gives_no_zeros_for_rows(
+        self, machine: Machine, monkeypatch: pytest.MonkeyPatch, cut_bytes: int
+    ) -> None:
+        monkeypatch.setattr("gristmill_service.storage.journal.run_log._SHORT_WAL", 0)
+        machine.log.append(b"one", {0: any_table(tokens=20_000)})
+        for _ in range(2):
+            machine.log.flush()
+        path = machine.run / "journal.sqlite"
+        os.truncate(path, path.stat().st_size - cut_bytes)
+        with pytest.raises(LogLostError, match=r"it was cut from|is malformed"):
+            machine.log.get(0)
+        assert machine.log.is_lost
 
     def test_a_table_that_cannot_be_read_is_lost(self, machine: Machine) -> None:
         machine.restart()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -13,10 +12,10 @@ from gristmill._wire.steps import Steps
 from gristmill_service.storage.journal import database
 from gristmill_service.storage.journal.run_log import Fsync
 from gristmill_service.storage.journal.run_store import JournalRunStore
-from tests.storage.power_loss import Disk, Part, moments, noted, opened, table
+from tests.storage.dying_disk import PARTS, Disk, compiled
+from tests.storage.power_loss import moments, noted, opened, table
 from tests.storage.tables import same
 
-PARTS: list[Part] = ["nothing", "a beginning", "any blocks", "all"]
 IMAGES = 6
 
 
@@ -25,19 +24,16 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     compiler = shutil.which("cc")
     if compiler is None:
         pytest.skip("needs a C compiler")
-    library = tmp_path_factory.mktemp("syscalls") / "syscalls.so"
-    source = Path(__file__).with_name("syscalls.c")
-    subprocess.run([compiler, "-O1", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
-    return library
+    return compiled(tmp_path_factory.mktemp("syscalls"), compiler)
 
 
-def check(directory: Path, fsync: Fsync, seed: int, disk: Disk) -> None:
+def check(directory: Path, fsync: Fsync, seed: int, answered: int, flushed: int) -> None:
     """Opens the run as it was left, and goes on with it."""
     store = JournalRunStore(directory / "journal", fsync)
     log, count, is_short = opened(store)
-    promised = {"always": disk.answered, "interval": disk.flushed, "never": 0}[fsync]
+    promised = {"always": answered, "interval": flushed, "never": 0}[fsync]
     assert promised <= count
-    assert is_short or count >= disk.answered, "what is missing is reported"
+    assert is_short or count >= answered, "what is missing is reported"
     records, live = moments(seed)[count]
     kept = list(log.replay().records)
     assert kept == records[count - len(kept) :]
@@ -66,11 +62,14 @@ def test_a_machine_that_dies_leaves_the_first_records_and_their_tables(
     monkeypatch.setattr(database, "this_boot", lambda: "a later one")
     generator, disk = random.Random(seed), Disk(tmp_path / "disk")
     looked_at = {*generator.sample(range(len(done)), IMAGES), len(done) - 1}
+    answered = flushed = 0
     for number, note in enumerate(done):
-        disk.apply(*note)
-        for part in PARTS if number in looked_at and disk.answered else []:
+        disk.apply(note)
+        if note.kind == b"p":
+            answered, flushed = note.promise
+        for part in PARTS if number in looked_at and answered else ():
             left = tmp_path / "left"
             disk.write(left, part, generator)
-            check(left, fsync, seed, disk)
+            check(left, fsync, seed, answered, flushed)
             shutil.rmtree(left)
-    assert disk.answered > 50
+    assert answered > 50

@@ -64,7 +64,7 @@ class JournalRunLog:
             self._reader = opened.enter_context(closing(database.connect(self._path, synchronous)))
             # A killed process may have left records in the kernel's cache.
             database.sync_file(self._wal)
-            self._wal_bytes = self._wal.stat().st_size
+            self._wal_bytes, self._least_bytes = self._wal.stat().st_size, 0
             self._measure()
             # Damaged data may be text of any bytes.
             self._reader.text_factory = bytes
@@ -167,8 +167,10 @@ class JournalRunLog:
             self._check_open()
             try:
                 if number not in self._removed and self._is_stored(number):
-                    return self._read(number)
-            except sqlite3.Error as error:
+                    rows = self._read(number)
+                    self._checked_size()
+                    return rows
+            except (sqlite3.Error, OSError) as error:
                 raise self._lost(error) from None
         raise NotFoundError(f"table {number} of rows is not in {self._directory}")
 
@@ -268,7 +270,17 @@ class JournalRunLog:
         [[pages]] = self._writer.execute("PRAGMA page_count").fetchall()
         [[free_pages]] = self._writer.execute("PRAGMA freelist_count").fetchall()
         self.reusable = int(free_pages) * PAGE_BYTES
-        self._room.note_growth(self._directory, pages * PAGE_BYTES - self._path.stat().st_size)
+        size = self._checked_size()
+        self._least_bytes = min(size, pages * PAGE_BYTES)
+        self._room.note_growth(self._directory, pages * PAGE_BYTES - size)
+
+    def _checked_size(self) -> int:
+        """Returns the size of the database's file. Raises OSError if another program cut it: SQLite reads what is
+        missing as zeros."""
+        size = self._path.stat().st_size
+        if size < self._least_bytes:
+            raise OSError(f"it was cut from {self._least_bytes} bytes or more to {size}")
+        return size
 
     def _checkpoint(self, mode: Literal["RESTART", "TRUNCATE"]) -> None:
         """Copies the WAL to the database, and restarts it. Called with `_flushing`; appends wait for the last pass

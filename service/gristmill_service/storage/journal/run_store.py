@@ -147,10 +147,12 @@ def _locked(directory: Path) -> int:
 
 
 def _make_directory(path: Path) -> None:
-    """Creates the directory and missing parents, for their owner only."""
-    if not path.parent.exists():
-        _make_directory(path.parent)
+    """Creates the directory and missing parents, for their owner only, on the disk."""
+    if path.exists():
+        return
+    _make_directory(path.parent)
     path.mkdir(mode=0o700, exist_ok=True)
+    database.sync_directory(path.parent)
 
 
 @contextmanager
