@@ -22,6 +22,7 @@ from gristmill._client.connection import retries
 from tests.serving import FREE_PORTS, ServiceProcess, StartService
 
 if TYPE_CHECKING:
+    from tests.faults.services import Services
     from tests.on_loop import Service
 
 _run_numbers = itertools.count()
@@ -100,6 +101,16 @@ def service() -> Iterator[Service]:
     running.start()
     yield running
     running.stop()
+
+
+@pytest.fixture
+def services(tmp_path: Path) -> Iterator[Services]:
+    """Starts services in processes of their own, which a test may kill; stopped with the test."""
+    from tests.faults.services import Services
+
+    started = Services(tmp_path)
+    yield started
+    started.close()
 
 
 @pytest.fixture

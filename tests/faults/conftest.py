@@ -10,18 +10,10 @@ from pathlib import Path
 import pytest
 
 from tests.faults.replicas import Join, Replica
-from tests.faults.services import Services
 from tests.redis.proxy import Proxy
 from tests.redis.servers import RedisServer, StartRedis
 
 _numbers = itertools.count()
-
-
-@pytest.fixture
-def services(tmp_path: Path) -> Iterator[Services]:
-    started = Services(tmp_path)
-    yield started
-    started.close()
 
 
 @pytest.fixture

@@ -194,10 +194,13 @@ class TestItIsSlowOrSilent:
 
 
 class TestItIsFull:
+    @pytest.fixture
+    def server(self, start_redis: StartRedis) -> RedisServer:
+        return start_redis(appendonly="no", maxmemory="1gb")
+
     def test_rows_wait_acknowledgements_do_not_and_it_goes_on_by_itself(
-        self, services: Services, start_redis: StartRedis, run: str
+        self, services: Services, server: RedisServer, run: str
     ) -> None:
-        server = start_redis(appendonly="no", maxmemory="1gb")
         admin = server.client()
         [service] = services.start(1, *on_redis(server.url))
         service.grpc.create(run, CONFIG)
@@ -217,9 +220,8 @@ class TestItIsFull:
         assert sorted(set(uids_of(train(service.grpc, run, 1)))) == ["c", "d"]
 
     def test_full_it_can_still_be_taken_over_so_that_acknowledgements_make_room(
-        self, services: Services, start_redis: StartRedis, run: str
+        self, services: Services, server: RedisServer, run: str
     ) -> None:
-        server = start_redis(appendonly="no", maxmemory="1gb")
         admin = server.client()
         first, second = services.start(2, *on_redis(server.url))
         first.grpc.create(run, CONFIG)
@@ -232,9 +234,8 @@ class TestItIsFull:
         assert sorted(set(uids_of(train(second.grpc, run, 0)))) == ["a", "b"]
 
     def test_a_batch_that_found_no_room_is_stored_once_there_is_some(
-        self, services: Services, start_redis: StartRedis, run: str
+        self, services: Services, server: RedisServer, run: str
     ) -> None:
-        server = start_redis(appendonly="no", maxmemory="1gb")
         admin = server.client()
         [service] = services.start(1, *on_redis(server.url))
         service.grpc.create(run, CONFIG)

@@ -150,15 +150,23 @@ class TestTheOwnerGoes:
 
 
 class TestOneIsCutOff:
-    def test_it_says_so_and_the_others_go_on_until_it_is_back(
+    @pytest.fixture
+    def near_and_far(
         self, services: Services, shared_redis: RedisServer, proxy: Proxy, run: str
-    ) -> None:
+    ) -> tuple[Service, Service]:
+        """One next to Redis, and the run's owner, which the proxy may cut off."""
         near = services.begin(*on_redis(shared_redis.url, LEASE_S))
         far = services.begin(*on_redis(proxy.url, LEASE_S))
         far.ready()
         far.grpc.create(run, CONFIG)
         assert owner([far], run) is far
         near.ready()
+        return near, far
+
+    def test_it_says_so_and_the_others_go_on_until_it_is_back(
+        self, near_and_far: tuple[Service, Service], proxy: Proxy, run: str
+    ) -> None:
+        near, far = near_and_far
         far.grpc.submit(run, group("a"))
         proxy.refuse()
         proxy.cut()
@@ -181,14 +189,9 @@ class TestOneIsCutOff:
         assert far.grpc.get(run) == near.grpc.get(run)
 
     def test_a_network_that_goes_silent_is_answered_within_seconds_and_never_takes_the_probes_down(
-        self, services: Services, shared_redis: RedisServer, proxy: Proxy, run: str
+        self, near_and_far: tuple[Service, Service], proxy: Proxy, run: str
     ) -> None:
-        near = services.begin(*on_redis(shared_redis.url, LEASE_S))
-        far = services.begin(*on_redis(proxy.url, LEASE_S))
-        far.ready()
-        far.grpc.create(run, CONFIG)
-        assert owner([far], run) is far
-        near.ready()
+        near, far = near_and_far
         proxy.freeze()
         slowest, codes, lock = 0.0, list[str](), threading.Lock()
 

@@ -7,15 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.services import Services
 from tests.redis.servers import RedisServer
-
-
-@pytest.fixture
-def services(tmp_path: Path) -> Iterator[Services]:
-    started = Services(tmp_path)
-    yield started
-    started.close()
 
 
 @pytest.fixture

@@ -128,14 +128,12 @@ def history_of(service: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kept_in", ["journal", "redis"])
-def test_the_history_outlives_the_process(tmp_path: Path, kept_in: str) -> None:
+def test_the_history_outlives_the_process(tmp_path: Path, services: Services, kept_in: str) -> None:
     with ExitStack() as stack:
         flags = ["--journal-dir", str(tmp_path / "journal"), "--store", "memory"]
         if kept_in == "redis":
             server = stack.enter_context(RedisServer(tmp_path / "redis", appendonly="no"))
             flags = list(on_redis(server.url))
-        services = Services(tmp_path)
-        stack.callback(services.close)
         _outlives(services, flags)
 
 

@@ -16,13 +16,6 @@ BATCH = "batches/0"
 
 
 @pytest.fixture
-def services(tmp_path: Path) -> Iterator[Services]:
-    started = Services(tmp_path)
-    yield started
-    started.close()
-
-
-@pytest.fixture
 def redis(tmp_path: Path) -> Iterator[RedisServer]:
     with RedisServer(tmp_path / "redis", appendonly="no") as server:
         yield server

@@ -252,6 +252,15 @@ class TestRollback:
         server.client().hset(f"{{{PREFIX}:run}}:head", "last", entries[count][0])
         server.client().hdel(f"{{{PREFIX}:run}}:head", "generation")
 
+    def taken_over(
+        self, server: RedisServer, store: RedisRunStore, join: Join, **options: float
+    ) -> tuple[RedisRunStore, RedisRunLog]:
+        """The store and the log of another, which took the run over after it was forgotten in part."""
+        self.forget(server, 2)
+        expire(store)
+        other = join(server.url, **options)
+        return other, other.open("run")
+
     def test_a_caller_that_was_sent_more_learns_it_when_the_log_is_opened_again(
         self, redis_server: RedisServer, store: RedisRunStore, log: RedisRunLog
     ) -> None:
@@ -318,10 +327,7 @@ class TestRollback:
     def test_an_owner_that_took_over_after_a_failover_learns_it_from_the_one_before(
         self, redis_server: RedisServer, store: RedisRunStore, log: RedisRunLog, join: Join
     ) -> None:
-        self.forget(redis_server, 2)
-        expire(store)
-        other = join(redis_server.url)
-        taken = other.open("run")
+        other, taken = self.taken_over(redis_server, store, join)
         assert not started_short(taken), "it cannot know"
         taken.append(b"goes on", {})
         log.close()
@@ -334,10 +340,7 @@ class TestRollback:
     def test_it_learns_it_also_where_redis_loses_the_first_report(
         self, redis_server: RedisServer, store: RedisRunStore, log: RedisRunLog, join: Join
     ) -> None:
-        self.forget(redis_server, 2)
-        expire(store)
-        other = join(redis_server.url, lease_s=60.0)
-        taken = other.open("run")
+        _, taken = self.taken_over(redis_server, store, join, lease_s=60.0)
         started(taken)
         log.close()
         with pytest.raises(OwnedElsewhereError):
@@ -350,10 +353,7 @@ class TestRollback:
     def test_a_report_that_is_repeated_is_logged_once(
         self, redis_server: RedisServer, store: RedisRunStore, log: RedisRunLog, join: Join
     ) -> None:
-        self.forget(redis_server, 2)
-        expire(store)
-        other = join(redis_server.url, lease_s=60.0)
-        taken = other.open("run")
+        other, taken = self.taken_over(redis_server, store, join, lease_s=60.0)
         started(taken)
         log.close()
         wait_until(lambda: reported_again(store), "it is reported")
@@ -369,10 +369,7 @@ class TestRollback:
     def test_an_append_that_is_under_way_meanwhile_does_not_hide_it(
         self, redis_server: RedisServer, store: RedisRunStore, log: RedisRunLog, join: Join
     ) -> None:
-        self.forget(redis_server, 2)
-        expire(store)
-        other = join(redis_server.url)
-        taken = other.open("run")
+        other, taken = self.taken_over(redis_server, store, join)
         started(taken)
         log.close()
         append = taken._scripts.confirmed

@@ -66,10 +66,8 @@ def test_a_run_that_cannot_be_recovered_at_first_is_there_when_it_can(store: Fai
     runs.close(1)
 
 
-def test_a_run_is_not_unknown_while_it_is_recovered(store: FailingStore) -> None:
-    runs = opened(store)
-    runs.create("run", CONFIG)
-    runs.get("run").submit(table(row("a")))
+def hold_opens(store: FailingStore) -> tuple[threading.Event, threading.Event]:
+    """Makes the store open logs slowly: it sets the first when it begins to, and waits for the second."""
     open_now, opening, may_open = store.open, threading.Event(), threading.Event()
 
     def open_slowly(name: str) -> JournalRunLog:
@@ -78,6 +76,14 @@ def test_a_run_is_not_unknown_while_it_is_recovered(store: FailingStore) -> None
         return open_now(name)
 
     store.open = open_slowly  # type: ignore[method-assign]
+    return opening, may_open
+
+
+def test_a_run_is_not_unknown_while_it_is_recovered(store: FailingStore) -> None:
+    runs = opened(store)
+    runs.create("run", CONFIG)
+    runs.get("run").submit(table(row("a")))
+    opening, may_open = hold_opens(store)
     runs.get("run").lose()
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(runs.get, "run")
@@ -206,14 +212,7 @@ def test_a_run_that_comes_back_while_it_is_being_deleted_is_deleted_whole(store:
     runs.close(1)
     store.failures = 1
     runs = opened(store)
-    open_now, opening, may_open = store.open, threading.Event(), threading.Event()
-
-    def open_slowly(name: str) -> JournalRunLog:
-        opening.set()
-        assert may_open.wait(PATIENCE_S)
-        return open_now(name)
-
-    store.open = open_slowly  # type: ignore[method-assign]
+    opening, may_open = hold_opens(store)
     with ThreadPoolExecutor(2) as pool:
         back = pool.submit(runs.get, "run")
         assert opening.wait(PATIENCE_S)

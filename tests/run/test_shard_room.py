@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
-from gristmill._wire.steps import Steps
 from gristmill.errors import FailedPreconditionError, NotFoundError, UnavailableError
-from gristmill_service.config import RunConfig
 from gristmill_service.monitoring.collectors.run_monitor import Monitor
-from gristmill_service.pipeline.scored_batch import StageTimer
-from gristmill_service.pipeline.written import Written
 from gristmill_service.run.capacity import ShardRoom
 from gristmill_service.run.machine.answers import BatchState, Position
 from gristmill_service.run.machine.decisions.resume import Checkpoint
@@ -79,21 +75,10 @@ def test_one_runs_full_store_and_long_build_delay_no_other_run() -> None:
     gate = threading.Event()
 
     class SlowForOne(BuildBatch):
-        def __call__(
-            self,
-            steps: Steps,
-            config: RunConfig,
-            *,
-            run: str,
-            batch: int,
-            policy_version: int | None,
-            timed: StageTimer,
-            written: Written | None = None,
-            begun: Mapping[tuple[int, str], int] | None = None,
-        ) -> Built:
+        def __call__(self, *args: Any, run: str, **named: Any) -> Built:
             if run == "slow":
                 gate.wait(PATIENCE_S)
-            return super().__call__(steps, config, run=run, batch=batch, policy_version=policy_version, timed=timed)
+            return super().__call__(*args, run=run, **named)
 
     runs = Runs(Shelf(), build_batch=SlowForOne(), make_monitor=Monitor)
     for name in ("slow", "quick"):
