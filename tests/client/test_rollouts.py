@@ -11,6 +11,7 @@ import pytest
 
 from gristmill import (
     AlreadyExistsError,
+    FailedPreconditionError,
     InvalidArgumentError,
     ResourceExhaustedError,
     RolloutClient,
@@ -97,6 +98,35 @@ def test_a_higher_attempt_supersedes_and_the_earlier_worker_is_told(client: Roll
     assert not second.is_dropped
     assert first.is_dropped
     assert first.step([1, 2, 3], [4]) is False
+
+
+@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("attempt", [{}, {"attempt": 1}])
+def test_a_rollout_that_raised_and_is_sampled_again_is_trained(
+    service: Service, run_name: str, trainer: TrainerClient, face: str, attempt: dict[str, int]
+) -> None:
+    with connecting(face) as connect, connect(service.grpc_address, run_name, timeout_s=20) as client:
+        client.create_run(CONFIG | {"train_batch_size": 1, "policy_mini_batch_size": 1})
+        failing = client.trajectory("p0", 0)
+        failing.step([1], [2])
+        failing.abort("the engine raised")
+        client.trajectory("p0", 0, **attempt).step([1], [7], reward=1.0, is_last_step=True)
+        client.trajectory("p0", 1).step([1], [8], reward=0.0, is_last_step=True)
+        client.flush()
+    assert next(iter(trainer)).plan["rows"] == 2
+
+
+def test_an_attempt_that_comes_too_late_is_refused_where_it_steps(client: RolloutClient) -> None:
+    client.create_run(CONFIG | {"train_batch_size": 1, "policy_mini_batch_size": 1})
+    for _ in range(2):
+        failing = client.trajectory("p0", 0)
+        failing.step([1], [2])
+        failing.abort("the engine raised")
+    client.trajectory("p0", 1).step([1], [2], reward=0.0, is_last_step=True)
+    client.flush()
+    for again in (client.trajectory("p0", 0), client.trajectory("p0", 0, attempt=0)):
+        with pytest.raises(FailedPreconditionError, match=r"sample 0: attempt \d comes too late.*sealed"):
+            again.step([1], [2], reward=0.0, is_last_step=True)
 
 
 def test_a_worker_of_a_dropped_group_is_told_to_stop(client: RolloutClient) -> None:

@@ -30,6 +30,39 @@ def test_a_complete_trajectory_of_an_open_group_can_be_aborted() -> None:
     assert bench.build_batch.batches[0].samples.tolist() == [1]
 
 
+def test_a_higher_attempt_of_an_aborted_trajectory_takes_part_again() -> None:
+    bench = Bench(train_batch_size=2)
+    bench.submit(row("a", 0, last=False), row("a", 1), *group_rows("b", last=False))
+    assert bench.run.abort_trajectories([key("a")], "raised") == 1
+    assert list(bench.state.complete) == [(0, "a")], "it would go on without the sample"
+    assert bench.submit(row("a", 0)) == ["DROPPED"]
+    assert bench.submit(row("a", 0, attempt=1), row("a", 0, attempt=1)) == ["ACCEPTED", "DUPLICATE"]
+    assert bench.run.abort_trajectories([key("a")], "late", 0) == 0, "of the attempt before"
+    bench.submit(*group_rows("b", step=1))
+    bench.make_batches()
+    assert bench.build_batch.batches[0].samples.tolist() == [0, 1, 0, 0, 1, 1]
+
+
+def test_an_attempt_that_is_aborted_again_needs_a_higher_one_and_one_without_rows_counts() -> None:
+    bench = Bench(train_batch_size=2)
+    bench.begin("a")
+    bench.run.abort_trajectories([key("a")], "no row was sent", 2)
+    assert bench.submit(row("a", 0, attempt=2)) == ["DROPPED"]
+    assert bench.submit(row("a", 0, attempt=3)) == ["ACCEPTED"]
+    bench.run.abort_trajectories([key("a")], "again")
+    assert bench.submit(row("a", 0, attempt=3)) == ["DROPPED"]
+    assert bench.submit(row("a", 0, attempt=4)) == ["ACCEPTED"]
+
+
+def test_no_attempt_reopens_a_group_that_is_closed_or_has_enough_samples() -> None:
+    bench = Bench(train_batch_size=2, group_timeout_s=10, surplus=1)
+    bench.submit(row("enough", 0), row("enough", 1), row("late", 0))
+    assert bench.submit(row("enough", 2, attempt=1)) == ["DROPPED"]
+    bench.run.abort_trajectories([key("late", 1)], "raised")
+    bench.let_pass(10)
+    assert bench.submit(row("late", 1, attempt=1), row("late", 2, attempt=1)) == ["SEALED"] * 2
+
+
 def test_a_group_of_which_nothing_is_left_is_dropped_for_that_reason() -> None:
     bench = Bench()
     bench.submit(row("a"))

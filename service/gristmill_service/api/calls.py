@@ -178,8 +178,10 @@ async def set_rewards(api: ApiContext, run: str, rewards: Sequence[RewardUpdate]
     return await (await api.runs.get(run)).set_rewards(rewards)
 
 
-async def abort_trajectories(api: ApiContext, run: str, trajectories: Sequence[TrajectoryKey], reason: str) -> int:
-    return await (await api.runs.get(run)).abort_trajectories(trajectories, reason)
+async def abort_trajectories(
+    api: ApiContext, run: str, trajectories: Sequence[TrajectoryKey], reason: str, attempt: int | None
+) -> int:
+    return await (await api.runs.get(run)).abort_trajectories(trajectories, reason, attempt)
 
 
 async def abort_groups(api: ApiContext, run: str, round_: int, uids: Sequence[str], reason: str) -> int:

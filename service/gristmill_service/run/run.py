@@ -216,9 +216,11 @@ class Run:
         digests = [b"" if update.token_values is None else values_digest(update.token_values) for update in updates]
         return await self._execute(lambda view: rewards.set_rewards(view.state, updates, digests))
 
-    async def abort_trajectories(self, trajectories: Sequence[TrajectoryKey], reason: str) -> int:
+    async def abort_trajectories(
+        self, trajectories: Sequence[TrajectoryKey], reason: str, attempt: int | None = None
+    ) -> int:
         return await self._execute(
-            lambda view: aborts.abort_trajectories(view.state, view.config, trajectories, reason)
+            lambda view: aborts.abort_trajectories(view.state, view.config, trajectories, reason, attempt)
         )
 
     async def abort_groups(self, round_: int, uids: Sequence[str], reason: str) -> int:

@@ -258,9 +258,12 @@ class AbortTrajectoriesRequest(google.protobuf.message.Message):
     RUN_FIELD_NUMBER: builtins.int
     TRAJECTORIES_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
+    ATTEMPT_FIELD_NUMBER: builtins.int
     run: builtins.str
     reason: builtins.str
     """The reason under which dropped rows and groups are counted."""
+    attempt: builtins.int
+    """Abort this attempt and lower ones only; unset: any attempt."""
     @property
     def trajectories(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TrajectoryKey]: ...
     def __init__(
@@ -269,8 +272,11 @@ class AbortTrajectoriesRequest(google.protobuf.message.Message):
         run: builtins.str = ...,
         trajectories: collections.abc.Iterable[global___TrajectoryKey] | None = ...,
         reason: builtins.str = ...,
+        attempt: builtins.int | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["reason", b"reason", "run", b"run", "trajectories", b"trajectories"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_attempt", b"_attempt", "attempt", b"attempt"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_attempt", b"_attempt", "attempt", b"attempt", "reason", b"reason", "run", b"run", "trajectories", b"trajectories"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_attempt", b"_attempt"]) -> typing.Literal["attempt"] | None: ...
 
 global___AbortTrajectoriesRequest = AbortTrajectoriesRequest
 

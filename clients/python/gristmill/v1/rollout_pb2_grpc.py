@@ -28,10 +28,11 @@ if _version_not_supported:
 class RolloutServiceStub(object):
     """What rollout workers call. Every call may be repeated safely: a repeat changes nothing and gives the same answer.
 
-    Errors are gRPC statuses whose message names the trajectory, the field, the value and the remedy: INVALID_ARGUMENT
-    (wrong input, do not retry), NOT_FOUND (no such run), ALREADY_EXISTS (another content under the same key),
-    FAILED_PRECONDITION (the run is finished), RESOURCE_EXHAUSTED (a limit; trailing metadata `grpc-retry-pushback-ms`
-    says when to retry), UNAVAILABLE (shutting down; retry). A call that fails has stored nothing of its request.
+    Errors are gRPC statuses whose message names the trajectory, the field, the value and the remedy:
+    INVALID_ARGUMENT (wrong input, do not retry), NOT_FOUND (no such run), ALREADY_EXISTS (another content under the same
+    key), FAILED_PRECONDITION (the run is finished), RESOURCE_EXHAUSTED (a limit; trailing metadata
+    `grpc-retry-pushback-ms` says when to retry), UNAVAILABLE (shutting down; retry).
+    A call that fails has stored nothing of its request.
     """
 
     def __init__(self, channel):
@@ -75,15 +76,17 @@ class RolloutServiceStub(object):
 class RolloutServiceServicer(object):
     """What rollout workers call. Every call may be repeated safely: a repeat changes nothing and gives the same answer.
 
-    Errors are gRPC statuses whose message names the trajectory, the field, the value and the remedy: INVALID_ARGUMENT
-    (wrong input, do not retry), NOT_FOUND (no such run), ALREADY_EXISTS (another content under the same key),
-    FAILED_PRECONDITION (the run is finished), RESOURCE_EXHAUSTED (a limit; trailing metadata `grpc-retry-pushback-ms`
-    says when to retry), UNAVAILABLE (shutting down; retry). A call that fails has stored nothing of its request.
+    Errors are gRPC statuses whose message names the trajectory, the field, the value and the remedy:
+    INVALID_ARGUMENT (wrong input, do not retry), NOT_FOUND (no such run), ALREADY_EXISTS (another content under the same
+    key), FAILED_PRECONDITION (the run is finished), RESOURCE_EXHAUSTED (a limit; trailing metadata
+    `grpc-retry-pushback-ms` says when to retry), UNAVAILABLE (shutting down; retry).
+    A call that fails has stored nothing of its request.
     """
 
     def BeginGroups(self, request, context):
-        """Admits prompt groups: reserves their capacity and so paces producers. Admits as many of the uids, in their
-        order, as there is capacity for now, and answers for each. May wait for capacity."""
+        """Admits prompt groups: reserves their capacity and so paces producers. Admits as many of the uids, in their order,
+        as there is capacity for now, and answers for each. May wait for capacity.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -107,7 +110,8 @@ class RolloutServiceServicer(object):
 
     def AbortTrajectories(self, request, context):
         """Aborts trajectories: their rows are dropped, and their groups complete without them, or are dropped if no
-        trajectory is left. Aborting one that is already aborted, dropped or sealed changes nothing.
+        trajectory is left. Aborting one that is already aborted, dropped or sealed changes nothing. A higher attempt takes
+        part again, unless its group is sealed, dropped, closed or complete without it by then.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -121,9 +125,9 @@ class RolloutServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def SealBatch(self, request, context):
-        """Seals all complete groups into a batch now, also fewer than train_batch_size. With `batch` set it is
-        idempotent: a batch of that number that is sealed already is returned. FAILED_PRECONDITION when no group is
-        complete."""
+        """Seals all complete groups into a batch now, also fewer than train_batch_size. With `batch` set it is idempotent:
+        a batch of that number that is sealed already is returned. FAILED_PRECONDITION when no group is complete.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -172,10 +176,11 @@ def add_RolloutServiceServicer_to_server(servicer, server):
 class RolloutService(object):
     """What rollout workers call. Every call may be repeated safely: a repeat changes nothing and gives the same answer.
 
-    Errors are gRPC statuses whose message names the trajectory, the field, the value and the remedy: INVALID_ARGUMENT
-    (wrong input, do not retry), NOT_FOUND (no such run), ALREADY_EXISTS (another content under the same key),
-    FAILED_PRECONDITION (the run is finished), RESOURCE_EXHAUSTED (a limit; trailing metadata `grpc-retry-pushback-ms`
-    says when to retry), UNAVAILABLE (shutting down; retry). A call that fails has stored nothing of its request.
+    Errors are gRPC statuses whose message names the trajectory, the field, the value and the remedy:
+    INVALID_ARGUMENT (wrong input, do not retry), NOT_FOUND (no such run), ALREADY_EXISTS (another content under the same
+    key), FAILED_PRECONDITION (the run is finished), RESOURCE_EXHAUSTED (a limit; trailing metadata
+    `grpc-retry-pushback-ms` says when to retry), UNAVAILABLE (shutting down; retry).
+    A call that fails has stored nothing of its request.
     """
 
     @staticmethod

@@ -116,8 +116,9 @@ class RunServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListGroups(self, request, context):
-        """Every prompt group that was ever admitted, with its state, so that a data loader that restarts can skip uids.
-        In pages, the closed ones first. Reads only."""
+        """Every prompt group that was ever admitted, with its state, so that a data loader that restarts can skip uids. In
+        pages, the closed ones first. Reads only.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -138,8 +139,9 @@ class RunServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def AnnouncePolicyVersion(self, request, context):
-        """Sets the policy version from which rollout workers sample. Versions never go back: a lower one than the
-        current is FAILED_PRECONDITION; the current one again changes nothing."""
+        """Sets the policy version from which rollout workers sample. Versions never go back: a lower one than the current is
+        FAILED_PRECONDITION; the current one again changes nothing.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')

@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class TrainerServiceStub(object):
-    """What trainer ranks call. Shards may be pulled in any order and any number of times until they are committed; only
-    acknowledgements move a rank. Errors as in RolloutService; a rank out of range is INVALID_ARGUMENT, a batch that
+    """What trainer ranks call. Shards may be pulled in any order and any number of times until they are committed;
+    only acknowledgements move a rank. Errors as in RolloutService; a rank out of range is INVALID_ARGUMENT, a batch that
     could not be made FAILED_PRECONDITION with its reason, a batch that is freed NOT_FOUND.
 
     Errors of the same status are distinguished by the trailing metadata `gristmill-error`, the name of the Python class
@@ -83,8 +83,8 @@ class TrainerServiceStub(object):
 
 
 class TrainerServiceServicer(object):
-    """What trainer ranks call. Shards may be pulled in any order and any number of times until they are committed; only
-    acknowledgements move a rank. Errors as in RolloutService; a rank out of range is INVALID_ARGUMENT, a batch that
+    """What trainer ranks call. Shards may be pulled in any order and any number of times until they are committed;
+    only acknowledgements move a rank. Errors as in RolloutService; a rank out of range is INVALID_ARGUMENT, a batch that
     could not be made FAILED_PRECONDITION with its reason, a batch that is freed NOT_FOUND.
 
     Errors of the same status are distinguished by the trailing metadata `gristmill-error`, the name of the Python class
@@ -100,70 +100,73 @@ class TrainerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetShard(self, request, context):
-        """The location of a shard, by its address, or of the next one that the rank has to acknowledge. Waits until it
-        is published, or, with `forward`, until its forward shard is. Reads only: asking twice gives the same shard."""
+        """The location of a shard, by its address, or of the next one that the rank has to acknowledge. Waits until it is
+        published, or, with `forward`, until its forward shard is. Reads only: asking twice gives the same shard.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReadShard(self, request, context):
-        """The bytes of a shard's safetensors file, in order; as zstd frames if the caller accepts them and the service
-        has them. Reads only."""
+        """The bytes of a shard's safetensors file, in order; as zstd frames if the caller accepts them and the service has
+        them. Reads only.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WriteColumns(self, request, context):
-        """Writes columns of `source: trainer` for one of the policy's shards, from any process. They are stored like
-        rows; once every shard of the batch has every column, its train shards replace the forward shards.
+        """Writes columns of `source: trainer` for one of the policy's shards, from any process. They are stored like rows;
+        once every shard of the batch has every column, its train shards replace the forward shards.
 
         The same bytes again change nothing. Other bytes are ALREADY_EXISTS until the trainer resumes, which voids the
-        columns of batches that still await some, and with another `dp_size` those of all batches. Values that are not
-        of the shard's shape or the column's dtype, or not finite for a row's own tokens, are INVALID_ARGUMENT; a batch
-        that waits for nothing is FAILED_PRECONDITION, one whose forward shards are not there yet UNAVAILABLE.
+        columns of batches that still await some, and with another `dp_size` those of all batches. Values that are not of
+        the shard's shape or the column's dtype, or not finite for a row's own tokens, are INVALID_ARGUMENT; a batch that
+        waits for nothing is FAILED_PRECONDITION, one whose forward shards are not there yet UNAVAILABLE.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ExportBatch(self, request, context):
-        """The rows of a sealed batch as they were submitted, in the batch's order, to lay it out again offline.
-        Available until the batch is freed. Reads only."""
+        """The rows of a sealed batch as they were submitted, in the batch's order, to lay it out again offline. Available
+        until the batch is freed. Reads only.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Acknowledge(self, request, context):
-        """Moves a rank past the mini-batch at `position`, which it has trained. Positions are acknowledged in order:
-        one that is already passed changes nothing, one ahead of the rank's next is FAILED_PRECONDITION.
+        """Moves a rank past the mini-batch at `position`, which it has trained. Positions are acknowledged in order: one that
+        is already passed changes nothing, one ahead of the rank's next is FAILED_PRECONDITION.
 
-        A failed batch has nothing to train, and ranks get the batches after it. If it could not be aligned for the
-        run's `dp_size`, its rows stay stored until every rank acknowledges a position of it or after it, or a position
-        after it is committed or resumed at.
+        A failed batch has nothing to train, and ranks get the batches after it. If it could not be aligned for the run's
+        `dp_size`, its rows stay stored until every rank acknowledges a position of it or after it, or a position after it
+        is committed or resumed at.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Commit(self, request, context):
-        """Declares all training before `position` as safe in the trainer's checkpoint: batches before it are freed once
-        every rank has acknowledged them. A position before the committed one changes nothing."""
+        """Declares all training before `position` as safe in the trainer's checkpoint: batches before it are freed once every
+        rank has acknowledged them. A position before the committed one changes nothing.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Resume(self, request, context):
-        """Moves all ranks of a model to `position`, as a new incarnation: calls of older ones are refused from then on.
-        Ranks of one launch give the same `launch` and get the same incarnation, in any order. A late rank of a launch
-        that a newer one has superseded is refused, like its calls.
+        """Moves all ranks of a model to `position`, as a new incarnation: calls of older ones are refused from then on. Ranks
+        of one launch give the same `launch` and get the same incarnation, in any order. A late rank of a launch that a
+        newer one has superseded is refused, like its calls.
 
-        With another `dp_size` than the run's, unacknowledged mini-batches are planned and cut again for it, from the
-        same rows; what all ranks have acknowledged stays done. Batches from the position on that failed because they
-        could not be aligned are planned again. The run's other model has to resume, too. FAILED_PRECONDITION for a
-        position before the committed one (its data is gone), past what is sealed, of another run (`run_id`), or past
-        what was
+        With another `dp_size` than the run's, unacknowledged mini-batches are planned and cut again for it, from the same
+        rows; what all ranks have acknowledged stays done. Batches from the position on that failed because they could not
+        be aligned are planned again. The run's other model has to resume, too. FAILED_PRECONDITION for a position before
+        the committed one (its data is gone), past what is sealed, of another run (`run_id`), or past what was
         acknowledged: accepted rows would be skipped. The message says what would be lost and which position fits. With
-            `give_up_reason`, the groups that the position skips are dropped for that reason.
+        `give_up_reason`, the groups that the position skips are dropped for that reason.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -221,8 +224,8 @@ def add_TrainerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class TrainerService(object):
-    """What trainer ranks call. Shards may be pulled in any order and any number of times until they are committed; only
-    acknowledgements move a rank. Errors as in RolloutService; a rank out of range is INVALID_ARGUMENT, a batch that
+    """What trainer ranks call. Shards may be pulled in any order and any number of times until they are committed;
+    only acknowledgements move a rank. Errors as in RolloutService; a rank out of range is INVALID_ARGUMENT, a batch that
     could not be made FAILED_PRECONDITION with its reason, a batch that is freed NOT_FOUND.
 
     Errors of the same status are distinguished by the trailing metadata `gristmill-error`, the name of the Python class

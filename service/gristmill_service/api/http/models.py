@@ -137,6 +137,7 @@ class SetRewards(Body):
 class AbortTrajectories(Body):
     trajectories: Many[Trajectory]
     reason: str = Field(examples=["environment crashed"])
+    attempt: Int32 | None = Field(None, description="Abort this attempt and lower ones only; null: any attempt.")
 
 
 class AbortGroups(Body):

@@ -82,7 +82,7 @@ async def set_rewards(run: RunName, api: ApiDep, body: models.SetRewards) -> mod
 async def abort_trajectories(run: RunName, api: ApiDep, body: models.AbortTrajectories) -> models.Changed:
     """Aborts trajectories: their groups complete without them."""
     keys = [_key(trajectory) for trajectory in body.trajectories]
-    return models.Changed(changed=await calls.abort_trajectories(api, run, keys, body.reason))
+    return models.Changed(changed=await calls.abort_trajectories(api, run, keys, body.reason, body.attempt))
 
 
 @router.post("/groups:abort")

@@ -191,7 +191,8 @@ async def abort_trajectories(
     api: ApiContext, slot: Slot, request: rollout_pb2.AbortTrajectoriesRequest
 ) -> rollout_pb2.AbortTrajectoriesResponse:
     keys = [_key(key) for key in request.trajectories]
-    changed = await calls.abort_trajectories(api, request.run, keys, request.reason)
+    attempt = request.attempt if request.HasField("attempt") else None
+    changed = await calls.abort_trajectories(api, request.run, keys, request.reason, attempt)
     return rollout_pb2.AbortTrajectoriesResponse(changed=changed)
 
 

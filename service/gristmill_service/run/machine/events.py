@@ -156,8 +156,11 @@ class RewardsSet(Event):
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryAborted(Event):
+    """attempt: the highest attempt that is given up, unless rows of a higher one are stored."""
+
     trajectory: TrajectoryKey
     reason: str
+    attempt: int = 0
 
 
 @dataclass(frozen=True, slots=True)

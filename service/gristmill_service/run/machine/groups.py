@@ -78,9 +78,9 @@ class Group:
     """An admitted prompt group.
 
     samples: the number of trajectories that it is made of. surplus: how many more are sampled. finished: the complete
-    trajectories, in the order of completion. aborted: the aborted ones, with reasons. tag: its environment or task, ""
-        if
-    unknown. kept: rows that have left the group, but whose first tokens its rows share.
+    trajectories, in the order of completion. aborted: the aborted ones, with reasons. given_up: of the aborted ones
+    that a client may sample again, the attempt that was aborted. tag: its environment or task, "" if unknown. kept:
+    rows that have left the group, but whose first tokens its rows share.
     """
 
     key: GroupKey
@@ -93,6 +93,7 @@ class Group:
     finished: dict[int, None] = field(default_factory=dict)
     nbytes: int = 0
     kept: dict[RowName, StoredRow] = field(default_factory=dict)
+    given_up: dict[int, int] = field(default_factory=dict)
 
     @property
     def sampled(self) -> int:
@@ -116,9 +117,18 @@ class Group:
         kept = set(islice(self.finished, self.samples))
         return [sample for sample in range(self.sampled) if sample not in kept and sample not in self.aborted]
 
+    def takes(self, sample: int, attempt: int) -> bool:
+        """Returns whether rows of this attempt may take part. Of an aborted trajectory a higher attempt may, if the
+        group still lacks a trajectory."""
+        if sample not in self.aborted:
+            return True
+        return sample in self.given_up and attempt > self.given_up[sample] and self.done < self.samples
+
     def store(self, row: StoredRow) -> Released:
         """Stores a row. Returns the released rows of lower attempts that it replaces."""
         sample = row.trajectory.sample
+        if sample in self.aborted:
+            del self.aborted[sample], self.given_up[sample]
         trajectory = before = self.trajectories.get(sample)
         if trajectory is None or trajectory.attempt < row.attempt:
             trajectory = self.trajectories[sample] = Trajectory(row.attempt)
@@ -137,20 +147,23 @@ class Group:
             self.finished.setdefault(reward.trajectory.sample)
         self.nbytes += len(reward.token_values)
 
-    def abort(self, sample: int, reason: str) -> Released:
-        """Aborts a trajectory. Returns its released rows."""
+    def abort(self, sample: int, reason: str, attempt: int = 0) -> Released:
+        """Aborts a trajectory, all attempts of it that are known and those up to this one. Returns its released
+        rows."""
         trajectory = self.trajectories.pop(sample, None)
         released = NOTHING if trajectory is None else self._forget(sample, trajectory)
         self.aborted[sample] = reason
+        self.given_up[sample] = attempt if trajectory is None else max(attempt, trajectory.attempt)
         return released
 
     def close(self, reason: str) -> Released:
-        """Aborts every incomplete trajectory. Returns their released rows."""
+        """Aborts every incomplete trajectory for good. Returns their released rows."""
         released = []
         for sample in range(self.sampled):
             trajectory = self.trajectories.get(sample)
             if sample not in self.aborted and (trajectory is None or not trajectory.is_complete):
                 released.append(self.abort(sample, reason))
+        self.given_up.clear()
         return Released.of(released)
 
     def ordered_rows(self) -> Iterator[StoredRow]:

@@ -273,9 +273,9 @@ def apply(state: State, event: Event) -> Released:
             state.schema = schema
         case RewardsSet():
             _set_rewards(state, event)
-        case TrajectoryAborted(trajectory, reason):
+        case TrajectoryAborted(trajectory, reason, attempt):
             group = state.open[GroupKey(trajectory.round, trajectory.uid)]
-            return _shrink(state, group, lambda: group.abort(trajectory.sample, reason))
+            return _shrink(state, group, lambda: group.abort(trajectory.sample, reason, attempt))
         case GroupClosed(key, reason):
             group = state.open[key]
             return _shrink(state, group, lambda: group.close(reason))

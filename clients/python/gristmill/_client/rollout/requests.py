@@ -176,8 +176,11 @@ def set_reward(run: str, key: TrajectoryKey, step: int | None, reward: Any) -> r
     return rollout_pb2.SetRewardsRequest(run=run, rewards=[message])
 
 
-def abort_trajectory(run: str, key: TrajectoryKey, reason: str) -> rollout_pb2.AbortTrajectoriesRequest:
-    return rollout_pb2.AbortTrajectoriesRequest(run=run, trajectories=[trajectory_key(key)], reason=reason)
+def abort_trajectory(
+    run: str, key: TrajectoryKey, reason: str, attempt: int | None
+) -> rollout_pb2.AbortTrajectoriesRequest:
+    keys = [trajectory_key(key)]
+    return rollout_pb2.AbortTrajectoriesRequest(run=run, trajectories=keys, reason=reason, attempt=attempt)
 
 
 def trajectory_key(key: TrajectoryKey) -> rollout_pb2.TrajectoryKey:

@@ -169,11 +169,12 @@ class RolloutClient:
     # Trajectories and rows.
 
     def trajectory(
-        self, uid: str, sample: int, round: int = 0, attempt: int = 0, policy_version: int = UNKNOWN
+        self, uid: str, sample: int, round: int = 0, attempt: int | None = None, policy_version: int = UNKNOWN
     ) -> Trajectory:
         """Returns a trajectory, whose steps are then handed over one by one. Makes no call.
 
-        attempt: increased by one when the trajectory is sampled again; supersedes earlier attempts.
+        attempt: increased by one when the trajectory is sampled again; supersedes earlier attempts. None: 0, or the
+            next attempt of a trajectory that this client aborted.
         policy_version: the version that samples its steps, -1 if unknown.
         """
         return Trajectory(self._core.trajectory(uid, sample, round, attempt, policy_version))

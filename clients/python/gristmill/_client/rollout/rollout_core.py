@@ -37,6 +37,8 @@ class RolloutCore:
         self._encoder = encoder
         self._declared = DeclaredColumns(self.status, encoder.share)
         self.sender = Sender(connection, encoder, limits)
+        # Of trajectories that this client aborted.
+        self._next_attempts: dict[TrajectoryKey, int] = {}
 
     def __repr__(self) -> str:
         return f"<{self._connection.owner} of run {self.run!r} {self._connection.state}>"
@@ -67,6 +69,7 @@ class RolloutCore:
             return False
         finally:
             self._declared.deleted()
+            self._next_attempts.clear()
         return True
 
     async def policy_version(self) -> int:
@@ -136,10 +139,13 @@ class RolloutCore:
     # Trajectories and rows.
 
     def trajectory(
-        self, uid: str, sample: int, round: int = 0, attempt: int = 0, policy_version: int = UNKNOWN
+        self, uid: str, sample: int, round: int = 0, attempt: int | None = None, policy_version: int = UNKNOWN
     ) -> AsyncTrajectory:
-        writer = StepWriter(TrajectoryKey(round, uid, sample), attempt, policy_version, self._token_rewards)
-        return AsyncTrajectory(self.sender, self.abort_trajectory, self._declared, writer)
+        key = TrajectoryKey(round, uid, sample)
+        following = self._next_attempts.get(key, 0)
+        attempt = following if attempt is None else attempt
+        writer = StepWriter(key, attempt, policy_version, self._token_rewards)
+        return AsyncTrajectory(self.sender, self._abort, self._declared, writer, attempt > 0 or following > 0)
 
     async def submit(self, rows: Iterable[Mapping[str, Any]]) -> list[RowOutcome]:
         rows = requests.listed(rows)
@@ -161,11 +167,16 @@ class RolloutCore:
         return bool((await self._connection.ask(self._connection.rollouts.SetRewards, request)).changed)
 
     async def abort_trajectory(self, uid: str, sample: int, *, round: int = 0, reason: str = "") -> bool:
-        key = TrajectoryKey(round, uid, sample)
+        return await self._abort(TrajectoryKey(round, uid, sample), None, reason)
+
+    async def _abort(self, key: TrajectoryKey, attempt: int | None, reason: str) -> bool:
+        """Aborts a trajectory, any attempt of it where None is given. It is sampled again as the next attempt."""
+        following = self._next_attempts.get(key, 0)
+        self._next_attempts[key] = following + 1 if attempt is None else max(following, attempt + 1)
         self.sender.withdraw(lambda other: other == key)
         # Wait for all rows of the group: the service may not know the group before.
         await self.sender.wait_for(lambda other: other[:2] == key[:2])
-        request = requests.abort_trajectory(self.run, key, reason)
+        request = requests.abort_trajectory(self.run, key, reason, attempt)
         return bool((await self._connection.ask(self._connection.rollouts.AbortTrajectories, request)).changed)
 
     # The end.

@@ -44,14 +44,16 @@ class AsyncTrajectory:
     def __init__(
         self,
         sender: Sender,
-        abort: Callable[..., Awaitable[bool]],
+        abort: Callable[[TrajectoryKey, int, str], Awaitable[bool]],
         declared: DeclaredColumns,
         writer: StepWriter,
+        is_sampled_again: bool,
     ) -> None:
         self._sender = sender
         self._abort = abort
         self._declared = declared
         self._writer = writer
+        self._is_sampled_again = is_sampled_again
         self._delivery = Delivery()
 
     def __repr__(self) -> str:
@@ -82,9 +84,7 @@ class AsyncTrajectory:
         advantage: Any = None,
         columns: Mapping[str, Any] | None = None,
     ) -> bool:
-        if error := self._sender.take_error(self._delivery):
-            self._declared.forget_if_refused(error)
-            raise error
+        self._raise_failure()
         if self.is_dropped:
             return False
         values = checked_names(columns, self.key)
@@ -109,7 +109,27 @@ class AsyncTrajectory:
         step = await self._declared.used(values.keys(), step_of)
         await self._sender.put(step.table, self._delivery, step.prefix)
         self._writer.written(step)
+        if self._is_sampled_again and self._writer.next_step == 1:
+            await self._check_takes_part()
         return not self.is_dropped
+
+    async def _check_takes_part(self) -> None:
+        """Waits for the outcome of the first step, and raises FailedPreconditionError if it is not kept: a trajectory
+        that is sampled again may come too late, and its only step may be the last."""
+        await self._sender.wait_for(lambda key: key == self.key)
+        self._raise_failure()
+        if self.is_dropped:
+            outcome = self._delivery.outcomes[0]
+            raise FailedPreconditionError(
+                f"{self.key}: attempt {self._writer.attempt} comes too late: its first step is "
+                f"{outcome.name.lower() if outcome else 'dropped'}, because its group is in a batch, dropped or "
+                "complete without it, or this attempt was aborted or superseded; go on with other prompts"
+            )
+
+    def _raise_failure(self) -> None:
+        if error := self._sender.take_error(self._delivery):
+            self._declared.forget_if_refused(error)
+            raise error
 
     async def extend(self, observation_ids: Any, response_ids: Any, **fields: Unpack[StepFields]) -> bool:
         return await self.step(self._writer.extended(observation_ids), response_ids, **fields)
@@ -137,7 +157,7 @@ class AsyncTrajectory:
         self._writer.is_ended = True
         # Before the first row arrives, the service may not know the group.
         with suppress(NotFoundError):
-            await self._abort(self.key.uid, self.key.sample, round=self.key.round, reason=reason)
+            await self._abort(self.key, self._writer.attempt, reason)
 
     async def __aenter__(self) -> Self:
         return self
@@ -214,7 +234,8 @@ class Trajectory:
         Does not wait for the service: a thread sends rows within milliseconds, and `flush` waits for them. Blocks only
         while too many rows are pending, or the service has no capacity for the trajectory's group. Raises
         InvalidArgumentError naming the field; the step may then be corrected and given again. Raises the error of an
-        earlier step that the service refused; the trajectory is then lost.
+        earlier step that the service refused; the trajectory is then lost. The first step of a trajectory that is
+        sampled again waits, and raises FailedPreconditionError if the attempt comes too late.
 
             with client.trajectory("math/17", sample=0, policy_version=4) as trajectory:
                 while not done:

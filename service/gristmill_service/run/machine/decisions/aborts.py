@@ -22,23 +22,33 @@ _LONGEST_REASON = 200
 
 
 def abort_trajectories(
-    state: State, config: RunConfig, trajectories: Sequence[TrajectoryKey], reason: str
+    state: State,
+    config: RunConfig,
+    trajectories: Sequence[TrajectoryKey],
+    reason: str,
+    attempt: int | None = None,
 ) -> Decision[int]:
-    """Aborts trajectories, and drops groups without any trajectory left. Answers how many were not aborted before."""
+    """Aborts trajectories, and drops groups without any trajectory left. Answers how many this call aborted.
+
+    attempt: trajectories with rows of a higher one are not aborted; None: any attempt is.
+    """
     aborted: dict[TrajectoryKey, None] = {}
     touched: dict[GroupKey, Group] = {}
     for trajectory in trajectories:
         key = GroupKey(trajectory.round, trajectory.uid)
         group = _open_group(state, key)
         check_sample(trajectory, trajectory.sample, group, config)
-        if group is not None and trajectory.sample not in group.aborted:
+        if group is None or trajectory.sample in group.aborted:
+            continue
+        stored = group.trajectories.get(trajectory.sample)
+        if attempt is None or stored is None or stored.attempt <= attempt:
             aborted[trajectory] = None
             touched[key] = group
     left = {key: group.sampled - len(group.aborted) for key, group in touched.items()}
     for trajectory in aborted:
         left[GroupKey(trajectory.round, trajectory.uid)] -= 1
     reason = checked_reason(reason)
-    events = [TrajectoryAborted(trajectory, reason) for trajectory in aborted]
+    events = [TrajectoryAborted(trajectory, reason, max(0, attempt or 0)) for trajectory in aborted]
     dropped = [GroupDropped(key, reason) for key, samples in left.items() if not samples]
     return [*events, *dropped], lambda _: len(aborted)
 

@@ -5,7 +5,7 @@ A request is taken or refused as a whole: each row is checked against the state 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from types import MappingProxyType
@@ -200,12 +200,11 @@ class _GroupView:
     """An open group with the rows of the request that were accepted so far. group: None for a group that begins with
     them."""
 
-    __slots__ = ("_aborted", "_before", "_config", "_is_step_wise", "_samples", "_views", "group")
+    __slots__ = ("_before", "_config", "_is_step_wise", "_samples", "_views", "group")
 
     def __init__(self, group: Group | None, config: RunConfig) -> None:
         self.group, self._config = group, config
         self._samples, self._is_step_wise = samples_of(group, config), config.step_wise
-        self._aborted: Collection[int] = () if group is None else group.aborted
         self._before: Mapping[int, Trajectory] = {} if group is None else group.trajectories
         self._views: dict[int, _TrajectoryView] = {}
 
@@ -220,7 +219,7 @@ class _GroupView:
                 f"{row}: with step_wise: false a trajectory has one step, which is number 0 and the last; set "
                 "step_wise: true for trajectories of several turns"
             )
-        if sample in self._aborted:
+        if self.group is not None and not self.group.takes(sample, row.attempt):
             return Outcome.DROPPED
         view = self._views.get(sample)
         if view is None:
