@@ -26,15 +26,16 @@ class Merged:
 
     steps: the steps on its path, in order. sources: for each response token its step and its index in that step's
         response; None for an observation. trained: whether each is trained in this row. rewarded: the response tokens
-        with a step's scalar
-    reward, and the step. holders: for each token, also of the prompt, the first step that has it. first_here: for each
-        step, whether no earlier row has it.
+        with a step's scalar reward, and the step. lost: the response tokens to which rewards of tokens moved that no
+        row keeps, and those tokens. holders: for each token, also of the prompt, the first step that has it.
+        first_here: for each step, whether no earlier row has it.
     """
 
     steps: list[Row]
     sources: list[tuple[int, int] | None]
     trained: list[bool]
     rewarded: dict[int, int]
+    lost: dict[int, list[tuple[int, int]]]
     holders: list[int]
     first_here: list[bool]
 
@@ -48,7 +49,11 @@ class Merged:
 
     def rewards(self) -> list[float]:
         if any(isinstance(step["reward"], list) for step in self.steps):
-            return self.standing(lambda step: step["reward"], only_trained=True)
+            rewards = self.standing(lambda step: step["reward"], only_trained=True)
+            of_step = {step["step"]: step["reward"] for step in self.steps}
+            for at, tokens in self.lost.items():
+                rewards[at] = math.fsum([rewards[at], *(of_step[number][index] for number, index in tokens)])
+            return rewards
         by_number = {step["step"]: step["reward"] for step in self.steps}
         return [by_number[self.rewarded[at]] if at in self.rewarded else 0.0 for at in range(len(self.sources))]
 
@@ -84,26 +89,44 @@ def _merged_trajectory(steps: list[Row], merge: str, tail: int) -> list[Merged]:
             paths.append(path_to[number])
     rows: list[Merged] = []
     trained: set[tuple[int, int] | None] = set()
-    rewarded: set[int] = set()
     visited: set[int] = set()
     for path in paths:
         prompt = steps[path[0]]["prompt_token_ids"]
         own_sources = sources[path[-1]][len(prompt) :]
-        last = {source[0]: at for at, source in enumerate(own_sources) if source is not None}
         rows.append(
             Merged(
                 steps=[steps[number] for number in path],
                 sources=own_sources,
                 trained=[source is not None and source not in trained for source in own_sources],
-                rewarded={at: number for number, at in last.items() if number not in rewarded},
+                rewarded={},
+                lost={},
                 holders=holders[path[-1]],
                 first_here=[number not in visited for number in path],
             )
         )
         trained |= set(own_sources)
-        rewarded |= set(last)
         visited |= set(path)
+    for number, step in enumerate(steps):
+        _place_rewards(rows, number, len(step["response_ids"]))
     return rows
+
+
+def _place_rewards(rows: list[Merged], number: int, length: int) -> None:
+    """A reward is on its own token, or, where no row keeps that, on the last of its step that the first row keeps."""
+    tokens = [(number, index) for index in range(length)]
+    kept = {source for row in rows for source in row.sources}
+    holding = [row for row in rows if not set(row.sources).isdisjoint(tokens)]
+    if not holding:
+        return
+    first = holding[0]
+    place = max(at for at, source in enumerate(first.sources) if source in tokens)
+    if lost := [token for token in tokens if token not in kept]:
+        first.lost[place] = lost
+    whole = [row for row in holding if tokens[-1] in row.sources]
+    if whole:
+        whole[0].rewarded[whole[0].sources.index(tokens[-1])] = number
+    else:
+        first.rewarded[place] = number
 
 
 def joined(

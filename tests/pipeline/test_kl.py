@@ -19,7 +19,6 @@ from gristmill_service.pipeline.credit.kl import (
     kl,
     kl_in_rewards,
     kl_in_scores,
-    kl_of_rows,
     kl_of_tokens,
     kl_of_trajectories,
 )
@@ -27,7 +26,6 @@ from gristmill_service.pipeline.credit.trained_tokens import (
     TrainedTokens,
     response_rewards,
     reward_column,
-    trained_tokens,
 )
 from gristmill_service.pipeline.scored_batch import score_batch
 from tests.pipeline.credit import (
@@ -138,18 +136,22 @@ def config(**more: object) -> RunConfig:
     return parse_config(make_config(n_samples_per_prompt=3) | more)
 
 
-@given(rollouts(most_prompts=1, samples=3), st.sampled_from(["none", "prefix"]))
-def test_a_column_of_row_sums_gives_the_score_that_the_tokens_give(rows: list[dict[str, object]], merge: str) -> None:
-    """A trainer's sums of merged rows, to float64's rounding, whatever merged."""
-    scored = score_batch(from_rows(rows), config(merge=merge), None)
-    steps = scored.received.steps
-    tokens = trained_tokens(scored.received, scored.trained)
-    estimates = np.arange(len(tokens), dtype=np.float64) % 7 - 0.1
-    edges = tokens.step_bounds[np.append(scored.rows.first, len(steps))]
-    sums = np.array([estimates[edges[row] : edges[row + 1]].sum() for row in range(len(scored.rows))], np.float64)
-    sums[scored.loss_tokens == 0] = 99.0
-    sums_by_trajectory = kl_of_rows(sums, scored.rows, scored.loss_tokens, len(scored.scores))
-    np.testing.assert_allclose(sums_by_trajectory, kl_of_trajectories(tokens, estimates), rtol=1e-12)
+SUMS = {"name": "klsum", "dtype": "float32", "scope": "row", "merge": "sum"}
+
+
+@given(rollouts(most_prompts=2, samples=3))
+def test_a_column_of_row_sums_gives_the_same_advantages_whatever_merges(rows: list[dict[str, object]]) -> None:
+    """Each step's sum counts, trained or not: a step without trained tokens counted once it was merged only."""
+    summed = [{**row, "klsum": float(number % 5)} for number, row in enumerate(rows)]
+    computed = []
+    for merge in ("none", "prefix", "tree"):
+        settings = config(
+            merge=merge, columns=[SUMS], kl_in_reward={"coef": 0.5, "column": "klsum"}, train_batch_size=2
+        )
+        credit = score_batch(from_rows(summed, columns=settings.columns), settings, None).credit
+        assert credit is not None
+        computed.append(credit.advantages.tolist())
+    assert computed[0] == computed[1] == computed[2]
 
 
 def test_a_score_that_its_kl_takes_beyond_float32_is_refused_with_the_trajectory() -> None:

@@ -162,9 +162,8 @@ def test_rows_are_those_of_the_rules_token_by_token(random: Random, merge: str, 
         ends = rows.ends[visits.start : visits.stop].tolist()
         assert all(end <= start for end, start in zip(ends, rows.starts[visits.start + 1 : visits.stop], strict=False))
         assert ends[-1] == len(sources)
+        owned = rows.owns_reward(received.steps.response_lengths)
         rewarded = {
-            int(rows.ends[visit]) - 1: int(received.steps.steps[rows.steps[visit]])
-            for visit in visits
-            if rows.owns_reward[visit]
+            int(rows.ends[visit]) - 1: int(received.steps.steps[rows.steps[visit]]) for visit in visits if owned[visit]
         }
         assert rewarded == merged_row.rewarded

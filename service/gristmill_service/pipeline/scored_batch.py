@@ -85,10 +85,11 @@ def score_batch(
         received, stale, counts = filters.drop_stale_groups(received, config, current)
         received, stale_tokens = filters.mask_stale_tokens(received, config, current)
     with timed("merge"):
-        rows, mismatches = merge(received, config)
+        rows, mismatches, column_mismatches = merge(received, config)
     with timed("advantage"):
-        score = config.trajectory_score
-        scores = advantage.trajectory_scores(received.steps.rewards, received.trajectory_bounds, score)
+        scores = advantage.trajectory_scores(
+            received.steps.rewards, received.trajectory_bounds, config.trajectory_score, received.steps.token_rewards
+        )
         trained, masked = filters.trained_steps(received, scores, config)
         groups = received.trajectory_groups[rows.trajectories]
         loss_tokens = row_loss_tokens(rows, received.steps.loss_mask, trained)
@@ -110,7 +111,8 @@ def score_batch(
             | masked
             | {"incomplete_groups": _incomplete(received, config, begun)}
             | _group_counts(received, scores, config)
-            | _realigned(received, rows, config),
+            | _realigned(received, rows, config)
+            | ({} if column_mismatches is None else {"column_mismatches": column_mismatches}),
             awaits=awaits,
             sharing=_sharing(received, rows, row_group_bounds, config),
         )
@@ -142,7 +144,7 @@ def _credited(scored: ScoredBatch, config: RunConfig) -> ScoredBatch:
     if len(received.steps) > 0 and not received.steps.tokens.values.size:
         # A lengths file has nothing that advantages could be computed from, and nothing to lay out.
         return replace(scored, credit=Credit(np.zeros(len(scores))))
-    result = credit(received, scored.rows, scores, scored.trained, scored.loss_tokens, config)
+    result = credit(received, scored.rows, scores, scored.trained, config)
     counts = {} if result.of_tokens is None else {"uncredited_rewards": result.of_tokens.uncredited}
     return replace(scored, credit=result, counts=scored.counts | counts)
 

@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 import orjson
+from numpy.typing import NDArray
 
 from gristmill._wire.columns import Ragged
 from gristmill._wire.extras import check_extras
@@ -42,9 +43,11 @@ def read_batches(path: Path, config: RunConfig, progress: Progress) -> tuple[lis
         if first is _NO_ROW:
             raise InvalidArgumentError("has no rows; give one per line")
         is_lengths = isinstance(first, Mapping) and not first.keys().isdisjoint(_LENGTH_FIELDS)
-        table = _lengths_table(_chain(first, rows), config) if is_lengths else _rows_table(_chain(first, rows), config)
+        has_versions: list[bool] = []
+        every = _noted(_chain(first, rows), has_versions)
+        table = _lengths_table(every, config) if is_lengths else _rows_table(every, config)
         _check_tags(table)
-        return _split(table, config), is_lengths
+        return _split(table, np.array(has_versions), config), is_lengths
     except InvalidArgumentError as error:
         raise InvalidArgumentError(f"{path}: {error}") from None
     except FileNotFoundError:
@@ -60,6 +63,13 @@ def _rows_table(rows: Iterator[Any], config: RunConfig) -> Steps:
 def _chain(first: Any, rest: Iterator[Any]) -> Iterator[Any]:
     yield first
     yield from rest
+
+
+def _noted(rows: Iterator[Any], has_versions: list[bool]) -> Iterator[Any]:
+    """Yields the rows, and notes of each whether it has versions of tokens."""
+    for row in rows:
+        has_versions.append(isinstance(row, Mapping) and row.get("policy_versions") is not None)
+        yield row
 
 
 def _read_lines(path: Path, progress: Progress) -> Iterator[Any]:
@@ -160,8 +170,11 @@ def _check_tags(table: Steps) -> None:
         )
 
 
-def _split(table: Steps, config: RunConfig) -> list[Steps]:
-    """Splits the rows into batches of `train_batch_size` prompt groups each, in order of first appearance."""
+def _split(table: Steps, has_versions: NDArray[np.bool_], config: RunConfig) -> list[Steps]:
+    """Splits the rows into batches of `train_batch_size` prompt groups each, in order of first appearance.
+
+    has_versions: bool (rows,). A batch has versions of tokens if one of its own rows has them.
+    """
     size = config.train_batch_size
     index: dict[tuple[int, str], int] = {}
     keys = zip(table.rounds.tolist(), table.uids, strict=True)
@@ -172,4 +185,9 @@ def _split(table: Steps, config: RunConfig) -> list[Steps]:
             f"{len(index) % size} more; complete the last batch or change train_batch_size"
         )
     batches = groups // size
-    return [table.take(np.flatnonzero(batches == number)) for number in range(len(index) // size)]
+    split = []
+    for number in range(len(index) // size):
+        rows = np.flatnonzero(batches == number)
+        batch = table.take(rows)
+        split.append(batch if has_versions[rows].any() else replace(batch, token_versions=None))
+    return split

@@ -21,7 +21,7 @@ from gristmill_service.estimators import Float64s, TokenEstimator
 from gristmill_service.monitoring import Document
 from gristmill_service.pipeline.credit import advantage
 from gristmill_service.pipeline.rows import filters
-from gristmill_service.pipeline.rows.joins import breaks, mismatch
+from gristmill_service.pipeline.rows.joins import Mismatch, breaks, mismatch
 from gristmill_service.pipeline.rows.merge import merge_rows, visit_loss_tokens
 from gristmill_service.pipeline.rows.validate import Received, receive
 
@@ -169,11 +169,12 @@ class BatchReader:
         self._responses.append(np.add.reduceat(table.response_lengths, received.trajectory_bounds[:-1]))
         self._bare.append(_without_tokens(table))
         if config.merging.joins:
+            roots = rows.roots(len(table))
             for step in breaks(received, rows.first).tolist():
-                self._note(received, step)
+                self._note(received, mismatch(received, step, roots, config), step)
 
-    def _note(self, received: Received, step: int) -> None:
-        steps, difference = received.steps, mismatch(received, step, self._config)
+    def _note(self, received: Received, difference: Mismatch, step: int) -> None:
+        steps = received.steps
         was = steps.tokens[int(received.trajectory_bounds[difference.trajectory]) + difference.before]
         now, at = steps.tokens[step][: int(steps.prompt_lengths[step])], difference.index
         self._breaks_in_all += 1

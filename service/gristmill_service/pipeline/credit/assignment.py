@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +26,7 @@ from gristmill_service.pipeline.credit.trained_tokens import (
     reward_column,
     trained_tokens,
 )
-from gristmill_service.pipeline.rows.merge import Rows, most_kept
+from gristmill_service.pipeline.rows.merge import KeptTokens, Rows, kept_tokens
 from gristmill_service.pipeline.rows.validate import Received
 
 WHITEN_EPSILON = 1e-8
@@ -125,23 +124,22 @@ class Credit:
     token_rewards: Ragged | None = None
 
 
-def credit(
-    received: Received, rows: Rows, scores: Float64s, trained: NDArray[np.bool_], loss_tokens: Int64s, config: RunConfig
-) -> Credit:
+def credit(received: Received, rows: Rows, scores: Float64s, trained: NDArray[np.bool_], config: RunConfig) -> Credit:
     """Computes the credit of a batch.
 
-    scores: float64 (trajectories,), without the KL. trained: bool (steps,), False where a filter masks. loss_tokens:
-    int64 (rows,). Raises InvalidArgumentError naming a trajectory or token whose numbers float32 cannot hold.
+    scores: float64 (trajectories,), without the KL. trained: bool (steps,), False where a filter masks.
+    Raises InvalidArgumentError naming a trajectory or token whose numbers float32 cannot hold.
     """
     per_token = isinstance(config.estimator, TokenEstimator)
     reference = config.kl_in_reward
     if reference is None and not per_token:
         return Credit(advantage.advantages(received, scores, config))
     if reference is not None and reference.column is not None:
-        sums = kl.kl_of_rows(_row_sums(received, rows, reference.column), rows, loss_tokens, len(scores))
+        sums = kl.kl_of_steps(received, reference.column)
         changed = kl.kl_in_scores(received, scores, sums, reference.coef)
         return Credit(advantage.advantages(received, changed, config))
-    numbers = _Numbers(trained_tokens(received, trained, kept := most_kept(rows, len(trained))), kept, config)
+    kept = kept_tokens(rows, len(trained))
+    numbers = _Numbers(trained_tokens(received, trained, kept.most), kept, config)
     numbers.compute()
     if per_token:
         return Credit(np.zeros(len(scores)), numbers.of_tokens(), numbers.token_rewards)
@@ -156,7 +154,7 @@ class _Numbers:
     kept: as `response_rewards` takes it. kl_sums: float64 (trajectories,), of the KL estimates, where there is a KL.
     """
 
-    def __init__(self, tokens: TrainedTokens, kept: Int64s, config: RunConfig) -> None:
+    def __init__(self, tokens: TrainedTokens, kept: KeptTokens, config: RunConfig) -> None:
         self._tokens, self._kept, self._config = tokens, kept, config
         # Pages that are never touched take no memory.
         self._rewards, self._returns = (np.empty(tokens.edges[-1], np.float32) for _ in range(2))
@@ -184,7 +182,7 @@ class _Numbers:
     def _compute(self, part: Part) -> tuple[Float64s, int]:
         """Computes a part. Returns the KL sums of its trajectories, and how many of its rewards are in no return."""
         tokens, config = part.tokens, self._config
-        rewards, reference = response_rewards(tokens.steps, self._kept[part.steps]), config.kl_in_reward
+        rewards, reference = response_rewards(tokens.steps, self._kept.of(part.steps)), config.kl_in_reward
         estimates = np.empty(0)
         if reference is not None and reference.estimator is not None:
             name, steps = config.kl_from, tokens.steps
@@ -209,13 +207,3 @@ class _Numbers:
 
 def _column(steps: Steps, name: str) -> Ragged:
     return steps.extras[name].values
-
-
-def _row_sums(received: Received, rows: Rows, name: str) -> Float64s:
-    """Returns each row's sum of a row column, over the steps that it is the first to have; float64 (rows,)."""
-    values: NDArray[Any] = _column(received.steps, name).compact().values
-    if not len(rows):
-        return np.zeros(0)
-    of_visits = np.where(rows.owns_reward, values[rows.steps], 0).astype(np.float64)
-    sums: Float64s = np.add.reduceat(of_visits, rows.edges[:-1])
-    return sums

@@ -18,7 +18,6 @@ from gristmill.errors import InvalidArgumentError
 from gristmill_service.config import KlEstimator, KlInReward, RunConfig
 from gristmill_service.estimators import Float64s
 from gristmill_service.pipeline.credit.trained_tokens import TrainedTokens
-from gristmill_service.pipeline.rows.merge import Rows
 from gristmill_service.pipeline.rows.validate import Received
 
 
@@ -79,14 +78,11 @@ def kl_of_trajectories(tokens: TrainedTokens, estimates: Float64s) -> Float64s:
     return _exact_sums(estimates, tokens.bounds)
 
 
-def kl_of_rows(sums: Float64s, rows: Rows, loss_tokens: Int64s, trajectories: int) -> Float64s:
-    """Returns the exact sum of its rows' sums for each trajectory; float64 (trajectories,).
-
-    sums: float64 (rows,), the row column that `kl_in_reward: {column: ...}` names. Rows without a trained token
-    (`loss_tokens` 0) do not count.
-    """
-    counted = np.where(loss_tokens > 0, sums, 0)
-    return _exact_sums(counted, np.searchsorted(rows.trajectories, np.arange(trajectories + 1)))
+def kl_of_steps(received: Received, column: str) -> Float64s:
+    """Returns the exact sum over each trajectory's steps of the row column that `kl_in_reward: {column: ...}` names;
+    float64 (trajectories,). Every step counts, trained or not, so that merging changes nothing."""
+    values = received.steps.extras[column].values.compact().values.astype(np.float64)
+    return _exact_sums(values, received.trajectory_bounds)
 
 
 def kl_in_scores(received: Received, scores: Float64s, sums: Float64s, coef: float) -> Float64s:

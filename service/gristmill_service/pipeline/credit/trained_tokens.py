@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from gristmill._wire.columns import Int64s, Ragged
+from gristmill._wire.columns import Int64s, Ragged, exact_sum
 from gristmill._wire.steps import FLOAT32_MAX, Steps
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.estimators import Float64s
+from gristmill_service.pipeline.rows.merge import KeptTokens
 from gristmill_service.pipeline.rows.validate import Received
 
 SCALE_DOWN = "scale the rewards down"
@@ -143,18 +144,27 @@ def trained_tokens(received: Received, trained: NDArray[np.bool_], kept: Int64s 
     return TrainedTokens(steps, received.trajectory_bounds, edges, mask, step_bounds)
 
 
-def response_rewards(steps: Steps, kept: Int64s | None = None) -> Float64s:
+def response_rewards(steps: Steps, kept: KeptTokens | None = None) -> Float64s:
     """Returns the reward of each response token of the batch, float64 (response tokens,): the `rewards` tensor.
 
-    A scalar reward is on the last response token of its step, or on the last kept one; the others are 0. kept: as
-    `trained_tokens` takes it.
+    A scalar reward is on the last response token of its step. A reward whose token no row keeps moves to the last token
+    that the first row keeps of its step; where none keeps any, it stays.
     """
-    if steps.token_rewards is not None:
-        return steps.token_rewards.compact().values.astype(np.float64)
     lengths = steps.response_lengths
-    rewards = np.zeros(int(lengths.sum()))
-    last = lengths if kept is None else np.where(kept > 0, kept, lengths)
-    rewards[np.cumsum(lengths) - lengths + last - 1] = steps.rewards
+    if kept is None:
+        most = last = lengths
+    else:
+        most, last = kept.most, np.where((kept.most < lengths) & (kept.first > 0), kept.first, lengths)
+    begins = np.cumsum(lengths) - lengths
+    if steps.token_rewards is None:
+        rewards = np.zeros(int(lengths.sum()))
+        rewards[begins + last - 1] = steps.rewards
+        return rewards
+    rewards = steps.token_rewards.compact().values.astype(np.float64)
+    for step in np.flatnonzero(last < lengths).tolist():
+        of_step = rewards[begins[step] : begins[step] + lengths[step]]
+        of_step[last[step] - 1] = exact_sum(np.append(of_step[most[step] :], of_step[last[step] - 1]))
+        of_step[most[step] :] = 0
     return rewards
 
 

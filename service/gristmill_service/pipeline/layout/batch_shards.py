@@ -17,6 +17,7 @@ from gristmill_service.estimators import Float64s
 from gristmill_service.pipeline.credit.advantage import Denominators
 from gristmill_service.pipeline.credit.assignment import TokenCredit, whiten
 from gristmill_service.pipeline.credit.kl import reward_columns
+from gristmill_service.pipeline.credit.trained_tokens import response_rewards, reward_column
 from gristmill_service.pipeline.layout.columns import (
     Column,
     Geometry,
@@ -30,6 +31,7 @@ from gristmill_service.pipeline.layout.columns import (
 from gristmill_service.pipeline.layout.extra_columns import shard_tensors, token_columns
 from gristmill_service.pipeline.layout.iovec import Region
 from gristmill_service.pipeline.layout.shard import Layout, PerRow, Shard
+from gristmill_service.pipeline.rows.merge import kept_tokens
 from gristmill_service.pipeline.scheduling.plan import PADDING, MiniBatchPlan, RankPlan, ShardAddress
 from gristmill_service.pipeline.scored_batch import ScoredBatch
 
@@ -103,7 +105,10 @@ class _ShardBuilder:
         changed = None if scored.credit is None else scored.credit.token_rewards
         token_rewards = changed or steps.token_rewards
         if token_rewards is None:
-            return [StepScalars("rewards", steps.rewards[rows.steps], geometry, zeros, rows.owns_reward)]
+            owned = rows.owns_reward(steps.response_lengths)
+            return [StepScalars("rewards", steps.rewards[rows.steps], geometry, zeros, owned)]
+        if changed is None and self._config.retokenized_tail:
+            token_rewards = reward_column(steps, response_rewards(steps, kept_tokens(rows, len(steps))))
         return [StepTokens("rewards", rows.trained(_float32(token_rewards)), geometry, zeros)]
 
     def _advantages(

@@ -46,7 +46,7 @@ def newest_version(steps: Steps) -> int:
     """Returns the largest policy version of the batch, which counts as the current one offline."""
     columns = [steps.policy_versions]
     if steps.token_versions is not None:
-        columns.append(steps.token_versions.values)
+        columns.append(steps.token_versions.compact().values)
     return max((int(column.max()) for column in columns if len(column)), default=UNKNOWN)
 
 

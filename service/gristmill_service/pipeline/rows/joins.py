@@ -240,16 +240,29 @@ def breaks(received: Received, begins: Int64s) -> Int64s:
     return np.flatnonzero(is_break)
 
 
-def mismatch(received: Received, step: int, config: RunConfig) -> Mismatch:
-    """Returns how a step that joined none differs from the step that it is compared with. step: in the batch."""
+def mismatch(received: Received, step: int, roots: Int64s, config: RunConfig) -> Mismatch:
+    """Returns how a step that joined none differs from the step that it is compared with: the one that its tokens alone
+    would have let it join, or else the one with the longest common prefix.
+
+    step: in the batch. roots: int64 (steps,), as `Rows.roots` gives them.
+    """
     steps, trajectory = received.steps, int(np.searchsorted(received.trajectory_bounds, step, "right")) - 1
     first = int(received.trajectory_bounds[trajectory])
     prompt = steps.tokens[step][: steps.prompt_lengths[step]]
     earlier = range(first if config.merging.branches else step - 1, step)
-    index, before = max((common_prefix(steps.tokens[other], prompt), other) for other in earlier)
-    is_enough = index >= steps.tokens.lengths[before] - config.retokenized_tail
-    column = differing(config.columns, steps, before, step, index) if is_enough else ""
-    return Mismatch(trajectory, step - first, before - first, len(prompt) if column else index, column)
+    lengths = steps.tokens.lengths
+    commons = [(common_prefix(steps.tokens[other], prompt), other) for other in earlier]
+    fitting = [
+        (common, -int(lengths[other]), other)
+        for common, other in commons
+        if common >= max(lengths[other] - config.retokenized_tail, roots[other])
+    ]
+    if fitting:
+        common, _, before = max(fitting)
+        column = differing(config.columns, steps, before, step, common)
+        return Mismatch(trajectory, step - first, before - first, len(prompt), column)
+    index, before = max(commons)
+    return Mismatch(trajectory, step - first, before - first, index)
 
 
 def common_prefix(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:

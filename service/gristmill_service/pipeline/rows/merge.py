@@ -9,7 +9,7 @@ the path to it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -75,11 +75,23 @@ class Rows:
         """Where each visit ends in its row's response; int64 (visits,)."""
         return self.starts + self.kept
 
-    @property
-    def owns_reward(self) -> NDArray[np.bool_]:
-        """Whether each visit has its step's reward, so that every reward is in one row; bool (visits,)."""
-        owned: NDArray[np.bool_] = (self.shared == 0) & (self.kept > 0)
+    def owns_reward(self, lengths: Int64s) -> NDArray[np.bool_]:
+        """Returns whether each visit has its step's scalar reward, so that every reward is in one row: the first that
+        keeps the step's last token, or, where none does, the first that keeps one; bool (visits,).
+
+        lengths: int64 (steps,), of the responses.
+        """
+        is_first = (self.shared == 0) & (self.kept > 0)
+        is_whole = (self.kept == lengths[self.steps]) & (self.shared < self.kept)
+        is_cut = kept_tokens(self, len(lengths)).most < lengths
+        owned: NDArray[np.bool_] = np.where(is_cut[self.steps], is_first, is_whole)
         return owned
+
+    def roots(self, steps: int) -> Int64s:
+        """Returns the length of the prompt with which each step's path begins; int64 (steps,)."""
+        roots = np.zeros(steps, np.int64)
+        roots[self.steps] = self.per_visit(self.prompt_lengths)
+        return roots
 
     @property
     def is_first(self) -> NDArray[np.bool_]:
@@ -121,11 +133,24 @@ class Rows:
         return row_of_token
 
 
-def merge(received: Received, config: RunConfig) -> tuple[Rows, list[Mismatch]]:
-    """Returns the batch's rows, and the first mismatches of each trajectory."""
+class Merged(NamedTuple):
+    """A batch's rows, the first mismatches of each trajectory, and how many steps joined none because of a column with
+    `merge: equal`; None without such columns."""
+
+    rows: Rows
+    mismatches: list[Mismatch]
+    column_mismatches: int | None
+
+
+def merge(received: Received, config: RunConfig) -> Merged:
+    """Merges the batch's steps into rows."""
     rows = merge_rows(received, config)
     broken = breaks(received, rows.first) if config.merging.joins else rows.first[:0]
-    return rows, [mismatch(received, step, config) for step in _reported(received, broken)]
+    roots, reported = rows.roots(len(received.steps)), _reported(received, broken)
+    if not any(column.merge == "equal" for column in config.columns):
+        return Merged(rows, [mismatch(received, step, roots, config) for step in reported], None)
+    every = {step: mismatch(received, step, roots, config) for step in broken.tolist()}
+    return Merged(rows, [every[step] for step in reported], sum(bool(one.column) for one in every.values()))
 
 
 def merge_rows(received: Received, config: RunConfig) -> Rows:
@@ -264,17 +289,29 @@ def visit_loss_tokens(rows: Rows, loss_mask: Ragged) -> Int64s:
     return _ones(rows.trained(loss_mask))
 
 
-def most_kept(rows: Rows, steps: int) -> Int64s:
-    """Returns how many tokens of each step's response rows keep at most; int64 (steps,)."""
-    most = np.zeros(steps, np.int64)
+class KeptTokens(NamedTuple):
+    """How many tokens of each step's response rows keep: at most, and the first row that keeps one; int64 (steps,)."""
+
+    most: Int64s
+    first: Int64s
+
+    def of(self, steps: slice) -> KeptTokens:
+        return KeptTokens(self.most[steps], self.first[steps])
+
+
+def kept_tokens(rows: Rows, steps: int) -> KeptTokens:
+    """Returns how many tokens of each step's response rows keep."""
+    most, first = np.zeros(steps, np.int64), np.zeros(steps, np.int64)
     np.maximum.at(most, rows.steps, rows.kept)
-    return most
+    visits = np.flatnonzero((rows.shared == 0) & (rows.kept > 0))
+    first[rows.steps[visits]] = rows.kept[visits]
+    return KeptTokens(most, first)
 
 
 def realigned_tokens(rows: Rows, loss_mask: Ragged) -> tuple[int, int]:
     """Counts the sampled tokens that are in no row, because a later prompt has others in their place, and those of them
     with loss_mask 1. loss_mask: uint8 (steps,) over the response."""
-    most = most_kept(rows, len(loss_mask))
+    most = kept_tokens(rows, len(loss_mask)).most
     lost = Ragged(loss_mask.values, loss_mask.starts + most, loss_mask.lengths - most)
     return lost.total, int(_ones(lost).sum())
 
