@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,8 @@ from gristmill.errors import (
 )
 from gristmill_service.monitoring.collectors.run_monitor import Monitor
 from gristmill_service.run.machine.answers import BatchState, Position
+from gristmill_service.storage.journal.run_log import JournalRunLog
+from gristmill_service.storage.journal.run_store import JournalRunStore
 from gristmill_service.storage.shard_store import ShardStore
 from tests.on_loop import Run, Runs
 from tests.run.harness import CONFIG, BuildBatch, Shelf, group_rows, row, table, wait_until
@@ -322,3 +325,24 @@ class TestClosing:
         runs.close(0.01)
         assert time.monotonic() - began < PATIENCE_S / 2
         gate.set()
+
+
+def test_logs_are_synced_each_second_also_while_one_takes_long_to_be_cleaned_up(
+    tmp_path: Path, serve: Callable[..., Runs], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint on a slow disk took the others' promised second, and its own run's."""
+    synced, flushing, may_end = list[str](), threading.Event(), threading.Event()
+
+    def flush(log: JournalRunLog) -> None:
+        flushing.set()
+        assert may_end.wait(20)
+
+    monkeypatch.setattr(JournalRunLog, "flush", flush)
+    monkeypatch.setattr(JournalRunLog, "sync", lambda log: synced.append(log.run_id))
+    runs = serve(run_store=JournalRunStore(tmp_path))
+    for name in ("one", "two"):
+        runs.create(name, CONFIG)
+    assert flushing.wait(20)
+    synced.clear()
+    wait_until(lambda: all(synced.count(runs.get(name).run_id) >= 2 for name in ("one", "two")))
+    may_end.set()

@@ -428,7 +428,7 @@ class TestCheckpoints:
     def small(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(DiskRoom, "wal_limit", 200_000)
 
-    def test_appends_and_reads_go_on_meanwhile(
+    def test_appends_reads_and_syncs_go_on_meanwhile(
         self, machine: Machine, small: None, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         machine.restart()
@@ -440,6 +440,8 @@ class TestCheckpoints:
         assert Slow.begun.wait(20)
         machine.log.append(b"two", {1: any_table(1)})
         assert same(machine.log.get(1), any_table(1))
+        machine.log.sync()
+        assert machine.log._synced == machine.log._commits
         machine.log.compact(b"all")
         machine.log.remove([0])
         assert flushing.is_alive()

@@ -1,7 +1,6 @@
 """One run, on the event loop. Every API call ends here, as a command to the run's writer or as a read.
 
-I/O and work per token (digests of large requests, gathering, the pipeline) run in threads; the state is used on the
-loop only.
+I/O and work per token run in threads; the state is used on the loop only.
 """
 
 from __future__ import annotations
@@ -413,10 +412,10 @@ class Run:
             self._writer.execute(aborts.close_stragglers)
         self._background.try_again()
 
-    async def flush(self) -> None:
-        """Makes durable what the log has left for later."""
+    async def work_on_log(self, work: Callable[[RunLog], None]) -> None:
+        """Calls this in a thread. Raises UnavailableError; then the log may be lost, and the run with it."""
         try:
-            await asyncio.to_thread(self._log.flush)
+            await asyncio.to_thread(work, self._log)
         except LogLostError:
             self._writer.lose()
             raise

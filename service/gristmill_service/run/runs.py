@@ -107,7 +107,8 @@ class Runs:
         loop = asyncio.get_running_loop()
         self._timers = [
             loop.create_task(_every(_TICK_S, self.tick)),
-            loop.create_task(_every(_FLUSH_S, self._flush)),
+            loop.create_task(_every(_FLUSH_S, lambda: self._work_on_logs(lambda log: log.sync()))),
+            loop.create_task(_every(_FLUSH_S, lambda: self._work_on_logs(lambda log: log.flush()))),
             loop.create_task(_every(_FLUSH_S, self.look)),
             loop.create_task(_every(_FLUSH_S, lambda: _quietly(self._adopt()))),
         ]
@@ -378,8 +379,8 @@ class Runs:
             with suppress(UnavailableError, NotFoundError):
                 run.tick()
 
-    async def _flush(self) -> None:
-        await asyncio.gather(*(_quietly(run.flush()) for run in self.own()))
+    async def _work_on_logs(self, work: Callable[[RunLog], None]) -> None:
+        await asyncio.gather(*(_quietly(run.work_on_log(work)) for run in self.own()))
 
     async def look(self) -> None:
         """Asks the store for its state, which also shows whether there is capacity again. Concurrent callers share the

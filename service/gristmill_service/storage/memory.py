@@ -72,6 +72,9 @@ class MemoryRunLog:
     def append(self, record: bytes, tables: Mapping[int, Steps]) -> None:
         pass
 
+    def sync(self) -> None:
+        pass
+
     def flush(self) -> None:
         pass
 

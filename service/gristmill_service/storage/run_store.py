@@ -103,8 +103,11 @@ class RunLog(Protocol):
         durable as the settings ask. Raises LogLostError if the outcome is not known, or another process owns the log by
         now."""
 
+    def sync(self) -> None:
+        """Makes appends durable that `append` left for later; called each second, also while `flush` takes long."""
+
     def flush(self) -> None:
-        """Makes appends durable that `append` left for later; called about once a second."""
+        """Does what `sync` does, and what else `append` left for later; called about once a second."""
 
     @property
     def log_bytes(self) -> int:

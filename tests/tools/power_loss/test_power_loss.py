@@ -13,7 +13,7 @@ from tests.tools.power_loss.campaign import campaign
 from tests.tools.power_loss.image import PROMISED_S
 
 # A busy machine syncs late: the figure is of the campaign by hand.
-TOLERANCE_S = 4.0
+TOLERANCE_S = 2.0
 
 
 @pytest.mark.parametrize("fsync", PROMISED_S)
@@ -24,6 +24,7 @@ def test_no_batch_fails_nothing_is_trained_twice_and_no_more_is_lost_than_promis
     if compiler is None:
         pytest.skip("needs a C compiler")
     library = compiled(tmp_path, compiler)
-    findings = campaign(tmp_path / "campaign", library, fsync, images=8, seed=1, seconds=5, tolerance_s=TOLERANCE_S)
-    assert findings.images == 8
-    assert not findings.wrong
+    for seed in (0, 1):
+        findings = campaign(tmp_path / "campaign", library, fsync, images=5, seed=seed, tolerance_s=TOLERANCE_S)
+        assert findings.images == 5
+        assert not findings.wrong

@@ -144,14 +144,19 @@ class JournalRunLog:
             self._commit(write, len(snapshot))
             self._snapshot_bytes = self.log_bytes = len(snapshot)
 
+    def sync(self) -> None:
+        """Syncs appends with `fsync: interval`. Takes no lock, so that a checkpoint, which may take seconds, delays no
+        sync: what leaves the WAL is in the database, and synced there."""
+        if self._fsync == "interval" and self._synced < self._commits and not (self.is_closed or self.is_lost):
+            self._sync()
+
     def flush(self) -> None:
         """Syncs appends with `fsync: interval`, deletes removed tables, and checkpoints the WAL if it is long, or if
         the run is idle."""
         with self._flushing:
             if self.is_closed or self.is_lost:
                 return
-            if self._fsync == "interval" and self._synced < self._commits:
-                self._sync()
+            self.sync()
             self._delete_removed()
             is_at_rest, self._flushed = self._flushed == self._commits, self._commits
             with explained(self._path):
@@ -245,6 +250,9 @@ class JournalRunLog:
         try:
             database.sync_file(self._wal)
         except OSError as error:
+            if self.is_closed:
+                # Closing syncs, and removes the WAL.
+                return
             # The kernel may have dropped data that it could not write, and reports that once.
             raise self._lost(error) from None
         self._synced = commits

@@ -383,6 +383,9 @@ class RedisRunLog:
     def note_generation(self, generation: int) -> None:
         self._generation = generation
 
+    def sync(self) -> None:
+        """Does nothing: Redis has all that was appended."""
+
     def flush(self) -> None:
         """Stores the generation, unless an append has done so."""
         if self._generation != self._stored_generation and not self.is_lost:
