@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,7 @@ from gristmill import (
     RolloutClient,
     TrainerClient,
 )
-from gristmill._client.rollout import requests
+from gristmill._client.rollout import requests, sender
 from gristmill._wire.column_spec import specs_of
 from gristmill.v1 import rollout_pb2
 from tests.client.faces import FACES, connecting
@@ -237,8 +238,12 @@ def test_waiting_for_room_is_told_once_in_a_while(
     assert wait.is_over(rollout_pb2.BeginGroupsResponse(admissions=[rollout_pb2.GROUP_ADMISSION_ADMITTED]))
 
 
-def test_rows_of_a_group_without_room_wait_until_there_is(
-    service: Service, client: RolloutClient, trainer: TrainerClient
+def test_rows_of_a_group_without_room_wait_until_there_is_and_a_long_wait_is_logged(
+    service: Service,
+    client: RolloutClient,
+    trainer: TrainerClient,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     client.create_run(CONFIG | {"max_buffered_batches": 1})
     roll_out(client, prompts(0, 2))
@@ -249,11 +254,24 @@ def test_rows_of_a_group_without_room_wait_until_there_is(
     client.flush()
     assert not late.is_dropped
     client.begin_groups(["p3"])
+    monkeypatch.setattr(sender, "SILENT_S", 0.5)
     with (
         RolloutClient(service.grpc_address, client.run, timeout_s=2.5) as hasty,
         pytest.raises(ResourceExhaustedError, match=r"uid 'p4' .*no room for .*gave up after 2\.5 s"),
     ):
         hasty.submit([{"uid": "p4", "sample": 0, "prompt_token_ids": [1], "response_ids": [1], "loss_mask": [1]}])
+    (warning,) = [text for text in caplog.messages if "rows wait for" in text]
+    assert "no room for" in warning
+
+
+def test_an_http_port_that_is_given_for_grpc_is_refused_at_once(service: Service) -> None:
+    began, address = time.monotonic(), service.http_url.removeprefix("http://")
+    with (
+        RolloutClient(address, "run", timeout_s=60) as client,
+        pytest.raises(InvalidArgumentError, match=f"{address}: the port answers HTTP, not gRPC"),
+    ):
+        client.status()
+    assert time.monotonic() - began < 30
 
 
 @pytest.mark.parametrize("uids", ["p0", ["p0", ""]])

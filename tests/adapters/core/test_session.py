@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from gristmill import BatchFailedError, FailedPreconditionError, InvalidArgumentError, RolloutClient
+from gristmill.adapters._core import session
 from gristmill.adapters._core.checkpoint import STATE_FILE, read_states
 from gristmill.adapters._core.options import Gristmill
 from gristmill.adapters._core.session import RunSession
@@ -204,3 +205,21 @@ def test_a_run_that_others_create_is_only_found(start: Start, service: Service, 
     with RunSession(gristmill, None, dp_size=1, auto_commit=True) as session:
         session.resume(None)
         assert session.position.batch == 0
+
+
+def test_a_client_that_cannot_be_made_leaves_no_other_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[str] = []
+    close = RolloutClient.close
+
+    def noted(client: RolloutClient) -> None:
+        closed.append(client.run)
+        close(client)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise InvalidArgumentError("no such device")
+
+    monkeypatch.setattr(RolloutClient, "close", noted)
+    monkeypatch.setattr(session, "TrainerClient", refuse)
+    with pytest.raises(InvalidArgumentError, match="no such device"):
+        RunSession(Gristmill("127.0.0.1:1", "run"), None, dp_size=1, auto_commit=False)
+    assert closed == ["run"]

@@ -28,6 +28,8 @@ def _classes(base: type[GristmillError]) -> Iterator[type[GristmillError]]:
 _BY_NAME = {error.__name__: error for error in _classes(errors.GristmillError)}
 # If several classes have one code, the base class.
 _BY_CODE = {error.code: error for error in reversed(_BY_NAME.values())}
+# gRPC's words for an answer in HTTP/1.
+_HTTP_1 = "http1.x server"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,10 @@ def _failure_of(call: grpc.RpcError, address: str) -> Failure:
         return Failure(errors.BatchFailedError(details, int(trailers.get("gristmill-batch", -1))))
     if kind is ResourceExhaustedError:
         return Failure(ResourceExhaustedError(details, max(0.0, pushback_s or 1.0)), may_retry, pushback_s)
+    if _HTTP_1 in details:
+        return Failure(
+            InvalidArgumentError(f"{address}: the port answers HTTP, not gRPC ({details}); give the gRPC port")
+        )
     if not name:
         details = _of_transport(kind, code, details, address)
     elif cannot_serve(call) and "," in address:

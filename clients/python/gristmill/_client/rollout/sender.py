@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import grpc
@@ -22,6 +23,11 @@ from gristmill._wire.steps import Steps, TrajectoryKey
 from gristmill.errors import GristmillError
 
 _log = logging.getLogger("gristmill")
+
+SILENT_S = 5.0
+"""Rows that wait longer for the service are logged, with the reason."""
+NOTICE_S = 30.0
+"""The shortest time between two such warnings."""
 
 
 @dataclass(slots=True, eq=False)
@@ -57,6 +63,7 @@ class Sender:
         self._capacity: Signal = self._driver.signal()
         self._join_worker: Join | None = None
         self._closing = False
+        self._warned = -inf
 
     async def submit(self, tables: Iterable[Steps]) -> Delivery:
         """Returns when every row of the tables has an outcome or an error.
@@ -226,6 +233,11 @@ class Sender:
                     self._notify()
 
     def _on_failure(self, entries: list[PendingRow], failure: Failure) -> None:
+        now = time.monotonic()
+        waited_s = now - entries[0].added
+        if failure.may_retry and waited_s >= SILENT_S and now - self._warned >= NOTICE_S:
+            self._warned = now
+            _log.warning("run %r: rows wait for %.0f s now: %s", self._encoder.run, waited_s, failure.error)
         with self._lock:
-            self._outbox.on_failure(entries, failure, time.monotonic())
+            self._outbox.on_failure(entries, failure, now)
             self._notify()

@@ -63,14 +63,12 @@ class RunSession:
         self.rollouts = RolloutClient(gristmill.address, gristmill.run, timeout_s=gristmill.timeout_s)
         models = ("policy", "critic") if "critic_mini_batch_size" in (settings or ()) else ("policy",)
         options = {"dp_size": dp_size, "auto_commit": auto_commit, "timeout_s": gristmill.timeout_s} | reading
-        self.trainers: dict[str, Any] = {
-            model: TrainerClient(gristmill.address, gristmill.run, ranks="all", model=model, **options)
-            if rank is None
-            else TrainerClient(gristmill.address, gristmill.run, rank, model=model, **options)
-            for model in models
-        }
-        self._batches = {model: iter(trainer) for model, trainer in self.trainers.items()}
+        ranks: dict[str, Any] = {"ranks": "all"} if rank is None else {"rank": rank}
+        self.trainers: dict[str, Any] = {}
         try:
+            for model in models:
+                self.trainers[model] = TrainerClient(gristmill.address, gristmill.run, model=model, **ranks, **options)
+            self._batches = {model: iter(trainer) for model, trainer in self.trainers.items()}
             if settings is not None and self._processes.is_main:
                 self._create(settings)
             self._processes.wait()
