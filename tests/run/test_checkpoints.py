@@ -147,6 +147,20 @@ def test_a_checkpoint_from_before_a_rollback_fits_only_as_far_as_the_run_was_rol
     assert again.run.batch(1).state is BatchState.PUBLISHED
 
 
+def test_a_commit_that_comes_after_a_rollback_is_superseded_and_checkpoints_still_fit() -> None:
+    """It was accepted, and then every checkpoint was refused: before what was committed, or ahead of the run."""
+    bench = sealed(4)
+    short = len(bench.log.records)
+    train(bench, 0, 1, 2)
+    again = rolled_back(bench, short)
+    with pytest.raises(StaleIncarnationError, match="resume from a checkpoint at or before that position"):
+        again.run.commit("policy", Position(3), 0)
+    assert again.run.commit("policy", Position(0), 0).position == Position(0)
+    assert again.run.resume("policy", Checkpoint(Position(0), generation=1), "launch").position == Position(0)
+    train(again, 0)
+    assert again.run.commit("policy", Position(1), 0).position == Position(1)
+
+
 def test_a_trainer_that_goes_on_over_a_rollback_that_cost_it_nothing_learns_the_generation() -> None:
     bench = sealed(3)
     train(bench, 0)

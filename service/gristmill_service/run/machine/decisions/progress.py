@@ -189,8 +189,20 @@ def commit(state: State, model: Model, position: Position, incarnation: int) -> 
     """Raises the committed position; changes nothing for an earlier one. Answers the committed position."""
     check_incarnation(state, model, incarnation)
     check_exists(state, model, position)
+    _check_trained(state, model, position)
     events = _committed(state, model, position)
     return events, lambda after: Moved(after.models[model].committed, after.generation)
+
+
+def _check_trained(state: State, model: Model, position: Position) -> None:
+    """Refuses a commit of what this generation of the run has handed to no trainer: no checkpoint would fit after it."""
+    reached = max(furthest(state, model), *state.models[model].next)
+    if state.generation > 1 and settle(state, model, position) > settle(state, model, reached):
+        raise StaleIncarnationError(
+            f"{model}: {text_of(position)} cannot be committed: this run's log was rolled back, and in generation "
+            f"{state.generation} it knows only the training before {text_of(reached)}. The trainer that was ahead is "
+            "superseded: end this process, and resume from a checkpoint at or before that position"
+        )
 
 
 def _committed(state: State, model: Model, position: Position) -> list[Event]:
