@@ -265,9 +265,11 @@ class TestDeleting:
 
     def test_its_bytes_are_given_back_to_the_other_runs(self, serve: Callable[..., Runs]) -> None:
         runs = serve(max_row_bytes=100)
-        for name in ("one", "other"):
+        for name in ("one", "another", "other"):
             runs.create(name, CONFIG | {"max_buffered_batches": 9})
-        runs.get("one").submit(table(row("a", response=range(100))))
+        # Each has its share, and together they have more than all.
+        for name in ("one", "another"):
+            runs.get(name).submit(table(row("a", response=range(100))))
         other = runs.get("other")
         assert [admission.name for admission in other.begin_groups(0, ["a", "b", "c"]).admissions].count("NO_ROOM") == 1
         runs.delete("one")

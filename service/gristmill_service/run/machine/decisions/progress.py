@@ -195,7 +195,7 @@ def commit(state: State, model: Model, position: Position, incarnation: int) -> 
 
 
 def _check_trained(state: State, model: Model, position: Position) -> None:
-    """Refuses a commit of what this generation of the run has handed to no trainer: no checkpoint would fit after it."""
+    """Refuses a commit of what this generation of the run has given to no trainer: no checkpoint would fit after it."""
     reached = max(furthest(state, model), *state.models[model].next)
     if state.generation > 1 and settle(state, model, position) > settle(state, model, reached):
         raise StaleIncarnationError(
