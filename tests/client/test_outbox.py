@@ -17,6 +17,7 @@ from gristmill._wire.rows import from_rows
 from gristmill._wire.steps import Steps, concat
 from gristmill.errors import (
     AlreadyExistsError,
+    DeadlineExceededError,
     InvalidArgumentError,
     NotFoundError,
     ResourceExhaustedError,
@@ -129,6 +130,13 @@ def test_while_the_service_is_away_nothing_is_sent_and_nothing_overtakes() -> No
     assert due_s is not None
     assert due_s >= 2.0
     assert names(outbox.next_message(10.0)) == [("a", 0), ("a", 1), ("a", 2)]
+
+
+def test_a_last_attempt_that_is_cut_short_says_what_was_answered_before() -> None:
+    outbox, delivery = filled(table("a"), timeout_s=5.0)
+    outbox.on_failure(outbox.next_message(1.0), Failure(ResourceExhaustedError("it is full"), True, 9.0), 1.0)
+    outbox.on_failure(outbox.next_message(6.0), Failure(DeadlineExceededError("no answer"), True), 6.0)
+    assert "it is full (gave up after 5 s)" in str(outbox.take_error(delivery))
 
 
 def test_a_trajectory_that_waits_for_an_answer_holds_back_its_own_rows_and_no_others() -> None:

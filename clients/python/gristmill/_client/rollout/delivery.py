@@ -80,7 +80,7 @@ class PendingRow:
     """A row without an outcome.
 
     expires: the time at which delivery is given up; the first attempt sets it. prefix: what need not be sent; None if
-        the encoder has to find out.
+        the encoder has to find out. refusal: why the service has not accepted it so far, if it answered.
     """
 
     table: Steps
@@ -94,6 +94,7 @@ class PendingRow:
     added: float
     expires: float = inf
     prefix: Prefix | None = None
+    refusal: GristmillError | None = None
 
     @property
     def group(self) -> Group:

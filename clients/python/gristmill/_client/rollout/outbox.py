@@ -33,6 +33,7 @@ from gristmill._wire.named_tuples import made_of
 from gristmill._wire.steps import Steps, TrajectoryKey
 from gristmill.errors import (
     AlreadyExistsError,
+    DeadlineExceededError,
     GristmillError,
     InvalidArgumentError,
     PrefixUnknownError,
@@ -214,7 +215,14 @@ class Outbox:
         elif failure.may_retry:
             expired = [entry for entry in entries if entry.expires <= now]
             if expired:
-                self._fail(expired, with_message(error, f"{error} (gave up after {self._timeout_s:g} s)"))
+                reason = error
+                if isinstance(error, DeadlineExceededError):
+                    # The last attempt is cut short by the rows' own timeout: an earlier answer says why.
+                    reason = next((entry.refusal for entry in expired if entry.refusal), error)
+                self._fail(expired, with_message(reason, f"{reason} (gave up after {self._timeout_s:g} s)"))
+            if not isinstance(error, DeadlineExceededError):
+                for entry in entries:
+                    entry.refusal = error
             entries = [entry for entry in entries if entry.number in self._pending]
             if entries and isinstance(error, ResourceExhaustedError):
                 self._park(entries, failure, now)
