@@ -49,7 +49,8 @@ class RecorderApp:
             return await self._route(request)
         except RefusalError as refusal:
             self._metrics.refused.labels(type(refusal).__name__).inc()
-            _log.info("refused %s: %s", request.path, refusal)
+            # What callers send may have ends of lines, and codes that a terminal obeys.
+            _log.info("refused %r: %s", request.path[:500], ascii(str(refusal))[1:-1])
             return web.Response(status=refusal.status, body=orjson.dumps(refusal.body), headers=refusal.headers)
 
     async def _route(self, request: web.Request) -> web.StreamResponse:

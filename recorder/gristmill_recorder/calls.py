@@ -20,7 +20,7 @@ from gristmill_recorder.engine import Engine, answer_headers, query_of, request_
 from gristmill_recorder.forms.forms import Asking, ChatForm, Document, EventSplitter, Form, ResponsesForm, Stream
 from gristmill_recorder.forms.messages import MessagesForm
 from gristmill_recorder.metrics import Metrics
-from gristmill_recorder.names import HEADER, TrajectoryName
+from gristmill_recorder.names import HEADER, INT32_MAX, TrajectoryName, int32_of
 from gristmill_recorder.refusals import (
     Busy,
     EngineAway,
@@ -125,9 +125,9 @@ def _version(request: web.BaseRequest, announced: int) -> int:
     text = request.headers.get(VERSION)
     if text is None:
         return announced
-    if not (text.isascii() and text.isdigit()):
-        raise WrongCall(f"{VERSION} is {text!r}; give a number from 0 on")
-    return int(text)
+    if (version := int32_of(text)) is None:
+        raise WrongCall(f"{VERSION} is {text[:20]!r}; give a number from 0 to {INT32_MAX}")
+    return version
 
 
 Record = Callable[[Sequence[Sampled]], None]

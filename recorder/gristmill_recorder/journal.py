@@ -8,6 +8,7 @@ most a second is lost. No change waits for the disk.
 from __future__ import annotations
 
 import fcntl
+import os
 import sqlite3
 import struct
 import time
@@ -276,6 +277,8 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _connect(path: Path) -> sqlite3.Connection:
+    # It has prompts and responses. SQLite gives its other files the same mode.
+    os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
     return sqlite3.connect(path, isolation_level=None, check_same_thread=False)
 
 

@@ -12,7 +12,7 @@ HEADER = "x-gristmill-"
 _KEYS = ("runs", "uid", "sample", "round", "attempt")
 _NUMBERS = frozenset(("sample", "round", "attempt"))
 _EXAMPLE = "/runs/my-run/uid/prompt-1/sample/0/v1"
-_INT32_MAX = 2**31 - 1
+INT32_MAX = 2**31 - 1
 
 
 class TrajectoryName(NamedTuple):
@@ -62,6 +62,13 @@ def _name(values: Mapping[str, str]) -> TrajectoryName:
 
 
 def _number(key: str, text: str) -> int:
-    if not (text.isascii() and text.isdigit() and int(text) <= _INT32_MAX):
-        raise InvalidArgumentError(f"{key} is {text!r}; give a number from 0 on, as in {_EXAMPLE}")
-    return int(text)
+    if (number := int32_of(text)) is None:
+        raise InvalidArgumentError(f"{key} is {text[:20]!r}; give a number from 0 on, as in {_EXAMPLE}")
+    return number
+
+
+def int32_of(text: str) -> int | None:
+    """Returns the number from 0 to INT32_MAX that a caller wrote in digits; None where it is none."""
+    if not (text.isascii() and text.isdigit() and len(text) <= len(str(INT32_MAX))):
+        return None
+    return number if (number := int(text)) <= INT32_MAX else None

@@ -153,6 +153,9 @@ def test_runs_of_others_are_neither_shown_nor_served(guarded: Guarded) -> None:
         shown = (("authorization", f"Bearer {guarded.tokens['worker']}"),)
         assert list(stub.ListRuns(run_pb2.ListRunsRequest(), metadata=shown).runs) == ["math-1"]
     assert answer(guarded, "GET", "/v1/runs", guarded.tokens["viewer"]).json() == {"runs": ["math-1"]}
+    unknown = answer(guarded, "GET", "/v1/runs/r", guarded.tokens["viewer"])
+    assert unknown.status_code == 404
+    assert "there are: math-1)" in unknown.json()["error"]["message"], "a refusal names no runs of others"
     overview = answer(guarded, "GET", "/v1/overview", guarded.tokens["viewer"]).json()
     assert [run["run"] for run in overview["runs"]] == ["math-1"]
     created = answer(guarded, "POST", "/v1/runs", guarded.tokens["worker"], json={"run": "other", "config": config})
@@ -169,6 +172,24 @@ def test_runs_of_others_are_neither_shown_nor_served(guarded: Guarded) -> None:
     body = b'{"run": "other", "config": {"train_batch_size": NaN}}'
     odd = answer(guarded, "POST", "/v1/runs", guarded.tokens["worker"], content=body)
     assert odd.status_code == 403
+
+
+def test_a_call_with_two_tokens_is_refused_by_both_apis(guarded: Guarded) -> None:
+    """HTTP took the first and gRPC the last: a proxy in front may have checked the other."""
+    shown = [("authorization", f"Bearer {guarded.tokens[role]}") for role in ("viewer", "admin")]
+    refused = httpx.get(f"{guarded.service.http_url}/v1/runs", headers=shown, trust_env=False, timeout=30)
+    assert (refused.status_code, "2 authorization headers" in refused.text) == (401, True)
+    with grpc.insecure_channel(guarded.service.grpc_address) as channel:
+        stub: Any = run_pb2_grpc.RunServiceStub(channel)  # type: ignore[no-untyped-call]
+        with pytest.raises(grpc.RpcError) as caught:
+            stub.ListRuns(run_pb2.ListRunsRequest(), metadata=tuple(shown), timeout=30)
+    assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+@pytest.mark.parametrize(("path", "role"), [("/", "viewer"), ("/metrics", "scraper")])
+def test_a_page_and_the_metrics_answer_what_asks_for_their_head(guarded: Guarded, path: str, role: str) -> None:
+    headed = answer(guarded, "HEAD", path, guarded.tokens[role])
+    assert (headed.status_code, headed.content) == (200, b"")
 
 
 def test_a_ranks_token_is_for_that_rank(guarded: Guarded) -> None:

@@ -50,6 +50,13 @@ BODIES = {
     "a longer row than is read": ("rows", b'{"rows":["' + b"x" * (5 * MIB) + b'"]}', "a row of JSON may have 4194304"),
     "more JSON of rows than is read": ("rows", b" " * (9 * MIB), "more than 8388608 bytes, the most for JSON"),
     "more JSON than is read": ("groups", b" " * (2 * MIB), "more than 1048576 bytes, the most for JSON"),
+    "a boolean for a batch": ("seal", b'{"batch":false}', "body.batch: true and false are no numbers"),
+    "a boolean for a sample": (
+        "trajectories:abort",
+        b'{"reason":"r","trajectories":[{"uid":"a","sample":true}]}',
+        "body.trajectories.0.sample: true and false are no numbers",
+    ),
+    "a boolean for a reward": ("rewards", b'{"rewards":[{' + REWARD + b"true}]}", "body.rewards.0.reward"),
     "unknown settings": ("", b'{"run":"x","config":{' + UNKNOWN + b"}}", "unknown setting field_000000"),
     "a long name": ("", b'{"config":{},"run":"' + b"x" * (MIB - 50) + b'"}', "run is 'xxx"),
 }

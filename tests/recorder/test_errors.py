@@ -209,6 +209,13 @@ def test_a_wrong_call_is_refused_with_what_is_expected(
     assert (answer[0], problem in answer[1]) == (status, True), answer
 
 
+def test_a_version_of_thousands_of_digits_is_refused(recorder: Recorder, run: str) -> None:
+    headers = {"x-gristmill-policy-version": "9" * 5000}
+    path = f"{recorder.url}/runs/{run}/uid/a/sample/0/v1/chat/completions"
+    answer = refusal(post(path, {"model": "toy", "messages": [{"role": "user", "content": "hi"}]}, headers))
+    assert (answer[0], "give a number from 0 to 2147483647" in answer[1]) == (400, True), answer
+
+
 def test_limits_refuse_and_say_which(start_recorder: StartRecorder, service: Service, run: str) -> None:
     flags = ("--max-calls", "1", "--max-body-bytes", "2000", "--max-row-bytes", "300", "--silence-timeout-s", "4")
     with serving(Engine()) as engine:

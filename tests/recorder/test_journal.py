@@ -96,6 +96,13 @@ def test_what_is_closed_is_remembered_until_it_is_forgotten(journal: Journal) ->
     assert journal.find(NAME) is None
 
 
+def test_only_its_owner_reads_it(journal: Journal, tmp_path: Path) -> None:
+    """It has prompts and responses."""
+    modes = {file.name: oct(file.stat().st_mode & 0o777) for file in tmp_path.iterdir() if ".lock" not in file.name}
+    assert modes
+    assert set(modes.values()) == {"0o600"}
+
+
 def test_it_belongs_to_one_recorder(journal: Journal, tmp_path: Path) -> None:
     with pytest.raises(UnavailableError, match=r"another recorder uses .* give each a journal of its own"):
         Journal(tmp_path / "journal.sqlite3")

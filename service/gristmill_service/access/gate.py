@@ -295,6 +295,15 @@ class _CallersFile:
         return status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino
 
 
+def check_alone(count: int) -> None:
+    """Refuses a call with several Authorization headers: a proxy may have checked another one than the service reads.
+
+    Raises UnauthenticatedError.
+    """
+    if count > 1:
+        raise UnauthenticatedError(f"the call has {count} authorization headers; send one")
+
+
 def _is_bearer(authorization: str) -> bool:
     return authorization[: len(_BEARER)].lower() == _BEARER and len(authorization) <= _MOST_CHARACTERS
 

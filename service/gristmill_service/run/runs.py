@@ -26,6 +26,7 @@ from gristmill.errors import (
     ResourceExhaustedError,
     UnavailableError,
 )
+from gristmill_service.access import caller
 from gristmill_service.access.quotas import NO_LIMITS, Limits, Usage
 from gristmill_service.config import RunConfig, parse_config, stored_config, warnings_of
 from gristmill_service.off_loop import each, finished
@@ -414,7 +415,7 @@ class Runs:
     # --- Checks
 
     async def _unknown(self, name: str) -> NotFoundError:
-        known = ", ".join((await self.names())[:10]) or "none"
+        known = ", ".join([one for one in await self.names() if caller.current().sees(one)][:10]) or "none"
         return NotFoundError(f"run {name!r} does not exist; create it first (there are: {known})")
 
     def _check_store(self) -> None:

@@ -103,6 +103,7 @@ def _add_probes(app: FastAPI) -> None:
             raise UnavailableError(f"not ready: {reason}; send new work elsewhere or later")
         return {"status": "ready"}
 
+    @app.head("/metrics", include_in_schema=False)
     @app.get("/metrics", tags=["probes"], response_class=PlainTextResponse)
     async def metrics(api: ApiDep) -> PlainTextResponse:
         """Prometheus metrics."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from gristmill_service.config import Model
@@ -16,8 +16,17 @@ _Item = TypeVar("_Item")
 Many = Annotated[list[_Item], Field(fail_fast=True)]
 """A list that is refused at its first wrong item: a body may have millions, and each error takes time."""
 
-Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
-Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+
+def _no_bool(value: object) -> object:
+    if isinstance(value, bool):
+        raise PydanticCustomError("int_type", "true and false are no numbers; give a number")
+    return value
+
+
+Int32 = Annotated[int, BeforeValidator(_no_bool), Field(ge=-(2**31), lt=2**31)]
+Int64 = Annotated[int, BeforeValidator(_no_bool), Field(ge=-(2**63), lt=2**63)]
+Number = Annotated[float, Field(strict=True)]
+"""A float that neither a string nor a boolean gives."""
 
 
 class Body(BaseModel):
@@ -125,7 +134,7 @@ class Trajectory(Body):
 
 class Reward(Trajectory):
     step: Int32 | None = Field(None, description="Which step; null: the last.")
-    reward: float | Many[float] = Field(
+    reward: Number | Many[Number] = Field(
         description="One, or one per response token, like the run's rows.", examples=[1.0]
     )
 

@@ -285,6 +285,7 @@ def _shipped(folder: Traversable, path: str = "") -> Iterator[tuple[str, tuple[b
 _FILES = dict(_shipped(files("gristmill_service").joinpath("dashboard")))
 
 
+@page.head("/")
 @page.get("/")
 async def index(request: Request) -> Response:
     return _file(request, "index.html")

@@ -29,7 +29,7 @@ from gristmill.errors import (
 from gristmill_service import tracing
 from gristmill_service.access import caller, passed_on
 from gristmill_service.access.caller import ANYONE, EVERYONE_IS_ADMIN, Caller
-from gristmill_service.access.gate import AUTHORIZATION
+from gristmill_service.access.gate import AUTHORIZATION, check_alone
 from gristmill_service.api import calls
 from gristmill_service.api.admission import REQUEST_S, SMALL_BYTES, Slot
 from gristmill_service.api.context import ApiContext
@@ -239,6 +239,7 @@ class Handling:
         try:
             if passed_on.MARK in shown:
                 call.came_from(gate.came_from(shown))
+            check_alone(sum(key == AUTHORIZATION for key, _ in metadata))
             identity = gate.known(shown.get(AUTHORIZATION))
         except UnauthenticatedError as error:
             refused = error

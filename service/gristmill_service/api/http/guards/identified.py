@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from gristmill.errors import GristmillError, ResourceExhaustedError, UnavailableError
 from gristmill_service.access import caller, passed_on
 from gristmill_service.access.caller import ANYONE, EVERYONE_IS_ADMIN, Caller
-from gristmill_service.access.gate import AUTHORIZATION, Gate
+from gristmill_service.access.gate import AUTHORIZATION, Gate, check_alone
 from gristmill_service.access.roles import OPEN_CALLS
 from gristmill_service.api.admission import Admission
 from gristmill_service.api.errors import error_response
@@ -98,6 +98,7 @@ def _is_open(path: str) -> bool:
 
 
 def _shown(headers: Headers) -> str | None:
+    check_alone(len(headers.getlist(AUTHORIZATION)))
     if shown := headers.get(AUTHORIZATION):
         return shown
     # Not SimpleCookie, which fails on cookies that other programs of the same host may have set.
