@@ -104,6 +104,14 @@ def test_built_in_tools_make_several_turns_of_a_response() -> None:
     ]
 
 
+@pytest.mark.parametrize("name", ["token_ids", "response_token_ids"])
+def test_sglangs_newer_name_of_token_ids_is_read_in_answers_and_in_chunks(name: str) -> None:
+    choice = {"index": 0, name: [2, 3], "finish_reason": "stop", "logprobs": {"token_logprobs": [-1.0, -2.0]}}
+    whole = sampled({"prompt_token_ids": [1], "choices": [choice]})
+    streamed = sampled([{"prompt_token_ids": [1], "choices": [choice]}])
+    assert [one.response_ids for one in (*whole, *streamed)] == [[2, 3], [2, 3]]
+
+
 def test_an_answer_without_token_ids_is_refused_with_the_remedy(engine: Engine) -> None:
     with client_of(engine) as client:
         for stream in (False, True):

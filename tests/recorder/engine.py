@@ -198,6 +198,8 @@ class _Form:
         has_ids = not script.startswith("tokenless")
         self._has_ids = has_ids and bool(body.get("return_token_ids"))
         self._has_extension = has_ids and bool(body.get("return_output_ids_in_sglext"))
+        # Its newer name (sglang 35225, 38459).
+        self._ids = "response_token_ids" if is_sglang else "token_ids"
         asked = body.get("logprobs")
         self._has_logprobs = bool(asked) if kind == "chat" else asked is not None
         self._base = {"id": f"{kind}-1", "created": 1, "model": body.get("model", "toy")}
@@ -222,7 +224,7 @@ class _Form:
         if self._has_logprobs:
             choice["logprobs"] = self._logprobs(tokens, logprobs_for(len(tokens)))
         if self._has_ids:
-            choice["token_ids"] = tokens
+            choice[self._ids] = tokens
             if self._kind == "completion" or self._is_sglang:
                 choice["prompt_token_ids"] = prompt
         return choice
@@ -261,7 +263,7 @@ class _Form:
         if self._has_logprobs:
             part["logprobs"] = self._logprobs([tokens[position]], [logprobs_for(len(tokens))[position]])
         if self._has_ids and (self._kind == "completion" or not self._is_sglang):
-            part["token_ids"] = [tokens[position]]
+            part[self._ids] = [tokens[position]]
         return part
 
     def _logprobs(self, tokens: list[int], values: list[float]) -> dict[str, Any]:

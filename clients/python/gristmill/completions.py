@@ -9,6 +9,8 @@ Engines return token ids if a call asks for them:
                                  or, without streaming, `return_token_ids: true`
     SGLang, completions          `return_token_ids: true`, `logprobs: 1`
 
+A choice's ids are its `token_ids`, which newer versions of SGLang call `response_token_ids` (35225, 38459).
+
 Sources: `entrypoints/openai/{chat_completion,completion,responses}` of vllm-project/vllm (its pull request 22587) and
 `srt/entrypoints/openai` of sgl-project/sglang (30917 and 34488).
 """
@@ -62,7 +64,7 @@ def sampled(completion: Any) -> list[Sampled]:
     for position, choice in enumerate(answer.get("choices") or ()):
         index = choice.get("index", position)
         prompt = _first(answer.get("prompt_token_ids"), choice.get("prompt_token_ids"), extension.get("input_ids"))
-        response = _first(choice.get("token_ids"), _at(extension.get("output_ids"), index))
+        response = _first(_ids_of(choice), _at(extension.get("output_ids"), index))
         stop = choice.get("finish_reason") or ""
         checked = _checked(prompt, response, logprobs_of(choice.get("logprobs")), stop, f"choice {index}")
         indexed.append((index, checked))
@@ -127,13 +129,18 @@ class _Choice:
 
     def read(self, part: Mapping[str, Any]) -> None:
         self.prompt = _first(self.prompt, part.get("prompt_token_ids"))
-        if (tokens := part.get("token_ids")) is not None:
+        if (tokens := _ids_of(part)) is not None:
             self.tokens = self.tokens or []
             self.tokens += tokens
         if (logprobs := logprobs_of(part.get("logprobs"))) is not None:
             self.logprobs = self.logprobs or []
             self.logprobs += logprobs
         self.stop_reason = _first(self.stop_reason, part.get("finish_reason"))
+
+
+def _ids_of(choice: Mapping[str, Any]) -> Any:
+    """Read the sampled tokens of a choice, or of a chunk of one."""
+    return _first(choice.get("token_ids"), choice.get("response_token_ids"))
 
 
 def logprobs_of(logprobs: Mapping[str, Any] | None) -> list[float] | None:

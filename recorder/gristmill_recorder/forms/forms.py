@@ -22,6 +22,7 @@ _END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
 _END_LENGTH = 4
 
 _MEDIA = ("image", "audio", "video", "file")
+_GIVEN_IDS = ("token_ids", "response_token_ids", "prompt_token_ids")
 _IDS, _SGLANG_IDS = "return_token_ids", ("return_input_ids_in_sglext", "return_output_ids_in_sglext")
 
 
@@ -167,8 +168,8 @@ class ChatForm:
                 del answer["sglext"]
         for choice in answer.get("choices") or ():
             if not self._keeps_ids:
-                choice.pop("token_ids", None)
-                choice.pop("prompt_token_ids", None)
+                for name in _GIVEN_IDS:
+                    choice.pop(name, None)
             if not self._keeps_logprobs and "logprobs" in choice:
                 choice["logprobs"] = None
 
