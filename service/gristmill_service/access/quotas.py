@@ -31,9 +31,8 @@ NO_USAGE, NO_LIMITS = Usage(), Limits()
 
 
 class Quota(NamedTuple):
-    """whose: the start of an error's sentence. setting: the name of the setting, with {} in place of `groups`, `rows`
-        or
-    `row_bytes`. is_of_run: whether the quota is a single run's.
+    """whose: the start of an error's sentence. is_of_run: whether the quota is a single run's.
+    setting: the name of the setting, with {} in place of `groups`, `rows` or `row_bytes`.
     """
 
     usage: Usage

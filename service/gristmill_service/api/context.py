@@ -20,9 +20,8 @@ class ApiContext:
     """The parts of the service that calls use.
 
     host_names: patterns of host names of the HTTP API. not_ready: why new work should go elsewhere; empty if ready.
-    encode_groups: encodes lists of groups, a part at a time, because it takes much time in Python. grpc_address: of
-        this
-    process. token_texts: the texts of tokens; None without a tokenizer.
+    encode_groups: encodes lists of groups, a part at a time, because it takes much time in Python.
+    grpc_address: of this process. token_texts: the texts of tokens; None without a tokenizer.
     """
 
     runs: Runs

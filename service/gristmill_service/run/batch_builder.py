@@ -60,9 +60,8 @@ BuildBatch = Callable[..., BuiltBatch]
 class _Job(NamedTuple):
     """A batch to build.
 
-    rows: empty once they were released. written: the columns that trainers wrote; None while some are missing, or if
-        the
-    batch awaits none. tables: the tables of written columns that are in memory.
+    rows: empty once they were released. tables: the tables of written columns that are in memory.
+    written: the columns that trainers wrote; None while some are missing, or if the batch awaits none.
     """
 
     number: int
@@ -78,9 +77,9 @@ class _Job(NamedTuple):
 class BatchBuilder:
     """Builds the batches of one run, one at a time.
 
-    blocked_reason: why a sealed batch cannot be published now; empty if none is blocked. plans: the encoded plans of
-        batches
-    that this process published. forms: the forms of shards of batches that wait for columns.
+    blocked_reason: why a sealed batch cannot be published now; empty if none is blocked.
+    plans: the encoded plans of batches that this process published.
+    forms: the forms of shards of batches that wait for columns.
     """
 
     def __init__(

@@ -77,9 +77,9 @@ MakeMonitor = Callable[[Callable[[], float], Callable[[], float]], RunMonitor]
 class Shared(NamedTuple):
     """The parts that the runs of a service share.
 
-    pipeline: makes shards of a sealed batch. make_monitor(clock, now): `now` returns the run's own time. clock:
-        seconds,
-    like `time.monotonic`. builders, log_threads: thread pools in which batches are built, and logs appended to.
+    pipeline: makes shards of a sealed batch. make_monitor(clock, now): `now` returns the run's own time.
+    clock: seconds, like `time.monotonic`.
+    builders, log_threads: thread pools in which batches are built, and logs appended to.
     """
 
     store: ShardStore

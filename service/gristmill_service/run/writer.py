@@ -62,10 +62,9 @@ class SparseTable(NamedTuple):
 class Effects:
     """The effects of applied events.
 
-    tables: the new tables of rows that the events refer to. topics: the conditions that may be settled. The rest is
-    background work. builds: whether a batch is to be built. freed: batches whose shards are to be removed. empty:
-        tables
-    without needed rows. sealed, failed: batches to be logged.
+    tables: the new tables of rows that the events refer to. topics: the conditions that may be settled.
+    The rest is background work. builds: whether a batch is to be built. freed: batches whose shards are to be removed.
+    empty: tables without needed rows. sealed, failed: batches to be logged.
     """
 
     tables: dict[int, Steps] = field(default_factory=dict)

@@ -172,7 +172,7 @@ class RunStore(Protocol):
 
 
 def check_config(name: str, config: bytes) -> None:
-    """Raises InvalidArgumentError for a configuration that could not be read again as it was written."""
+    """Raises InvalidArgumentError for a configuration that would differ after it is written and read again."""
     try:
         # The first refuses integers beyond 64 bits, which the second would read as something else.
         orjson.dumps(json.loads(config))

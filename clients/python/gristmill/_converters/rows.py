@@ -29,7 +29,7 @@ def tagged(tags: Sequence[str | None] | None, count: int, what: str) -> list[Row
     if tags is None:
         return [{} for _ in range(count)]
     if isinstance(tags, str):
-        raise InvalidArgumentError(f"{what}: tags is the string {tags!r}; give one for each")
+        raise InvalidArgumentError(f"{what}: tags is the string {tags!r}; give a list with one tag for each")
     fields: list[Row] = []
     for index, tag in enumerate(aligned("tags", tags, count, what)):
         if tag is not None and not isinstance(tag, (str, np.str_)):

@@ -65,9 +65,10 @@ class Method(NamedTuple):
     """A method.
 
     path: its path in gRPC. name: in metrics and logs. call: its name in the table of roles; empty if it needs none.
-        kind: of its slot. answer(api, slot, request): a coroutine that returns a message or the answer's bytes, or an
-        asynchronous
-    generator of them. is_large: whether the answer takes as much memory as a large request.
+    kind: of its slot.
+    answer(api, slot, request): a coroutine that returns a message or the answer's bytes, or an asynchronous generator
+        of these.
+    is_large: whether the answer takes as much memory as a large request.
     """
 
     path: str

@@ -98,5 +98,5 @@ class Monitor:
 def monitor_of(run: Run) -> Monitor:
     """Returns the run's monitor. Raises TypeError for a run with a monitor of another kind."""
     if not isinstance(run.monitor, Monitor):
-        raise TypeError(f"run {run.name!r} has a {type(run.monitor).__name__} and no Monitor; give Runs that")
+        raise TypeError(f"run {run.name!r} has a {type(run.monitor).__name__}; make Runs with Monitor")
     return run.monitor

@@ -131,7 +131,7 @@ def _micro_batch_loads(ranks: Sequence[RankPlan], padded: Loads, shared: SharedL
 
 
 def _slowest(loads: Loads, dp_size: int) -> float:
-    """Returns the sum over micro-steps of the heaviest of these micro-batches, when equally heavy ones share steps."""
+    """Returns the sum over micro-steps of the heaviest micro-batch, if equally heavy ones share steps."""
     return float(np.sort(loads)[::-1][::dp_size].sum())
 
 

@@ -36,7 +36,7 @@ def encode(tensors: Mapping[str, Array]) -> bytes:
 def pieces(tensors: Mapping[str, Array], begin: int = 0) -> list[bytes | memoryview]:
     """Returns the file's bytes in pieces, without copying tensors.
 
-    begin: the file's offset in what will contain it: its data then begins at a multiple of 8 bytes there.
+    begin: the offset of the file in the bytes that will contain it. Tensors begin at a multiple of 8 bytes there.
     """
     entries: dict[str, Any] = {}
     offset = 0
