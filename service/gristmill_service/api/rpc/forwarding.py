@@ -24,6 +24,8 @@ _OPTIONS = (
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
     ("grpc.enable_retries", 0),
+    # A pod that was replaced has another address under its name; by default names are resolved each 30 s at most.
+    ("grpc.dns_min_time_between_resolutions_ms", 1_000),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.keepalive_time_ms", 10_000),

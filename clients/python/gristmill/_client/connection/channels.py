@@ -27,6 +27,8 @@ REQUEST_ID = "x-request-id"
 _OPTIONS = (
     ("grpc.max_send_message_length", MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MESSAGE_BYTES),
+    # A pod that was replaced has another address under its name; by default names are resolved each 30 s at most.
+    ("grpc.dns_min_time_between_resolutions_ms", 1_000),
     # By default gRPC waits up to two minutes before it reconnects; a service that is back should be noticed sooner.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 1_000),
