@@ -92,12 +92,13 @@ def test_rows_of_sealed_and_dropped_groups_and_aborted_trajectories_are_answered
     bench.begin("c", "d")
     bench.run.abort_groups(0, ["c"], "tired")
     bench.run.abort_trajectories([key("d", 1)], "tired")
-    assert bench.submit(row("a"), row("c", attempt=5), row("d", 1, attempt=5), row("d")) == [
+    assert bench.submit(row("a"), row("c", attempt=5), row("d", 1), row("d")) == [
         "SEALED",
         "DROPPED",
         "DROPPED",
         "ACCEPTED",
     ]
+    assert bench.submit(row("d", 1, attempt=5)) == ["ACCEPTED"], "it was sampled again"
 
 
 def test_a_round_is_another_group() -> None:

@@ -273,6 +273,7 @@ def test_an_altered_message_is_refused_or_is_rows_like_any_other(message: rows_p
         assert_same(decoded, decode(encode(decoded)))
 
 
+@pytest.mark.slow
 def test_some_altered_messages_are_refused_and_some_are_not() -> None:
     find(altered_messages(), lambda message: not is_refused(message))
     find(altered_messages(), is_refused)
