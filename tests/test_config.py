@@ -84,7 +84,7 @@ def test_a_required_setting_that_is_missing_is_named(name: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"train_batchsize": 8}, "unknown setting train_batchsize; known are train_batch_size"),
+        ({"train_batchsize": 8}, r"train_batchsize \(did you mean train_batch_size\?\); known are train_batch_size"),
         ({"micro_batch": {"size": 2, "tokens": 3}}, "unknown setting micro_batch.tokens; known are size, max_tokens"),
         ({"micro_batch": {}}, "give exactly one of size .* got none"),
         ({"micro_batch": {"size": 1, "max_tokens": 5}}, "give exactly one of size"),

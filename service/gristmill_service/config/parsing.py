@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Iterator
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -118,8 +119,18 @@ def _refuse_unknown(mapping: dict[Any, Any], known: Collection[str], section: st
     """Refuses unknown settings in one message, before pydantic makes an error of each."""
     unknown = [name for name in mapping if name not in known]
     if unknown:
-        names = (f"unknown setting {section}{name if str(name).isprintable() else shown(name)}" for name in unknown)
+        names = (
+            f"unknown setting {section}{name if str(name).isprintable() else shown(name)}{_suggestion(name, known)}"
+            for name in unknown
+        )
         raise InvalidArgumentError(f"{problems(names)}{renamings(unknown, known)}; known are {', '.join(known)}")
+
+
+def _suggestion(name: Any, known: Collection[str]) -> str:
+    """Returns the known name that a mistyped one is close to, as a clause for an error message; empty without one, and
+    for another framework's name (`renamings`)."""
+    close = [] if _NAMES.get(name) in known else get_close_matches(str(name)[:64], known, 1, 0.8)
+    return f" (did you mean {close[0]}?)" if close else ""
 
 
 def _explain(error: PydanticValidationError) -> Iterator[str]:
