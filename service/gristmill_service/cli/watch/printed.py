@@ -147,9 +147,8 @@ def _lines(status: run_pb2.RunStatus) -> Iterable[tuple[str, str]]:
 def _models(status: run_pb2.RunStatus) -> Iterable[Text]:
     for model in status.models:
         ranks = [rank for rank in status.ranks if rank.model == model.model]
-        progress = (
-            f"committed up to {place(model.committed)}, incarnation {model.incarnation}, {counted(len(ranks), 'rank')}"
-        )
+        at, size = place(model.committed), counted(len(ranks), "rank")
+        progress = f"all before {at} is committed, incarnation {model.incarnation}, {size}"
         # The others wait for the rank that is furthest behind; of several, the first.
         behind = min(ranks, key=lambda rank: order(rank.next), default=None)
         last = "" if behind is None else f"; the slowest, rank {behind.rank}, is at {place(behind.next)}"
