@@ -156,6 +156,8 @@ def test_runs_of_others_are_neither_shown_nor_served(guarded: Guarded) -> None:
     unknown = answer(guarded, "GET", "/v1/runs/r", guarded.tokens["viewer"])
     assert unknown.status_code == 404
     assert "there are: math-1)" in unknown.json()["error"]["message"], "a refusal names no runs of others"
+    scraped = answer(guarded, "GET", "/metrics", guarded.tokens["scraper"]).text
+    assert ('run="math-1"' in scraped, 'run="secret"' in scraped) == (True, False)
     overview = answer(guarded, "GET", "/v1/overview", guarded.tokens["viewer"]).json()
     assert [run["run"] for run in overview["runs"]] == ["math-1"]
     created = answer(guarded, "POST", "/v1/runs", guarded.tokens["worker"], json={"run": "other", "config": config})

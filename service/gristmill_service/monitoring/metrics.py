@@ -105,12 +105,18 @@ class Metrics:
     def observe_call(self, api: str, call: str, status: str, seconds: float) -> None:
         self._calls.labels(api, call, status).observe(seconds)
 
-    def read(self) -> Callable[[], bytes]:
+    def read(self, sees: Callable[[str], bool] = lambda _: True) -> Callable[[], bytes]:
         """Reads all metrics. Returns a function that writes them in the Prometheus text format: that takes most of the
-        time, and may be called by any thread."""
+        time, and may be called by any thread.
+
+        sees: whether the metrics of a run, by its name, are among them.
+        """
         metrics = [*self._registry.collect(), *chain.from_iterable(map(_of_process, self._watched))]
         runs = [stats for watched in self._watched for stats in watched.runs()]
-        return lambda: generate_latest(_Read([*metrics, *_joined(runs)]))
+        joined = list(_joined(runs))
+        for metric in joined:
+            metric.samples = [sample for sample in metric.samples if sees(sample.labels["run"])]
+        return lambda: generate_latest(_Read([*metrics, *joined]))
 
     def text(self) -> bytes:
         """Returns all metrics in the Prometheus text format."""

@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 
 import gristmill
 from gristmill.errors import GristmillError, InvalidArgumentError, UnavailableError
+from gristmill_service.access import caller
 from gristmill_service.access.certificates import PeerCertificates
 from gristmill_service.api.context import ApiContext
 from gristmill_service.api.errors import STATUSES, TOO_LARGE, error_body, error_response, refusal
@@ -106,8 +107,9 @@ def _add_probes(app: FastAPI) -> None:
     @app.head("/metrics", include_in_schema=False)
     @app.get("/metrics", tags=["probes"], response_class=PlainTextResponse)
     async def metrics(api: ApiDep) -> PlainTextResponse:
-        """Prometheus metrics."""
-        return PlainTextResponse(await asyncio.to_thread(api.metrics.read()), media_type=CONTENT_TYPE_LATEST)
+        """Prometheus metrics, those of runs that the caller may see."""
+        write = api.metrics.read(caller.current().sees)
+        return PlainTextResponse(await asyncio.to_thread(write), media_type=CONTENT_TYPE_LATEST)
 
     page = files(__package__).joinpath("docs.html").read_text(encoding="utf-8")
 
