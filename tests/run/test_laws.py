@@ -39,7 +39,7 @@ from tests.on_loop import on_loop
 from tests.pipeline.written import column
 from tests.run.harness import Bench, BuildBatch, group_rows, key, row
 from tests.run.logs import RecordingLog, RemoteLog
-from tests.strategies import Row
+from tests.strategies import LAW, Row
 
 UIDS = st.sampled_from("abcd")
 SAMPLES = st.sampled_from([0, 0, 1, 1, 2])
@@ -245,7 +245,7 @@ def check_invariants(bench: Checked) -> None:
         assert any(model.committed.batch <= number >= min(model.next).batch for model in state.models.values()), "freed"
 
 
-@settings(max_examples=400, deadline=None)
+@settings(LAW, max_examples=4 * LAW.max_examples)
 @given(SETTINGS, LOGS, MISALIGNED, st.lists(COMMANDS, max_size=30))
 def test_replaying_the_log_gives_the_same_state_and_what_is_refused_changes_nothing(
     chosen: dict[str, Any],
