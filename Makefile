@@ -8,7 +8,7 @@ ENVIRONMENTS := verifiers
 PACKAGES := $(TRAINERS) $(ENVIRONMENTS)
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile
 # Files of laws that make rollouts.
-LAWS := $(shell grep -lr --include='*.py' -e '@LAW' -e 'settings(LAW' tests)
+LAWS := $(shell grep -lr --include='*.py' -e '@LAW' -e 'settings.LAW' tests)
 # The one place that has it.
 VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"$$/\1/p' clients/python/gristmill/__init__.py)
 # Hashes of every file that the image installs, for Python 3.11 to 3.13 and every architecture.
