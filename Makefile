@@ -15,20 +15,22 @@ VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"$$/\1/p' clients/python/gris
 LOCK := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate --no-header \
 	--no-emit-package colorama
 
-.PHONY: help setup axe pictures demo test test-slow test-all test-trainers test-environments $(PACKAGES:%=test-%) check docs manifests bench bench-peers bench-trl bench-skyrl bench-verl chaos fuzz protos format clean
+.PHONY: help setup dev axe pictures demo test test-slow test-all test-trainers test-environments $(PACKAGES:%=test-%) check docs manifests bench bench-peers bench-trl bench-skyrl bench-verl chaos fuzz protos format clean
 .PHONY: requirements version chart-version dist release-check image-test baseline formats
 
 help:  ## Show this help
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-setup: $(VENV)/.installed  ## Make .venv with everything in it, the gristmill command too
+setup: $(VENV)/.demo  ## Make .venv with the gristmill command, the clients and torch
 
-$(VENV)/.installed: pyproject.toml constraints.txt
+dev: $(VENV)/.dev  ## Make .venv with all that the tests and checks need, helm too
+	@deploy/install-helm.sh
+
+$(VENV)/.demo $(VENV)/.dev: $(VENV)/.%: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "gristmill needs Python 3.11 or newer; run: make PYTHON=python3.11 $(MAKECMDGOALS)" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	deploy/install-helm.sh
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$*]'
 	@touch $@
 
 axe: build/axe/axe.min.js  ## Fetch axe-core, which the tests of the page use
@@ -38,20 +40,20 @@ build/axe/axe.min.js: Makefile
 	cd $(@D) && npm pack --silent axe-core@4.14.1 && tar -xzf axe-core-4.14.1.tgz --strip-components=1 package/axe.min.js
 	@touch $@
 
-pictures: setup  ## Take pictures of every view of the page: build/pictures, and those of the documents
+pictures: dev  ## Take pictures of every view of the page: build/pictures, and those of the documents
 	$(BIN)/python -m tests.tools.pictures
 
 demo: setup  ## Watch a small multi-turn RL run train through gristmill (under 4 minutes)
 	$(BIN)/python clients/demo
 
-test: setup  ## Run all tests but the slow ones: 5 minutes on two cores
+test: dev  ## Run all tests but the slow ones: 5 minutes on two cores
 	$(PYTEST) -m "not slow" --durations 10 --durations-min 5
 
-test-slow: setup  ## Run the slow tests: those that start processes or wait for real time; and laws with many more examples
+test-slow: dev  ## Run the slow tests: those that start processes or wait for real time; and laws with many more examples
 	$(PYTEST) -m slow
 	LAW_EXAMPLES=200 $(PYTEST) $(LAWS)
 
-test-all: setup  ## Run all tests, slow ones too
+test-all: dev  ## Run all tests, slow ones too
 	$(PYTEST)
 
 test-trainers: $(TRAINERS:%=test-%)  ## Train with the real TRL, SkyRL and verl through their adapters, and models of transformers on trees
@@ -74,7 +76,7 @@ $(PACKAGES:%=test-%): test-%: .venv-%/.installed
 	rm -rf .venv-$*/lib/python3*/site-packages/tests
 	@touch $@
 
-check: setup  ## Lint, types, protos, generated stubs, the chart, links and pages of the documentation
+check: dev  ## Lint, types, protos, generated stubs, the chart, links and pages of the documentation
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -85,16 +87,16 @@ check: setup  ## Lint, types, protos, generated stubs, the chart, links and page
 	$(BIN)/python deploy/validate.py build/manifests/*.yaml
 	$(BIN)/python docs/site/build.py
 
-docs: setup  ## Build the documentation as a site: build/site/index.html
+docs: dev  ## Build the documentation as a site: build/site/index.html
 	$(BIN)/python docs/site/build.py
 
-manifests: setup  ## Render the chart's examples as plain manifests: build/manifests
+manifests: dev  ## Render the chart's examples as plain manifests: build/manifests
 	deploy/render.sh build/manifests
 
-bench: setup  ## Measure against bounds; writes build/bench.json and build/bench.svg
+bench: dev  ## Measure against bounds; writes build/bench.json and build/bench.svg
 	$(BIN)/python -m tests.tools.bench
 
-bench-peers: setup $(PEERS)/.installed  ## Compare with TransferQueue; makes .venv-peers with it and Ray, 2 GB
+bench-peers: dev $(PEERS)/.installed  ## Compare with TransferQueue; makes .venv-peers with it and Ray, 2 GB
 	$(BIN)/python -m tests.tools.bench.peers
 
 $(PEERS)/.installed: Makefile
@@ -113,7 +115,7 @@ bench-skyrl: .venv-skyrl/.installed  ## Compare SkyRL's adapter, and our convers
 	.venv-skyrl/bin/python -m tests.tools.bench.adapters_skyrl
 	.venv-skyrl/bin/python -m tests.tools.bench.lists_skyrl
 
-requirements: setup  ## Pin what the image installs; `make requirements UPGRADE=--upgrade` takes what is newest
+requirements: dev  ## Pin what the image installs; `make requirements UPGRADE=--upgrade` takes what is newest
 	$(LOCK) $(UPGRADE) pyproject.toml --extra service --extra record --extra otel --extra jwt -o deploy/requirements.txt
 	echo hatchling | $(LOCK) $(UPGRADE) - -o deploy/build-requirements.txt
 
@@ -123,7 +125,7 @@ version:  ## Print the version
 chart-version:  ## Give the chart the version
 	sed -i -E 's/^(version|appVersion): .*/\1: $(VERSION)/' deploy/helm/gristmill/Chart.yaml
 
-dist: setup  ## Build the packages as a release has them: build/dist
+dist: dev  ## Build the packages as a release has them: build/dist
 	rm -rf build/dist
 	$(BIN)/python -m build --no-isolation --outdir build/dist .
 	$(BIN)/twine check --strict build/dist/*
@@ -132,25 +134,25 @@ release-check: check dist  ## All of a release that needs no network
 	deploy/package-chart.sh build/dist
 	$(BIN)/python -m pytest tests/release tests/formats tests/test_documents.py tests/test_readme.py
 
-image-test: setup  ## Build the image by buildah, podman or docker, run it confined, kill it (minutes)
+image-test: dev  ## Build the image by buildah, podman or docker, run it confined, kill it (minutes)
 	IMAGE_TEST=1 tests/image/own_cgroups.sh $(BIN)/python -m pytest tests/image -rs --capture=no
 
-baseline: setup  ## Hold the protos against these from now on: when they are released
+baseline: dev  ## Hold the protos against these from now on: when they are released
 	$(BIN)/buf build protos -o protos/released.binpb
 
-formats: setup  ## Write the fixtures of the current journal and Redis format
+formats: dev  ## Write the fixtures of the current journal and Redis format
 	$(BIN)/python -m tests.formats
 
-chaos: setup  ## Kill things 1,000 times and prove that nothing was lost; writes build/chaos.json
+chaos: dev  ## Kill things 1,000 times and prove that nothing was lost; writes build/chaos.json
 	$(BIN)/python -m tests.tools.chaos
 
-fuzz: setup  ## Fuzz everything that reads bytes of others, ten minutes each; writes findings to tests/tools/fuzz/corpus
+fuzz: dev  ## Fuzz everything that reads bytes of others, ten minutes each; writes findings to tests/tools/fuzz/corpus
 	$(BIN)/python -m tests.tools.fuzz --seconds $(or $(SECONDS_EACH),600) --seed $(or $(SEED),0)
 
-protos: setup  ## Regenerate the gRPC stubs
+protos: dev  ## Regenerate the gRPC stubs
 	protos/generate.sh
 
-format: setup  ## Format the code
+format: dev  ## Format the code
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 

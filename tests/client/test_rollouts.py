@@ -56,6 +56,22 @@ def test_rewards_per_token_come_with_the_step_or_later(
     assert shard["rewards"].tolist() == [pytest.approx([0, 0, 0.25, 0.3]), pytest.approx([0, 0, 0.5, 0.1])]
 
 
+def test_a_step_of_a_group_that_the_client_did_not_begin_warns_once(
+    service: Service, run_name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with (
+        RolloutClient(service.grpc_address, run_name) as driver,
+        RolloutClient(service.grpc_address, run_name) as worker,
+    ):
+        driver.create_run(CONFIG)
+        assert driver.begin_groups(["p0", "p1"]) == ["p0", "p1"]
+        for client, uid in ((worker, "p0"), (driver, "p1"), (driver, "P0"), (driver, "P1")):
+            with client.trajectory(uid, 0) as trajectory:
+                trajectory.step([1], [2], reward=1.0, is_last_step=True)
+    (warning,) = [text for text in caplog.messages if f"run {run_name!r}" in text]
+    assert "did not begin uid 'P0' of round 0" in warning
+
+
 @pytest.mark.parametrize("reward", [float("nan"), [], [[1.0]], [float("inf")]])
 def test_a_reward_that_is_none_is_refused(client: RolloutClient, reward: Any) -> None:
     with pytest.raises(InvalidArgumentError, match="uid 'a' sample 0: reward is"):

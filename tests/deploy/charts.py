@@ -22,10 +22,10 @@ _spec.loader.exec_module(validate)
 
 
 def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """One run of the helm that `make setup` installs, or of the one on the PATH."""
+    """One run of the helm that `make dev` installs, or of the one on the PATH."""
     installed = ROOT / ".venv/bin/helm"
     binary = str(installed) if installed.exists() else shutil.which("helm")
-    assert binary is not None, "helm is not installed: run `make setup`"
+    assert binary is not None, "helm is not installed: run `make dev`"
     return subprocess.run([binary, *arguments], capture_output=True, text=True, timeout=60, check=False)
 
 

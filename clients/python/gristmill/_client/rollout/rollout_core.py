@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from gristmill._client.connection.transport import Connection
 from gristmill._client.rollout import requests
+from gristmill._client.rollout.begun_groups import BegunGroups
 from gristmill._client.rollout.declared_columns import Declared, DeclaredColumns
 from gristmill._client.rollout.delivery import RowOutcome
 from gristmill._client.rollout.groups import Group, groups_of
@@ -39,6 +40,7 @@ class RolloutCore:
         self.sender = Sender(connection, encoder, limits)
         # Of trajectories that this client aborted.
         self._next_attempts: dict[TrajectoryKey, int] = {}
+        self._begun = BegunGroups(self.run)
 
     def __repr__(self) -> str:
         return f"<{self._connection.owner} of run {self.run!r} {self._connection.state}>"
@@ -70,6 +72,7 @@ class RolloutCore:
         finally:
             self._declared.deleted()
             self._next_attempts.clear()
+            self._begun.clear()
         return True
 
     async def policy_version(self) -> int:
@@ -108,7 +111,9 @@ class RolloutCore:
             answer = await self._connection.ask_until(
                 lambda part_s: self._ask_groups(request, part_s), requests.RoomWait(self.run).is_over, wait_s
             )
-        return requests.admitted(request, answer)
+        admitted = requests.admitted(request, answer)
+        self._begun.add(round, admitted)
+        return admitted
 
     async def _ask_groups(
         self, request: rollout_pb2.BeginGroupsRequest, wait_s: float
@@ -142,6 +147,7 @@ class RolloutCore:
         self, uid: str, sample: int, round: int = 0, attempt: int | None = None, policy_version: int = UNKNOWN
     ) -> AsyncTrajectory:
         key = TrajectoryKey(round, uid, sample)
+        self._begun.check(round, uid)
         following = self._next_attempts.get(key, 0)
         attempt = following if attempt is None else attempt
         writer = StepWriter(key, attempt, policy_version, self._token_rewards)
