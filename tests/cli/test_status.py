@@ -32,7 +32,7 @@ def test_all_runs_are_on_one_screen(service: Service, run_name: str) -> None:
     done = gristmill("status", "--address", service.grpc_address)
     assert (done.returncode, done.stderr) == (0, "")
     [line] = [line for line in done.stdout.splitlines() if line.startswith(run_name)]
-    assert line.split()[1:] == ["training", "0", "0", "1", "1", "1", "1", "0", *line.split()[-3:-1], "6"]
+    assert line.split()[1:] == ["no", "trainer", "0", "0", "1", "1", "1", "1", "0", *line.split()[-3:-1], "6"]
 
 
 def test_one_run_is_shown_whole(service: Service, run_name: str) -> None:
@@ -117,8 +117,12 @@ def test_a_run_in_which_nothing_happened_for_so_long_is_stuck_for_who_says_so(se
     assert gristmill("status", run_name, "--for", 300, "--address", service.grpc_address).returncode == 0
     done = gristmill("status", run_name, "--for", 0.001, "--address", service.grpc_address)
     assert done.returncode == 1
-    assert "workers wait for the trainer: 2 batches not committed, policy rank 0 is at batch 0" in done.stdout
-    assert re.search(r"stuck  nothing happened for \d+ s: workers wait", done.stdout)
+    # Lines are as wide as the terminal.
+    assert re.search(
+        r"stuck nothing happened for \d+ s: no trainer has called yet: workers wait for the trainer: 2 batches not "
+        r"committed, policy rank 0 is at batch 0",
+        " ".join(done.stdout.split()),
+    )
 
 
 def test_a_rank_that_others_are_past_is_stuck_by_itself(

@@ -32,7 +32,7 @@ def test_it_goes_on_until_it_is_ended_and_leaves_the_terminal_as_it_was(
         screen.until(run_name)
         fill(service.grpc_address, run_name, "a", "b")
         screen.until("rows/s")
-        screen.until("training")
+        screen.until("no trainer")
         assert not screen.echoes
         screen.press(keys)
         assert screen.ended() == 0

@@ -13,6 +13,7 @@ from gristmill._wire.column_spec import ColumnSpec
 from gristmill._wire.rows import from_rows
 from gristmill_service.config import RunConfig
 from gristmill_service.monitoring.collectors.run_monitor import Monitor
+from gristmill_service.monitoring.health.findings import STATES
 from gristmill_service.monitoring.health.health import Overview, RunHealth, health, timeline
 from gristmill_service.pipeline.scheduling.plan import ShardAddress
 from gristmill_service.run.machine.answers import BatchState
@@ -140,7 +141,7 @@ def test_many_ranks_that_stand_at_one_place_do_not_hold_up_each_other(watched: M
     one = watched(dp_size=200)
     one.seal("a", "b")
     one.after(200)
-    assert (one.health().state, one.worst()) == ("training", [])
+    assert (one.health().state, one.worst()) == ("no trainer", [])
     stage.acknowledge(one.run, 199, 0)
     [(level, text, _)] = one.worst()
     assert (level, text.endswith("and more did not even pull batch 0 mini-batch 0, which is published; 1 other rank "
@@ -149,6 +150,7 @@ def test_many_ranks_that_stand_at_one_place_do_not_hold_up_each_other(watched: M
 
 def test_ranks_that_wait_for_rollouts_are_well_and_learn_what_is_missing(watched: Make) -> None:
     one = watched()
+    one.run.shard("policy", 0, None, 0)
     one.fill("a")
     one.run.begin_groups(0, ["b"])
     one.after(200)
@@ -164,6 +166,7 @@ def test_a_run_without_rollouts_is_idle_for_ever(watched: Make) -> None:
 
 def test_workers_that_wait_for_a_trainer_that_trains_are_well(watched: Make) -> None:
     one = watched(max_buffered_batches=1)
+    one.run.shard("policy", 0, None, 0)
     one.seal("a", "b")
     one.after(90)
     [(level, text, seconds)] = one.findings()
@@ -176,6 +179,23 @@ def test_workers_that_wait_for_a_trainer_that_trains_are_well(watched: Make) -> 
         "training",
         "workers wait for the trainer: 1 batch not committed, policy rank 0 is at batch 0 mini-batch 0",
     )
+
+
+def test_a_run_that_no_trainer_ever_called_says_so_until_one_asks(watched: Make) -> None:
+    one = watched()
+    assert (one.health().state, one.findings()[0][1]) == (
+        "idle",
+        "no trainer has called yet; batch 0: 0 of 2 groups are complete",
+    )
+    one.seal("a", "b")
+    assert (one.health().state, one.health().summary) == (
+        "no trainer",
+        "no trainer has called yet: 1 batch not committed, policy rank 0 is at batch 0 mini-batch 0",
+    )
+    one.after(600)
+    assert one.worst()[0][1].startswith("no trainer has called yet, and policy batch 0 mini-batch 0 is published")
+    one.run.shard("policy", 1, None, 0)
+    assert (one.health().state, one.health().models[0].has_trainer) == ("training", True)
 
 
 def test_a_trainer_that_never_commits_is_stuck(watched: Make) -> None:
@@ -361,7 +381,7 @@ def test_the_overview_says_how_every_run_is(service: Service, client: httpx.Clie
     answer = client.get("/v1/overview")
     Overview.model_validate(answer.json())
     [shown] = [run for run in answer.json()["runs"] if run["run"] == run_name]
-    assert (shown["state"], shown["newest_batch"], shown["batches_published"]) == ("training", 0, 1)
+    assert (shown["state"], shown["newest_batch"], shown["batches_published"]) == ("no trainer", 0, 1)
 
 
 def test_what_is_the_same_is_not_sent_again(service: Service, client: httpx.Client, run_name: str) -> None:
@@ -399,7 +419,7 @@ def test_the_api_page_has_the_schema_of_each_answer(client: httpx.Client) -> Non
         f"{batch}/scores": "BatchScores",
     }
     health = schema["components"]["schemas"]["RunHealth"]
-    assert health["properties"]["state"]["enum"] == ["failed", "stuck", "training", "collecting", "idle", "finished"]
+    assert health["properties"]["state"]["enum"] == list(STATES)
     assert health["properties"]["findings"]["items"]["$ref"].endswith("/Finding")
 
 
@@ -409,6 +429,7 @@ def test_a_batch_that_waits_for_columns_says_which_shards_lack_them_and_since_wh
     one.fill("a", "b")
     stage.until(lambda: one.run.batch(0).state is BatchState.FORWARD)
     form = one.run._builder.forms[0][ShardAddress("policy", 0, 0)]
+    one.run.shard("policy", 0, None, 0)
     assert (one.health().state, one.health().batches[0].state) == ("training", "waiting for columns")
     one.after(539)
     assert one.worst() == []

@@ -54,10 +54,16 @@ def test_nothing_is_loaded_from_elsewhere(open_page: OpenPage, service: Service,
     assert all(url.startswith(service.http_url) for url in asked)
 
 
-def test_another_run_is_chosen_by_a_click(open_page: OpenPage, service: Service, run: str) -> None:
+def test_another_run_is_filtered_and_chosen_by_a_click(open_page: OpenPage, service: Service, run: str) -> None:
     other = f"{run}-other"
-    service.runs.create(other, stage.CONFIG)
+    for name in (other, *(f"{run}-{number}" for number in range(8))):
+        service.runs.create(name, stage.CONFIG)
     page = drawn(open_page(f"#/{run}"))
+    names = page.locator("#runs a")
+    first = r"\n□ no trainer\n0 groups open · 1 batch\nactive (at least )?\d+ s ago"
+    assert re.fullmatch(re.escape(run) + first, names.first.inner_text())
+    page.get_by_label("Filter runs").fill("OTHER")
+    stage.until(lambda: names.count() == 1)
     page.get_by_role("link", name=re.compile(other)).click()
     page.get_by_role("heading", name=other).wait_for()
     assert page.locator("section[aria-label=Shards]").is_hidden()
@@ -157,13 +163,25 @@ def test_scores_and_advantages_stand_by_group(open_page: OpenPage, run: str) -> 
     assert scores.locator(".chip.minus").count() == scores.locator(".chip.plus").count() == 2
 
 
+def test_on_a_phone_the_chosen_run_comes_before_the_list(open_page: OpenPage, run: str) -> None:
+    page = drawn(open_page(f"#/{run}"))
+    list_, title = page.locator("#runs a"), page.locator("h1")
+    assert list_.bounding_box()["x"] < title.bounding_box()["x"]
+    page.set_viewport_size({"width": 390, "height": 800})
+    assert title.bounding_box()["y"] < 120 < list_.bounding_box()["y"]
+    page.get_by_role("button", name="Runs").click()
+    assert page.evaluate("document.activeElement.closest('#runs') !== null")
+    assert list_.bounding_box()["y"] < 800
+
+
 def test_ranks_stand_on_a_time_line(open_page: OpenPage, service: Service, run: str) -> None:
     page = drawn(open_page(f"#/{run}"))
     line = section(page, "Timeline of ranks")
     line.locator("canvas").wait_for()
-    service.runs.get(run).acknowledge("policy", 0, Position(0), 0, False)
     waits = section(page, "What waits, and for how long")
     ranks = waits.get_by_role("region", name="Ranks")
+    assert ranks.locator("tbody tr").nth(1).inner_text().startswith("rank 1\tbatch 0 mini-batch 0\tno trainer")
+    service.runs.get(run).acknowledge("policy", 0, Position(0), 0, False)
     stage.until(lambda: "batch 0 mini-batch 1" in ranks.inner_text())
     assert ranks.locator("tbody tr").nth(1).inner_text().startswith("rank 1\tbatch 0 mini-batch 0\tpublished, not")
     assert "Of 2 ranks over" in (line.locator("canvas").get_attribute("aria-label") or "")

@@ -48,7 +48,7 @@ def test_a_replica_that_does_not_own_the_run_passes_the_questions_on(services: S
     assert other.http.call("GET", "/runs/r/timeline").json()["ranks_in_all"] == 2
     # Of runs that it does not own it knows the names alone.
     assert other.http.call("GET", "/overview").json()["runs"] == [{"run": "r"}]
-    assert run_owner.http.call("GET", "/overview").json()["runs"][0]["state"] == "training"
+    assert run_owner.http.call("GET", "/overview").json()["runs"][0]["state"] == "no trainer"
 
 
 def test_pictures_are_the_same_after_a_restart(services: Services, tmp_path: Path) -> None:

@@ -78,6 +78,8 @@ def _fill(service: Service, trained: int) -> None:
     _finished(service)
     rows = [row for uid in ("a", "b") for row in stage.group(uid)]
     stage.published(service.runs, SMALL, stage.CONFIG, [from_rows(rows, step_wise=True)])
+    for number in range(14):
+        service.runs.create(f"sweep-lr-{number}", stage.CONFIG)
 
 
 def _busy(service: Service, trained: int) -> None:

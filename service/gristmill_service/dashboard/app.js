@@ -3,28 +3,22 @@ import { readAddress } from "./shared/address.js";
 import { paths, readVersion } from "./shared/api.js";
 import { Poll } from "./shared/poll.js";
 import { RunView } from "./run/run.js";
-import { showRuns } from "./runs.js";
+import { RunList, worstFirst } from "./runs.js";
 import { setClock, tick } from "./shared/text.js";
 import { welcome } from "./welcome.js";
 
-const live = document.querySelector("#live"), main = document.querySelector("#main"), nav = document.querySelector("#runs");
+const live = document.querySelector("#live"), main = document.querySelector("main");
+const list = new RunList(document.querySelector("#runs"));
 let view = null, runs = [], overviewAt = 0, grpcAddress = "";
-
-// The run that most needs a person, of several the one that last got rows.
-function mostUrgent() {
-  const order = { failed: 0, stuck: 1, training: 2, collecting: 3, idle: 4, finished: 5 };
-  const weight = run => order[run.state] ?? 6;
-  return [...runs].sort((a, b) => weight(a) - weight(b) || (b.rows_since ?? 0) - (a.rows_since ?? 0))[0];
-}
 
 function follow() {
   const wanted = readAddress(location.hash);
-  const run = wanted.run || mostUrgent()?.run;
+  const run = wanted.run || worstFirst(runs)[0]?.run;
   if (!run) {
     view = null;
     if (main.dataset.empty !== grpcAddress) main.replaceChildren(welcome(grpcAddress));
     main.dataset.empty = grpcAddress;
-    showRuns(nav, runs, null);
+    list.show(runs, null);
     return;
   }
   delete main.dataset.empty;
@@ -35,7 +29,7 @@ function follow() {
   }
   view.show(wanted.batch ?? runs.find(one => one.run === run)?.newest_batch ?? null, wanted);
   if (wanted.group) view.search.find(wanted.group.uid, wanted.group.round);
-  showRuns(nav, runs, run);
+  list.show(runs, run);
 }
 
 async function lookAtRuns() {
@@ -47,7 +41,7 @@ async function lookAtRuns() {
   const isListed = view !== null && runs.some(one => one.run === view.name);
   if (view !== null && !isListed && view.health) view.showGone();
   if (view === null || view.isGone && isListed || !isListed && !readAddress(location.hash).run) follow();
-  else showRuns(nav, runs, view.name);
+  else list.show(runs, view.name);
 }
 
 async function lookAtRun() {
@@ -61,9 +55,9 @@ async function lookAtRun() {
     return;
   }
   // The list agrees with the run's own view.
-  const { state, groups_open, batches_published } = shown.health;
-  runs = runs.map(one => one.run === shown.name ? { ...one, state, groups_open, batches_published } : one);
-  if (view === shown) showRuns(nav, runs, shown.name);
+  const { state, groups_open, batches_published, last_event } = shown.health;
+  runs = runs.map(one => one.run === shown.name ? { ...one, state, groups_open, batches_published, last_event } : one);
+  if (view === shown) list.show(runs, shown.name);
 }
 
 // Asks for the shown run every two seconds, and for all runs now and then.
@@ -78,6 +72,7 @@ poll.failed = error => {
   live.textContent = error.status === 401 ? "not signed in" : `${error.status ? "refused" : "no answer"}: ${error.message}; asking again`;
 };
 document.addEventListener("visibilitychange", () => { if (document.hidden) live.textContent = "paused"; });
+document.querySelector("#to-runs").addEventListener("click", () => list.focus());
 window.addEventListener("hashchange", () => { follow(); poll.now(); });
 setInterval(() => { if (!document.hidden) tick(); }, 1000);
 if (readAddress(location.hash).run) follow();

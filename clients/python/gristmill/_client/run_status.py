@@ -53,8 +53,9 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class RunHealth:
-    """The service's judgment of a run. state: failed, stuck, training, collecting, idle or finished. summary: the
-    state's reason in one sentence. findings: the worst first. still_s: seconds since anything last happened."""
+    """The service's judgment of a run. state: failed, stuck, no trainer, training, collecting, idle or finished.
+    summary: the state's reason in one sentence. findings: the worst first. still_s: seconds since anything last
+    happened."""
 
     state: str
     summary: str

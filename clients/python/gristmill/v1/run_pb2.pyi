@@ -418,7 +418,7 @@ class RunHealth(google.protobuf.message.Message):
     FINDINGS_FIELD_NUMBER: builtins.int
     STILL_S_FIELD_NUMBER: builtins.int
     state: builtins.str
-    """failed, stuck, training, collecting, idle or finished."""
+    """failed, stuck, no trainer, training, collecting, idle or finished."""
     summary: builtins.str
     """The state's reason, in one sentence for a person."""
     still_s: builtins.float

@@ -105,7 +105,9 @@ function tiles(body) {
   ];
 }
 
-function doing(rank) {
+function doing(rank, model, state) {
+  if (state === "finished") return "finished";
+  if (!model.has_trainer) return "no trainer";
   if (!rank.has_shard) return "waits for the batch";
   return { true: "pulled, not acknowledged", false: "published, not pulled" }[rank.has_pulled] ?? "published, not acknowledged";
 }
@@ -116,8 +118,8 @@ function waiting(body) {
   const groups = body.open_groups.map(one => [samples(one), `${one.complete} of ${one.samples} samples`, one.rows, since(one.since)]);
   const batches = body.batches.map(one => [`batch ${one.batch}`, one.state, one.prompts, seen(one.since)]);
   const ranks = body.models.flatMap(model => model.ranks.map(rank => [
-    body.models.length > 1 ? `${model.model} rank ${rank.rank}` : `rank ${rank.rank}`, place(rank.next),
-    doing(rank), seen(rank.has_shard ? rank.available : rank.since)]));
+    body.models.length > 1 ? `${model.model} rank ${rank.rank}` : `rank ${rank.rank}`, body.state === "finished" ? "none" : place(rank.next),
+    doing(rank, model, body.state), seen(rank.has_shard ? rank.available : rank.since)]));
   const stuck = new Set(body.findings.filter(one => one.level === "stuck").flatMap(one => (one.ranks ?? []).map(rank => rankId(one.model, rank))));
   const ids = body.models.flatMap(model => model.ranks.map(rank => rankId(model.model, rank.rank)));
   const rankTable = part => {

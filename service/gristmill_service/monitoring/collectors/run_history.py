@@ -78,9 +78,10 @@ class RunHistory:
     Times are seconds since 1970 as the process's clock counts them from the history's beginning on: they never go back.
 
     began: when the history began. last_event: the time of the run's last event. rows_since: when a row was last
-    accepted. full_since: since when there has been no capacity, None where there is. steps: how many acknowledgements
-    were noted. longest_step: for each model, the longest that a rank took from when it could begin with a shard until
-    it acknowledged it, since the trainer resumed; 0 before the first.
+    accepted. pulling: the models of which a rank has asked for a shard. full_since: since when there has been no
+    capacity, None where there is. steps: how many acknowledgements were noted. longest_step: for each model, the
+    longest that a rank took from when it could begin with a shard until it acknowledged it, since the trainer resumed;
+    0 before the first.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class RunHistory:
         self.began = self.last_event = self.rows_since = self.now()
         self.full_since: float | None = None
         self.steps = 0
+        self.pulling: set[Model] = set()
         self.ranks: dict[Model, list[RankTimes]] = {}
         self.longest_step: dict[Model, float] = {}
         self.batches: dict[int, BatchTimes] = {}

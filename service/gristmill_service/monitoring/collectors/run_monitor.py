@@ -71,6 +71,7 @@ class Monitor:
 
     @_never_raises
     def asked_for_shard(self, state: State, model: Model, rank: int) -> None:
+        self.history.pulling.add(model)
         self.metrics.asked_for_shard(state, model, rank)
 
     @_never_raises

@@ -24,7 +24,7 @@ from gristmill_service.run.machine.answers import Position
 from gristmill_service.run.machine.state import GIVEN_UP
 from gristmill_service.run.machine.status import remedy
 
-HealthState = Literal["failed", "stuck", "training", "collecting", "idle", "finished"]
+HealthState = Literal["failed", "stuck", "no trainer", "training", "collecting", "idle", "finished"]
 """docs/page.md defines them."""
 STATES: tuple[HealthState, ...] = get_args(HealthState)
 
@@ -79,6 +79,8 @@ def state_of(facts: RunFacts, findings: Sequence[Finding]) -> HealthState:
     worst = findings[0].level if findings else "note"
     if worst in ("failed", "stuck"):
         return worst
+    if facts.held and not facts.has_trainer:
+        return "no trainer"
     if facts.ranks_have_work or facts.building is not None or facts.awaiting is not None:
         return "training"
     if facts.has_groups:
@@ -94,6 +96,8 @@ def summary_of(facts: RunFacts, state: HealthState, findings: Sequence[Finding])
     match state:
         case "failed" | "stuck":
             return findings[0].text
+        case "no trainer":
+            return f"no trainer has called yet: {_training(facts)}"
         case "training":
             return _training(facts)
         case "collecting":
@@ -205,12 +209,13 @@ def _working_ranks(facts: RunFacts, model: ModelFacts, ready: Sequence[int]) -> 
 
 def _waiting_ranks(facts: RunFacts, model: ModelFacts) -> Finding:
     number = min(model.next).batch
+    ranks = f"{model.model} ranks wait for" if model.has_trainer else "no trainer has called yet;"
     since = max(times.since for times in facts.history.ranks[model.model])
     if facts.building is not None:
-        return _finding("note", f"{model.model} ranks wait for batch {number}, which is being built", since)
+        return _finding("note", f"{ranks} batch {number}, which is being built", since)
     have, need = facts.counts.groups_complete, facts.train_batch_size
     tags = ", ".join(f"{count} of tag {tag!r}" for tag, count in facts.missing_tags.items())
-    text = f"{model.model} ranks wait for batch {number}: {have} of {need} groups are complete"
+    text = f"{ranks} batch {number}: {have} of {need} groups are complete"
     oldest = facts.open_groups[0] if facts.open_groups else None
     return _finding("note", f"{text}; tag_shares lacks {tags}" if tags else text, since, group=oldest)
 
@@ -278,6 +283,8 @@ def _stragglers(facts: RunFacts) -> Iterator[Finding]:
 
 
 def _did_not(facts: RunFacts, model: ModelFacts, ranks: Sequence[int]) -> str:
+    if not model.has_trainer:
+        return f"no trainer has called yet, and {model.model} {_place(model.next[ranks[0]])} is published"
     nobody = all(has_pulled(facts, model, rank) is False for rank in ranks)
     verb = "even pull" if nobody else "acknowledge"
     return f"{model.model} {_named(ranks)} did not {verb} {_place(model.next[ranks[0]])}, which is published"

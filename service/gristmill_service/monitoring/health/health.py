@@ -69,6 +69,7 @@ class ModelHealth(Document):
     model: Model
     committed: TrainingPlace
     incarnation: int
+    has_trainer: bool = Field(description="Whether a trainer has called, as far as the log and this process know.")
     ranks_in_all: int
     ranks: list[RankHealth] = Field(description="The ranks that are furthest behind, at most 128.")
 
@@ -98,7 +99,8 @@ class RunSummary(Document):
     summary: str | None = Field(default=None, description="The state's reason, in one sentence.")
     findings: int | None = Field(default=None, description="How many findings are worse than a note.")
     newest_batch: int | None = Field(default=None, description="The newest batch that is published and not freed.")
-    rows_since: float | None = Field(default=None, description="When a row was last accepted, seconds since 1970.")
+    last_event: float | None = Field(default=None, description="The time of the run's last event, seconds since 1970.")
+    watched_since: float | None = Field(default=None, description="The times of earlier events are not known.")
     groups_open: int | None = None
     groups_complete: int | None = None
     batches_sealed: int | None = None
@@ -190,7 +192,8 @@ def summary(run: Run) -> RunSummary:
         summary=text,
         findings=sum(finding.level != "note" for finding in findings),
         newest_batch=max(facts.published, default=None),
-        rows_since=seconds(facts.history.rows_since),
+        last_event=seconds(facts.history.last_event),
+        watched_since=seconds(facts.history.began),
     )
 
 
@@ -236,6 +239,7 @@ def _model(facts: RunFacts, model: ModelFacts) -> ModelHealth:
         model=model.model,
         committed=TrainingPlace.of(model.committed),
         incarnation=model.incarnation,
+        has_trainer=model.has_trainer,
         ranks_in_all=len(model.next),
         ranks=[_rank(facts, model, rank) for rank in sorted(furthest_behind)],
     )

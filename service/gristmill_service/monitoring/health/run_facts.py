@@ -17,7 +17,7 @@ from gristmill_service.run.machine.answers import Position
 from gristmill_service.run.machine.decisions import progress, sealing
 from gristmill_service.run.machine.decisions.admission import Room
 from gristmill_service.run.machine.groups import Group
-from gristmill_service.run.machine.state import State
+from gristmill_service.run.machine.state import START, State
 from gristmill_service.run.run import Run
 
 SHOWN_GROUPS = 20
@@ -71,12 +71,14 @@ class RunCounts(Document):
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """A model's progress. next: the position that each rank has to acknowledge next."""
+    """A model's progress. next: the position that each rank has to acknowledge next. has_trainer: a trainer has called
+    at least once, as far as the log and this process know."""
 
     model: Model
     committed: Position
     incarnation: int
     next: list[Position]
+    has_trainer: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +130,10 @@ class RunFacts:
         return any(position.batch in self.published for model in self.models for position in model.next)
 
     @property
+    def has_trainer(self) -> bool:
+        return any(model.has_trainer for model in self.models)
+
+    @property
     def has_groups(self) -> bool:
         """Some group is open, or complete and not sealed."""
         return self.counts.groups_open + self.counts.groups_complete > 0
@@ -157,8 +163,14 @@ def facts_of(run: Run, state: State, room: Room) -> RunFacts:
         open_groups=_open_groups(state, history),
         batches=_batches(state, history),
         models=[
-            ModelFacts(model, model_state.committed, model_state.incarnation, next_positions(state, model))
-            for model, model_state in state.models.items()
+            ModelFacts(
+                model,
+                own.committed,
+                own.incarnation,
+                next_positions(state, model),
+                own.incarnation > 1 or own.furthest > START or model in history.pulling,
+            )
+            for model, own in state.models.items()
         ],
         history=history,
     )
