@@ -67,7 +67,10 @@ def test_a_caller_has_no_more_runs_than_its_token_says(serve: Serve, tmp_path: P
 @pytest.mark.parametrize(
     ("quota", "message"),
     [
-        ({"max_rows": 5}, "brings 4 rows, and the runs of team (team-*) store 4 rows, where max_rows of the token"),
+        (
+            {"max_rows": 5},
+            "and it needs 1: the runs of team (team-*) store 4 rows, where max_rows of the token",
+        ),
         ({"max_row_bytes": "4KiB"}, "store 3176 bytes of rows, where max_row_bytes of the token allows 4096"),
     ],
     ids=["rows", "bytes"],

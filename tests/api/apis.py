@@ -20,7 +20,7 @@ Json = dict[str, Any]
 
 TIMEOUT_S = 30.0
 STATES = ("", "pending", "published", "end", "forward")
-OUTCOMES = ("", "accepted", "duplicate", "sealed", "dropped", "superseded")
+OUTCOMES = ("", "accepted", "duplicate", "sealed", "dropped", "superseded", "refused")
 ADMISSIONS = ("", "admitted", "no_room", "sealed", "dropped")
 
 CONFIG: Json = {
@@ -108,6 +108,7 @@ class Api(Protocol):
     def finish(self, run: str) -> int: ...
     def begin(self, run: str, uids: Sequence[str], wait_s: float = 0.0, **more: Any) -> list[str]: ...
     def submit(self, run: str, rows: Sequence[Mapping[str, Any]]) -> list[str]: ...
+    def submit_by_row(self, run: str, rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], dict[int, Refused]]: ...
     def set_rewards(self, run: str, rewards: Sequence[Json]) -> int: ...
     def abort_trajectories(self, run: str, keys: Sequence[Json], reason: str) -> int: ...
     def abort_groups(self, run: str, uids: Sequence[str], reason: str) -> int: ...
@@ -187,6 +188,14 @@ class GrpcApi:
     def submit(self, run: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
         request = rollout_pb2.SubmitRowsRequest(run=run, rows=rows_message(rows))
         return [OUTCOMES[one] for one in self._call(self.rollouts.SubmitRows, request).outcomes]
+
+    def submit_by_row(self, run: str, rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], dict[int, Refused]]:
+        request = rollout_pb2.SubmitRowsRequest(run=run, rows=rows_message(rows), refuse_by_row=True)
+        answer = self._call(self.rollouts.SubmitRows, request)
+        errors = {
+            one.row: Refused(one.code, one.type, one.message, one.retry_after_s or None) for one in answer.refused
+        }
+        return [OUTCOMES[one] for one in answer.outcomes], errors
 
     def set_rewards(self, run: str, rewards: Sequence[Json]) -> int:
         messages = [
@@ -338,6 +347,14 @@ class HttpApi:
     def submit(self, run: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
         outcomes: list[str] = self.call("POST", f"/runs/{run}/rows", {"rows": rows}).json()["outcomes"]
         return outcomes
+
+    def submit_by_row(self, run: str, rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], dict[int, Refused]]:
+        answer = self.call("POST", f"/runs/{run}/rows", {"rows": rows, "refuse_by_row": True}).json()
+        errors = {
+            one["row"]: Refused(one["code"], one["type"], one["message"], one.get("retry_after_s"))
+            for one in answer.get("refused", [])
+        }
+        return answer["outcomes"], errors
 
     def set_rewards(self, run: str, rewards: Sequence[Json]) -> int:
         changed: int = self.call("POST", f"/runs/{run}/rewards", {"rewards": rewards}).json()["changed"]

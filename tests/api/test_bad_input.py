@@ -51,6 +51,52 @@ def test_a_wrong_row_is_refused_by_name(api: Api, run: str, wrong: str) -> None:
     assert api.get(run)["rows_accepted"] == 0
 
 
+@pytest.mark.parametrize("wrong", WRONG_ROWS)
+def test_a_wrong_row_is_refused_alone_where_that_is_asked_for(api: Api, run: str, wrong: str) -> None:
+    fields, parts = WRONG_ROWS[wrong]
+    rows = [
+        row("kept", 0, 0, last=False),
+        row("kept", 0, 1) | fields,
+        row("kept", 1),
+        row("kept", fields.get("sample", 0), 2),
+    ]
+    if isinstance(fields.get("reward"), list):
+        rows = [{"reward": [0.0, 0.0]} | one if "reward" in one else one for one in rows]
+    if not isinstance(api, HttpApi) and "of the wrong length" in wrong:
+        # Such a message cannot be cut into rows.
+        with refusing("INVALID_ARGUMENT", *parts):
+            api.submit_by_row(run, rows)
+        return
+    for outcome in ("accepted", "duplicate"):
+        outcomes, refused = api.submit_by_row(run, rows)
+        assert outcomes == [outcome, "refused", outcome, "refused"], "what follows it would have a hole before it"
+        assert {(error.code, error.kind, error.retry_after_s) for error in refused.values()} == {
+            ("INVALID_ARGUMENT", "InvalidArgumentError", None)
+        }
+        assert [*refused] == [1, 3]
+        for error in refused.values():
+            assert all(part in error.message for part in (*parts, "uid 'kept'"))
+    assert api.get(run)["rows_accepted"] == 2
+
+
+def test_a_row_is_refused_alone_for_what_the_run_has(api: Api, run_name: str) -> None:
+    api.create(run_name, CONFIG | {"max_buffered_batches": 1})
+    api.submit(run_name, [row("a", 0)])
+    rows = [row("a", 0, reward=7.0), row("b", 0), row("c", 0), row("c", 0, 1), row("a", 1, tag="x"), row("b", 1)]
+    outcomes, refused = api.submit_by_row(run_name, rows)
+    assert outcomes == ["refused", "accepted", "refused", "refused", "accepted", "accepted"]
+    assert [(index, error.code) for index, error in refused.items()] == [
+        (0, "ALREADY_EXISTS"),
+        (2, "RESOURCE_EXHAUSTED"),
+        (3, "RESOURCE_EXHAUSTED"),
+    ]
+    assert refused[0].retry_after_s is None
+    assert refused[2].retry_after_s
+    api.delete(run_name)
+    with refusing("NOT_FOUND", run_name):
+        api.submit_by_row(run_name, rows)
+
+
 def test_what_was_accepted_before_stays(api: Api, run: str) -> None:
     api.submit(run, group("a"))
     with refusing("INVALID_ARGUMENT"):

@@ -149,8 +149,8 @@ def test_a_shard_says_where_its_bytes_are(http_api: HttpApi, run_name: str) -> N
 
 BAD_BODIES: dict[str, tuple[bytes, dict[str, str], str]] = {
     "not JSON": (b"{rows", {}, "the body is not JSON"),
-    "no rows": (b"{}", {}, "the one field rows"),
-    "rows no list": (b'{"rows": 3}', {}, "the one field rows"),
+    "no rows": (b"{}", {}, "an object with rows, a list"),
+    "rows no list": (b'{"rows": 3}', {}, "an object with rows, a list"),
     "row no object": (b'{"rows": [3]}', {}, "row 0 is a int; give a list of dicts, one per row"),
     "unknown field": (json.dumps({"rows": [row("a", 0, color=1)]}).encode(), {}, "unknown field color"),
     "another framework's field": (

@@ -12,7 +12,7 @@ from gristmill._wire.columns import Array, Ragged
 from gristmill._wire.steps import Steps, TrajectoryKey
 from gristmill.errors import PrefixUnknownError
 from gristmill_service.pipeline.rows.joins import common_prefix
-from gristmill_service.run.machine.answers import Outcome
+from gristmill_service.run.machine.answers import Outcome, Taken
 from tests.on_loop import Run
 
 StepName = tuple[TrajectoryKey, int, int]
@@ -29,10 +29,10 @@ class Sender:
 
     def submit(self, run: Run, steps: Steps) -> list[Outcome]:
         try:
-            outcomes: list[Outcome] = run.submit(*self.shortened(steps))
+            taken: Taken = run.submit(*self.shortened(steps))
         except PrefixUnknownError:
-            outcomes = run.submit(steps)
-        return outcomes
+            taken = run.submit(steps)
+        return taken.outcomes
 
     def shortened(self, steps: Steps) -> tuple[Steps, Prefixes | None]:
         lengths = [self._shared(steps, row) for row in range(len(steps))]

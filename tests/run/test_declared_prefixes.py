@@ -110,7 +110,7 @@ def test_a_repeated_turn_is_a_duplicate_however_it_is_sent() -> None:
     assert bench.submit(*rows) == ["ACCEPTED"] * 3
     assert bench.submit(rows[2]) == ["DUPLICATE"]
     assert bench.submit(*rows) == ["DUPLICATE"] * 3
-    assert [outcome.name for outcome in bench.run.submit(table(*rows))] == ["DUPLICATE"] * 3
+    assert [outcome.name for outcome in bench.run.submit(table(*rows)).outcomes] == ["DUPLICATE"] * 3
     assert len(bench.rows) == 3
 
 
@@ -155,7 +155,7 @@ def test_steps_of_a_request_may_share_less_than_all_of_the_one_before() -> None:
     third |= {"prompt_token_ids": edited}
     fourth |= {"prompt_token_ids": [*edited, *third["response_ids"], 8]}
     sent = shortened(table(second, third, fourth), [55, 40, 48])
-    assert [outcome.name for outcome in bench.run.submit(*sent)] == ["ACCEPTED"] * 3
+    assert [outcome.name for outcome in bench.run.submit(*sent).outcomes] == ["ACCEPTED"] * 3
     assert tokens_kept(bench) == 55 + 7 + 8 + 6
     bench.make_batches()
     assert contents(bench.build_batch.batches[0])["tokens"] == [

@@ -54,7 +54,7 @@ def test_what_stands_in_place_of_a_pending_reward_does_not_count() -> None:
     one, other = table(row("a", reward=None)), table(row("a", reward=None))
     other.rewards[0] = 5.0
     bench.run.submit(one)
-    assert [outcome.name for outcome in bench.run.submit(other)] == ["DUPLICATE"]
+    assert [outcome.name for outcome in bench.run.submit(other).outcomes] == ["DUPLICATE"]
 
 
 def test_a_higher_attempt_supersedes_all_rows_of_the_lower() -> None:
@@ -216,7 +216,7 @@ def test_rows_of_an_unadmitted_group_admit_it_where_there_is_room() -> None:
     bench = Bench(max_buffered_batches=1)
     assert bench.submit(row("a"), row("b")) == ["ACCEPTED", "ACCEPTED"]
     with pytest.raises(
-        ResourceExhaustedError, match=r"uid 'c': no room for 1 more .*max_buffered_batches: 1"
+        ResourceExhaustedError, match=r"uid 'c': no room for another .*max_buffered_batches: 1"
     ) as caught:
         bench.submit(row("a", 1), row("c"))
     assert caught.value.retry_after_s > 0

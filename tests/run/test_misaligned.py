@@ -311,7 +311,7 @@ def check_that_it_outlives_its_process(store: RunStore, another: Callable[[], Ru
     run, builders = _opened(another())
     build_all(run, builders)
     assert "dp_size = 4" in run.status().failed_batches[0]
-    assert run.submit(table(row("a", reward=0.0, response=range(20)))) == [Outcome.DUPLICATE]
+    assert run.submit(table(row("a", reward=0.0, response=range(20)))).outcomes == [Outcome.DUPLICATE]
     run.resume("policy", Checkpoint(None), "two", 2)
     build_all(run, builders)
     assert run.batch(0).state is BatchState.PUBLISHED

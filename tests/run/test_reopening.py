@@ -246,7 +246,7 @@ def test_a_failed_append_has_the_run_read_again_from_its_log() -> None:
     assert (again.status().rows_accepted, again.batch(0).state) == (2, BatchState.PUBLISHED)
     with pytest.raises(UnavailableError):
         run.status()
-    assert again.submit(table(*group_rows("b"))) == [Outcome.ACCEPTED] * 2
+    assert again.submit(table(*group_rows("b"))).outcomes == [Outcome.ACCEPTED] * 2
     await_batch(again, 1)
     runs.close(1)
 
@@ -259,7 +259,7 @@ def test_many_calls_at_once_over_appends_that_fail_lose_nothing_that_was_answere
     def send(number: int) -> None:
         while True:
             try:
-                outcomes = runs.get("run").submit(table(row(f"u{number}")))
+                outcomes = runs.get("run").submit(table(row(f"u{number}"))).outcomes
             except UnavailableError:
                 continue
             assert set(outcomes) <= {Outcome.ACCEPTED, Outcome.DUPLICATE}
@@ -299,7 +299,7 @@ class TestCallersThatGoAway:
         gone.cancel()
         may_create.set()
         assert runs.create("run", CONFIG) == ([], False)
-        assert runs.get("run").submit(table(row("a"))) == [Outcome.ACCEPTED]
+        assert runs.get("run").submit(table(row("a"))).outcomes == [Outcome.ACCEPTED]
         runs.close(1)
 
     def test_a_run_that_was_opened_for_one_who_has_gone_is_everybodys(self, store: FailingStore) -> None:
@@ -320,7 +320,7 @@ class TestCallersThatGoAway:
         gone.cancel()
         may_open.set()
         run = runs.get("run")
-        assert run.submit(table(row("a"), row("b"))) == [Outcome.DUPLICATE, Outcome.ACCEPTED]
+        assert run.submit(table(row("a"), row("b"))).outcomes == [Outcome.DUPLICATE, Outcome.ACCEPTED]
         assert store.opened == 1
         runs.close(1)
 

@@ -98,7 +98,10 @@ def test_a_run_serves_what_the_offline_pipeline_makes_of_the_same_rows(
 def _deliver(run: Run, rows: list[Row]) -> None:
     columns = run.config.columns
     run.submit(from_rows(rows, columns=columns))
-    assert {outcome.name for outcome in run.submit(from_rows(rows, columns=columns))} <= {"DUPLICATE", "SEALED"}
+    assert {outcome.name for outcome in run.submit(from_rows(rows, columns=columns)).outcomes} <= {
+        "DUPLICATE",
+        "SEALED",
+    }
 
 
 def test_a_batch_that_cannot_be_aligned_fails_with_the_setting_to_change_and_the_run_goes_on(runs: Runs) -> None:

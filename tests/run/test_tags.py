@@ -220,7 +220,7 @@ class TestShares:
         assert begin(bench, a="code", b="code") == ["ADMITTED", "NO_ROOM"]
         answer = bench.run.begin_groups(0, ["b"], (), ["code"])
         assert answer.reason == "the 1 groups that may begin are reserved for the tags 'math' (tag_shares)"
-        with pytest.raises(ResourceExhaustedError, match=r"0 may be admitted: .* are reserved for the tags 'math'"):
+        with pytest.raises(ResourceExhaustedError, match=r"no room for another .* are reserved for the tags 'math'"):
             bench.submit(row("b", tag="code"))
         assert begin(bench, b="", c="math", d="math") == ["NO_ROOM", "ADMITTED", "NO_ROOM"]
 

@@ -22,7 +22,7 @@ from gristmill.errors import (
 from gristmill_service.monitoring.collectors.run_monitor import Monitor
 from gristmill_service.run import waiters as conditions
 from gristmill_service.run.capacity import RowBudget
-from gristmill_service.run.machine.answers import Outcome, Position
+from gristmill_service.run.machine.answers import Outcome, Position, Taken
 from gristmill_service.run.machine.codec import decode_events
 from gristmill_service.run.machine.decisions.resume import Checkpoint
 from gristmill_service.run.machine.events import RowsStored, RunFinished
@@ -50,7 +50,7 @@ def await_callers(bench: Bench, count: int) -> None:
     wait_until(lambda: len(bench.run._writer.commits._waiting) >= count)
 
 
-def queue(pool: ThreadPoolExecutor, bench: Bench, *submissions: list[Row]) -> list[Future[list[Outcome]]]:
+def queue(pool: ThreadPoolExecutor, bench: Bench, *submissions: list[Row]) -> list[Future[Taken]]:
     """Submissions that are decided in this order, behind one that is being appended."""
     futures = []
     for submission in submissions:
@@ -67,8 +67,8 @@ def test_calls_that_come_while_the_log_is_written_are_logged_in_one_append() -> 
         assert held.entered.wait(PATIENCE_S)
         others = queue(pool, bench, *([row(f"u{number}")] for number in range(1, 11)))
         held.go_on()
-        assert first.result(PATIENCE_S) == [Outcome.ACCEPTED]
-        assert [other.result(PATIENCE_S) for other in others] == [[Outcome.ACCEPTED]] * 10
+        assert first.result(PATIENCE_S).outcomes == [Outcome.ACCEPTED]
+        assert [other.result(PATIENCE_S).outcomes for other in others] == [[Outcome.ACCEPTED]] * 10
     assert held.count == 2, "the one that was being written, and one for all that waited"
     assert len(bench.log.records) == before + 2
     assert len(decode_events(bench.log.records[-1])) == 10
@@ -84,11 +84,11 @@ def test_the_same_row_sent_twice_at_once_is_accepted_once() -> None:
         others = queue(pool, bench, [row("u1")], [row("u1")], [row("u1", reward=9.0)], [row("u2")])
         held.go_on()
         first.result(PATIENCE_S)
-        assert others[0].result(PATIENCE_S) == [Outcome.ACCEPTED]
-        assert others[1].result(PATIENCE_S) == [Outcome.DUPLICATE]
+        assert others[0].result(PATIENCE_S).outcomes == [Outcome.ACCEPTED]
+        assert others[1].result(PATIENCE_S).outcomes == [Outcome.DUPLICATE]
         with pytest.raises(AlreadyExistsError):
             others[2].result(PATIENCE_S)
-        assert others[3].result(PATIENCE_S) == [Outcome.ACCEPTED]
+        assert others[3].result(PATIENCE_S).outcomes == [Outcome.ACCEPTED]
     assert bench.replayed() == bench.state
 
 
@@ -101,7 +101,7 @@ def test_a_refused_call_hurts_none_that_is_logged_with_it() -> None:
         others = queue(pool, bench, [row("u1")], [row("u2", sample=99)], [row("u3")])
         held.go_on()
         first.result(PATIENCE_S)
-        assert others[0].result(PATIENCE_S) == others[2].result(PATIENCE_S) == [Outcome.ACCEPTED]
+        assert others[0].result(PATIENCE_S).outcomes == others[2].result(PATIENCE_S).outcomes == [Outcome.ACCEPTED]
         with pytest.raises(GristmillError, match="sample is 99"):
             others[1].result(PATIENCE_S)
     stored = [row for event in bench.log.events if isinstance(event, RowsStored) for row in event.rows]
@@ -224,7 +224,7 @@ def test_closing_returns_when_nothing_is_appended_any_more() -> None:
                 late.result(PATIENCE_S)
         assert not closing.done()
         held.go_on()
-        assert writing.result(PATIENCE_S) == queued.result(PATIENCE_S) == [Outcome.ACCEPTED]
+        assert writing.result(PATIENCE_S).outcomes == queued.result(PATIENCE_S).outcomes == [Outcome.ACCEPTED]
         closing.result(PATIENCE_S)
     assert bench.replayed() == bench.state
 

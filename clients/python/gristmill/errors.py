@@ -2,7 +2,8 @@
 
     GristmillError
     ├── InvalidArgumentError (ValueError)       the input is wrong and stays wrong
-    │   └── UnsupportedError                    understood, but not built: refused rather than half done
+    │   ├── UnsupportedError                    understood, but not built: refused rather than half done
+    │   └── TooLargeError                       the service takes smaller requests only: send fewer rows in each
     ├── NotFoundError (LookupError)             no such run, batch, shard
     ├── AlreadyExistsError                      the same name or key with other content
     ├── FailedPreconditionError                 right call, wrong moment: it must not simply be retried
@@ -36,6 +37,11 @@ class InvalidArgumentError(GristmillError, ValueError):
 
 class UnsupportedError(InvalidArgumentError):
     """A setting that the specification names and this version does not offer yet."""
+
+
+class TooLargeError(InvalidArgumentError):
+    """The request is larger than the service takes. The client handles it by sending fewer rows in a message, so that
+    this class is not one of `gristmill`'s names."""
 
 
 class NotFoundError(GristmillError, LookupError):

@@ -7,16 +7,18 @@ call's slot.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from gristmill._wire.codecs import tensor_file
-from gristmill._wire.codecs.row_codec import Prefixes, Sent
+from gristmill._wire.codecs.row_codec import Sent
 from gristmill._wire.steps import Steps, TrajectoryKey
-from gristmill.errors import InvalidArgumentError
+from gristmill.errors import InvalidArgumentError, TooLargeError
 from gristmill_service.api.admission import SMALL_BYTES, Slot
 from gristmill_service.api.context import ApiContext
 from gristmill_service.api.long_poll import Question
+from gristmill_service.api.row_requests import CheckedRows, RowsCheck, RowsRequest
 from gristmill_service.api.shard_columns import compressed, file_with
 from gristmill_service.config import Model
 from gristmill_service.monitoring.health.health import Assessment, assess_run
@@ -29,13 +31,13 @@ from gristmill_service.run.machine.answers import (
     BatchState,
     GroupAnswer,
     Moved,
-    Outcome,
     Position,
     Resumed,
     RewardUpdate,
     RunStatus,
     Sealed,
     ShardAnswer,
+    Taken,
 )
 from gristmill_service.run.machine.decisions.admission import check_group_count
 from gristmill_service.run.machine.decisions.resume import Checkpoint
@@ -150,28 +152,42 @@ async def begin_groups(
     return await api.long_poll.ask(question, wait_s, slot)
 
 
-async def submit_rows(api: ApiContext, run: str, nbytes: int, read: Callable[[Run], Sent]) -> list[Outcome]:
+async def submit_rows(
+    api: ApiContext,
+    run: str,
+    nbytes: int,
+    read: Callable[[Run], RowsRequest],
+    in_thread: Callable[..., Awaitable[CheckedRows]] = asyncio.to_thread,
+) -> Taken:
     """Submits the rows of a request.
 
-    read: decodes the request, which has n bytes; called in the thread pool if there are many. The run is looked up
-        before, so that a request for an unknown run is not decoded.
+    read: decodes the request, which has n bytes; called in a thread if there are many. The run is looked up before, so
+        that a request for an unknown run is not decoded. in_thread: calls a function in a thread.
     """
     opened = await api.runs.get(run)
-    steps, prefixes = await of_size(nbytes, _checked_rows, opened, read, api.max_message_bytes)
-    return await opened.submit(steps, prefixes, api.gate.quota())
+    check = RowsCheck(lambda: read(opened), partial(_checked, opened, api.max_message_bytes))
+    try:
+        rows = check.whole() if nbytes <= SMALL_BYTES else await in_thread(check.whole)
+    except InvalidArgumentError as error:
+        rows = await in_thread(check.good, error)
+    if rows.refused:
+        opened.monitor.refused(len(rows.refused))
+    taken = Taken([])
+    if rows.sent is not None:
+        taken = await opened.submit(*rows.sent, api.gate.quota(), by_row=rows.by_row)
+    return rows.answer(taken)
 
 
-def _checked_rows(run: Run, read: Callable[[Run], Sent], most_bytes: int) -> tuple[Steps, Prefixes | None]:
-    sent = read(run)
+def _checked(run: Run, most_bytes: int, sent: Sent) -> Sent:
     if sent.prefixes is not None:
         # A request with prefixes must not need more memory than one with whole rows could.
         size = 4 * int(sent.steps.tokens.total + sent.prefixes.lengths.sum())
         if size > most_bytes:
-            raise InvalidArgumentError(
+            raise TooLargeError(
                 f"the rows' tokens and prefixes have {size} bytes together, and max_message_bytes is {most_bytes}; "
                 "send fewer rows per request, or raise the setting"
             )
-    return run.checked(sent), sent.prefixes
+    return Sent(run.checked(sent), sent.prefixes)
 
 
 async def set_rewards(api: ApiContext, run: str, rewards: Sequence[RewardUpdate]) -> int:

@@ -80,14 +80,19 @@ class ErrorResponse:
         return {} if self.retry_after_s is None else {"Retry-After": str(math.ceil(self.retry_after_s))}
 
     @property
-    def body(self) -> dict[str, object]:
-        """The HTTP body."""
+    def values(self) -> dict[str, object]:
+        """The error as JSON."""
         error: dict[str, object] = {"code": self.code, "type": self.type, "message": _shortened(self.message)}
         if self.retry_after_s is not None:
             error["retry_after_s"] = self.retry_after_s
         if self.batch is not None:
             error["batch"] = self.batch
-        return {"error": error}
+        return error
+
+    @property
+    def body(self) -> dict[str, object]:
+        """The HTTP body."""
+        return {"error": self.values}
 
 
 def refusal(error: Exception) -> ErrorResponse:

@@ -38,6 +38,9 @@ class RunMonitor(Protocol):
     def received(self, outcomes: Sequence[Outcome], steps: Steps) -> None:
         """Called with the rows of a request and their outcomes."""
 
+    def refused(self, rows: int) -> None:
+        """Called with the number of a request's rows that broke a rule for single rows and were refused alone."""
+
     def timed(self, stage: str) -> AbstractContextManager[None]:
         """Returns a context that measures its block as a stage of building a batch."""
 

@@ -18,7 +18,7 @@ from gristmill._wire.codecs.row_codec import Prefixes, Sent
 from gristmill._wire.columns import Array
 from gristmill._wire.extras import check_extras
 from gristmill._wire.steps import Steps, TrajectoryKey, check
-from gristmill.errors import GristmillError, InvalidArgumentError
+from gristmill.errors import GristmillError, TooLargeError
 from gristmill_service.config import Model, RunConfig
 from gristmill_service.pipeline.credit.kl import check_credit_columns
 from gristmill_service.pipeline.scheduling.plan import ShardAddress
@@ -41,6 +41,7 @@ from gristmill_service.run.machine.answers import (
     RunStatus,
     Sealed,
     ShardAnswer,
+    Taken,
 )
 from gristmill_service.run.machine.decisions import aborts, admission, columns, ingest, progress, rewards, sealing
 from gristmill_service.run.machine.decisions.admission import FindQuota, Room
@@ -169,7 +170,7 @@ class Run:
         """Returns the rows of a request if each obeys the rules for single rows. Raises InvalidArgumentError."""
         steps, config = check(sent.steps), self._writer.config
         if len(steps) > _MOST_ROWS:
-            raise InvalidArgumentError(
+            raise TooLargeError(
                 f"the request has {len(steps)} rows, and {_MOST_ROWS} are the most; send several requests"
             )
         if steps.extras or config.columns:
@@ -178,26 +179,29 @@ class Run:
         return steps
 
     async def submit(
-        self, steps: Steps, prefixes: Prefixes | None = None, find_quota: FindQuota | None = None
-    ) -> list[Outcome]:
+        self, steps: Steps, prefixes: Prefixes | None = None, find_quota: FindQuota | None = None, by_row: bool = False
+    ) -> Taken:
         """Stores `checked` rows. Returns their outcomes.
 
         prefixes: the first tokens of rows that were left out because the steps before have them. find_quota: the
-            caller's quota, if it has one. Raises PrefixUnknownError if the run does not have such a step.
+            caller's quota, if it has one. by_row: whether a row is refused alone. Raises PrefixUnknownError if the run
+            does not have such a step.
         """
         if not steps.uids:
-            return []
+            return Taken([])
         self._writer.check_open()
         self._log.check()
         table = next(self._writer.table_numbers)
         rows, sums = await self._prepared(table, steps, prefixes)
-        outcomes = await self._execute(lambda view: ingest.take_rows(view, steps, rows, find_quota), {table: steps})
-        self._sums.note(rows, outcomes, sums)
-        self._duplicates += outcomes.count(Outcome.DUPLICATE)
-        self.monitor.received(outcomes, steps)
+        taken = await self._execute(
+            lambda view: ingest.take_rows(view, steps, rows, find_quota, by_row), {table: steps}
+        )
+        self._sums.note(rows, taken.outcomes, sums)
+        self._duplicates += taken.outcomes.count(Outcome.DUPLICATE)
+        self.monitor.received(taken.outcomes, steps)
         if _logs(logging.DEBUG):
-            _log_submission(self.name, steps, outcomes)
-        return outcomes
+            _log_submission(self.name, steps, taken.outcomes)
+        return taken
 
     async def _prepared(self, table: int, steps: Steps, prefixes: Prefixes | None) -> Prepared:
         keys, writer = RowKeys.of(steps), self._writer

@@ -123,10 +123,16 @@ class SubmitRowsRequest(google.protobuf.message.Message):
     RUN_FIELD_NUMBER: builtins.int
     ROWS_FIELD_NUMBER: builtins.int
     ZSTD_FIELD_NUMBER: builtins.int
+    REFUSE_BY_ROW_FIELD_NUMBER: builtins.int
     run: builtins.str
     zstd: builtins.bytes
     """For slow links, instead of the other fields: a SubmitRowsRequest compressed by zstd (RFC 8878), in one frame that
     has the size of its content, which counts towards max_message_bytes.
+    """
+    refuse_by_row: builtins.bool
+    """Whether a row that cannot be accepted is refused alone, with the later rows of its trajectory and attempt, while
+    all others are taken. A finished run, missing prefixes, a message that cannot be read, and rows that all lack what
+    the run's rows have still refuse the request.
     """
     @property
     def rows(self) -> gristmill.v1.rows_pb2.Rows: ...
@@ -136,9 +142,10 @@ class SubmitRowsRequest(google.protobuf.message.Message):
         run: builtins.str = ...,
         rows: gristmill.v1.rows_pb2.Rows | None = ...,
         zstd: builtins.bytes = ...,
+        refuse_by_row: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["rows", b"rows"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["rows", b"rows", "run", b"run", "zstd", b"zstd"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["refuse_by_row", b"refuse_by_row", "rows", b"rows", "run", b"run", "zstd", b"zstd"]) -> None: ...
 
 global___SubmitRowsRequest = SubmitRowsRequest
 
@@ -147,18 +154,57 @@ class SubmitRowsResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     OUTCOMES_FIELD_NUMBER: builtins.int
+    REFUSED_FIELD_NUMBER: builtins.int
     @property
     def outcomes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[gristmill.v1.rows_pb2.RowOutcome.ValueType]:
         """One per row, in their order."""
+
+    @property
+    def refused(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RefusedRow]:
+        """Why rows were refused, in the order of the rows; only with `refuse_by_row`."""
 
     def __init__(
         self,
         *,
         outcomes: collections.abc.Iterable[gristmill.v1.rows_pb2.RowOutcome.ValueType] | None = ...,
+        refused: collections.abc.Iterable[global___RefusedRow] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["outcomes", b"outcomes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["outcomes", b"outcomes", "refused", b"refused"]) -> None: ...
 
 global___SubmitRowsResponse = SubmitRowsResponse
+
+@typing.final
+class RefusedRow(google.protobuf.message.Message):
+    """A row that was refused alone, with the error that a request of this row would get."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ROW_FIELD_NUMBER: builtins.int
+    CODE_FIELD_NUMBER: builtins.int
+    TYPE_FIELD_NUMBER: builtins.int
+    MESSAGE_FIELD_NUMBER: builtins.int
+    RETRY_AFTER_S_FIELD_NUMBER: builtins.int
+    row: builtins.int
+    """Its index in the request."""
+    code: builtins.str
+    """The name of the gRPC status, such as INVALID_ARGUMENT, and of the Python class."""
+    type: builtins.str
+    message: builtins.str
+    """Names the row that is at fault, which may be an earlier one of the same trajectory and attempt."""
+    retry_after_s: builtins.float
+    """If the code is RESOURCE_EXHAUSTED: the seconds after which to send the row again."""
+    def __init__(
+        self,
+        *,
+        row: builtins.int = ...,
+        code: builtins.str = ...,
+        type: builtins.str = ...,
+        message: builtins.str = ...,
+        retry_after_s: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["code", b"code", "message", b"message", "retry_after_s", b"retry_after_s", "row", b"row", "type", b"type"]) -> None: ...
+
+global___RefusedRow = RefusedRow
 
 @typing.final
 class TrajectoryKey(google.protobuf.message.Message):

@@ -92,7 +92,8 @@ class RolloutServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def SubmitRows(self, request, context):
-        """Submits rows of any trajectories in any order. All rows of the request are taken, or none is.
+        """Submits rows of any trajectories in any order. All rows of the request are taken, or none is, unless it asks for
+        answers by row (`refuse_by_row`).
         Rows of a group that was not admitted admit it if there is capacity; otherwise RESOURCE_EXHAUSTED.
         Rows of an admitted group are never refused for lack of capacity.
         """

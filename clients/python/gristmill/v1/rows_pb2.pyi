@@ -36,6 +36,8 @@ class _RowOutcomeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enu
     """Ignored: its group or trajectory was dropped or aborted before it arrived; stop working on it."""
     ROW_OUTCOME_SUPERSEDED: _RowOutcome.ValueType  # 5
     """Ignored: a higher attempt of its trajectory exists."""
+    ROW_OUTCOME_REFUSED: _RowOutcome.ValueType  # 6
+    """Refused, and not stored; `SubmitRowsResponse.refused` says why. Only in answers to `refuse_by_row`."""
 
 class RowOutcome(_RowOutcome, metaclass=_RowOutcomeEnumTypeWrapper):
     """The result for one submitted row."""
@@ -51,6 +53,8 @@ ROW_OUTCOME_DROPPED: RowOutcome.ValueType  # 4
 """Ignored: its group or trajectory was dropped or aborted before it arrived; stop working on it."""
 ROW_OUTCOME_SUPERSEDED: RowOutcome.ValueType  # 5
 """Ignored: a higher attempt of its trajectory exists."""
+ROW_OUTCOME_REFUSED: RowOutcome.ValueType  # 6
+"""Refused, and not stored; `SubmitRowsResponse.refused` says why. Only in answers to `refuse_by_row`."""
 global___RowOutcome = RowOutcome
 
 @typing.final

@@ -18,6 +18,7 @@ _ROWS_PATH = "/rows"
 
 class _Rows(msgspec.Struct, forbid_unknown_fields=True):
     rows: list[msgspec.Raw]
+    refuse_by_row: bool = False
 
 
 _decoder = msgspec.json.Decoder(_Rows)
@@ -38,19 +39,19 @@ def most_bytes(path: str) -> int:
     return _MOST_BYTES_OF_ROWS if path.endswith(_ROWS_PATH) else _MOST_BYTES
 
 
-def rows_of(body: bytes) -> list[Any]:
-    """Returns the rows of a document `{"rows": [...]}`, each parsed separately. Raises InvalidArgumentError for
-    others."""
+def rows_of(body: bytes) -> tuple[list[Any], bool]:
+    """Returns the rows of a document `{"rows": [...]}`, each parsed separately, and its `refuse_by_row`. Raises
+    InvalidArgumentError for others."""
     try:
-        rows = _decoder.decode(body).rows
+        document = _decoder.decode(body)
     except msgspec.ValidationError:
         raise InvalidArgumentError(
-            'the body must be an object with the one field rows, a list: {"rows": [...]}'
+            'the body must be an object with rows, a list, and no other field but refuse_by_row: {"rows": [...]}'
         ) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         return _rows_of_python(body, error)
-    _check_count(len(rows))
-    return [_read(row, number) for number, row in enumerate(rows)]
+    _check_count(len(document.rows))
+    return [_read(row, number) for number, row in enumerate(document.rows)], document.refuse_by_row
 
 
 def _read(row: msgspec.Raw, number: int) -> Any:
@@ -69,15 +70,17 @@ def _read(row: msgspec.Raw, number: int) -> Any:
         raise InvalidArgumentError(f"row {number}: it is not valid JSON; send an object") from None
 
 
-def _rows_of_python(body: bytes, error: Exception) -> list[Any]:
+def _rows_of_python(body: bytes, error: Exception) -> tuple[list[Any], bool]:
     """Parses a document that orjson refuses, such as with NaN or Infinity, by Python's parser, to name the wrong
     row."""
     if len(body) <= _MOST_BYTES:
         with suppress(ValueError, RecursionError):
             document = json.loads(body)
-            if isinstance(document, dict) and document.keys() == {"rows"} and isinstance(document["rows"], list):
-                _check_count(len(document["rows"]))
-                return document["rows"]
+            if isinstance(document, dict) and document.keys() - {"refuse_by_row"} == {"rows"}:
+                rows, by_row = document["rows"], document.get("refuse_by_row", False)
+                if isinstance(rows, list) and isinstance(by_row, bool):
+                    _check_count(len(rows))
+                    return rows, by_row
     raise InvalidArgumentError(
         f'the body is not JSON: {error}; send {{"rows": [...]}}, or a message and the header content-type: '
         "application/x-protobuf"

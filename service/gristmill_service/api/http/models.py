@@ -120,10 +120,21 @@ class Row(BaseModel):
     tag: str = Field("", description="The environment or task of the row's group; those of a group agree.")
 
 
-class RowsSubmitted(BaseModel):
-    outcomes: list[Literal["accepted", "duplicate", "sealed", "dropped", "superseded"]] = Field(
-        description="One a row, in order."
+class RefusedRow(BaseModel):
+    row: int = Field(description="Its index in the request.")
+    code: str = Field(examples=["INVALID_ARGUMENT"])
+    type: str = Field(description="The name of the Python class.")
+    message: str = Field(
+        description="Names the row at fault, which may be an earlier one of the same trajectory and attempt."
     )
+    retry_after_s: float | None = Field(None, description="After how many seconds to send the row again, if ever.")
+
+
+class RowsSubmitted(BaseModel):
+    outcomes: list[Literal["accepted", "duplicate", "sealed", "dropped", "superseded", "refused"]] = Field(
+        description="One a row, in order; refused only with refuse_by_row."
+    )
+    refused: list[RefusedRow] = Field([], description="Why rows were refused; absent if none was.")
 
 
 class Trajectory(Body):

@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 from fastapi import APIRouter, Request
 from google.protobuf.message import DecodeError
 
 from gristmill._wire.codecs import row_codec
 from gristmill._wire.codecs.row_codec import Sent
+from gristmill._wire.columns import Int64s
 from gristmill._wire.rows import from_rows
 from gristmill._wire.steps import TrajectoryKey
-from gristmill.errors import InvalidArgumentError
+from gristmill.errors import GristmillError, InvalidArgumentError
 from gristmill.v1 import rows_pb2
 from gristmill_service.api import calls
+from gristmill_service.api.errors import refusal
 from gristmill_service.api.http import models
 from gristmill_service.api.http.dependencies import ApiDep, RunDep, RunName, SlotDep
 from gristmill_service.api.http.json_bodies import rows_of
-from gristmill_service.config import RunConfig
+from gristmill_service.api.row_requests import RowsRequest
 from gristmill_service.off_loop import OneByOne
 from gristmill_service.run.machine.answers import RewardUpdate
+from gristmill_service.run.run import Run
 
 router = APIRouter(prefix="/v1/runs/{run}", tags=["rollouts"])
 
 PROTOBUF = "application/x-protobuf"
-_SMALL_BYTES = 64 << 10
+# JSON takes longer to read than a message of the same size.
+_JSON_WEIGHT = 4
 
 
 @router.post("/groups")
@@ -47,7 +53,10 @@ _ROWS_BODY = {
                 "schema": {
                     "type": "object",
                     "required": ["rows"],
-                    "properties": {"rows": {"type": "array", "items": models.Row.model_json_schema()}},
+                    "properties": {
+                        "rows": {"type": "array", "items": models.Row.model_json_schema()},
+                        "refuse_by_row": {"type": "boolean", "default": False},
+                    },
                 }
             },
             PROTOBUF: {"schema": {"type": "string", "format": "binary"}},
@@ -56,20 +65,22 @@ _ROWS_BODY = {
 }
 
 
-@router.post("/rows", openapi_extra=_ROWS_BODY)
+@router.post("/rows", openapi_extra=_ROWS_BODY, response_model_exclude_defaults=True)
 async def submit_rows(request: Request, run: RunDep, api: ApiDep) -> models.RowsSubmitted:
-    """Submits rows of any trajectories in any order. All rows of the request are taken, or none is."""
+    """Submits rows of any trajectories in any order. All rows of the request are taken, or none is; with
+    `refuse_by_row` (JSON only) a bad row is refused alone."""
     body, kind = await request.body(), request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind == PROTOBUF:
-        outcomes = await calls.submit_rows(api, run.name, len(body), lambda _: _from_protobuf(body))
-    elif len(body) <= _SMALL_BYTES:
-        outcomes = await calls.submit_rows(api, run.name, 0, lambda opened: _from_json(opened.config, body))
+        taken = await calls.submit_rows(api, run.name, len(body), lambda _: _from_protobuf(body))
     else:
         # A parsed document takes tens of times its bytes.
         one_by_one: OneByOne = request.app.state.json_rows
-        sent = await one_by_one(_from_json, run.config, body)
-        outcomes = await calls.submit_rows(api, run.name, len(body), lambda _: sent)
-    return models.RowsSubmitted.model_construct(outcomes=[outcome.name.lower() for outcome in outcomes])
+        read = partial(_from_json, body)
+        taken = await calls.submit_rows(api, run.name, _JSON_WEIGHT * len(body), read, one_by_one)
+    return models.RowsSubmitted.model_construct(
+        outcomes=[outcome.name.lower() for outcome in taken.outcomes],
+        refused=[_refused(row, error) for row, error in taken.refused.items()],
+    )
 
 
 @router.post("/rewards")
@@ -98,18 +109,34 @@ async def seal_batch(run: RunName, api: ApiDep, body: models.SealBatch | None = 
     return models.BatchSealed(batch=sealed.batch, prompts=sealed.prompts)
 
 
-def _from_protobuf(body: bytes) -> Sent:
+def _refused(row: int, error: GristmillError) -> models.RefusedRow:
+    return models.RefusedRow.model_validate({"row": row, **refusal(error).values})
+
+
+def _from_protobuf(body: bytes) -> RowsRequest:
     try:
         message = rows_pb2.Rows.FromString(body)
     except DecodeError:
         raise InvalidArgumentError(
             f"the body of {len(body)} bytes is not a gristmill.v1.Rows message, or ends early; send one as {PROTOBUF}"
         ) from None
-    return Sent(row_codec.decode(message), None)
+    return RowsRequest.of(Sent(row_codec.decode(message), None), by_row=False)
 
 
-def _from_json(config: RunConfig, body: bytes) -> Sent:
-    return Sent(from_rows(rows_of(body), step_wise=config.step_wise, columns=config.columns), None)
+def _from_json(body: bytes, run: Run) -> RowsRequest:
+    rows, by_row = rows_of(body)
+    config = run.config
+
+    def read(places: Int64s | None) -> Sent:
+        picked = rows if places is None else [rows[place] for place in places.tolist()]
+        return Sent(from_rows(picked, step_wise=config.step_wise, columns=config.columns), None)
+
+    def attempt(row: int) -> str:
+        # A row's fields may be anything as yet.
+        fields = rows[row] if isinstance(rows[row], dict) else {}
+        return repr([fields.get(name) or 0 for name in ("round", "uid", "sample", "attempt")])
+
+    return RowsRequest(len(rows), read, attempt, by_row)
 
 
 def _key(trajectory: models.Trajectory) -> TrajectoryKey:

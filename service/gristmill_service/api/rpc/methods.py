@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from functools import lru_cache, partial
 from typing import Any, NamedTuple, get_args
 
@@ -18,12 +18,14 @@ from gristmill._wire.codecs.shard_messages import message_of
 from gristmill._wire.codecs.submit_codec import Submission
 from gristmill._wire.columns import Array
 from gristmill._wire.steps import TrajectoryKey
-from gristmill.errors import InvalidArgumentError
+from gristmill.errors import GristmillError, InvalidArgumentError
 from gristmill.v1 import rollout_pb2, run_pb2, trainer_pb2
 from gristmill_service.access import caller
 from gristmill_service.api import calls
 from gristmill_service.api.admission import Kind, Slot
 from gristmill_service.api.context import ApiContext
+from gristmill_service.api.errors import refusal
+from gristmill_service.api.row_requests import RowsRequest
 from gristmill_service.config import Model
 from gristmill_service.monitoring.health.health import Assessment
 from gristmill_service.pipeline.scheduling.plan import ShardAddress
@@ -174,11 +176,19 @@ async def begin_groups(
 
 
 async def submit_rows(api: ApiContext, slot: Slot, request: Submission) -> rollout_pb2.SubmitRowsResponse:
-    outcomes = await calls.submit_rows(api, request.run, request.nbytes, lambda run: request.rows())
+    def read(_: object) -> RowsRequest:
+        return RowsRequest.of(request.rows(), request.refuses_by_row)
+
+    outcomes, errors = await calls.submit_rows(api, request.run, request.nbytes, read)
     # Nearly always all rows of a request have one outcome, and reading an enum's value takes a while.
     is_one = bool(outcomes) and outcomes.count(outcomes[0]) == len(outcomes)
     numbers: list[Any] = [outcomes[0].value] * len(outcomes) if is_one else [outcome.value for outcome in outcomes]
-    return rollout_pb2.SubmitRowsResponse(outcomes=numbers)
+    return rollout_pb2.SubmitRowsResponse(outcomes=numbers, refused=[_refused(*one) for one in errors.items()])
+
+
+def _refused(row: int, error: GristmillError) -> rollout_pb2.RefusedRow:
+    code, kind, message, retry_after_s, _ = astuple(refusal(error))
+    return rollout_pb2.RefusedRow(row=row, code=code, type=kind, message=message, retry_after_s=retry_after_s or 0.0)
 
 
 async def set_rewards(

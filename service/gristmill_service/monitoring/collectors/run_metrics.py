@@ -184,6 +184,9 @@ class RunMetrics:
         for outcome in set(outcomes):
             self._count_received(outcome, outcomes.count(outcome), int(tokens[outcome.value]))
 
+    def refused(self, rows: int) -> None:
+        self._received[Outcome.REFUSED][0].inc(rows)
+
     @contextmanager
     def timed(self, stage: str) -> Iterator[None]:
         """Measures its body as a stage of building a batch."""

@@ -83,6 +83,10 @@ class Monitor:
     def received(self, outcomes: Sequence[Outcome], steps: Steps) -> None:
         self.metrics.received(outcomes, steps)
 
+    @_never_raises
+    def refused(self, rows: int) -> None:
+        self.metrics.refused(rows)
+
     def timed(self, stage: str) -> AbstractContextManager[None]:
         return self.metrics.timed(stage)
 

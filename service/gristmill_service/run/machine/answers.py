@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 from gristmill._wire.columns import Array
 from gristmill._wire.steps import TrajectoryKey
+from gristmill.errors import GristmillError
 from gristmill_service.config import Model
 from gristmill_service.pipeline.scheduling.plan import ShardAddress
 from gristmill_service.storage.shard_store import ShardLocation
@@ -39,6 +41,7 @@ class Outcome(Enum):
     SEALED = 3
     DROPPED = 4
     SUPERSEDED = 5
+    REFUSED = 6
 
 
 class BatchState(Enum):
@@ -48,6 +51,13 @@ class BatchState(Enum):
     PUBLISHED = 2
     END = 3
     FORWARD = 4
+
+
+class Taken(NamedTuple):
+    """outcomes: one per row of the request. refused: why rows were refused, by index, in the order of the rows."""
+
+    outcomes: list[Outcome]
+    refused: Mapping[int, GristmillError] = MappingProxyType({})
 
 
 class Position(NamedTuple):

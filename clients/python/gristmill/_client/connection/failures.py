@@ -15,6 +15,7 @@ from gristmill.errors import (
     GristmillError,
     InvalidArgumentError,
     ResourceExhaustedError,
+    TooLargeError,
     UnavailableError,
 )
 
@@ -66,8 +67,8 @@ def _failure_of(call: grpc.RpcError, address: str) -> Failure:
         code = "UNAVAILABLE"
     kind = _BY_NAME.get(name) or _BY_CODE.get(code, GristmillError)
     if code == "RESOURCE_EXHAUSTED" and "larger than max" in details:
-        # gRPC itself refused it: retrying cannot help.
-        return Failure(InvalidArgumentError(f"{address}: {details}; send less at once, or raise max_message_bytes"))
+        # gRPC itself refused it.
+        return Failure(TooLargeError(f"{address}: {details}; send less at once, or raise max_message_bytes"))
     pushback_s = _pushback_s(trailers)
     may_retry = kind.code in ("UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED") and (pushback_s or 0.0) >= 0.0
     if kind is errors.BatchFailedError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -58,6 +59,15 @@ class Sent(NamedTuple):
 
     steps: Steps
     prefixes: Prefixes | None
+
+    def take(self, rows: Int64s) -> Sent:
+        """Returns the rows at these indices, in this order, with the declared columns that any of them has."""
+        steps, prefixes = self.steps.take(rows), self.prefixes
+        given = {name: extra for name, extra in steps.extras.items() if extra.given.any()}
+        return Sent(
+            replace(steps, extras=given),
+            None if prefixes is None else Prefixes(prefixes.lengths[rows], prefixes.checksums[rows]),
+        )
 
 
 def encode(table: Steps) -> rows_pb2.Rows:

@@ -17,7 +17,7 @@ from gristmill._wire.codecs.varints import LENGTH_BYTES, read_varint, varint
 from gristmill._wire.codecs.zstd_frames import zstandard
 from gristmill._wire.columns import Array, Int64s, Ragged, bytes_of
 from gristmill._wire.steps import Steps
-from gristmill.errors import InvalidArgumentError
+from gristmill.errors import InvalidArgumentError, TooLargeError
 from gristmill.v1 import rollout_pb2, rows_pb2
 
 MESSAGE_BYTES = 64 << 20
@@ -64,6 +64,7 @@ class Submission:
         self._buffers, self._column_values = parts.buffers, parts.column_values
         self._zstd: bytes = request.zstd
         self.run: str = request.run
+        self.refuses_by_row: bool = request.refuse_by_row
 
     def rows(self) -> row_codec.Sent:
         """Reads the rows. Raises InvalidArgumentError as `gristmill._wire.codecs.row_codec.read` does."""
@@ -114,7 +115,7 @@ def decompressed(frame: bytes, most_bytes: int) -> bytes:
         size = module.frame_content_size(frame)
         if size > most_bytes:
             # Not ResourceExhaustedError, after which clients send the same request again.
-            raise InvalidArgumentError(
+            raise TooLargeError(
                 f"zstd: the request has {size} bytes uncompressed and max_message_bytes is {most_bytes}; send fewer "
                 "rows per request, or raise the setting"
             )

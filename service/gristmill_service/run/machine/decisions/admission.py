@@ -161,30 +161,72 @@ def begin_groups(view: View, wanted: Sequence[NewGroup], find_quota: FindQuota |
     return [*begun, *tags.events(admitted.values())], lambda _: answer
 
 
-def check_room(view: View, begun: Sequence[NewGroup], find_quota: FindQuota | None) -> None:
-    """Raises ResourceExhaustedError if there is no capacity for groups that begin with their rows."""
-    left = room = room_of_caller(view, find_quota)
-    for refused in begun:
-        if not left.groups_of(refused.tag):
-            break
-        left = left.less(refused.tag)
-    else:
-        return
-    most = view.config.max_buffered_batches * view.config.train_batch_size
-    if len(begun) > most:
-        raise InvalidArgumentError(
-            f"{begun[0].key}: the request begins {len(begun)} prompt groups at once, and "
-            f"max_buffered_batches allows {most}; begin fewer in one request"
-        )
-    raise ResourceExhaustedError(
-        f"{begun[0].key}: no room for {len(begun)} more prompt groups, {room.groups_of(refused.tag)} may "
-        f"be admitted: {room.reason_for(refused.tag)}",
-        RETRY_AFTER_S,
-    )
-
-
 def finished() -> FailedPreconditionError:
     return FailedPreconditionError("the run is finished and takes no more rollouts; create another run")
+
+
+def check_number_of_new(view: View, rows: Sequence[StoredRow]) -> None:
+    """Raises InvalidArgumentError for rows of so many groups that there never is capacity for all at once."""
+    new = {row.group for row in rows} - view.state.open.keys() - view.state.closed.keys()
+    most = view.config.max_buffered_batches * view.config.train_batch_size
+    if len(new) > most:
+        raise InvalidArgumentError(
+            f"{min(new)}: the request begins {len(new)} prompt groups at once, and max_buffered_batches allows {most}; "
+            "begin fewer in one request"
+        )
+
+
+class Capacity:
+    """What the rows of one request may still take: groups, rows and bytes. The limits are read when they are first
+    needed."""
+
+    def __init__(self, view: View, find_quota: FindQuota | None) -> None:
+        self._view, self._find_quota = view, find_quota
+        self._room: Room | None = None
+        self._rows, self._bytes, self._reasons = 0, 0, dict[str, str]()
+
+    def take(self, row: StoredRow, begins: str | None) -> None:
+        """Takes what a row needs. Raises ResourceExhaustedError, and takes nothing, if there is too little.
+
+        begins: the tag of the group that begins with the row, "" if it has none; None if its group is open.
+        """
+        if not self._reasons:
+            self._find_left()
+        rows, nbytes, room = self._rows - 1, self._bytes - row.nbytes, self._room
+        if begins is not None:
+            room = room or room_of_caller(self._view, self._find_quota)
+            if not room.groups_of(begins):
+                raise ResourceExhaustedError(
+                    f"{row.group}: no room for another prompt group: {room.reason_for(begins)}", RETRY_AFTER_S
+                )
+            room = room.less(begins)
+        if rows < 0:
+            raise self._exceeded(row, "rows", self._rows, 1)
+        if nbytes < 0:
+            raise self._exceeded(row, "row_bytes", self._bytes, row.nbytes)
+        self._rows, self._bytes, self._room = rows, nbytes, room
+
+    def _find_left(self) -> None:
+        self._rows, (self._bytes, reason) = UNBOUNDED, self._view.bytes_left()
+        self._reasons = {"row_bytes": reason}
+        for quota in (self._view.quota(), self._find_quota and self._find_quota()):
+            if quota is not None:
+                self._rows = self._tighter("rows", self._rows, quota)
+                self._bytes = self._tighter("row_bytes", self._bytes, quota)
+
+    def _tighter(self, kind: str, left: int, quota: Quota) -> int:
+        most, used = getattr(quota.limits, kind), getattr(quota.usage, kind)
+        if most is None or most - used >= left:
+            return left
+        self._reasons[kind] = _quota_reason(quota, kind, used, most)
+        return int(most - used)
+
+    def _exceeded(self, row: StoredRow, kind: str, left: int, need: int) -> ResourceExhaustedError:
+        return ResourceExhaustedError(
+            f"{row}: {max(0, left)} {_QUOTA_WORDS[kind]} are left after the rows before it, and it needs {need}: "
+            f"{self._reasons[kind]}",
+            RETRY_AFTER_S,
+        )
 
 
 # --- Limits of groups
@@ -300,28 +342,6 @@ def bytes_left(state: State, config: RunConfig, service_bytes: int) -> BytesLeft
     return BytesLeft(max(0, min(of_run, service_bytes) - stored), reason)
 
 
-def check_bytes(view: View, rows: Sequence[StoredRow], find_quota: FindQuota | None) -> None:
-    """Raises ResourceExhaustedError if the rows exceed what the run, the service or a quota has left."""
-    nbytes, left = sum(row.nbytes for row in rows), view.bytes_left()
-    if nbytes > left.nbytes:
-        raise ResourceExhaustedError(
-            f"{rows[0]}: the run needs {nbytes} bytes to store the request's rows, and {left.nbytes} are left: "
-            f"{left.reason}",
-            RETRY_AFTER_S,
-        )
-    for quota in (view.quota(), find_quota and find_quota()):
-        if quota is None:
-            continue
-        for kind, brought in (("rows", len(rows)), ("row_bytes", nbytes)):
-            most, used = getattr(quota.limits, kind), getattr(quota.usage, kind)
-            if most is not None and used + brought > most:
-                raise ResourceExhaustedError(
-                    f"{rows[0]}: the request brings {brought} {_QUOTA_WORDS[kind]}, and "
-                    f"{_quota_reason(quota, kind, used, most)}",
-                    RETRY_AFTER_S,
-                )
-
-
 def _mean_bytes(state: State) -> float:
     """Returns the mean bytes of the rows of a complete group; 0 before the first is complete."""
     return state.completed_bytes / state.completions if state.completions else 0.0
@@ -418,8 +438,13 @@ class NamedTags:
 
     def name(self, key: GroupKey, tag: str, what: str) -> None:
         """Notes the tag of a group. what: the row or group of the request, for errors."""
+        if self.is_new(key, tag, what):
+            self.names[key] = tag
+
+    def is_new(self, key: GroupKey, tag: str, what: str) -> bool:
+        """Returns whether the group has no tag yet and would get this one. Raises InvalidArgumentError like `name`."""
         if not tag:
-            return
+            return False
         group = self._state.open.get(key)
         known = self.names.get(key) or (group.tag if group else "")
         if known and known != tag:
@@ -428,16 +453,16 @@ class NamedTags:
             )
         if not known:
             check_tag(tag, what)
-            self.names[key] = tag
-            self._check_count(what)
+            self._check_count(tag, what)
+        return not known
 
     def events(self, admitted: Iterable[NewGroup]) -> list[GroupTagged]:
         """Returns the events that set tags of open groups. admitted: groups that begin with their tags."""
         new = {group.key for group in admitted}
         return [GroupTagged(key, tag) for key, tag in self.names.items() if key in self._state.open and key not in new]
 
-    def _check_count(self, what: str) -> None:
-        names = self._state.tags.keys() | self.names.values()
+    def _check_count(self, tag: str, what: str) -> None:
+        names = self._state.tags.keys() | self.names.values() | {tag}
         if len(names) > MOST_TAGS:
             raise InvalidArgumentError(
                 f"{what}: the run would have more than {MOST_TAGS} tags ({', '.join(sorted(names)[:5])}, ...); name "

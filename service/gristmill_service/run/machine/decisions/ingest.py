@@ -1,6 +1,6 @@
 """Take submitted rows: reads the state, returns outcomes and events, changes nothing.
 
-A request is taken or refused as a whole: each row is checked against the state and the earlier rows of the request.
+Each row is checked against the state and the accepted rows before it in the request, as if it came alone.
 """
 
 from __future__ import annotations
@@ -10,17 +10,23 @@ from dataclasses import replace
 from itertools import chain
 from types import MappingProxyType
 
-from gristmill._wire.steps import Steps
-from gristmill.errors import AlreadyExistsError, InvalidArgumentError, PrefixUnknownError
+from gristmill._wire.steps import Steps, TrajectoryKey
+from gristmill.errors import (
+    AlreadyExistsError,
+    GristmillError,
+    InvalidArgumentError,
+    PrefixUnknownError,
+    ResourceExhaustedError,
+)
 from gristmill_service.config import RunConfig
 from gristmill_service.pipeline.rows.validate import check_advantage_schema
-from gristmill_service.run.machine.answers import Outcome
+from gristmill_service.run.machine.answers import Outcome, Taken
 from gristmill_service.run.machine.decisions.admission import (
+    Capacity,
     FindQuota,
     NamedTags,
     View,
-    check_bytes,
-    check_room,
+    check_number_of_new,
     finished,
     no_sample,
     samples_of,
@@ -45,77 +51,138 @@ _NOTHING: Mapping[int, StoredRow] = MappingProxyType({})
 
 
 def take_rows(
-    view: View, steps: Steps, rows: Sequence[StoredRow], find_quota: FindQuota | None = None
-) -> Decision[list[Outcome]]:
-    """Stores the rows that are new. Refuses all if any is refused.
+    view: View, steps: Steps, rows: Sequence[StoredRow], find_quota: FindQuota | None = None, by_row: bool = False
+) -> Decision[Taken]:
+    """Stores the rows that are new.
 
     rows: as the state will have them. steps: the same rows with their tokens. find_quota: the caller's quota, if it has
-    one.
+    one. by_row: refuses a row alone, with the later ones of its trajectory and attempt, whose order would have a hole;
+    otherwise all are refused if any is.
     """
-    state, config = view.state, view.config
-    schema = _checked_schema(steps, state.schema, config)
-    named = NamedTags(state)
-    views: dict[GroupKey, _GroupView] = {}
+    intake = _Intake(view, steps, find_quota)
     outcomes: list[Outcome] = []
-    stored: list[StoredRow] = []
-    begun: list[GroupKey] = []
+    refused: dict[int, GristmillError] = {}
+    lost: dict[tuple[TrajectoryKey, int], GristmillError] = {}
     for key, group_rows in by_group(rows):
-        closed = state.closed.get(key)
-        if closed is not None:
-            outcomes += [_closed_outcome(state, row, closed) for row in group_rows]
-            continue
-        if (group := views.get(key)) is None:
-            group = views[key] = _GroupView(state.open.get(key), config)
-            if group.group is None:
-                begun.append(key)
+        group = intake.group(key)
         for row in group_rows:
-            if steps.tags is not None and (tag := steps.tags[len(outcomes)]):
-                named.name(key, tag, str(row))
-            outcome = group.take(row)
-            outcomes.append(outcome)
-            if outcome is _ACCEPTED:
-                stored.append(row)
-    if state.finished and (begun or stored):
-        raise finished()
-    events: list[Event] = []
-    admitted = tuple([NewGroup(key, config.n_samples_per_prompt, named.names.get(key, "")) for key in begun])
-    if admitted:
-        check_room(view, admitted, find_quota)
-        events.append(GroupsAdmitted(admitted, view.now()))
-    if named.names:
-        events += named.events(admitted)
-    if stored:
-        check_bytes(view, stored, find_quota)
-        if schema != state.schema:
-            events.append(SchemaFixed(schema))
-        events.append(RowsStored(tuple(stored)))
-    return events, lambda _: outcomes
+            error = lost.get((row.trajectory, row.attempt)) if lost else None
+            if error is None:
+                try:
+                    outcomes.append(intake.take(len(outcomes), row, group))
+                    continue
+                except ResourceExhaustedError as limit:
+                    error = limit
+                except (InvalidArgumentError, AlreadyExistsError) as wrong:
+                    if not by_row:
+                        raise
+                    error = wrong
+            refused[len(outcomes)] = lost[row.trajectory, row.attempt] = error
+            outcomes.append(Outcome.REFUSED)
+    if refused and not by_row:
+        check_number_of_new(view, rows)
+        raise next(iter(refused.values()))
+    return intake.events(), lambda _: Taken(outcomes, refused)
+
+
+class _Intake:
+    """What a request's rows do to the state: nothing, as long as they are refused."""
+
+    def __init__(self, view: View, steps: Steps, find_quota: FindQuota | None) -> None:
+        self._view, self._state, self._tags = view, view.state, steps.tags
+        self._schema = _checked_schema(steps, view.state.schema, view.config)
+        # Rows with pending rewards may share a table with others; all other rules for a run's rows are its table's.
+        self._takes_no_scalars = steps.token_rewards is None and bool(self._schema.token_rewards)
+        self._named, self._capacity = NamedTags(view.state), Capacity(view, find_quota)
+        self._groups: dict[GroupKey, _GroupView] = {}
+        self._begun: list[GroupKey] = []
+        self._stored: list[StoredRow] = []
+
+    def group(self, key: GroupKey) -> _GroupView | None:
+        """Returns the group; None if it is closed."""
+        if key in self._state.closed:
+            return None
+        if (group := self._groups.get(key)) is None:
+            group = self._groups[key] = _GroupView(self._state.open.get(key), self._view.config)
+        return group
+
+    def take(self, index: int, row: StoredRow, group: _GroupView | None) -> Outcome:
+        """Returns the outcome of the request's row at this index, and notes what follows from it.
+
+        Raises PrefixUnknownError and FailedPreconditionError for the whole request, and other errors for the row.
+        """
+        if self._takes_no_scalars and row.reward is not None:
+            _check_kind(row, self._schema, "token_rewards", False)
+        if group is None:
+            return _closed_outcome(self._state, row, self._state.closed[row.group])
+        trajectory, tag = group.trajectory(row), ""
+        outcome = Outcome.DROPPED if trajectory is None else trajectory.judge(row)
+        if self._tags is not None and self._named.is_new(row.group, self._tags[index], str(row)):
+            tag = self._tags[index]
+        if trajectory is not None and outcome is _ACCEPTED:
+            if self._state.finished:
+                raise finished()
+            begins = None if group.is_open else tag or self._named.names.get(row.group, "")
+            self._capacity.take(row, begins)
+            if begins is not None:
+                self._begun.append(row.group)
+                group.is_open = True
+            trajectory.add(row)
+            self._stored.append(row)
+        if tag:
+            self._named.names[row.group] = tag
+        return outcome
+
+    def events(self) -> list[Event]:
+        events: list[Event] = []
+        names, samples = self._named.names, self._view.config.n_samples_per_prompt
+        admitted = tuple([NewGroup(key, samples, names.get(key, "")) for key in self._begun])
+        if admitted:
+            events.append(GroupsAdmitted(admitted, self._view.now()))
+        if names:
+            events += self._named.events(admitted)
+        if self._stored:
+            schema = self._schema
+            # Rows with pending rewards may get rewards of either kind.
+            if schema.token_rewards is None and any(row.reward is not None for row in self._stored):
+                schema = replace(schema, token_rewards=False)
+            if schema != self._state.schema:
+                events.append(SchemaFixed(schema))
+            events.append(RowsStored(tuple(self._stored)))
+        return events
 
 
 def _checked_schema(steps: Steps, schema: RowSchema, config: RunConfig) -> RowSchema:
-    """Returns the run's row schema, completed by these rows. Raises InvalidArgumentError if they disagree."""
+    """Returns the run's row schema, completed by what all of these rows have in common. Raises InvalidArgumentError if
+    they disagree.
+
+    Rewards per step are not in it, because rows with pending rewards may share their table.
+    """
     check_advantage_schema(steps, config)
     if steps.advantages is not None and steps.token_advantages is not None:
         raise InvalidArgumentError(
             f"{steps.name(0)}: advantage is given twice, as one number and per response token; send one of them"
         )
     has_advantages = steps.advantages is not None or steps.token_advantages is not None
-    # Rows with pending rewards may get rewards of either kind.
-    waits = steps.token_rewards is None and bool(steps.rewards_pending.all())
     kinds = {
         "logprobs": steps.logprobs is not None,
-        "token_rewards": None if waits else steps.token_rewards is not None,
+        "token_rewards": True if steps.token_rewards is not None else None,
         "token_advantages": None if not has_advantages else steps.token_advantages is not None,
     }
     for name, value in kinds.items():
-        before = getattr(schema, name)
-        if value is not None and before is not None and value != before:
-            raise InvalidArgumentError(
-                f"{steps.name(0)}: has {ROW_KINDS[name][value]}, and the rows before it in this run have "
-                f"{ROW_KINDS[name][before]}; all rows of a run are alike in this"
-            )
+        if value is not None:
+            _check_kind(steps.name(0), schema, name, value)
     fixed = {name: value for name, value in kinds.items() if value is not None and value != getattr(schema, name)}
     return replace(schema, **fixed) if fixed else schema
+
+
+def _check_kind(row: object, schema: RowSchema, name: str, value: bool) -> None:
+    before = getattr(schema, name)
+    if before is not None and value != before:
+        raise InvalidArgumentError(
+            f"{row}: has {ROW_KINDS[name][value]}, and the rows before it in this run have "
+            f"{ROW_KINDS[name][before]}; all rows of a run are alike in this"
+        )
 
 
 def _closed_outcome(state: State, row: StoredRow, closed: int | str) -> Outcome:
@@ -137,44 +204,38 @@ class _TrajectoryView:
     def __init__(self, trajectory: Trajectory | None) -> None:
         self.attempt, self.before, self.last, self.highest = -1, _NOTHING, None, -1
         self.added: dict[int, StoredRow] = {}
-        if trajectory is not None:
+        if trajectory is not None and trajectory.rows:
             self.attempt, self.before = trajectory.attempt, trajectory.rows
             self.last, self.highest = trajectory.last, trajectory.highest
 
-    def take(self, row: StoredRow) -> Outcome:
-        if not self.added and not self.before:
-            self.attempt = row.attempt
-        elif (outcome := self._compared(row)) is not _ACCEPTED:
-            return outcome
-        step = row.step
-        if row.parent is not None and step - 1 not in self.added and step - 1 not in self.before:
+    def judge(self, row: StoredRow) -> Outcome:
+        """Returns the row's outcome. Raises AlreadyExistsError or InvalidArgumentError if it does not fit the rows
+        before it, and PrefixUnknownError if it needs one that is not there."""
+        if row.attempt == self.attempt:
+            known = self.added.get(row.step) or self.before.get(row.step)
+            if known is not None:
+                return _compared(row, known)
+            self._check_order(row)
+        elif row.attempt < self.attempt:
+            return Outcome.SUPERSEDED
+        if row.parent is not None and not (row.attempt == self.attempt and self._has(row.step - 1)):
             raise PrefixUnknownError(
                 f"{row}: the run does not have the step before any more; send all tokens of the row"
             )
-        self.added[step] = row
-        if step > self.highest:
-            self.highest = step
-        if row.is_last:
-            self.last = step
         return _ACCEPTED
 
-    def _compared(self, row: StoredRow) -> Outcome:
-        """Returns the outcome of a row whose trajectory has other rows."""
-        if row.attempt < self.attempt:
-            return Outcome.SUPERSEDED
-        if row.attempt > self.attempt:
+    def add(self, row: StoredRow) -> None:
+        """Adds an accepted row."""
+        if row.attempt != self.attempt:
             self.attempt, self.before, self.added, self.last, self.highest = row.attempt, _NOTHING, {}, None, -1
-            return _ACCEPTED
-        known = self.added.get(row.step) or self.before.get(row.step)
-        if known is None:
-            self._check_order(row)
-            return _ACCEPTED
-        if known.digest != row.digest:
-            raise AlreadyExistsError(
-                f"{row}: other content was accepted for this step of attempt {row.attempt}; send the same row, or "
-                "sample the trajectory again with a higher attempt"
-            )
-        return Outcome.DUPLICATE
+        self.added[row.step] = row
+        if row.step > self.highest:
+            self.highest = row.step
+        if row.is_last:
+            self.last = row.step
+
+    def _has(self, step: int) -> bool:
+        return step in self.added or step in self.before
 
     def _check_order(self, row: StoredRow) -> None:
         if self.last is not None and (row.is_last or row.step > self.last):
@@ -196,32 +257,42 @@ class _TrajectoryView:
             )
 
 
-class _GroupView:
-    """An open group with the rows of the request that were accepted so far. group: None for a group that begins with
-    them."""
+def _compared(row: StoredRow, known: StoredRow) -> Outcome:
+    """Returns the outcome of a row whose step was accepted before."""
+    if known.digest != row.digest:
+        raise AlreadyExistsError(
+            f"{row}: other content was accepted for this step of attempt {row.attempt}; send the same row, or "
+            "sample the trajectory again with a higher attempt"
+        )
+    return Outcome.DUPLICATE
 
-    __slots__ = ("_before", "_config", "_is_step_wise", "_samples", "_views", "group")
+
+class _GroupView:
+    """A group with the rows of the request that were accepted so far. is_open: false for a group that would begin with
+    its first row."""
+
+    __slots__ = ("_before", "_config", "_group", "_is_step_wise", "_samples", "_views", "is_open")
 
     def __init__(self, group: Group | None, config: RunConfig) -> None:
-        self.group, self._config = group, config
+        self._group, self._config, self.is_open = group, config, group is not None
         self._samples, self._is_step_wise = samples_of(group, config), config.step_wise
         self._before: Mapping[int, Trajectory] = {} if group is None else group.trajectories
         self._views: dict[int, _TrajectoryView] = {}
 
-    def take(self, row: StoredRow) -> Outcome:
-        """Returns the row's outcome. Raises InvalidArgumentError if it does not fit the group's size, the run's
-        settings or the trajectory."""
+    def trajectory(self, row: StoredRow) -> _TrajectoryView | None:
+        """Returns the row's trajectory; None if it was dropped. Raises InvalidArgumentError if the row does not fit the
+        group's size or the run's settings."""
         sample = row.trajectory.sample
         if not 0 <= sample < self._samples:
-            raise no_sample(row, self.group, self._config)
+            raise no_sample(row, self._group, self._config)
         if not self._is_step_wise and (row.step or not row.is_last):
             raise InvalidArgumentError(
                 f"{row}: with step_wise: false a trajectory has one step, which is number 0 and the last; set "
                 "step_wise: true for trajectories of several turns"
             )
-        if self.group is not None and not self.group.takes(sample, row.attempt):
-            return Outcome.DROPPED
+        if self._group is not None and not self._group.takes(sample, row.attempt):
+            return None
         view = self._views.get(sample)
         if view is None:
             view = self._views[sample] = _TrajectoryView(self._before.get(sample))
-        return view.take(row)
+        return view
