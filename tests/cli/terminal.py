@@ -13,9 +13,12 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import typer.main
+import typer.testing
 from typer.testing import CliRunner
 
 from gristmill_service.cli.commands import app
@@ -38,6 +41,10 @@ def environment(**more: str) -> dict[str, str]:
         for name, value in os.environ.items()
         if not name.startswith("GRISTMILL_") and name not in ("COLUMNS", "LINES")
     } | more
+
+
+# Typer's runner makes the commands anew at each call, which takes longer than most of them.
+vars(typer.testing)["_get_command"] = cache(typer.main.get_command)
 
 
 def gristmill(*arguments: object, expect: int | None = None, **variables: str) -> subprocess.CompletedProcess[str]:

@@ -166,3 +166,19 @@ def test_a_mismatch_names_no_column_where_the_first_token_differs() -> None:
     batch = built(rows, config(merge="prefix", retokenized_tail=3, columns=[equal("x4")]))
     assert [(one.index, one.column) for one in batch.plan.merge_mismatches] == [(0, "")]
     assert batch.plan.counts["column_mismatches"] == 0
+
+
+def test_copies_of_tokens_that_an_earlier_row_trains_have_no_credit_of_their_own() -> None:
+    """They had the advantages and returns of the trained ones, in rows that do not train them."""
+    rows = [step([1], [2], 1.0), step([1, 2], [3], 1.0, number=1), step([1, 2], [4], 1.0, number=2)]
+    batch = built(rows, config(merge="tree", advantage_estimator="reinforce++"))
+    for name in ("advantages", "returns"):
+        assert tensor(batch, name) == [[3, 2], [0, 1]]
+
+
+def test_a_batch_without_tags_has_none_whatever_other_batches_of_its_file_have(tmp_path: Path) -> None:
+    rows = [step([1], [2], 1.0) | {"uid": uid, "is_last_step": True} for uid in "ab"]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in [rows[0] | {"tag": "math"}, rows[1]]))
+    batches, _ = read_batches(path, config(), lambda _: None)
+    assert [build_batch(batch, config(), run="r", batch=0).plan.tags for batch in batches] == [["math"], []]

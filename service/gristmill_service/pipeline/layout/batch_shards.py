@@ -142,9 +142,7 @@ class _ShardBuilder:
                 advantages = whiten(advantages, _mini_batch_of_rows(mini_batches, len(rows))[row_of_token])
             advantages = advantages * scale[row_of_token]
         columns = {"advantages": tokens.response(advantages, "advantages"), "returns": credit.returns}
-        return [
-            StepTokens(name, rows.standing(values), self._geometry, self._zeros) for name, values in columns.items()
-        ]
+        return [StepTokens(name, rows.trained(values), self._geometry, self._zeros) for name, values in columns.items()]
 
     def _check_fits(self, advantages: Float64s) -> None:
         """Refuses an advantage that float32 cannot hold, which finite scores may give if they are far apart."""

@@ -67,7 +67,7 @@ def receive(steps: Steps, config: RunConfig) -> Received:
 
 
 def _group_tags(steps: Steps, group_of_step: Int64s, groups: int) -> list[str]:
-    """Returns each group's tag, "" where no row has one. Refuses rows that disagree."""
+    """Returns each group's tag, "" where no row has one; empty where no group has any. Refuses rows that disagree."""
     if steps.tags is None:
         return []
     tags = [""] * groups
@@ -78,7 +78,7 @@ def _group_tags(steps: Steps, group_of_step: Int64s, groups: int) -> list[str]:
                 f"{steps.name(row)}: tag is {tag!r}, and the group has {known!r}; give all rows of a group one tag"
             )
         tags[group] = known or tag
-    return tags
+    return tags if any(tags) else []
 
 
 def _ordered(steps: Steps) -> tuple[Steps, list[tuple[int, str]], Int64s]:

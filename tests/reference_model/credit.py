@@ -1,0 +1,220 @@
+"""Scores, the KL in them, and the advantages of every estimator (specification, sections 4 and 11)."""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tests.reference_model.merging import Merged, Token
+    from tests.reference_model.rows import Config, Group, Row, Trajectory
+
+PER_TOKEN = ("gae", "reinforce++")
+
+
+def float32(value: float) -> float:
+    """The nearest number that float32 has: what columns, logprobs and rewards are stored as."""
+    return float(struct.unpack("f", struct.pack("f", value))[0])
+
+
+def exact_sum(values: list[float]) -> float:
+    """The sum, correctly rounded."""
+    return float(sum(map(Fraction, values), Fraction(0)))
+
+
+def score(steps: list[Row], config: Config) -> float:
+    counted = steps if config["trajectory_score"] == "sum" else steps[-1:]
+    return exact_sum([reward for step in counted for reward in as_list(step["reward"])])
+
+
+def all_equal(scores: list[float]) -> bool:
+    return len(scores) > 1 and len(set(scores)) == 1
+
+
+def as_list(reward: Any) -> list[float]:
+    return reward if isinstance(reward, list) else [reward]
+
+
+def group_advantages(scores: list[float], config: Config) -> list[float]:
+    """Of an outcome estimator, for the trajectories of one prompt group."""
+    estimator, epsilon = config["advantage_estimator"], config["grpo_epsilon"]
+    is_normed = config["grpo_norm_by_std"]
+    if len(scores) == 1:
+        if config["n_samples_per_prompt"] > 1 or estimator == "rloo":
+            return [0.0]
+        return [scores[0] / (1 + epsilon) if estimator == "grpo" and is_normed else scores[0]]
+    if all_equal(scores):
+        return [0.0] * len(scores)
+    count, exact = len(scores), [Fraction(one) for one in scores]
+    mean = sum(exact) / count
+    if estimator == "grpo":
+        std = math.sqrt(sum((one - mean) ** 2 for one in exact) / (count - 1))
+        return [float(one - mean) / ((std + epsilon) if is_normed else 1.0) for one in exact]
+    if estimator == "rloo":
+        return [float(one - (sum(exact) - one) / (count - 1)) for one in exact]
+    return [float((one - mean) / (mean + Fraction(1e-6))) for one in exact]
+
+
+@dataclass
+class Credit:
+    """Credit of a batch.
+
+    advantages: of each trajectory, by its place; empty with credit per token. of_tokens: of each trained token of each
+    trajectory, advantage and return. rewards: of each trajectory and step, the reward of each response token, with the
+    KL. uncredited: rewards that are in no token's return.
+    """
+
+    advantages: list[float]
+    of_tokens: list[dict[Token, tuple[float, float]]]
+    rewards: list[list[list[float]]]
+    uncredited: int = 0
+
+
+def credit(groups: list[Group], rows: list[list[Merged]], config: Config) -> Credit:
+    """rows: of each trajectory of the batch, in order."""
+    trajectories = [one for group in groups for one in group.trajectories]
+    kl, estimator = config["kl_in_reward"], config["advantage_estimator"]
+    result = Credit([], [], [])
+    scores = []
+    for one, of_one in zip(trajectories, rows, strict=True):
+        kept = [source for row in of_one for source in row.sources if source is not None]
+        rewards = [_placed(step, number, of_one) for number, step in enumerate(one.steps)]
+        trained = sorted({(step, index) for step, index in kept if one.masks[step][index]})
+        spent = dict.fromkeys(trained, 0.0)
+        if kl is not None and "estimator" in kl:
+            spent = {token: _kl(one, token, config) for token in trained}
+            for step, index in trained:
+                rewards[step][index] -= kl["coef"] * spent[step, index]
+        sums = [spent[token] for token in trained]
+        if kl is not None and "column" in kl:
+            sums = [float32(step[kl["column"]]) for step in one.steps]
+        scores.append(one.score - (kl["coef"] * exact_sum(sums) if kl else 0.0))
+        result.rewards.append(rewards)
+        if estimator in PER_TOKEN:
+            credits, uncredited = _of_tokens(one, trained, rewards, config)
+            result.of_tokens.append(credits)
+            result.uncredited += uncredited
+    if estimator not in (*PER_TOKEN, "none"):
+        for group in groups:
+            own, scores = scores[: len(group.trajectories)], scores[len(group.trajectories) :]
+            result.advantages += group_advantages(own, config)
+    return result
+
+
+def _placed(step: Row, number: int, rows: list[Merged]) -> list[float]:
+    """The rewards of a step's response tokens. That of a token which no row keeps moves to the last token that the
+    first row keeps of the step; where none keeps any, it stays."""
+    length = len(step["response_ids"])
+    rewards = list(step["reward"]) if isinstance(step["reward"], list) else [0.0] * (length - 1) + [step["reward"]]
+    kept = [[source[1] for source in row.sources if source is not None and source[0] == number] for row in rows]
+    first = next((tokens for tokens in kept if tokens), None)
+    if first is None:
+        return rewards
+    everywhere = {index for tokens in kept for index in tokens}
+    lost = [index for index in range(length) if index not in everywhere]
+    if lost:
+        rewards[first[-1]] = exact_sum([rewards[first[-1]], *(rewards[index] for index in lost)])
+        for index in lost:
+            rewards[index] = 0.0
+    return rewards
+
+
+def _kl(one: Trajectory, token: Token, config: Config) -> float:
+    step, index = one.steps[token[0]], token[1]
+    name = config["kl_from"]
+    difference = float32(step[name][index]) - float32(step["ref_logprobs"][index])
+    match config["kl_in_reward"]["estimator"]:
+        case "k1":
+            return difference
+        case "k2":
+            return difference**2 / 2
+    return math.expm1(-difference) + difference
+
+
+def _of_tokens(
+    one: Trajectory, trained: list[Token], rewards: list[list[float]], config: Config
+) -> tuple[dict[Token, tuple[float, float]], int]:
+    """Advantage and return of each trained token, and the rewards before any of them."""
+    earned, uncredited, last = dict.fromkeys(trained, 0.0), 0, None
+    for number, of_step in enumerate(rewards):
+        for index, reward in enumerate(of_step):
+            last = (number, index) if (number, index) in earned else last
+            if last is not None:
+                earned[last] += reward
+            else:
+                uncredited += reward != 0
+    gamma, lambda_ = config["gamma"], config["lambda"]
+    credits: dict[Token, tuple[float, float]] = {}
+    advantage = value_after = 0.0
+    for token in reversed(trained):
+        if config["advantage_estimator"] == "gae":
+            value = float32(one.steps[token[0]]["values"][token[1]])
+            advantage = earned[token] + gamma * value_after - value + gamma * lambda_ * advantage
+            value_after = value
+            credits[token] = advantage, advantage + value
+        else:
+            advantage = earned[token] + gamma * advantage
+            credits[token] = advantage, advantage
+    return credits, uncredited
+
+
+def whitened(advantages: list[float]) -> list[float]:
+    if len(set(advantages)) <= 1:
+        return [0.0] * len(advantages)
+    mean = math.fsum(advantages) / len(advantages)
+    variance = math.fsum((one - mean) ** 2 for one in advantages) / (len(advantages) - 1)
+    return [(one - mean) / math.sqrt(variance + 1e-8) for one in advantages]
+
+
+@dataclass
+class Denominators:
+    """What the losses of a mini-batch are divided by; every number at least 1. of_rows: by row, its own tokens, its
+    group's and its trajectory's."""
+
+    loss_tokens: int
+    rows: int
+    prompts: int
+    trajectories: int
+    of_rows: dict[int, tuple[int, int, int]]
+
+    def scale(self, row: int, config: Config) -> float:
+        tokens, of_prompt, of_trajectory = self.of_rows[row]
+        return (
+            1
+            / {
+                "none": 1,
+                "token_mean": self.loss_tokens,
+                "sequence_mean": self.rows * tokens,
+                "seq_mean_token_sum_norm": self.rows * (config["max_seq_len"] or 1),
+                "prompt_mean": self.prompts * of_prompt,
+                "trajectory_mean": self.trajectories * of_trajectory,
+            }[config["loss_reduction"]]
+        )
+
+
+def denominators(rows: dict[int, Merged]) -> Denominators:
+    """rows: the kept ones of a mini-batch, by number."""
+    tokens = {number: sum(row.loss_mask) for number, row in rows.items()}
+    prompts: dict[Any, int] = {}
+    trajectories: dict[Any, int] = {}
+    for number, row in rows.items():
+        one = row.trajectory
+        prompts[one.round, one.uid] = prompts.get((one.round, one.uid), 0) + tokens[number]
+        trajectories[id(one)] = trajectories.get(id(one), 0) + tokens[number]
+    return Denominators(
+        max(1, sum(tokens.values())),
+        max(1, len(rows)),
+        max(1, len(prompts)),
+        max(1, len(trajectories)),
+        {
+            number: (
+                max(1, tokens[number]),
+                max(1, prompts[row.trajectory.round, row.trajectory.uid]),
+                max(1, trajectories[id(row.trajectory)]),
+            )
+            for number, row in rows.items()
+        },
+    )

@@ -1,0 +1,67 @@
+"""What holds of a placement that the specification leaves open: `balance` (section 6), `layout: prefix_tree` (13)."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+from tests.reference_model.merging import Merged, in_common
+from tests.reference_model.scheduling import PADDING, Config, MiniBatch, align_to, cap
+
+
+def may_share(row: Merged) -> int:
+    """The tokens before the first that the row is the first to have sampled."""
+    return row.prompt + row.trains.index(True)
+
+
+def shared_tokens(rows: list[Merged | None]) -> list[int]:
+    """How many first tokens each row of a micro-batch shares with the row before it, of the same group."""
+    shared = [0]
+    for before, row in pairwise(rows):
+        if before is None or row is None or _group(before) != _group(row):
+            shared.append(0)
+        else:
+            shared.append(min(may_share(row), in_common(before.tokens, row.tokens)))
+    return shared
+
+
+def _group(row: Merged) -> tuple[int, str]:
+    return row.trajectory.round, row.trajectory.uid
+
+
+def check_placed(part: MiniBatch, found: dict[str, Any], rows: list[Merged], bounds: list[int], config: Config) -> None:
+    """Takes the placement that was found, where it is one that the specification allows."""
+    ranks = [
+        [[rank["rows"][place] for place in micro_batch] for micro_batch in rank["micro_batches"]]
+        for rank in found["ranks"]
+    ]
+    is_tree, limit = config["layout"] == "prefix_tree", config["micro_batch"]
+    if is_tree and config["on_misaligned"] == "drop_trailing" and "max_tokens" in limit:
+        # How many rows can be aligned depends on how they are packed.
+        part.groups += part.dropped
+        part.groups, part.dropped = part.groups[: found["prompts"]], part.groups[found["prompts"] :]
+        part.kept_end = bounds[part.groups[-1] + 1]
+    placed = [row for rank in ranks for micro_batch in rank for row in micro_batch]
+    assert sorted(row for row in placed if row != PADDING) == list(range(part.start, part.kept_end)), "each row once"
+    counts = {len(rank) for rank in ranks}
+    assert len(counts) == 1, "equally many micro-batches"
+    assert counts.pop() * len(ranks) % align_to(config) == 0, "aligned"
+    if "size" in limit:
+        mine = [[len(micro_batch) for micro_batch in rank] for rank in part.ranks]
+        assert [[len(micro_batch) for micro_batch in rank] for rank in ranks] == mine, "rows of micro-batches"
+    if "count" in limit:
+        assert {len(rank) for rank in ranks} == {limit["count"]}, "micro-batches of each rank"
+    if "max_tokens" in limit:
+        for micro_batch in (micro_batch for rank in ranks for micro_batch in rank):
+            members = [None if row == PADDING else rows[row] for row in micro_batch]
+            tokens = sum(len(row.tokens) for row in members if row) - (sum(shared_tokens(members)) if is_tree else 0)
+            assert len(micro_batch) == 1 or tokens <= cap(config), "the cap"
+        if not is_tree:
+            assert [len(rank) for rank in ranks] == [len(rank) for rank in part.ranks], "micro-batches of each rank"
+            pads = sum(row == PADDING for row in placed)
+            assert pads == sum(row == PADDING for rank in part.ranks for rows_ in rank for row in rows_), "padding rows"
+    if config["balance"] != "none" and "size" in limit:
+        padding = [sum(row == PADDING for micro_batch in rank for row in micro_batch) for rank in ranks]
+        is_even = max(padding) - min(padding) <= 1
+        assert is_even or is_tree or ranks == part.ranks, "padding rows are dealt evenly, or as without balance"
+    part.ranks = ranks
