@@ -1,6 +1,6 @@
 """A rollout service that fails on request: replies lost after the work is done, bursts of UNAVAILABLE, full buffers.
 
-It keeps rows as the contract says (the same row again is a duplicate, all rows of a request or none), and nothing more:
+It keeps rows as the contract says (the same row again is a duplicate, each is answered for itself), and nothing more:
 what the real service does is tested with the real service.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import grpc
 
 from gristmill._wire.codecs.row_codec import decode
-from gristmill.errors import GristmillError, ResourceExhaustedError
+from gristmill.errors import GristmillError
 from gristmill.v1 import rollout_pb2, rollout_pb2_grpc, rows_pb2, run_pb2, run_pb2_grpc
 
 Fault = Callable[[grpc.ServicerContext], None]
@@ -71,14 +71,10 @@ class FaultyService(rollout_pb2_grpc.RolloutServiceServicer, run_pb2_grpc.RunSer
             self.under_way -= 1
             self.calls.append(len(request.rows.uids))
             self._fail(self.before, context)
-            for uid in request.rows.uids:
-                if uid in self.refused_uids:
-                    refuse(self.refused_uids[uid])(context)
-                if uid in self.full_uids:
-                    refuse(ResourceExhaustedError(f"no room for {uid}"), "20")(context)
+            assert request.refuse_by_row
             outcomes = self._keep(request.rows)
             self._fail(self.after, context)
-            return rollout_pb2.SubmitRowsResponse(outcomes=outcomes)
+            return rollout_pb2.SubmitRowsResponse(outcomes=outcomes, refused=self._refused(request.rows.uids))
 
     def AbortTrajectories(
         self, request: rollout_pb2.AbortTrajectoriesRequest, context: grpc.ServicerContext
@@ -100,11 +96,23 @@ class FaultyService(rollout_pb2_grpc.RolloutServiceServicer, run_pb2_grpc.RunSer
         self._fail(self.before, context)
         return rollout_pb2.SealBatchResponse(batch=0, prompts=1)
 
+    def _refused(self, uids: Iterable[str]) -> Iterator[rollout_pb2.RefusedRow]:
+        for row, uid in enumerate(uids):
+            if uid in self.refused_uids:
+                error = self.refused_uids[uid]
+                yield rollout_pb2.RefusedRow(row=row, code=error.code, type=type(error).__name__, message=str(error))
+            elif uid in self.full_uids:
+                yield rollout_pb2.RefusedRow(
+                    row=row, code="RESOURCE_EXHAUSTED", message=f"no room for {uid}", retry_after_s=0.02
+                )
+
     def _keep(self, rows: rows_pb2.Rows) -> list[rows_pb2.RowOutcome.ValueType]:
         table, outcomes = decode(rows), []
         for row in range(len(table)):
             key, content = (table.key(row), int(table.steps[row])), table.tokens[row].tobytes()
-            if table.uids[row] in self.dropped_uids:
+            if table.uids[row] in self.refused_uids.keys() | self.full_uids:
+                outcomes.append(rows_pb2.ROW_OUTCOME_REFUSED)
+            elif table.uids[row] in self.dropped_uids:
                 outcomes.append(rows_pb2.ROW_OUTCOME_DROPPED)
             elif key in self.rows:
                 assert self.rows[key] == content

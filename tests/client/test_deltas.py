@@ -225,7 +225,7 @@ def test_a_client_remembers_no_more_than_it_is_told_to() -> None:
     def shortened(row: Row) -> bool:
         outbox.add(from_rows([row]), Delivery(), 0.0)
         entries = outbox.next_message(0.0)
-        outbox.on_outcomes(entries, [RowOutcome.ACCEPTED])
+        outbox.on_outcomes(entries, [RowOutcome.ACCEPTED], 0.0)
         encoder.encode(entries)
         return any(entry.prefix.length for entry in entries if entry.prefix)
 

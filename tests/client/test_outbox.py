@@ -21,6 +21,7 @@ from gristmill.errors import (
     InvalidArgumentError,
     NotFoundError,
     ResourceExhaustedError,
+    TooLargeError,
     UnavailableError,
 )
 
@@ -69,7 +70,7 @@ def test_a_message_stays_within_its_bytes_unless_one_row_is_more() -> None:
     sizes = []
     while entries := outbox.next_message(0.0):
         sizes.append(names(entries))
-        outbox.on_outcomes(entries, kept(entries))
+        outbox.on_outcomes(entries, kept(entries), 0.0)
     assert sizes == [[("a", 0)], [("b", 0)], [("c", 0)], [("d", 0)]]
 
 
@@ -105,9 +106,8 @@ def test_rows_of_different_form_do_not_share_a_message() -> None:
 def test_what_follows_a_refused_row_in_its_trajectory_is_not_sent() -> None:
     limits = Limits(1, 10_000, 0.0)
     outbox, delivery = filled(table("a", 0), table("b", 0), table("a", 1), limits=limits)
-    outbox.on_failure(
-        outbox.next_message(0.0), Failure(AlreadyExistsError("uid 'a' sample 0 step 0: other content")), 0.0
-    )
+    refusal = Failure(AlreadyExistsError("uid 'a' sample 0 step 0: other content"))
+    outbox.on_outcomes(outbox.next_message(0.0), [refusal], 0.0)
     assert names(outbox.next_message(0.0)) == [("b", 0)]
     assert outbox.next_message(0.0) == []
     assert delivery.pending == 1
@@ -147,9 +147,9 @@ def test_a_trajectory_that_waits_for_an_answer_holds_back_its_own_rows_and_no_ot
     assert names(other) == [("b", 0)]
     assert outbox.next_message(0.0) == []
     assert outbox.due_in(0.0) is None
-    outbox.on_outcomes(other, kept(other))
+    outbox.on_outcomes(other, kept(other), 0.0)
     assert names(outbox.next_message(0.0)) == [("b", 1)]
-    outbox.on_outcomes(first, kept(first))
+    outbox.on_outcomes(first, kept(first), 0.0)
     assert names(outbox.next_message(0.0)) == [("a", 1)]
 
 
@@ -178,7 +178,7 @@ def test_sizes_count_every_column() -> None:
 
 
 class ScriptedService:
-    """Answers each attempt as drawn; keeps rows as the contract says, and checks order as it goes."""
+    """Answers each attempt as drawn, by row; keeps rows as the contract says, and checks order as it goes."""
 
     def __init__(self, draw: Callable[..., Any], bad: set[tuple[str, int]], full: set[str]) -> None:
         self.draw, self.bad, self.full = draw, bad, full
@@ -188,19 +188,23 @@ class ScriptedService:
         joined = concat(tables_of(entries))
         rows = [(joined.uids[row], int(joined.samples[row]), int(joined.steps[row])) for row in range(len(joined))]
         assert rows == [(e.key.uid, e.key.sample, int(e.table.steps[e.row])) for e in entries]
-        fault = self.draw(st.sampled_from(["none", "none", "lost", "away"]))
+        fault = self.draw(st.sampled_from(["none", "none", "lost", "away", "small"]))
         if fault == "away":
             outbox.on_failure(entries, Failure(UnavailableError("away"), True), now)
-        elif any(row[:2] in self.bad for row in rows):
-            outbox.on_failure(entries, Failure(InvalidArgumentError("bad")), now)
-        elif any(uid in self.full for uid, _, _ in rows) and self.draw(st.booleans()):
-            outbox.on_failure(entries, Failure(ResourceExhaustedError("full"), True), now)
+        elif fault == "small" and len(rows) > 1:
+            outbox.on_failure(entries, Failure(TooLargeError("too large")), now)
         else:
-            outcomes = [self.keep(row) for row in rows]
+            full = {uid for uid in self.full if self.draw(st.booleans())}
+            outcomes = [self.answer(row, full) for row in rows]
             if fault == "lost":
                 outbox.on_failure(entries, Failure(UnavailableError("reply lost"), True), now)
             else:
-                outbox.on_outcomes(entries, outcomes)
+                outbox.on_outcomes(entries, outcomes, now)
+
+    def answer(self, row: tuple[str, int, int], full: set[str]) -> RowOutcome | Failure:
+        if row[:2] in self.bad:
+            return Failure(InvalidArgumentError("bad"))
+        return Failure(ResourceExhaustedError("full"), True) if row[0] in full else self.keep(row)
 
     def keep(self, row: tuple[str, int, int]) -> RowOutcome:
         if row in self.kept:
@@ -245,17 +249,17 @@ def test_every_row_ends_kept_once_or_told_as_failed(data: st.DataObject) -> None
 
 
 def test_rows_that_wait_for_room_keep_their_trajectorys_order() -> None:
-    # A message is halved for a bad row, and a half of it finds no room: the rest of the group is parked with it.
+    # A message is too large, and its first half finds no room: the rest of the group is parked with it.
     outbox, _ = filled(
         *(table("g", step, sample) for sample in range(2) for step in range(2)), limits=Limits(8, 10_000, 0.0)
     )
-    outbox.on_failure(outbox.next_message(0.0), Failure(InvalidArgumentError("bad")), 0.0)
-    outbox.on_failure(outbox.next_message(0.0), Failure(ResourceExhaustedError("full", 0.0), True, 0.0), 0.0)
+    outbox.on_failure(outbox.next_message(0.0), Failure(TooLargeError("too large")), 0.0)
+    outbox.on_outcomes(outbox.next_message(0.0), [Failure(ResourceExhaustedError("full", 0.0), True, 0.0)] * 2, 0.0)
     sent = []
     while (pause := outbox.due_in(0.0)) is not None:
         entries = outbox.next_message(pause + 1e-9)
         sent += [(entry.key.sample, int(entry.table.steps[entry.row])) for entry in entries]
-        outbox.on_outcomes(entries, kept(entries))
+        outbox.on_outcomes(entries, kept(entries), 0.0)
     assert sent == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
@@ -282,15 +286,22 @@ def test_with_several_messages_under_way_no_row_is_lost_doubled_or_early(data: s
                 under_way.append(entries)
             continue
         entries = under_way.pop(draw(st.integers(0, len(under_way) - 1)))
-        rows = [(*entry.key[1:], int(entry.table.steps[entry.row])) for entry in entries]
+        rows = [(entry.key.uid, entry.key.sample, int(entry.table.steps[entry.row])) for entry in entries]
         fault = draw(st.sampled_from([None, None, UnavailableError("away"), ResourceExhaustedError("full", 0.0)]))
-        if fault is not None:
+        if isinstance(fault, UnavailableError):
             outbox.on_failure(entries, Failure(fault, True, 0.0), now)
-        elif bad & set(rows):
-            outbox.on_failure(entries, Failure(InvalidArgumentError("bad")), now)
-        else:
-            arrived += rows
-            outbox.on_outcomes(entries, kept(entries))
+            continue
+        full = draw(uids) if fault else ""
+        lost: dict[tuple[str, int], Failure] = {}
+        answers: list[RowOutcome | Failure] = []
+        for row in rows:
+            if row[0] == full:
+                lost[row[:2]] = Failure(ResourceExhaustedError("full", 0.0), True, 0.0)
+            elif row in bad:
+                lost[row[:2]] = Failure(InvalidArgumentError("bad"))
+            answers.append(lost.get(row[:2], RowOutcome.ACCEPTED))
+            arrived += [row] if row[:2] not in lost else []
+        outbox.on_outcomes(entries, answers, now)
     assert delivery.pending == 0
     for key, count in steps.items():
         first_bad = min((step for *own, step in bad if (own[0], own[1]) == key and step < count), default=count)

@@ -18,6 +18,7 @@ from gristmill.errors import (
     TooLargeError,
     UnavailableError,
 )
+from gristmill.v1 import rollout_pb2
 
 
 def _classes(base: type[GristmillError]) -> Iterator[type[GristmillError]]:
@@ -57,6 +58,18 @@ def failure_of(call: grpc.RpcError, address: str) -> Failure:
     return replace(failure, error=with_message(failure.error, f"{failure.error} (request {request_id})"))
 
 
+def failure_of_row(row: rollout_pb2.RefusedRow) -> Failure:
+    """Translates the refusal of one row."""
+    kind = _kind(row.type, row.code)
+    if kind is ResourceExhaustedError:
+        return Failure(ResourceExhaustedError(row.message, row.retry_after_s), True, row.retry_after_s)
+    return Failure(kind(row.message))
+
+
+def _kind(name: str, code: str) -> type[GristmillError]:
+    return _BY_NAME.get(name) or _BY_CODE.get(code, GristmillError)
+
+
 def _failure_of(call: grpc.RpcError, address: str) -> Failure:
     """Takes the error class from the trailing metadata `gristmill-error`, or else from the status code."""
     trailers = {key: value for key, value in call.trailing_metadata() or () if isinstance(value, str)}
@@ -65,7 +78,7 @@ def _failure_of(call: grpc.RpcError, address: str) -> Failure:
     if code == "CANCELLED":
         # A stopping server cancels calls that it has not begun; the client never cancels.
         code = "UNAVAILABLE"
-    kind = _BY_NAME.get(name) or _BY_CODE.get(code, GristmillError)
+    kind = _kind(name, code)
     if code == "RESOURCE_EXHAUSTED" and "larger than max" in details:
         # gRPC itself refused it.
         return Failure(TooLargeError(f"{address}: {details}; send less at once, or raise max_message_bytes"))

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gristmill._client.connection.failures import with_message
+from gristmill._client.connection.failures import Failure, failure_of_row, with_message
 from gristmill._wire.columns import Int64s, lengths_of
 from gristmill._wire.steps import TOKEN_FIELDS, Steps, TrajectoryKey
 from gristmill.errors import GristmillError
@@ -112,13 +112,17 @@ def tables_of(entries: Sequence[PendingRow]) -> list[Steps]:
     return [table if len(rows) == len(table) else table.take(np.array(rows)) for table, rows in parts]
 
 
-def outcomes_of(response: rollout_pb2.SubmitRowsResponse, entries: Sequence[PendingRow]) -> list[RowOutcome]:
-    """Reads the outcomes. Raises GristmillError unless there is one per row."""
+def outcomes_of(response: rollout_pb2.SubmitRowsResponse, entries: Sequence[PendingRow]) -> list[RowOutcome | Failure]:
+    """Reads the outcomes, and why rows were refused. Raises GristmillError unless there is one per row."""
     if len(response.outcomes) != len(entries):
         raise GristmillError(
             f"the service answered {len(response.outcomes)} outcomes for {len(entries)} rows; check its version"
         )
-    return [_OUTCOMES.get(outcome) or RowOutcome(outcome) for outcome in response.outcomes]
+    refused = {row.row: failure_of_row(row) for row in response.refused}
+    return [
+        _OUTCOMES.get(outcome) or refused.get(row) or RowOutcome(outcome)
+        for row, outcome in enumerate(response.outcomes)
+    ]
 
 
 def form_of(table: Steps) -> Form:

@@ -32,12 +32,11 @@ from gristmill._wire.columns import Int64s
 from gristmill._wire.named_tuples import made_of
 from gristmill._wire.steps import Steps, TrajectoryKey
 from gristmill.errors import (
-    AlreadyExistsError,
     DeadlineExceededError,
     GristmillError,
     InvalidArgumentError,
     PrefixUnknownError,
-    ResourceExhaustedError,
+    TooLargeError,
 )
 
 # A message is a little more than its rows' buffers.
@@ -195,45 +194,52 @@ class Outbox:
         soonest = min(times, default=inf)
         return None if soonest == inf else max(soonest, self._pause_until) - now
 
-    def on_outcomes(self, entries: Sequence[PendingRow], outcomes: Sequence[RowOutcome]) -> None:
-        """Takes the service's answer to a message."""
+    def on_outcomes(self, entries: Sequence[PendingRow], outcomes: Sequence[RowOutcome | Failure], now: float) -> None:
+        """Takes the service's answer to a message: the outcome of each row, or why it was refused. Refused rows are
+        given up, or wait with their group if there is no capacity."""
         self._returned(entries)
         self._outage = Backoff(self._replicas)
+        refused: dict[tuple[object, ...], tuple[list[PendingRow], Failure]] = {}
         for entry, outcome in zip(entries, outcomes, strict=True):
-            self._conclude(entry, outcome)
-        self._release(entries)
+            if isinstance(outcome, RowOutcome):
+                self._conclude(entry, outcome)
+            else:
+                refused.setdefault(entry.group if outcome.may_retry else entry.key, ([], outcome))[0].append(entry)
+        self._release(entry for entry in entries if entry.number not in self._pending)
+        for rows, failure in refused.values():
+            if left := self._left(rows, failure, now):
+                self._park(left, failure, now)
 
     def on_failure(self, entries: list[PendingRow], failure: Failure, now: float) -> None:
-        """Takes the failure of a message, of which the service stored nothing: repeats its rows later, in smaller
-        messages so that one bad row does not fail others, or gives them up."""
+        """Takes the failure of a message, of which the service stored nothing: repeats it later, or gives its rows
+        up."""
         self._returned(entries)
-        error = failure.error
-        if isinstance(error, PrefixUnknownError) and any(entry.prefix != WHOLE for entry in entries):
+        if isinstance(failure.error, PrefixUnknownError) and any(entry.prefix != WHOLE for entry in entries):
             for entry in entries:
                 entry.prefix = WHOLE
             self._again.appendleft(entries)
-        elif failure.may_retry:
-            expired = [entry for entry in entries if entry.expires <= now]
-            if expired:
-                reason = error
-                if isinstance(error, DeadlineExceededError):
-                    # The last attempt is cut short by the rows' own timeout: an earlier answer says why.
-                    reason = next((entry.refusal for entry in expired if entry.refusal), error)
-                self._fail(expired, with_message(reason, f"{reason} (gave up after {self._timeout_s:g} s)"))
-            if not isinstance(error, DeadlineExceededError):
-                for entry in entries:
-                    entry.refusal = error
-            entries = [entry for entry in entries if entry.number in self._pending]
-            if entries and isinstance(error, ResourceExhaustedError):
-                self._park(entries, failure, now)
-            elif entries:
-                self._pause_until = self._next_attempt(entries, self._outage, failure, now)
-                self._again.appendleft(entries)
-        elif len(entries) > 1 and isinstance(error, (InvalidArgumentError, AlreadyExistsError)):
+        elif isinstance(failure.error, TooLargeError) and len(entries) > 1:
             middle = len(entries) // 2
             self._again.extendleft((entries[middle:], entries[:middle]))
-        else:
+        elif left := self._left(entries, failure, now):
+            self._pause_until = self._next_attempt(left, self._outage, failure, now)
+            self._again.appendleft(left)
+
+    def _left(self, entries: list[PendingRow], failure: Failure, now: float) -> list[PendingRow]:
+        """Returns the rows that are sent again after this failure. Gives the others up."""
+        error = reason = failure.error
+        expired = [entry for entry in entries if entry.expires <= now]
+        if not failure.may_retry:
             self._fail(entries, error)
+        elif expired:
+            if isinstance(error, DeadlineExceededError):
+                # The last attempt is cut short by the rows' own timeout: an earlier answer says why.
+                reason = next((entry.refusal for entry in expired if entry.refusal), error)
+            self._fail(expired, with_message(reason, f"{reason} (gave up after {self._timeout_s:g} s)"))
+        if not isinstance(error, DeadlineExceededError):
+            for entry in entries:
+                entry.refusal = error
+        return [entry for entry in entries if entry.number in self._pending]
 
     def _fail(self, entries: Sequence[PendingRow], error: GristmillError) -> None:
         """Gives up the rows, and later rows of their trajectories, which are useless without them."""
@@ -308,17 +314,11 @@ class Outbox:
         return entry.number <= self._urgent_number
 
     def _park(self, entries: list[PendingRow], failure: Failure, now: float) -> None:
-        """Parks the group for which there is no capacity. Of several groups, finds it by halving the message."""
-        groups = list(dict.fromkeys(entry.group for entry in entries))
-        if len(groups) > 1:
-            first = set(groups[: len(groups) // 2])
-            halves = ([e for e in entries if e.group not in first], [e for e in entries if e.group in first])
-            self._again.extendleft(halves)
-            return
-        (group,) = groups
+        """Parks the rows of a group for which there is no capacity."""
+        group = entries[0].group
         parked = self._parked.setdefault(group, _Parked(deque(), Backoff()))
         waiting = (*entries, *parked.entries, *self._extract(lambda entry: entry.group == group, parked=False))
-        # Halved messages may have put a trajectory's later rows before its earlier ones.
+        # Of a message that was too large, the second half is queued behind rows that are parked.
         parked.entries = deque(sorted(waiting, key=lambda entry: entry.number))
         for entry in parked.entries:
             entry.expires = min(entry.expires, now + self._timeout_s)

@@ -103,7 +103,7 @@ class RequestEncoder:
         for entry in entries:
             if entry.table.extras:
                 _complete(entry)
-        request = submit_codec.encode(self.run, tables_of(entries), *_left_out(entries))
+        request = submit_codec.encode(self.run, tables_of(entries), *_left_out(entries), by_row=True)
         return submit_codec.compressed(request) if self._compresses else request
 
     def _find_prefixes(self, entries: Sequence[PendingRow]) -> None:

@@ -228,16 +228,23 @@ class Sender:
             self._on_failure(entries, Failure(GristmillError(f"{type(error).__name__}: {error}")))
         else:
             if outcomes is not None:
+                now = time.monotonic()
+                for row in response.refused:
+                    self._log_wait(entries[row.row], outcomes[row.row], now)
                 with self._lock:
-                    self._outbox.on_outcomes(entries, outcomes)
+                    self._outbox.on_outcomes(entries, outcomes, now)
                     self._notify()
 
     def _on_failure(self, entries: list[PendingRow], failure: Failure) -> None:
         now = time.monotonic()
-        waited_s = now - entries[0].added
-        if failure.may_retry and waited_s >= SILENT_S and now - self._warned >= NOTICE_S:
-            self._warned = now
-            _log.warning("run %r: rows wait for %.0f s now: %s", self._encoder.run, waited_s, failure.error)
+        self._log_wait(entries[0], failure, now)
         with self._lock:
             self._outbox.on_failure(entries, failure, now)
             self._notify()
+
+    def _log_wait(self, entry: PendingRow, failure: Failure, now: float) -> None:
+        """Logs why a row waits, if it has waited for long."""
+        waited_s = now - entry.added
+        if failure.may_retry and waited_s >= SILENT_S and now - self._warned >= NOTICE_S:
+            self._warned = now
+            _log.warning("run %r: rows wait for %.0f s now: %s", self._encoder.run, waited_s, failure.error)

@@ -79,11 +79,14 @@ def encode(
     tables: Sequence[Steps],
     prefixes: row_codec.Prefixes | None = None,
     left_out: Mapping[str, Int64s] | None = None,
+    *,
+    by_row: bool = False,
 ) -> bytes:
     """Encodes a request for the rows of all tables, which have the same built-in columns.
 
     prefixes: the first tokens of rows, which are not sent. left_out: by declared column, how many values of each row
-        are not sent. Each buffer starts at a multiple of 8 bytes, so that the service need not copy it.
+        are not sent. by_row: whether bad rows are to be refused alone. Each buffer starts at a multiple of 8 bytes, so
+        that the service need not copy it.
     """
     parts: list[Buffer] = []
     at = 1 + LENGTH_BYTES
@@ -98,7 +101,7 @@ def encode(
         parts += field
     parts.append(small.SerializeToString())
     head = varint(_ROWS << 3 | _LENGTH_DELIMITED) + varint(sum(map(len, parts)), LENGTH_BYTES)
-    return b"".join([head, *parts, rollout_pb2.SubmitRowsRequest(run=run).SerializeToString()])
+    return b"".join([head, *parts, rollout_pb2.SubmitRowsRequest(run=run, refuse_by_row=by_row).SerializeToString()])
 
 
 def compressed(request: bytes) -> bytes:
