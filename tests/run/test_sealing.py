@@ -133,6 +133,15 @@ class TestZeroVariance:
         bench.run.set_rewards([RewardUpdate(key("a", 1), None, None, np.array([0.3, 0.2, 0.1]))])
         assert bench.run.status().groups_dropped == {"zero_variance": 1}
 
+    def test_equal_rewards_per_token_are_equal_scores_however_steps_divide_them(self) -> None:
+        """0.7 five times was 3.5 in one step, and 3.4999999999999996 in two."""
+        bench = Bench(zero_variance_filter="replace", trajectory_score="sum")
+        bench.submit(row("a", 0, reward=[0.7] * 5, response=[1] * 5))
+        bench.submit(row("a", 1, step=0, last=False, reward=[0.7] * 2, response=[1] * 2))
+        bench.submit(row("a", 1, step=1, reward=None, response=[1] * 3))
+        bench.run.set_rewards([RewardUpdate(key("a", 1), 1, None, np.array([0.7] * 3))])
+        assert bench.run.status().groups_dropped == {"zero_variance": 1}
+
     def test_it_is_judged_with_the_reward_that_comes_last(self) -> None:
         bench = Bench(zero_variance_filter="replace")
         bench.submit(row("a", 0, reward=0.25), row("a", 1, reward=None))

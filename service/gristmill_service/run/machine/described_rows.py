@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from xxhash import xxh3_128, xxh3_128_digest
 
-from gristmill._wire.columns import Array, Ragged, bytes_of
+from gristmill._wire.columns import Array, Ragged, bytes_of, exact_sum
 from gristmill._wire.named_tuples import made_of
 from gristmill._wire.steps import PLAIN_FIELDS, Steps, TrajectoryKey
 from gristmill_service.run.machine.events import RowName, RowRef, StoredRow
@@ -85,7 +85,23 @@ def describe_rows(
         steps.sequence_lengths.tolist(),
         parents,
         checks,
+        _reward_rests(steps, rewards),
     )
+
+
+def reward_rest(values: Array, reward: float) -> float:
+    """Returns what the exact sum of a step's rewards per token has beyond the rounded one, itself rounded."""
+    return exact_sum(np.append(values.astype(np.float64), -reward))
+
+
+def _reward_rests(steps: Steps, rewards: Sequence[float]) -> list[float]:
+    if steps.token_rewards is None:
+        return [0.0] * len(steps)
+    pending, values = steps.rewards_pending.tolist(), steps.token_rewards.arrays()
+    return [
+        0.0 if waits else reward_rest(array, reward)
+        for waits, array, reward in zip(pending, values, rewards, strict=True)
+    ]
 
 
 def row_digests(steps: Steps, shared: Collection[str] = ()) -> list[bytes]:

@@ -61,7 +61,8 @@ class StoredRow(NamedTuple):
     parent: the row of its group whose first tokens it begins with, which are not stored again; None if it is stored
         whole.
     check: the digest of what is stored of it, empty if that is the same.
-    reward: the step's reward, None while it is pending. reward_digest: of rewards per token.
+    reward: the step's reward, None while it is pending. reward_rest: what the exact sum of its rewards per token has
+        beyond that. reward_digest: of rewards per token.
     late_rewards: rewards per token, float64, that were set after the row arrived.
     """
 
@@ -81,6 +82,7 @@ class StoredRow(NamedTuple):
     tokens: int = 0
     parent: RowName | None = None
     check: bytes = b""
+    reward_rest: float = 0.0
 
     def __str__(self) -> str:
         return f"{self.trajectory} step {self.step}"

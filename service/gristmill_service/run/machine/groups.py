@@ -10,7 +10,10 @@ from dataclasses import dataclass, field
 from itertools import groupby, islice
 from typing import NamedTuple
 
+import numpy as np
+
 from gristmill._wire.steps import UNKNOWN
+from gristmill_service.run.machine.described_rows import reward_rest
 from gristmill_service.run.machine.events import GroupKey, RowName, RowRef, SetReward, StoredRow
 
 
@@ -65,6 +68,7 @@ class Trajectory:
             reward=reward.value,
             reward_digest=reward.digest,
             late_rewards=reward.token_values,
+            reward_rest=reward_rest(np.frombuffer(reward.token_values), reward.value) if reward.token_values else 0.0,
             nbytes=row.nbytes + len(reward.token_values),
         )
         self.pending -= 1

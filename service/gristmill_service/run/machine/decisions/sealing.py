@@ -11,6 +11,7 @@ from itertools import islice, takewhile
 
 import numpy as np
 
+from gristmill._wire.columns import Ragged
 from gristmill._wire.steps import TrajectoryKey
 from gristmill.errors import FailedPreconditionError
 from gristmill_service.config import RunConfig
@@ -266,6 +267,8 @@ def _unfit(group: Group, state: State, config: RunConfig) -> str | None:
 
 def _is_zero_variance(group: Group, config: RunConfig) -> bool:
     rows = list(group.ordered_rows())
-    rewards = np.array([row.reward for row in rows], np.float64)
+    # Sums over steps are of both parts of each step's sum, as if it had two tokens.
+    parts = np.array([[row.reward, row.reward_rest] for row in rows], np.float64)
     starts = [index for index, row in enumerate(rows) if row.step == 0]
-    return all_equal(trajectory_scores(rewards, np.array([*starts, len(rows)]), config.trajectory_score))
+    bounds, pairs = np.array([*starts, len(rows)]), Ragged.from_lengths(parts.ravel(), np.full(len(rows), 2))
+    return all_equal(trajectory_scores(parts[:, 0], bounds, config.trajectory_score, pairs))
