@@ -11,7 +11,7 @@ import numpy as np
 from tests.reference_model.batch import Expected
 from tests.reference_model.layout import Tensors
 
-_ARRAYS = {
+ARRAYS = {
     "BOOL": np.bool_,
     "U8": np.uint8,
     "I8": np.int8,
@@ -78,7 +78,7 @@ def _compare_shard(where: str, want: Tensors, labels: dict[str, Any], data: byte
         entry = header[name]
         _same(f"{where} {name}", [dtype, shape], [entry["dtype"], entry["shape"]])
         first, last = entry["data_offsets"]
-        got: np.ndarray[Any, Any] = np.frombuffer(data[begin + first : begin + last], _ARRAYS[dtype]).reshape(shape)
+        got: np.ndarray[Any, Any] = np.frombuffer(data[begin + first : begin + last], ARRAYS[dtype]).reshape(shape)
         if dtype == "BF16":
             got = (got.astype(np.uint32) << 16).view(np.float32)
         expected = np.array(values, np.float64 if got.dtype.kind == "f" else got.dtype).reshape(shape)

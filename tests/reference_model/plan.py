@@ -77,7 +77,8 @@ def _padding_rows(ranks: Ranks) -> int:
 def _counts(batch: Batch, dropped: int) -> dict[str, int]:
     config, sizes = batch.config, [len(group.trajectories) for group in batch.groups]
     n, estimator = config["n_samples_per_prompt"], config["advantage_estimator"]
-    is_counted = config["max_samples_per_prompt"] is None
+    # A file does not say how many samples a group of its own size was to have; a service does.
+    is_counted = config["max_samples_per_prompt"] is None or batch.announced is not None
     counts = {"misaligned_groups": dropped, "incomplete_groups": sum(size < n for size in sizes) if is_counted else 0}
     if n > 1:
         counts["lone_survivors"] = sum(size == 1 for size in sizes)
