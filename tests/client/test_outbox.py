@@ -194,7 +194,7 @@ class ScriptedService:
         elif fault == "small" and len(rows) > 1:
             outbox.on_failure(entries, Failure(TooLargeError("too large")), now)
         else:
-            full = {uid for uid in self.full if self.draw(st.booleans())}
+            full = {uid for uid in sorted(self.full) if self.draw(st.booleans())}
             outcomes = [self.answer(row, full) for row in rows]
             if fault == "lost":
                 outbox.on_failure(entries, Failure(UnavailableError("reply lost"), True), now)

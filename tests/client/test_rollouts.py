@@ -133,6 +133,26 @@ def test_a_rollout_that_raised_and_is_sampled_again_is_trained(
     assert next(iter(trainer)).plan["rows"] == 2
 
 
+def test_an_aborted_sample_that_another_process_begins_again_without_a_higher_attempt_is_an_error(
+    client: RolloutClient, service: Service, run_name: str
+) -> None:
+    client.create_run(CONFIG)
+    client.begin_groups(["p0"])
+    failing = client.trajectory("p0", 0)
+    failing.step([1], [2])
+    failing.abort("the engine raised")
+    with RolloutClient(service.grpc_address, run_name) as other:
+        again = other.trajectory("p0", 0)
+        again.step([1], [7])
+        for report in (other.flush, lambda: again.step([1, 7], [8])):
+            with pytest.raises(AlreadyExistsError, match=r"sample 0 step 0: attempt 0 was aborted .*a higher attempt"):
+                report()
+        other.trajectory("p0", 0, attempt=1).step([1], [7], reward=1.0, is_last_step=True)
+        other.trajectory("p0", 1).step([1], [8], reward=0.0, is_last_step=True)
+        other.flush()
+    assert client.status().groups_complete == 1
+
+
 def test_an_attempt_that_comes_too_late_is_refused_where_it_steps(client: RolloutClient) -> None:
     client.create_run(CONFIG | {"train_batch_size": 1, "policy_mini_batch_size": 1})
     for _ in range(2):

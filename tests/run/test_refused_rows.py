@@ -25,7 +25,7 @@ from gristmill_service.run.machine.state import State
 from gristmill_service.storage.journal.run_store import JournalRunStore
 from tests.pipeline.written import column
 from tests.run.deltas import shortened
-from tests.run.harness import Bench, row, table
+from tests.run.harness import Bench, key, row, table
 from tests.run.test_recovery import Machine
 from tests.strategies import LAW, Row
 
@@ -164,6 +164,22 @@ def test_only_rows_with_a_column_that_is_not_declared_or_of_another_dtype_are_re
     taken = submit(bench.run, from_rows(rows, columns=specs_of(declared)))
     assert [outcome.name for outcome in taken.outcomes] == ["ACCEPTED", "REFUSED", "ACCEPTED"]
     assert "uid 'a' sample 1 step 0: column 'other' is not declared" in str(taken.refused[1])
+
+
+def test_the_first_step_of_an_aborted_attempt_is_refused_and_a_later_one_is_told_to_stop() -> None:
+    bench = Bench(n_samples_per_prompt=3)
+    bench.submit(row("a", last=False), row("b"))
+    bench.run.abort_trajectories([key("a"), key("b", 1)], "the engine raised", 1)
+    late = [row("a", 0, 1), row("b", 1), row("b", 1, 1, attempt=1), row("b", 1, attempt=1)]
+    taken = submit(bench.run, table(*late))
+    assert [outcome.name for outcome in taken.outcomes] == ["DROPPED", "REFUSED", "DROPPED", "REFUSED"]
+    assert [str(error) for error in taken.refused.values()] == [
+        "uid 'b' sample 1 step 0: attempt 1 was aborted (the engine raised), and this is attempt "
+        f"{attempt}; sample the trajectory again with a higher attempt"
+        for attempt in (0, 1)
+    ]
+    assert submit(bench.run, table(*late), by_row=False).outcomes == [Outcome.DROPPED] * 4
+    assert submit(bench.run, table(row("b", 1, attempt=2))).outcomes == [Outcome.ACCEPTED]
 
 
 def test_after_a_kill_exactly_the_accepted_rows_are_there(tmp_path: Path) -> None:

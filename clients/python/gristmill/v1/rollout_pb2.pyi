@@ -131,7 +131,8 @@ class SubmitRowsRequest(google.protobuf.message.Message):
     """
     refuse_by_row: builtins.bool
     """Whether a row that cannot be accepted is refused alone, with the later rows of its trajectory and attempt, while
-    all others are taken. A finished run, missing prefixes, a message that cannot be read, and rows that all lack what
+    all others are taken. The first step of an attempt that was aborted is refused as ALREADY_EXISTS, instead of dropped,
+    while a higher attempt may take part. A finished run, missing prefixes, a message that cannot be read, and rows that all lack what
     the run's rows have still refuse the request.
     """
     @property

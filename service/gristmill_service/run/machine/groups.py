@@ -126,7 +126,11 @@ class Group:
         group still lacks a trajectory."""
         if sample not in self.aborted:
             return True
-        return sample in self.given_up and attempt > self.given_up[sample] and self.done < self.samples
+        return self.takes_again(sample) and attempt > self.given_up[sample]
+
+    def takes_again(self, sample: int) -> bool:
+        """Returns whether a higher attempt of this aborted trajectory may take part."""
+        return sample in self.given_up and self.done < self.samples
 
     def store(self, row: StoredRow) -> Released:
         """Stores a row. Returns the released rows of lower attempts that it replaces."""

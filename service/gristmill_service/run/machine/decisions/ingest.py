@@ -59,7 +59,7 @@ def take_rows(
     one. by_row: refuses a row alone, with the later ones of its trajectory and attempt, whose order would have a hole;
     otherwise all are refused if any is.
     """
-    intake = _Intake(view, steps, find_quota)
+    intake = _Intake(view, steps, find_quota, by_row)
     outcomes: list[Outcome] = []
     refused: dict[int, GristmillError] = {}
     lost: dict[tuple[TrajectoryKey, int], GristmillError] = {}
@@ -88,8 +88,8 @@ def take_rows(
 class _Intake:
     """What a request's rows do to the state: nothing, as long as they are refused."""
 
-    def __init__(self, view: View, steps: Steps, find_quota: FindQuota | None) -> None:
-        self._view, self._state, self._tags = view, view.state, steps.tags
+    def __init__(self, view: View, steps: Steps, find_quota: FindQuota | None, by_row: bool) -> None:
+        self._view, self._state, self._tags, self._by_row = view, view.state, steps.tags, by_row
         self._schema = _checked_schema(steps, view.state.schema, view.config)
         # Rows with pending rewards may share a table with others; all other rules for a run's rows are its table's.
         self._takes_no_scalars = steps.token_rewards is None and bool(self._schema.token_rewards)
@@ -116,7 +116,7 @@ class _Intake:
         if group is None:
             return _closed_outcome(self._state, row, self._state.closed[row.group])
         trajectory, tag = group.trajectory(row), ""
-        outcome = Outcome.DROPPED if trajectory is None else trajectory.judge(row)
+        outcome = group.dropped(row, self._by_row) if trajectory is None else trajectory.judge(row)
         if self._tags is not None and self._named.is_new(row.group, self._tags[index], str(row)):
             tag = self._tags[index]
         if trajectory is not None and outcome is _ACCEPTED:
@@ -296,3 +296,15 @@ class _GroupView:
         if view is None:
             view = self._views[sample] = _TrajectoryView(self._before.get(sample))
         return view
+
+    def dropped(self, row: StoredRow, by_row: bool) -> Outcome:
+        """Returns the outcome of a row of a dropped trajectory. Raises AlreadyExistsError, if rows are refused alone,
+        for the first step of one that may be sampled again: it was begun without a higher attempt. One that was under
+        way when it was aborted is told by the outcome of a later step."""
+        group, sample = self._group, row.trajectory.sample
+        if by_row and not row.step and group is not None and group.takes_again(sample):
+            raise AlreadyExistsError(
+                f"{row}: attempt {group.given_up[sample]} was aborted ({group.aborted[sample]}), and this is attempt "
+                f"{row.attempt}; sample the trajectory again with a higher attempt"
+            )
+        return Outcome.DROPPED
