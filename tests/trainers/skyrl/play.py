@@ -38,9 +38,9 @@ def config(directory: Path, **overrides: Any) -> SkyRLTrainConfig:
     settings: dict[str, Any] = {
         "trainer.policy.model.path": directory / "model",
         "trainer.policy.optimizer_config.lr": 4.0,
-        "trainer.policy.optimizer_config.adam_betas": "[0,0]",
+        "trainer.policy.optimizer_config.adam_betas": [0.0, 0.0],
         "trainer.critic.optimizer_config.lr": 0.5,
-        "trainer.critic.optimizer_config.adam_betas": "[0,0]",
+        "trainer.critic.optimizer_config.adam_betas": [0.0, 0.0],
         "trainer.placement.colocate_all": False,
         "trainer.placement.colocate_policy_ref": False,
         "trainer.algorithm.use_kl_loss": False,

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from gristmill import FailedPreconditionError, RolloutClient
+from gristmill.adapters.skyrl._session import Session
 from tests.on_loop import Service
 from tests.trainers.skyrl.play import save_model
 from tests.trainers.skyrl.run import main
@@ -86,6 +87,24 @@ def test_a_fully_async_trainer_that_was_killed_trains_what_was_held(
         assert client.status().batches_freed == STEPS
         assert {group.state for group in client.groups()} <= {"sealed", "dropped"}
     assert {log["step"] for log in resumed.logs} == set(range(4, STEPS + 1))
+
+
+@pytest.mark.usefixtures("ray_address")
+def test_batches_are_freed_once_their_checkpoint_is_complete(
+    service: Service, run_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_model(tmp_path / "model")
+    complete = []
+
+    def commit(session: Session, states: Any = None) -> None:
+        if states is not None:
+            complete.append(len(list(tmp_path.glob("checkpoints/*/policy/state.pt"))))
+        committing(session, states)
+
+    committing = Session.commit
+    monkeypatch.setattr(Session, "commit", commit)
+    main(service.grpc_address, run_name, str(tmp_path), 4, trainer__ckpt_interval=2)
+    assert complete == [1, 2]
 
 
 @pytest.mark.usefixtures("ray_address")

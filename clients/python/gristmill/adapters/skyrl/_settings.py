@@ -151,14 +151,6 @@ _ROWS: tuple[Row, ...] = (
         "set it to False and keep zero_variance_filter, which masks them",
     ),
     Refuse("trainer.fully_async.simulate_training", is_on, "trains nothing", "use SkyRL's own trainer"),
-    *(
-        off(
-            f"trainer.{model}.megatron_config.async_dist_ckpt_save",
-            "writes checkpoints in the background, and batches are freed when a checkpoint is written: a crash "
-            "would lose them",
-        )
-        for model in ("policy", "critic")
-    ),
     RefuseSetting("mini_batch_unit", is_given, "is not supported: SkyRL counts prompts", "leave it out"),
     RefuseSetting(
         "kl_from",

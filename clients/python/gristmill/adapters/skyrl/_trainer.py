@@ -36,7 +36,7 @@ class GristmillPPOTrainer(RayPPOTrainer):  # type: ignore[misc]
     """
 
     def __init__(self, *arguments: Any, gristmill: Gristmill, **more: Any) -> None:
-        check_version("SkyRL", "skyrl", ["0.3"])
+        check_version("SkyRL", "skyrl", ["0.3", "0.4"])
         super().__init__(*arguments, **more)
         self._gristmill, self._configured = gristmill, self.cfg
         # Refuses before models are loaded; the number of ranks is known only afterwards.
@@ -96,8 +96,19 @@ class GristmillPPOTrainer(RayPPOTrainer):  # type: ignore[misc]
         # First, because SkyRL marks the checkpoint as its latest one last.
         states = self._session.save(folder, io.open_file)
         super().save_checkpoints()
+        self._finish_saves()
         self._session.commit(states)
         return folder
+
+    def _finish_saves(self) -> None:
+        """Wait for checkpoints that SkyRL 0.4 writes in the background (`async_dist_ckpt_save`).
+
+        The commit frees batches, and a crash before the checkpoint is complete would lose them.
+        """
+        finish = getattr(self.dispatch, "finalize_pending_saves", None)
+        for model in ("policy", "critic") if self.has_critic else ("policy",):
+            if finish is not None:
+                finish(model)
 
     def load_checkpoints(self) -> Any:
         loaded = super().load_checkpoints()
