@@ -173,6 +173,7 @@ def declared_columns(draw: st.DrawFn) -> list[dict[str, Any]]:
                 "shape": draw(st.sampled_from([[], [2], [2, 3]])),
                 "fill": draw(st.sampled_from([0, 1])),
                 "required": draw(st.booleans()),
+                "partial": scope in ("token", "response") and draw(st.booleans()),
             }
             | ({"merge": "last"} if merge == "sum" and dtype == "bool" else {"merge": merge} if merge else {})
         )
@@ -192,6 +193,12 @@ def _with_columns(draw: st.DrawFn, rows: list[Row], specs: tuple[ColumnSpec, ...
             values = draw(st.integers(0, 100)) + np.arange(count * int(np.prod(spec.shape))).reshape(count, *spec.shape)
             values = values % (2 if spec.dtype == "bool" else 100)
             row[spec.name] = (values[0] if spec.scope == "row" else values).tolist()
+            if spec.partial:
+                # Often all but the last, as engines give routes.
+                start, end = draw(st.sampled_from([(0, count - 1), (0, count), (count, count), (1, count)]))
+                row[spec.name] = row[spec.name][start:end]
+                if start or draw(st.booleans()):
+                    row[f"{spec.name}_start"] = start
         extended.append(row)
     return extended
 

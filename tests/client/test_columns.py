@@ -36,6 +36,8 @@ COLUMNS: list[dict[str, Any]] = [
     {"name": "teacher_logprobs", "dtype": "bfloat16", "scope": "response", "required": False},
     {"name": "pixel_values", "dtype": "uint8", "scope": "items", "shape": [4], "required": False, "merge": "concat"},
     {"name": "difficulty", "dtype": "float64", "scope": "row"},
+    {"name": "routes", "dtype": "int16", "scope": "token", "shape": [2, 3], "fill": -1, "required": False}
+    | {"partial": True},
 ]
 CONFIG: dict[str, Any] = make_config(train_batch_size=2, policy_mini_batch_size=2, merge="prefix", columns=COLUMNS)
 
@@ -63,11 +65,15 @@ def experts(begin: int, end: int) -> torch.Tensor:
 
 
 def roll_out(client: Any, uid: str, turns: int = 3) -> None:
-    """Turns of 20 prompt tokens, 5 response tokens and 2 of observation; the first brings an image, the last two."""
-    prompt = list(range(20))
+    """Turns of 20 prompt tokens, 5 response tokens and 2 of observation; the first brings an image, the last two.
+
+    Routes are as an engine gives them: none for the last token, and later only those that the turn before has not."""
+    prompt, routed = list(range(20)), 0
     with client.trajectory(uid, 0) as trajectory:
         for turn in range(turns):
             columns: dict[str, Any] = {"routed_experts": experts(0, len(prompt) + 5), "difficulty": turn / 2}
+            columns |= {"routes": experts(routed, len(prompt) + 4), "routes_start": routed}
+            routed = len(prompt) + 4
             if turn == 1:
                 columns["teacher_logprobs"] = torch.tensor([-1, -2, -3, -4, -5], dtype=torch.bfloat16)
             if turn != 1:
@@ -93,6 +99,8 @@ def check(micro: MicroBatch, turns: int = 3) -> None:
     assert micro["pixel_values"].tolist() == [[0] * 4, [2] * 4, [2] * 4]
     assert micro["pixel_values_offsets"].tolist() == [0, 3]
     assert micro["difficulty"].tolist() == [1.0]
+    assert torch.equal(micro["routes"][0, :-1], experts(0, length - 1))
+    assert (micro["routes"][0, -1] == -1).all()
 
 
 def test_values_arrive_on_their_own_tokens_from_turns_that_repeat_nothing(
@@ -261,7 +269,7 @@ def test_http_takes_and_gives_columns_as_grpc_does(service: Service, run_name: s
     assert torch.equal(shard["routed_experts"], experts(0, 3).expand(2, -1, -1, -1))
     assert shard["teacher_logprobs_given"].tolist() == [0, 0]
     chosen = safetensors.torch.load(ask(f"{runs}/{run_name}/batches/0/policy/0/0?columns=difficulty"))
-    assert chosen.keys() == {name for name in shard if not name.startswith(("routed", "teacher", "pixel"))}
+    assert chosen.keys() == {name for name in shard if not name.startswith(("rout", "teacher", "pixel"))}
     assert chosen["difficulty"].tolist() == [0.5, 0.5]
     for query in ("columns=difficulty,routed_experts", "columns=difficulty&columns=routed_experts"):
         both = safetensors.torch.load(ask(f"{runs}/{run_name}/batches/0/policy/0/0?{query}"))
@@ -278,6 +286,10 @@ def test_http_takes_and_gives_columns_as_grpc_does(service: Service, run_name: s
         ({"routed_experts": [[[1, 2, 3], [4, 5, 6]]]}, "routed_experts has 1 values and 3 are needed"),
         ({"routed_experts": None}, "column 'routed_experts' is missing; every row needs it"),
         ({"difficulty": [1.0]}, r"difficulty has values of shape \[1\] and its column declares \[\]"),
+        (
+            {"routes": experts(0, 2).tolist(), "routes_start": 2},
+            r"2 values from index 2 \(routes_start\), and .* 3 prompt",
+        ),
         ({"color": 3}, "unknown field color; known are .* declare others as columns of the run"),
     ],
 )
@@ -316,7 +328,7 @@ def test_what_another_client_sends_wrongly_is_refused_by_the_service(service: Se
         rows.column_values[0] = rows.column_values[0][:24]
 
     def rename(rows: rows_pb2.Rows) -> None:
-        rows.columns[0].name = "routes"
+        rows.columns[0].name = "paths"
 
     def repeat(rows: rows_pb2.Rows) -> None:
         rows.columns.append(rows.columns[0])
@@ -325,7 +337,7 @@ def test_what_another_client_sends_wrongly_is_refused_by_the_service(service: Se
     assert "has float16 values of shape [2, 3] and its column declares int16" in refused(set_dtype)
     assert "has 35 bytes and its counts ask for 36" in refused(cut)
     assert "uid 'a' sample 0 step 0: routed_experts has 2 values and 3 are needed" in refused(recount)
-    assert "column 'routes' is not declared by the run" in refused(rename)
+    assert "column 'paths' is not declared by the run" in refused(rename)
     assert "columns has 2 entries and column_values 1" in refused(lambda rows: rows.column_values.pop())
     assert "is sent twice" in refused(repeat)
     assert service.runs.get(run_name).status().rows_accepted == 0

@@ -54,13 +54,32 @@ def expected(spec: ColumnSpec, row: naive.Merged) -> tuple[list[Any], bool]:
     if spec.scope == "response":
         by_step = {step["step"]: step for step in has}
         sources = [source if source and source[0] in by_step else None for source in row.sources]
-        return [by_step[source[0]][spec.name][source[1]] if source else fill for source in sources], bool(has)
+        return [given_at(spec, by_step[source[0]], source[1], fill) if source else fill for source in sources], bool(
+            has
+        )
     if spec.scope == "items":
         chosen = has if spec.merge == "concat" else has[-1:]
         return [item for step in chosen for item in step[spec.name]], bool(has)
+    if spec.partial:
+        path = [step["step"] for step in steps]
+        holding = [steps[path.index(holder) :] for holder in row.holders]
+        by_preference = [holders if spec.merge == "first" else holders[::-1] for holders in holding]
+        return [first_given(spec, holders, at, fill) for at, holders in enumerate(by_preference)], bool(has)
     by_number = {step["step"]: step for step in steps}
     holders = row.holders if spec.merge == "first" else [steps[-1]["step"]] * len(row.holders)
     return [by_number[number].get(spec.name, [fill] * len(holders))[at] for at, number in enumerate(holders)], bool(has)
+
+
+def given_at(spec: ColumnSpec, step: Row, at: int, default: Any) -> Any:
+    """The value that a step gave a token; default where it gave none."""
+    index = at - step.get(f"{spec.name}_start", 0)
+    values = step.get(spec.name, [])
+    return values[index] if 0 <= index < len(values) else default
+
+
+def first_given(spec: ColumnSpec, steps: list[Row], at: int, fill: Any) -> Any:
+    given = (value for step in steps if (value := given_at(spec, step, at, None)) is not None)
+    return next(given, fill)
 
 
 def own_values(spec: ColumnSpec, shard: Any) -> list[Any]:
@@ -229,6 +248,46 @@ def test_steps_that_differ_in_a_column_of_equal_merge_stay_apart(scope: str, sam
     apart = built(from_rows(two_steps(*other), columns=specs), config).plan
     assert apart.rows == 2
     assert [(mismatch.step, mismatch.index, mismatch.column) for mismatch in apart.merge_mismatches] == [(1, 2, "x")]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "values"),
+    [([1], [3, 9], [[1, 3, 9]]), ([1, 2], [], [[1, 2, -1]]), ([1, 2], [2, 9], [[1, 2, 9]]), ([1, 2], [3, 9], None)],
+)
+def test_only_tokens_for_which_both_steps_gave_a_value_have_to_be_equal(
+    first: list[int], second: list[int], values: list[list[int]] | None
+) -> None:
+    config = CONFIG | {"columns": [{"name": "x", "dtype": "int32", "scope": "token", "merge": "equal"}]}
+    config["columns"][0] |= {"partial": True, "fill": -1}
+    steps = two_steps(first, second)
+    steps[1]["x_start"] = 1
+    batch = built(from_rows(steps, columns=specs_of(config["columns"])), config)
+    assert batch.plan.rows == (2 if values is None else 1)
+    assert values is None or naive.read_shard(batch.shards[0])[0]["x"].tolist() == values
+
+
+LAYOUTS = ("left_padded", "packed", "prefix_tree")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("merge", ["none", "prefix", "tree"])
+@pytest.mark.parametrize("rule", ["first", "last"])
+def test_no_token_of_a_trajectory_has_a_route_that_its_engine_did_not_give(layout: str, merge: str, rule: str) -> None:
+    """The engine's route of a token is the token; it gives none for the last token that it sampled (NeMo-RL #3485)."""
+    column = {"name": "x", "dtype": "int16", "scope": "token", "partial": True, "fill": -1, "merge": rule}
+    config = CONFIG | {"merge": merge, "layout": layout, "columns": [column], "micro_batch": {"max_tokens": 64}}
+    rows = three_steps([1], [1, 3, 8], [1, 3, 8, 4, 9])
+    for row in rows:
+        row["x"] = [*row["prompt_token_ids"], *row["response_ids"]][:-1]
+    batch = built(from_rows(rows, columns=specs_of([column])), config)
+    (shard,) = batch.shards
+    tensors, _ = naive.read_shard(shard)
+    prefix = "" if layout == "left_padded" else "micro_batch_000/"
+    tokens, routes = tensors[f"{prefix}sequences"], tensors[f"{prefix}x"]
+    has_no_route = routes != tokens
+    assert (routes[has_no_route] == -1).all()
+    is_own = tensors["attention_mask"] == 1 if layout == "left_padded" else np.ones_like(tokens, np.bool_)
+    assert tokens[has_no_route & is_own].tolist() == ([3, 4, 5] if merge == "none" else [5])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -198,11 +198,12 @@ def _check_declared(config: RunConfig, name: str, scope: ColumnScope, why: str) 
             f"columns: {name} is missing, and {why}; declare it with scope: {scope} and dtype: float32"
         )
     (column,) = declared
-    if column.scope != scope or column.dtype not in ("float32", "float64") or column.shape or not column.required:
+    is_whole = column.required and not column.partial
+    if column.scope != scope or column.dtype not in ("float32", "float64") or column.shape or not is_whole:
         raise InvalidArgumentError(
             f"columns: {name} has scope: {column.scope}, dtype: {column.dtype}, shape: {list(column.shape)}, required: "
-            f"{str(column.required).lower()}, and {why}; make it scope: {scope}, dtype: float32 or float64, one number "
-            "each, and required"
+            f"{str(column.required).lower()}, partial: {str(column.partial).lower()}, and {why}; make it scope: "
+            f"{scope}, dtype: float32 or float64, one number each, required, and not partial"
         )
 
 

@@ -73,7 +73,8 @@ class ColumnSpec:
 
     scope: whether there is one value per step (`row`), per response token (`response`), per prompt and response token
     (`token`), or any number per step (`items`). shape: of one value. fill: the value of padding and absent values.
-    merge: how a merged row gets its values from its steps; empty for the scope's default.
+    merge: how a merged row gets its values from its steps; empty for the scope's default. partial: whether a step may
+    have values for some of its tokens only, from the index in the column's `start_column` on.
     """
 
     name: str
@@ -85,6 +86,7 @@ class ColumnSpec:
     source: ColumnSource = "rollout"
     required: bool = True
     allow_nonfinite: bool = False
+    partial: bool = False
 
     @classmethod
     def of(cls, declaration: object) -> ColumnSpec:
@@ -145,7 +147,12 @@ class ColumnSpec:
         """Whether a step has the same values as the step before for their common first tokens, so that they need not be
         sent again.
         """
-        return self.scope == "token" and self.merge == "first" and self.source == "rollout"
+        return self.scope == "token" and self.merge == "first" and self.source == "rollout" and not self.partial
+
+    @property
+    def start_column(self) -> ColumnSpec:
+        """The column of the index of a step's first value, by which rows have it; 0 for steps without it."""
+        return ColumnSpec(start_of(self.name), "int64", "row", merge="last", required=False)
 
     def empty(self) -> Array:
         """Returns an array of no values; (0, *shape)."""
@@ -204,13 +211,18 @@ class ColumnSpec:
             )
         if self.element_bytes > MOST_REPEATED_BYTES:
             self._check_repeated(where)
-        for name in ("required", "allow_nonfinite"):
+        for name in ("required", "allow_nonfinite", "partial"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidArgumentError(f"{where}: {name} is {getattr(self, name)!r:.80}; it is true or false")
         self._check_fill(where)
         if self.merge == "sum" and self.dtype == "bool":
             raise InvalidArgumentError(
                 f"{where}: merge: sum adds numbers, and the dtype is bool; use another dtype or merge"
+            )
+        if self.partial and (self.scope not in ("token", "response") or self.source == "trainer"):
+            raise InvalidArgumentError(
+                f"{where}: partial is true, and only columns of rollouts with scope token or response may be partial; "
+                "leave partial out"
             )
         if self.source == "trainer":
             self._check_written(where)
@@ -278,7 +290,7 @@ def specs_of(declarations: Iterable[object]) -> tuple[ColumnSpec, ...]:
     names: set[str] = set()
     for column in columns:
         # Also names that this column does not use: readers of shards find a column's tensors by their names.
-        for name in (column.name, *of_column(column.name)):
+        for name in (column.name, *of_column(column.name), start_of(column.name)):
             if name in names:
                 raise InvalidArgumentError(f"columns: two of them would have a tensor {name}; rename one")
             names.add(name)
@@ -295,6 +307,16 @@ def tensor_names(column: ColumnSpec) -> list[str]:
 def of_column(name: str) -> tuple[str, str]:
     """Returns the names of a column's further tensors: the offsets of rows' items, and which rows have the column."""
     return f"{name}_offsets", f"{name}_given"
+
+
+def start_of(name: str) -> str:
+    """Returns the name by which rows give the index of their first value of a partial column."""
+    return f"{name}_start"
+
+
+def row_columns(columns: Sequence[ColumnSpec]) -> tuple[ColumnSpec, ...]:
+    """Returns the columns that rows have: the declared ones, and the starts of those that are partial."""
+    return (*columns, *(column.start_column for column in columns if column.partial))
 
 
 def by_name(columns: Iterable[ColumnSpec]) -> dict[str, ColumnSpec]:

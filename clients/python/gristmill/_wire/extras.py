@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from gristmill._wire.column_spec import BFLOAT16, ColumnSpec, by_name, is_finite
+from gristmill._wire.column_spec import BFLOAT16, ColumnSpec, by_name, is_finite, row_columns, start_of
 from gristmill._wire.columns import Array, Int64s, Ragged
 from gristmill._wire.steps import Extra, Steps
 from gristmill.errors import InvalidArgumentError
@@ -23,6 +23,7 @@ def check_extras(table: Steps, columns: Sequence[ColumnSpec], prefix_lengths: In
     prefix_lengths: (rows,) how many first tokens of each row were not sent.
     Raises InvalidArgumentError naming the first offending trajectory, the column, both sizes or types, and the remedy.
     """
+    columns = row_columns(columns)
     declared = by_name(columns)
     for name, extra in table.extras.items():
         if name not in declared and len(table):
@@ -50,6 +51,14 @@ def left_out_of(column: ColumnSpec, extra: Extra, table: Steps) -> Int64s:
     if not column.is_shared:
         return np.zeros(len(table), np.int64)
     return np.where(extra.given, table.sequence_lengths - extra.values.lengths, 0)
+
+
+def starts_of(column: ColumnSpec, table: Steps) -> Int64s:
+    """Returns the index of each row's first value of a partial column; int64 (rows,)."""
+    starts = np.zeros(len(table), np.int64)
+    if (extra := table.extras.get(start_of(column.name))) is not None:
+        starts[extra.given] = extra.values.values[extra.values.starts[extra.given]]
+    return starts
 
 
 def made_whole(table: Steps, columns: Iterable[ColumnSpec]) -> Steps:
@@ -101,6 +110,9 @@ def _check_counts(table: Steps, column: ColumnSpec, extra: Extra, prefix_lengths
         "response": table.response_lengths,
         "token": table.sequence_lengths,
     }[column.scope]
+    if column.partial:
+        _check_starts(table, column, extra, expected)
+        return
     wrong = extra.given & (extra.values.lengths != expected)
     if column.is_shared and prefix_lengths is not None:
         wrong &= extra.values.lengths != expected - prefix_lengths
@@ -111,6 +123,22 @@ def _check_counts(table: Steps, column: ColumnSpec, extra: Extra, prefix_lengths
             f"{table.name(row)}: {column.name} has {extra.values.lengths[row]} values and {expected[row]} are needed, "
             f"one per {count_of[column.scope]}"
         )
+
+
+def _check_starts(table: Steps, column: ColumnSpec, extra: Extra, tokens: Int64s) -> None:
+    """Refuses values of a partial column outside the row's tokens. tokens: int64 (rows,), how many each row has."""
+    starts, counts = starts_of(column, table), extra.values.lengths
+    wrong = extra.given & ((starts < 0) | (starts > tokens - counts))
+    if wrong.any():
+        row = _first(wrong)
+        raise InvalidArgumentError(
+            f"{table.name(row)}: {column.name} has {counts[row]} values from index {starts[row]} "
+            f"({start_of(column.name)}), and the step has {tokens[row]} {_TOKENS_OF[column.scope]}; give at most one "
+            "for each, and the index of the first"
+        )
+
+
+_TOKENS_OF = {"response": "response tokens", "token": "prompt and response tokens"}
 
 
 def _missing(table: Steps, row: int, column: ColumnSpec) -> InvalidArgumentError:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from gristmill._wire.column_spec import BFLOAT16, ColumnSpec, from_bfloat16
+from gristmill._wire.column_spec import BFLOAT16, ColumnSpec, from_bfloat16, row_columns
 from gristmill._wire.foreign_names import renamings
 from gristmill._wire.steps import ROW_FIELDS, TOKEN_FIELDS, Extra, Steps
 from gristmill._wire.tables import ARRAYS, SCALARS, ValueColumns, describe, extras_of_row
@@ -41,6 +41,7 @@ def columns_of(
     columns: Sequence[ColumnSpec] = (),
 ) -> ValueColumns:
     """Returns the rows' columns, with checked types. Raises InvalidArgumentError like `from_rows`."""
+    columns = row_columns(columns)
     known = _FIELDS.union(column.name for column in columns)
     names = _names(rows, (*_REQUIRED, "step", "is_last_step") if step_wise else _REQUIRED, known)
     return ValueColumns({name: [row.get(name) for row in rows] for name in names}, len(rows), columns)
@@ -49,6 +50,7 @@ def columns_of(
 def extras_of(row: Mapping[str, Any], columns: Sequence[ColumnSpec]) -> dict[str, Extra]:
     """Returns the declared columns of one row, by name; values are copied. Raises InvalidArgumentError like
     `from_rows`."""
+    columns = row_columns(columns)
     _names([row], (), _FIELDS.union(column.name for column in columns))
     return extras_of_row(row, columns)
 
@@ -67,7 +69,7 @@ def to_rows(table: Steps, columns: Sequence[ColumnSpec] = ()) -> Iterator[dict[s
 
     columns: the run's declared columns.
     """
-    singles = {column.name for column in columns if column.scope == "row"}
+    singles = {column.name for column in row_columns(columns) if column.scope == "row"}
     of_tokens = [(one.key, column) for one in TOKEN_FIELDS if (column := getattr(table, one.name)) is not None]
     numbers = [(one.key, getattr(table, one.name).tolist()) for one in ROW_FIELDS]
     for index in range(len(table)):

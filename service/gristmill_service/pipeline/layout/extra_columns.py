@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from gristmill._wire import extras
 from gristmill._wire.column_spec import ColumnSpec, from_bfloat16, to_bfloat16
 from gristmill._wire.columns import Array, Int64s, Ragged
+from gristmill._wire.extras import starts_of
 from gristmill._wire.steps import Extra, Steps, no_extra
 from gristmill_service.pipeline.layout.columns import (
     ByteRanges,
@@ -26,6 +28,7 @@ from gristmill_service.pipeline.layout.columns import (
     safetensors_name,
 )
 from gristmill_service.pipeline.layout.iovec import Iovec, Region
+from gristmill_service.pipeline.rows.joins import NONE
 from gristmill_service.pipeline.rows.merge import Rows
 
 Bools = NDArray[np.bool_]
@@ -44,11 +47,11 @@ def token_columns(
     for spec in specs:
         extra = _of(spec, steps)
         if spec.scope == "response":
-            values, given = rows.standing(extra.values), extra.given[rows.steps]
+            values = _with_fill(spec, extra, steps) if spec.partial else extra.values
+            values, given = rows.standing(values), extra.given[rows.steps]
             columns.append(StepTokens(spec.name, values, geometry, _fill(spec, longest), given))
         elif spec.scope == "token":
-            missing = extras.left_out_of(spec, extra, steps)
-            columns.append(TokenValues(spec, extra, missing, rows, geometry, _fill(spec, longest)))
+            columns.append(TokenValues(spec, extra, _pieces(spec, extra, steps, rows), geometry, _fill(spec, longest)))
     return columns
 
 
@@ -100,26 +103,29 @@ def _first_given(given: Bools, rows: Rows) -> Int64s:
     return np.where(first == len(given), -1, first)
 
 
-class TokenValues(Column):
-    """An element per token of a row: of the first step on its path that has the token, or of the path's last step.
+def _with_fill(spec: ColumnSpec, extra: Extra, steps: Steps) -> Ragged:
+    """Returns a partial column's values with the fill at the response tokens for which a step gave none."""
+    whole = np.full((int(steps.response_lengths.sum()), *spec.shape), spec.fill_value, spec.storage)
+    values = Ragged.from_lengths(whole, steps.response_lengths)
+    for to, given, start in zip(values.arrays(), extra.values.arrays(), starts_of(spec, steps).tolist(), strict=True):
+        to[start : start + len(given)] = given
+    return values
 
-    missing: int64 (steps,), the number of a step's first tokens that take their values from the step before.
-    """
+
+class TokenValues(Column):
+    """An element per token of a row, each from one of the steps on its path."""
 
     scope = "sequence"
 
-    def __init__(
-        self, spec: ColumnSpec, extra: Extra, missing: Int64s, rows: Rows, geometry: Geometry, fill: Region
-    ) -> None:
+    def __init__(self, spec: ColumnSpec, extra: Extra, pieces: _Pieces, geometry: Geometry, fill: Region) -> None:
         self.name, self.dtype, self.itemsize = spec.name, safetensors_name(spec.storage), spec.storage.itemsize
         self.shape, self._unit, self._fill = spec.shape, spec.element_bytes, fill
         self._values = Region(extra.values.values)
-        pieces = _first_pieces(rows, missing) if spec.merge == "first" else _last_pieces(rows)
         lengths = self._unit * (pieces.ends - pieces.begins)
         self._pieces = np.concatenate([fill.ranges(0, lengths), fill.ranges(0, self._unit * geometry.lengths[-1:])])
-        given = np.append(extra.given[pieces.steps], False)
+        given = np.append(extra.given[pieces.steps] & (pieces.steps != NONE), False)
         of_given = pieces.steps[given[:-1]]
-        starts = extra.values.starts[of_given] + pieces.begins[given[:-1]] - missing[of_given]
+        starts = extra.values.starts[of_given] + pieces.begins[given[:-1]] - pieces.starts[of_given]
         self._pieces[given] = self._values.ranges(self._unit * starts, lengths[given[:-1]])
         # The padding row's is the last.
         self._begins, self._counts = pieces.edges, np.append(np.diff(pieces.edges), 1)
@@ -138,45 +144,92 @@ class TokenValues(Column):
 
 
 class _Pieces(NamedTuple):
-    """The steps from which rows take their tokens: row r has the pieces `edges[r]:edges[r + 1]`, and piece p is the
-    tokens `begins[p]:ends[p]` of step `steps[p]`. All int64."""
+    """The steps from which rows take their values: row r has the pieces `edges[r]:edges[r + 1]`, and piece p is the
+    tokens `begins[p]:ends[p]` of step `steps[p]`, or of no step if that is NONE. `starts` has the token of each step's
+    first value. All int64."""
 
     edges: Int64s
     steps: Int64s
     begins: Int64s
     ends: Int64s
+    starts: Int64s
 
 
-def _last_pieces(rows: Rows) -> _Pieces:
-    return _Pieces(np.arange(len(rows) + 1), rows.last, np.zeros(len(rows), np.int64), rows.lengths)
+def _pieces(spec: ColumnSpec, extra: Extra, steps: Steps, rows: Rows) -> _Pieces:
+    if spec.partial:
+        return _given_pieces(rows, starts_of(spec, steps), extra.values.lengths, is_first=spec.merge == "first")
+    missing = extras.left_out_of(spec, extra, steps)
+    return _first_pieces(rows, missing) if spec.merge == "first" else _last_pieces(rows, missing)
+
+
+def _given_pieces(rows: Rows, starts: Int64s, counts: Int64s, *, is_first: bool) -> _Pieces:
+    """Returns pieces in which each token has the value of the first, or last, step that gave one.
+
+    starts, counts: int64 (steps,), each step's first token with a value, and how many have one.
+    """
+    lows = starts[rows.steps]
+    # A step's tokens after its end, of which a later step has others, are not the row's.
+    highs = np.minimum(lows + counts[rows.steps], rows.per_visit(rows.prompt_lengths) + rows.ends)
+    visits = list(zip(rows.steps.tolist(), lows.tolist(), highs.tolist(), strict=True))
+    edges, made = [0], list[tuple[int, int, int]]()
+    for row, length in enumerate(rows.lengths.tolist()):
+        path = visits[rows.edges[row] : rows.edges[row + 1]]
+        made += _covered(path if is_first else path[::-1], length)
+        edges.append(len(made))
+    of_steps, begins, ends = np.array(made, np.int64).reshape(-1, 3).T
+    return _Pieces(np.array(edges), of_steps, begins, ends, starts)
+
+
+def _covered(path: Sequence[tuple[int, int, int]], length: int) -> list[tuple[int, int, int]]:
+    """Returns a row's pieces (step, begin, end), in order: each token is of the first step of the path that gave it a
+    value, or of NONE. path: each step's range of values (step, begin, end)."""
+    gaps, pieces = [(0, length)], list[tuple[int, int, int]]()
+    for step, low, high in path:
+        open_gaps = []
+        for begin, end in gaps:
+            first, last = max(begin, low), min(end, high)
+            if first >= last:
+                open_gaps.append((begin, end))
+                continue
+            pieces.append((step, first, last))
+            open_gaps += [gap for gap in ((begin, first), (last, end)) if gap[0] < gap[1]]
+        gaps = open_gaps
+    return sorted([*pieces, *((NONE, begin, end) for begin, end in gaps)], key=itemgetter(1))
+
+
+def _last_pieces(rows: Rows, missing: Int64s) -> _Pieces:
+    return _Pieces(np.arange(len(rows) + 1), rows.last, np.zeros(len(rows), np.int64), rows.lengths, missing)
 
 
 def _first_pieces(rows: Rows, missing: Int64s) -> _Pieces:
-    """Returns pieces in which each visit contributes the tokens after the end of the visit before."""
+    """Returns pieces in which each visit contributes the tokens after the end of the visit before.
+
+    missing: int64 (steps,), how many of a step's first tokens have their values from the step before.
+    """
     ends = rows.per_visit(rows.prompt_lengths) + rows.ends
     begins = np.append(0, ends[:-1])[: len(ends)]
     begins[rows.edges[:-1]] = 0
     inherited = np.flatnonzero(begins < missing[rows.steps])
     if not len(inherited):
-        return _Pieces(rows.edges, rows.steps, begins, ends)
-    return _with_inherited(_Pieces(rows.edges, rows.steps, begins, ends), missing, inherited.tolist())
+        return _Pieces(rows.edges, rows.steps, begins, ends, missing)
+    return _with_inherited(_Pieces(rows.edges, rows.steps, begins, ends, missing), inherited.tolist())
 
 
-def _with_inherited(pieces: _Pieces, missing: Int64s, inherited: Sequence[int]) -> _Pieces:
+def _with_inherited(pieces: _Pieces, inherited: Sequence[int]) -> _Pieces:
     """Replaces tokens that a step inherits from the step before by pieces of that step. Few rows need it: the rows that
     begin with a later step."""
     counts = np.ones(len(pieces.steps), np.int64)
     made: list[NDArray[np.int64]] = []
     at = 0
-    flat = np.stack(pieces[1:], axis=1)
+    flat = np.stack(pieces[1:4], axis=1)
     for piece in inherited:
         step, begin, end = flat[piece].tolist()
-        parts = _chain(step, begin, end, missing)
+        parts = _chain(step, begin, end, pieces.starts)
         made += [flat[at:piece], np.array(parts, np.int64).reshape(-1, 3)]
         counts[piece], at = len(parts), piece + 1
     steps, begins, ends = np.concatenate([*made, flat[at:]]).T
     edges = np.append(0, np.cumsum(counts))[pieces.edges]
-    return _Pieces(edges, steps, begins, ends)
+    return _Pieces(edges, steps, begins, ends, pieces.starts)
 
 
 def _chain(step: int, begin: int, end: int, missing: Int64s) -> list[tuple[int, int, int]]:

@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gristmill._wire.column_spec import ColumnSpec
-from gristmill._wire.columns import Int64s, Ragged, bytes_of
+from gristmill._wire.columns import Array, Int64s, Ragged, bytes_of
+from gristmill._wire.extras import starts_of
 from gristmill._wire.steps import Steps
 from gristmill_service.config import RunConfig
 from gristmill_service.pipeline.rows.validate import Received
@@ -123,17 +124,29 @@ def differing(columns: Sequence[ColumnSpec], steps: Steps, before: int, step: in
     """Returns the first column with `merge: equal` in which a step differs from an earlier one that it would join;
     empty where there is none.
 
-    Compares values of rows, those of the first `common` tokens, and items, of which the later step may have more.
+    Compares values of rows, those of the first `common` tokens, and items, of which the later step may have more. Of a
+    partial column, compares tokens for which both steps gave a value.
     """
     for column in columns:
         if column.merge == "equal" and column.scope != "response" and (extra := steps.extras.get(column.name)):
             one, other = extra.values[before], extra.values[step]
-            one = one[:common] if column.scope == "token" else one
+            if column.partial:
+                one, other = _given_by_both(column, steps, before, step, common)
+            elif column.scope == "token":
+                one = one[:common]
             # A NaN, which some columns allow, equals itself here.
             same = np.array_equal(one, other[: len(one)], equal_nan=one.dtype.kind == "f")
-            if extra.given[before] != extra.given[step] or not same:
+            if (extra.given[before] != extra.given[step] and not column.partial) or not same:
                 return column.name
     return ""
+
+
+def _given_by_both(column: ColumnSpec, steps: Steps, before: int, step: int, common: int) -> tuple[Array, Array]:
+    """Returns the values of a partial column at those of the first `common` tokens for which both steps gave one."""
+    values, starts = steps.extras[column.name].values, starts_of(column, steps.part(slice(before, step + 1)))
+    one, other, first, second = values[before], values[step], int(starts[0]), int(starts[-1])
+    begin, end = max(first, second), min(first + len(one), second + len(other), common)
+    return one[begin - first : max(end, begin) - first], other[begin - second : max(end, begin) - second]
 
 
 def extends(tokens: Ragged, fits: NDArray[np.bool_]) -> NDArray[np.bool_]:

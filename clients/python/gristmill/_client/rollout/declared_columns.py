@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
 from gristmill._client.run_status import RunStatus
-from gristmill._wire.column_spec import ColumnSpec, by_name, specs_of
+from gristmill._wire.column_spec import ColumnSpec, by_name, row_columns, specs_of
 from gristmill.errors import GristmillError, InvalidArgumentError
 
 T = TypeVar("T")
@@ -31,13 +31,13 @@ class Declared(NamedTuple):
 
     def fit(self, column_names: Collection[str]) -> bool:
         """Returns whether a row may have exactly these columns."""
-        names = {column.name for column in self.columns}
+        names = {column.name for column in row_columns(self.columns)}
         needed = {column.name for column in self.columns if column.required and column.source == "rollout"}
         return needed <= set(column_names) <= names
 
     def named(self, names: Collection[str]) -> list[ColumnSpec]:
         """Returns the columns of these names. Raises InvalidArgumentError for one that the run does not declare."""
-        known = by_name(self.columns)
+        known = by_name(row_columns(self.columns))
         for name in names:
             if name not in known:
                 raise InvalidArgumentError(

@@ -17,7 +17,6 @@ from gristmill.adapters._core.settings import (
     SettingsTable,
     is_given,
     is_on,
-    off,
     one_of,
     written_column,
 )
