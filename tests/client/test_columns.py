@@ -67,13 +67,14 @@ def experts(begin: int, end: int) -> torch.Tensor:
 def roll_out(client: Any, uid: str, turns: int = 3) -> None:
     """Turns of 20 prompt tokens, 5 response tokens and 2 of observation; the first brings an image, the last two.
 
-    Routes are as an engine gives them: none for the last token, and later only those that the turn before has not."""
+    Routes are as an engine gives them: none for the last token, and of sample b only those of new tokens."""
     prompt, routed = list(range(20)), 0
     with client.trajectory(uid, 0) as trajectory:
         for turn in range(turns):
             columns: dict[str, Any] = {"routed_experts": experts(0, len(prompt) + 5), "difficulty": turn / 2}
-            columns |= {"routes": experts(routed, len(prompt) + 4), "routes_start": routed}
-            routed = len(prompt) + 4
+            columns["routes"] = experts(routed, len(prompt) + 4)
+            if uid == "b":
+                columns["routes_start"], routed = routed, len(prompt) + 4
             if turn == 1:
                 columns["teacher_logprobs"] = torch.tensor([-1, -2, -3, -4, -5], dtype=torch.bfloat16)
             if turn != 1:
@@ -134,6 +135,7 @@ def test_a_turn_sends_the_values_of_its_new_tokens_only(
         roll_out(client, "a")
     counts = [count for one in sent for count in one.steps.extras["routed_experts"].values.lengths.tolist()]
     assert counts == [25, 7, 7]
+    assert [count for one in sent for count in one.steps.extras["routes"].values.lengths.tolist()] == [24, 7, 7]
 
 
 def test_a_service_without_the_step_before_gets_all_values(

@@ -12,7 +12,7 @@ from gristmill._wire.rows import from_rows
 from gristmill.converters import from_prime_rl, from_skyrl, from_slime, from_trl, from_verl
 from tests.client.converters import recorded, stand_ins
 
-ROUTES = {"dtype": "int16", "shape": [2, 2], "scope": "token"}
+ROUTES = {"dtype": "int16", "shape": [2, 2], "scope": "token", "partial": True, "fill": -1}
 IMAGES = {"name": "pixel_values", "dtype": "float32", "shape": [2], "scope": "items", "required": False}
 
 
@@ -25,13 +25,13 @@ def test_skyrls_routes_and_images_are_columns_of_rows() -> None:
     rows = from_skyrl(output, trajectory_ids=ids, columns=["rollout_expert_indices", "pixel_values"])
     table = check_extras(from_rows(rows, columns=specs), specs)
     assert table.extras["pixel_values"].given.tolist() == [True, False, False, False]
-    assert table.extras["rollout_expert_indices"].values.lengths.tolist() == [count + 1 for count in counts]
+    assert table.extras["rollout_expert_indices"].values.lengths.tolist() == counts
 
 
 def test_verls_routes_are_a_column() -> None:
     specs = specs_of([{"name": "routed_experts", **ROUTES}])
     table = check_extras(from_rows(from_verl(recorded.verl_batch(), columns=["routed_experts"]), columns=specs), specs)
-    assert table.extras["routed_experts"].values.lengths.tolist() == [9, 5, 8]
+    assert table.extras["routed_experts"].values.lengths.tolist() == [8, 4, 7]
 
 
 def test_slimes_teacher_and_prime_rls_reference_are_columns_of_the_response() -> None:

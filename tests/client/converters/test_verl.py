@@ -57,12 +57,11 @@ def test_a_batch_that_is_not_scored_yet_has_rewards_that_are_pending() -> None:
     assert fields_of(from_verl(batch, ignore=ROUTES), "reward") == [None] * 3
 
 
-def test_routed_experts_are_given_for_every_token_of_the_row() -> None:
+def test_routed_experts_lack_the_last_token_for_which_verl_makes_up_zeros() -> None:
     rows = from_verl(verl_batch(), columns=ROUTES)
-    assert [np.shape(row["routed_experts"]) for row in rows] == [(9, 2, 2), (5, 2, 2), (8, 2, 2)]
+    assert [np.shape(row["routed_experts"]) for row in rows] == [(8, 2, 2), (4, 2, 2), (7, 2, 2)]
     ran = np.arange(4 * 4).reshape(4, 2, 2) % 8
-    # verl's own filling: the engine does not run the last token.
-    assert rows[1]["routed_experts"].tolist() == [*ran.tolist(), [[0, 0], [0, 0]]]
+    assert rows[1]["routed_experts"].tolist() == ran.tolist()
 
 
 def test_columns_are_cut_by_their_width_and_positions_of_several_axes_are_turned() -> None:
@@ -95,7 +94,7 @@ def test_rows_of_the_queue_are_steps_of_their_sessions_in_the_order_of_their_key
         ("a", 1, 1, True, 0.5, 3),
     ]
     assert fields_of(rows, "prompt_token_ids", "response_ids")[2] == ([2, 3, 4], [5, 6, 20, 21, 7, 1])
-    assert [len(row["routed_experts"]) for row in rows] == [5, 8, 9]
+    assert [len(row["routed_experts"]) for row in rows] == [4, 7, 8]
 
 
 def test_rows_of_the_queue_without_keys_are_a_session_each() -> None:

@@ -71,10 +71,9 @@ def version_of(value: Any) -> int:
 
 
 def routes(values: Any, name: str, tokens: int, where: str) -> Array:
-    """Return routed experts (tokens, layers, top_k) with one entry per token of the row.
+    """Return routed experts (tokens, layers, top_k) of the row's first tokens, as many as the engine reports.
 
-    An engine reports none for the token that it samples last and any after it: those get the first top_k experts,
-    because a router that replays them needs distinct ones.
+    It reports none for the token that it samples last, nor for any after it: the column is to be `partial`.
     """
     experts = array_of(values, name, where)
     if experts.ndim != 3 or len(experts) > tokens:
@@ -82,10 +81,7 @@ def routes(values: Any, name: str, tokens: int, where: str) -> Array:
             f"{where}: {name} has the shape {experts.shape}; expected (tokens, layers, top_k) for at most "
             f"{tokens} tokens"
         )
-    tail = np.broadcast_to(
-        np.arange(experts.shape[2], dtype=experts.dtype), (tokens - len(experts), *experts.shape[1:])
-    )
-    return np.concatenate([experts, tail])
+    return experts
 
 
 def unpacked(values: Mapping[str, Any], name: str) -> dict[str, Any]:

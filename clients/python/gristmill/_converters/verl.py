@@ -22,6 +22,7 @@ _WHAT = "verl batch"
 _IMAGES = "multi_modal_inputs"
 # Tensors (verl/experimental/agent_loop/agent_loop.py, verl/trainer/ppo). Other entries belong to the data set and the
 # agent loops; only _IMAGES is checked.
+_ROUTES = "routed_experts"
 _KEYS = Keys(
     _WHAT,
     frozenset(
@@ -45,7 +46,7 @@ _KEYS = Keys(
         "rollout_is_weights": "computed from logprobs",
     },
     needed={
-        "routed_experts": "the routed experts of every token",
+        _ROUTES: "the routed experts of every token",
         "teacher_ids": "the teacher's most likely tokens",
         "teacher_logprobs": "the teacher's logprobs",
     },
@@ -142,11 +143,15 @@ class _Batch:
     def columns(self, names: Iterable[str], row: int, where: str) -> Row:
         """Return the columns that the row has: one without images, for example, has no column for them."""
         values = {name: self.tensors[name] for name in names}
-        return {
+        columns = {
             name: array_of(value[row], name, where) if isinstance(value, list) else self.layout.column(value, row)
             for name, value in values.items()
             if value[row] is not None
         }
+        if _ROUTES in columns:
+            # verl puts zeros for the last token, of which the engine reports none.
+            columns[_ROUTES] = columns[_ROUTES][:-1]
+        return columns
 
     def version(self, row: int) -> int:
         """Return the version of the weights that sampled the row's first token; -1 if the agent loop does not say."""

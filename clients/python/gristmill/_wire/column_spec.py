@@ -147,7 +147,12 @@ class ColumnSpec:
         """Whether a step has the same values as the step before for their common first tokens, so that they need not be
         sent again.
         """
-        return self.scope == "token" and self.merge == "first" and self.source == "rollout" and not self.partial
+        return self.takes_first and self.source == "rollout" and not self.partial
+
+    @property
+    def takes_first(self) -> bool:
+        """Whether a token of a merged row has the value of the first of its steps."""
+        return self.scope == "token" and self.merge == "first"
 
     @property
     def start_column(self) -> ColumnSpec:

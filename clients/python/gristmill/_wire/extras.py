@@ -121,7 +121,7 @@ def _check_counts(table: Steps, column: ColumnSpec, extra: Extra, prefix_lengths
         count_of = {"row": "row", "response": "response token", "token": "prompt and response token"}
         raise InvalidArgumentError(
             f"{table.name(row)}: {column.name} has {extra.values.lengths[row]} values and {expected[row]} are needed, "
-            f"one per {count_of[column.scope]}"
+            f"one per {count_of[column.scope]}" + ("" if column.scope == "row" else "; or declare partial: true")
         )
 
 

@@ -16,18 +16,23 @@ T = TypeVar("T")
 class Declared(NamedTuple):
     """The columns that a run declares.
 
-    shared: the names of those whose values a step may omit because the step before has them.
+    shared: the names of those whose values a step may omit because the step before has them. covered: the names of
+    partial ones of which a merged row has the first value of a token, so that later ones need not be sent.
     """
 
     columns: Sequence[ColumnSpec] = ()
     shared: frozenset[str] = frozenset()
+    covered: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Declared:
         columns = specs_of(config.get("columns", ()))
         # If a step does not merge with a step that it extends, its row needs all values itself.
-        merges = config.get("merge", "none") != "none" and all(column.merge != "equal" for column in columns)
-        return cls(columns, frozenset(column.name for column in columns if merges and column.is_shared))
+        merge = "none" if any(column.merge == "equal" for column in columns) else config.get("merge", "none")
+        shared = (column.name for column in columns if merge != "none" and column.is_shared)
+        # In a tree, a step may join another than the one before.
+        covered = (column.name for column in columns if merge == "prefix" and column.partial and column.takes_first)
+        return cls(columns, frozenset(shared), frozenset(covered))
 
     def fit(self, column_names: Collection[str]) -> bool:
         """Returns whether a row may have exactly these columns."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from gristmill._client.rollout.delivery import Prefix
 from gristmill._client.rollout.prefix_dedup import LastStep, follow
-from gristmill._wire.column_spec import ColumnSpec
+from gristmill._wire.column_spec import ColumnSpec, start_of
 from gristmill._wire.columns import Array, Ragged
 from gristmill._wire.extras import check_extras
 from gristmill._wire.lists import size_of
@@ -21,11 +21,13 @@ from gristmill.errors import FailedPreconditionError, InvalidArgumentError
 
 
 class Step(NamedTuple):
-    """A step of a trajectory: a table of one row, and what need not be sent of it. last: the step as the last one."""
+    """A step of a trajectory: a table of one row, and what need not be sent of it. last: the step as the last one.
+    covered: for how many first tokens it or steps before it gave values, by partial column."""
 
     table: Steps
     prefix: Prefix
     last: LastStep | None
+    covered: Mapping[str, int]
 
 
 class StepWriter:
@@ -40,6 +42,7 @@ class StepWriter:
         self._token_rewards = token_rewards
         self._last: LastStep | None = None
         self._last_extras: Mapping[str, Extra] = {}
+        self._covered: Mapping[str, int] = {}
 
     def step(
         self,
@@ -53,12 +56,13 @@ class StepWriter:
         columns: Mapping[str, Any],
         declared: Sequence[ColumnSpec],
         shared: frozenset[str],
+        covered: frozenset[str],
         **fields: Any,
     ) -> Step:
         """Returns the next step. Call `written` when it is handed over.
 
-        columns: values of declared columns by name. shared: names of columns whose values are left out with tokens that
-        the last step has. fields: other fields by their names in a rollouts file.
+        columns: values of declared columns by name. shared, covered: as in `Declared`; their values are left out with
+        tokens for which earlier steps gave them. fields: other fields by their names in a rollouts file.
         """
         self._check_goes_on()
         where = f"{self.key} step {self.next_step}"
@@ -80,15 +84,19 @@ class StepWriter:
             raise InvalidArgumentError(
                 f"{where}: columns has {clash[0]}, which is a field of the step; give it as the argument {clash[0]}"
             )
-        table = from_rows([row])
+        table, ends = from_rows([row]), dict[str, int]()
         if columns:
-            table = self._with_columns(table, {**row, **columns}, declared, shared)
+            goes_on = self._extends_last(table)
+            ends |= self._covered if goes_on else {}
+            row |= {**columns, **_only_new(columns, covered, ends)}
+            table = self._with_columns(table, row, declared, shared if goes_on else frozenset())
+            _cover(ends, table, covered)
         else:
             check_extras(table, declared)
         if self._token_rewards and table.token_rewards is None:
             # The reward is pending. The zeros do not count; they declare that the run's rewards are one per token.
             table = replace(table, token_rewards=Ragged.from_lengths(np.zeros(length), table.response_lengths))
-        return Step(table, *follow(self._last, table, 0, shared))
+        return Step(table, *follow(self._last, table, 0, shared), ends)
 
     def extended(self, observation_ids: Any) -> Array:
         """Returns all tokens so far, followed by the observation's; int32."""
@@ -114,7 +122,7 @@ class StepWriter:
     ) -> Steps:
         """Returns the table with the row's declared columns. Shared values that the last step has are not copied: such
         columns may be hundreds of times as large as their tokens."""
-        kept = self._kept(table, row, shared)
+        kept = self._kept(table, row, shared) if self._last is not None else {}
         count = 0 if self._last is None or not kept else len(self._last.tokens)
         new = extras_of({**row, **{name: row[name][count:] for name in kept}}, declared)
         pieces = {name: (*one.before, one.values[0]) for name, one in kept.items()}
@@ -122,23 +130,25 @@ class StepWriter:
         return check_extras(replace(table, extras=extras), declared, np.array([count]))
 
     def _kept(self, table: Steps, row: Mapping[str, Any], shared: frozenset[str]) -> dict[str, Extra]:
-        """Returns the last step's shared columns that this row has too, if its prompt begins with all of that step."""
-        last, tokens = self._last, table.tokens[0]
-        if last is None:
-            return {}
-        prompt = tokens[: table.prompt_lengths[0]]
-        if not np.array_equal(last.tokens, prompt[: len(last.tokens)]):
-            return {}
+        """Returns the last step's shared columns that this row has too."""
         return {
             name: self._last_extras[name]
             for name in shared & self._last_extras.keys() & row.keys()
-            if _has_values(row[name], len(tokens))
+            if _has_values(row[name], len(table.tokens[0]))
         }
+
+    def _extends_last(self, table: Steps) -> bool:
+        """Returns whether the row's prompt begins with all of the last step."""
+        if self._last is None:
+            return False
+        prompt = table.tokens[0][: table.prompt_lengths[0]]
+        return np.array_equal(self._last.tokens, prompt[: len(self._last.tokens)])
 
     def written(self, step: Step) -> None:
         """Makes the step the last one: the next one follows it."""
         self.next_step += 1
         self.is_ended, self._last, self._last_extras = step.last is None, step.last, step.table.extras
+        self._covered = step.covered
 
     def _version(self, version: int | None, of_tokens: Any) -> int:
         """Returns the row's policy version. If tokens have their own versions, the reader takes the oldest."""
@@ -157,6 +167,26 @@ class StepWriter:
                 f"(token_rewards={self._token_rewards}); all rows of a run use the one or the other"
             )
         return reward
+
+
+def _only_new(columns: Mapping[str, Any], covered: frozenset[str], ends: Mapping[str, int]) -> dict[str, Any]:
+    """Returns the covered columns that repeat values of earlier steps, without these."""
+    new: dict[str, Any] = {}
+    for name in covered & columns.keys():
+        values, start = columns[name], columns.get(start_of(name), 0)
+        count = ends.get(name, 0) - start if type(start) is int else 0
+        if count > 0 and hasattr(values, "__len__"):
+            new |= {name: values[count:], start_of(name): start + min(count, len(values))}
+    return new
+
+
+def _cover(ends: dict[str, int], table: Steps, covered: frozenset[str]) -> None:
+    """Extends, by column, the number of first tokens for which the row or a step before it gave values."""
+    for name in covered & table.extras.keys():
+        start = table.extras.get(start_of(name))
+        first = int(start.values.values[0]) if start is not None else 0
+        if first <= ends.get(name, 0):
+            ends[name] = max(ends.get(name, 0), first + len(table.extras[name].values.values))
 
 
 def _has_values(values: Any, count: int) -> bool:

@@ -104,6 +104,7 @@ class AsyncTrajectory:
                 columns=values,
                 declared=declared.columns,
                 shared=declared.shared,
+                covered=declared.covered,
             )
 
         step = await self._declared.used(values.keys(), step_of)

@@ -139,12 +139,11 @@ def _last(rows: Sequence[torch.Tensor]) -> list[float]:
 
 
 def _routed_experts(shard: Shard) -> list[torch.Tensor]:
-    """Return the experts of each token but the last, which predicts nothing. A padding row has the first top_k, because
-    a replayed router needs distinct ones."""
+    """Return the experts of each token but the last, which predicts nothing. Tokens for which no engine reported any,
+    such as those of padding rows, have the first top_k, because a replayed router needs distinct ones."""
     rows = [row[:-1] for row in _rows(shard, ROUTED_EXPERTS, "row")]
-    for row, is_padding in zip(rows, shard["is_padding"].tolist(), strict=True):
-        if is_padding:
-            row[:] = torch.arange(row.shape[-1])
+    for row in rows:
+        row[row[:, 0, 0] < 0] = torch.arange(row.shape[-1], dtype=row.dtype)
     return rows
 
 

@@ -60,7 +60,8 @@ def _columns(c: Configured) -> list[dict[str, Any]]:
     columns: list[dict[str, Any]] = []
     if c.get("use_rollout_routing_replay"):
         shape = [c["num_layers"], c["moe_router_topk"]]
-        columns.append({"name": ROUTED_EXPERTS, "dtype": "int32", "scope": "token", "shape": shape})
+        columns.append({"name": ROUTED_EXPERTS, "dtype": "int32", "scope": "token", "shape": shape, "fill": -1})
+        columns[-1]["partial"] = True
     if c.get("use_opd") and c["opd_type"] == "sglang":
         columns.append({"name": TEACHER_LOGPROBS, "dtype": "float32", "scope": "response"})
     return columns
