@@ -11,6 +11,11 @@ from skyrl.backends.skyrl_train.training_batch import TrainingInputBatch
 from gristmill import Shard
 from gristmill.torch import MiniBatch
 
+try:
+    from skyrl.backends.skyrl_train.utils.packed_tensor import PackedTensor
+except ImportError:  # SkyRL 0.3
+    PackedTensor = None
+
 # SkyRL's dtypes; its names are those of shards.
 _DTYPES = {
     "sequences": torch.int64,
@@ -22,7 +27,13 @@ _DTYPES = {
     "returns": torch.float32,
     "values": torch.float32,
 }
+_ROUTES, _SUPPORT = "rollout_expert_indices", "rollout_sample_support"
 _ALWAYS = ("sequences", "attention_mask", "response_mask", "loss_mask", "rollout_logprobs")
+
+
+def _packed(values: torch.Tensor, mask: torch.Tensor) -> Any:
+    """Return the values where the mask is 1, row after row. values: (rows, width, ...); mask: (rows, width)."""
+    return PackedTensor.from_segments([row[is_real] for row, is_real in zip(values, mask.bool(), strict=True)])
 
 
 class BatchRows:
@@ -83,9 +94,31 @@ class BatchRows:
         if self._has_added:
             # A row that attends to nothing gives NaN: these have two tokens, like the service's padding rows.
             tensors["attention_mask"][tensors["attention_mask"].sum(-1) == 0, -2:] = 1
+        if PackedTensor is not None:
+            self._pack(tensors)
         batch = TrainingInputBatch(tensors)
         batch.metadata = self.metadata() | {"uids": self.uids()}
         return batch
+
+    def _pack(self, tensors: dict[str, Any]) -> None:
+        """Replace routed experts and sample support by the tensors without padding that SkyRL 0.4 takes."""
+        if (support := tensors.get(_SUPPORT)) is not None:
+            tensors[_SUPPORT] = _packed(support, tensors["response_mask"])
+        if (routes := tensors.get(_ROUTES)) is not None:
+            has_route = routes[..., 0, 0] >= 0
+            if self._has_added:
+                has_route &= self._is_served()[:, None]
+            # A replayed router needs distinct experts, also where the engine reported none.
+            routes[~has_route] = torch.arange(routes.shape[-1], dtype=routes.dtype)
+            tensors[_ROUTES] = _packed(routes, tensors["attention_mask"])
+            tensors["router_padding_mask"] = ~has_route | (tensors["attention_mask"] == 0)
+
+    def _is_served(self) -> torch.Tensor:
+        """Return which rows are the service's, not padding that was added here; bool (rows,)."""
+        served = torch.zeros(len(self), dtype=torch.bool)
+        for shard, begin in self._places:
+            served[begin : begin + len(shard)] = True
+        return served
 
     def metadata(self) -> dict[str, Any]:
         """Return what SkyRL's steps read in addition to the tensors. The critic's pass uses the policy's rows."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from skyrl.train.generators.base import GeneratorInput, GeneratorInterface, GeneratorOutput, TrajectoryID
 from skyrl.train.generators.utils import concatenate_generator_outputs
 
@@ -15,13 +16,19 @@ class Replay(GeneratorInterface):  # type: ignore[misc]
     """A generator that returns stored rollouts, each once, and samples the others.
 
     generator: the trainer's own. stored: rollouts by uid, in order if a prompt was sampled several times. on_end:
-    called when all stored rollouts were returned.
+    called when all stored rollouts were returned. dtypes: of the run's columns that outputs have.
     """
 
     def __init__(
-        self, generator: GeneratorInterface, stored: dict[str, list[Rows]], step_wise: bool, on_end: Callable[[], None]
+        self,
+        generator: GeneratorInterface,
+        stored: dict[str, list[Rows]],
+        step_wise: bool,
+        on_end: Callable[[], None],
+        dtypes: Mapping[str, str],
     ) -> None:
         self._generator, self._stored, self._step_wise, self._on_end = generator, stored, step_wise, on_end
+        self._dtypes = dtypes
 
     async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
         uids = list(dict.fromkeys(trajectory.instance_id for trajectory in input_batch["trajectory_ids"] or ()))
@@ -32,11 +39,11 @@ class Replay(GeneratorInterface):  # type: ignore[misc]
         rows = [row for uid in uids for row in self._stored[uid].pop(0)]
         if not any(self._stored.values()):
             self._on_end()
-        return generator_output(rows, self._step_wise)
+        return generator_output(rows, self._step_wise, self._dtypes)
 
 
-def generator_output(rows: Sequence[dict[str, Any]], step_wise: bool) -> GeneratorOutput:
-    """Return submitted rows as the generator's output that they came from."""
+def generator_output(rows: Sequence[dict[str, Any]], step_wise: bool, dtypes: Mapping[str, str]) -> GeneratorOutput:
+    """Return submitted rows as the generator's output that they came from, with the columns of these dtypes."""
     output: dict[str, Any] = {
         "prompt_token_ids": [row["prompt_token_ids"] for row in rows],
         "response_ids": [row["response_ids"] for row in rows],
@@ -48,5 +55,8 @@ def generator_output(rows: Sequence[dict[str, Any]], step_wise: bool) -> Generat
         "is_last_step": [row["is_last_step"] for row in rows] if step_wise else None,
         "rollout_metrics": None,
     }
+    for name, dtype in dtypes.items():
+        if any(name in row for row in rows):
+            output[name] = [np.asarray(row[name], dtype) if name in row else None for row in rows]
     # Also computes the metrics.
     return concatenate_generator_outputs([output], step_wise=step_wise)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from skyrl.backends.skyrl_train.training_batch import TrainingInputBatch
@@ -126,7 +127,8 @@ class GristmillPPOTrainer(RayPPOTrainer):  # type: ignore[misc]
                     by_uid.setdefault(uid, []).append(rows)
             generator = self.generator
             step_wise = self.cfg.generator.step_wise_trajectories
-            self.generator = Replay(generator, by_uid, step_wise, lambda: setattr(self, "generator", generator))
+            dtypes = {column["name"]: column["dtype"] for column in self._columns}
+            self.generator = Replay(generator, by_uid, step_wise, lambda: setattr(self, "generator", generator), dtypes)
 
     # A step, in SkyRL's order.
 
@@ -147,7 +149,12 @@ class GristmillPPOTrainer(RayPPOTrainer):  # type: ignore[misc]
 
     @property
     def _own_columns(self) -> list[str]:
-        return [column["name"] for column in self._gristmill.settings.get("columns", ())]
+        return [column["name"] for column in self._columns]
+
+    @property
+    def _columns(self) -> Sequence[Mapping[str, Any]]:
+        columns: Sequence[Mapping[str, Any]] = self._gristmill.settings.get("columns", ())
+        return columns
 
     def _parts(self, output: GeneratorOutput, uids: list[str]) -> list[Part]:
         return [Part(output, uids, self.global_step - 1)]
