@@ -11,6 +11,7 @@ import pytest
 
 from gristmill._wire.column_spec import ColumnSpec
 from gristmill._wire.rows import from_rows
+from gristmill._wire.steps import TrajectoryKey
 from gristmill_service.config import RunConfig
 from gristmill_service.monitoring.collectors.run_monitor import Monitor
 from gristmill_service.monitoring.health.findings import STATES
@@ -58,7 +59,7 @@ class Watched:
         """Level, words, and for how long."""
         answer = self.health()
         return [
-            (one.level, one.text, None if one.since is None else round(answer.now - one.since, 1))
+            (one.level, one.sentence, None if one.since is None else round(answer.now - one.since, 1))
             for one in answer.findings
         ]
 
@@ -121,6 +122,25 @@ def test_a_trainer_that_takes_its_usual_time_is_well(watched: Make) -> None:
     )
     one.after(700)
     assert (one.health().state, one.worst()[0][0]) == ("stuck", "stuck")
+
+
+def test_a_batch_of_equal_scores_is_a_finding_and_so_are_aborted_and_retried_samples(watched: Make) -> None:
+    one = watched()
+    rows = [row | {"reward": 0.0} for uid in ("a", "b") for row in stage.group(uid)]
+    one.run.begin_groups(0, ["a", "b", "c"])
+    one.run.submit(from_rows(rows, step_wise=True))
+    stage.until(lambda: one.run.status().batches_published == 1)
+    [(level, text, _)] = one.worst()
+    why = "all advantages are 0: the samples of each of its 2 groups have equal scores, 0 on average"
+    assert (level, text.partition(";")[0]) == ("slow", f"nothing is learned from batch 0: {why}")
+    one.run.abort_trajectories([TrajectoryKey(0, "c", 1)], "no sandbox")
+    one.run.submit(from_rows([stage.turn("c", 1, 0, [1], [2], attempt=1, is_last_step=False)], step_wise=True))
+    one.run.abort_trajectories([TrajectoryKey(0, "c", 0)], "no sandbox")
+    answer = one.health()
+    assert [(why.reason, why.samples, why.uid) for why in answer.samples_aborted] == [("no sandbox", 2, "c")]
+    assert answer.samples_retried == 1
+    [group] = answer.open_groups
+    assert (group.aborted, group.retried) == (1, 1)
 
 
 def test_a_first_step_may_take_long(watched: Make) -> None:
@@ -249,7 +269,7 @@ def test_a_run_whose_batch_cannot_be_built_is_failed_until_a_later_one_is_traine
     level, text, seconds = one.findings()[0]
     assert (level, seconds) == ("failed", 1000.0)
     assert text.startswith("batch 0 could not be built: ")
-    assert "its rows are kept until the trainer goes on without it: resume with a dp_size that aligns it" in text
+    assert "its rows are kept: resume with a dp_size that aligns it" in text
     assert (one.health().state, one.health().summary) == ("failed", text)
     [held] = one.health().batches
     assert (held.batch, held.state) == (0, "failed")

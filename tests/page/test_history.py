@@ -106,13 +106,15 @@ def test_a_failed_batch_is_shown_with_its_reason_and_what_to_do(
         stage.until(lambda: any(line["event"] == "batch failed" for line in logged))
     [failed] = history(client, run_name)["failed"]
     assert failed["batch"] == 0
-    assert "on_misaligned" in failed["reason"]
-    assert "resume with a dp_size that aligns it" in failed["remedy"]
+    assert failed["reason"].startswith("policy mini-batch 0: its 1 rows cannot make")
+    assert "on_misaligned: pad (now error); its rows are kept: resume with a dp_size that aligns" in failed["remedy"]
     [line] = [line for line in logged if line["event"] == "batch failed"]
     assert (line["log_level"], line["reason"], line["remedy"]) == ("error", failed["reason"], failed["remedy"])
-    entry = open_page(f"#/{run_name}").locator("section[aria-label=History] .failures li")
-    entry.wait_for()
-    assert entry.inner_text() == f"batch 0 {failed['reason']}: {failed['remedy']}"
+    page = open_page(f"#/{run_name}")
+    parts = page.locator(".findings li").first.locator("dt, dd")
+    parts.first.wait_for()
+    assert parts.all_inner_texts() == ["why", failed["reason"], "remedy", failed["remedy"]]
+    assert page.get_by_text(failed["remedy"]).count() == 1
 
 
 def fill(service: Any, number: int) -> None:

@@ -141,7 +141,11 @@ def test_a_finding_leads_to_the_samples_of_an_open_group_and_to_their_rows(
 def test_what_came_meanwhile_is_there_when_one_looks_again(open_page: OpenPage, run: Run) -> None:
     page = open_page(f"#/{run.name}")
     waits = page.locator("section[aria-label='What waits, and for how long']")
-    waits.get_by_role("link", name=LATE).click()
+    page.get_by_role("button", name="reasons").click()
+    reasons = waits.get_by_role("region", name="Aborted samples")
+    assert reasons.evaluate("node => node === document.activeElement")
+    assert reasons.get_by_role("row").nth(1).inner_text().startswith(f"the sandbox died\t1\t{LATE}")
+    waits.get_by_role("link", name=LATE).first.click()
     samples = page.get_by_role("region", name="Samples of the group")
     samples.wait_for()
     assert samples.get_by_role("row").nth(1).inner_text().startswith("4\tno row")

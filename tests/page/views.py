@@ -241,7 +241,7 @@ def _samples(services: Services, open_: Open) -> Any:
 
 def _failed_batch(services: Services, open_: Open) -> Any:
     page = open_(f"{services.runs.http_url}/#/{FAILED}")
-    page.locator("section[aria-label=History] .failures li").wait_for()
+    page.locator(".findings dl").wait_for()
     return page
 
 

@@ -16,7 +16,7 @@ from gristmill.errors import GristmillError, UnavailableError
 from gristmill_service import tracing
 from gristmill_service.run.batch_builder import BatchBuilder
 from gristmill_service.run.capacity import ShardRoom
-from gristmill_service.run.machine.status import remedy
+from gristmill_service.run.machine.status import explained
 from gristmill_service.run.rows.row_buffer import compacted
 from gristmill_service.run.writer import Effects, SparseTable, Writer
 from gristmill_service.storage.row_tables import steps_of, to_stored
@@ -56,8 +56,8 @@ class Background:
             groups = [str(key) for key in sealed.groups]
             _log.info("batch sealed", run=self._name, batch=sealed.batch, groups=groups)
         for failed in effects.failed:
-            what_now = remedy(failed.reason, is_kept=failed.keeps_rows)
-            _log.error("batch failed", run=self._name, batch=failed.batch, reason=failed.reason, remedy=what_now)
+            why, remedy = explained(failed.reason, is_kept=failed.keeps_rows)
+            _log.error("batch failed", run=self._name, batch=failed.batch, reason=why, remedy=remedy)
         if effects.builds:
             self._build()
         if effects.freed:

@@ -460,7 +460,7 @@ def _health_to(assessment: Assessment) -> run_pb2.RunHealth:
         findings=[
             run_pb2.Finding(
                 level=finding.level,
-                text=finding.text,
+                text=finding.sentence,
                 for_s=None if finding.since is None else max(0.0, facts.now - finding.since),
             )
             for finding in assessment.findings

@@ -10,9 +10,13 @@ export function findingItems(health, open) {
     const isLoud = ["failed", "stuck"].includes(one.level);
     return make("li", { class: isLoud ? "loud" : "" },
       make("b", { class: `state ${one.level === "note" ? "" : one.level}` }, one.level), " ", one.text,
-      ...(one.since == null ? [] : [", for ", since(one.since, health.watched_since)]), " ", ...ways(one, open));
+      ...(one.since == null ? [] : [", for ", since(one.since, health.watched_since)]), " ", ...ways(one, open), ...parts(one));
   });
 }
+
+// Why, and what to do, of a failed batch.
+export const parts = ({ reason, remedy }) => !reason ? [] : [make("dl", { class: "parts" }, make("dt", {}, "why"), make("dd", {}, reason),
+  ...(remedy ? [make("dt", {}, "remedy"), make("dd", {}, remedy)] : []))];
 
 function ways(one, open) {
   const way = (text, what) => make("button", { class: "way", onclick: () => open(what) }, text);

@@ -3,6 +3,7 @@ import { addressOf } from "../shared/address.js";
 import { paths, readVersion } from "../shared/api.js";
 import { batches, curves } from "../shared/curves.js";
 import { make, quiet, section, table, tableRegion, tile } from "../shared/dom.js";
+import { parts } from "./findings.js";
 import { count, duration, number, share, some } from "../shared/text.js";
 
 const AGAIN_MS = 10_000;
@@ -30,7 +31,7 @@ export class HistoryView {
     this.asked = Date.now();
     try {
       const { body, changed } = await readVersion(paths.history(this.run));
-      if (changed || !this.history) this.draw(body, health.state === "finished");
+      if (changed || !this.history) this.draw(body, health);
     } catch (error) {
       this.version = null;
       if (this.history) this.body.append(quiet(error.message));
@@ -42,10 +43,10 @@ export class HistoryView {
     return this.history?.points.find(point => point.first <= batch && batch <= point.last) ?? null;
   }
 
-  draw(history, isFinished) {
+  draw(history, health) {
     this.history = history;
     this.node.hidden = !history.points.length && !history.failed.length;
-    const isOpen = this.body.querySelector("details.more")?.open ?? isFinished;
+    const isOpen = this.body.querySelector("details.more")?.open ?? health.state === "finished";
     const { points, totals } = history, failed = history.failed.map(one => one.batch);
     const shared = { failed, open: point => this.open(point.last) };
     // One point makes no curve.
@@ -56,7 +57,9 @@ export class HistoryView {
     const rest = !charts.length ? null : make("details", { class: "more", open: isOpen }, make("summary", {}, "More curves"),
       make("div", { class: "curves" }, charts.slice(FIRST).map(chart => chart.node)));
     rest?.addEventListener("toggle", () => charts.forEach(chart => chart.redraw()));
-    this.body.replaceChildren(...failures(history.failed, this.run), ...(totals ? [make("dl", { class: "tiles" }, ...tiles(totals)),
+    // The findings explain the last ones.
+    const explained = new Set(health.findings.map(one => one.batch));
+    this.body.replaceChildren(...failures(history.failed.filter(one => !explained.has(one.batch)), this.run), ...(totals ? [make("dl", { class: "tiles" }, ...tiles(totals)),
       make("div", { class: "curves" }, charts.slice(0, FIRST).map(chart => chart.node)), ...(rest ? [rest] : []),
       make("details", {}, make("summary", {}, "Figures of every batch"), historyTable(points, this.run))] : []));
     charts.forEach(chart => chart.redraw());
@@ -105,8 +108,7 @@ function tiles(totals) {
 function failures(failed, run) {
   if (!failed.length) return [];
   return [make("ul", { class: "failures", "aria-label": "Batches that failed" }, failed.map(one => make("li", {},
-    make("b", { class: "state failed" }, make("a", { href: addressOf({ run, batch: one.batch }) }, `batch ${one.batch}`)), " ", one.reason,
-    one.remedy ? `: ${one.remedy}` : "")))];
+    make("b", { class: "state failed" }, make("a", { href: addressOf({ run, batch: one.batch }) }, `batch ${one.batch}`)), ...parts(one))))];
 }
 
 // Returns the figures of one point, for a batch that is freed.

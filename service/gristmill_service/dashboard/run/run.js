@@ -68,7 +68,7 @@ export class RunView {
     this.health = body;
     this.title.replaceChildren(make("h1", {}, this.name), badge(body.state),
       make("span", { class: "quiet" }, "policy version ", count(body.policy_version)), ...summary(body));
-    this.tiles.replaceChildren(...tiles(body));
+    this.tiles.replaceChildren(...tiles(body, () => this.waiting.querySelector("[aria-label='Aborted samples']")?.focus()));
     this.showFindings(body);
     const held = body.batches.filter(batch => ["published", "waiting for columns"].includes(batch.state)).map(batch => batch.batch);
     if (this.wanted == null && held.length) this.show(held.at(-1));
@@ -93,12 +93,15 @@ function summary(body) {
   return ["failed", "stuck"].includes(body.state) ? [] : [make("span", { class: "quiet" }, body.summary)];
 }
 
-function tiles(body) {
+// toReasons(): shows why samples were aborted.
+function tiles(body, toReasons) {
+  const aborted = body.samples_aborted.reduce((sum, one) => sum + one.samples, 0);
   const room = body.groups_room >= 2 ** 31 ? "any" : count(body.groups_room);
   const dropped = Object.values(body.groups_dropped).reduce((sum, one) => sum + one, 0);
   return [
     tile("groups", `${count(body.groups_open)} open`, `${count(body.groups_complete)} complete, capacity for ${room}`),
     tile("groups dropped", count(dropped), Object.entries(body.groups_dropped).map(([why, n]) => `${why} ${n}`).join(", ")),
+    tile("samples aborted", make("span", {}, count(aborted), aborted ? make("button", { class: "way", onclick: toReasons }, "reasons") : null), `${count(body.samples_retried)} retried`),
     tile("batches", `${count(body.batches_published)} made`, `${count(body.batches_freed)} freed, ${body.batches_failed} failed`),
     tile("stored", bytes(body.row_bytes + body.shard_bytes), `rows ${bytes(body.row_bytes)}`),
     tile("rows", count(body.rows_accepted), make("span", {}, "last ", since(body.rows_since, body.watched_since), " ago")),
@@ -115,7 +118,9 @@ function doing(rank, model, state) {
 function waiting(body) {
   const seen = seconds => seconds == null ? "not known" : since(seconds, body.watched_since);
   const samples = one => make("a", { href: addressOf({ run: body.run, uid: one.uid, round: one.round }) }, nameOf(one));
-  const groups = body.open_groups.map(one => [samples(one), `${one.complete} of ${one.samples} samples`, one.rows, since(one.since)]);
+  const more = one => [[one.aborted, "aborted"], [one.retried, "retried"]].filter(([n]) => n).map(([n, what]) => `, ${n} ${what}`).join("");
+  const groups = body.open_groups.map(one => [samples(one), `${one.complete} of ${one.samples} samples${more(one)}`, one.rows, since(one.since)]);
+  const aborted = body.samples_aborted.map(one => [one.reason, one.samples, samples(one)]);
   const batches = body.batches.map(one => [`batch ${one.batch}`, one.state, one.prompts, seen(one.since)]);
   const ranks = body.models.flatMap(model => model.ranks.map(rank => [
     body.models.length > 1 ? `${model.model} rank ${rank.rank}` : `rank ${rank.rank}`, body.state === "finished" ? "none" : place(rank.next),
@@ -135,6 +140,7 @@ function waiting(body) {
   return [make("div", { class: "pair wide" },
     make("div", {},
       part("Oldest open groups", ["group", "complete", "rows", "open for"], groups, "No group is open."),
-      part("Stored batches", ["batch", "state", "groups", "for"], batches, "No batch is stored.")),
+      part("Stored batches", ["batch", "state", "groups", "for"], batches, "No batch is stored."),
+      aborted.length ? part("Aborted samples", ["reason", "samples", "last group"], aborted) : null),
     rankTable(part("Ranks", ["rank", "next", "state", "for"], ranks, "No ranks.")))];
 }

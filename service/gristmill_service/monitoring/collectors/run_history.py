@@ -28,9 +28,13 @@ from gristmill_service.run.machine.events import (
     ColumnsDropped,
     ColumnsWritten,
     Event,
+    GroupClosed,
+    GroupKey,
     ModelResumed,
     RowsStored,
+    TrajectoryAborted,
 )
+from gristmill_service.run.machine.groups import SURPLUS
 from gristmill_service.run.machine.state import State
 
 KEPT_BATCHES = 256
@@ -78,10 +82,11 @@ class RunHistory:
     Times are seconds since 1970 as the process's clock counts them from the history's beginning on: they never go back.
 
     began: when the history began. last_event: the time of the run's last event. rows_since: when a row was last
-    accepted. pulling: the models of which a rank has asked for a shard. full_since: since when there has been no
-    capacity, None where there is. steps: how many acknowledgements were noted. longest_step: for each model, the
-    longest that a rank took from when it could begin with a shard until it acknowledged it, since the trainer resumed;
-    0 before the first.
+    accepted. pulling: the models of which a rank has asked for a shard. aborted: how many samples were aborted for each
+    reason, and the last group of them, without surplus ones. retried: how often a later attempt of a sample began.
+    full_since: since when there has been no capacity, None where there is. steps: how many acknowledgements were noted.
+    longest_step: for each model, the longest that a rank took from when it could begin with a shard until it
+    acknowledged it, since the trainer resumed; 0 before the first.
     """
 
     def __init__(
@@ -92,6 +97,8 @@ class RunHistory:
         self.full_since: float | None = None
         self.steps = 0
         self.pulling: set[Model] = set()
+        self.aborted: dict[str, tuple[int, GroupKey]] = {}
+        self.retried = 0
         self.ranks: dict[Model, list[RankTimes]] = {}
         self.longest_step: dict[Model, float] = {}
         self.batches: dict[int, BatchTimes] = {}
@@ -113,6 +120,7 @@ class RunHistory:
         if type(event) is RowsStored:
             # This happens thousands of times a second.
             self.rows_since = now
+            self.retried += sum(row.attempt > 0 and row.step == 0 for row in event.rows)
             return
         self.follow(state)
         match event:
@@ -120,6 +128,11 @@ class RunHistory:
                 self._acknowledged(state, model, rank, following, now)
             case ModelResumed(model):
                 self._begin(state, model, now)
+            case TrajectoryAborted(trajectory, reason):
+                self._count_aborted(reason, GroupKey(*trajectory[:2]))
+            case GroupClosed(key, reason):
+                samples = sum(why == reason for why in state.open[key].aborted.values()) if key in state.open else 0
+                self._count_aborted(reason, key, samples)
             case _:
                 self._note_batch(event, now)
 
@@ -136,6 +149,10 @@ class RunHistory:
         """Seeds the history from the state; resets a model's where its number of ranks changed."""
         now = self.now()
         if not self.ranks:
+            for key, group in state.open.items():
+                for reason in group.aborted.values():
+                    self._count_aborted(reason, key)
+                self.retried += sum(trajectory.attempt > 0 for trajectory in group.trajectories.values())
             for number, batch in state.batches.items():
                 is_published = batch.is_published and not batch.awaits
                 published = self.began if is_published else None
@@ -143,6 +160,11 @@ class RunHistory:
         for model, model_state in state.models.items():
             if len(model_state.next) != len(self.ranks.get(model, ())):
                 self._begin(state, model, now)
+
+    def _count_aborted(self, reason: str, key: GroupKey, samples: int = 1) -> None:
+        if reason != SURPLUS:
+            before, _ = self.aborted.get(reason, (0, key))
+            self.aborted[reason] = (before + samples, key)
 
     def _begin(self, state: State, model: Model, now: float) -> None:
         positions = state.models[model].next

@@ -22,7 +22,7 @@ from gristmill_service.monitoring.health.run_facts import (
 )
 from gristmill_service.run.machine.answers import Position
 from gristmill_service.run.machine.state import GIVEN_UP
-from gristmill_service.run.machine.status import remedy
+from gristmill_service.run.machine.status import explained
 
 HealthState = Literal["failed", "stuck", "no trainer", "training", "collecting", "idle", "finished"]
 """docs/page.md defines them."""
@@ -55,6 +55,8 @@ class Finding(Document):
 
     level: Level
     text: str
+    reason: str = Field(default="", description="Why, of a failed batch and of one from which nothing is learned.")
+    remedy: str = Field(default="", description="What to do about the reason.")
     since: float | None = Field(description="Seconds since 1970; null: not known.")
     batch: int | None = Field(default=None, description="The batch that it is about.")
     mini_batch: int | None = Field(
@@ -67,10 +69,15 @@ class Finding(Document):
     )
     round: int | None = Field(default=None, description="The round of that group.")
 
+    @property
+    def sentence(self) -> str:
+        """The text with the reason and the remedy."""
+        return "".join([self.text, self.reason and f": {self.reason}", self.remedy and f"; {self.remedy}"])
+
 
 def findings_of(facts: RunFacts) -> list[Finding]:
     """Returns the findings, worst first."""
-    rules = (_failed_batches, _unhealthy, _ranks, _columns, _build, _room, _stragglers, _rollbacks)
+    rules = (_failed_batches, _unhealthy, _ranks, _columns, _build, _room, _stragglers, _unlearned, _rollbacks)
     findings = [finding for rule in rules for finding in rule(facts)]
     return sorted(findings, key=lambda finding: LEVELS.index(finding.level))
 
@@ -95,7 +102,7 @@ def summary_of(facts: RunFacts, state: HealthState, findings: Sequence[Finding])
     """Returns the state's reason, in one sentence."""
     match state:
         case "failed" | "stuck":
-            return findings[0].text
+            return findings[0].sentence
         case "no trainer":
             return f"no trainer has called yet: {_training(facts)}"
         case "training":
@@ -147,15 +154,33 @@ def _failed_batches(facts: RunFacts) -> Iterator[Finding]:
     committed = min(model.committed for model in facts.models)
     for number, reason in facts.failed.items():
         since = facts.history.of_batch(number).ended
+        why, remedy = explained(reason, is_kept=number in facts.kept)
         if reason.startswith(GIVEN_UP):
             yield _finding("note", f"batch {number} was {reason}", since, batch=number)
         elif committed > Position(number + 1):
-            text = f"batch {number} could not be built and is left out: {reason}"
-            yield _finding("note", text, since, batch=number)
+            text = f"batch {number} could not be built and is left out"
+            yield _finding("note", text, since, reason=why, batch=number)
         else:
-            text = f"batch {number} could not be built: {reason[:_LONGEST_REASON]}"
-            text += f"; {remedy(reason, is_kept=number in facts.kept)}"
-            yield _finding("failed", text, since, batch=number)
+            text = f"batch {number} could not be built"
+            yield _finding("failed", text, since, reason=why, remedy=remedy, batch=number)
+
+
+def _unlearned(facts: RunFacts) -> Iterator[Finding]:
+    """Reports that all advantages of the newest batch are 0."""
+    newest = facts.newest
+    if newest is None or not facts.compares_groups or newest.groups.zero_variance < newest.groups.groups:
+        return
+    groups, mean = newest.groups.groups, newest.groups.score_sum / newest.groups.trajectories
+    yield _finding(
+        "slow",
+        f"nothing is learned from batch {newest.last}",
+        newest.at,
+        reason=f"all advantages are 0: the samples of each of its {_count(groups, 'group', 's')} have equal scores, "
+        f"{mean:.3g} on average",
+        remedy="check the rewards, or sample prompts that some samples solve; zero_variance_filter: replace trains "
+        "other groups instead",
+        batch=newest.last,
+    )
 
 
 def _rollbacks(facts: RunFacts) -> Iterator[Finding]:
@@ -295,6 +320,8 @@ def _finding(
     text: str,
     since: float | None,
     *,
+    reason: str = "",
+    remedy: str = "",
     batch: int | None = None,
     at: Position | None = None,
     model: Model | None = None,
@@ -305,6 +332,8 @@ def _finding(
     return Finding(
         level=level,
         text=text[:_LONGEST_TEXT],
+        reason=reason[:_LONGEST_REASON],
+        remedy=remedy[:_LONGEST_TEXT],
         since=None if since is None else seconds(since),
         batch=batch if at is None else at.batch,
         mini_batch=None if at is None else at.mini_batch,
@@ -315,8 +344,8 @@ def _finding(
     )
 
 
-def _count(number: int, word: str) -> str:
-    return f"{number} {word}" if number == 1 else f"{number} {word}es"
+def _count(number: int, word: str, plural: str = "es") -> str:
+    return f"{number} {word}" if number == 1 else f"{number} {word}{plural}"
 
 
 def _named(ranks: Sequence[int]) -> str:

@@ -24,6 +24,8 @@ from gristmill_service.monitoring.health.findings import (
     summary_of,
 )
 from gristmill_service.monitoring.health.run_facts import (
+    LONGEST_UID,
+    SHOWN_REASONS,
     HeldBatch,
     ModelFacts,
     OpenGroup,
@@ -74,6 +76,15 @@ class ModelHealth(Document):
     ranks: list[RankHealth] = Field(description="The ranks that are furthest behind, at most 128.")
 
 
+class AbortedSamples(Document):
+    """The samples that were aborted for a reason, as far as they are known. uid, round: the last group of them."""
+
+    reason: str
+    samples: int
+    uid: str
+    round: int
+
+
 class RunHealth(RunCounts):
     now: float = Field(description="The service's clock, seconds since 1970.")
     run: str
@@ -86,6 +97,10 @@ class RunHealth(RunCounts):
     rows_since: float = Field(description="When a row was last accepted.")
     train_batch_size: int
     max_buffered_batches: int
+    samples_aborted: list[AbortedSamples] = Field(
+        description="By reason, the most frequent first, at most 20; surplus samples are not counted."
+    )
+    samples_retried: int = Field(description="How often a later attempt of a sample took part.")
     open_groups: list[OpenGroup] = Field(description="The oldest that are not complete, at most 20.")
     batches: list[HeldBatch] = Field(description="The batches that are not freed, oldest first, at most 32.")
     models: list[ModelHealth]
@@ -176,6 +191,11 @@ def health(run: Run) -> RunHealth:
         rows_since=seconds(history.rows_since),
         train_batch_size=facts.train_batch_size,
         max_buffered_batches=facts.max_buffered_batches,
+        samples_aborted=[
+            AbortedSamples(reason=reason, samples=count, uid=key.uid[:LONGEST_UID], round=key.round)
+            for reason, (count, key) in sorted(history.aborted.items(), key=lambda one: -one[1][0])[:SHOWN_REASONS]
+        ],
+        samples_retried=history.retried,
         open_groups=facts.open_groups,
         batches=facts.batches,
         models=[_model(facts, model) for model in facts.models],

@@ -10,9 +10,11 @@ from typing import Literal
 from pydantic import Field
 
 from gristmill_service.config import Model
+from gristmill_service.estimators import GroupEstimator
 from gristmill_service.monitoring import Document
 from gristmill_service.monitoring.collectors.run_history import BatchTimes, RunHistory
 from gristmill_service.monitoring.collectors.run_monitor import monitor_of
+from gristmill_service.pipeline.figures import Figures
 from gristmill_service.run.machine.answers import Position
 from gristmill_service.run.machine.decisions import progress, sealing
 from gristmill_service.run.machine.decisions.admission import Room
@@ -24,8 +26,8 @@ SHOWN_GROUPS = 20
 SHOWN_BATCHES = 32
 SHOWN_FAILURES = 3
 SHOWN_SHARDS = 8
-_SHOWN_REASONS = 20
-_LONGEST_UID = 80
+SHOWN_REASONS = 20
+LONGEST_UID = 80
 _UNBOUNDED = 1 << 31
 
 
@@ -39,6 +41,7 @@ class OpenGroup(Document):
     since: float
     complete: int = Field(description="Samples that are complete.")
     aborted: int
+    retried: int = Field(description="Samples of which a later attempt takes part.")
     samples: int
     rows: int
     tag: str = Field(default="", description="Its environment or task.")
@@ -102,6 +105,8 @@ class RunFacts:
         dp_size.
     published: the batches that are published, to be trained, and not freed. building: the oldest that is to be built.
         awaiting: the oldest that waits for columns. held: how many are sealed and not freed.
+    newest: the figures of the batch that was published last, None where they are added up with others'.
+        compares_groups: whether an advantage depends on nothing but the scores of its group.
     open_groups: the oldest that are not complete. batches: the oldest that are not freed.
     """
 
@@ -119,6 +124,8 @@ class RunFacts:
     building: int | None
     awaiting: AwaitingBatch | None
     held: int
+    newest: Figures | None
+    compares_groups: bool
     open_groups: list[OpenGroup]
     batches: list[HeldBatch]
     models: list[ModelFacts]
@@ -160,6 +167,8 @@ def facts_of(run: Run, state: State, room: Room) -> RunFacts:
         building=next(iter(state.batches_to_build), None),
         awaiting=_awaiting(state),
         held=len(state.batches),
+        newest=next((record for record in state.records[-1:] if record.batches == 1), None),
+        compares_groups=isinstance(run.config.estimator, GroupEstimator) and run.config.kl_in_reward is None,
         open_groups=_open_groups(state, history),
         batches=_batches(state, history),
         models=[
@@ -201,7 +210,7 @@ def _counts(state: State, room: Room) -> RunCounts:
         groups_complete=len(state.complete),
         groups_room=0 if state.finished else min(room.groups, _UNBOUNDED),
         groups_sealed=state.groups_sealed,
-        groups_dropped=dict(islice(state.groups_dropped.items(), _SHOWN_REASONS)),
+        groups_dropped=dict(islice(state.groups_dropped.items(), SHOWN_REASONS)),
         batches_sealed=state.batches_sealed,
         batches_published=state.batches_made,
         batches_freed=state.freed,
@@ -237,11 +246,12 @@ def _open_groups(state: State, history: RunHistory) -> list[OpenGroup]:
 
 def _open_group(group: Group, history: RunHistory) -> OpenGroup:
     return OpenGroup(
-        uid=group.key.uid[:_LONGEST_UID],
+        uid=group.key.uid[:LONGEST_UID],
         round=group.key.round,
         since=seconds(group.admitted_at + history.run_offset),
         complete=group.done,
         aborted=len(group.aborted),
+        retried=sum(trajectory.attempt > 0 for trajectory in group.trajectories.values()),
         samples=group.samples,
         rows=sum(len(trajectory.rows) for trajectory in group.trajectories.values()),
         tag=group.tag,

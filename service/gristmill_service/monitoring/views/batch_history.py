@@ -10,7 +10,7 @@ from pydantic import Field
 from gristmill_service.monitoring import Document
 from gristmill_service.pipeline.figures import Figures, GroupCounts
 from gristmill_service.run.machine.batch_records import total
-from gristmill_service.run.machine.status import remedy
+from gristmill_service.run.machine.status import explained
 from gristmill_service.run.run import Run
 
 SHOWN_FAILURES = 100
@@ -84,8 +84,9 @@ def batch_history(run: Run, most: int) -> BatchHistory:
         totals=None if totals is None else _batch_figures(totals),
         points=[_batch_figures(record) for record in _thinned(records, most)],
         failed=[
-            FailedBatch(batch=number, reason=reason, remedy=remedy(reason, is_kept=number in kept))
+            FailedBatch(batch=number, reason=why, remedy=remedy)
             for number, reason in failed
+            for why, remedy in [explained(reason, is_kept=number in kept)]
         ],
     )
 

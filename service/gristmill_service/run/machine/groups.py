@@ -16,6 +16,9 @@ from gristmill._wire.steps import UNKNOWN
 from gristmill_service.run.machine.described_rows import reward_rest
 from gristmill_service.run.machine.events import GroupKey, RowName, RowRef, SetReward, StoredRow
 
+SURPLUS = "surplus"
+"""Why a trajectory is aborted whose group has enough others."""
+
 
 class Released(NamedTuple):
     """The rows that an event releases.

@@ -11,14 +11,8 @@ from gristmill_service.run.machine.decisions import progress
 from gristmill_service.run.machine.events import GroupKey
 from gristmill_service.run.machine.state import GIVEN_UP, State
 
-_KEPT = (
-    "its rows are kept until the trainer goes on without it: resume with a dp_size that aligns it, or go on and sample "
-    "its groups again in another round"
-)
-_DROPPED = (
-    "its groups are dropped (batch_failed) and not trained: correct what is wrong and sample them again in another "
-    "round"
-)
+_KEPT = "its rows are kept: resume with a dp_size that aligns it, or go on and sample its groups again in another round"
+_DROPPED = "its groups are dropped (batch_failed): correct what is wrong and sample them again in another round"
 
 
 def status(state: State, run: str, run_id: str, *, config: RunConfig, room: int, duplicates: int) -> RunStatus:
@@ -95,9 +89,10 @@ def all_groups(state: State) -> AllGroups:
     )
 
 
-def remedy(reason: str, *, is_kept: bool) -> str:
-    """Returns the remedy for a batch that failed for this reason; empty for one that was given up. is_kept: whether its
-    rows are kept."""
+def explained(reason: str, *, is_kept: bool) -> tuple[str, str]:
+    """Splits the reason of a failed batch into why it failed and the remedy, which is empty for one that was given up.
+    is_kept: whether its rows are kept."""
     if reason.startswith(GIVEN_UP):
-        return ""
-    return _KEPT if is_kept else _DROPPED
+        return reason, ""
+    why, _, correction = reason.partition("; ")
+    return why, "; ".join(filter(None, [correction, _KEPT if is_kept else _DROPPED]))

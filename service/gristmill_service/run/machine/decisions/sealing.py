@@ -36,7 +36,7 @@ from gristmill_service.run.machine.events import (
     TrajectoryAborted,
     WrittenColumn,
 )
-from gristmill_service.run.machine.groups import Group, by_group
+from gristmill_service.run.machine.groups import SURPLUS, Group, by_group
 from gristmill_service.run.machine.state import Decision, State
 
 
@@ -224,9 +224,7 @@ def _surplus(state: State, happened: Sequence[Event] | None) -> list[TrajectoryA
     keys = list(state.open) if happened is None else _named(happened)
     groups = [state.open[key] for key in keys if key in state.open]
     return [
-        TrajectoryAborted(TrajectoryKey(*group.key, sample), "surplus")
-        for group in groups
-        for sample in group.left_out()
+        TrajectoryAborted(TrajectoryKey(*group.key, sample), SURPLUS) for group in groups for sample in group.left_out()
     ]
 
 
