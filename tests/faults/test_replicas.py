@@ -67,6 +67,21 @@ class TestTheOwnerGoes:
         assert second.grpc.submit(run, group("d")) == ["accepted"] * 2
         assert sorted(set(uids_of(train(second.http, run, 1)))) == ["c", "d"]
 
+    def test_a_replica_that_stops_meanwhile_does_not_hold_the_calls_that_it_passed_on(
+        self, start: Callable[..., tuple[Service, Service]], run: str
+    ) -> None:
+        first, second = start(lease_s=30)
+        first.pause()
+        with ThreadPoolExecutor(1) as pool:
+            call = pool.submit(second.grpc.get, run)
+            time.sleep(0.5)
+            second.terminate()
+            stopped = time.monotonic()
+            with pytest.raises(Refused, match="UNAVAILABLE"):
+                call.result()
+            assert time.monotonic() - stopped < 2
+        first.resume()
+
     def test_stopped_beyond_its_lease_it_seals_and_publishes_nothing_when_it_wakes_up(
         self, start: Callable[[], tuple[Service, Service]], run: str
     ) -> None:

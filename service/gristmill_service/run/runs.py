@@ -177,13 +177,14 @@ class Runs:
         return self._store_reason or next((run.blocked_reason for run in self.own() if run.blocked_reason), "")
 
     async def is_owner(self, name: str, grpc_address: str) -> bool:
-        """Returns whether the process at this address owns the run, as far as this one knows."""
+        """Returns whether the process at this address owns the run, as far as this one knows. A process that stops
+        takes no run over and does not know: callers whose calls it has passed on must ask elsewhere."""
         try:
             await self.get(name)
         except OwnedElsewhereError as elsewhere:
             return elsewhere.grpc_address == grpc_address
         except UnavailableError:
-            return True
+            return not self._is_closing
         except GristmillError:
             return False
         return False

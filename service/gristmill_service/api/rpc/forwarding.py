@@ -27,6 +27,8 @@ _OPTIONS = (
     # A pod that was replaced has another address under its name; by default names are resolved each 30 s at most.
     ("grpc.dns_min_time_between_resolutions_ms", 1_000),
     ("grpc.initial_reconnect_backoff_ms", 100),
+    # Also the timeout of a connection attempt, 20 s by default: packets to a pod that is gone are dropped.
+    ("grpc.min_reconnect_backoff_ms", 1_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
@@ -51,8 +53,7 @@ class Forwarding:
         self._renewed: list[grpc.aio.Channel] = []
 
     async def unary(self, path: str, request: bytes, owner: OwnedElsewhereError, context: Any) -> bytes:
-        """Returns the answer's bytes. Raises the owner's refusal as grpc.aio.AioRpcError. Raises UnavailableError when
-        the
+        """Returns the answer's bytes. Raises the owner's refusal as grpc.aio.AioRpcError, and UnavailableError when the
         process stops being the owner: it may hang for as long as the caller waits.
         """
         ask = self._channel(owner).unary_unary(path)
