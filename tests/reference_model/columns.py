@@ -48,19 +48,19 @@ def value(row: Merged, column: Column) -> Any:
             return [item for number in given for item in steps[number][name]]
         case "items":
             return steps[given[-1]][name] if given else []
-    if column.get("merge", "last") == "sum":
-        return _sum([steps[number][name] for number in given if number in row.own], fill, column["dtype"])
     if not given:
         return fill
+    if column.get("merge", "last") == "sum":
+        # What an earlier row counts already is nothing here.
+        counted = [steps[number][name] if number in row.own else filled(column | {"fill": 0}) for number in given]
+        return _sum(counted, column["dtype"])
     return steps[given[0 if column.get("merge", "last") == "first" else -1]][name]
 
 
-def _sum(values: list[Any], fill: Any, dtype: str) -> Any:
-    """The sum, or the nearest number that the type has; `fill` where there is nothing to add."""
-    if not values:
-        return fill
+def _sum(values: list[Any], dtype: str) -> Any:
+    """The sum, or the nearest number that the type has."""
     if isinstance(values[0], list):
-        return [_sum(list(parts), 0, dtype) for parts in zip(*values, strict=True)]
+        return [_sum(list(parts), dtype) for parts in zip(*values, strict=True)]
     total = sum(values)
     low, high = _LIMITS.get(dtype, (total, total))
     return min(max(total, low), high)

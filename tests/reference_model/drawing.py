@@ -26,11 +26,15 @@ def drawn(seed: str) -> tuple[list[Row], Config]:
     config = _config(random)
     has = {
         "rollout_logprobs": _maybe(random) or config.get("kl_from") == "rollout_logprobs",
+        "stop_reason": _maybe(random, 0.8),
         "token_rewards": _maybe(random, 0.3),
         "token_advantages": _maybe(random),
     }
     batches = random.choice([1, 1, 2, 3])
-    return [row for batch in range(batches) for row in _batch(random, config, has, batch)], config
+    rows = [row for batch in range(batches) for row in _batch(random, config, has, batch)]
+    if not config["step_wise"] and _maybe(random):
+        rows = [{name: value for name, value in row.items() if name not in ("step", "is_last_step")} for row in rows]
+    return rows, config
 
 
 def _maybe(random: Random, share: float = 0.5) -> bool:
@@ -155,6 +159,8 @@ def _batch(random: Random, config: Config, has: dict[str, bool], batch: int) -> 
     constant = random.choice(REWARDS) if maybe(0.3) else None
     for group in range(config["train_batch_size"]):
         prompt = _some(random, kinds, 5)
+        # The same prompt comes again in later rounds; and one has the name of padding rows.
+        uid = "padding" if group == 3 else f"g{group}"
         n = config["n_samples_per_prompt"]
         samples = range(n) if maybe(0.8) else sorted(random.sample(range(n), random.randint(1, n)))
         tag = random.choice(["math", "code"]) if has["tag"] and maybe(0.8) else None
@@ -162,7 +168,7 @@ def _batch(random: Random, config: Config, has: dict[str, bool], batch: int) -> 
             begin = prompt if maybe(0.8) else _some(random, kinds, 5)
             of_one = _trajectory(random, config, begin, kinds, has)
             for row in of_one:
-                row |= {"uid": f"b{batch}g{group}", "sample": sample, "round": batch % 2}
+                row |= {"uid": uid, "sample": sample, "round": batch}
                 if tag:
                     row["tag"] = tag
                 if constant is not None:
@@ -192,9 +198,10 @@ def _trajectory(random: Random, config: Config, prompt: list[int], kinds: int, h
             "prompt_token_ids": prompt,
             "response_ids": response,
             "loss_mask": [random.randrange(2) if random.random() < 0.2 else 1 for _ in response],
-            "stop_reason": random.choice(["stop", "stop", "length"]),
             "reward": random.choice(REWARDS),
         }
+        if has["stop_reason"]:
+            row["stop_reason"] = random.choice(["stop", "stop", "length"])
         if has["token_rewards"]:
             row["reward"] = [random.choice([0.0, 0.0, *REWARDS]) for _ in response]
         if config["advantage_estimator"] == "none":

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import re
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 from tests.cli.terminal import gristmill
 from tests.reference_model.batch import Expected, expected
 from tests.reference_model.comparing import Disagreement, compare
 from tests.reference_model.drawing import drawn
-from tests.reference_model.rows import Config, Row, batches_of
+from tests.reference_model.rows import Config, Row, batches_of, group_of
 from tests.reference_model.scheduling import Misaligned
 
 Check = Callable[[list[Row], Config], int]
@@ -35,8 +40,8 @@ def campaign(check: Check, seed: int, batches: int) -> Iterator[int]:
 def by_command(rows: list[Row], config: Config) -> int:
     """`gristmill batch` for a file of these rows, and `gristmill plan` for every third."""
     with tempfile.TemporaryDirectory() as directory:
-        path, settings, out = (Path(directory) / name for name in ("rows.jsonl", "run.json", "out"))
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        path = _written(rows, Path(directory))
+        settings, out = Path(directory) / "run.json", Path(directory) / "out"
         settings.write_text(json.dumps(config))
         made = gristmill("batch", path, "--config", settings, "--out", out)
         plans: list[Any] = [json.loads(one.read_text()) for one in sorted(out.glob("*/plan.json"))]
@@ -54,6 +59,18 @@ def by_command(rows: list[Row], config: Config) -> int:
             for want, line in zip(wanted or [], planned.stdout.splitlines(), strict=wanted is not None):
                 compare(want, json.loads(line), None)
     return len(wanted or [])
+
+
+def _written(rows: list[Row], directory: Path) -> Path:
+    """A file of the rows, in one of the formats."""
+    path = directory / f"rows.{('parquet', 'jsonl.gz', 'jsonl', 'jsonl')[len(rows) % 4]}"
+    text = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    if path.suffix == ".parquet":
+        names = dict.fromkeys(name for row in rows for name in row)
+        pq.write_table(pa.Table.from_pylist([{name: row.get(name) for name in names} for row in rows]), path)
+    else:
+        path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
+    return path
 
 
 def _wanted(rows: list[Row], config: Config, plans: list[Any]) -> list[Expected] | None:
@@ -94,7 +111,7 @@ def _kind(rows: list[Row], config: Config, check: Check) -> str:
     try:
         check(rows, config)
     except Exception as error:  # noqa: BLE001 - a traceback is a finding, too
-        return repr(error).split(":")[0].split("[")[0]
+        return re.sub(r"\d+", "#", repr(error).split(":")[0].split("[")[0])
     return ""
 
 
@@ -104,9 +121,9 @@ _OPTIONAL = ("policy_versions", "policy_version", "rollout_logprobs", "stop_reas
 
 def _smaller(rows: list[Row], config: Config) -> Iterator[tuple[list[Row], Config]]:
     required = {"n_samples_per_prompt", "columns", *_ONE_GROUP}
-    for uid in dict.fromkeys(row["uid"] for row in rows):
-        of_uid = [row for row in rows if row["uid"] == uid]
-        rest = [row for row in rows if row["uid"] != uid]
+    for key in dict.fromkeys(map(group_of, rows)):
+        of_uid = [row for row in rows if group_of(row) == key]
+        rest = [row for row in rows if group_of(row) != key]
         if rest and config["train_batch_size"] > 1:
             yield of_uid, {name: value for name, value in config.items() if "mini_batch" not in name} | _ONE_GROUP
         elif rest:
@@ -114,7 +131,7 @@ def _smaller(rows: list[Row], config: Config) -> Iterator[tuple[list[Row], Confi
     for sample in {row["sample"] for row in rows}:
         if rest := [row for row in rows if row["sample"] != sample]:
             yield rest, config
-    if last := max(row["step"] for row in rows):
+    if last := max(row.get("step", 0) for row in rows):
         kept = [row for row in rows if row["step"] < last]
         yield [row | {"is_last_step": row["is_last_step"] or row["step"] == last - 1} for row in kept], config
     for column in config.get("columns", []):

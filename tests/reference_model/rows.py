@@ -58,21 +58,22 @@ def filled(row: Row) -> Row:
     return row
 
 
+def group_of(row: Row) -> tuple[int, str]:
+    return row.get("round", 0), row["uid"]
+
+
 def batches_of(rows: list[Row], config: Config) -> list[list[Row]]:
     """The rows of each batch of a file: every `train_batch_size` groups are one, by first appearance."""
-    keys = list(dict.fromkeys((row.get("round", 0), row["uid"]) for row in rows))
+    keys = list(dict.fromkeys(map(group_of, rows)))
     size = config["train_batch_size"]
-    return [
-        [row for row in rows if (row.get("round", 0), row["uid"]) in keys[begin : begin + size]]
-        for begin in range(0, len(keys), size)
-    ]
+    return [[row for row in rows if group_of(row) in keys[begin : begin + size]] for begin in range(0, len(keys), size)]
 
 
 def groups_of(rows: list[Row]) -> list[Group]:
     """Groups by first appearance, their samples and steps by number."""
     groups: dict[tuple[int, str], dict[int, list[Row]]] = {}
     for row in map(filled, rows):
-        groups.setdefault((row["round"], row["uid"]), {}).setdefault(row["sample"], []).append(row)
+        groups.setdefault(group_of(row), {}).setdefault(row["sample"], []).append(row)
     return [
         Group(
             uid,

@@ -14,7 +14,7 @@ from tests.reference_model.batch import Expected, expected
 from tests.reference_model.comparing import ARRAYS, Disagreement, compare
 from tests.reference_model.credit import all_equal, score
 from tests.reference_model.layout import Tensors
-from tests.reference_model.rows import DEFAULTS, Config, Group, Row, groups_of
+from tests.reference_model.rows import DEFAULTS, Config, Group, Row, group_of, groups_of
 
 _numbers = itertools.count()
 # What rows and announced versions are at most behind.
@@ -41,16 +41,14 @@ class ByService:
             client.create_run(config | {"columns": [_declared(column) for column in config["columns"]]})
             self._http.put(f"/{run}/policy-version", json={"version": NEWEST}).raise_for_status()
             for group in arrived:
-                sent = [row for row in rows if (row["round"], row["uid"]) == (group.round, group.uid)]
+                sent = [row for row in rows if group_of(row) == (group.round, group.uid)]
                 _submit(client, group, [{k: v for k, v in row.items() if k not in names - is_sent} for row in sent])
             count = client.finish()
             batches = _sealed(arrived, config)
             if count != len(batches):
                 raise Disagreement(f"expected {len(batches)} batches, got {count}")
             for number, groups in enumerate(batches):
-                keys = {(group.round, group.uid) for group in groups}
-                ordered = [row for key in keys for row in rows if (row["round"], row["uid"]) == key]
-                ordered = [row for group in groups for row in ordered if row["uid"] == group.uid]
+                ordered = [row for group in groups for row in rows if group_of(row) == (group.round, group.uid)]
                 self._compare(run, number, ordered, config, is_forward=names != is_sent)
             client.delete_run()
         return len(batches)
@@ -112,13 +110,13 @@ def _declared(column: Config) -> Config:
 def _submit(client: RolloutClient, group: Group, rows: list[Row]) -> None:
     """A group's rows, and of a second sample the rewards behind them; what it lacks is aborted."""
     client.begin_groups([group.uid], round=group.round)
-    rows = sorted(rows, key=lambda row: (row["sample"], row["step"]))
+    rows = sorted(rows, key=lambda row: (row["sample"], row.get("step", 0)))
     late = [row for row in rows if row["sample"] == 1]
     outcomes = client.submit([{k: v for k, v in row.items() if k != "reward" or row not in late} for row in rows])
     if any(str(outcome) != "ACCEPTED" and outcome.name != "ACCEPTED" for outcome in outcomes):
         raise Disagreement(f"outcomes: {outcomes}")
     for row in late:
-        client.set_reward(row["uid"], row["sample"], row["reward"], round=row["round"], step=row["step"])
+        client.set_reward(row["uid"], row["sample"], row["reward"], round=row["round"], step=row.get("step"))
     n, samples = client.status().config["n_samples_per_prompt"], {row["sample"] for row in rows}
     for sample in set(range(n)) - samples:
         client.abort_trajectory(group.uid, sample, round=group.round)
