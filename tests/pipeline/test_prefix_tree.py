@@ -42,56 +42,6 @@ def merged(rows: list[Row], config: dict[str, Any]) -> list[naive.Merged]:
 
 @LAW
 @given(RANDOM)
-def test_every_row_is_the_path_to_its_end(random: Random) -> None:
-    rows, config = drawn(random)
-    expected = merged(rows, config)
-    for shard in built(rows, config).shards:
-        for numbers, axis in naive.axes(shard):
-            tensors = axis.tensors
-            assert sorted({token for path in axis.paths for token in path}) == list(range(len(tensors["sequences"])))
-            for number, path in zip(numbers, axis.paths, strict=True):
-                assert tensors["position_ids"][path].tolist() == list(range(len(path)))
-                tokens = (
-                    naive.tokens_of(expected[number])
-                    if number >= 0
-                    else [config["pad_token_id"]] * max(2, config["pad_to_multiple_of"])
-                )
-                assert tensors["sequences"][path].tolist() == tokens
-
-
-@LAW
-@given(RANDOM)
-def test_every_trained_token_stands_once_with_its_own_numbers(random: Random) -> None:
-    rows, config = drawn(random)
-    expected, by_trajectory = merged(rows, config), naive.advantages(rows, config)
-    for shard in built(rows, config).shards:
-        for numbers, axis in naive.axes(shard):
-            tensors = axis.tensors
-            trained: list[int] = []
-            for number, path in zip(numbers, axis.paths, strict=True):
-                if number < 0:
-                    continue
-                row = expected[number]
-                masks = row.standing(lambda step: step["loss_mask"], only_trained=True)
-                prompt = len(path) - len(masks)
-                sampled = [at for at, is_trained in enumerate(row.trained) if is_trained]
-                trained += [path[prompt + at] for at in sampled]
-                places = [path[prompt + at] for at in sampled]
-                assert tensors["loss_mask"][places].tolist() == [masks[at] for at in sampled]
-                assert tensors["response_mask"][places].all()
-                np.testing.assert_allclose(tensors["rewards"][places], [row.rewards()[at] for at in sampled], rtol=1e-6)
-                if "rollout_logprobs" in tensors:
-                    logprobs = row.standing(lambda step: step["rollout_logprobs"])
-                    assert tensors["rollout_logprobs"][places].tolist() == [logprobs[at] for at in sampled]
-                if shard.address.model == "critic" or config["loss_reduction"] == "none":
-                    want = by_trajectory[row.steps[-1]["uid"], row.steps[-1]["sample"]]
-                    np.testing.assert_allclose(tensors["advantages"][places], want, rtol=1e-5, atol=1e-9)
-            assert len(trained) == len(set(trained)), "a position is trained by two rows"
-            assert set(np.flatnonzero(tensors["loss_mask"])) <= set(trained)
-
-
-@LAW
-@given(RANDOM)
 def test_a_group_in_one_micro_batch_has_each_token_once(random: Random) -> None:
     rows, config = drawn(random, dp_size=1, micro_batch={"size": 1000}, vpp_size=1, critic_mini_batch_size=None)
     expected = merged(rows, config)
@@ -99,29 +49,6 @@ def test_a_group_in_one_micro_batch_has_each_token_once(random: Random) -> None:
     by_group = groupby(expected, key=lambda row: row.steps[0]["uid"])
     assert plan.metrics["distinct_tokens"] == sum(naive.distinct_tokens(list(group)) for _, group in by_group)
     assert plan.metrics["tokens"] == sum(len(naive.tokens_of(row)) for row in expected)
-
-
-@LAW
-@given(RANDOM)
-def test_segments_are_the_longest_runs_without_a_branch(random: Random) -> None:
-    rows, config = drawn(random)
-    for shard in built(rows, config).shards:
-        for _, axis in naive.axes(shard):
-            parents = axis.tensors["parents"].tolist()
-            children = [[at for at, parent in enumerate(parents) if parent == token] for token in range(len(parents))]
-            starts = [
-                token
-                for token, parent in enumerate(parents)
-                if parent != token - 1 or parent < 0 or len(children[parent]) > 1
-            ]
-            assert axis.tensors["segment_starts"].tolist() == starts
-            segment_of = np.searchsorted(starts, np.arange(len(parents)), side="right") - 1
-            expected = [segment_of[parents[start]] if parents[start] >= 0 else -1 for start in starts]
-            assert axis.tensors["segment_parents"].tolist() == expected
-            # What follows a token on the axis is its descendant up to the first that is no deeper.
-            for token, parent in enumerate(parents):
-                assert parent < token
-                assert not any(parents[between] < parent for between in range(parent + 1, token) if parent >= 0)
 
 
 @LAW
@@ -282,33 +209,3 @@ def test_lengths_alone_are_not_planned() -> None:
         InvalidArgumentError, match="needs the rows' tokens to find what rows share, and these rows have lengths only"
     ):
         plan_batch(lengths, parse_config(CONFIG), batch=0)
-
-
-@LAW
-@given(RANDOM)
-def test_a_token_has_the_declared_values_of_the_row_that_brings_it(random: Random) -> None:
-    rows, config = drawn(random, merge="none", retokenized_tail=0)
-    config["columns"] = [
-        {"name": "routes", "dtype": "int16", "scope": "token", "shape": [2]},
-        {"name": "teacher", "dtype": "float32", "scope": "response", "fill": 5},
-    ]
-    for number, row in enumerate(rows):
-        tokens = len(row["prompt_token_ids"]) + len(row["response_ids"])
-        row["routes"] = [[number, at] for at in range(tokens)]
-        row["teacher"] = [float(number)] * len(row["response_ids"])
-    checked = parse_config(config)
-    batch = build_batch(from_rows(rows, columns=checked.columns), checked, run="r", batch=0)
-    for shard in batch.shards:
-        for numbers, axis in naive.axes(shard):
-            brought: set[int] = set()
-            for number, path in zip(numbers, axis.paths, strict=True):
-                added = [at for at, token in enumerate(path) if token not in brought]
-                brought.update(path)
-                if number < 0:
-                    continue
-                places = [path[at] for at in added]
-                assert axis.tensors["routes"][places].tolist() == [[number, at] for at in added]
-                prompt = len(rows[number]["prompt_token_ids"])
-                assert axis.tensors["teacher"][places].tolist() == [
-                    5.0 if at < prompt else float(number) for at in added
-                ]

@@ -10,7 +10,7 @@ from tests.reference_model import layout, plan, scheduling
 from tests.reference_model.credit import Credit, Denominators, denominators
 from tests.reference_model.layout import Line, Tensors, Widths
 from tests.reference_model.merging import Merged, Mismatch, merged
-from tests.reference_model.placement import check_placed, shared_tokens
+from tests.reference_model.placement import check_placed
 from tests.reference_model.rows import DEFAULTS, Config, Group, Row, Trajectory, filtered, groups_of, mask_steps
 from tests.reference_model.scheduling import PADDING, MiniBatch
 
@@ -37,13 +37,14 @@ def expected(
 @dataclass
 class Batch:
     """received: rows. stale: uids of groups dropped as stale. rows: merged ones, in order. bounds: of the groups' rows.
-    padding: beside each row in the policy's shards."""
+    padding: beside each row in the policy's shards. shares: what the rows of each micro-batch share."""
 
     received: list[Row]
     config: Config
     announced: int | None
     padding: dict[int, int] = field(default_factory=dict)
     parts: list[MiniBatch] = field(default_factory=list)
+    shares: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.groups, self.stale, self.counts, self.current = filtered(
@@ -68,15 +69,13 @@ class Batch:
 
     def shared(self, rows: list[int]) -> list[int]:
         """How many first tokens each row of a micro-batch shares with the row before it."""
-        if self.config["layout"] != "prefix_tree":
-            return [0] * len(rows)
-        return shared_tokens([None if row == PADDING else self.rows[row] for row in rows])
+        return self.shares.get(tuple(rows), [0] * len(rows))
 
     def schedule(self, got: plan.Plan | None) -> None:
         self.parts = scheduling.mini_batches(self.bounds, self.lengths, self.config)
         is_open = self.config["balance"] != "none" or self.config["layout"] == "prefix_tree"
         for part, found in zip(self.parts, got["mini_batches"], strict=True) if is_open and got else ():
-            check_placed(part, found, self.rows, self.bounds, self.config)
+            self.shares |= check_placed(part, found, self.rows, self.bounds, self.config)
 
     def shards(self, run: str, number: int) -> dict[tuple[str, int, int], tuple[Tensors, dict[str, Any]]]:
         shards = {}

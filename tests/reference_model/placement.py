@@ -14,27 +14,42 @@ def may_share(row: Merged) -> int:
     return row.prompt + row.trains.index(True)
 
 
-def shared_tokens(rows: list[Merged | None]) -> list[int]:
-    """How many first tokens each row of a micro-batch shares with the row before it, of the same group."""
-    shared = [0]
-    for before, row in pairwise(rows):
+def check_shared(rows: list[Merged | None], shared: list[int]) -> None:
+    """How many first tokens each row of a micro-batch shares with the row before it: no more than it may, and no fewer
+    than rows of a trajectory have in common, and samples of their prompts."""
+    assert shared[0] == 0, "the first row shares nothing"
+    for count, (before, row) in zip(shared[1:], pairwise(rows), strict=True):
         if before is None or row is None or _group(before) != _group(row):
-            shared.append(0)
-        else:
-            shared.append(min(may_share(row), in_common(before.tokens, row.tokens)))
-    return shared
+            assert count == 0, "only rows of a group share"
+            continue
+        most = min(may_share(row), in_common(before.tokens, row.tokens))
+        is_one = before.trajectory is row.trajectory
+        assert count <= most, "a position is trained once"
+        assert count == most or (not is_one and count >= min(most, before.prompt, row.prompt)), (
+            "what is shared is there once"
+        )
 
 
 def _group(row: Merged) -> tuple[int, str]:
     return row.trajectory.round, row.trajectory.uid
 
 
-def check_placed(part: MiniBatch, found: dict[str, Any], rows: list[Merged], bounds: list[int], config: Config) -> None:
-    """Takes the placement that was found, where it is one that the specification allows."""
+def check_placed(
+    part: MiniBatch, found: dict[str, Any], rows: list[Merged], bounds: list[int], config: Config
+) -> dict[tuple[int, ...], list[int]]:
+    """Takes the placement that was found, where it is one that the specification allows. Returns what the rows of each
+    micro-batch share."""
     ranks = [
         [[rank["rows"][place] for place in micro_batch] for micro_batch in rank["micro_batches"]]
         for rank in found["ranks"]
     ]
+    shares = {
+        tuple(rank["rows"][place] for place in micro_batch): [rank["shared"][place] for place in micro_batch]
+        for rank in found["ranks"]
+        for micro_batch in (rank["micro_batches"] if "shared" in rank else [])
+    }
+    for members, shared in shares.items():
+        check_shared([None if row == PADDING else rows[row] for row in members], shared)
     is_tree, limit = config["layout"] == "prefix_tree", config["micro_batch"]
     if is_tree and config["on_misaligned"] == "drop_trailing" and "max_tokens" in limit:
         # How many rows can be aligned depends on how they are packed.
@@ -53,8 +68,8 @@ def check_placed(part: MiniBatch, found: dict[str, Any], rows: list[Merged], bou
         assert {len(rank) for rank in ranks} == {limit["count"]}, "micro-batches of each rank"
     if "max_tokens" in limit:
         for micro_batch in (micro_batch for rank in ranks for micro_batch in rank):
-            members = [None if row == PADDING else rows[row] for row in micro_batch]
-            tokens = sum(len(row.tokens) for row in members if row) - (sum(shared_tokens(members)) if is_tree else 0)
+            tokens = sum(len(rows[row].tokens) for row in micro_batch if row != PADDING)
+            tokens -= sum(shares.get(tuple(micro_batch), []))
             assert len(micro_batch) == 1 or tokens <= cap(config), "the cap"
         if not is_tree:
             assert [len(rank) for rank in ranks] == [len(rank) for rank in part.ranks], "micro-batches of each rank"
@@ -65,3 +80,4 @@ def check_placed(part: MiniBatch, found: dict[str, Any], rows: list[Merged], bou
         is_even = max(padding) - min(padding) <= 1
         assert is_even or is_tree or ranks == part.ranks, "padding rows are dealt evenly, or as without balance"
     part.ranks = ranks
+    return shares
