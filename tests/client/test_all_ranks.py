@@ -47,7 +47,7 @@ def roll_out(client: RolloutClient, uids: Sequence[str], **config: Any) -> None:
 
 def acknowledge_rank(service: Service, run: str, rank: int, count: int) -> None:
     """As a controller does that dies between its ranks."""
-    with TrainerClient(service.grpc_address, run, rank, timeout_s=20, auto_commit=False) as one:
+    with TrainerClient(service.grpc_address, run, rank, timeout_s=20) as one:
         for _, shard in zip(range(count), next(iter(one)).mini_batches(), strict=False):
             shard.ack()
 

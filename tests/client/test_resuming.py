@@ -8,6 +8,7 @@ import pytest
 
 from gristmill import (
     BatchFailedError,
+    FailedPreconditionError,
     InvalidArgumentError,
     NotFoundError,
     RolloutClient,
@@ -70,6 +71,47 @@ def test_an_earlier_start_of_the_trainer_is_refused_after_a_resume(
     next(next(iter(trainer)).mini_batches()).ack()
 
 
+def test_the_later_of_two_trainers_of_a_rank_supersedes_the_earlier(service: Service, client: RolloutClient) -> None:
+    client.create_run(CONFIG | {"dp_size": 2})
+    roll_out(client, prompts(0, 2))
+    with trainer_of(service, client, 0) as earlier, trainer_of(service, client, 1) as other_rank:
+        shard, others = (next(next(iter(one)).mini_batches()) for one in (earlier, other_rank))
+        with trainer_of(service, client, 0) as later:
+            assert later.position == Position(0)
+            superseded = r"policy: incarnation 2 was superseded by 4: another trainer of rank 0 began; end this process"
+            with pytest.raises(StaleIncarnationError, match=superseded):
+                shard.ack()
+            with pytest.raises(StaleIncarnationError, match="incarnation 2 was superseded"):
+                earlier.commit()
+            others.ack()
+            next(next(iter(later)).mini_batches()).ack()
+
+
+def test_a_process_that_only_reads_is_not_superseded(service: Service, client: RolloutClient) -> None:
+    client.create_run(CONFIG)
+    roll_out(client, prompts(0, 2))
+    with trainer_of(service, client, acks=False) as reader, trainer_of(service, client) as trainer:
+        assert reader.position == trainer.position == Position(0)
+        assert reader.open_shard(Position(0))["loss_mask"].shape == trainer.open_shard(Position(0))["loss_mask"].shape
+
+
+def test_a_trainer_that_forgot_where_it_resumes_is_refused_and_says_how(
+    service: Service, client: RolloutClient
+) -> None:
+    client.create_run(CONFIG)
+    roll_out(client, prompts(0, 4))
+    with trainer_of(service, client, auto_commit=False) as killed:
+        for shard in next(iter(killed)).mini_batches():
+            shard.ack()
+    with trainer_of(service, client, auto_commit=False) as forgetful:
+        with pytest.raises(
+            FailedPreconditionError, match=r"committed what lies before batch 0 .* load_state_dict\({}\)"
+        ):
+            next(iter(forgetful))
+        forgetful.load_state_dict({})
+        assert next(iter(forgetful)).number == 0
+
+
 def test_ranks_of_one_launch_resume_together_wherever_a_crash_left_them(
     service: Service, client: RolloutClient
 ) -> None:
@@ -79,11 +121,13 @@ def test_ranks_of_one_launch_resume_together_wherever_a_crash_left_them(
         next(next(iter(ahead)).mini_batches()).ack()
     ranks = [trainer_of(service, client, rank) for rank in range(2)]
     before = client.status().models["policy"].incarnation
-    assert [trainer.position for trainer in ranks] == [Position(0, 0, 1), Position(0, 0, 0)]
+    with pytest.raises(FailedPreconditionError, match=r"rank 0: .* before batch 0 epoch 0 mini-batch 1, and committed"):
+        _ = ranks[0].position
+    assert ranks[1].position == Position(0, 0, 0)
     for trainer in ranks:
         trainer.load_state_dict({}, launch="job-7 restart-1")
     assert [trainer.position for trainer in ranks] == [Position(0, 0, 0)] * 2
-    assert client.status().models["policy"].incarnation == before + 1
+    assert client.status().models["policy"].incarnation > before
     for trainer in ranks:
         trainer.close()
 

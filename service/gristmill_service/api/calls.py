@@ -299,6 +299,10 @@ async def resume(
     return await (await api.runs.get(run)).resume(model, checkpoint, launch, dp_size)
 
 
+async def begin(api: ApiContext, run: str, model: Model, ranks: Sequence[int]) -> Resumed:
+    return await (await api.runs.get(run)).begin(model, ranks)
+
+
 async def export_batch(api: ApiContext, run: str, batch: int) -> AsyncIterator[Steps]:
     """Yields the rows of a sealed batch in order, some at a time."""
     async for steps in (await api.runs.get(run)).export(batch):

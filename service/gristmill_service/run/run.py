@@ -45,6 +45,7 @@ from gristmill_service.run.machine.answers import (
 )
 from gristmill_service.run.machine.decisions import aborts, admission, columns, ingest, progress, rewards, sealing
 from gristmill_service.run.machine.decisions.admission import FindQuota, Room
+from gristmill_service.run.machine.decisions.begin import begin
 from gristmill_service.run.machine.decisions.resume import Checkpoint, resume
 from gristmill_service.run.machine.described_rows import RowKeys, values_digest
 from gristmill_service.run.machine.events import Event, GroupKey
@@ -353,9 +354,12 @@ class Run:
 
     async def resume(self, model: Model, checkpoint: Checkpoint, launch: str, dp_size: int = 0) -> Resumed:
         """Resumes a model. dp_size: 0 for as many ranks as before."""
-        return await self._execute(
-            lambda view: resume(view.state, view.config, model, checkpoint, launch, dp_size, self.run_id)
-        )
+        rest = checkpoint, launch, dp_size, self.run_id
+        return await self._execute(lambda view: resume(view.state, view.config, model, *rest))
+
+    async def begin(self, model: Model, ranks: Sequence[int]) -> Resumed:
+        """Begins the training of ranks that do not resume."""
+        return await self._execute(lambda view: begin(view.state, model, ranks, self.run_id))
 
     # --- Everyone
 

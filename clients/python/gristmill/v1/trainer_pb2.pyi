@@ -480,6 +480,7 @@ class ResumeRequest(google.protobuf.message.Message):
     RUN_ID_FIELD_NUMBER: builtins.int
     GENERATION_FIELD_NUMBER: builtins.int
     GIVE_UP_REASON_FIELD_NUMBER: builtins.int
+    RANKS_FIELD_NUMBER: builtins.int
     run: builtins.str
     model: gristmill.v1.run_pb2.Model.ValueType
     launch: builtins.str
@@ -495,6 +496,12 @@ class ResumeRequest(google.protobuf.message.Message):
     def position(self) -> gristmill.v1.run_pb2.Position:
         """Unset: stay at the committed position."""
 
+    @property
+    def ranks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Not empty: these ranks begin at their own next positions, as an incarnation that is theirs alone, and nothing else
+        of the request counts. Trainers of the ranks that began before are superseded.
+        """
+
     def __init__(
         self,
         *,
@@ -506,9 +513,10 @@ class ResumeRequest(google.protobuf.message.Message):
         run_id: builtins.str = ...,
         generation: builtins.int = ...,
         give_up_reason: builtins.str = ...,
+        ranks: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["position", b"position"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["dp_size", b"dp_size", "generation", b"generation", "give_up_reason", b"give_up_reason", "launch", b"launch", "model", b"model", "position", b"position", "run", b"run", "run_id", b"run_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["dp_size", b"dp_size", "generation", b"generation", "give_up_reason", b"give_up_reason", "launch", b"launch", "model", b"model", "position", b"position", "ranks", b"ranks", "run", b"run", "run_id", b"run_id"]) -> None: ...
 
 global___ResumeRequest = ResumeRequest
 

@@ -256,12 +256,17 @@ class Committed(BaseModel):
 class Resume(Body):
     model: Model = "policy"
     position: Place | None = Field(None, description="null: stay at the committed position.")
-    launch: str = Field(description="Names this start of the trainer, the same on all its ranks.", examples=["job-7"])
+    launch: str = Field(
+        "", description="Names this start of the trainer, the same on all its ranks.", examples=["job-7"]
+    )
     dp_size: Int32 = Field(0, ge=0, description="How many data-parallel ranks it has now; 0: as many as before.")
     run_id: str = Field("", description="The run of the checkpoint; empty: not checked.")
     generation: Int64 = Field(0, ge=0, description="The run's generation at the checkpoint; 0: not checked.")
     give_up_reason: str = Field(
         "", description="The reason under which skipped groups are dropped; empty: skipping is refused."
+    )
+    ranks: list[Int32] = Field(
+        [], description="Not empty: these ranks begin where they are, and nothing else of the request counts."
     )
 
 

@@ -310,6 +310,15 @@ class ModelResumed(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class RanksBegan(Event):
+    """Ranks began to train at their own positions, as an incarnation that is theirs alone."""
+
+    model: Model
+    ranks: tuple[int, ...]
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
 class Resized(Event):
     """The trainer has another number of data-parallel ranks."""
 

@@ -35,6 +35,7 @@ from gristmill_service.run.machine.events import (
     ModelResumed,
     PolicyVersionAnnounced,
     PositionCommitted,
+    RanksBegan,
     Resized,
     RewardsSet,
     RowRef,
@@ -100,6 +101,7 @@ class ModelState:
     """The progress of a model's ranks.
 
     resumed_at: where the current incarnation started. Incarnations count from 1, because calls with 0 are not checked.
+    began: the incarnations of ranks that began since then, without resuming.
     superseded: launches before the current one. furthest: the furthest position that any rank ever reached; it stays
         when a trainer resumes from an older checkpoint, because a newer one may still be loaded.
     """
@@ -111,6 +113,16 @@ class ModelState:
     resumed_at: Position = START
     superseded: set[str] = field(default_factory=set)
     furthest: Position = START
+    began: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def latest(self) -> int:
+        return max([self.incarnation, *self.began.values()])
+
+    def has_trainer(self, incarnation: int) -> bool:
+        """Returns whether some rank is trained under this incarnation."""
+        has_resumed = incarnation == self.incarnation and len(self.began) < len(self.next)
+        return has_resumed or incarnation in self.began.values()
 
 
 @dataclass(slots=True)
@@ -302,7 +314,7 @@ def apply(state: State, event: Event) -> Released:
             # Of generations that began and were rolled back in turn nothing is left.
             state.rollbacks += [dict(reached) for _ in range(state.generation, generation)]
             state.generation = generation
-        case Acknowledged() | PositionCommitted() | ModelResumed():
+        case Acknowledged() | PositionCommitted() | RanksBegan() | ModelResumed():
             _apply_progress(state, event)
     return NOTHING
 
@@ -456,7 +468,7 @@ def _remove_batch(state: State, number: int) -> Released:
     return Released.of([Released(batch.written_refs()), *(group.released() for group in batch.groups)])
 
 
-def _apply_progress(state: State, event: Acknowledged | PositionCommitted | ModelResumed) -> None:
+def _apply_progress(state: State, event: Acknowledged | PositionCommitted | RanksBegan | ModelResumed) -> None:
     model = state.models[event.model]
     match event:
         case Acknowledged(_, rank, following):
@@ -464,8 +476,11 @@ def _apply_progress(state: State, event: Acknowledged | PositionCommitted | Mode
             model.furthest = max(model.furthest, following)
         case PositionCommitted(_, position):
             model.committed = position
+        case RanksBegan(_, ranks, incarnation):
+            model.began |= dict.fromkeys(ranks, incarnation)
         case ModelResumed(_, position, incarnation, launch):
             model.next = [position] * len(model.next)
             model.furthest = max(model.furthest, position)
             model.superseded.add(model.launch)
             model.incarnation, model.launch, model.resumed_at = incarnation, launch, position
+            model.began = {}

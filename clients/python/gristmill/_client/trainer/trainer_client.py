@@ -196,8 +196,11 @@ class TrainerClient(Generic[S]):
         """Return the position of the next mini-batch to train, after the last acknowledged one. Asks the service when
         first used.
 
+        The first use begins the ranks' training: trainers of these ranks that began before are superseded.
+
         Raises NotFoundError if the run does not exist, and InvalidArgumentError if it has another `dp_size`, no such
-        rank, or no such model.
+        rank, or no such model. Raises FailedPreconditionError if an earlier trainer acknowledged mini-batches that it
+        did not commit: call `load_state_dict` first.
         """
         return self._order.position
 

@@ -173,10 +173,17 @@ class TrainingOrder:
         if progress is None:
             raise InvalidArgumentError(f"run {self.run!r} has no {self.model}; create it with critic_mini_batch_size")
         self.incarnation = progress.incarnation
-        furthest_behind = min(progress.next[rank] for rank in self.ranks)
+        furthest_behind = self._begin() if self.acks else min(progress.next[rank] for rank in self.ranks)
         if furthest_behind.batch - 1 in status.failed_batches:
             self._stepped_over = Position(furthest_behind.batch - 1, self.epochs)
         return furthest_behind
+
+    def _begin(self) -> Position:
+        """Begin the ranks' training: trainers of them that began earlier get StaleIncarnationError from now on."""
+        request = trainer_pb2.ResumeRequest(run=self.run, model=MODELS[self.model], ranks=self.ranks)
+        response = self._transport.call(self._transport.trainers.Resume, request)
+        self.incarnation, self._generation = response.incarnation, response.generation
+        return Position.of(response.position)
 
     def _read_run(self, dp_size: int | None) -> RunStatus:
         """Read the run's state. dp_size: the number of ranks that the run is about to get; None: its own."""

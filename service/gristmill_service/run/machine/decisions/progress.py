@@ -27,6 +27,9 @@ from gristmill_service.run.machine.events import (
 )
 from gristmill_service.run.machine.state import Decision, ModelState, State
 
+# Incarnations of each generation begin at a number of its own.
+_INCARNATION_BITS = 20
+
 
 def model_state(state: State, model: Model) -> ModelState:
     if model not in state.models:
@@ -43,21 +46,29 @@ def check_rank(state: State, model: Model, rank: int) -> None:
         raise InvalidArgumentError(f"rank is {rank} and dp_size is {size}; ranks are 0..{size - 1}")
 
 
-def check_caller(state: State, model: Model, rank: int, incarnation: int) -> None:
+def check_caller(state: State, model: Model, rank: int, incarnation: int, *, acks: bool = False) -> None:
     """Refuses an old incarnation, then an unknown rank: a rank of an older, larger launch gets the error for its
-    incarnation."""
+    incarnation. acks: whether the caller is the rank's trainer; others may read its shards."""
     check_incarnation(state, model, incarnation)
     check_rank(state, model, rank)
+    own = model_state(state, model)
+    began = own.began.get(rank, 0)
+    if incarnation and incarnation < began and (acks or incarnation > own.incarnation):
+        raise superseded(model, incarnation, began, f"another trainer of rank {rank} began")
+
+
+def superseded(model: Model, incarnation: int, by: int, why: str) -> StaleIncarnationError:
+    return StaleIncarnationError(
+        f"{model}: incarnation {incarnation} was superseded by {by}: {why}; end this process, or resume again"
+    )
 
 
 def check_incarnation(state: State, model: Model, incarnation: int) -> None:
     """Refuses an incarnation that is not the current one; 0 is not checked."""
-    current = model_state(state, model).incarnation
-    if incarnation and incarnation < current:
-        raise StaleIncarnationError(
-            f"{model}: incarnation {incarnation} was superseded by {current}: the trainer was resumed elsewhere; end "
-            "this process, or resume again"
-        )
+    own = model_state(state, model)
+    current = own.latest
+    if incarnation and incarnation < own.incarnation:
+        raise superseded(model, incarnation, own.incarnation, "the trainer was resumed elsewhere")
     if incarnation > current:
         why = "it may be of another run, or of a deleted run of this name"
         if state.generation > 1:
@@ -66,6 +77,11 @@ def check_incarnation(state: State, model: Model, incarnation: int) -> None:
             f"{model}: this run never gave incarnation {incarnation}, and the current one is {current}: {why}; resume "
             "first"
         )
+
+
+def next_incarnation(state: State, model: Model) -> int:
+    """Returns an incarnation that was never used, not even by a generation that was rolled back."""
+    return max(state.models[model].latest, (state.generation - 1) << _INCARNATION_BITS) + 1
 
 
 def batch_state(state: State, number: int) -> BatchState:
@@ -151,7 +167,7 @@ def acknowledge(
 
     commits: whether to commit up to the rank that is furthest behind, for a trainer without checkpoints.
     """
-    check_caller(state, model, rank, incarnation)
+    check_caller(state, model, rank, incarnation, acks=True)
     standing_at = list(state.models[model].next)
     after = _after(state, model, rank, position)
     events: list[Event] = []
@@ -188,6 +204,9 @@ def _first_behind(state: State, model: Model, batch: int) -> Position:
 def commit(state: State, model: Model, position: Position, incarnation: int) -> Decision[Moved]:
     """Raises the committed position; changes nothing for an earlier one. Answers the committed position."""
     check_incarnation(state, model, incarnation)
+    own = model_state(state, model)
+    if incarnation and not own.has_trainer(incarnation):
+        raise superseded(model, incarnation, own.latest, "other trainers of its ranks began")
     check_exists(state, model, position)
     _check_trained(state, model, position)
     events = _committed(state, model, position)

@@ -17,6 +17,7 @@ from gristmill_service.run.machine.decisions.progress import (
     check_exists,
     furthest,
     model_state,
+    next_incarnation,
     settle,
     text_of,
     went_past,
@@ -29,11 +30,9 @@ from gristmill_service.run.machine.events import (
     ModelResumed,
     Resized,
 )
-from gristmill_service.run.machine.state import START, Decision, ModelState, State
+from gristmill_service.run.machine.state import START, Decision, State
 
 _LONGEST_LAUNCH = 1000
-# Incarnations of each generation begin at a number of its own.
-_INCARNATION_BITS = 20
 
 
 class Checkpoint(NamedTuple):
@@ -106,7 +105,7 @@ def _events(state: State, model: Model, checkpoint: Checkpoint, launch: str, dp_
             "gone; resume from the newer checkpoint, and commit only what a checkpoint has"
         )
     skipped = _skipped(state, model, target, checkpoint)
-    resumed = ModelResumed(model, target, _next_incarnation(state, current), launch)
+    resumed = ModelResumed(model, target, next_incarnation(state, model), launch)
     given_up = {event.batch for event in skipped}
     resized = [] if dp_size == state.dp_size else _resized(state, dp_size, resumed, given_up)
     return [*skipped, *_dropped(state, model, bool(resized), given_up), *resized, resumed]
@@ -119,11 +118,6 @@ def _check_launch(launch: str) -> None:
     subject = f"launch {launch[:50]!r}..."
     check_length(launch, _LONGEST_LAUNCH, subject, "shorten it")
     check_text(launch, "launch")
-
-
-def _next_incarnation(state: State, current: ModelState) -> int:
-    """Returns an incarnation that was never used, not even by a generation that was rolled back."""
-    return max(current.incarnation, (state.generation - 1) << _INCARNATION_BITS) + 1
 
 
 def _dropped(state: State, model: Model, is_resized: bool, given_up: set[int]) -> list[Event]:
@@ -142,7 +136,7 @@ def _resized(state: State, dp_size: int, resumed: ModelResumed, given_up: set[in
     """Changes dp_size. Ranks of the other model are refused until it resumes, too: their number may have changed."""
     other_models = {model: progress for model, progress in state.models.items() if model != resumed.model}
     others = [
-        ModelResumed(model, min(progress.next), _next_incarnation(state, progress), "")
+        ModelResumed(model, min(progress.next), next_incarnation(state, model), "")
         for model, progress in other_models.items()
     ]
     first = min([resumed.position, *map(went_past, other_models.values())]).batch

@@ -1,0 +1,48 @@
+"""Begin the training of some ranks that do not resume from a checkpoint. Reads the state, returns events.
+
+The later of two trainers of a rank supersedes the earlier, as a trainer that resumes does. A trainer that does not say
+where it resumes begins at its next position only if the one before it committed everything: otherwise the training
+since the commit may be lost, and its batches would be skipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gristmill.errors import FailedPreconditionError, InvalidArgumentError
+from gristmill_service.config import Model
+from gristmill_service.run.machine.answers import Resumed
+from gristmill_service.run.machine.decisions.progress import (
+    check_rank,
+    model_state,
+    next_incarnation,
+    next_of,
+    standing,
+    text_of,
+)
+from gristmill_service.run.machine.events import RanksBegan
+from gristmill_service.run.machine.state import Decision, State
+
+
+def begin(state: State, model: Model, ranks: Sequence[int], run_id: str) -> Decision[Resumed]:
+    """Gives the ranks an incarnation of their own. Answers the position of the rank that is furthest behind."""
+    if len(set(ranks)) < len(ranks):
+        raise InvalidArgumentError(f"ranks is {list(ranks)}; give each rank once")
+    current = model_state(state, model)
+    for rank in ranks:
+        check_rank(state, model, rank)
+    reached = min(standing(state, model, current.next[rank]) for rank in ranks)
+    if reached > standing(state, model, current.committed):
+        raise FailedPreconditionError(
+            f"{model} rank {', '.join(map(str, ranks))}: an earlier trainer acknowledged what lies before "
+            f"{text_of(reached)}, and committed what lies before {text_of(current.committed)}. Say where this one "
+            "resumes: load_state_dict(state) with the state of its checkpoint, or load_state_dict({}) to train again "
+            "from the last commit"
+        )
+    began = RanksBegan(model, tuple(ranks), next_incarnation(state, model))
+
+    def answer(after: State) -> Resumed:
+        behind = min(next_of(after, model, rank) for rank in ranks)
+        return Resumed(began.incarnation, behind, run_id, after.generation)
+
+    return [began], answer
