@@ -294,13 +294,17 @@ async def commit(api: ApiContext, run: str, model: Model, position: Position, in
 
 
 async def resume(
-    api: ApiContext, run: str, model: Model, checkpoint: Checkpoint, launch: str, dp_size: int = 0
+    api: ApiContext,
+    run: str,
+    model: Model,
+    checkpoint: Checkpoint,
+    launch: str,
+    dp_size: int = 0,
+    ranks: Sequence[int] = (),
 ) -> Resumed:
-    return await (await api.runs.get(run)).resume(model, checkpoint, launch, dp_size)
-
-
-async def begin(api: ApiContext, run: str, model: Model, ranks: Sequence[int]) -> Resumed:
-    return await (await api.runs.get(run)).begin(model, ranks)
+    """Resumes a model; with ranks, begins these where they are, and nothing else counts."""
+    opened = await api.runs.get(run)
+    return await (opened.begin(model, ranks) if ranks else opened.resume(model, checkpoint, launch, dp_size))
 
 
 async def export_batch(api: ApiContext, run: str, batch: int) -> AsyncIterator[Steps]:

@@ -354,11 +354,10 @@ class Run:
 
     async def resume(self, model: Model, checkpoint: Checkpoint, launch: str, dp_size: int = 0) -> Resumed:
         """Resumes a model. dp_size: 0 for as many ranks as before."""
-        rest = checkpoint, launch, dp_size, self.run_id
-        return await self._execute(lambda view: resume(view.state, view.config, model, *rest))
+        how = checkpoint, launch, dp_size, self.run_id
+        return await self._execute(lambda view: resume(view.state, view.config, model, *how))
 
     async def begin(self, model: Model, ranks: Sequence[int]) -> Resumed:
-        """Begins the training of ranks that do not resume."""
         return await self._execute(lambda view: begin(view.state, model, ranks, self.run_id))
 
     # --- Everyone

@@ -159,10 +159,7 @@ async def resume(run: RunName, api: ApiDep, body: models.Resume) -> models.Resum
     """Moves all ranks of a model to a position, as a new incarnation; or begins some ranks where they are."""
     position = None if body.position is None else body.position.position()
     checkpoint = Checkpoint(position, body.run_id, body.generation, body.give_up_reason)
-    if body.ranks:
-        resumed = await calls.begin(api, run, body.model, body.ranks)
-    else:
-        resumed = await calls.resume(api, run, body.model, checkpoint, body.launch, body.dp_size)
+    resumed = await calls.resume(api, run, body.model, checkpoint, body.launch, body.dp_size, body.ranks)
     return models.Resumed(
         incarnation=resumed.incarnation,
         position=models.Place.of(resumed.position),

@@ -309,10 +309,7 @@ async def commit(api: ApiContext, slot: Slot, request: trainer_pb2.CommitRequest
 async def resume(api: ApiContext, slot: Slot, request: trainer_pb2.ResumeRequest) -> trainer_pb2.ResumeResponse:
     checkpoint = Checkpoint(_optional_position(request), request.run_id, request.generation, request.give_up_reason)
     model, dp_size = _model(request.model), _dp_size(request.dp_size)
-    if request.ranks:
-        resumed = await calls.begin(api, request.run, model, request.ranks)
-    else:
-        resumed = await calls.resume(api, request.run, model, checkpoint, request.launch, dp_size)
+    resumed = await calls.resume(api, request.run, model, checkpoint, request.launch, dp_size, request.ranks)
     return trainer_pb2.ResumeResponse(
         incarnation=resumed.incarnation,
         position=_position_message(resumed.position),
