@@ -97,7 +97,7 @@ def _bad_rows(rows: Int64s, check: Callable[[Int64s], Sent]) -> dict[int, Gristm
         check(rows)
     except InvalidArgumentError as error:
         if len(rows) == 1:
-            return {int(rows[0]): error}
+            return {int(rows[0]): error.with_traceback(None)}
         middle = len(rows) // 2
         return {**_bad_rows(rows[:middle], check), **_bad_rows(rows[middle:], check)}
     return {}

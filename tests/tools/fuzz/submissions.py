@@ -9,11 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from gristmill._wire.codecs.row_codec import Prefixes
+from gristmill._wire.codecs.row_codec import Prefixes, Sent
 from gristmill._wire.codecs.submit_codec import Submission, compressed, encode
 from gristmill._wire.rows import from_rows
 from gristmill._wire.steps import Steps, check
+from gristmill.errors import InvalidArgumentError
 from gristmill.v1 import rollout_pb2
+from gristmill_service.api.row_requests import RowsCheck, RowsRequest
+from gristmill_service.run.machine.answers import Outcome, Taken
 from gristmill_service.run.machine.described_rows import row_digests
 from tests.rows import make_row
 from tests.run.harness import Bench
@@ -90,10 +93,21 @@ def _delta_seeds() -> list[bytes]:
 
 
 def _read_delta(data: bytes) -> None:
-    run, sent = _bench().run, Submission(data, _MOST_BYTES).rows()
-    steps = run.checked(sent)
-    _check_whole(steps)
-    run.submit(steps, sent.prefixes)
+    """Takes what the run takes of the rows, and refuses each other one alone."""
+    run, submission = _bench().run, Submission(data, _MOST_BYTES)
+    check = RowsCheck(
+        lambda: RowsRequest.of(submission.rows(), by_row=True), lambda sent: Sent(run.checked(sent), sent.prefixes)
+    )
+    try:
+        rows = check.whole()
+    except InvalidArgumentError as error:
+        rows = check.good(error)
+    taken = Taken([])
+    if rows.sent is not None:
+        _check_whole(rows.sent.steps)
+        taken = run.submit(*rows.sent, by_row=True)
+    outcomes, refused = rows.answer(taken)
+    assert [row for row, outcome in enumerate(outcomes) if outcome is Outcome.REFUSED] == [*refused]
 
 
 SUBMISSIONS = Target("submissions", _seeds, _change, _read)

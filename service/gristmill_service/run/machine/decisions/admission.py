@@ -180,10 +180,18 @@ class Capacity:
     """What the rows of one request may still take: groups, rows and bytes. The limits are read when they are first
     needed."""
 
+    __slots__ = ("_bytes", "_find_quota", "_reasons", "_room", "_rows", "_view")
+
     def __init__(self, view: View, find_quota: FindQuota | None) -> None:
         self._view, self._find_quota = view, find_quota
         self._room: Room | None = None
         self._rows, self._bytes, self._reasons = 0, 0, dict[str, str]()
+
+    def is_ample(self, rows: Sequence[StoredRow]) -> bool:
+        """Returns whether all of these rows may be stored, if their groups are open."""
+        if not self._reasons:
+            self._find_left()
+        return len(rows) <= self._rows and sum([row.nbytes for row in rows]) <= self._bytes
 
     def take(self, row: StoredRow, begins: str | None) -> None:
         """Takes what a row needs. Raises ResourceExhaustedError, and takes nothing, if there is too little.

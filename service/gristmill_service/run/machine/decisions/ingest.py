@@ -59,26 +59,23 @@ def take_rows(
     one. by_row: refuses a row alone, with the later ones of its trajectory and attempt, whose order would have a hole;
     otherwise all are refused if any is.
     """
-    intake = _Intake(view, steps, find_quota, by_row)
+    intake = _Intake(view, steps, rows, find_quota, by_row)
     outcomes: list[Outcome] = []
     refused: dict[int, GristmillError] = {}
     lost: dict[tuple[TrajectoryKey, int], GristmillError] = {}
     for key, group_rows in by_group(rows):
         group = intake.group(key)
         for row in group_rows:
-            error = lost.get((row.trajectory, row.attempt)) if lost else None
-            if error is None:
-                try:
-                    outcomes.append(intake.take(len(outcomes), row, group))
-                    continue
-                except ResourceExhaustedError as limit:
-                    error = limit
-                except (InvalidArgumentError, AlreadyExistsError) as wrong:
-                    if not by_row:
-                        raise
-                    error = wrong
-            refused[len(outcomes)] = lost[row.trajectory, row.attempt] = error
-            outcomes.append(Outcome.REFUSED)
+            try:
+                if lost and (error := lost.get((row.trajectory, row.attempt))):
+                    raise error
+                outcomes.append(intake.take(len(outcomes), row, key, group))
+            except (InvalidArgumentError, AlreadyExistsError, ResourceExhaustedError) as error:
+                if not by_row and not isinstance(error, ResourceExhaustedError):
+                    raise
+                # A traceback would hold the request's rows in a cycle.
+                refused[len(outcomes)] = lost[row.trajectory, row.attempt] = error.with_traceback(None)
+                outcomes.append(Outcome.REFUSED)
     if refused and not by_row:
         check_number_of_new(view, rows)
         raise next(iter(refused.values()))
@@ -88,12 +85,16 @@ def take_rows(
 class _Intake:
     """What a request's rows do to the state: nothing, as long as they are refused."""
 
-    def __init__(self, view: View, steps: Steps, find_quota: FindQuota | None, by_row: bool) -> None:
+    def __init__(
+        self, view: View, steps: Steps, rows: Sequence[StoredRow], find_quota: FindQuota | None, by_row: bool
+    ) -> None:
         self._view, self._state, self._tags, self._by_row = view, view.state, steps.tags, by_row
         self._schema = _checked_schema(steps, view.state.schema, view.config)
         # Rows with pending rewards may share a table with others; all other rules for a run's rows are its table's.
         self._takes_no_scalars = steps.token_rewards is None and bool(self._schema.token_rewards)
         self._named, self._capacity = NamedTags(view.state), Capacity(view, find_quota)
+        # Nearly always; then rows of open groups are not counted one by one.
+        self._is_ample = self._capacity.is_ample(rows)
         self._groups: dict[GroupKey, _GroupView] = {}
         self._begun: list[GroupKey] = []
         self._stored: list[StoredRow] = []
@@ -106,31 +107,33 @@ class _Intake:
             group = self._groups[key] = _GroupView(self._state.open.get(key), self._view.config)
         return group
 
-    def take(self, index: int, row: StoredRow, group: _GroupView | None) -> Outcome:
+    def take(self, index: int, row: StoredRow, key: GroupKey, group: _GroupView | None) -> Outcome:
         """Returns the outcome of the request's row at this index, and notes what follows from it.
 
-        Raises PrefixUnknownError and FailedPreconditionError for the whole request, and other errors for the row.
+        group: None for a closed one. Raises PrefixUnknownError and FailedPreconditionError for the whole request, and
+        other errors for the row.
         """
         if self._takes_no_scalars and row.reward is not None:
-            _check_kind(row, self._schema, "token_rewards", False)
+            raise _of_other_kind(row, "token_rewards", False)
         if group is None:
-            return _closed_outcome(self._state, row, self._state.closed[row.group])
+            return _closed_outcome(self._state, row, self._state.closed[key])
         trajectory, tag = group.trajectory(row), ""
         outcome = group.dropped(row, self._by_row) if trajectory is None else trajectory.judge(row)
-        if self._tags is not None and self._named.is_new(row.group, self._tags[index], str(row)):
-            tag = self._tags[index]
+        if self._tags is not None and (given := self._tags[index]) and self._named.is_new(key, given, str(row)):
+            tag = given
         if trajectory is not None and outcome is _ACCEPTED:
             if self._state.finished:
                 raise finished()
-            begins = None if group.is_open else tag or self._named.names.get(row.group, "")
-            self._capacity.take(row, begins)
+            begins = None if group.is_open else tag or self._named.names.get(key, "")
+            if begins is not None or not self._is_ample:
+                self._capacity.take(row, begins)
             if begins is not None:
-                self._begun.append(row.group)
+                self._begun.append(key)
                 group.is_open = True
             trajectory.add(row)
             self._stored.append(row)
         if tag:
-            self._named.names[row.group] = tag
+            self._named.names[key] = tag
         return outcome
 
     def events(self) -> list[Event]:
@@ -170,19 +173,18 @@ def _checked_schema(steps: Steps, schema: RowSchema, config: RunConfig) -> RowSc
         "token_advantages": None if not has_advantages else steps.token_advantages is not None,
     }
     for name, value in kinds.items():
-        if value is not None:
-            _check_kind(steps.name(0), schema, name, value)
+        before = getattr(schema, name)
+        if value is not None and before is not None and value != before:
+            raise _of_other_kind(steps.name(0), name, value)
     fixed = {name: value for name, value in kinds.items() if value is not None and value != getattr(schema, name)}
     return replace(schema, **fixed) if fixed else schema
 
 
-def _check_kind(row: object, schema: RowSchema, name: str, value: bool) -> None:
-    before = getattr(schema, name)
-    if before is not None and value != before:
-        raise InvalidArgumentError(
-            f"{row}: has {ROW_KINDS[name][value]}, and the rows before it in this run have "
-            f"{ROW_KINDS[name][before]}; all rows of a run are alike in this"
-        )
+def _of_other_kind(row: object, name: str, value: bool) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"{row}: has {ROW_KINDS[name][value]}, and the rows before it in this run have {ROW_KINDS[name][not value]}; "
+        "all rows of a run are alike in this"
+    )
 
 
 def _closed_outcome(state: State, row: StoredRow, closed: int | str) -> Outcome:
