@@ -322,6 +322,8 @@ def test_a_run_that_is_done_is_finished(watched: Make) -> None:
     one.after(1000)
     answer = one.health()
     assert (answer.state, answer.summary, one.findings()) == ("finished", "finished, 1 batch trained", [])
+    # Its timeline ends when it did.
+    assert on_loop(timeline, one.run, "policy", 600).end == answer.last_event == answer.now - 1000
 
 
 def test_when_a_run_last_moved_is_known(watched: Make) -> None:

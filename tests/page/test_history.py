@@ -203,8 +203,15 @@ def test_a_finished_run_shows_its_totals_and_all_curves(open_page: OpenPage, ser
             for mini_batch in range(2):
                 stage.acknowledge(opened, rank, mini_batch, batch=batch, commit=True)
     opened.finish()
+    other = f"{run}-other"
+    stage.published(service.runs, other, stage.CONFIG, [from_rows(batch_rows(1), step_wise=True)])
     page = open_page(f"#/{run}")
     section = page.locator("section[aria-label=History]")
     section.get_by_role("heading", name="rows per batch").wait_for()
     assert section.locator("dl.tiles dd").first.inner_text().startswith("3\n")
     assert section.locator("figure.curve").count() == 10
+    page.get_by_label("another run, laid over").select_option(other)
+    score = section.locator("figure.curve canvas").first
+    stage.until(lambda: f"score of {other}" in score.get_attribute("aria-label"))
+    ranks = page.get_by_role("region", name="Ranks").get_by_role("row")
+    assert ranks.nth(1).inner_text().startswith("rank 0\tnone\tfinished\t")

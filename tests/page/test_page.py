@@ -218,7 +218,7 @@ def test_a_run_whose_batch_could_not_be_built_is_shown_first_with_the_reason(
     page.get_by_role("heading", name=failed).wait_for()
     finding = page.locator(".findings li").first
     finding.wait_for()
-    assert finding.inner_text().startswith("failed batch 0 could not be built: ")
+    assert finding.inner_text().startswith("failed batch 0 could not be built, for ")
     assert page.locator("h1 + .state").inner_text() == "✖ failed"
 
 

@@ -24,6 +24,7 @@ function follow() {
   delete main.dataset.empty;
   if (view?.name !== run || view.isGone && runs.some(one => one.run === run)) {
     view = new RunView(run);
+    view.history.offer(runs.map(one => one.run));
     main.replaceChildren(view.node);
     document.title = `${run} · gristmill`;
   }
@@ -38,6 +39,7 @@ async function lookAtRuns() {
   overviewAt = Date.now();
   runs = body.runs;
   grpcAddress = body.grpc_address;
+  view?.history.offer(runs.map(one => one.run));
   const isListed = view !== null && runs.some(one => one.run === view.name);
   if (view !== null && !isListed && view.health) view.showGone();
   if (view === null || view.isGone && isListed || !isListed && !readAddress(location.hash).run) follow();

@@ -19,20 +19,28 @@ export function showDistributions(parent, distributions) {
 const range = (low, high) => low === high ? number(low) : `${number(low)} to ${number(high)}`;
 
 function chart({ title, counts, names }, whole) {
+  const caption = make("figcaption", {}, make("h3", { class: "small" }, title));
+  // One value has no distribution.
+  if (counts.length === 1) {
+    return { node: make("figure", { class: "curve" }, caption, make("p", {}, `${names[0]} in all ${some(whole, "trajectory", "trajectories")}`)), redraw() {} };
+  }
   const most = Math.max(...counts), words = readout(""), at = (index, width) => index / counts.length * width;
   const shape = canvas(`${title} of ${some(whole, "trajectory", "trajectories")}: most often ${names[counts.indexOf(most)]}`, HEIGHT, (context, width, height) => {
-    const paint = colors("prompt", "trained", "quiet", "grid");
+    const paint = colors("prompt", "text", "quiet", "grid");
     context.fillStyle = paint.grid;
     context.fillRect(0, height - FOOT, width, 1);
     counts.forEach((count, index) => {
       const tall = count / most * (height - FOOT - 4), gap = Math.min(4, width / counts.length / 5);
-      context.fillStyle = shape.chosen === index ? paint.trained : paint.prompt;
-      context.fillRect(at(index, width) + gap / 2, height - FOOT - tall, Math.max(1, width / counts.length - gap), tall);
+      const box = [at(index, width) + gap / 2, height - FOOT - tall, Math.max(1, width / counts.length - gap), tall];
+      context.fillStyle = paint.prompt;
+      context.fillRect(...box);
+      context.strokeStyle = paint.text;
+      if (shape.chosen === index) context.strokeRect(...box);
     });
     context.fillStyle = paint.quiet;
     const half = width / 2 - 4, last = names.at(-1);
-    context.fillText(names[0], 0, height - FOOT / 2 + 1, names.length > 1 ? half : width);
-    if (names.length > 1) context.fillText(last, width - Math.min(half, context.measureText(last).width), height - FOOT / 2 + 1, half);
+    context.fillText(names[0], 0, height - FOOT / 2 + 1, half);
+    context.fillText(last, width - Math.min(half, context.measureText(last).width), height - FOOT / 2 + 1, half);
   });
   walkable(shape, {
     readout: words,
@@ -40,5 +48,5 @@ function chart({ title, counts, names }, whole) {
     move: (chosen, right) => Math.min(counts.length - 1, Math.max(0, (chosen ?? 0) + right)),
     describe: index => `${names[index]}: ${some(counts[index], "trajectory", "trajectories")}, ${share(counts[index] / Math.max(1, whole))}`,
   });
-  return { node: make("figure", { class: "curve" }, make("figcaption", {}, make("h3", { class: "small" }, title)), shape.node, words), redraw: shape.redraw };
+  return { node: make("figure", { class: "curve" }, caption, shape.node, words), redraw: shape.redraw };
 }

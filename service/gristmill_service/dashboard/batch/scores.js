@@ -23,7 +23,7 @@ export class ScoresView {
     this.node.replaceChildren(
       make("p", { class: "small quiet" }, `${summary(answer)} Groups are ordered by mean score, one dot per sample. ` +
         `${flat.length ? some(flat.length, "group has", "groups have") : "None has"} equal scores` +
-        `${answer.estimator === "none" || !flat.length ? "" : ", from which nothing is learned"}.`),
+        `${answer.estimator === "none" || !flat.length ? "" : `, from which nothing is learned${flat.length === answer.groups_in_all ? ": all advantages are 0" : ""}`}.`),
       make("div", { class: "pair" }, charts.map(chart => chart.node)),
       make("details", {}, make("summary", {}, "Every group"), tableRegion("Scores of every group", ["group", "mean", "scores, with the advantage's sign below each", "advantages"],
         answer.groups.map(group => [`${group.uid}${group.round ? ` round ${group.round}` : ""}${group.tag ? ` (${group.tag})` : ""}`, number(mean(group.scores)),
@@ -51,10 +51,10 @@ function summary(answer) {
 }
 
 function dots(name, groups, valuesOf) {
-  const all = groups.flatMap(valuesOf), low = Math.min(0, ...all), high = Math.max(0, ...all, low + 1e-9);
+  const all = groups.flatMap(valuesOf), low = Math.min(0, ...all), high = Math.max(0, ...all);
   return canvas(`${name} of each sample of ${groups.length} groups, from ${number(low)} to ${number(high)}`, HEIGHT, (context, width, height) => {
     const paint = colors("trained", "minus", "prompt", "grid", "quiet");
-    const y = value => 20 + (high - value) / (high - low) * (height - 28), x = index => LABEL + (index + .5) / groups.length * (width - LABEL - 6);
+    const y = value => 20 + (high - value) / (high - low || 1) * (height - 28), x = index => LABEL + (index + .5) / groups.length * (width - LABEL - 6);
     for (const value of new Set([low, 0, high])) {
       context.fillStyle = paint.grid;
       context.fillRect(LABEL, y(value), width - LABEL, 1);

@@ -1,6 +1,6 @@
 // Figures of all batches of a run, also of freed ones.
 import { addressOf } from "../shared/address.js";
-import { paths, readVersion } from "../shared/api.js";
+import { paths, read, readVersion } from "../shared/api.js";
 import { batches, curves } from "../shared/curves.js";
 import { make, quiet, section, table, tableRegion, tile } from "../shared/dom.js";
 import { parts } from "./findings.js";
@@ -9,7 +9,7 @@ import { count, duration, number, share, some } from "../shared/text.js";
 const AGAIN_MS = 10_000;
 const percent = value => share(value);
 const perBatch = (point, seconds) => seconds / point.batches;
-const time = value => `${value < 10 ? number(value) : Math.round(value)} s`;
+const time = value => value && value < 1 ? `${number(1000 * value)} ms` : `${value < 10 ? number(value) : Math.round(value)} s`;
 
 export class HistoryView {
   // open(batch): when a batch is chosen on a curve.
@@ -18,7 +18,10 @@ export class HistoryView {
     this.open = open;
     this.asked = 0;
     this.body = make("div", {});
+    this.others = make("select", { "aria-label": "another run, laid over", onchange: event => this.layOver(event.target.value) });
     this.node = section("History", this.body);
+    this.node.firstChild.append(this.others);
+    this.offer([]);
     this.node.hidden = true;
     this.whenDrawn = new Promise(resolve => { this.drawn = resolve; });
   }
@@ -38,17 +41,39 @@ export class HistoryView {
     }
   }
 
+  // Offers these runs to be laid over this one.
+  offer(runs) {
+    const names = runs.filter(name => name !== this.run).sort(), version = names.join("/");
+    if (version === this.offered) return;
+    this.offered = version;
+    this.others.replaceChildren(...["", ...names].map(name =>
+      make("option", { value: name, selected: name === (this.over?.run ?? "") }, name ? `and ${name}, dotted` : "this run alone")));
+    this.others.hidden = !names.length;
+  }
+
+  async layOver(run) {
+    this.over = null;
+    try {
+      const points = run ? (await read(paths.history(run))).points : [];
+      if (points.length) this.over = { run, points };
+      this.draw(this.history, this.health);
+      if (run && !points.length) this.body.append(quiet(`${run} has no batches yet.`, { role: "status" }));
+    } catch (error) {
+      this.body.append(quiet(error.message, { role: "status" }));
+    }
+  }
+
   // Returns the point that has this batch's figures, alone or with others; null where there is none.
   pointOf(batch) {
     return this.history?.points.find(point => point.first <= batch && batch <= point.last) ?? null;
   }
 
   draw(history, health) {
-    this.history = history;
+    Object.assign(this, { history, health });
     this.node.hidden = !history.points.length && !history.failed.length;
     const isOpen = this.body.querySelector("details.more")?.open ?? health.state === "finished";
     const { points, totals } = history, failed = history.failed.map(one => one.batch);
-    const shared = { failed, open: point => this.open(point.last) };
+    const shared = { failed, over: this.over, open: point => this.open(point.last) };
     // One point makes no curve.
     const charts = points.length > 1 ? CURVES.flatMap(([title, linesOf, format]) => {
       const lines = linesOf(points, totals);
@@ -79,7 +104,7 @@ const CURVES = [
   ["waits, seconds per batch", () => [
     { name: "ranks", value: point => perBatch(point, point.ranks_waited) },
     { name: "workers", value: point => perBatch(point, point.workers_waited) }], time],
-  ["solved groups", byTag("solved groups", "solved"), percent],
+  ["groups solved by any sample", byTag("groups solved by any sample", "solved"), percent],
   ["groups without variance", byTag("groups without variance", "zero_variance"), percent],
   ["response tokens", byTag("response tokens", "response_length_mean"), number],
   ["rows per batch", () => [
@@ -97,11 +122,11 @@ function tiles(totals) {
   const known = (value, format) => value == null ? "none" : format(value);
   return [
     tile("batches", count(totals.batches), `in ${duration(totals.seconds)}`),
-    tile("groups", count(totals.groups), `${known(totals.solved, share)} solved, ${known(totals.zero_variance, share)} without variance`),
+    tile("groups", count(totals.groups), `${known(totals.solved, share)} solved by any sample, ${known(totals.zero_variance, share)} without variance`),
     tile("score", known(totals.score_mean, number), `of ${some(totals.trajectories, "trajectory", "trajectories")}`),
     tile("tokens", count(totals.tokens), `${known(totals.tokens_per_second, value => count(Math.round(value)))} per second, ${known(totals.padding_share, share)} padding`),
-    tile("rows", count(totals.rows), `${count(totals.rows_merged)} after merging, ${some(totals.breaks, "break")}`),
-    tile("ranks waited", share(totals.ranks_waited / Math.max(1e-9, totals.seconds)), `workers ${share(totals.workers_waited / Math.max(1e-9, totals.seconds))} of the time`),
+    tile("rows in batches", count(totals.rows), `${count(totals.rows_merged)} after merging, ${some(totals.breaks, "break")}`),
+    tile("ranks waited", share(totals.seconds && totals.ranks_waited / totals.seconds), `workers ${share(totals.seconds && totals.workers_waited / totals.seconds)} of the time`),
   ];
 }
 
@@ -119,8 +144,8 @@ export function figures(point) {
 
 const COLUMNS = [
   ["groups", point => point.groups], ["trajectories", point => point.trajectories], ["score", point => point.score_mean],
-  ["solved", point => point.solved], ["without variance", point => point.zero_variance],
-  ["response tokens", point => point.response_length_mean], ["rows", point => point.rows], ["after merging", point => point.rows_merged],
+  ["solved by any sample", point => point.solved], ["without variance", point => point.zero_variance],
+  ["response tokens", point => point.response_length_mean], ["rows in batches", point => point.rows], ["after merging", point => point.rows_merged],
   ["breaks", point => point.breaks], ["tokens", point => point.tokens], ["tokens per second", point => point.tokens_per_second],
   ["padding", point => point.padding_share], ["staleness", point => point.staleness_mean], ["seconds", point => point.seconds],
   ["ranks waited", point => point.ranks_waited], ["workers waited", point => point.workers_waited],

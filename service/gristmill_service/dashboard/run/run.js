@@ -101,10 +101,10 @@ function tiles(body, toReasons) {
   return [
     tile("groups", `${count(body.groups_open)} open`, `${count(body.groups_complete)} complete, capacity for ${room}`),
     tile("groups dropped", count(dropped), Object.entries(body.groups_dropped).map(([why, n]) => `${why} ${n}`).join(", ")),
-    tile("samples aborted", make("span", {}, count(aborted), aborted ? make("button", { class: "way", onclick: toReasons }, "reasons") : null), `${count(body.samples_retried)} retried`),
+    tile("samples aborted", [count(aborted), aborted ? make("button", { class: "way", onclick: toReasons }, "reasons") : null], `${count(body.samples_retried)} retried`),
     tile("batches", `${count(body.batches_published)} made`, `${count(body.batches_freed)} freed, ${body.batches_failed} failed`),
     tile("stored", bytes(body.row_bytes + body.shard_bytes), `rows ${bytes(body.row_bytes)}`),
-    tile("rows", count(body.rows_accepted), make("span", {}, "last ", since(body.rows_since, body.watched_since), " ago")),
+    tile("rows accepted", count(body.rows_accepted), make("span", {}, "last ", since(body.rows_since, body.watched_since), " ago")),
   ];
 }
 
@@ -139,7 +139,7 @@ function waiting(body) {
     rows.length ? tableRegion(title, heads, rows) : quiet(none));
   return [make("div", { class: "pair wide" },
     make("div", {},
-      part("Oldest open groups", ["group", "complete", "rows", "open for"], groups, "No group is open."),
+      part("Oldest open groups", ["group", "complete", "rows accepted", "open for"], groups, "No group is open."),
       part("Stored batches", ["batch", "state", "groups", "for"], batches, "No batch is stored."),
       aborted.length ? part("Aborted samples", ["reason", "samples", "last group"], aborted) : null),
     rankTable(part("Ranks", ["rank", "next", "state", "for"], ranks, "No ranks.")))];

@@ -4,7 +4,7 @@ import { canvas, colors } from "../shared/canvas.js";
 import { legend, make, quiet } from "../shared/dom.js";
 import { duration, now } from "../shared/text.js";
 
-const LABEL = 62, MOST = 64;
+const LABEL = 62, MOST = 64, TICKS = [1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600];
 
 export class TimelineView {
   constructor(run) {
@@ -22,7 +22,8 @@ export class TimelineView {
 
   // Asks only while it is in sight: when something happened, and every ten seconds.
   update(health) {
-    const version = JSON.stringify([health.steps_seen, health.batches_published, health.models.map(model => model.incarnation)]);
+    this.health = health;
+    const version = JSON.stringify([health.state, health.steps_seen, health.batches_published, health.models.map(model => model.incarnation)]);
     if (version === this.version && Date.now() - this.asked < 10_000) return;
     this.version = version;
     if (this.inSight) this.refresh();
@@ -31,14 +32,14 @@ export class TimelineView {
   async refresh() {
     this.asked = Date.now();
     try {
-      draw(this.picture, await read(paths.timeline(this.run, "policy", this.seconds)));
+      draw(this.picture, await read(paths.timeline(this.run, "policy", this.seconds)), this.health);
     } catch (error) {
       this.picture.replaceChildren(quiet(error.message));
     }
   }
 }
 
-function spansOf(rank, timeline, published) {
+function spansOf(rank, timeline, published, hasTrainer) {
   let before = timeline.begin;
   const spans = rank.passed.map(([at, batch, epoch, miniBatch]) => {
     const begin = Math.max(before, published.get(batch) ?? before);
@@ -46,14 +47,18 @@ function spansOf(rank, timeline, published) {
     return { begin: Math.min(begin, at), end: at, batch, what: `batch ${batch} epoch ${epoch} mini-batch ${miniBatch}` };
   });
   const ready = published.get(rank.next.batch);
-  const open = ready == null ? null : { begin: Math.max(rank.since, ready, timeline.begin), end: timeline.end, batch: rank.next.batch };
+  const open = ready == null || !hasTrainer ? null : { begin: Math.max(rank.since, ready, timeline.begin), end: timeline.end, batch: rank.next.batch };
   return { spans, open };
 }
 
-function draw(parent, timeline) {
-  const ranks = timeline.ranks.slice(0, MOST), lane = ranks.length > 24 ? 9 : 16, length = Math.max(1, timeline.end - timeline.begin);
+function draw(parent, timeline, health) {
+  const ranks = timeline.ranks.slice(0, MOST), lane = ranks.length > 24 ? 13 : 16, hasTrainer = health?.models[0].has_trainer ?? true;
   const published = new Map(timeline.batches.map(one => [one.batch, one.published]));
-  const lines = ranks.map(rank => spansOf(rank, timeline, published));
+  const lines = ranks.map(rank => spansOf(rank, timeline, published, hasTrainer));
+  // It begins with the first work, not before.
+  const begins = lines.flatMap(({ spans, open }) => [...spans, open]).filter(Boolean).map(span => span.begin);
+  if (begins.length) timeline.begin = Math.min(...begins);
+  const length = Math.max(1, timeline.end - timeline.begin);
   const waited = ranks.map((rank, index) => 1 - [...lines[index].spans, lines[index].open].filter(Boolean)
     .reduce((sum, span) => sum + span.end - span.begin, 0) / length);
   const label = `Of ${timeline.ranks_in_all} ranks over ${duration(length)}: ` +
@@ -65,20 +70,21 @@ function draw(parent, timeline) {
       context.fillStyle = paint.grid;
       context.fillRect(LABEL, y, width - LABEL - 4, lane - 3);
       context.fillStyle = paint.quiet;
-      if (lane > 9 || rank % 8 === 0) context.fillText(`rank ${rank}`, 0, y + lane / 2 - 1);
+      context.fillText(`rank ${rank}`, 0, y + lane / 2 - 1);
       for (const span of [...spans, open].filter(Boolean)) {
         context.fillStyle = span === open ? paint.padding : span.batch % 2 ? paint.prompt : paint.trained;
         context.fillRect(x(span.begin), y, Math.max(1.5, x(span.end) - x(span.begin) - 1), lane - 3);
       }
     });
     marks(context, timeline, x, lane * ranks.length + 18, width, paint);
+    ticks(context, timeline, x, lane * ranks.length + 18, width, health?.state === "finished");
   });
   const more = timeline.ranks_in_all > ranks.length ? [make("p", { class: "quiet small" }, `The first ${ranks.length} of ${timeline.ranks_in_all} ranks are drawn.`)] : [];
   parent.replaceChildren(shape.node, ...more);
   shape.redraw();
 }
 
-// When batches were published, and how long ago that is.
+// When batches were published.
 function marks(context, timeline, x, bottom, width, paint) {
   let free = LABEL - 1;
   for (const { batch, published } of timeline.batches) {
@@ -89,8 +95,20 @@ function marks(context, timeline, x, bottom, width, paint) {
     context.fillText(text, left, 6);
     free = left + wide + 10;
   }
-  context.fillStyle = paint.quiet;
-  context.fillText(`${duration(now() - timeline.begin)} ago`, LABEL, bottom + 8);
-  const last = "now";
-  context.fillText(last, width - context.measureText(last).width - 4, bottom + 8);
+}
+
+// Times before the end, which is now, or when the run ended.
+function ticks(context, timeline, x, bottom, width, isFinished) {
+  const length = timeline.end - timeline.begin, step = TICKS.find(one => length / one <= width / 90) ?? TICKS.at(-1);
+  const words = ago => ago < 60 ? `−${ago} s` : ago < 3600 ? `−${ago / 60} min` : `−${ago / 3600} h`;
+  const last = isFinished ? `ended ${duration(now() - timeline.end)} ago` : "now";
+  let free = width - context.measureText(last).width - 4;
+  context.fillText(last, free, bottom + 8);
+  for (let ago = step; ago <= length; ago += step) {
+    const at = x(timeline.end - ago), text = words(ago), wide = context.measureText(text).width, left = Math.max(LABEL, at - wide / 2);
+    context.fillRect(at, bottom - 3, 1, 5);
+    if (left + wide + 8 > free) continue;
+    context.fillText(text, left, bottom + 8);
+    free = left;
+  }
 }

@@ -13,14 +13,13 @@ export function make(tag, attributes = {}, ...children) {
 
 export function table(heads, rows, caption) {
   const isNumber = value => typeof value === "number" || typeof value === "string" && /^-?\d[\d.,]*%?$/.test(value);
-  const cell = (tag, value) => make(tag, isNumber(value) ? { class: "number" } : {},
-    typeof value === "number" ? value.toLocaleString("en") : value);
   const numeric = heads.map((_, index) => rows.length > 0 && rows.every(row => row[index] === "" || isNumber(row[index])));
   return make("table", {},
     caption ? make("caption", { class: "skip" }, caption) : null,
     make("thead", {}, make("tr", {}, heads.map((head, index) =>
       make("th", { scope: "col", class: numeric[index] ? "number" : "" }, head)))),
-    make("tbody", {}, rows.map(row => make("tr", {}, row.map(value => cell("td", value))))));
+    make("tbody", {}, rows.map(row => make("tr", {}, row.map((value, index) =>
+      make("td", numeric[index] ? { class: "number" } : {}, typeof value === "number" ? value.toLocaleString("en") : value))))));
 }
 
 // A table in a region that scrolls, takes the focus and has this label.
@@ -29,7 +28,7 @@ export const tableRegion = (label, heads, rows) =>
 
 export const quiet = (text, attributes = {}) => make("p", { class: "quiet", ...attributes }, text);
 
-export const tile = (name, value, more) => make("div", {}, make("dt", {}, name), make("dd", {}, value, make("span", {}, more)));
+export const tile = (name, value, more) => make("div", {}, make("dt", {}, name), make("dd", {}, ...[value].flat(), make("span", {}, more)));
 
 export function section(title, ...children) {
   return make("section", { "aria-label": title }, make("div", { class: "bar" }, make("h2", {}, title)), ...children);

@@ -149,7 +149,7 @@ class Timeline(Document):
     run: str
     model: Model
     begin: float
-    end: float
+    end: float = Field(description="Now, or when the run ended: finished, all trained and committed.")
     ranks_in_all: int
     ranks: list[RankLine]
     batches: list[PublishedBatch]
@@ -218,24 +218,26 @@ def summary(run: Run) -> RunSummary:
 
 
 def timeline(run: Run, model: Model, back_s: float) -> Timeline:
-    """Returns the acknowledgements of each rank in the last seconds, and the publications of batches.
+    """Returns the acknowledgements of each rank in the last seconds, of an ended run before its end, and the
+    publications of batches.
 
     Raises InvalidArgumentError where the run has no such model.
     """
     history = monitor_of(run).history
 
-    def read(state: State, _: Room) -> list[Position]:
+    def read(state: State, _: Room) -> tuple[list[Position], bool]:
         history.follow(state)
-        return next_positions(state, model)
+        return next_positions(state, model), state.finished and not state.batches and not state.open
 
-    positions, now = run.read(read), history.now()
-    begin, shown = max(now - back_s, history.began), min(len(positions), SHOWN_RANKS)
+    positions, is_over = run.read(read)
+    end = history.last_event if is_over else history.now()
+    begin, shown = max(end - back_s, history.began), min(len(positions), SHOWN_RANKS)
     most = max(4, _SHOWN_STEPS // max(1, shown))
     return Timeline(
         run=run.name,
         model=model,
         begin=seconds(begin),
-        end=seconds(now),
+        end=seconds(end),
         ranks_in_all=len(positions),
         ranks=[
             RankLine(
