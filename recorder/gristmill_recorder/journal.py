@@ -25,7 +25,7 @@ from gristmill.completions import Sampled
 from gristmill.errors import FailedPreconditionError, InvalidArgumentError, UnavailableError
 from gristmill_recorder.names import TrajectoryName
 
-_LAYOUT = 1
+_LAYOUT = 2
 _TABLES = """
 CREATE TABLE trajectories (
     id INTEGER PRIMARY KEY,
@@ -39,14 +39,14 @@ CREATE INDEX closed ON trajectories (closed_at) WHERE closed_at IS NOT NULL;
 CREATE TABLE steps (
     trajectory INTEGER NOT NULL, step INTEGER NOT NULL,
     shared INTEGER NOT NULL, rest BLOB NOT NULL, response BLOB NOT NULL, logprobs BLOB,
-    stop_reason TEXT NOT NULL, policy_version INTEGER NOT NULL,
+    stop_reason TEXT NOT NULL, policy_version INTEGER NOT NULL, policy_versions BLOB,
     PRIMARY KEY (trajectory, step)
 );
 """
 # A prompt is stored as the number of tokens shared with the step before, and the rest: a conversation is stored once.
 _STEPS = (
-    "SELECT step, shared, rest, response, logprobs, stop_reason, policy_version FROM steps WHERE trajectory = ? "
-    "ORDER BY step"
+    "SELECT step, shared, rest, response, logprobs, stop_reason, policy_version, policy_versions FROM steps "
+    "WHERE trajectory = ? ORDER BY step"
 )
 
 
@@ -54,8 +54,9 @@ _STEPS = (
 class Row:
     """A step, stored until the service has it.
 
-    prompt, response: int32 token ids. logprobs: float32, one per response token; None if rows have none. reward: None
-    is pending. is_last: whether the trajectory ends with this step.
+    prompt, response: int32 token ids. logprobs: float32, one per response token; None if rows have none.
+    policy_versions: int32, one per response token; None if `policy_version` is that of all. reward: None is pending.
+    is_last: whether the trajectory ends with this step.
     """
 
     step: int
@@ -64,17 +65,23 @@ class Row:
     logprobs: NDArray[np.float32] | None
     stop_reason: str
     policy_version: int
+    policy_versions: NDArray[np.int32] | None = None
     reward: float | None = 0.0
     is_last: bool = False
 
     @classmethod
     def of(cls, choice: Sampled, step: int, policy_version: int, *, has_logprobs: bool) -> Row:
-        """Makes a step of a sample. Raises InvalidArgumentError for invalid token ids or logprobs."""
-        logprobs = None
+        """Makes a step of a sample. Raises InvalidArgumentError for invalid token ids or logprobs.
+
+        policy_version: of all tokens, if the sample has no versions of its own.
+        """
+        logprobs = versions = None
         try:
             prompt, response = _numbers("i", choice.prompt_token_ids), _numbers("i", choice.response_ids)
             if has_logprobs and choice.rollout_logprobs is not None:
                 logprobs = _numbers("f", choice.rollout_logprobs)
+            if choice.policy_versions is not None:
+                versions = _numbers("i", choice.policy_versions)
         except (TypeError, OverflowError, struct.error) as error:
             raise InvalidArgumentError(f"the answer's token ids or logprobs are no such numbers: {error}") from None
         if not len(prompt) or min(prompt.min(), response.min()) < 0:
@@ -86,7 +93,9 @@ class Row:
                 "the answer does not have one finite logprob a token; start the recorder with --no-logprobs if the "
                 "engine gives none"
             )
-        return cls(step, prompt, response, logprobs, choice.stop_reason, policy_version)
+        if versions is not None and (versions == versions[0]).all():
+            policy_version, versions = int(versions[0]), None
+        return cls(step, prompt, response, logprobs, choice.stop_reason, policy_version, versions)
 
     @property
     def nbytes(self) -> int:
@@ -112,9 +121,12 @@ class Row:
             "loss_mask": np.ones(len(self.response), np.uint8),
             "reward": self.reward,
             "stop_reason": self.stop_reason,
-            "policy_version": self.policy_version,
         }
-        return fields if self.logprobs is None else {**fields, "rollout_logprobs": self.logprobs}
+        if self.logprobs is not None:
+            fields["rollout_logprobs"] = self.logprobs
+        if self.policy_versions is None:
+            return {**fields, "policy_version": self.policy_version}
+        return {**fields, "policy_versions": self.policy_versions}
 
 
 @dataclass(slots=True)
@@ -183,7 +195,7 @@ class Journal:
         with self._kept() if is_single else self._changing():
             id_ = entry.id or self._make(entry.name)
             records = _records(id_, rows, before)
-            self._database.executemany("INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?, ?, ?)", records)
+            self._database.executemany("INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", records)
         entry.id, entry.next_step = id_, rows[-1].step + 1
 
     def _make(self, name: TrajectoryName) -> int:
@@ -310,19 +322,20 @@ def _entry(record: tuple[Any, ...]) -> Entry:
 def _records(trajectory: int, rows: Sequence[Row], before: Row | None) -> Iterator[tuple[Any, ...]]:
     for row in rows:
         shared = 0 if before is None else before.shared(row.prompt)
-        logprobs = None if row.logprobs is None else row.logprobs.data
+        logprobs, versions = (None if a is None else a.data for a in (row.logprobs, row.policy_versions))
         rest, response = row.prompt[shared:].data, row.response.data
-        yield trajectory, row.step, shared, rest, response, logprobs, row.stop_reason, row.policy_version
+        yield trajectory, row.step, shared, rest, response, logprobs, row.stop_reason, row.policy_version, versions
         before = row
 
 
 def _row(record: tuple[Any, ...], before: Row | None) -> Row:
-    step, shared, rest, response, logprobs, stop_reason, policy_version = record
+    step, shared, rest, response, logprobs, stop_reason, policy_version, versions = record
     prompt, sampled = np.frombuffer(rest, np.int32), np.frombuffer(response, np.int32)
     if before is not None and shared:
         prompt = np.concatenate([np.concatenate([before.prompt, before.response])[:shared], prompt])
     values = None if logprobs is None else np.frombuffer(logprobs, np.float32)
-    return Row(step, prompt, sampled, values, stop_reason, policy_version)
+    of_tokens = None if versions is None else np.frombuffer(versions, np.int32)
+    return Row(step, prompt, sampled, values, stop_reason, policy_version, of_tokens)
 
 
 def _numbers(code: str, values: Sequence[float]) -> NDArray[Any]:

@@ -88,7 +88,7 @@ def test_a_response_has_its_tokens_where_it_was_asked_for_messages(engine: Engin
         (samples,) = sampled(client.responses.create(model="toy", input="say hi", extra_body=asked))
         with pytest.raises(InvalidArgumentError, match="enable_response_messages"):
             sampled(client.responses.create(model="toy", input="say hi"))
-    assert samples == (prompt_of([user("say hi")]), [*b"hi", END], None, "stop")
+    assert samples == (prompt_of([user("say hi")]), [*b"hi", END], None, "stop", None)
 
 
 def test_built_in_tools_make_several_turns_of_a_response() -> None:
@@ -110,6 +110,39 @@ def test_sglangs_newer_name_of_token_ids_is_read_in_answers_and_in_chunks(name: 
     whole = sampled({"prompt_token_ids": [1], "choices": [choice]})
     streamed = sampled([{"prompt_token_ids": [1], "choices": [choice]}])
     assert [one.response_ids for one in (*whole, *streamed)] == [[2, 3], [2, 3]]
+
+
+def test_each_token_has_the_version_of_the_weights_that_sampled_it(engine: Engine, sglang: Engine) -> None:
+    asked = {**IDS, **dict.fromkeys(SGLANG_IDS, True), "return_weight_versions": True}
+    for one, stream in ((engine, False), (engine, True), (sglang, False)):
+        with client_of(one) as client:
+            answer = client.chat.completions.create(
+                messages=[user("reload abc")], **ASKED, stream=stream, extra_body=asked
+            )
+            (choice,) = sampled(list(answer) if stream else answer)
+        assert choice.policy_versions == [3, 3, 4, 4]
+
+
+@pytest.mark.parametrize(
+    ("spans", "versions"),
+    [
+        ([], None),
+        ([("default", 0, 2)], None),
+        ([("default", 0, 1), (5, 1, 2)], [-1, 5]),
+        ([("1", 0, 1)], "weight_versions cover 1 of 2 tokens"),
+        ([("1", 0, 1), ("2", 0, 2)], "a span of 0..2 after 1 of 2 tokens"),
+        ([("1", 0, 10**12)], "a span of 0..1000000000000 after 0 of 2"),
+    ],
+)
+def test_spans_of_versions_cover_each_token_once_and_their_labels_are_numbers(spans: Any, versions: Any) -> None:
+    parts = [{"version": label, "start": start, "end": end} for label, start, end in spans]
+    choice = {"token_ids": [2, 3], "finish_reason": "stop", "weight_versions": parts}
+    answer = {"prompt_token_ids": [1], "choices": [choice]}
+    if isinstance(versions, str):
+        with pytest.raises(InvalidArgumentError, match=versions):
+            sampled(answer)
+    else:
+        assert sampled(answer)[0].policy_versions == versions
 
 
 def test_an_answer_without_token_ids_is_refused_with_the_remedy(engine: Engine) -> None:

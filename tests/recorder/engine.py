@@ -8,6 +8,7 @@ and what is refused.
 A token is a byte of the text; 256 and 257 begin and end a turn, as in ChatML. The last message says what is answered:
 `say WORDS`, `think WORDS; WORDS` (reasoning, then words), `call NAME JSON` (a tool), `hold NAME WORDS` (once the test
 lets NAME go), or what goes wrong: `fail STATUS`, `cut AFTER` (tokens), `wait SECONDS WORDS`, `tokenless WORDS`, `mute`.
+`reload WORDS` samples the first two tokens by weights 3 and the rest by 4, and has routes that nobody asked for.
 Anything else is answered with `ok`.
 """
 
@@ -185,7 +186,7 @@ def _words(script: str, number: int = 0) -> Words:
         return Words(text=rest.partition(" ")[2] + more)
     if verb == "cut":
         return Words(text="a long answer that is cut")
-    if verb in ("say", "tokenless"):
+    if verb in ("say", "tokenless", "reload"):
         return Words(text=rest + more)
     return Words(text="ok" + more)
 
@@ -198,6 +199,7 @@ class _Form:
         has_ids = not script.startswith("tokenless")
         self._has_ids = has_ids and bool(body.get("return_token_ids"))
         self._has_extension = has_ids and bool(body.get("return_output_ids_in_sglext"))
+        self._is_reloaded = script.startswith("reload ")
         # Its newer name (sglang 35225, 38459).
         self._ids = "response_token_ids" if is_sglang else "token_ids"
         asked = body.get("logprobs")
@@ -212,6 +214,8 @@ class _Form:
             answer["prompt_token_ids"] = prompts[0]
         if self._has_extension:
             answer["sglext"] = self._extension(prompts, said)
+        if self._is_reloaded and self._is_sglang:
+            answer["metadata"] = {"weight_version": "4", "weight_versions": _spans(answer_of(said[0]))}
         return answer
 
     def _choice(self, index: int, words: Words, prompt: list[int]) -> dict[str, Any]:
@@ -227,7 +231,14 @@ class _Form:
             choice[self._ids] = tokens
             if self._kind == "completion" or self._is_sglang:
                 choice["prompt_token_ids"] = prompt
-        return choice
+        return choice | self._reloaded(tokens)
+
+    def _reloaded(self, tokens: list[int]) -> dict[str, Any]:
+        """What a choice has at its end."""
+        if not self._is_reloaded or self._is_sglang:
+            return {}
+        versions = {"weight_versions": _spans(tokens)} if self._body.get("return_weight_versions") else {}
+        return {"routed_experts": "bnB5", **versions}
 
     def chunks(self, prompts: list[list[int]], said: list[Words], count: int) -> Iterator[dict[str, Any]]:
         """A token a chunk, choices by turns."""
@@ -264,7 +275,7 @@ class _Form:
             part["logprobs"] = self._logprobs([tokens[position]], [logprobs_for(len(tokens))[position]])
         if self._has_ids and (self._kind == "completion" or not self._is_sglang):
             part[self._ids] = [tokens[position]]
-        return part
+        return part | self._reloaded(tokens) if is_last else part
 
     def _logprobs(self, tokens: list[int], values: list[float]) -> dict[str, Any]:
         if self._kind == "completion":
@@ -278,7 +289,12 @@ class _Form:
         }
 
     def _extension(self, prompts: list[list[int]], said: list[Words]) -> dict[str, Any]:
-        return {"input_ids": prompts[0], "output_ids": [answer_of(words) for words in said]}
+        routes = {"routed_experts": "bnB5"} if self._is_reloaded else {}
+        return {"input_ids": prompts[0], "output_ids": [answer_of(words) for words in said], **routes}
+
+
+def _spans(tokens: list[int]) -> list[dict[str, Any]]:
+    return [{"version": "3", "start": 0, "end": 2}, {"version": "4", "start": 2, "end": len(tokens)}]
 
 
 def _message(words: Words) -> dict[str, Any]:

@@ -66,7 +66,8 @@ def test_the_agent_gets_what_it_would_have_got_without_a_recorder(recorder: Reco
     url = f"{recorder.base(run)}/v1/chat/completions"
     body = {"model": "toy", "messages": [user("say hello")], "n": 2, "seed": 7}
     assert post(url, body) == post(f"{engine.url}/v1/chat/completions", body)
-    assert engine.requests[-2] == {**body, "return_token_ids": True, "logprobs": True}
+    ours = {"return_token_ids": True, "return_weight_versions": True, "logprobs": True}
+    assert engine.requests[-2] == {**body, **ours}
     asked = {**body, "logprobs": True, "top_logprobs": 1, "return_token_ids": True}
     status, answer = post(url, asked)
     assert (status, answer["prompt_token_ids"]) == (200, prompt_of(body["messages"]))  # type: ignore[arg-type]
@@ -174,10 +175,11 @@ def test_models_are_the_engines(recorder: Recorder, run: str) -> None:
         assert client.embeddings.create(model="toy", input="hi", encoding_format="float").data == []
 
 
-def test_rows_have_the_version_that_the_trainer_had_announced_when_they_were_asked_for(
+def test_rows_have_the_version_that_sampled_them_or_that_the_trainer_had_announced_when_they_were_asked_for(
     recorder: Recorder, service: Service, run_name: str
 ) -> None:
-    create_run(service.grpc_address, run_name, train_batch_size=3, policy_mini_batch_size=3)
+    create_run(service.grpc_address, run_name, train_batch_size=5, policy_mini_batch_size=5)
+    answers: list[Any] = []
     with TrainerClient(service.grpc_address, run_name, 0, timeout_s=20) as trainer:
         for uid, headers in (("a", {}), ("b", {}), ("c", {"x-gristmill-policy-version": "7"})):
             with recorder.openai(run_name, uid) as client:
@@ -186,5 +188,15 @@ def test_rows_have_the_version_that_the_trainer_had_announced_when_they_were_ask
             trainer.announce_policy_version(4)
             while recorder.metric(f'policy_version{{run="{run_name}"}}') != 4:
                 time.sleep(0.01)
+        for uid, stream in (("d", False), ("e", True)):
+            with recorder.openai(run_name, uid) as client:
+                answer = ask(client, [user("reload abc")], stream=stream)
+                answers += list(answer) if stream else [answer]
+            recorder.finish(run_name, uid=uid)
         (shard,) = next(iter(trainer)).mini_batches()
-        assert sorted(shard["policy_version"].tolist()) == [0, 4, 7]
+        assert sorted(shard["policy_version"].tolist()) == [0, 3, 3, 4, 7]
+        rows = zip(shard["token_policy_version"], shard["loss_mask"] > 0, strict=True)
+        versions = [row[mask].tolist() for row, mask in rows]
+        assert sorted(versions) == [[0] * 3, [3, 3, 4, 4], [3, 3, 4, 4], [4] * 3, [7] * 3]
+    texts = [answer.model_dump_json() for answer in answers]
+    assert not any(part in text for text in texts for part in ("token_ids", "weight_versions", "routed_experts"))

@@ -22,7 +22,8 @@ NAME = TrajectoryName("run", "uid", 0, 0, 0)
 
 
 def row(step: int, *, logprobs: bool = True) -> Row:
-    return Row.of(Sampled([1, 2, step], [3, 4], [-0.5, -1.0], "stop"), step, 7, has_logprobs=logprobs)
+    choice = Sampled([1, 2, step], [3, 4], [-0.5, -1.0], "stop", [8, 9] if step == 2 else None)
+    return Row.of(choice, step, 7, has_logprobs=logprobs)
 
 
 @pytest.fixture
@@ -46,6 +47,8 @@ def test_steps_come_back_as_they_were_but_those_that_were_delivered(journal: Jou
         assert np.array_equal(stored.prompt, wanted.prompt)
         assert np.array_equal(stored.response, wanted.response)
         assert (stored.stop_reason, stored.policy_version, stored.nbytes) == ("stop", 7, wanted.nbytes)
+    assert "policy_versions" not in entry.rows[0].fields(NAME)
+    assert entry.rows[1].fields(NAME)["policy_versions"].tolist() == [8, 9]
 
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=6)

@@ -11,6 +11,9 @@ Engines return token ids if a call asks for them:
 
 A choice's ids are its `token_ids`, which newer versions of SGLang call `response_token_ids` (35225, 38459).
 
+The weights that sampled each token are named by vLLM's `weight_versions` of a choice, with `return_weight_versions:
+true`, and by SGLang's `metadata.weight_versions`, of the first choice. Label the engine's weights by policy version.
+
 Sources: `entrypoints/openai/{chat_completion,completion,responses}` of vllm-project/vllm (its pull request 22587) and
 `srt/entrypoints/openai` of sgl-project/sglang (30917 and 34488).
 """
@@ -24,6 +27,8 @@ from gristmill.errors import InvalidArgumentError
 
 __all__ = ["HOW_TO_ASK", "ChunkReader", "Sampled", "logprobs_of", "sampled"]
 
+_DIGITS = 10  # 2**31 - 1 has as many.
+
 HOW_TO_ASK = (
     "ask the engine for them: return_token_ids and logprobs with vLLM 0.10.2 or newer, return_input_ids_in_sglext, "
     "return_output_ids_in_sglext and logprobs with SGLang"
@@ -34,13 +39,15 @@ class Sampled(NamedTuple):
     """One choice of an answer: the tokens that the engine read, and the tokens that it sampled.
 
     rollout_logprobs: one log-probability per sampled token; None if the answer has none. stop_reason: as the engine
-    names it; "" if it does not.
+    names it; "" if it does not. policy_versions: the version of the weights that sampled each token, -1 where their
+    label is no number; None if the answer has no versions, or no numbers.
     """
 
     prompt_token_ids: Sequence[int]
     response_ids: Sequence[int]
     rollout_logprobs: Sequence[float] | None
     stop_reason: str
+    policy_versions: Sequence[int] | None = None
 
 
 def sampled(completion: Any) -> list[Sampled]:
@@ -66,7 +73,8 @@ def sampled(completion: Any) -> list[Sampled]:
         prompt = _first(answer.get("prompt_token_ids"), choice.get("prompt_token_ids"), extension.get("input_ids"))
         response = _first(_ids_of(choice), _at(extension.get("output_ids"), index))
         stop = choice.get("finish_reason") or ""
-        checked = _checked(prompt, response, logprobs_of(choice.get("logprobs")), stop, f"choice {index}")
+        spans = _first(choice.get("weight_versions"), None if index else _spans_of(answer))
+        checked = _checked(prompt, response, logprobs_of(choice.get("logprobs")), stop, f"choice {index}", spans)
         indexed.append((index, checked))
     if not indexed:
         raise InvalidArgumentError("the answer has no choices; give a chat completion, a completion or a response")
@@ -112,7 +120,8 @@ class ChunkReader:
                 raise InvalidArgumentError(f"{where} did not end: the stream was cut; repeat the call")
             prompt = _first(self._prompt, choice.prompt, self._extension.get("input_ids"))
             response = _first(choice.tokens, _at(self._extension.get("output_ids"), index))
-            choices.append(_checked(prompt, response, choice.logprobs, choice.stop_reason, where))
+            checked = _checked(prompt, response, choice.logprobs, choice.stop_reason, where, choice.spans)
+            choices.append(checked)
         if not choices:
             raise InvalidArgumentError("the stream has no choices; give the chunks of a completion")
         return [choice for choice in choices if choice.response_ids]
@@ -126,6 +135,7 @@ class _Choice:
         self.tokens: list[int] | None = None
         self.logprobs: list[float] | None = None
         self.stop_reason: str | None = None
+        self.spans: Sequence[Mapping[str, Any]] | None = None
 
     def read(self, part: Mapping[str, Any]) -> None:
         self.prompt = _first(self.prompt, part.get("prompt_token_ids"))
@@ -136,6 +146,7 @@ class _Choice:
             self.logprobs = self.logprobs or []
             self.logprobs += logprobs
         self.stop_reason = _first(self.stop_reason, part.get("finish_reason"))
+        self.spans = _first(part.get("weight_versions"), self.spans)
 
 
 def _ids_of(choice: Mapping[str, Any]) -> Any:
@@ -179,6 +190,7 @@ def _checked(
     logprobs: Sequence[float] | None,
     stop_reason: Any,
     where: str,
+    spans: Sequence[Mapping[str, Any]] | None = None,
 ) -> Sampled:
     if prompt is None or response is None:
         missing = "prompt's" if prompt is None else "response's"
@@ -189,14 +201,42 @@ def _checked(
         )
     if not isinstance(stop_reason, str):
         raise InvalidArgumentError(f"{where}: finish_reason is {stop_reason!r}; it is the name of a reason, or null")
-    return Sampled(prompt, response, logprobs, stop_reason)
+    return Sampled(prompt, response, logprobs, stop_reason, _versions(spans, len(response), where))
+
+
+def _spans_of(answer: Mapping[str, Any]) -> Any:
+    """Read SGLang's spans of weight versions."""
+    return (answer.get("metadata") or {}).get("weight_versions")
+
+
+def _versions(spans: Sequence[Mapping[str, Any]] | None, count: int, where: str) -> list[int] | None:
+    """Return the version of each sampled token from spans `{version, start, end}`, which follow one another."""
+    versions: list[int] = []
+    for span in spans or ():
+        start, end = span["start"], span["end"]
+        if start != len(versions) or not start <= end <= count:
+            raise InvalidArgumentError(
+                f"{where}: its weight_versions have a span of {start}..{end} after {len(versions)} of {count} tokens; "
+                "they cover each token once"
+            )
+        versions += [_version(span["version"])] * (end - start)
+    if spans and len(versions) != count:
+        raise InvalidArgumentError(f"{where}: its weight_versions cover {len(versions)} of {count} tokens")
+    return versions if any(version >= 0 for version in versions) else None
+
+
+def _version(label: Any) -> int:
+    """Return the policy version that is the label of weights; -1 if the label is no number."""
+    text = str(label)
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < _DIGITS else -1
 
 
 def _mapping(answer: Any) -> Mapping[str, Any]:
     if isinstance(answer, Mapping):
         return answer
     if _is_model(answer):
-        mapping: Mapping[str, Any] = answer.model_dump()
+        # SGLang's metadata is no mapping of strings, as the openai package has it.
+        mapping: Mapping[str, Any] = answer.model_dump(warnings=False)
         return mapping
     raise InvalidArgumentError(
         f"the completion is a {type(answer).__name__}; give an object of the openai package, or the answer as a mapping"

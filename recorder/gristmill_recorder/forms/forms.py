@@ -22,8 +22,15 @@ _END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
 _END_LENGTH = 4
 
 _MEDIA = ("image", "audio", "video", "file")
-_GIVEN_IDS = ("token_ids", "response_token_ids", "prompt_token_ids")
-_IDS, _SGLANG_IDS = "return_token_ids", ("return_input_ids_in_sglext", "return_output_ids_in_sglext")
+_IDS, _VERSIONS, _ROUTES = "return_token_ids", "return_weight_versions", "return_routed_experts"
+_SGLANG_IDS = ("return_input_ids_in_sglext", "return_output_ids_in_sglext")
+# Parts of answers that an agent gets only if it asked for them. A server's flag may add routes to every answer.
+_ASKED_BY = {
+    **dict.fromkeys(("token_ids", "response_token_ids", "prompt_token_ids"), _IDS),
+    **dict(zip(("input_ids", "output_ids"), _SGLANG_IDS, strict=True)),
+    "weight_versions": _VERSIONS,
+    "routed_experts": _ROUTES,
+}
 
 
 class Event(NamedTuple):
@@ -123,8 +130,7 @@ class ChatForm:
         _refuse(document, "prompt_embeds", "they have no token ids")
         self.choices = _count(document.get("n")) * (1 if self._is_chat else _prompts(document.get("prompt")))
         self._keeps_logprobs = _wants_logprobs(document)
-        self._keeps_ids = bool(document.get(_IDS))
-        self._keeps_extension = any(document.get(name) for name in _SGLANG_IDS)
+        self._hidden = [part for part, asked in _ASKED_BY.items() if not document.get(asked)]
 
     @property
     def request(self) -> Document:
@@ -134,6 +140,8 @@ class ChatForm:
             more[_IDS] = True
         if is_sglang and self._is_chat:
             more |= dict.fromkeys(_SGLANG_IDS, True)
+        if not is_sglang:
+            more[_VERSIONS] = True
         if self._asking.logprobs and not self._keeps_logprobs:
             # The logprob of the sampled token alone; SGLang takes 0 for none.
             more["logprobs"] = True if self._is_chat else int(is_sglang)
@@ -159,17 +167,12 @@ class ChatForm:
         return self._asking.engine == "vllm"
 
     def _strip(self, answer: Document) -> None:
-        if not self._keeps_ids:
-            answer.pop("prompt_token_ids", None)
-        if not self._keeps_extension and "sglext" in answer:
-            left = {key: value for key, value in answer["sglext"].items() if key not in ("input_ids", "output_ids")}
-            answer["sglext"] = left
-            if not left:
-                del answer["sglext"]
+        for part in (answer, answer.get("sglext") or {}, *(answer.get("choices") or ())):
+            for name in self._hidden:
+                part.pop(name, None)
+        if "sglext" in answer and not answer["sglext"]:
+            del answer["sglext"]
         for choice in answer.get("choices") or ():
-            if not self._keeps_ids:
-                for name in _GIVEN_IDS:
-                    choice.pop(name, None)
             if not self._keeps_logprobs and "logprobs" in choice:
                 choice["logprobs"] = None
 

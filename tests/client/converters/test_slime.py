@@ -31,12 +31,16 @@ def sample(number: int = 4, **changes: Any) -> Sample:
     return Sample(**(made | changes))
 
 
-def test_tokens_are_cut_at_the_response_and_the_oldest_weights_count() -> None:
+def test_tokens_are_cut_at_the_response_and_each_call_has_its_own_weights() -> None:
     (row,) = from_slime([sample()], round=3)
     assert fields_of([row], "prompt_token_ids", "response_ids", "loss_mask", "rollout_logprobs") == [
         ([1, 2], [3, 4, 5, 6], [1, 0, 0, 1], [-0.5, 0.0, 0.0, -0.25])
     ]
-    assert fields_of([row], "uid", "round", "reward", "stop_reason", "policy_version") == [("2", 3, 4.0, "stop", 9)]
+    assert fields_of([row], "uid", "round", "reward", "stop_reason") == [("2", 3, 4.0, "stop")]
+    assert fields_of([row], "policy_versions") == [[12, -1, -1, 9]]
+    # It is unknown which of these sampled which token.
+    unclear = from_slime([sample(4, weight_versions=["12", "9", "11"]), sample(5, remove_sample=True)])
+    assert fields_of(unclear, "policy_version") == [9, 9]
 
 
 def test_samples_are_numbered_by_their_index_however_they_are_nested_and_ordered() -> None:
@@ -78,8 +82,10 @@ def test_samples_may_be_mappings_as_slime_writes_them() -> None:
 
 
 def test_versions_that_are_no_numbers_are_unknown_and_a_given_version_replaces_them() -> None:
-    samples = [sample(4, weight_versions=["default", "3"]), sample(5, weight_versions=[])]
+    samples = [sample(4, weight_versions=["default"]), sample(5, weight_versions=[])]
     assert fields_of(from_slime(samples), "policy_version") == [-1, -1]
+    (row,) = from_slime([sample(4, weight_versions=["default", "3"])])
+    assert fields_of([row], "policy_versions") == [[-1, -1, -1, 3]]
     assert fields_of(from_slime(samples, policy_version=8), "policy_version") == [8, 8]
 
 

@@ -68,8 +68,9 @@ def from_slime(
     Samples with the same `group_index` are a group, numbered in the order of `rollout_id`, or `index` if that is None.
     Samples of one rollout are its steps, in the order given, and have the same reward. `tokens` are cut at
     `response_length`. Without a `loss_mask` every token of the response is trained; with `remove_sample` none is. A
-    reward that is None is pending. The stop reason follows from `status`: stop, length, abort or failed. The policy
-    version is by default the oldest of `weight_versions`.
+    reward that is None is pending. The stop reason follows from `status`: stop, length, abort or failed.
+    `weight_versions` has one entry per call of the engine. If there are as many as segments of the response with
+    `loss_mask` 1, each segment has its own policy version; otherwise the oldest is that of all tokens.
 
     samples: a list, or nested lists, as `generate_rollout` returns them.
     reward_key: the reward to take if rewards are mappings (slime's `--reward-key`).
@@ -94,8 +95,8 @@ def from_slime(
                 "round": round,
                 "sample": numbers[position],
                 "attempt": attempt,
-                "policy_version": _version(sample) if policy_version is None else policy_version,
-                **_fields(sample, reward_key, where),
+                **(fields := _fields(sample, reward_key, where)),
+                **(_versions(sample, fields) if policy_version is None else {"policy_version": policy_version}),
                 **_columns(present[position], choice, where),
                 **tag_fields[position],
             }
@@ -175,8 +176,15 @@ def _stop_reason(sample: Any, where: str) -> str:
     return _STOP_REASONS[value]
 
 
-def _version(sample: Any) -> int:
-    return min(map(version_of, attribute(sample, "weight_versions") or ()), default=-1)
+def _versions(sample: Any, fields: Row) -> Row:
+    """Return the policy version of each token, -1 between the engine's calls. Return the oldest if it is unknown which
+    call sampled which token."""
+    versions = [version_of(label) for label in attribute(sample, "weight_versions") or ()]
+    mask = fields["loss_mask"] != 0
+    segments = np.cumsum(mask & ~np.concatenate([[False], mask[:-1]]))
+    if len(set(versions)) < 2 or segments[-1] != len(versions):
+        return {"policy_version": min(versions, default=-1)}
+    return {"policy_versions": np.where(mask, np.array(versions)[segments - 1], -1)}
 
 
 def _present(sample: Any, choice: Choice) -> dict[str, Any]:

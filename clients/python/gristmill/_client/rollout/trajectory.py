@@ -151,6 +151,7 @@ class AsyncTrajectory:
                 reward=reward if ends else None,
                 is_last_step=is_last_step and ends,
                 policy_version=policy_version,
+                policy_versions=choice.policy_versions if policy_version is None else None,
             )
         return not self.is_dropped
 
@@ -278,6 +279,7 @@ class Trajectory:
             Its sampled tokens are trained. Its prompt is context: messages of tools and users, and answers of other
             calls.
         reward, is_last_step: of the last choice; otherwise as for `step`.
+        policy_version: by default that of each token, if the engine reports it, else as for `step`.
 
         Give calls in the order in which they were answered. With `merge: tree`, parallel calls, several choices,
         sub-agents and shortened histories become a tree. Raises the errors of `step`, and InvalidArgumentError for a
