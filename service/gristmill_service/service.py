@@ -22,6 +22,7 @@ from gristmill_service.api.admission import Admission, Limits
 from gristmill_service.api.context import ApiContext
 from gristmill_service.api.http.app import make_app
 from gristmill_service.api.http.server import HttpServer
+from gristmill_service.api.http.waiting import WaitingServer
 from gristmill_service.api.long_poll import LongPoll
 from gristmill_service.api.rpc.server import GrpcServer
 from gristmill_service.monitoring.collectors.run_monitor import Monitor
@@ -35,13 +36,15 @@ _log = structlog.get_logger(__name__)
 
 
 class Service:
-    """A service. Call `start` once; grpc_address and http_url are known then."""
+    """A service. Call `start` once; grpc_address and http_url are known then. waiting: has the HTTP address until the
+    service listens."""
 
     grpc_address: str
     http_url: str
     runs: Runs
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, waiting: WaitingServer | None = None) -> None:
+        self._waiting = waiting or WaitingServer(settings)
         self._settings, self.long_poll = settings, LongPoll()
         # Stops what was started, in reverse order.
         self._opened = AsyncExitStack()
@@ -98,6 +101,7 @@ class Service:
     async def _listen(self, certificates: Certificates | None) -> None:
         settings, opened, api = self._settings, self._opened, self._api
         peers = None if certificates is None else PeerCertificates(certificates, settings.tls_peer_ca_file)
+        await self._waiting.close()
         self._http = HttpServer(make_app(api, peers), settings.http_address, settings.shutdown_grace_s, certificates)
         opened.callback(self._http.close)
         await asyncio.to_thread(_refuse_taken, settings.grpc_address)

@@ -22,6 +22,7 @@ import pytest
 import structlog
 import yaml
 from cryptography.hazmat.primitives.asymmetric import rsa
+from structlog.testing import capture_logs
 
 from gristmill import RolloutClient
 from gristmill._client.connection.credentials import Credentials
@@ -299,6 +300,7 @@ class Publisher(BaseHTTPRequestHandler):
     """Serves an issuer's keys, or hangs, or serves something else."""
 
     content: bytes | None
+    status: int = 200
     asked: threading.Event
     goes_on: threading.Event
 
@@ -306,7 +308,7 @@ class Publisher(BaseHTTPRequestHandler):
         self.asked.set()
         if self.content is None:
             self.goes_on.wait(30)
-        self.send_response(200)
+        self.send_response(self.status)
         self.end_headers()
         self.wfile.write(self.content or b"")
 
@@ -340,7 +342,11 @@ def test_keys_outlive_their_issuers_garbage_and_one_call_alone_waits_for_it(
         handler.content = garbage
         with pytest.raises(UnavailableError, match="cannot be fetched"):
             on_loop(keys.caller, issuer.token(), callers)
-    handler.content = issuer.path.read_bytes()
+    handler.status = 403
+    with capture_logs() as logs, pytest.raises(UnauthenticatedError, match=r"the issuer refuses its keys .* 403"):
+        on_loop(keys.caller, issuer.token(), callers)
+    assert [line["event"] for line in logs] == ["keys cannot be fetched; known ones stay valid"]
+    handler.status, handler.content = 200, issuer.path.read_bytes()
     assert on_loop(keys.caller, issuer.token(), callers).name == SUBJECT
     known = issuer.token()
     issuer.rotate()

@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from tests.on_loop import Service, on_loop
+from tests.run.harness import CONFIG
 
 
 def test_a_slow_disk_holds_up_no_call(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,3 +52,12 @@ def test_who_asks_between_an_answer_and_its_reader_disturbs_nobody(service: Serv
         await asyncio.gather(*later)
 
     on_loop(ask)
+
+
+def test_a_batch_that_waits_for_shared_memory_leaves_the_service_ready(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service.runs.create("full", CONFIG)
+    monkeypatch.setattr(service._target.runs._runs["full"]._builder, "blocked_reason", "batch 0 waits")
+    answer = httpx.get(f"{service.http_url}/readyz", trust_env=False)
+    assert (answer.status_code, answer.json()) == (200, {"status": "ready", "waits": "batch 0 waits"})

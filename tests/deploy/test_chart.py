@@ -189,7 +189,12 @@ def test_with_certificates_and_tokens_nothing_is_left_open() -> None:
 def test_without_them_the_service_is_configured_so_that_its_network_is_trusted() -> None:
     (container,) = pod(only(render(*REDIS), "StatefulSet", "gristmill"))["containers"]
     assert {"name": "GRISTMILL_INSECURE", "value": "true"} in container["env"]
-    assert "grpc" in container["startupProbe"]
+    # While it waits for its store, gRPC does not listen.
+    assert (
+        container["livenessProbe"]["httpGet"]
+        == container["startupProbe"]["httpGet"]
+        == {"path": "/healthz", "port": "http"}
+    )
 
 
 def test_a_scraper_without_a_token_is_refused_before_its_target_is_down() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+import httpx
 import pytest
 import redis
 import trustme
@@ -25,7 +26,7 @@ from tests.faults.services import (
 )
 from tests.redis.cluster import RedisCluster
 from tests.redis.proxy import Proxy
-from tests.redis.servers import RedisServer, Sentinel, StartRedis
+from tests.redis.servers import RedisServer, Sentinel, StartRedis, free_port
 
 
 def refused(call: Callable[[], object], within_s: float = 20) -> Refused:
@@ -120,10 +121,16 @@ class TestItIsAwayWhenTheServiceStarts:
     def test_the_service_waits_for_it(self, services: Services, start_redis: StartRedis, run: str) -> None:
         server = start_redis(appendonly="always")
         server.stop()
-        service = services.begin(*on_redis(server.url))
-        eventually(lambda: "waiting for the store" in service.log, "it says so")
+        address = f"127.0.0.1:{free_port()}"
+        service = services.begin(*on_redis(server.url), "--http-address", address)
+        waiting = eventually(lambda: httpx.get(f"http://{address}/readyz", trust_env=False), "probes are answered")
+        assert waiting.status_code == 503
+        assert "Redis at" in waiting.json()["error"]["message"]
+        assert httpx.get(f"http://{address}/healthz", trust_env=False).json() == {"status": "alive"}
+        assert "waiting for the store" in service.log
         server.start()
         service.ready().grpc.create(run, CONFIG)
+        assert service.trouble == ""
 
     def test_the_service_waits_for_sentinels_to_name_a_master(
         self, services: Services, tmp_path: Path, run: str

@@ -15,11 +15,12 @@ import pytest
 
 from gristmill.errors import (
     AlreadyExistsError,
-    FailedPreconditionError,
     InvalidArgumentError,
     NotFoundError,
     UnavailableError,
 )
+from gristmill_service.settings import Settings
+from gristmill_service.storage.backends import StorageUnreachableError, open_storage
 from gristmill_service.storage.journal.run_log import JournalRunLog
 from gristmill_service.storage.journal.run_store import JournalRunStore
 from tests.storage.tables import any_table, same, whole
@@ -51,15 +52,17 @@ def execute(path: Path, statement: str) -> None:
 
 class TestRunStore:
     def test_a_directory_is_one_process_at_a_time(self, store: JournalRunStore, directory: Path) -> None:
-        with pytest.raises(FailedPreconditionError, match="in use by another gristmill"):
+        with pytest.raises(UnavailableError, match="in use by another gristmill"):
             JournalRunStore(directory)
+        with pytest.raises(StorageUnreachableError, match="in use by another gristmill"):
+            open_storage(Settings.model_validate({"journal_dir": directory}))
 
     def test_the_lock_is_given_back_once(self, tmp_path: Path) -> None:
         store = JournalRunStore(tmp_path)
         store.close()
         other = JournalRunStore(tmp_path)
         store.close()
-        with pytest.raises(FailedPreconditionError, match="in use by another gristmill"):
+        with pytest.raises(UnavailableError, match="in use by another gristmill"):
             JournalRunStore(tmp_path)
         other.close()
 

@@ -8,10 +8,15 @@ import ssl
 import time
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
+
+import structlog
 
 from gristmill.errors import InvalidArgumentError, UnauthenticatedError, UnavailableError
 from gristmill_service.access.caller import Caller
 from gristmill_service.access.tokens import Callers
+
+_log = structlog.get_logger(__name__)
 
 # Without HMAC, which would accept the public key as a shared secret.
 _ALGORITHMS = ["RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA"]
@@ -20,6 +25,8 @@ _LEEWAY_S = 10
 _KEEP_S = 300.0
 # Tokens with unknown keys must not make the service ask the issuer more often.
 _PAUSE_S = 5.0
+# Statuses of an issuer that refuses for good, unlike one that is busy: the callers cannot mend it by a retry.
+_REFUSED = frozenset([400, 401, 403, 404, 405, 410])
 
 
 class WebTokens:
@@ -97,10 +104,11 @@ class _Published:
         self._client = jwt.PyJWKClient(url, cache_jwk_set=False, timeout=5, ssl_context=_context(ca_file))
         self._keys: dict[str, Any] = {}
         self._is_asking = False
-        self._asked, self._failure = float("-inf"), "they are being asked for"
+        self._asked, self._failure, self._is_refused = float("-inf"), "they are being asked for", False
 
     async def key(self, name: object) -> Any:
-        """Returns a key. Raises UnavailableError if it is not known and the issuer does not answer."""
+        """Returns a key. Raises UnavailableError if it is not known and the issuer does not answer, and
+        UnauthenticatedError if the issuer refuses its keys."""
         key, age = self._keys.get(str(name)), time.monotonic() - self._asked
         if age >= (_PAUSE_S if key is None else _KEEP_S) and not self._is_asking:
             self._is_asking = True
@@ -111,6 +119,11 @@ class _Published:
             key = self._keys.get(str(name))
         if key is not None:
             return key
+        if self._is_refused:
+            raise UnauthenticatedError(
+                f"the token cannot be verified: the issuer refuses its keys at {self._url}: {self._failure}; the "
+                "service's operator must let it read them (docs/security.md)"
+            )
         if self._failure:
             raise UnavailableError(f"the keys at {self._url} cannot be fetched: {self._failure}; retry")
         raise self._jwt.InvalidTokenError(f"no key {str(name)[:100]!r} at {self._url}")
@@ -120,9 +133,14 @@ class _Published:
 
     def _ask(self) -> None:
         """Reads the keys. If the issuer does not answer, or not with keys, the previous ones stay."""
+        before = self._failure
         try:
             self._keys = {str(key.key_id): key for key in self._client.get_signing_keys()}
-            self._failure = ""
+            self._failure, self._is_refused = "", False
         except (self._jwt.PyJWTError, OSError, ValueError, RecursionError) as error:
             self._failure = str(error)[:200] or type(error).__name__
+            cause = error.__cause__
+            self._is_refused = isinstance(cause, HTTPError) and cause.code in _REFUSED
+        if self._failure not in ("", before):
+            _log.error("keys cannot be fetched; known ones stay valid", jwks=self._url, reason=self._failure)
         self._asked = time.monotonic()

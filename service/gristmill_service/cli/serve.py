@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
 
 OK, CANNOT_START = 0, 2
 
-# A failover of Redis takes a few seconds.
-_STORE_AWAY_S = 30.0
 _STORE_PAUSE_S = 1.0
 
 _POOL_THREADS = 16
@@ -45,7 +42,8 @@ def serve_command(**flags: object) -> None:
     The service listens on this machine only; to listen wider it needs certificates and tokens (docs/security.md).
 
     SIGTERM or Ctrl-C finishes sealed batches and exits with 0; a second one exits at once. Exit status 2: a wrong
-    setting, an address in use, or a Redis that is unreachable for half a minute.
+    setting, or an address in use. While Redis is unreachable, or another service has the journal, it waits: /healthz
+    answers, and /readyz says what it waits for.
     """
     try:
         settings = load_settings(flags)
@@ -105,27 +103,31 @@ async def _serve(settings: Settings) -> int:
 
 
 async def _started(settings: Settings, stop_asked: asyncio.Event) -> Service | None:
-    """Starts the service once its store answers. Returns None when a signal asks to stop before that."""
+    """Starts the service once its store answers; until then probes are answered. Returns None when a signal asks to
+    stop before that."""
     import structlog
 
+    from gristmill_service.api.http.waiting import WaitingServer
     from gristmill_service.service import Service
     from gristmill_service.storage.backends import StorageUnreachableError
 
-    deadline, reason = time.monotonic() + _STORE_AWAY_S, ""
-    while True:
-        service = Service(settings)
-        try:
-            await service.start()
-            return service
-        except StorageUnreachableError as error:
-            if time.monotonic() >= deadline:
-                raise
-            before, reason = reason, str(error)
-        if reason != before:
-            structlog.get_logger(__name__).warning("waiting for the store", reason=reason, for_s=_STORE_AWAY_S)
-        with suppress(TimeoutError):
-            await asyncio.wait_for(stop_asked.wait(), _STORE_PAUSE_S)
-            return None
+    waiting, reason = WaitingServer(settings), ""
+    try:
+        while True:
+            service = Service(settings, waiting)
+            try:
+                await service.start()
+                return service
+            except StorageUnreachableError as error:
+                before, reason = reason, str(error)
+            if reason != before:
+                structlog.get_logger(__name__).warning("waiting for the store", reason=reason)
+            await waiting.report(reason)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(stop_asked.wait(), _STORE_PAUSE_S)
+                return None
+    finally:
+        await waiting.close()
 
 
 def _ready_line(service: Service) -> str:

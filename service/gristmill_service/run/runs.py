@@ -172,6 +172,11 @@ class Runs:
             return None if frames is None else each(frames)
         return await run.read_shard_frames(batch, address)
 
+    @property
+    def store_reason(self) -> str:
+        """Why what stores the runs takes no rows, as of the last `look`; empty if it does."""
+        return self._store_reason
+
     def unhealthy_reason(self) -> str:
         """Returns why batches or calls have to wait for a store, as of the last `look`; empty if all is well."""
         return self._store_reason or next((run.blocked_reason for run in self.own() if run.blocked_reason), "")

@@ -28,7 +28,7 @@ ReadRoom = Callable[[], dict[str, tuple[int, int]]]
 
 
 class StorageUnreachableError(UnavailableError):
-    """A store of the settings does not answer now. A retry may help."""
+    """A store of the settings does not answer now, or another process uses it. A retry may help."""
 
 
 class Storage:
@@ -58,8 +58,8 @@ class Storage:
 
 
 def open_storage(settings: Settings) -> Storage:
-    """Opens the stores. Raises StorageUnreachableError if Redis cannot be reached, and other errors for wrong
-    settings."""
+    """Opens the stores. Raises StorageUnreachableError if Redis cannot be reached or the journal is locked, and other
+    errors for wrong settings."""
     with ExitStack() as opened:
         # Runs first: the journal's lock refuses a second service of the same directory.
         runs, advertise, room = _RUN_STORES[settings.run_store](settings, opened)
@@ -101,7 +101,10 @@ def _in_a_journal(settings: Settings, opened: ExitStack) -> _OpenRuns:
     from gristmill_service.storage.journal.run_store import JournalRunStore
 
     assert settings.journal_dir is not None, "checked with the settings"
-    return _of_this_machine(JournalRunStore(settings.journal_dir, settings.journal_fsync), settings)
+    try:
+        return _of_this_machine(JournalRunStore(settings.journal_dir, settings.journal_fsync), settings)
+    except UnavailableError as error:
+        raise StorageUnreachableError(str(error)) from error
 
 
 def _in_redis(settings: Settings, opened: ExitStack) -> _OpenRuns:

@@ -98,11 +98,13 @@ def _add_probes(app: FastAPI) -> None:
     @app.head("/readyz", include_in_schema=False)
     @app.get("/readyz", tags=["probes"], responses={503: {"model": models.Error, "description": "UNAVAILABLE"}})
     async def readyz(api: ApiDep) -> dict[str, str]:
-        """The service takes calls; 503 says why not."""
+        """The service takes calls; 503 says why not. waits: why batches of a run cannot be published now."""
         await api.runs.look()
-        if reason := api.unhealthy_reason():
+        if reason := api.not_ready or api.runs.store_reason:
             raise UnavailableError(f"not ready: {reason}; send new work elsewhere or later")
-        return {"status": "ready"}
+        # Shared memory is full, say: rows are taken, and only the trainers of that run make room.
+        waits = api.unhealthy_reason()
+        return {"status": "ready", "waits": waits} if waits else {"status": "ready"}
 
     @app.head("/metrics", include_in_schema=False)
     @app.get("/metrics", tags=["probes"], response_class=PlainTextResponse)

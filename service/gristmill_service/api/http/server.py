@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import structlog
 import uvicorn
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from gristmill.errors import UnavailableError
 from gristmill_service.access.certificates import Certificates, http_context
@@ -25,7 +25,7 @@ _UNSENT_BYTES = 128 << 10
 class HttpServer:
     """Serves HTTP from `start` on. The constructor raises UnavailableError if the address is taken."""
 
-    def __init__(self, app: FastAPI, address: str, grace_s: float, certificates: Certificates | None = None) -> None:
+    def __init__(self, app: Starlette, address: str, grace_s: float, certificates: Certificates | None = None) -> None:
         self._socket = _bind(address)
         host, port = split_address(address)[0], self._socket.getsockname()[1]
         scheme = "http" if certificates is None else "https"

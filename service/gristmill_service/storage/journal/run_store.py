@@ -20,7 +20,6 @@ from weakref import WeakValueDictionary
 
 from gristmill.errors import (
     AlreadyExistsError,
-    FailedPreconditionError,
     InvalidArgumentError,
     NotFoundError,
     UnavailableError,
@@ -39,8 +38,8 @@ class JournalRunStore:
     is_shared = False
 
     def __init__(self, directory: Path, fsync: Fsync = "interval") -> None:
-        """Raises InvalidArgumentError if the directory cannot be used, and FailedPreconditionError if another process
-        uses it."""
+        """Raises InvalidArgumentError if the directory cannot be used, and UnavailableError if another process uses
+        it."""
         self._directory, self._fsync = directory, fsync
         self._lock_file: int | None = _locked(directory)
         for leftover in (*directory.glob(".creating-*"), *directory.glob(".deleted-*")):
@@ -140,7 +139,7 @@ def _locked(directory: Path) -> int:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
-        raise FailedPreconditionError(
+        raise UnavailableError(
             f"journal_dir: {directory} is in use by another gristmill; stop it, or give each its own directory"
         ) from None
     return descriptor
