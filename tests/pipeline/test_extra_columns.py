@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import resource
 from dataclasses import replace
 from typing import Any
@@ -34,107 +33,6 @@ def built(steps: Steps, config: dict[str, Any]) -> BuiltBatch:
 def numbers(array: Any) -> Any:
     array = np.asarray(array)
     return from_bfloat16(array) if array.dtype == np.uint16 else array
-
-
-def expected(spec: ColumnSpec, row: naive.Merged) -> tuple[list[Any], bool]:
-    """A merged row's values, one a token of its scope, and whether it has any."""
-    steps, fill = row.steps, np.full(spec.shape, spec.fill).tolist()
-    has = [step for step in steps if spec.name in step]
-    if spec.scope == "row":
-        if not has:
-            return [fill], False
-        values = [np.array(step[spec.name], np.float64) for step in has]
-        limits = {"int8": 127.0, "uint8": 255.0}
-        new = [step for step, is_new in zip(steps, row.first_here, strict=True) if is_new and step in has]
-        total = np.minimum(
-            sum((np.array(step[spec.name], np.float64) for step in new), np.zeros(spec.shape)),
-            limits.get(spec.dtype, np.inf),
-        )
-        return [{"first": values[0], "last": values[-1], "sum": total}[spec.merge].tolist()], True
-    if spec.scope == "response":
-        by_step = {step["step"]: step for step in has}
-        sources = [source if source and source[0] in by_step else None for source in row.sources]
-        return [given_at(spec, by_step[source[0]], source[1], fill) if source else fill for source in sources], bool(
-            has
-        )
-    if spec.scope == "items":
-        chosen = has if spec.merge == "concat" else has[-1:]
-        return [item for step in chosen for item in step[spec.name]], bool(has)
-    if spec.partial:
-        path = [step["step"] for step in steps]
-        holding = [steps[path.index(holder) :] for holder in row.holders]
-        by_preference = [holders if spec.merge == "first" else holders[::-1] for holders in holding]
-        return [first_given(spec, holders, at, fill) for at, holders in enumerate(by_preference)], bool(has)
-    by_number = {step["step"]: step for step in steps}
-    holders = row.holders if spec.merge == "first" else [steps[-1]["step"]] * len(row.holders)
-    return [by_number[number].get(spec.name, [fill] * len(holders))[at] for at, number in enumerate(holders)], bool(has)
-
-
-def given_at(spec: ColumnSpec, step: Row, at: int, default: Any) -> Any:
-    """The value that a step gave a token; default where it gave none."""
-    index = at - step.get(f"{spec.name}_start", 0)
-    values = step.get(spec.name, [])
-    return values[index] if 0 <= index < len(values) else default
-
-
-def first_given(spec: ColumnSpec, steps: list[Row], at: int, fill: Any) -> Any:
-    given = (value for step in steps if (value := given_at(spec, step, at, None)) is not None)
-    return next(given, fill)
-
-
-def own_values(spec: ColumnSpec, shard: Any) -> list[Any]:
-    """Of each row of a shard the column's values, and whether all around them is fill."""
-    tensors, metadata = naive.read_shard(shard)
-    if spec.scope == "row":
-        return [[value] for value in numbers(tensors[spec.name]).tolist()]
-    if spec.scope == "items":
-        edges, items = tensors[f"{spec.name}_offsets"].tolist(), numbers(tensors[spec.name])
-        assert edges[0] == 0
-        assert edges[-1] == len(items)
-        return [items[start:end].tolist() for start, end in itertools.pairwise(edges)]
-    listed: list[Any] = []
-    prefixes = sorted({name.rpartition("/")[0] for name in tensors if name.endswith("sequences")})
-    for prefix in (f"{prefix}/" if prefix else "" for prefix in prefixes):
-        values = numbers(tensors[prefix + spec.name])
-        if f"{prefix}cu_seqlens" in tensors:
-            edges = tensors[f"{prefix}cu_seqlens"].tolist()
-            masks = tensors[f"{prefix}response_mask"]
-            pairs = [(values[a:b], masks[a:b]) for a, b in itertools.pairwise(edges)]
-        else:
-            mask = tensors[f"{prefix}{'attention' if spec.scope == 'token' else 'response'}_mask"]
-            pairs = list(zip(values, mask, strict=True))
-        for row, mask in pairs:
-            count = len(row) if spec.scope == "token" and f"{prefix}cu_seqlens" in tensors else int(mask.sum())
-            assert (row[: len(row) - count] == spec.fill).all(), "what is no value is fill"
-            listed.append(row[len(row) - count :].tolist())
-    assert len(listed) == len(metadata["uids"])
-    return listed
-
-
-def check_batch(batch: BuiltBatch, rows: list[Row], config: dict[str, Any]) -> None:
-    groups = naive.merged(rows, config["merge"], config.get("retokenized_tail", 0))
-    for shard in batch.shards:
-        tensors, _ = naive.read_shard(shard)
-        for spec in specs_of(config["columns"]):
-            for at, (row, values) in enumerate(zip(tensors["row"].tolist(), own_values(spec, shard), strict=True)):
-                if row < 0:
-                    fill = np.full(spec.shape, spec.fill)
-                    assert values in ([], [fill.tolist()]) or (np.array(values) == spec.fill).all()
-                    has_values = False
-                else:
-                    wanted, has_values = expected(spec, groups[row])
-                    assert np.array_equal(np.array(values, np.float64), np.array(wanted, np.float64)), (spec, values)
-                if not spec.required:
-                    assert tensors[f"{spec.name}_given"][at] == has_values
-
-
-@LAW
-@given(batches_with_columns())
-def test_every_value_stands_on_its_own_token_row_or_item(drawn: tuple[list[Row], dict[str, Any]]) -> None:
-    rows, config = drawn
-    specs = specs_of(config["columns"])
-    table = check_extras(from_rows(rows, columns=specs), specs)
-    check_batch(built(table, config), rows, config)
 
 
 @LAW

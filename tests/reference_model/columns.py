@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tests.reference_model.merging import Merged
+if TYPE_CHECKING:
+    from tests.reference_model.merging import Merged
 
 Column = dict[str, Any]
 
@@ -29,21 +30,32 @@ def is_given(row: Merged, column: Column) -> bool:
     return any(column["name"] in row.trajectory.steps[number] for number in row.path)
 
 
+def at(step: dict[str, Any], column: Column, index: int) -> Any:
+    """The value that a step gives one of its tokens; None for none. A partial column begins at `NAME_start`."""
+    values, index = step.get(column["name"], []), index - step.get(f"{column['name']}_start", 0)
+    return values[index] if 0 <= index < len(values) else None
+
+
+def _of_token(row: Merged, column: Column, place: int) -> Any:
+    """Of the steps that have the token, the first or the last gives its value, or of a partial column, the first or the
+    last that gave one."""
+    holding = row.path[row.path.index(row.holders[place]) :]
+    ordered = holding if column.get("merge", "first") == "first" else holding[::-1]
+    tried = ordered if column.get("partial") else ordered[:1]
+    given = (at(row.trajectory.steps[number], column, place) for number in tried)
+    return next((value for value in given if value is not None), filled(column))
+
+
 def value(row: Merged, column: Column) -> Any:
     """A row's value: one of scope `row`, one a response token, one a token, or a list of items."""
     steps, name, fill = row.trajectory.steps, column["name"], filled(column)
     given = [number for number in row.path if name in steps[number]]
     match column["scope"]:
         case "response":
-            values = [step.get(name, [fill] * len(step["response_ids"])) for step in steps]
-            return row.of_tokens(values, fill)
-        case "token" if column.get("merge", "first") == "first":
-            return [
-                steps[holder][name][place] if name in steps[holder] else fill
-                for place, holder in enumerate(row.holders)
-            ]
+            found = [None if source is None else at(steps[source[0]], column, source[1]) for source in row.sources]
+            return [fill if one is None else one for one in found]
         case "token":
-            return steps[row.path[-1]].get(name, [fill] * len(row.tokens))
+            return [_of_token(row, column, place) for place in range(len(row.tokens))]
         case "items" if column.get("merge", "last") == "concat":
             return [item for number in given for item in steps[number][name]]
         case "items":

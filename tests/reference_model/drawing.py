@@ -145,6 +145,7 @@ def _columns(random: Random, config: Config) -> list[Config]:
         ]
         column: Config = {"name": f"x{number}", "dtype": dtype, "scope": scope, "fill": random.choice([0, 1])}
         column |= {"shape": random.choice([[], [], [2], [2, 1]]), "required": random.random() < 0.6}
+        column["partial"] = scope in ("response", "token") and _maybe(random, 0.4)
         merge = random.choice(merges)
         columns.append(column | ({"merge": merge} if merge else {}))
     return columns
@@ -236,6 +237,9 @@ def _values(random: Random, config: Config, row: Row) -> Row:
         elif column.get("merge") == "equal":
             one = partial(_maybe, random, 0.05)
         count = {"row": 1, "response": response, "token": tokens}.get(column["scope"], random.randint(0, 2))
+        if column.get("partial"):
+            values[f"{column['name']}_start"] = start = random.randint(0, count)
+            count = random.randint(0, count - start)
         every = [_shaped(one, column.get("shape", []), column["dtype"]) for _ in range(count)]
         values[column["name"]] = every[0] if column["scope"] == "row" else every
     return values

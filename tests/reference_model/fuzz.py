@@ -63,7 +63,9 @@ def by_command(rows: list[Row], config: Config) -> int:
 
 def _written(rows: list[Row], directory: Path) -> Path:
     """A file of the rows, in one of the formats."""
-    path = directory / f"rows.{('parquet', 'jsonl.gz', 'jsonl', 'jsonl')[len(rows) % 4]}"
+    # Of lists that are all empty pyarrow does not know what they are of.
+    has_empty = any(value == [] for row in rows for value in row.values())
+    path = directory / f"rows.{('jsonl' if has_empty else 'parquet', 'jsonl.gz', 'jsonl', 'jsonl')[len(rows) % 4]}"
     text = "".join(json.dumps(row) + "\n" for row in rows).encode()
     if path.suffix == ".parquet":
         names = dict.fromkeys(name for row in rows for name in row)
@@ -136,7 +138,7 @@ def _smaller(rows: list[Row], config: Config) -> Iterator[tuple[list[Row], Confi
         yield [row | {"is_last_step": row["is_last_step"] or row["step"] == last - 1} for row in kept], config
     for column in config.get("columns", []):
         less = config | {"columns": [other for other in config["columns"] if other is not column]}
-        yield [_without(row, column["name"]) for row in rows], less
+        yield [_without(_without(row, column["name"]), f"{column['name']}_start") for row in rows], less
     for name in sorted(config.keys() - required):
         yield rows, _without(config, name)
     for name in _OPTIONAL:

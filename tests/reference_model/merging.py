@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.reference_model import columns
 from tests.reference_model.rows import Config, Trajectory
 
 Token = tuple[int, int]
@@ -133,6 +134,11 @@ def differing(one: Trajectory, before: int, after: int, common: int, config: Con
     for column in config["columns"]:
         name, scope = column["name"], column["scope"]
         if column.get("merge") != "equal" or scope == "response":
+            continue
+        if column.get("partial"):
+            pairs = [(columns.at(earlier, column, index), columns.at(later, column, index)) for index in range(common)]
+            if any(None not in pair and pair[0] != pair[1] for pair in pairs):
+                return str(name)
             continue
         if (name in earlier) != (name in later):
             return str(name)
