@@ -65,7 +65,7 @@ class TestAnyTakesAnyCall:
         late = group("b", reward=None)
         assert api.submit(run, [*group("a"), *late]) == ["accepted"] * 4
         assert api.set_rewards(run, [{"uid": "b", "sample": sample, "reward": float(sample)} for sample in (0, 1)]) == 2
-        again, errors = api.submit_by_row(run, [*group("a"), group("b")[0] | {"sample": 9}])
+        again, errors = api.submit_by_row(run, [*group("a"), group("z")[0] | {"sample": 9}])
         assert {*again[:2]} <= {"duplicate", "sealed"}
         assert [(index, error.code) for index, error in errors.items()] == [(2, "INVALID_ARGUMENT")]
         assert api.batch(run, 0, wait_s=20)["state"] == "published"
