@@ -57,6 +57,22 @@ def test_every_link_leads_somewhere() -> None:
     assert [(document, link) for document, link in links if not leads_somewhere(document, link)] == []
 
 
+def test_the_table_of_versions_is_that_of_the_tests_environments() -> None:
+    rows = []
+    for name, trainer in [
+        ("trl", "TRL"),
+        ("trl-later", "TRL"),
+        ("skyrl", "SkyRL"),
+        ("skyrl-0.4", "SkyRL"),
+        ("verl", "verl"),
+    ]:
+        lists = [ROOT / "constraints.txt", *sorted((ROOT / "tests/trainers" / name).glob("*.txt"))]
+        pins = dict(re.findall(r"^([\w-]+)==([\d.]+\d)", "\n".join(path.read_text() for path in lists), re.MULTILINE))
+        target = "make test-later" if "-" in name else "make test-trainers"
+        rows.append(f"| {trainer} {pins[trainer.lower()]} | {pins['transformers']} | {pins['torch']} | `{target}` |")
+    assert "\n".join(rows) in TEXTS["docs/compatibility.md"]
+
+
 def test_every_message_that_is_explained_is_one_that_the_code_has() -> None:
     sources = [
         path.read_text(encoding="utf-8") for top in ("service", "clients") for path in (ROOT / top).rglob("*.py")

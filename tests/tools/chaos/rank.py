@@ -14,6 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,7 @@ class Rank:
         self._directory, self._slot = Path(directory), slot
         self._heartbeats = Heartbeats(Path(heartbeats))
         self._rank_log = RankLog(self._directory / f"rank-{rank}.sqlite")
+        self._repeat_late()
         resumed = self._call(
             "Resume",
             trainer_pb2.ResumeRequest(run=run, launch=launch, dp_size=dp_size, position=Position(*start).message()),
@@ -70,6 +72,18 @@ class Rank:
         self._trained: list[Trained] = []
         self._stepped_over: list[int] = []
         self._checkpoint = 0
+
+    def _repeat_late(self) -> None:
+        """Sends again what this rank's process before sent last, as if the network had delayed it until after a
+        rollback: if it were accepted then, no checkpoint would fit the run any more."""
+        for name, kind in (("Acknowledge", trainer_pb2.AcknowledgeRequest), ("Commit", trainer_pb2.CommitRequest)):
+            file = self._late(name)
+            if file.exists():
+                with suppress(GristmillError):
+                    self._call(name, kind.FromString(file.read_bytes()))
+
+    def _late(self, name: str) -> Path:
+        return self._directory / f"late-{name}-{self._rank}"
 
     def train(self) -> None:
         if self._rank == 0:
@@ -134,6 +148,7 @@ class Rank:
         acknowledge = trainer_pb2.AcknowledgeRequest(
             run=self._run, rank=self._rank, position=position.message(), incarnation=self._incarnation
         )
+        self._late("Acknowledge").write_bytes(acknowledge.SerializeToString())
         self._generation = self._call("Acknowledge", acknowledge).generation
         self._next = following
         if len(self._trained) == CHECKPOINT_EVERY:
@@ -154,6 +169,7 @@ class Rank:
 
     def _commit(self) -> None:
         request = trainer_pb2.CommitRequest(run=self._run, position=self._next.message(), incarnation=self._incarnation)
+        self._late("Commit").write_bytes(request.SerializeToString())
         self._call("Commit", request)
 
     def _pull(self, position: Position, *, forward: bool = False) -> bytes:
