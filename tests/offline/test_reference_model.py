@@ -13,7 +13,7 @@ from tests.reference_model.fuzz import by_command, campaign
 SEED = 0 if "CI" in os.environ else randrange(10**9)
 
 
-@pytest.mark.parametrize("part", range(2))
+@pytest.mark.parametrize("part", range(4))
 def test_the_commands_make_what_the_specification_says(part: int) -> None:
     """`python -m tests.tools.fuzz.batches` compares thousands, and prints the smallest case of a disagreement."""
-    assert sum(campaign(by_command, SEED + part, batches=100)) >= 100
+    assert sum(campaign(by_command, SEED + part, batches=50)) >= 50
