@@ -108,7 +108,9 @@ def test_a_run_whose_batch_could_not_be_built_is_failed(service: Service, run_na
         "state": "failed",
         "summary": page["summary"],
     }
-    assert [finding["text"] for finding in run["health"]["findings"]] == [one["text"] for one in page["findings"]]
+    words = [one["text"] for one in page["findings"]]
+    words[0] += f": {page['findings'][0]['reason']}; {page['findings'][0]['remedy']}"
+    assert [finding["text"] for finding in run["health"]["findings"]] == words
 
 
 def test_a_run_in_which_nothing_happened_for_so_long_is_stuck_for_who_says_so(service: Service, run_name: str) -> None:

@@ -70,7 +70,9 @@ export class HistoryView {
 
   draw(history, health) {
     Object.assign(this, { history, health });
-    this.node.hidden = !history.points.length && !history.failed.length;
+    // The findings explain the last ones.
+    const explained = new Set(health.findings.map(one => one.batch)), unexplained = history.failed.filter(one => !explained.has(one.batch));
+    this.node.hidden = !history.points.length && !unexplained.length;
     const isOpen = this.body.querySelector("details.more")?.open ?? health.state === "finished";
     const { points, totals } = history, failed = history.failed.map(one => one.batch);
     const shared = { failed, over: this.over, open: point => this.open(point.last) };
@@ -82,9 +84,7 @@ export class HistoryView {
     const rest = !charts.length ? null : make("details", { class: "more", open: isOpen }, make("summary", {}, "More curves"),
       make("div", { class: "curves" }, charts.slice(FIRST).map(chart => chart.node)));
     rest?.addEventListener("toggle", () => charts.forEach(chart => chart.redraw()));
-    // The findings explain the last ones.
-    const explained = new Set(health.findings.map(one => one.batch));
-    this.body.replaceChildren(...failures(history.failed.filter(one => !explained.has(one.batch)), this.run), ...(totals ? [make("dl", { class: "tiles" }, ...tiles(totals)),
+    this.body.replaceChildren(...failures(unexplained, this.run), ...(totals ? [make("dl", { class: "tiles" }, ...tiles(totals)),
       make("div", { class: "curves" }, charts.slice(0, FIRST).map(chart => chart.node)), ...(rest ? [rest] : []),
       make("details", {}, make("summary", {}, "Figures of every batch"), historyTable(points, this.run))] : []));
     charts.forEach(chart => chart.redraw());

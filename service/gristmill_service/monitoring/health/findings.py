@@ -168,7 +168,7 @@ def _failed_batches(facts: RunFacts) -> Iterator[Finding]:
 def _unlearned(facts: RunFacts) -> Iterator[Finding]:
     """Reports that all advantages of the newest batch are 0."""
     newest = facts.newest
-    if newest is None or not facts.compares_groups or newest.groups.zero_variance < newest.groups.groups:
+    if newest is None or not facts.compares_groups or not 0 < newest.groups.groups == newest.groups.zero_variance:
         return
     groups, mean = newest.groups.groups, newest.groups.score_sum / newest.groups.trajectories
     yield _finding(
