@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
+from urllib.parse import unquote
 
 import numpy as np
 import orjson
@@ -69,7 +70,7 @@ class RecorderApp:
             return await self._finish(request, _named(name))
         if request.method == "POST" and end == "abort":
             return await self._abort(request, _named(name))
-        is_of_models = request.method == "GET" and (rest == _MODELS or rest.startswith(f"{_MODELS}/"))
+        is_of_models = request.method == "GET" and (rest == _MODELS or _is_below(_MODELS, rest))
         if is_of_models or (request.method == "POST" and rest in _PASSED_ON):
             return await self._pass_on(request, rest)
         raise UnknownPath(
@@ -116,6 +117,13 @@ class RecorderApp:
 
     async def _scraped(self, request: web.Request) -> web.Response:
         return web.Response(body=self._metrics.text(), headers={"content-type": CONTENT_TYPE_LATEST})
+
+
+def _is_below(parent: str, path: str) -> bool:
+    """Returns whether a raw path leads below its parent for every server: some resolve `..`, also where it is
+    escaped."""
+    steps = unquote(path).replace("\\", "/").split("/")
+    return path.startswith(f"{parent}/") and not {".", ".."}.intersection(steps)
 
 
 def _named(name: TrajectoryName | None) -> TrajectoryName:

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 
 from aiohttp import ClientError, ClientResponse, ClientSession, ClientTimeout, DummyCookieJar, TCPConnector
 from aiohttp.web import BaseRequest
+from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
 from gristmill_recorder.names import HEADER
@@ -73,15 +74,18 @@ def query_of(request: BaseRequest) -> str:
 
 def request_headers(request: BaseRequest) -> MutableMapping[str, str]:
     """Returns the headers of an agent's call that are forwarded to the engine, its key among them."""
-    headers = request.headers.copy()
-    for name in {name for name in headers if name.lower() in _NOT_FORWARDED or name.lower().startswith(HEADER)}:
+    headers = _without(request.headers, _NOT_FORWARDED)
+    for name in {name for name in headers if name.lower().startswith(HEADER)}:
         headers.popall(name, None)
     return headers
 
 
 def answer_headers(answer: ClientResponse) -> MutableMapping[str, str]:
     """Returns the headers of an engine's answer that are forwarded to the agent."""
-    headers = answer.headers.copy()
-    for name in {name for name in headers if name.lower() in _HOP_BY_HOP}:
-        headers.popall(name, None)
-    return headers
+    return _without(answer.headers, _HOP_BY_HOP)
+
+
+def _without(headers: CIMultiDictProxy[str], names: frozenset[str]) -> CIMultiDict[str]:
+    """Returns the headers without these, and without those that `Connection` names: they are of one connection."""
+    listed = {name.strip().lower() for value in headers.getall("connection", ()) for name in value.split(",")}
+    return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in names | listed)

@@ -277,10 +277,10 @@ _FIND = (
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     try:
-        lock = path.with_name(f"{path.name}.lock").open("w")
+        descriptor = os.open(path.with_name(f"{path.name}.lock"), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise UnavailableError(f"journal: cannot write {path}: {error.strerror}; choose another file") from None
-    with lock:
+    with os.fdopen(descriptor) as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

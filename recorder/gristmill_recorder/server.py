@@ -9,6 +9,8 @@ import signal
 import time
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.log import server_logger
 
 from gristmill import AsyncRolloutClient, UnavailableError
 from gristmill_recorder.app import RecorderApp
@@ -22,6 +24,17 @@ _log = logging.getLogger("gristmill.recorder")
 
 _SYNC_S = 1.0
 _UPKEEP_S = 60.0
+
+
+class _InOneLine(logging.Filter):
+    """Logs a request that is no HTTP in one line: callers may send any number."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, HttpProcessingError):
+            record.msg, record.args, record.exc_info = "refused what is no HTTP: %r", (error.message[:200],), None
+            record.levelno, record.levelname = logging.INFO, "INFO"
+        return True
 
 
 async def serve(settings: RecorderSettings) -> None:
@@ -57,6 +70,7 @@ async def serve(settings: RecorderSettings) -> None:
 
 
 async def _listening(app: RecorderApp, settings: RecorderSettings) -> web.AppRunner:
+    server_logger.addFilter(_InOneLine())
     runner = web.AppRunner(
         app.application(), handler_cancellation=True, access_log=None, shutdown_timeout=settings.shutdown_grace_s
     )

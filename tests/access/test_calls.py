@@ -107,6 +107,7 @@ def test_over_http_a_call_is_made_by_its_roles_alone(guarded: Guarded, route: AP
 def test_probes_need_no_token_and_the_description_does(guarded: Guarded, path: str, is_open: bool) -> None:
     assert answer(guarded, "GET", path, None).status_code == (200 if is_open else 401)
     assert answer(guarded, "GET", path, guarded.tokens["viewer"]).status_code == 200
+    assert answer(guarded, "GET", path, guarded.tokens["scraper"]).status_code == (200 if is_open else 403)
 
 
 def test_metrics_are_for_scrapers(guarded: Guarded) -> None:

@@ -12,8 +12,10 @@ from urllib.parse import urlsplit
 
 import openai
 import pytest
+from aiohttp.test_utils import make_mocked_request
 
 from gristmill import RolloutClient
+from gristmill_recorder.engine import request_headers
 from tests.on_loop import Service
 from tests.recorder.engine import FAILURE, Engine, serving
 from tests.recorder.recorders import Recorder, StartRecorder, create_run, post, trained
@@ -208,6 +210,20 @@ def test_a_wrong_call_is_refused_with_what_is_expected(
 ) -> None:
     answer = refusal(post(f"{recorder.url}{path}", document))
     assert (answer[0], problem in answer[1]) == (status, True), answer
+
+
+@pytest.mark.parametrize("path", ["models/../../metrics", "models/%2e%2e/%2e%2e/metrics", "models/..%2f..%2fmetrics"])
+def test_no_path_leads_above_the_models(recorder: Recorder, run: str, path: str) -> None:
+    where = urlsplit(recorder.base(run))
+    connection = http.client.HTTPConnection(where.netloc)
+    connection.request("GET", f"{where.path}/v1/{path}")
+    assert connection.getresponse().status == 404
+    connection.close()
+
+
+def test_headers_that_connection_names_stay_on_their_connection() -> None:
+    call = make_mocked_request("GET", "/", {"Connection": "x-mine, close", "X-Mine": "1", "Authorization": "key"})
+    assert dict(request_headers(call)) == {"Authorization": "key"}
 
 
 def test_a_version_of_thousands_of_digits_is_refused(recorder: Recorder, run: str) -> None:
