@@ -12,10 +12,13 @@ from urllib.parse import urlsplit
 
 import openai
 import pytest
+from aiohttp.http_exceptions import BadStatusLine
+from aiohttp.log import server_logger
 from aiohttp.test_utils import make_mocked_request
 
 from gristmill import RolloutClient
 from gristmill_recorder.engine import request_headers
+from gristmill_recorder.server import _InOneLine
 from tests.on_loop import Service
 from tests.recorder.engine import FAILURE, Engine, serving
 from tests.recorder.recorders import Recorder, StartRecorder, create_run, post, trained
@@ -219,6 +222,17 @@ def test_no_path_leads_above_the_models(recorder: Recorder, run: str, path: str)
     connection.request("GET", f"{where.path}/v1/{path}")
     assert connection.getresponse().status == 404
     connection.close()
+
+
+def test_what_is_no_http_is_logged_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    server_logger.addFilter(in_one_line := _InOneLine())
+    try:
+        server_logger.error("Error handling request", exc_info=BadStatusLine("GET /a b HTTP/1.1"))
+    finally:
+        server_logger.removeFilter(in_one_line)
+    (line,) = caplog.records
+    assert (line.levelname, line.exc_info) == ("INFO", None)
+    assert "GET /a b" in line.getMessage()
 
 
 def test_headers_that_connection_names_stay_on_their_connection() -> None:
