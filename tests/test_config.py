@@ -207,11 +207,11 @@ def test_a_required_setting_that_is_missing_is_named(name: str) -> None:
         ({"kl_in_reward": {"coef": 0.1, "column": "kl"}}, "columns: kl is missing, .* declare it with scope: row"),
         (
             kl_of_column(scope="response"),
-            "columns: kl has scope: response, .* make it scope: row, dtype: float32 or float64, one number each, and",
+            "columns: kl has scope: response, .* make it scope: row, dtype: float32 or float64, one number each",
         ),
         (kl_of_column(dtype="bfloat16"), "columns: kl has scope: row, dtype: bfloat16, "),
         (kl_of_column(shape=[2]), r"columns: kl has scope: row, dtype: float32, shape: \[2\], "),
-        (kl_of_column(required=False), "columns: kl has .* required: false, .* and required"),
+        (kl_of_column(required=False), "columns: kl has .* required: false, .* each, required, and not partial"),
         (
             {**kl_of_column(), "merge": "prefix", "step_wise": True},
             "columns: kl has merge: last, so with merge: prefix .* set merge: sum for it",
