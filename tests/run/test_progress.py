@@ -10,6 +10,7 @@ from gristmill.errors import FailedPreconditionError, InvalidArgumentError, NotF
 from gristmill_service.config import Model
 from gristmill_service.run.machine.answers import BatchState, Moved, Position, Resumed
 from gristmill_service.run.machine.decisions.resume import Checkpoint
+from gristmill_service.run.waiters import shard_is_settled
 from tests.run.harness import Bench, group_rows
 
 
@@ -178,6 +179,17 @@ class TestResuming:
                 call()
         assert bench.run.shard("policy", 0, None, 0).position == Position(0), "0 is not checked"
         assert ack(bench, 0, incarnation=3) == Position(0, 0, 1)
+
+    def test_a_trainer_that_waits_for_its_shard_is_woken_when_another_begins(self) -> None:
+        bench = Bench()
+        first = bench.run.begin("policy", [0])
+        woken: list[str] = []
+        bench.run.wait(
+            shard_is_settled("policy", 0, Position(0), first.incarnation), lambda: woken.append("superseded")
+        )
+        assert not woken
+        bench.run.begin("policy", [0])
+        assert woken == ["superseded"]
 
     def test_an_incarnation_that_was_never_given_out_is_refused(self) -> None:
         bench = published()

@@ -24,6 +24,7 @@ from gristmill_service.run.machine.events import (
     GroupTagged,
     ModelResumed,
     PolicyVersionAnnounced,
+    RanksBegan,
     Resized,
     RunFinished,
     TagSharesLapsed,
@@ -45,6 +46,8 @@ TOPICS: dict[type[Event], frozenset[Topic]] = {
     BatchSealed: _BATCHES,
     BatchPublished: _BATCHES,
     ModelResumed: _BATCHES,
+    # The trainer that it supersedes is refused now.
+    RanksBegan: _BATCHES,
     Resized: _BATCHES,
     BatchWithdrawn: _BATCHES | _ROOM,
     BatchFailed: _BATCHES | _ROOM,

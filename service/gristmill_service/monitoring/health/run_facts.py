@@ -177,7 +177,7 @@ def facts_of(run: Run, state: State, room: Room) -> RunFacts:
                 own.committed,
                 own.incarnation,
                 next_positions(state, model),
-                own.incarnation > 1 or own.furthest > START or model in history.pulling,
+                own.latest > 1 or own.furthest > START or model in history.pulling,
             )
             for model, own in state.models.items()
         ],

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from gristmill.adapters._core.routes import fill_routes
 from gristmill.errors import FailedPreconditionError, InvalidArgumentError
 from gristmill.torch import MicroBatch as Rows
 from gristmill.torch import Shard
@@ -196,9 +197,9 @@ _LOSS_WEIGHTS = ("ce_weights", "ref_kl_weights")
 def _routed_experts(rows: Rows, padding: int) -> RoutedExperts | None:
     if ROUTED_EXPERTS not in rows:
         return None
-    experts = rows[ROUTED_EXPERTS].numpy().copy()
-    # A replayed router needs distinct experts, also for a token for which no engine reported any.
-    experts[experts[:, 0, 0] < 0] = np.arange(experts.shape[-1])
+    routes = rows[ROUTED_EXPERTS].clone()
+    fill_routes(routes)
+    experts = routes.numpy()
     shape = [len(experts) + padding, *experts.shape[1:]]
     row_bytes = experts.itemsize * experts[:1].size
     return RoutedExperts(experts.tobytes() + bytes(padding * row_bytes), shape, experts.dtype.name)

@@ -9,6 +9,7 @@ import torch
 from skyrl.backends.skyrl_train.training_batch import TrainingInputBatch
 
 from gristmill import Shard
+from gristmill.adapters._core.routes import fill_routes
 from gristmill.torch import MiniBatch
 
 try:
@@ -105,11 +106,9 @@ class BatchRows:
         if (support := tensors.get(_SUPPORT)) is not None:
             tensors[_SUPPORT] = _packed(support, tensors["response_mask"])
         if (routes := tensors.get(_ROUTES)) is not None:
-            has_route = routes[..., 0, 0] >= 0
             if self._has_added:
-                has_route &= self._is_served()[:, None]
-            # A replayed router needs distinct experts, also where the engine reported none.
-            routes[~has_route] = torch.arange(routes.shape[-1], dtype=routes.dtype)
+                routes[~self._is_served()] = -1
+            has_route = fill_routes(routes)
             tensors[_ROUTES] = _packed(routes, tensors["attention_mask"])
             tensors["router_padding_mask"] = ~has_route | (tensors["attention_mask"] == 0)
 

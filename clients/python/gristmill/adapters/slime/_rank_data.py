@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 
+from gristmill.adapters._core.routes import fill_routes
 from gristmill.adapters.slime._settings import ROUTED_EXPERTS, TEACHER_LOGPROBS
 from gristmill.torch import Shard
 
@@ -139,11 +140,10 @@ def _last(rows: Sequence[torch.Tensor]) -> list[float]:
 
 
 def _routed_experts(shard: Shard) -> list[torch.Tensor]:
-    """Return the experts of each token but the last, which predicts nothing. Tokens for which no engine reported any,
-    such as those of padding rows, have the first top_k, because a replayed router needs distinct ones."""
+    """Return the experts of each token but the last, which predicts nothing."""
     rows = [row[:-1] for row in _rows(shard, ROUTED_EXPERTS, "row")]
     for row in rows:
-        row[row[:, 0, 0] < 0] = torch.arange(row.shape[-1], dtype=row.dtype)
+        fill_routes(row)
     return rows
 
 
