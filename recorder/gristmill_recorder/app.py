@@ -11,7 +11,7 @@ import orjson
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from gristmill.errors import GristmillError, InvalidArgumentError, UnavailableError
+from gristmill.errors import GristmillError, InvalidArgumentError
 from gristmill_recorder.calls import FORMS, Calls, read_body, read_document, unchanged
 from gristmill_recorder.engine import Engine, query_of, request_headers
 from gristmill_recorder.metrics import Metrics
@@ -95,8 +95,6 @@ class RecorderApp:
         reason = _only(document, "reason") or "aborted by its agent"
         try:
             await self._runs.abort(name, str(reason)[:_REASON_LENGTH])
-        except UnavailableError as error:
-            raise Busy(str(error)) from None
         except GristmillError as error:
             raise Conflict(str(error)) from None
         return web.Response(body=orjson.dumps({"outcome": "aborted"}), content_type="application/json")

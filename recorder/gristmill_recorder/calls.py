@@ -69,11 +69,12 @@ class Calls:
     async def _run(self, exchange: Exchange, request: web.BaseRequest) -> None:
         try:
             await exchange.run(self._engine)
-        except asyncio.CancelledError:
-            self._metrics.cut.labels("agent").inc()
-            raise
-        except AgentGoneError:
-            self._metrics.cut.labels("agent").inc()
+        except (asyncio.CancelledError, AgentGoneError) as error:
+            # Agents' libraries close the connection at the event that ends a stream, before its last byte.
+            if not exchange.is_recorded:
+                self._metrics.cut.labels("agent").inc()
+                if isinstance(error, asyncio.CancelledError):
+                    raise
         except (EngineAway, EngineSlow):
             self._metrics.cut.labels("engine").inc()
             if not exchange.response.prepared:
@@ -142,12 +143,14 @@ class AgentGoneError(Exception):
 
 
 class Exchange:
-    """One call. engine_s: seconds spent waiting for the engine. most_bytes: limit of an answer, or a stream's event."""
+    """One call. engine_s: seconds spent waiting for the engine. is_recorded: whether its tokens are in the journal.
+    most_bytes: limit of an answer, or a stream's event."""
 
     def __init__(self, request: web.BaseRequest, form: Form, record: Record, most_bytes: int) -> None:
         self._request, self._form, self._record, self._most_bytes = request, form, record, most_bytes
         self.response = web.StreamResponse()
         self.engine_s = 0.0
+        self.is_recorded = False
 
     async def run(self, engine: Engine) -> None:
         """Answers the agent. The handler returns `response` in any case, also if it was sent already.
@@ -190,6 +193,7 @@ class Exchange:
             answered = orjson.dumps(self._form.whole(document))
             # Recorded last: an answer that fails before must not be recorded.
             self._record(samples)
+            self.is_recorded = True
         self.response = web.Response(body=answered, headers=answer_headers(answer))
         # Sent here, not when the handler returns, so that the call is counted after its answer.
         await self._write_eof()
@@ -206,7 +210,7 @@ class Exchange:
 
     async def _events(self, answer: ClientResponse, stream: Stream) -> None:
         """Forwards events. Those from the completing one on are held back until the answer is recorded."""
-        splitter, held, is_recorded = EventSplitter(self._most_bytes), bytearray(), False
+        splitter, held, is_ended = EventSplitter(self._most_bytes), bytearray(), False
         async for received in self._parts(answer):
             ready = bytearray()
             for event in splitter.feed(received):
@@ -214,10 +218,10 @@ class Exchange:
                     part = stream.read(event)
                 (held if stream.is_complete else ready).extend(part)
             await self._write(ready)
-            if stream.is_over and stream.is_complete and not is_recorded:
-                is_recorded = True
+            if stream.is_over and stream.is_complete and not is_ended:
+                is_ended = True
                 await self._end(stream, held)
-        if not is_recorded:
+        if not is_ended:
             await self._end(stream, held)
 
     async def _end(self, stream: Stream, held: bytearray) -> None:
@@ -226,6 +230,7 @@ class Exchange:
                 raise EngineAway("the engine ended its stream before the answer was complete; make the call again")
             with _recordable():
                 self._record(stream.sampled())
+                self.is_recorded = True
         await self._write(held)
 
     async def _parts(self, answer: ClientResponse) -> AsyncIterator[bytes]:

@@ -134,7 +134,8 @@ class Entry:
     """A trajectory in the journal.
 
     id: 0 until the first step is written. next_step: the number of steps. delivered: how many of them the service has
-    acknowledged; rows: the others. is_ended, reward: set by its end. outcome: its result, "" while it is open.
+    acknowledged; rows: the others. is_ended, reward: set by its end. outcome: its result, "" while it is open; an open
+    one that has an outcome is still to be aborted in the service.
     """
 
     name: TrajectoryName
@@ -216,6 +217,14 @@ class Journal:
             self._database.execute(
                 "UPDATE trajectories SET is_ended = 1, reward = ? WHERE id = ?", (reward, trajectory)
             )
+
+    def abort(self, entry: Entry) -> None:
+        """Stores the entry's outcome, without its steps: it stays open until the service has aborted it."""
+        with self._changing():
+            id_ = entry.id or self._make(entry.name)
+            self._database.execute("UPDATE trajectories SET outcome = ? WHERE id = ?", (entry.outcome, id_))
+            self._database.execute("DELETE FROM steps WHERE trajectory = ?", (id_,))
+        entry.id, entry.next_step = id_, 0
 
     def close_trajectory(self, trajectory: int, outcome: str, *, keeps_rows: bool) -> None:
         """Stores the outcome of a trajectory. keeps_rows: keep its steps for inspection until `forget`."""

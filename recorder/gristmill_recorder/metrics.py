@@ -43,7 +43,10 @@ class Metrics:
         )
         self.under_way = Gauge(name("calls_under_way"), "Calls that are not answered yet.", registry=registry)
         self.cut = Counter(
-            name("cut_calls"), "Calls whose connection was lost, by side; not recorded.", ("side",), registry=registry
+            name("cut_calls"),
+            "Calls whose connection was lost before they were recorded, by side.",
+            ("side",),
+            registry=registry,
         )
         self.refused = Counter(
             name("refused_calls"), "Calls that the recorder refused, by reason.", ("reason",), registry=registry

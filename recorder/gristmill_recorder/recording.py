@@ -30,6 +30,7 @@ _log = logging.getLogger("gristmill.recorder")
 
 _MAX_ROWS = 64
 _PAUSE_S = 1.0
+_WAIT_S = 30.0
 # Other errors pass: the service is unreachable, or has no capacity.
 _LASTING = (AlreadyExistsError, FailedPreconditionError, InvalidArgumentError, NotFoundError)
 _OVER = {
@@ -81,7 +82,7 @@ class Recording:
         finally:
             self.calls -= 1
             self.used_at = time.monotonic()
-            if not self.calls and not self._entry.next_step:
+            if not (self.calls or self._entry.next_step or self.outcome):
                 self._on_closed(self)
 
     def record(self, choices: Sequence[Sampled], policy_version: int, *, has_logprobs: bool) -> None:
@@ -131,6 +132,13 @@ class Recording:
         """Stops recording and delivering the trajectory."""
         self._close(ABORTED)
 
+    def abort_later(self, reason: str) -> None:
+        """Stops recording the trajectory, and aborts it in the service in the background. Idempotent."""
+        self._entry.outcome = f"{ABORTED}: {reason}"
+        self._journal.abort(self._entry)
+        self._clear()
+        self.deliver()
+
     async def stop(self) -> None:
         """Stops the delivery. Other rows stay in the journal."""
         if self._task is not None:
@@ -139,7 +147,7 @@ class Recording:
 
     def is_abandoned(self, since: float) -> bool:
         """Whether the agent was silent since then, although the trajectory has not ended."""
-        return not self.calls and not self._entry.is_ended and self.used_at < since
+        return not (self.calls or self._entry.is_ended or self.outcome) and self.used_at < since
 
     @property
     def is_idle(self) -> bool:
@@ -162,30 +170,41 @@ class Recording:
 
     def deliver(self) -> None:
         """Starts the delivery in the background, if there is anything to deliver."""
-        if self._task is None and self._due():
+        if self._task is None and (self._due() or self.outcome):
             self._task = asyncio.create_task(self._send(), name=f"deliver {self.name}")
 
     async def _send(self) -> None:
         try:
-            while not self._over.is_set() and (rows := self._due()):
-                await self._send_rows(rows)
+            while not self._over.is_set() and (self._due() or self.outcome):
+                await self._send_next()
         finally:
             self._task = None
 
-    async def _send_rows(self, rows: Sequence[Row]) -> None:
+    async def _send_next(self) -> None:
         try:
-            outcomes = await self._client.submit([row.fields(self.name) for row in rows])
+            await (self._send_abort() if self.outcome else self._send_rows(self._due()))
         except _LASTING as error:
             self._metrics.delivery_failures.labels(error.code).inc()
-            _log.error("%s: the service refused its steps: %s", self.name, error)
+            _log.error("%s: refused by the service: %s", self.name, error)
             self._close(f"{REFUSED}: {error}")
-            return
         except GristmillError as error:
             self._metrics.delivery_failures.labels(error.code).inc()
             _log.warning("%s: cannot be delivered yet: %s", self.name, error)
             await asyncio.sleep(_PAUSE_S)
-            return
-        if self._over.is_set():
+
+    async def _send_abort(self) -> None:
+        name, reason = self.name, self.outcome.partition(": ")[2]
+        try:
+            await self._client.abort_trajectory(name.uid, name.sample, round=name.round, reason=reason)
+        except NotFoundError:
+            if not await self._client.begin_groups([name.uid], name.round, wait_s=_WAIT_S):
+                await asyncio.sleep(_PAUSE_S)
+        else:
+            self._close(self.outcome)
+
+    async def _send_rows(self, rows: Sequence[Row]) -> None:
+        outcomes = await self._client.submit([row.fields(self.name) for row in rows])
+        if self.outcome:
             return
         for row in rows:
             self._waiting.popleft()
@@ -203,7 +222,7 @@ class Recording:
             self._journal.deliver(self._entry)
         except FailedPreconditionError as error:
             # After a restart they are delivered again, as duplicates.
-            _log.error("%s: %s", self.name, error)
+            _log.error("%s: delivery not journaled: %s", self.name, error)
 
     def _close(self, outcome: str) -> None:
         if self._over.is_set():
@@ -213,14 +232,17 @@ class Recording:
                 self._journal.close_trajectory(self._entry.id, outcome, keeps_rows=outcome.startswith(REFUSED))
         except FailedPreconditionError as error:
             # After a restart it is delivered again, as a duplicate.
-            _log.error("%s: %s", self.name, error)
+            _log.error("%s: outcome not journaled: %s", self.name, error)
         self._entry.outcome = outcome
-        for row in self._waiting:
-            self._metrics.row_bytes.total -= row.nbytes
-        self._waiting.clear()
+        self._clear()
         self._metrics.closed.labels(outcome.partition(":")[0]).inc()
         self._over.set()
         self._on_closed(self)
+
+    def _clear(self) -> None:
+        for row in self._waiting:
+            self._metrics.row_bytes.total -= row.nbytes
+        self._waiting.clear()
 
 
 def over(entry: Entry) -> TrajectoryOver:

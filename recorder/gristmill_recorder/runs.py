@@ -15,12 +15,13 @@ from gristmill import (
     NotFoundError,
     PermissionDeniedError,
     UnauthenticatedError,
+    UnavailableError,
 )
 from gristmill_recorder.journal import Entry, Journal
 from gristmill_recorder.metrics import Metrics
 from gristmill_recorder.names import TrajectoryName
 from gristmill_recorder.recording import REFUSED, Recording, check_same_end, over
-from gristmill_recorder.refusals import Busy, Conflict, WrongCall
+from gristmill_recorder.refusals import Conflict, WrongCall
 
 _log = logging.getLogger("gristmill.recorder")
 
@@ -150,19 +151,26 @@ class Runs:
         return ended
 
     async def abort(self, name: TrajectoryName, reason: str) -> None:
-        """Aborts the trajectory, here and in the service, where its group continues without it. Idempotent."""
+        """Aborts the trajectory, here and in the service, where its group continues without it. Idempotent.
+
+        If the service is unreachable, or its group has not begun and waits for capacity, the abort waits in the
+        journal. Raises WrongCall if the run does not exist, Conflict if the trajectory has ended.
+        """
         if (known := self._open.get(name)) is not None:
             known.check_not_ended()
-        client = self.run(name.run).client
+        run = self.run(name.run)
+        await run.check()
         try:
-            await client.abort_trajectory(name.uid, name.sample, round=name.round, reason=reason)
-        except NotFoundError:
-            # No step was delivered. Without the abort, the group would wait for this sample later.
-            if not await client.begin_groups([name.uid], name.round, wait_s=0.0):
-                raise Busy(f"{name}: the service has no capacity for its group now; abort it later") from None
-            await client.abort_trajectory(name.uid, name.sample, round=name.round, reason=reason)
-        if known is not None:
-            known.give_up()
+            await run.client.abort_trajectory(name.uid, name.sample, round=name.round, reason=reason)
+        except (NotFoundError, UnavailableError):
+            # Without the abort, the group would wait for this sample later.
+            if known is None and self._journal.find(name) is None:
+                known = self._add(Entry(name))
+            if known is not None:
+                known.abort_later(reason)
+        else:
+            if known is not None:
+                known.give_up()
 
     async def abandon(self, idle_s: float) -> None:
         """Aborts trajectories that are silent for idle_s: their groups would wait for them forever."""

@@ -75,20 +75,20 @@ async def _listening(app: RecorderApp, settings: RecorderSettings) -> web.AppRun
         app.application(), handler_cancellation=True, access_log=None, shutdown_timeout=settings.shutdown_grace_s
     )
     await runner.setup()
-    host, _, port = settings.listen.rpartition(":")
+    host, _, port = settings.http_address.rpartition(":")
     try:
         await web.TCPSite(runner, host.strip("[]"), int(port), backlog=1024).start()
     except OSError as error:
         await runner.cleanup()
         raise UnavailableError(
-            f"listen: cannot listen on {settings.listen}: {error.strerror}; stop the program that uses it, or choose "
+            f"http_address: cannot listen on {settings.http_address}: {error.strerror}; stop the program that uses it, or choose "
             "another"
         ) from None
     return runner
 
 
 def _url(settings: RecorderSettings, runner: web.AppRunner) -> str:
-    return f"http://{settings.listen.rpartition(':')[0]}:{runner.addresses[0][1]}"
+    return f"http://{settings.http_address.rpartition(':')[0]}:{runner.addresses[0][1]}"
 
 
 def _stop_asked() -> asyncio.Event:

@@ -25,7 +25,7 @@ class RecorderSettings(BaseSettings):
     address: str = Field(
         "127.0.0.1:50051", description="The service: HOST:PORT or unix:/PATH, or several replicas, separated by commas."
     )
-    listen: str = Field("127.0.0.1:8090", description="HOST:PORT for the agents; port 0 picks a free one.")
+    http_address: str = Field("127.0.0.1:8090", description="HOST:PORT for the agents; port 0 picks a free one.")
     insecure: bool = Field(
         False,
         description="Listen beyond this machine. Everyone who can reach the port can record and end trajectories.",
@@ -83,20 +83,20 @@ class RecorderSettings(BaseSettings):
             )
         return upstream.rstrip("/").removesuffix("/v1")
 
-    @field_validator("listen")
+    @field_validator("http_address")
     @classmethod
-    def _check_listen(cls, listen: str) -> str:
-        host, _, port = listen.rpartition(":")
+    def _check_http_address(cls, address: str) -> str:
+        host, _, port = address.rpartition(":")
         if not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
             raise ValueError("expected HOST:PORT with a port of 0..65535")
-        return listen
+        return address
 
     @model_validator(mode="after")
     def _check_reach(self) -> RecorderSettings:
-        host = self.listen.rpartition(":")[0].strip("[]")
+        host = self.http_address.rpartition(":")[0].strip("[]")
         if not self.insecure and not _is_of_this_machine(host):
             raise ValueError(
-                f"listen: {self.listen} is reached from other machines, and a recorder does not check who calls; "
+                f"http_address: {self.http_address} is reached from other machines, and a recorder does not check who calls; "
                 "give insecure if the network keeps everyone else out"
             )
         return self

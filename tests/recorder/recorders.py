@@ -67,7 +67,7 @@ StartRecorder = Callable[..., Recorder]
 def start(log: Path, upstream: str, address: str, *flags: str) -> Recorder:
     """Returns when it is ready."""
     command = [str(Path(sys.executable).with_name("gristmill")), "record", "--upstream", upstream]
-    command += ["--address", address, "--listen", "127.0.0.1:0", *flags]
+    command += ["--address", address, "--http-address", "127.0.0.1:0", *flags]
     with log.open("w") as errors:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
     assert process.stdout is not None

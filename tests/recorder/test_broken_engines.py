@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import time
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
@@ -55,6 +56,28 @@ def send(recorder: Recorder, run: str, body: str, api: str = "chat/completions")
 
 def has_recorded(recorder: Recorder, run: str) -> bool:
     return post(f"{recorder.base(run)}/finish", {"reward": 1.0})[0] != 409
+
+
+def test_a_call_that_its_agent_closes_at_the_end_of_the_stream_is_not_cut(
+    recorder: Recorder, broken: BrokenEngine, run: str
+) -> None:
+    """OpenAI's library closes at [DONE], whatever follows."""
+    cut, answered = recorder.metric("cut_calls_total"), recorder.metric("calls_total")
+    broken.answer, broken.holds = streamed(PROMPT, FIRST, LAST, DONE, is_ended=False), True
+    where = urlsplit(recorder.base(run))
+    connection = http.client.HTTPConnection(where.netloc, timeout=60)
+    connection.request("POST", f"{where.path}/v1/chat/completions", json.dumps({"messages": [], "stream": True}))
+    answer = connection.getresponse()
+    while b"[DONE]" not in answer.readline():
+        pass
+    answer.close()
+    connection.close()
+    assert broken.closed.wait(60)
+    broken.holds = False
+    while recorder.metric("calls_under_way"):
+        time.sleep(0.01)
+    assert has_recorded(recorder, run)
+    assert (recorder.metric("cut_calls_total"), recorder.metric("calls_total")) == (cut, answered + 1)
 
 
 @pytest.mark.parametrize(

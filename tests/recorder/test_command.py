@@ -28,8 +28,11 @@ GRISTMILL = str(Path(sys.executable).with_name("gristmill"))
         ({"upstream": "vllm:8000"}, "--upstream: upstream is 'vllm:8000': expected http://HOST:PORT"),
         ({"upstream": "http://me:secret@vllm"}, "agents' own keys are forwarded to the engine"),
         ({"upstream": "http://vllm:99999"}, "--upstream: upstream is 'http://vllm:99999'"),
-        ({"listen": "8090"}, "--listen: listen is '8090': expected HOST:PORT"),
-        ({"listen": "0.0.0.0:0", "upstream": "http://vllm"}, "listen: 0.0.0.0:0 is reached from other machines"),
+        ({"http_address": "8090"}, "--http-address: http_address is '8090': expected HOST:PORT"),
+        (
+            {"http_address": "0.0.0.0:0", "upstream": "http://vllm"},
+            "http_address: 0.0.0.0:0 is reached from other machines",
+        ),
     ],
 )
 def test_a_wrong_setting_is_named(flags: dict[str, str], problem: str) -> None:

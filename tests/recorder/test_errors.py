@@ -185,6 +185,29 @@ def test_an_agent_may_give_up(recorder: Recorder, service: Service, run_name: st
     assert chat(recorder, run_name, body("say more"))[0] == 410
 
 
+def test_an_abort_before_the_first_answer_waits_for_its_group_to_begin_also_through_a_kill(
+    start_recorder: StartRecorder, engine: Engine, service: Service, run_name: str
+) -> None:
+    create_run(service.grpc_address, run_name, n_samples_per_prompt=2, max_buffered_batches=1)
+    recorder = start_recorder(engine.url, service.grpc_address)
+    with RolloutClient(service.grpc_address, run_name) as rollouts:
+        rollouts.begin_groups(["full"])
+        assert chat(recorder, run_name, body("fail 500"))[0] == 500
+        for reason in ("lost", "lost again"):
+            assert post(f"{recorder.base(run_name)}/abort", {"reason": reason}) == (200, {"outcome": "aborted"})
+        assert refusal(chat(recorder, run_name, body("say more")))[0] == 410
+        assert post(f"{recorder.base(run_name)}/finish", {})[1]["outcome"] == "aborted: lost again"
+        recorder.kill()
+        recorder = start_recorder(engine.url, service.grpc_address)
+        rollouts.abort_group("full")
+    with recorder.openai(run_name, sample=1) as client:
+        client.chat.completions.create(**body("say hi"))
+    assert recorder.finish(run_name, sample=1)["outcome"] == "accepted"
+    assert [bytes(row.trained[:-1]) for row in trained(service.grpc_address, run_name)] == [b"hi"]
+    assert recorder.metric('closed_trajectories_total{outcome="aborted"}') == 1
+    assert recorder.metric("open_trajectories") == 0
+
+
 def test_a_run_that_cannot_take_steps_is_refused_before_the_engine_is_asked(
     recorder: Recorder, engine: Engine, service: Service, run_name: str
 ) -> None:

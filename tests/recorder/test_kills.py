@@ -53,6 +53,21 @@ def test_what_was_answered_outlives_a_kill_before_it_was_submitted(
     assert rows[-1].reward == 3.0
 
 
+def test_an_abort_outlives_a_kill_while_the_service_is_away(
+    start_recorder: StartRecorder, engine: Engine, service: Service, run_name: str
+) -> None:
+    create_run(service.grpc_address, run_name, n_samples_per_prompt=2)
+    first = start_recorder(engine.url, AWAY)
+    for sample in range(2):
+        with first.openai(run_name, sample=sample) as client:
+            ask(client, "say hi")
+    assert post(f"{first.base(run_name)}/abort", {}) == (200, {"outcome": "aborted"})
+    first.kill()
+    second = start_recorder(engine.url, service.grpc_address)
+    assert second.finish(run_name, sample=1) == {"steps": 1, "outcome": "accepted"}
+    assert len(trained(service.grpc_address, run_name)) == 1
+
+
 def test_steps_that_the_service_had_already_count_once(
     start_recorder: StartRecorder, engine: Engine, service: Service, run: str, tmp_path: Path
 ) -> None:

@@ -75,7 +75,7 @@ def test_what_was_read_is_trained_once_whatever_is_killed(
     chance = random.Random(7)
 
     def recorder() -> Any:
-        return start_recorder(engine.url, service.grpc_address, "--listen", listen, "--finish-wait-s", "1")
+        return start_recorder(engine.url, service.grpc_address, "--http-address", listen, "--finish-wait-s", "1")
 
     running = recorder()
     with ThreadPoolExecutor(AGENTS) as pool:

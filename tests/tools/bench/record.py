@@ -167,7 +167,7 @@ def _recorder(engine: str, address: str) -> Iterator[Recorder]:
             "--address",
             address,
         ]
-        with _started([*command, "--listen", "127.0.0.1:0", "--journal", f"{directory}/journal"]) as (line, pid):
+        with _started([*command, "--http-address", "127.0.0.1:0", "--journal", f"{directory}/journal"]) as (line, pid):
             yield Recorder(line.split("ready: ")[1].split()[0], pid)
 
 
