@@ -81,8 +81,8 @@ async def _listening(app: RecorderApp, settings: RecorderSettings) -> web.AppRun
     except OSError as error:
         await runner.cleanup()
         raise UnavailableError(
-            f"http_address: cannot listen on {settings.http_address}: {error.strerror}; stop the program that uses it, or choose "
-            "another"
+            f"http_address: cannot listen on {settings.http_address}: {error.strerror}; stop the program that uses it, "
+            "or choose another"
         ) from None
     return runner
 

@@ -96,8 +96,8 @@ class RecorderSettings(BaseSettings):
         host = self.http_address.rpartition(":")[0].strip("[]")
         if not self.insecure and not _is_of_this_machine(host):
             raise ValueError(
-                f"http_address: {self.http_address} is reached from other machines, and a recorder does not check who calls; "
-                "give insecure if the network keeps everyone else out"
+                f"http_address: {self.http_address} is reached from other machines, and a recorder does not check who "
+                "calls; give insecure if the network keeps everyone else out"
             )
         return self
 
