@@ -19,6 +19,7 @@ from gristmill.errors import FailedPreconditionError, InvalidArgumentError
 from gristmill_recorder.engine import Engine, answer_headers, query_of, request_headers
 from gristmill_recorder.forms.forms import Asking, ChatForm, Document, EventSplitter, Form, ResponsesForm, Stream
 from gristmill_recorder.forms.messages import MessagesForm
+from gristmill_recorder.forms.sampling import Sampling
 from gristmill_recorder.metrics import Metrics
 from gristmill_recorder.names import HEADER, INT32_MAX, TrajectoryName, int32_of
 from gristmill_recorder.refusals import (
@@ -59,7 +60,11 @@ class Calls:
             await run.check()
             form = FORMS[path](document, self._asking)
             version = _version(request, run.policy_version)
-            record = partial(recording.record, policy_version=version, has_logprobs=self._settings.logprobs)
+            temperature, has_note = self._settings.trainer_temperature, self._settings.sampling_column
+            sampling = Sampling.of(form.request, temperature, has_note=has_note)
+            record = partial(
+                recording.record, policy_version=version, sampling=sampling, has_logprobs=self._settings.logprobs
+            )
             exchange = Exchange(request, form, record, self._settings.max_body_bytes)
             await self._run(exchange, request)
             took = time.perf_counter() - began

@@ -23,9 +23,10 @@ from numpy.typing import NDArray
 
 from gristmill.completions import Sampled
 from gristmill.errors import FailedPreconditionError, InvalidArgumentError, UnavailableError
+from gristmill_recorder.forms.sampling import PLAIN, Sampling
 from gristmill_recorder.names import TrajectoryName
 
-_LAYOUT = 2
+_LAYOUT = 3
 _TABLES = """
 CREATE TABLE trajectories (
     id INTEGER PRIMARY KEY,
@@ -40,13 +41,14 @@ CREATE TABLE steps (
     trajectory INTEGER NOT NULL, step INTEGER NOT NULL,
     shared INTEGER NOT NULL, rest BLOB NOT NULL, response BLOB NOT NULL, logprobs BLOB,
     stop_reason TEXT NOT NULL, policy_version INTEGER NOT NULL, policy_versions BLOB,
+    is_masked INTEGER NOT NULL, note BLOB,
     PRIMARY KEY (trajectory, step)
 );
 """
 # A prompt is stored as the number of tokens shared with the step before, and the rest: a conversation is stored once.
 _STEPS = (
-    "SELECT step, shared, rest, response, logprobs, stop_reason, policy_version, policy_versions FROM steps "
-    "WHERE trajectory = ? ORDER BY step"
+    "SELECT step, shared, rest, response, logprobs, stop_reason, policy_version, policy_versions, is_masked, note "
+    "FROM steps WHERE trajectory = ? ORDER BY step"
 )
 
 
@@ -56,7 +58,7 @@ class Row:
 
     prompt, response: int32 token ids. logprobs: float32, one per response token; None if rows have none.
     policy_versions: int32, one per response token; None if `policy_version` is that of all. reward: None is pending.
-    is_last: whether the trajectory ends with this step.
+    is_last: whether the trajectory ends with this step. is_masked, note: as `Sampling` has them.
     """
 
     step: int
@@ -66,11 +68,21 @@ class Row:
     stop_reason: str
     policy_version: int
     policy_versions: NDArray[np.int32] | None = None
+    is_masked: bool = False
+    note: bytes | None = None
     reward: float | None = 0.0
     is_last: bool = False
 
     @classmethod
-    def of(cls, choice: Sampled, step: int, policy_version: int, *, has_logprobs: bool) -> Row:
+    def of(
+        cls,
+        choice: Sampled,
+        step: int,
+        policy_version: int,
+        sampling: Sampling = PLAIN,
+        *,
+        has_logprobs: bool,
+    ) -> Row:
         """Makes a step of a sample. Raises InvalidArgumentError for invalid token ids or logprobs.
 
         policy_version: of all tokens, if the sample has no versions of its own.
@@ -95,7 +107,8 @@ class Row:
             )
         if versions is not None and (versions == versions[0]).all():
             policy_version, versions = int(versions[0]), None
-        return cls(step, prompt, response, logprobs, choice.stop_reason, policy_version, versions)
+        stop, is_masked, note = choice.stop_reason, sampling.is_masked, sampling.note
+        return cls(step, prompt, response, logprobs, stop, policy_version, versions, is_masked, note)
 
     @property
     def nbytes(self) -> int:
@@ -118,12 +131,14 @@ class Row:
             "is_last_step": self.is_last,
             "prompt_token_ids": self.prompt,
             "response_ids": self.response,
-            "loss_mask": np.ones(len(self.response), np.uint8),
+            "loss_mask": np.full(len(self.response), not self.is_masked, np.uint8),
             "reward": self.reward,
             "stop_reason": self.stop_reason,
         }
         if self.logprobs is not None:
             fields["rollout_logprobs"] = self.logprobs
+        if self.note is not None:
+            fields["sampling"] = np.frombuffer(self.note, np.uint8)
         if self.policy_versions is None:
             return {**fields, "policy_version": self.policy_version}
         return {**fields, "policy_versions": self.policy_versions}
@@ -196,7 +211,7 @@ class Journal:
         with self._kept() if is_single else self._changing():
             id_ = entry.id or self._make(entry.name)
             records = _records(id_, rows, before)
-            self._database.executemany("INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", records)
+            self._database.executemany("INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", records)
         entry.id, entry.next_step = id_, rows[-1].step + 1
 
     def _make(self, name: TrajectoryName) -> int:
@@ -332,19 +347,20 @@ def _records(trajectory: int, rows: Sequence[Row], before: Row | None) -> Iterat
     for row in rows:
         shared = 0 if before is None else before.shared(row.prompt)
         logprobs, versions = (None if a is None else a.data for a in (row.logprobs, row.policy_versions))
-        rest, response = row.prompt[shared:].data, row.response.data
-        yield trajectory, row.step, shared, rest, response, logprobs, row.stop_reason, row.policy_version, versions
+        tokens = (row.prompt[shared:].data, row.response.data, logprobs)
+        more = (row.stop_reason, row.policy_version, versions, row.is_masked, row.note)
+        yield trajectory, row.step, shared, *tokens, *more
         before = row
 
 
 def _row(record: tuple[Any, ...], before: Row | None) -> Row:
-    step, shared, rest, response, logprobs, stop_reason, policy_version, versions = record
+    step, shared, rest, response, logprobs, stop_reason, policy_version, versions, is_masked, note = record
     prompt, sampled = np.frombuffer(rest, np.int32), np.frombuffer(response, np.int32)
     if before is not None and shared:
         prompt = np.concatenate([np.concatenate([before.prompt, before.response])[:shared], prompt])
     values = None if logprobs is None else np.frombuffer(logprobs, np.float32)
     of_tokens = None if versions is None else np.frombuffer(versions, np.int32)
-    return Row(step, prompt, sampled, values, stop_reason, policy_version, of_tokens)
+    return Row(step, prompt, sampled, values, stop_reason, policy_version, of_tokens, bool(is_masked), note)
 
 
 def _numbers(code: str, values: Sequence[float]) -> NDArray[Any]:

@@ -53,6 +53,12 @@ class Metrics:
         )
         self.steps = Counter(name("steps"), "Recorded steps.", registry=registry)
         self.tokens = Counter(name("tokens"), "Recorded tokens by kind.", ("kind",), registry=registry)
+        self.unreproducible = Counter(
+            name("unreproducible_steps"),
+            "Recorded steps that were sampled with a setting that a trainer cannot reproduce, by setting.",
+            ("setting",),
+            registry=registry,
+        )
         self.row_bytes = RowBytes()
         held = Gauge(name("row_bytes"), "Bytes of steps that the service does not have yet.", registry=registry)
         held.set_function(lambda: self.row_bytes.total)
@@ -74,7 +80,10 @@ class Metrics:
         )
         self._prompt, self._response = self.tokens.labels("prompt"), self.tokens.labels("response")
 
-    def recorded(self, rows: Sequence[Row]) -> None:
+    def recorded(self, rows: Sequence[Row], odd: Sequence[str]) -> None:
+        """Counts recorded steps. odd: the settings that a trainer cannot reproduce."""
+        for setting in odd:
+            self.unreproducible.labels(setting).inc(len(rows))
         for row in rows:
             self.steps.inc()
             self._prompt.inc(len(row.prompt))

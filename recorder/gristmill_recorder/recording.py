@@ -22,6 +22,7 @@ from gristmill.errors import (
     InvalidArgumentError,
     NotFoundError,
 )
+from gristmill_recorder.forms.sampling import Sampling
 from gristmill_recorder.journal import Entry, Journal, Row
 from gristmill_recorder.metrics import Metrics
 from gristmill_recorder.refusals import CallsUnderWay, Conflict, TrajectoryOver
@@ -85,7 +86,9 @@ class Recording:
             if not (self.calls or self._entry.next_step or self.outcome):
                 self._on_closed(self)
 
-    def record(self, choices: Sequence[Sampled], policy_version: int, *, has_logprobs: bool) -> None:
+    def record(
+        self, choices: Sequence[Sampled], policy_version: int, sampling: Sampling, *, has_logprobs: bool
+    ) -> None:
         """Records one step per choice of a call. When it returns, the steps are in the journal.
 
         Raises GristmillError if the answer is incomplete or the journal cannot be written, and TrajectoryOver if the
@@ -94,7 +97,7 @@ class Recording:
         self._check_open()
         first = self._entry.next_step
         rows = [
-            Row.of(choice, first + number, policy_version, has_logprobs=has_logprobs)
+            Row.of(choice, first + number, policy_version, sampling, has_logprobs=has_logprobs)
             for number, choice in enumerate(choices)
         ]
         if not rows:
@@ -102,7 +105,7 @@ class Recording:
         with self._metrics.journal_seconds.time():
             self._journal.append(self._entry, rows, self._waiting[-1] if self._waiting else None)
         self._waiting += rows
-        self._metrics.recorded(rows)
+        self._metrics.recorded(rows, sampling.odd)
         # Delivered later: the answer waits for this method.
         asyncio.get_running_loop().call_soon(self.deliver)
 

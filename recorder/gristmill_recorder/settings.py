@@ -37,6 +37,15 @@ class RecorderSettings(BaseSettings):
     logprobs: bool = Field(
         True, description="Whether rows have logprobs: all rows of a run have them, or none. /v1/responses has none."
     )
+    trainer_temperature: float | None = Field(
+        None,
+        gt=0,
+        description="The temperature of the trainer's logprobs. Steps that were sampled in another way (another "
+        "temperature, top-p, penalties, a grammar) are not trained (loss_mask 0). None: all steps are trained.",
+    )
+    sampling_column: bool = Field(
+        False, description="Whether rows have their sampling settings in the column `sampling`, which the run declares."
+    )
     max_body_bytes: ByteSize = Field(
         ByteSize(64 << 20), gt=0, description="Limit of a request, and of an answer (64MiB, or bytes)."
     )

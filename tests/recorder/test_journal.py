@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from gristmill import FailedPreconditionError, InvalidArgumentError, UnavailableError
 from gristmill.completions import Sampled
+from gristmill_recorder.forms.sampling import PLAIN, Sampling
 from gristmill_recorder.journal import Entry, Journal, Row
 from gristmill_recorder.names import TrajectoryName
 
@@ -23,7 +24,8 @@ NAME = TrajectoryName("run", "uid", 0, 0, 0)
 
 def row(step: int, *, logprobs: bool = True) -> Row:
     choice = Sampled([1, 2, step], [3, 4], [-0.5, -1.0], "stop", [8, 9] if step == 2 else None)
-    return Row.of(choice, step, 7, has_logprobs=logprobs)
+    sampling = Sampling(("top_p",), True, b"note") if step == 2 else PLAIN
+    return Row.of(choice, step, 7, sampling, has_logprobs=logprobs)
 
 
 @pytest.fixture
@@ -49,6 +51,9 @@ def test_steps_come_back_as_they_were_but_those_that_were_delivered(journal: Jou
         assert (stored.stop_reason, stored.policy_version, stored.nbytes) == ("stop", 7, wanted.nbytes)
     assert "policy_versions" not in entry.rows[0].fields(NAME)
     assert entry.rows[1].fields(NAME)["policy_versions"].tolist() == [8, 9]
+    assert [each.fields(NAME)["loss_mask"].tolist() for each in entry.rows] == [[1, 1], [0, 0]]
+    assert "sampling" not in entry.rows[0].fields(NAME)
+    assert entry.rows[1].fields(NAME)["sampling"].tobytes() == b"note"
 
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=6)
