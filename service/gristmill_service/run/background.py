@@ -1,4 +1,4 @@
-"""Background tasks of one run: building batches, and removing shards and rows that are not needed any more.
+"""Background tasks of one run: building batches, and removing shards and rows that are no longer needed.
 
 They read the state, and never delay the call that caused them.
 """
@@ -44,13 +44,13 @@ class Background:
         self._tasks: set[asyncio.Task[None]] = set()
         self._building: asyncio.Task[None] | None = None
         self._builds_again = False
-        # Freed batches whose shards are removed, one after the other.
+        # Freed batches whose shards remain to be removed, one after the other.
         self._freed: list[int] = []
         self._freeing: asyncio.Task[None] | None = None
         self._free_after = 0.0
 
     def perform(self, effects: Effects) -> None:
-        """Starts the tasks that these effects ask for."""
+        """Starts the tasks that these effects require."""
         for sealed in effects.sealed:
             tracing.sealed(self._name, sealed.batch)
             groups = [str(key) for key in sealed.groups]
@@ -76,7 +76,7 @@ class Background:
         self._free()
 
     async def idle(self) -> None:
-        """Returns when no task is under way. Call it when the run is closed, so that no task is started."""
+        """Returns when no task is running. Call it after the run is closed, when no new task can start."""
         while self._tasks:
             await asyncio.wait(self._tasks)
 
@@ -88,7 +88,7 @@ class Background:
 
     async def _logged(self, work: Coroutine[Any, Any, None]) -> None:
         try:
-            # Nothing is removed or built before the event that asks for it is durable.
+            # Nothing is removed or built before the event that caused it is durable.
             with suppress(UnavailableError):
                 await self._writer.commits.safe()
                 await work
@@ -109,7 +109,7 @@ class Background:
         self._builds_again = True
         while self._builds_again:
             self._builds_again = False
-            # Queues behind batches of other runs that wait for a builder.
+            # Batches of other runs may wait for a builder thread before this one.
             if await self._builder.build(self._build):
                 self._builds_again = True
 
@@ -125,12 +125,12 @@ class Background:
         failed: list[int] = []
         while self._freed and not self._writer.is_deleted:
             batch = self._freed.pop(0)
-            # The event that frees this batch may be later than the one that started this task.
+            # This batch may have been freed by a later event than the one that started the task.
             await self._writer.commits.safe()
             try:
                 await asyncio.to_thread(self._store.free, self._name, batch)
             except (GristmillError, OSError) as error:
-                # The trainer that acknowledged must not see it.
+                # The call that freed the batch has succeeded, so the error is only logged.
                 failed.append(batch)
                 _log.warning(
                     "shards could not be removed; trying again later", run=self._name, batch=batch, reason=str(error)
@@ -144,7 +144,7 @@ class Background:
             await asyncio.to_thread(self._log.remove, tables)
 
     async def _compact(self, table: SparseTable) -> None:
-        """Copies the needed rows of a table of which most rows are not needed."""
+        """Copies the needed rows of a table most of whose rows are not needed, so that the table can be released."""
 
         def copy() -> tuple[Any, dict[int, int]]:
             steps, index = compacted(steps_of(table.stored), table.live)

@@ -1,4 +1,4 @@
-"""Build sealed batches in a builder's thread: compute, publish and record them; retry or fail."""
+"""Build sealed batches: compute and publish each in a builder thread, and record the result; retry or fail."""
 
 from __future__ import annotations
 
@@ -47,21 +47,21 @@ from gristmill_service.storage.shard_store import ShardStore
 
 _log = structlog.get_logger(__name__)
 
-# Seconds after which publishing is tried again if the store was full; longer if its rows have to be read again.
+# Seconds until publishing is retried after the store was full; more if the rows have to be read from the log again.
 RETRY_S, _RETRY_READING_S = 1.0, 10.0
 _EXPORTED_ROWS = 64
 _EXPORTED_BYTES = 16 << 20
 
 
 BuildBatch = Callable[..., BuiltBatch]
-"""The pipeline, `gristmill_service.pipeline.build_batch`, or a stand-in for it."""
+"""The pipeline, `gristmill_service.pipeline.build_batch`, or a test's replacement for it."""
 
 
 class _Job(NamedTuple):
     """A batch to build.
 
-    rows: empty once they were released. tables: the tables of written columns that are in memory.
-    written: the columns that trainers wrote; None while some are missing, or if the batch awaits none.
+    rows: empty once they are released. tables: the tables of written columns, if they are in memory.
+    written: the columns that trainers wrote; None if some are missing or the batch awaits none.
     """
 
     number: int
@@ -77,9 +77,9 @@ class _Job(NamedTuple):
 class BatchBuilder:
     """Builds the batches of one run, one at a time.
 
-    blocked_reason: why a sealed batch cannot be published now; empty if none is blocked.
+    blocked_reason: why a sealed batch cannot be published now; empty if no batch is blocked.
     plans: the encoded plans of batches that this process published.
-    forms: the forms of shards of batches that wait for columns.
+    forms: the forms of shards, for batches that wait for columns.
     """
 
     def __init__(
@@ -100,22 +100,22 @@ class BatchBuilder:
         self.forms: dict[int, Mapping[ShardAddress, ShardForm]] = {}
         self._name, self._writer, self._log, self._store, self._room = name, writer, log, store, room
         self._pipeline, self._monitor, self._clock, self._builders = pipeline, monitor, clock, builders
-        # The publication of the current batch: cancelled by `abandon` unless it has begun.
+        # The publication of the current batch; `abandon` cancels it unless it has begun.
         self._publication = Future[None]()
         self._computing: asyncio.Future[Any] | None = None
 
     async def build(self, retry: Callable[[], None]) -> bool:
-        """Builds the oldest batch that is sealed and not published. Returns whether there may be another.
+        """Builds the oldest sealed batch that is not published. Returns whether there may be another.
 
-        retry: called when another run has freed capacity that this batch lacked. Never raises because of a batch.
+        retry: called when another run has freed the capacity that this batch needs. A batch that fails raises nothing.
         """
-        # The delay counts from the end of the failed attempt, which may take long.
+        # Blocks retries until this attempt ends: the delay counts from then, and the attempt may take long.
         self.retry_at = math.inf
         withdrawn = _withdrawn(self._writer.state)
         await self._writer.commits.safe()
         if self._is_over:
             return False
-        # One at a time, because two may take the capacity that each needs.
+        # The run builds one batch at a time: two batches could each take capacity that the other needs.
         for number in withdrawn:
             await self._discard(number)
         job = await self._next_job()
@@ -126,26 +126,26 @@ class BatchBuilder:
                     started = time.monotonic()
                     await self._record(job, await self._built(job), started)
             except NotFoundError:
-                # The run was deleted meanwhile.
+                # The run was deleted in the meantime.
                 return False
             except (UnavailableError, ResourceExhaustedError) as error:
-                # The batch is valid: its store has no capacity, or does not answer.
+                # The batch is valid, but the store is full or does not answer.
                 self._block(job, error)
                 if isinstance(error, ResourceExhaustedError):
                     self._room.wait(removals, retry)
                 return False
-        # Also if the blocked batch is not wanted any more.
+        # Clear it even if no batch was built, because the blocked batch may be gone.
         self.blocked_reason = ""
         return job is not None
 
     async def export(self, number: int) -> AsyncIterator[Steps]:
-        """Yields the rows of a sealed batch in order, some at a time. Raises like `progress.batch_state`."""
+        """Yields the rows of a sealed batch in order, in several tables. Raises like `progress.batch_state`."""
         state = self._writer.state
         progress.batch_state(state, number)
         if number not in state.batches:
             raise FailedPreconditionError(f"batch {number} is not sealed yet; its rows are not decided")
         picked, token_rewards = _pick(self._writer.rows, state.batches[number]), bool(state.schema.token_rewards)
-        # The rows are read from the log.
+        # The rows are read from the log, so they must be in it.
         await self._writer.commits.safe()
         columns = self._writer.config.columns
         for some in _whole_trajectories(picked):
@@ -156,7 +156,7 @@ class BatchBuilder:
             try:
                 parts = await asyncio.to_thread(read)
             finally:
-                # Rows that were freed while they were read may be wrong.
+                # Rows that were freed while they were being read may be wrong.
                 self._writer.check_open()
                 progress.batch_state(self._writer.state, number)
             for part in parts:
@@ -169,7 +169,7 @@ class BatchBuilder:
 
     @property
     def _is_over(self) -> bool:
-        """Whether the run builds no more batches: it was deleted, or has to be opened again."""
+        """Whether the run builds no more batches, because it was deleted or has to be reopened."""
         return self._writer.is_deleted or self._writer.is_lost
 
     async def _next_job(self) -> _Job | None:
@@ -182,7 +182,7 @@ class BatchBuilder:
         tables = {column.table: rows.table(column.table) for column in (written or {}).values()}
         is_first, token_rewards = batch.mini_batches is None, bool(state.schema.token_rewards)
         job = _Job(number, batch, config, _pick(rows, batch), token_rewards, is_first, written, tables)
-        # The rows are read from the log.
+        # The rows are read from the log, so they must be in it.
         await self._writer.commits.safe()
         return job
 
@@ -190,7 +190,7 @@ class BatchBuilder:
         loop, context = asyncio.get_running_loop(), contextvars.copy_context()
 
         def release() -> None:
-            # Rows whose tokens others share are of the same groups, and so included.
+            # Rows share tokens only within their group, so the tables of shared tokens are included.
             tables = {one.table for one in job.rows}
             job.rows.clear()
             loop.call_soon_threadsafe(self._writer.rows.unload, tables)
@@ -209,8 +209,8 @@ class BatchBuilder:
     def _build(
         self, job: _Job, release: Callable[[], None], publication: Future[None]
     ) -> tuple[BatchPublished | BatchFailed, bytes, Mapping[ShardAddress, ShardForm]]:
-        """Computes and publishes the batch, in a builder's thread. Returns the event, and the plan and forms of what
-        was published. Raises UnavailableError or ResourceExhaustedError if it cannot be stored now.
+        """Computes and publishes the batch, in a builder thread. Returns the event, the encoded plan and the forms of
+        the published shards. Raises UnavailableError or ResourceExhaustedError if the store cannot take it now.
 
         publication: may be cancelled before it begins.
         """
@@ -241,7 +241,7 @@ class BatchBuilder:
         except (UnavailableError, ResourceExhaustedError):
             raise
         except (MemoryError, OSError) as error:
-            # The process lacks memory or threads now; that is no reason to drop rows.
+            # The process is short of memory or threads, which is no reason to drop rows.
             raise UnavailableError(
                 f"this process cannot build the batch now: {type(error).__name__}: {error}"
             ) from error
@@ -255,13 +255,13 @@ class BatchBuilder:
         return event, plan, built.forms
 
     def _loaded(self, rows: Sequence[PickedRow]) -> Load:
-        """Returns a function that returns the tables of rows that are not in memory. All are read at once, in few round
+        """Returns a function that loads tables. All tables that are not in memory are read at once, in few round
         trips."""
         return self._log.get_all(numbers).__getitem__ if (numbers := not_held(rows)) else self._log.get
 
     def _may_release(self, job: _Job) -> bool:
-        """Whether the rows can be read from the log again if the batch cannot be published. A batch that awaits columns
-        is built twice."""
+        """Whether the rows may leave memory, because the log has them if publishing fails. A batch that awaits columns
+        keeps its rows, because it is built twice."""
         awaits = bool(job.config.written_columns) and job.written is None
         return self._log.reads_rows and not awaits
 
@@ -284,8 +284,8 @@ class BatchBuilder:
             self.forms[number] = forms
 
     async def _record(self, job: _Job, event: BatchPublished | BatchFailed, started: float) -> None:
-        """Records the result. If it is not wanted any more (the batch was given up, the run deleted, or the trainer
-        resumed with other ranks or to write columns again), its shards are removed."""
+        """Records the result. Removes its shards if the result is not wanted any more: the batch was given up, the run
+        was deleted, or the trainer resumed with other ranks or will write columns again."""
         is_recorded = False
         try:
             is_recorded = self._writer.execute(
@@ -297,7 +297,7 @@ class BatchBuilder:
                 if isinstance(event, BatchPublished):
                     await self._discard(event.batch)
         if not is_recorded:
-            # It replaced the forward shards, which are needed again.
+            # The result had replaced the forward shards, which are needed again.
             self._writer.execute(lambda view: sealing.withdraw_batch(view.state, event.batch), is_internal=True)
         elif isinstance(event, BatchPublished):
             _log_publication(self._name, job, event, time.monotonic() - started)
@@ -306,7 +306,7 @@ class BatchBuilder:
         try:
             await asyncio.to_thread(self._store.free, self._name, number)
         except (GristmillError, OSError) as error:
-            # They are replaced when the batch is published again, or removed with the run.
+                # The shards are replaced when the batch is published again, or removed with the run.
             _log.warning("shards not removed", run=self._name, batch=number, reason=str(error))
 
     def _block(self, job: _Job, error: GristmillError) -> None:
@@ -318,7 +318,7 @@ class BatchBuilder:
 
 
 def _release(job: _Job, release: Callable[[], None]) -> None:
-    """Releases the memory of gathered rows, so that a large batch's rows are not in memory twice."""
+    """Releases the memory of gathered rows, so that memory contains a large batch's rows only once."""
     if job.rows:
         release()
     give_back_memory()
@@ -330,7 +330,7 @@ def _log_publication(run: str, job: _Job, event: BatchPublished, seconds: float)
 
 
 def _whole_trajectories(picked: Sequence[PickedRow]) -> Iterator[list[PickedRow]]:
-    """Yields the rows in order, some whole trajectories at a time."""
+    """Yields the rows in order, in lists of whole trajectories."""
     some: list[PickedRow] = []
     for one in picked:
         if len(some) >= _EXPORTED_ROWS and one.row.trajectory != some[-1].row.trajectory:
@@ -341,13 +341,13 @@ def _whole_trajectories(picked: Sequence[PickedRow]) -> Iterator[list[PickedRow]
 
 
 def _slices(part: Steps) -> Iterator[Steps]:
-    """Yields the rows in order, in tables that fit messages of moderate size."""
+    """Yields the rows in order, in tables small enough for messages of moderate size."""
     sizes = 4 * part.tokens.lengths + sum(extra.row_bytes for extra in part.extras.values())
     for column in part.token_columns:
         sizes += column.lengths * column.values.itemsize
     begin, room = 0, _EXPORTED_BYTES
     for row, size in enumerate(sizes.tolist()):
-        # A larger row is alone: with others it might exceed the limit of a message.
+        # A row beyond the limit gets a table of its own, because more rows might exceed the message limit.
         if row > begin and size > room:
             yield part.take(np.arange(begin, row))
             begin, room = row, _EXPORTED_BYTES
@@ -357,20 +357,20 @@ def _slices(part: Steps) -> Iterator[Steps]:
 
 
 def _is_written(batch: Batch, config: RunConfig) -> bool:
-    """Returns whether trainers have written all columns for all shards of the policy."""
+    """Returns whether trainers have written all columns of all policy shards."""
     if batch.mini_batches is None:
         return False
     return len(batch.written) == batch.mini_batches["policy"] * config.dp_size * len(config.written_columns)
 
 
 def _own_sizes(job: _Job) -> dict[tuple[int, str], int]:
-    """Returns the sizes of groups that were begun with a number of samples of their own."""
+    """Returns the sizes of groups that differ from n_samples_per_prompt."""
     usual = job.config.n_samples_per_prompt
     return {group.key: group.samples for group in job.batch.groups if group.samples != usual}
 
 
 def _withdrawn(state: State) -> list[int]:
-    """Returns the batches whose stored shards are outdated, such as forward shards when all columns are written."""
+    """Returns the batches whose stored shards are outdated, such as forward shards whose columns are all written."""
     return [number for number in state.batches_to_build if state.batches[number].mini_batches is not None]
 
 

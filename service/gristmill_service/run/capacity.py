@@ -11,14 +11,14 @@ _SHARE = 4
 
 
 class RowBudget:
-    """The bytes of rows that all runs store or have promised, and their limit.
+    """The bytes of rows that all runs store or have reserved, and their limit.
 
-    Runs are admitted independently, so that two may exceed the limit by what they admit at the same moment. With
-    several runs, each may have at most four times what is free, so that a run that takes all it gets leaves a fifth for
-    the next one (dynamic thresholds, Choudhury and Hahne 1998). What the groups of a run bring beyond that is taken
-    from the quarter above the limit, in the same shares, and delays nobody else's groups.
+    Runs are admitted independently, so two runs may together exceed the limit by what they admit at the same moment.
+    If there are several runs, each may use at most four times the free bytes, so that a run that uses all of its share
+    leaves a fifth for the next run (dynamic thresholds, Choudhury and Hahne 1998). Rows of admitted groups beyond a
+    run's share use the quarter above the limit, in the same shares, and do not delay groups of other runs.
 
-    limits_of_each: the limits of any one run, whatever is free.
+    limits_of_each: the limits of each run, whatever is free.
     """
 
     def __init__(self, max_bytes: int, limits_of_each: Limits = NO_LIMITS) -> None:
@@ -28,7 +28,7 @@ class RowBudget:
         self._total = self._total_of_shares = 0
 
     def hold(self, run: str, nbytes: int, usage: Usage = NO_USAGE) -> None:
-        """Notes that the run now stores or has promised n bytes. usage: what it stores."""
+        """Records the bytes that the run now stores or has reserved. usage: what it stores."""
         self._add(nbytes, self._bytes.get(run, 0))
         self._bytes[run], self._usage[run] = nbytes, usage
 
@@ -38,20 +38,21 @@ class RowBudget:
         self._usage.pop(run, None)
 
     def usage(self) -> dict[str, Usage]:
-        """Returns what each run stores."""
+        """Returns the usage of each run."""
         return dict(self._usage)
 
     @property
     def held(self) -> int:
-        """The bytes of all runs."""
+        """The bytes of all runs, stored or reserved."""
         return self._total
 
     def left_for(self, run: str) -> int:
-        """Returns the bytes that the run may store or promise in total."""
+        """Returns the bytes that the run may store or reserve in total."""
         return self._most(run, self._within_share(self._bytes.get(run, 0)), self.max_bytes - self._total_of_shares)
 
     def most_for(self, run: str) -> int:
-        """Returns the bytes that the run's rows may take: what it has promised, or more where that is free."""
+        """Returns the bytes that the run's rows may use: at least its reserved bytes, and more if there are free
+        ones."""
         own = self._bytes.get(run, 0)
         return max(own, self._most(run, own, with_overdraft(self.max_bytes) - self._total))
 
@@ -67,7 +68,7 @@ class RowBudget:
 
 
 class ShardRoom:
-    """Wakes runs that found the shard store full when another run frees space. removals: how often shards were removed;
+    """Wakes runs that found the shard store full when another run frees space. removals: counts the removals of shards;
     read it before trying to publish."""
 
     def __init__(self) -> None:
@@ -75,14 +76,14 @@ class ShardRoom:
         self._waiting: list[Callable[[], None]] = []
 
     def wait(self, removals: int, retry: Callable[[], None]) -> None:
-        """Calls `retry` once, at the next removal; at once if there was one since `removals` was read."""
+        """Calls `retry` once, at the next removal, or immediately if there was one since `removals` was read."""
         if self.removals != removals:
             retry()
         else:
             self._waiting.append(retry)
 
     def removed(self) -> None:
-        """Notes that shards were removed."""
+        """Records that shards were removed, and wakes the waiting runs."""
         self.removals += 1
         waiting, self._waiting = self._waiting, []
         for retry in waiting:

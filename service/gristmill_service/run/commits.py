@@ -1,4 +1,4 @@
-"""Append the events of one run to its log, in order. Events that are added during an append share the next one."""
+"""Append the events of one run to its log, in order. Events added during an append share the next append."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _log = structlog.get_logger(__name__)
 
 
 class Commits:
-    """The appends of one run. On the event loop; `threads` call the log, one at a time.
+    """The appends of one run. Used on the event loop; `threads` call the log, one call at a time.
 
-    on_lost: called once, if an append failed. The state is then ahead of the log, and the run has to be opened again.
+    on_lost: called once, if an append failed. The state is then ahead of the log, and the run has to be reopened.
     """
 
     def __init__(self, log: RunLog, threads: Executor, on_lost: Callable[[], None]) -> None:
@@ -34,7 +34,7 @@ class Commits:
         self._error: Exception | None = None
 
     def add(self, events: Sequence[EncodedEvent], tables: Mapping[int, Steps]) -> None:
-        """Queues events, and the tables of rows that they refer to, for the next append."""
+        """Queues events, with the tables of rows that they refer to, for the next append."""
         if not self._log.reads_rows:
             # A run in memory has no log to append to.
             return
@@ -43,18 +43,18 @@ class Commits:
         self._added += 1
         if not self._is_appending and self._error is None:
             self._is_appending = True
-            # Not at once, so that commands of the same moment share the append.
+            # Deferred, so that commands of the same loop iteration share the append.
             asyncio.get_running_loop().call_soon(self._begin)
 
     def compact(self, snapshot: Callable[[], bytes | None]) -> None:
-        """Replaces the log by a snapshot of the state, with the next append. snapshot: returns None if there is no
-        state any more."""
+        """Replaces the log by a snapshot of the state, with the next append. snapshot: returns the encoded state; None
+        if it is unusable."""
         self._snapshot = snapshot
         self.add((), {})
 
     async def safe(self) -> None:
-        """Returns when everything added so far is as durable as the settings ask. Raises UnavailableError if that
-        failed; the run is then opened again, and may have it or not."""
+        """Returns when everything added so far is as durable as the settings require. Raises UnavailableError if that
+        failed; the run is then reopened, with or without those events."""
         if self._error is not None:
             raise _lost(self._error)
         if self._safe == self._added:
@@ -64,7 +64,7 @@ class Commits:
         await future
 
     async def close(self) -> None:
-        """Returns when no append is under way."""
+        """Returns when no append is running."""
         while self._is_appending:
             future = asyncio.get_running_loop().create_future()
             self._waiting.append((self._added, future))
@@ -75,7 +75,7 @@ class Commits:
         self._events, self._tables, self._snapshot = [], {}, None
         loop = asyncio.get_running_loop()
         try:
-            # The state right after these events: later ones are not in the log yet.
+            # The snapshot must contain exactly these events, so take it before more are added.
             snapshot = None if make_snapshot is None else make_snapshot()
             appending = loop.run_in_executor(self._threads, self._append, events, tables, snapshot)
         except Exception as error:  # noqa: BLE001 - a defect, and nobody may wait for ever
@@ -92,7 +92,7 @@ class Commits:
             except LogLostError:
                 raise
             except UnavailableError as error:
-                # The log stays valid, only longer.
+                # The log stays valid, but long.
                 _log.warning("log not compacted", run_id=self._log.run_id, reason=str(error))
 
     def _end(self, number: int, error: BaseException | None) -> None:
@@ -103,7 +103,7 @@ class Commits:
                 future = self._waiting.popleft()[1]
                 if not future.done():
                     future.set_exception(_lost(self._error))
-                    # Marks the exception as retrieved: otherwise asyncio logs it if the caller is gone.
+                    # Marks the exception as retrieved, because asyncio logs it otherwise if the caller is gone.
                     future.exception()
             self._on_lost()
             return
@@ -118,5 +118,5 @@ class Commits:
 
 
 def _lost(error: Exception) -> UnavailableError:
-    # One for each caller: a shared one would collect the frames of all of them.
+    # A new error for each caller: a shared one would collect the stack frames of all of them.
     return UnavailableError(f"{error}; the run is being recovered from its store; retry")

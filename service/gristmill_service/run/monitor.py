@@ -1,4 +1,4 @@
-"""The interface of a run's monitor, which counts what happens for metrics and history, and decides nothing."""
+"""The interface of a run's monitor, which counts events and calls for metrics and history, and decides nothing."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from gristmill_service.run.machine.state import State
 
 
 class RunMonitor(Protocol):
-    """The monitor of one run. Its methods must not raise. The run's writer calls those with a state, one at a time; any
-    thread may call the others."""
+    """The monitor of one run. Its methods must not raise. The run's writer calls the methods that have a `state`, one
+    at a time; any thread may call the others."""
 
     def applied(self, event: Event, state: State, released: int, tokens: Callable[[], int]) -> None:
-        """Called after an event was applied. released: how many rows nothing refers to any more. tokens: counts their
-        tokens; call it at once or never."""
+        """Called after an event was applied. released: the number of rows that nothing refers to any more. tokens:
+        counts the tokens of these rows; call it during this call or never."""
 
     def changed(self, state: State, room: Room) -> None:
-        """Called after all events of a decision were applied. room: what may be admitted now."""
+        """Called after all events of a decision were applied. room: the capacity for new groups."""
 
     def asked_for_groups(self, found_room: bool) -> None:
-        """Called when a worker asks to begin groups."""
+        """Called when a worker requests to begin groups."""
 
     def asked_for_shard(self, state: State, model: Model, rank: int) -> None:
-        """Called when a rank asks for a shard."""
+        """Called when a rank requests a shard."""
 
     def gave_shard(self, model: Model, rank: int, nbytes: int) -> None:
-        """Called when a rank got the location of a published shard of n bytes."""
+        """Called when a rank received the location of a published shard of `nbytes` bytes."""
 
     def received(self, outcomes: Sequence[Outcome], steps: Steps) -> None:
         """Called with the rows of a request and their outcomes."""
 
     def refused(self, rows: int) -> None:
-        """Called with the number of a request's rows that broke a rule for single rows and were refused alone."""
+        """Called with the number of rows that were refused alone because they broke a rule for single rows."""
 
     def timed(self, stage: str) -> AbstractContextManager[None]:
         """Returns a context that measures its block as a stage of building a batch."""
@@ -48,5 +48,5 @@ class RunMonitor(Protocol):
         """Called when building a batch begins."""
 
     def built(self, batch: int, stats: Callable[[], Figures]) -> Figures | None:
-        """Called before a batch is published for the first time. Returns the figures for the log; None if they cannot
-        be computed."""
+        """Called before a batch is published for the first time. Returns the figures to store in the log; None if they
+        cannot be computed."""

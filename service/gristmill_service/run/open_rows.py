@@ -1,4 +1,4 @@
-"""Read a row of a group that is not sealed yet, for people who inspect what workers have sent."""
+"""Read a row of a group that is not sealed yet, for people who inspect the rows that workers have sent."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from gristmill_service.storage.run_store import RunLog
 
 
 async def read_open_row(writer: Writer, log: RunLog, key: GroupKey, sample: int, step: int) -> Steps:
-    """Returns the row of the sample's current attempt, as a table of one row, without rewards per token. Its reward is
+    """Returns the row of the sample's current attempt as a table of one row, without rewards per token. Its reward is
     NaN while it is pending.
 
-    Raises NotFoundError if the group is not open, or the row has not arrived or is removed meanwhile.
+    Raises NotFoundError if the group is not open, or if the row has not arrived or was removed in the meantime.
     """
     row = _find(writer.state, key, sample, step)
     picked = writer.rows.pick([(writer.state.open[key], [row])])[0]
-    # It is read from the log.
+    # The row is read from the log, so it must be in it.
     await writer.commits.safe()
     try:
         return await asyncio.to_thread(gather, [picked], False, log.get)
     finally:
-        # A row that was removed while it was read may be wrong.
+        # A row that was removed while it was being read may be wrong.
         writer.check_open()
         if _find(writer.state, key, sample, step).ref != row.ref:
             raise NotFoundError(f"{row} was sampled again while it was read; ask again")

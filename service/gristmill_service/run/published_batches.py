@@ -33,7 +33,7 @@ class PublishedBatches:
         self._name, self._writer, self._store = name, writer, store
 
     async def plan(self, batch: int) -> bytes | None:
-        """Returns the plan; None while the batch is being built again. Raises NotFoundError if it was freed."""
+        """Returns the batch's plan; None while the batch is being rebuilt. Raises NotFoundError if it was freed."""
         try:
             with self._rebuilding(batch):
                 return await self._ask(self._store.plan, self._name, batch)
@@ -42,7 +42,7 @@ class PublishedBatches:
             return None
 
     async def locate(self, batch: int, address: ShardAddress) -> ShardLocation | None:
-        """Returns a shard's location; None while the batch is being built again. Raises NotFoundError like `plan`."""
+        """Returns the shard's location; None while its batch is being rebuilt. Raises NotFoundError like `plan`."""
         try:
             with self._rebuilding(batch):
                 return await self._ask(self._store.locate, self._name, batch, address)
@@ -57,7 +57,7 @@ class PublishedBatches:
         return self._read_on(batch, pieces)
 
     async def read_frames(self, batch: int, address: ShardAddress) -> AsyncIterator[bytes] | None:
-        """Returns the shard's compressed frames, or None where the store has whole files."""
+        """Returns the shard's compressed frames; None if the store has uncompressed files."""
         with self._reading(batch):
             pieces = await asyncio.to_thread(self._store.read_frames, self._name, batch, address)
         return None if pieces is None else self._read_on(batch, pieces)
@@ -68,20 +68,20 @@ class PublishedBatches:
                 yield piece
 
     async def _ask(self, method: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Asks the store; in a thread if that takes a round trip."""
+        """Calls the store, in a thread if the call takes a round trip."""
         if self._store.is_remote:
             return await asyncio.to_thread(method, *args, **kwargs)
         return method(*args, **kwargs)
 
     def _check_withdrawn(self, batch: int) -> None:
-        """Has a batch that should be published, and is not in the store, built again. Raises NotFoundError if it was
-        freed."""
+        """Withdraws a batch that should be published but is not in the store, so that it is rebuilt. Raises
+        NotFoundError if it was freed."""
         if progress.batch_state(self._writer.state, batch) in HAVE_SHARDS:
             self._withdraw(batch, "the store does not have it")
 
     @contextmanager
     def _rebuilding(self, batch: int) -> Iterator[None]:
-        """Has the batch built again if the store has lost a part of it, and raises the error."""
+        """Withdraws the batch if the store has lost a part of it, so that it is rebuilt. Raises the store's error."""
         try:
             yield
         except ShardsLostError as error:
@@ -90,7 +90,7 @@ class PublishedBatches:
 
     @contextmanager
     def _reading(self, batch: int) -> Iterator[None]:
-        """Like `_rebuilding`. Raises another error if the shards are missing because they are being built again."""
+        """Like `_rebuilding`, but raises UnavailableError if the shards are missing because they are being rebuilt."""
         try:
             with self._rebuilding(batch):
                 yield
@@ -101,6 +101,6 @@ class PublishedBatches:
             raise
 
     def _withdraw(self, batch: int, reason: str) -> None:
-        # If it is in the store again by now, it is built once more, to the same bytes.
+        # If the batch is back in the store by now, it is built once more, with the same bytes.
         if self._writer.execute(lambda view: sealing.withdraw_batch(view.state, batch), is_internal=True):
             _log.warning("shards lost, batch rebuilding", run=self._name, batch=batch, reason=reason)

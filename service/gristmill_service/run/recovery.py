@@ -1,4 +1,4 @@
-"""Recover a run from its log: compute its state, and the events that follow from lost rows and shards."""
+"""Recover a run from its log: compute its state, and the consequences of lost rows and shards as events."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ ROWS_LOST = "rows_lost"
 
 
 def replayed(log: RunLog, config: RunConfig) -> tuple[State, GenerationBegan | None]:
-    """Computes the state from the log, and the event to record if the log is, or may be, shorter than confirmed. Raises
-    InvalidArgumentError for a log that this version cannot read.
+    """Computes the state from the log. Also returns the event to record if the log has, or may have, lost events that
+    were already confirmed. Raises InvalidArgumentError for a log that this version cannot read.
     """
     snapshot, records, is_short, generation = log.replay()
     state = State.initial(config) if snapshot is None else decode_state(snapshot)
@@ -41,13 +41,13 @@ def replayed(log: RunLog, config: RunConfig) -> tuple[State, GenerationBegan | N
 def recovered(
     state: State, rows: RowBuffer, log: RunLog, is_stored: Callable[[int], bool], shared: Collection[str] = ()
 ) -> list[Event]:
-    """Adds the rows that the state needs to the buffer. Returns the events that follow from lost rows and lost shards.
+    """Adds the rows that the state needs to the buffer. Returns the events that lost rows and lost shards cause.
     shared: as in `row_digests`."""
     needed = Needed(state, shared)
     lost = log.retain(needed.tables, needed.is_whole)
     for number, needed_rows in needed.tables.items():
         rows.add(number, None, max(needed_rows) + 1, needed_rows)
-    # Only the process that built forward shards knows their form.
+    # Forward shards cannot be reused: only the process that built them knows their form.
     published = [
         number
         for number, batch in state.batches.items()
@@ -59,16 +59,15 @@ def recovered(
 
 
 def _rollback(state: State, generation: int) -> GenerationBegan:
-    """Returns the event that records a log that is shorter than confirmed. generation: the confirmed one; 0 if unknown,
-    because
-    the log may have lost its beginning: then it must not equal any other.
+    """Returns the event that records a rollback: the log has lost confirmed events. generation: the run's confirmed
+    generation; 0 if unknown. The new generation must differ from all earlier ones, whose events may be lost.
     """
     reached = {model: max(progress.furthest, progress.committed) for model, progress in state.models.items()}
     return GenerationBegan(max(state.generation, generation) + 1, reached)
 
 
 class Needed:
-    """The rows that a state refers to, by the table that they are in."""
+    """The rows that a state refers to, by table."""
 
     def __init__(self, state: State, shared: Collection[str]) -> None:
         self._shared = shared
@@ -79,7 +78,7 @@ class Needed:
             self.tables |= {column.table: {COLUMNS: column.check} for column in batch.written.values()}
 
     def is_whole(self, number: int, steps: Steps) -> bool:
-        """Returns whether the table has the rows that were accepted."""
+        """Returns whether the table contains the rows that were accepted, unchanged."""
         rows = self.tables[number]
         if len(steps) <= max(rows):
             return False
@@ -88,7 +87,7 @@ class Needed:
 
 
 def losses(state: State, lost: Collection[int]) -> list[Event]:
-    """Returns the events that follow from lost tables: groups and batches end with a recorded reason."""
+    """Returns the events that lost tables cause: groups are dropped and batches fail, with a recorded reason."""
     if not lost:
         return []
     dropped: list[Event] = [GroupDropped(key, ROWS_LOST) for key, group in state.open.items() if _touches(group, lost)]
@@ -106,8 +105,8 @@ def losses(state: State, lost: Collection[int]) -> list[Event]:
 
 
 def withdrawn(state: State, kept: Collection[int]) -> list[Event]:
-    """Returns the events that have batches built again whose shards were lost with the process that published them.
-    kept: batches whose shards still exist."""
+    """Returns the events that withdraw published batches whose shards were lost with the process that published them.
+    kept: the batches whose shards still exist."""
     return [
         BatchWithdrawn(number) for number, batch in state.batches.items() if batch.is_published and number not in kept
     ]

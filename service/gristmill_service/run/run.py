@@ -1,6 +1,6 @@
-"""One run, on the event loop. Every API call ends here, as a command to the run's writer or as a read.
+"""One run, on the event loop. Every API call ends here, either as a command to the run's writer or as a read.
 
-I/O and work per token run in threads; the state is used on the loop only.
+I/O and work that grows with the number of tokens run in threads; only the loop uses the state.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ from gristmill_service.storage.run_store import LogLostError, RunLog
 from gristmill_service.storage.shard_store import ShardStore, is_published
 
 _log = structlog.get_logger(__name__)
-# Checked per submission, because structlog would bind and format lines that are not written.
+# Checked for each submission, because structlog would format even lines that are not written.
 _logs = logging.getLogger(__name__).isEnabledFor
 
-# Digests of more bytes are computed in a thread; switching takes about 0.1 ms.
+# Larger requests compute their digests in a thread; switching to one takes about 0.1 ms.
 _LARGE_BYTES = 1 << 20
-# Other calls wait while a request is decided and logged.
+# A run does nothing else while it decides and logs a request.
 _MOST_ROWS = 1 << 14
 
 T = TypeVar("T")
@@ -79,9 +79,9 @@ MakeMonitor = Callable[[Callable[[], float], Callable[[], float]], RunMonitor]
 class Shared(NamedTuple):
     """The parts that the runs of a service share.
 
-    pipeline: makes shards of a sealed batch. make_monitor(clock, now): `now` returns the run's own time.
+    pipeline: builds the shards of a sealed batch. make_monitor(clock, now): `now` returns the time on the run's clock.
     clock: seconds, like `time.monotonic`.
-    builders, log_threads: thread pools in which batches are built, and logs appended to.
+    builders, log_threads: the thread pools that build batches, and that append to logs.
     """
 
     store: ShardStore
@@ -95,7 +95,7 @@ class Shared(NamedTuple):
 
 
 class _Opened(NamedTuple):
-    """A run as its log describes it. events: the consequences of lost rows and shards."""
+    """A run as recovered from its log. events: the consequences of lost rows and shards."""
 
     state: State
     rows: RowBuffer
@@ -103,18 +103,18 @@ class _Opened(NamedTuple):
 
 
 class Run:
-    """A run. `open` makes one from its log.
+    """A run. Use `open` to create one from its log.
 
-    created_with: the configuration that it was created with. `config` is the current one, because a trainer may resume
-        with another dp_size.
+    created_with: the configuration that the run was created with. `config` is the current one, because a trainer may
+        resume with another dp_size.
     """
 
     @classmethod
     async def open(cls, name: str, config: RunConfig, log: RunLog, shared: Shared) -> Run:
-        """Opens the run: drops lost rows, and has batches without shards built again.
+        """Opens the run: drops groups whose rows are lost, and rebuilds batches without shards.
 
-        Raises InvalidArgumentError for a log that this version cannot read, and UnavailableError if it cannot be read
-        or written now; the run is then unusable.
+        Raises InvalidArgumentError for a log that this version cannot read, and UnavailableError if the log cannot be
+        read or written now; the run is then unusable.
         """
         run = cls(name, config, log, shared, await asyncio.to_thread(_read, name, config, log, shared.store))
         await run._writer.commits.safe()
@@ -125,7 +125,7 @@ class Run:
         self.name, self.run_id, self.created_with = name, log.run_id, config
         self._log, self._store, clock = log, shared.store, shared.clock
         state, rows, events = opened
-        # The run's own time, which stragglers are judged by, does not run while the run is closed.
+        # The run's clock, which times out stragglers, stops while the run is closed.
         offset = state.now - clock()
 
         def now() -> float:
@@ -143,7 +143,7 @@ class Run:
         writer.on_effects = self._background.perform
         self._duplicates, self._sums = 0, TokenSums()
         writer.begin(events)
-        # The previous process may have died between recording that a batch is freed and removing it.
+        # The previous process may have died after recording that a batch is freed and before removing its shards.
         freed = range(max(0, state.freed - self.config.max_buffered_batches), state.freed)
         self._background.perform(Effects(builds=True, freed=[*freed]))
 
@@ -157,10 +157,10 @@ class Run:
         tags: Sequence[str] = (),
         find_quota: FindQuota | None = None,
     ) -> Admissions:
-        """Admits groups, as many as there is capacity for.
+        """Admits groups in order, as far as there is capacity.
 
-        n_samples: the number of samples of each group, 0 for the run's. tags: the environment or task of each group, or
-            "". Either may be empty. find_quota: the caller's quota, if it has one.
+        n_samples: the number of samples of each group; 0 for the run's. tags: the environment or task of each group;
+            "" for none. Either list may be empty. find_quota: returns the caller's quota; None if it has none.
         """
         wanted = admission.new_groups(round_, uids, n_samples, tags)
         begun = await self._execute(lambda view: admission.begin_groups(view, wanted, find_quota))
@@ -168,7 +168,7 @@ class Run:
         return begun
 
     def checked(self, sent: Sent) -> Steps:
-        """Returns the rows of a request if each obeys the rules for single rows. Raises InvalidArgumentError."""
+        """Checks each row of a request against the rules for single rows. Raises InvalidArgumentError."""
         steps, config = check(sent.steps), self._writer.config
         if len(steps) > _MOST_ROWS:
             raise TooLargeError(
@@ -182,11 +182,11 @@ class Run:
     async def submit(
         self, steps: Steps, prefixes: Prefixes | None = None, find_quota: FindQuota | None = None, by_row: bool = False
     ) -> Taken:
-        """Stores `checked` rows. Returns their outcomes.
+        """Stores rows that `checked` returned. Returns their outcomes.
 
-        prefixes: the first tokens of rows that were left out because the steps before have them. find_quota: the
-            caller's quota, if it has one. by_row: whether a row is refused alone. Raises PrefixUnknownError if the run
-            does not have such a step.
+        prefixes: the first tokens that rows omit because the step before has them. find_quota: returns the caller's
+            quota; None if it has none. by_row: whether invalid rows are refused one by one, instead of the whole
+            request. Raises PrefixUnknownError if the run does not have the step before.
         """
         if not steps.uids:
             return Taken([])
@@ -210,7 +210,7 @@ class Run:
         before = {} if prefixes is None else steps_before(writer.state, writer.rows, self._sums, keys, prefixes)
         reads_rows = any(step.picked is not None for step in before.values())
         if reads_rows:
-            # Tables can be read only when they are in the log.
+            # Only tables that are in the log can be read.
             await writer.commits.safe()
         if reads_rows or 4 * steps.tokens.total > _LARGE_BYTES:
             return await asyncio.to_thread(prepare, table, steps, keys, prefixes, before, shared, self._log.get)
@@ -246,8 +246,8 @@ class Run:
         await self._execute(lambda view: progress.announce(view.state, version))
 
     async def batch(self, number: int, ranks: Collection[int] = (), trains: Model | None = None) -> BatchAnswer:
-        """Returns a batch's state. ranks: for whose shards the answer names missing columns; none: all. trains: the
-        model whose ranks want to train the batch; None: the caller only reads."""
+        """Returns a batch's state. ranks: the ranks for which the answer lists missing columns; empty for all. trains:
+        the model whose ranks want to train the batch; None if the caller only reads."""
 
         def look_up(state: State) -> tuple[BatchState, list[ColumnPlace]]:
             batch_state = progress.batch_state(state, number)
@@ -264,7 +264,7 @@ class Run:
     async def shard(
         self, model: Model, rank: int, position: Position | None, incarnation: int, is_forward: bool = False
     ) -> ShardAnswer:
-        """Returns a rank's shard. is_forward: whether the forward shard is accepted while the batch waits for
+        """Returns a rank's shard. is_forward: whether the caller accepts the forward shard while the batch waits for
         columns."""
 
         def look_up(state: State) -> tuple[BatchState, Position, int]:
@@ -290,12 +290,12 @@ class Run:
         return await self._published.read(batch, address)
 
     async def read_shard_frames(self, batch: int, address: ShardAddress) -> AsyncIterator[bytes] | None:
-        """Returns the shard's compressed frames, or None where the store has whole files."""
+        """Returns the shard's compressed frames; None if the store has uncompressed files."""
         self._writer.check_open()
         return await self._published.read_frames(batch, address)
 
     async def export(self, number: int) -> AsyncIterator[Steps]:
-        """Yields the rows of a sealed batch in order, some at a time. Raises like `batch`."""
+        """Yields the rows of a sealed batch in order, in several tables. Raises like `batch`."""
         self._writer.check_open()
         async for steps in self._builder.export(number):
             yield steps
@@ -308,9 +308,9 @@ class Run:
     async def write(
         self, batch: int, mini_batch: int, rank: int, incarnation: int, tensors: Mapping[str, Array]
     ) -> int:
-        """Takes columns of one of the policy's shards. Returns how many columns of shards the batch still lacks.
+        """Stores columns of one policy shard. Returns how many columns the batch's shards still wait for.
 
-        tensors: with the names and shapes that the shard's tensors would have.
+        tensors: with the names and shapes of the tensors in the shard.
         """
         self._writer.check_open()
         address = ShardAddress("policy", mini_batch, rank)
@@ -322,7 +322,7 @@ class Run:
             siblings = columns.written_siblings(state, batch, sent.digests)
             new = columns.unwritten(state, batch, incarnation, sent.digests)
             others = loaded(written_before(batch, state, self._writer.rows), self._log)
-            # Tables can be read only when they are in the log.
+            # Only tables that are in the log can be read.
             await self._writer.commits.safe()
             values = await asyncio.to_thread(sent.values, new, forms, others)
             lacking = await self._write(batch, incarnation, sent, values, siblings)
@@ -353,7 +353,7 @@ class Run:
         return await self._execute(lambda view: progress.commit(view.state, model, position, incarnation))
 
     async def resume(self, model: Model, checkpoint: Checkpoint, launch: str, dp_size: int = 0) -> Resumed:
-        """Resumes a model. dp_size: 0 for as many ranks as before."""
+        """Resumes a model. dp_size: 0 keeps the number of ranks."""
         how = checkpoint, launch, dp_size, self.run_id
         return await self._execute(lambda view: resume(view.state, view.config, model, *how))
 
@@ -368,14 +368,14 @@ class Run:
         return self._writer.config
 
     def read(self, function: Callable[[State, Room], T]) -> T:
-        """Reads the state, also of a closed run. The function must be fast and change nothing."""
+        """Calls the function with the state, even if the run is closed. It must be fast and change nothing."""
         return function(self._writer.state, self._writer.room())
 
     async def status(self) -> RunStatus:
         return await self._read(self.status_of)
 
     def status_of(self, state: State) -> RunStatus:
-        """Returns the status of this state; for `read`."""
+        """Returns the status for this state, for use with `_read`."""
         room = self._writer.room().groups
         return status(state, self.name, self.run_id, config=self.config, room=room, duplicates=self._duplicates)
 
@@ -384,8 +384,8 @@ class Run:
         return await asyncio.to_thread((await self._read(all_groups)).answers)
 
     def wait(self, condition: Condition, wake: Callable[[], None]) -> None:
-        """Has `wake` called once, when the condition is met; at once if it is met already, or the run takes no calls.
-        End it with `stop_waiting`."""
+        """Calls `wake` once, when the condition is met; immediately if it is met already, or if the run accepts no
+        calls. Cancel it with `stop_waiting`."""
         self._writer.wait(condition, wake)
 
     def stop_waiting(self, condition: Condition, wake: Callable[[], None]) -> None:
@@ -393,23 +393,23 @@ class Run:
 
     @property
     def blocked_reason(self) -> str:
-        """Returns why a sealed batch cannot be published now; empty if none is blocked."""
+        """Why a sealed batch cannot be published now; empty if no batch is blocked."""
         return self._builder.blocked_reason
 
     @property
     def log_bytes(self) -> int:
-        """Returns the bytes of the log of events."""
+        """The size of the event log, in bytes."""
         return self._log.log_bytes
 
     @property
     def lease(self) -> float | None:
-        """Returns the seconds for which this process owns the run without renewal; None if it needs no lease."""
+        """The seconds for which this process owns the run without renewing its lease; None if it needs no lease."""
         return self._log.lease
 
     # --- Time, and the end
 
     def tick(self) -> None:
-        """Closes or drops groups whose time is over, and retries tasks that failed before."""
+        """Closes or drops groups that timed out, and retries tasks that failed before."""
         if self.is_lost:
             self._writer.waiters.wake_all()
             return
@@ -420,7 +420,7 @@ class Run:
         self._background.try_again()
 
     async def work_on_log(self, work: Callable[[RunLog], None]) -> None:
-        """Calls this in a thread. Raises UnavailableError; then the log may be lost, and the run with it."""
+        """Calls `work` in a thread. Raises UnavailableError; then the log may be lost, and the run with it."""
         try:
             await asyncio.to_thread(work, self._log)
         except LogLostError:
@@ -428,17 +428,17 @@ class Run:
             raise
 
     async def close(self, error: GristmillError) -> None:
-        """Has every call raise this error from now on, and wakes callers that wait. Returns when no append is under
-        way."""
+        """Makes every call raise this error from now on, and wakes waiting callers. Returns when no append is
+        running."""
         self._writer.close(error)
         await self._writer.commits.close()
 
     def abandon_build(self) -> None:
-        """After `close`: cancels the publication of the batch that is being computed, so that nobody waits for it."""
+        """After `close`: cancels the publication of the batch that is being computed, to speed up `wait_idle`."""
         self._builder.abandon()
 
     async def wait_idle(self) -> None:
-        """After `close`: returns when no background task of the run is under way."""
+        """After `close`: returns when no background task of the run is running."""
         await self._background.idle()
 
     async def close_log(self) -> None:
@@ -454,27 +454,27 @@ class Run:
 
     @property
     def is_lost(self) -> bool:
-        """Whether the log has to be opened again, here or elsewhere."""
+        """Whether the log has to be reopened, by this process or another."""
         return self._writer.is_lost
 
     def lose(self) -> None:
-        """Marks the run as one that has to be opened again."""
+        """Marks the run as one that has to be reopened."""
         self._writer.lose()
 
     # --- Inside
 
     async def _execute(self, decide: Callable[[Writer], Decision[T]], tables: Mapping[int, Steps] = NO_TABLES) -> T:
-        """Decides a caller's call. Returns when its answer is durable."""
+        """Decides a call of a client. Returns when the answer is durable."""
         self._writer.check_open()
         try:
             return self._writer.execute(decide, tables)
         finally:
-            # Also before a refusal, which may depend on events that are not in the log yet.
+            # Wait even if the call was refused, because the refusal may depend on events that are not in the log yet.
             await self._writer.commits.safe()
 
     async def _read(self, function: Callable[[State], T]) -> T:
-        """Reads the state for a caller. Returns when all that was read is durable, so that no caller sees what may be
-        lost."""
+        """Reads the state for a client. Returns when everything that was read is durable, so that no client sees
+        something that may still be lost."""
         self._writer.check_open()
         try:
             return function(self._writer.state)
@@ -483,7 +483,7 @@ class Run:
 
 
 def _read(name: str, config: RunConfig, log: RunLog, store: ShardStore) -> _Opened:
-    """Reads a run from its log, in a thread: nothing else uses the log yet."""
+    """Recovers a run from its log. Runs in a thread, before anything else uses the log."""
     state, rollback = recovery.replayed(log, config)
     rows, is_stored = RowBuffer(), partial(is_published, store, name)
     events = recovery.recovered(state, rows, log, is_stored, config.shared_columns)
@@ -494,7 +494,7 @@ def _read(name: str, config: RunConfig, log: RunLog, store: ShardStore) -> _Open
 
 
 def _log_submission(run: str, steps: Steps, outcomes: Sequence[Outcome]) -> None:
-    """Logs a request's groups, so that its id leads to them, and through the line of their sealing to their batch."""
+    """Logs the groups of a request. Their names connect the request's id to the log line of their batch's sealing."""
     groups = sorted({str(GroupKey(*steps.key(row)[:2])) for row in range(len(steps))})
     accepted, first = outcomes.count(Outcome.ACCEPTED), str(steps.key(0))
     _log.debug("rows submitted", run=run, rows=len(steps), accepted=accepted, first=first, groups=groups)

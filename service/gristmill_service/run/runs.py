@@ -1,7 +1,7 @@
-"""The runs of this process: creating, opening, taking over and deleting them, and the timers that work for them.
+"""The runs of this process: creates, opens, takes over and deletes them, and runs their timers.
 
-Runs are stored in a run store, and continue when the service starts. A run that cannot be read is set aside; the others
-are served.
+Runs are stored in a run store, and continue when the service starts again. A run that cannot be read is set aside, and
+the others are served.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ _FLUSH_S = 1.0
 _PATIENCE_S = 2.0
 _MAX_ROW_BYTES = 8 << 30
 _MAX_RUNS = 4096
-# A large batch, or a store that hangs, occupies one of these threads.
+# A large batch, or a store that hangs, blocks one of these threads.
 _BUILDERS = 8
-# A log whose disk or server hangs occupies one of these threads.
+# A log whose disk or server hangs blocks one of these threads.
 _LOG_THREADS = 8
 
 
 class Runs:
     """All runs, on the event loop. Owns its threads, but neither the shard store nor the run store.
 
-    make_monitor(clock, now): makes a run's monitor; `now` returns the run's own time.
-    max_row_bytes: the limit of all runs' bytes of rows. max_runs: the limit of runs. limits_of_each: the limits of each
-        run.
+    make_monitor(clock, now): creates a run's monitor; `now` returns the time on the run's clock.
+    max_row_bytes: the limit of the bytes of rows, over all runs. max_runs: the limit of the number of runs.
+    limits_of_each: the limits of each run.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Runs:
         )
         self._runs: dict[str, Run] = {}
         self._unreadable: dict[str, Exception] = {}
-        # Locked while a run of the name is created, opened or deleted.
+        # A name's lock is held while its run is created, opened or deleted.
         self._names: dict[str, _NameLock] = {}
         self._is_closing = False
         self._elsewhere = self._unclaimed = 0
@@ -155,8 +155,8 @@ class Runs:
         return await finished(self._open(name))
 
     async def read_shard(self, name: str, batch: int, address: ShardAddress) -> AsyncIterator[bytes]:
-        """Returns the shard's file in pieces. Any process that shares the store can read it. Raises like `get` if the
-        run's owner has to build it again."""
+        """Returns the shard's file in pieces. Any process that shares the store can read it. Raises like `get` if only
+        the run's owner can provide the shard."""
         try:
             run = await self.get(name)
         except OwnedElsewhereError as elsewhere:
@@ -174,16 +174,16 @@ class Runs:
 
     @property
     def store_reason(self) -> str:
-        """Why what stores the runs takes no rows, as of the last `look`; empty if it does."""
+        """Why the run store accepts no rows, as of the last `look`; empty if it does."""
         return self._store_reason
 
     def unhealthy_reason(self) -> str:
-        """Returns why batches or calls have to wait for a store, as of the last `look`; empty if all is well."""
+        """Returns why batches or calls have to wait for a store, as of the last `look`; empty if none does."""
         return self._store_reason or next((run.blocked_reason for run in self.own() if run.blocked_reason), "")
 
     async def is_owner(self, name: str, grpc_address: str) -> bool:
-        """Returns whether the process at this address owns the run, as far as this one knows. A process that stops
-        takes no run over and does not know: callers whose calls it has passed on must ask elsewhere."""
+        """Returns whether the process at this address owns the run, as far as this process knows. While it shuts down,
+        it takes no run over and cannot know, so it returns False: callers must then try another replica."""
         try:
             await self.get(name)
         except OwnedElsewhereError as elsewhere:
@@ -195,38 +195,38 @@ class Runs:
         return False
 
     async def names(self) -> list[str]:
-        """Returns the names of all runs, also of other processes' runs and of unreadable ones."""
+        """Returns the names of all runs, including unreadable runs and those of other processes."""
         known = {*self._runs, *self._unreadable}
         return sorted(known.union(await asyncio.to_thread(self._store.names)) if self._store.is_shared else known)
 
     def own(self) -> list[Run]:
-        """The runs that this process owns."""
+        """Returns the runs that this process owns."""
         return [run for _, run in sorted(self._runs.items())]
 
     @property
     def unreadable(self) -> Mapping[str, str]:
-        """The runs that are set aside because they cannot be read, with the reasons."""
+        """The runs that are set aside because they cannot be read, with the reason."""
         return {name: str(error) for name, error in self._unreadable.items()}
 
     def usage(self) -> Mapping[str, Usage]:
-        """Returns what each run of this process stores."""
+        """Returns the usage of each run of this process."""
         return self._budget.usage()
 
     @property
     def row_room(self) -> tuple[int, int]:
-        """Returns the bytes of rows that all runs store or have promised, and the limit."""
+        """Returns the bytes of rows that all runs store or have reserved, and the limit."""
         return self._budget.held, self._budget.max_bytes
 
     def leases(self) -> dict[str, int]:
-        """Returns how many runs this process owns, how many it may have lost, how many others own, and how many nobody
-        owns; the last two as of a few seconds ago."""
+        """Returns the number of runs that this process owns ("own"), may have lost ("lost"), that other processes own
+        ("elsewhere"), and that no process owns ("nobody"). The last two may be a few seconds old."""
         owned = self.own()
         lost = sum(run.is_lost for run in owned)
         return {"own": len(owned) - lost, "lost": lost, "elsewhere": self._elsewhere, "nobody": self._unclaimed}
 
     async def delete(self, name: str) -> None:
-        """Deletes a run, also an unreadable one. Returns when nothing of it is left, so that the name can be used
-        again. Continues if the caller goes away."""
+        """Deletes a run, even an unreadable one. Returns when everything is removed and the name can be used again.
+        Continues if the caller disconnects."""
         await finished(self._delete(name))
 
     async def _delete(self, name: str) -> None:
@@ -234,19 +234,19 @@ class Runs:
             return
         meant = await self.get(name)
         async with self._locked(name):
-            # The run may have been opened again meanwhile; a different run of the name must not be deleted.
+            # The run may have been reopened in the meantime; another run of the same name must not be deleted.
             run = self._runs.get(name)
             if run is None or run.run_id != meant.run_id:
                 raise await self._unknown(name)
             await run.close(NotFoundError(f"run {name!r} was deleted"))
-            # Its pending writes and removals must not affect a new run of the name.
+            # Pending writes and removals of this run must not affect a new run of the name.
             run.abandon_build()
             await run.wait_idle()
             try:
                 await asyncio.to_thread(self._store.delete, name)
                 await asyncio.to_thread(self._shards.delete_run, name)
             except (GristmillError, OSError) as error:
-                # It is opened again at the next call for it, here or elsewhere.
+                # The next call for the run opens it again, in this process or another.
                 self._set_aside(name, error)
                 raise
             finally:
@@ -255,7 +255,7 @@ class Runs:
                 self._shared.room.removed()
 
     async def close(self, timeout_s: float) -> None:
-        """Refuses new calls, finishes sealed batches, and wakes callers that wait. The stores stay open."""
+        """Refuses new calls, finishes sealed batches, and wakes waiting callers. The stores stay open."""
         if self._is_closing:
             return
         self._is_closing = True
@@ -272,7 +272,7 @@ class Runs:
             waiting.cancel()
         for run in runs:
             run.abandon_build()
-            # Waits for the records of the last batches.
+            # Waits until the last batches are recorded.
             await run.close(_shutting_down())
             await run.close_log()
         self._builders.shutdown(wait=False, cancel_futures=True)
@@ -294,7 +294,7 @@ class Runs:
                 del self._names[name]
 
     async def _create(self, name: str, config: RunConfig) -> bool:
-        """Creates the run. Returns False if another call, or process, was faster."""
+        """Creates the run. Returns False if another call or process has created it first."""
         async with self._locked(name):
             if name in self._runs:
                 return False
@@ -324,7 +324,7 @@ class Runs:
                 raise await self._unknown(name) from None
             except UnavailableError as error:
                 if not self._store.is_shared:
-                    # Without this entry the run would be unknown.
+                    # Without this entry, the run would be reported as unknown.
                     self._set_aside(name, error)
                 self._runs.pop(name, None)
                 raise
@@ -339,19 +339,19 @@ class Runs:
             return run
 
     async def _close_lost(self, name: str, run: Run) -> None:
-        """Closes a run whose lease may come back, so that it does not decide anything next to the one that is opened
-        now."""
+        """Closes a run whose lease was lost. It could regain the lease, and must not act alongside the instance that is
+        opened now."""
         run.lose()
         await run.close(UnavailableError(f"run {name!r} is being recovered from its store; retry"))
         run.abandon_build()
         await run.wait_idle()
-        # It stays registered until it is replaced, so that calls for it wait here.
+        # The run stays registered until it is replaced, so that calls for it wait for the lock.
         await run.close_log()
 
     async def _start(self, name: str, log: RunLog) -> Run:
         try:
             run = await Run.open(name, stored_config(log.config), log, self._shared)
-            # A shutdown that began meanwhile would miss it.
+            # A shutdown that began in the meantime would not close this run.
             self._check_serving()
         except BaseException:
             await asyncio.to_thread(log.close)
@@ -363,7 +363,7 @@ class Runs:
 
     def _set_aside(self, name: str, error: Exception) -> None:
         is_new = name not in self._unreadable
-        # Without its traceback, which would keep frames alive.
+        # A copy has no traceback, which would keep stack frames alive.
         self._unreadable[name] = copy(error)
         if is_new:
             _log.error("run cannot be read", run=name, reason=str(error))
@@ -371,7 +371,7 @@ class Runs:
     async def _delete_unreadable(self, name: str) -> bool:
         """Deletes the run if it is set aside. Returns whether it was."""
         async with self._locked(name):
-            # If it is readable again, or was created again, calls may be under way in it.
+            # If the run is readable again, or was created again, it may be in use.
             if name not in self._unreadable:
                 return False
             await asyncio.to_thread(self._store.delete, name)
@@ -390,22 +390,22 @@ class Runs:
         await asyncio.gather(*(_quietly(run.work_on_log(work)) for run in self.own()))
 
     async def look(self) -> None:
-        """Asks the store for its state, which also shows whether there is capacity again. Concurrent callers share the
-        answer; if there is none within 2 s, that is the reason."""
+        """Checks the run store's health, which also shows whether there is capacity again. Concurrent callers share the
+        result; without a result within 2 s, the store counts as unhealthy."""
         if self._looking is None or self._looking.done():
             self._looking = asyncio.ensure_future(asyncio.to_thread(self._store.unhealthy_reason))
-        # Another caller may look again before this one goes on.
+        # Another caller may start a new check before this one continues.
         looking = self._looking
         await asyncio.wait([looking], timeout=_PATIENCE_S)
         silent = f"what stores the runs has not answered for {_PATIENCE_S:g} s"
         self._store_reason = looking.result() if looking.done() else silent
 
     async def _adopt(self) -> None:
-        """Takes over runs that nobody owns any more, and opens lost ones again."""
+        """Takes over runs that no process owns any more, and reopens lost ones."""
         elsewhere = unclaimed = 0
         for name in await self.names():
             if not isinstance(self._unreadable.get(name), UnavailableError | None):
-                # Unreadable: opened again only when a call asks for it, because that may take long and seldom helps.
+                # An unreadable run is opened only when a call needs it, because opening may take long and rarely helps.
                 unclaimed += 1
                 continue
             try:
@@ -438,14 +438,14 @@ def _shutting_down() -> UnavailableError:
 
 
 class _NameLock:
-    """users: how many callers have the lock or wait for it."""
+    """The lock of one name. users: the number of callers that have the lock or wait for it."""
 
     def __init__(self) -> None:
         self.lock, self.users = asyncio.Lock(), 0
 
 
 async def _every(seconds: float, do: Callable[[], Awaitable[None]]) -> None:
-    """Calls a function repeatedly, with this pause in between; errors are logged."""
+    """Calls a function again and again, pausing between calls. Logs errors."""
     while True:
         await asyncio.sleep(seconds)
         try:
@@ -455,8 +455,8 @@ async def _every(seconds: float, do: Callable[[], Awaitable[None]]) -> None:
 
 
 def _whole_or(elsewhere: OwnedElsewhereError, read: Callable[..., Any], *args: Any) -> Any:
-    """Yields the pieces of a shard. If the first is missing, raises the error that names the run's owner, which builds
-    the shard again or knows the reason."""
+    """Returns the pieces of a shard. If the shard is missing, raises the error that names the run's owner, which can
+    rebuild the shard or report the reason."""
     try:
         pieces: Iterator[bytes] | None = read(*args)
         if pieces is None:
@@ -468,14 +468,14 @@ def _whole_or(elsewhere: OwnedElsewhereError, read: Callable[..., Any], *args: A
 
 
 async def _quietly(work: Awaitable[Any]) -> None:
-    """Ignores errors of a task: `unhealthy_reason` reports that the store refuses, and a run may be deleted
-    meanwhile."""
+    """Ignores errors of a task: `unhealthy_reason` reports a store that refuses, and a run may be deleted in the
+    meantime."""
     with suppress(UnavailableError, NotFoundError):
         await work
 
 
 def _holding(run: Run) -> dict[str, int]:
-    """Returns how many batches, open groups and rows are stored now."""
+    """Returns the numbers of batches, open groups and rows that are stored now."""
     return run.read(
         lambda state, room: {
             "batches": len(state.batches),

@@ -1,4 +1,4 @@
-"""Callers that wait for a run to change: their conditions, the events after which each is checked, and who is woken."""
+"""Callers that wait for a run to change: their conditions, the events that may meet each, and whom to wake."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ TOPICS: dict[type[Event], frozenset[Topic]] = {
     BatchSealed: _BATCHES,
     BatchPublished: _BATCHES,
     ModelResumed: _BATCHES,
-    # The trainer that it supersedes is refused now.
+    # Wakes the superseded trainer, whose calls are refused from now on.
     RanksBegan: _BATCHES,
     Resized: _BATCHES,
     BatchWithdrawn: _BATCHES | _ROOM,
@@ -54,24 +54,24 @@ TOPICS: dict[type[Event], frozenset[Topic]] = {
     BatchGivenUp: _BATCHES | _ROOM,
     BatchFreed: _BATCHES | _ROOM,
     RunFinished: _BATCHES | _ROOM,
-    # A finished run ends when nothing complete is left.
+    # A finished run ends when no complete group is left.
     GroupDropped: _BATCHES | _ROOM,
-    # Others may now get some of the capacity that was reserved for its tag.
+    # Capacity that was reserved for the group's tag may now be free for other groups.
     GroupTagged: _ROOM,
     TagSharesLapsed: _ROOM,
     GroupClosed: _ROOM,
     TrajectoryAborted: _ROOM,
     PolicyVersionAnnounced: frozenset([Topic.VERSION, Topic.ROOM]),
 }
-"""The topics of conditions that an event may settle."""
+"""For each event, the topics of the conditions that it may meet."""
 
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """A condition that callers wait for. It is met when reading again gives a settled answer, which may be a refusal.
+    """A condition that callers wait for. It is met when reading the state again returns a final answer or an error.
 
-    key: conditions of a topic with the same key are the same. The key of a condition for capacity is the tag that needs
-        it; each group that may be admitted wakes one caller.
+    key: conditions of a topic with the same key are the same. For capacity, the key is the tag of the group to begin,
+        and each group that may be admitted wakes one caller.
     """
 
     topic: Topic
@@ -117,7 +117,7 @@ class _Waiting:
 
 
 class Waiters:
-    """The callers that wait. A caller that was woken does not wait any more."""
+    """The waiting callers. Waking a caller removes it."""
 
     def __init__(self) -> None:
         self._topics: dict[Topic, dict[Hashable, _Waiting]] = {topic: {} for topic in Topic}
@@ -127,7 +127,7 @@ class Waiters:
         waiting.wakes[wake] = None
 
     def remove(self, condition: Condition, wake: Wake) -> None:
-        """Removes a caller, which may have been woken already."""
+        """Removes a caller; ignores one that was already woken."""
         topic = self._topics[condition.topic]
         if (waiting := topic.get(condition.key)) is not None:
             waiting.wakes.pop(wake, None)
@@ -138,8 +138,8 @@ class Waiters:
         return bool(self._topics[topic])
 
     def wake_met(self, topics: Collection[Topic], state: State, room: Room) -> None:
-        """Wakes the callers whose condition is met. room: the groups that may be admitted now: as many callers that
-        wait for capacity are woken, in the order in which they came."""
+        """Wakes the callers whose condition is met. room: the capacity for new groups; each group wakes one caller that
+        waits for capacity, in order of arrival."""
         wakes: list[Wake] = []
         for topic in topics:
             waiting_by_key = self._topics[topic]

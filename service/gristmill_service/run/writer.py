@@ -1,8 +1,8 @@
-"""The state of one run and its only writer: decides calls, applies their events, and queues them for the log.
+"""The state of one run and its only writer: decides calls, applies their events, and queues the events for the log.
 
-Everything here runs on the event loop, so that no locks are needed. A call's events are applied at once; its answer is
-given when they are in the log (`Commits.safe`). If an append fails, the run is lost: it is opened again from the log,
-and callers without an answer ask again.
+Everything here runs on the event loop, so no locks are needed. A call's events are applied immediately; its caller gets
+the answer when they are in the log (`Commits.safe`). If an append fails, the run is lost: it is reopened from the log,
+and callers without an answer retry.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ NO_TABLES: Mapping[int, Steps] = MappingProxyType({})
 
 
 class SparseTable(NamedTuple):
-    """A table on the heap of which at most half the rows are needed. live: the index of each needed row."""
+    """A table in memory of which at most half the rows are needed. live: the index of each needed row."""
 
     number: int
     stored: Stored
@@ -62,9 +62,9 @@ class SparseTable(NamedTuple):
 class Effects:
     """The effects of applied events.
 
-    tables: the new tables of rows that the events refer to. topics: the conditions that may be settled.
-    The rest is background work. builds: whether a batch is to be built. freed: batches whose shards are to be removed.
-    empty: tables without needed rows. sealed, failed: batches to be logged.
+    tables: the new tables of rows that the events refer to. topics: the topics of conditions that may now be met.
+    The rest is background work. builds: whether there is a batch to build. freed: batches whose shards can be removed.
+    empty: tables without needed rows. sparse: tables to compact. sealed, failed: batches to log.
     """
 
     tables: dict[int, Steps] = field(default_factory=dict)
@@ -80,8 +80,8 @@ class Effects:
 class Writer:
     """The only code that changes the state.
 
-    config: the current configuration. now: returns the run's own time. closed: the error of every call, once the run is
-    closed. on_effects: starts background work. table_numbers: numbers of new tables of rows.
+    config: the current configuration. now: returns the time on the run's clock. closed: the error that every call
+    raises once the run is closed. on_effects: starts background work. table_numbers: numbers for new tables of rows.
     """
 
     def __init__(
@@ -118,10 +118,11 @@ class Writer:
         *,
         is_internal: bool = False,
     ) -> T:
-        """Decides a call, and applies its events and their consequences. Give the answer when `commits` are safe.
+        """Decides a call, and applies its events and their consequences. Return the answer to a client only when
+        `commits` are safe.
 
-        tables: the tables that the events may refer to, by number. is_internal: whether it is the result of a
-            background task, which a run also takes while the service shuts down.
+        tables: the tables that the events may refer to, by number. is_internal: whether a background task calls; its
+            result is accepted even while the service shuts down.
         """
         self.check_open(is_internal)
         self._log.check(has_rows=False)
@@ -131,11 +132,11 @@ class Writer:
         return answer(self.state)
 
     def begin(self, events: Sequence[Event]) -> None:
-        """Applies the events of opening the run, and events that are due."""
+        """Applies the events of opening the run, and the events that follow from them."""
         self._happen(events, NO_TABLES, is_first=True)
 
     def _happen(self, decided: Sequence[Event], tables: Mapping[int, Steps], *, is_first: bool = False) -> None:
-        # Values that cannot be encoded are refused before the state changes.
+        # Encode first, so that a value that cannot be encoded is refused before the state changes.
         encoded = [encode_event(event) for event in decided]
         effects, happened = Effects(), None if is_first else decided
         try:
@@ -147,7 +148,7 @@ class Writer:
                 self._apply(following, tables, effects)
                 happened = following
         except BaseException:
-            # A defect: the state is half applied and must not be used.
+            # A defect: the events are applied only in part, and the state must not be used.
             self.lose()
             raise
         if encoded:
@@ -202,13 +203,13 @@ class Writer:
         self.rows.add(number, to_stored(table) if self._has_rows_in_memory else None, len(table), rows)
 
     def _snapshot(self) -> bytes | None:
-        # After a defect the state may be half applied.
+        # After a defect, events may be applied only in part.
         return None if self._is_lost else encode_state(self.state)
 
     # --- Waiting
 
     def wait(self, condition: Condition, wake: Callable[[], None]) -> None:
-        """Has `wake` called once, when the condition is met; at once if it is met already, or the run takes no
+        """Calls `wake` once, when the condition is met; immediately if it is met already, or if the run accepts no
         calls."""
         has_room = condition.topic is Topic.ROOM and self.room().groups_of(str(condition.key)) > 0
         if self.closed is not None or self.is_lost or has_room or condition.is_met(self.state):
@@ -217,27 +218,27 @@ class Writer:
             self.waiters.add(condition, wake)
 
     def wake_for_room(self) -> None:
-        """Wakes callers for which other runs have freed capacity."""
+        """Wakes callers that wait for capacity, which other runs may have freed."""
         if self.waiters.waits_for(Topic.ROOM):
             self.waiters.wake_met([Topic.ROOM], self.state, self.room())
 
     # --- Limits
 
     def room(self) -> Room:
-        """Returns the groups that may be admitted now."""
+        """Returns the capacity for new groups."""
         room = admission.room(self.state, self.config, self._budget.left_for(self._name))
         quota = self.quota()
         return room if quota is None else room.within(admission.quota_room(quota))
 
     def quota(self) -> Quota | None:
-        """Returns the limits of what a run may store, and what this one stores; None if the service sets no limit."""
+        """Returns the run's usage and limits; None if the service sets no limits."""
         limits = self._budget.limits_of_each
         if limits == NO_LIMITS:
             return None
         return Quota(self._usage(), limits, f"run {self._name!r} stores", "the service's max_run_{}", is_of_run=True)
 
     def bytes_left(self) -> BytesLeft:
-        """Returns the bytes that rows of admitted groups may still take."""
+        """Returns the bytes that rows of admitted groups may still use."""
         return admission.bytes_left(self.state, self.config, self._budget.most_for(self._name))
 
     def _usage(self) -> Usage:
@@ -248,11 +249,11 @@ class Writer:
 
     @property
     def is_lost(self) -> bool:
-        """Whether the log has to be opened again, here or elsewhere."""
+        """Whether the log has to be reopened, by this process or another."""
         return self._is_lost or self._log.is_lost
 
     def lose(self) -> None:
-        """Marks the run as one that has to be opened again."""
+        """Marks the run as one that has to be reopened, and wakes all callers."""
         self._is_lost = True
         self.waiters.wake_all()
 
@@ -261,7 +262,7 @@ class Writer:
         return isinstance(self.closed, NotFoundError)
 
     def check_open(self, is_internal: bool = False) -> None:
-        """Raises if the run takes no calls: it is closed, or its log is lost."""
+        """Raises an error if the run accepts no calls, because it is closed or its log is lost."""
         closed = self.closed
         if closed is not None and not (is_internal and not isinstance(closed, NotFoundError)):
             raise type(closed)(*closed.args)
@@ -269,7 +270,7 @@ class Writer:
             raise UnavailableError(f"run {self._name!r} is being recovered from its store; retry")
 
     def close(self, error: GristmillError) -> None:
-        """Has calls raise this error from now on, and wakes callers that wait. A deleted run stays deleted."""
+        """Makes calls raise this error from now on, and wakes waiting callers. A deleted run stays deleted."""
         if not self.is_deleted:
             self.closed = error
         self.waiters.wake_all()

@@ -1,4 +1,4 @@
-"""Columns that trainers write: read from requests, and stored as tables of the run's log."""
+"""Columns that trainers write: parsed from requests, and stored as tables of the run's log."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from gristmill_service.storage.run_store import RunLog
 
 
 class _Sent(NamedTuple):
-    """A received column. tensors: by the names of a shard's tensors. digest: of all their bytes."""
+    """A received column. tensors: by their names in a shard. digest: of the bytes of all tensors."""
 
     spec: ColumnSpec
     tensors: Mapping[str, Array]
@@ -36,8 +36,8 @@ class _Sent(NamedTuple):
 class SentColumns:
     """The columns that a trainer sent for one shard.
 
-    tensors: by the names that the shard's would have. Raises InvalidArgumentError for a column that trainers of the run
-        do not write.
+    tensors: by their names in the shard. Raises InvalidArgumentError for a column that trainers of the run do not
+        write.
     """
 
     def __init__(
@@ -58,8 +58,8 @@ class SentColumns:
         forms: Mapping[ShardAddress, ShardForm],
         others: Callable[[ColumnPlace], Array | None],
     ) -> dict[ColumnPlace, Array]:
-        """Returns the values of the new columns. forms: of the batch's shards. others: returns columns that were
-        written before, or None. Reads tables and checks values: call it in a thread.
+        """Returns the values of the new columns. forms: the forms of the batch's shards. others: returns a column that
+        was written before, or None. Reads tables and checks values: call it in a thread.
 
         Raises InvalidArgumentError for values that do not fit the shard.
         """
@@ -83,7 +83,7 @@ class SentColumns:
     def described(
         self, values: Mapping[ColumnPlace, Array], numbers: Sequence[int]
     ) -> dict[ColumnPlace, WrittenColumn]:
-        """Returns the columns as the state stores them, in the tables of these numbers."""
+        """Returns the columns as the state describes them. numbers: the table of each column, in order."""
         return {
             place: WrittenColumn(
                 self._columns[place].digest,
@@ -105,7 +105,7 @@ class SentColumns:
 
 
 Written = Mapping[ColumnPlace, tuple[int, Stored | None]]
-"""The table of each written column, None if it has to be loaded from the log, with its number."""
+"""For each written column, the number of its table, and the table; None if it has to be loaded from the log."""
 
 
 def written_before(batch: int, state: State, rows: RowBuffer) -> Written:
@@ -117,7 +117,7 @@ def written_before(batch: int, state: State, rows: RowBuffer) -> Written:
 
 
 def loaded(written: Written, log: RunLog) -> Callable[[ColumnPlace], Array | None]:
-    """Returns a function that returns the values of a written column, or None. It blocks while it reads the log."""
+    """Returns a function that returns the values of a written column, or None. The function blocks to read the log."""
 
     def find(place: ColumnPlace) -> Array | None:
         if place not in written:
@@ -129,7 +129,7 @@ def loaded(written: Written, log: RunLog) -> Callable[[ColumnPlace], Array | Non
 
 
 def table_of(name: str, values: Array) -> Steps:
-    """Returns a table with these values: one row without tokens, and the column."""
+    """Returns a table for these values: one row without tokens, with the column."""
     none, nothing = np.zeros(1, np.int32), np.zeros(1, np.int64)
     return Steps(
         uids=[""],
@@ -152,7 +152,7 @@ def table_of(name: str, values: Array) -> Steps:
 
 
 def values_of(table: Steps, name: str) -> Array:
-    """Returns the values in such a table."""
+    """Returns the values in a table from `table_of`."""
     return table.extras[name].values[0]
 
 

@@ -1,4 +1,4 @@
-"""The answers of a run, as plain values that the APIs translate."""
+"""The answers of a run, as plain values that the gRPC and HTTP APIs translate."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class BatchState(Enum):
 
 
 class Taken(NamedTuple):
-    """outcomes: one per row of the request. refused: why rows were refused, by index, in the order of the rows."""
+    """The result of submitting rows. outcomes: one per row. refused: the errors of refused rows, by row index."""
 
     outcomes: list[Outcome]
     refused: Mapping[int, GristmillError] = MappingProxyType({})
@@ -70,7 +70,7 @@ class Position(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Admissions:
-    """waits: whether the run notices when there is more capacity."""
+    """The result of `begin_groups`. waits: whether waiting callers are woken when there is more capacity."""
 
     admissions: Sequence[Admission]
     retry_after_s: float = 0.0
@@ -80,7 +80,8 @@ class Admissions:
 
 @dataclass(frozen=True, slots=True)
 class RewardUpdate:
-    """A reward: `value` for scalar rewards; `token_values`, one per response token, for rewards per token."""
+    """The reward of one step: `value` if it is scalar, `token_values` if there is one per response token. step: None
+    for the last step."""
 
     trajectory: TrajectoryKey
     step: int | None = None
@@ -96,7 +97,8 @@ class Sealed:
 
 @dataclass(frozen=True, slots=True)
 class BatchAnswer:
-    """awaits: the columns that trainers still have to write, if it is FORWARD."""
+    """The state of a batch. plan: the plan of a published batch. awaits: the columns that trainers still have to write
+    for a FORWARD batch."""
 
     state: BatchState
     plan: bytes = b""
@@ -117,8 +119,8 @@ GroupState = Literal["open", "complete", "sealed", "dropped"]
 
 @dataclass(frozen=True, slots=True)
 class GroupAnswer:
-    """batch: the batch it was sealed into. reason: why it was dropped; `batch_failed` with its batch. tag: "" for
-    none."""
+    """One group. batch: the batch that a sealed group is in. reason: why the group was dropped; if the reason is
+    `batch_failed`, `batch` is the failed batch. tag: "" for none."""
 
     round: int
     uid: str
@@ -130,7 +132,7 @@ class GroupAnswer:
 
 @dataclass(frozen=True, slots=True)
 class TagGroups:
-    """How many groups of a tag are in each state; each group counts once."""
+    """The number of groups of one tag in each state; each group counts once."""
 
     open: int
     complete: int
@@ -140,7 +142,7 @@ class TagGroups:
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """position: the rank's next after an acknowledgement; the committed one after a commit."""
+    """The result of an acknowledgement (position: the rank's next) or of a commit (position: the committed one)."""
 
     position: Position
     generation: int
@@ -160,13 +162,16 @@ class ModelProgress:
     committed: Position
     incarnation: int
     next: Sequence[Position]
-    """Per rank, the next position to acknowledge."""
+    """Each rank's next position to acknowledge."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunStatus:
-    """run_id: created with the run. generation: how often its log was found shorter than confirmed, plus 1.
-    config_json: the settings that are not defaults. resolved_config_json: all settings.
+    """The status of a run.
+
+    run_id: an id that is created with the run. generation: 1 plus the number of rollbacks, in which the log lost
+    events that were already confirmed. config_json: the settings that differ from their defaults.
+    resolved_config_json: all settings.
     """
 
     run: str

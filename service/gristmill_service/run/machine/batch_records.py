@@ -1,7 +1,7 @@
-"""The figures of batches that a run's log stores permanently, after rows and shards are freed.
+"""The figures of batches that a run's log keeps after their rows and shards are freed.
 
-If there are too many, neighbors are added up in pairs: a run of any length stores at most `MOST`, and its totals stay
-exact.
+Beyond `MOST` records, neighbors are added up in pairs, so that a run of any length keeps at most `MOST` records and
+exact totals.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ MOST = 1024
 
 
 def keep(records: list[Figures], record: Figures) -> None:
-    """Appends the record. If there are too many, halves their number: all but the last then cover equally many
-    batches."""
+    """Appends the record. Beyond `MOST` records, joins them in pairs; then all records but the last cover the same
+    number of batches."""
     if records and records[-1].batches < records[0].batches:
         records[-1] = records[-1].joined(record)
     else:

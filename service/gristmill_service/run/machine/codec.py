@@ -1,7 +1,7 @@
 """Encode and decode events and states for a run's log, as MessagePack of the classes' fields; nothing is unpickled.
 
-A new field needs a default, so that logs of older versions can be read; any other change is a new format. Format 1
-stored rows in events; it was never released, and cannot be read.
+A new field needs a default, so that logs of older versions can be read; any other change requires a new format. Format
+1 stored rows in events; it was never released, and cannot be read.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _snapshot = msgspec.msgpack.Decoder(tuple[int, msgspec.Raw])
 
 
 EncodedEvent = tuple[str, msgspec.Raw]
-"""An event's kind, and its fields as bytes."""
+"""The name of an event's class, and the event's encoded fields."""
 
 
 def encode_event(event: Event) -> EncodedEvent:
@@ -44,7 +44,7 @@ def encode_event(event: Event) -> EncodedEvent:
 
 
 def record_of(events: Sequence[EncodedEvent]) -> bytes:
-    """Makes one record of the log, which has all of these events or none."""
+    """Encodes these events as one record of the log, so that either all of them are stored or none."""
     return _encoder.encode((FORMAT, events))
 
 

@@ -1,6 +1,6 @@
 """Describe the rows of a request as the state stores them: names, sizes and digests.
 
-Digests distinguish a repeated row from a different one, and whole rows from damaged ones.
+Digests detect whether a row that is sent again has other content, and whether stored rows are damaged.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from gristmill._wire.steps import PLAIN_FIELDS, Steps, TrajectoryKey
 from gristmill_service.run.machine.events import RowName, RowRef, StoredRow
 
 ROW_OVERHEAD_BYTES = 768
-"""The bytes of a row in addition to the values of its tokens: its keys, digest, lengths and indices."""
+"""The bytes that a row counts for in addition to its token values: its keys, digest, lengths and indices."""
 _SMALL = Struct("<qqi??dd16s")
 
 
 class RowKeys(NamedTuple):
-    """trajectories: of each row. names: of each row, within its group."""
+    """The keys of a request's rows. trajectories: each row's trajectory. names: each row's name within its group."""
 
     trajectories: Sequence[TrajectoryKey]
     names: Sequence[RowName]
@@ -35,7 +35,7 @@ class RowKeys(NamedTuple):
         rounds, samples = steps.rounds.tolist(), steps.samples.tolist()
         uids: list[str] = []
         for uid, same in groupby(steps.uids):
-            # One string object for equal uids, because the state stores it as long as the rows.
+            # Equal uids share one string object, because the state stores uids as long as the rows.
             uids += [uid] * len(list(same))
         return cls(
             made_of(TrajectoryKey, rounds, uids, samples),
@@ -51,10 +51,10 @@ def describe_rows(
     tokens: Sequence[bytes],
     parents: Sequence[RowName | None],
 ) -> list[StoredRow]:
-    """Returns the rows of a request as the state stores them with this table.
+    """Returns the rows of a request as the state stores them.
 
-    digests: of the table's rows. tokens: the digest of all tokens of each row. parents: for each row, as in
-        `StoredRow`.
+    table: the number of the table that contains the rows. digests: computes the digests of its rows. tokens: for each
+        row, the digest of all its tokens. parents: for each row, its `StoredRow.parent`.
     """
     count, checks = len(steps), [b""] * len(steps)
     if steps.prefix_lengths is not None:
@@ -90,7 +90,7 @@ def describe_rows(
 
 
 def reward_rest(values: Array, reward: float) -> float:
-    """Returns what the exact sum of a step's rewards per token has beyond the rounded one, itself rounded."""
+    """Returns the rounding error of a step's reward: the exact sum of its rewards per token, minus `reward`."""
     return exact_sum(np.append(values.astype(np.float64), -reward))
 
 
@@ -105,16 +105,16 @@ def _reward_rests(steps: Steps, rewards: Sequence[float]) -> list[float]:
 
 
 def row_digests(steps: Steps, shared: Collection[str] = ()) -> list[bytes]:
-    """Returns the digest of what the table itself has of each row. shared: as in `RowDigests`."""
+    """Returns a digest of each row's content in this table, without omitted tokens. shared: as in `RowDigests`."""
     return RowDigests(steps, shared).of_own()
 
 
 class RowDigests:
-    """Computes digests of a table's rows, without their keys.
+    """Computes digests of a table's rows, without their keys and without the placeholders of pending rewards.
 
-    The placeholder of a pending reward does not count. shared: the columns of which a row may omit values that the step
-    before has (`ColumnSpec.is_shared`); a later step's values of prompt tokens do not count.
-    rewards: the digest of each row's rewards per token; empty if they are scalar or pending.
+    shared: the columns with `ColumnSpec.is_shared`, of which a row may omit the values that the step before has. For
+        rows after the first step, only their values of response tokens enter the digest.
+    rewards: for each row, the digest of its rewards per token; empty if its reward is scalar or pending.
     """
 
     def __init__(self, steps: Steps, shared: Collection[str]) -> None:
@@ -122,7 +122,7 @@ class RowDigests:
         if steps.token_rewards is not None:
             self.rewards = _reward_digests(steps, steps.token_rewards)
         self._small = _small_fields(steps, self.rewards)
-        # Parts of variable length come after those of fixed length.
+        # Parts of variable length follow those of fixed length.
         self._reasons = [*map(str.encode, steps.stop_reasons)]
         self._values: list[Sequence[Any]] = [steps.loss_mask.memory(), *_plain_parts(steps)]
         if steps.token_advantages is not None:
@@ -132,15 +132,15 @@ class RowDigests:
         self._values += [part for name in sorted(steps.extras) for part in _extra_parts(steps, name, name in shared)]
 
     def of(self, tokens: Sequence[bytes]) -> list[bytes]:
-        """Returns the rows' digests. tokens: the digest of all tokens of each row."""
+        """Returns the rows' digests. tokens: for each row, the digest of all its tokens."""
         parts = zip(self._small, self._reasons, tokens, *self._values, strict=True)
         if self._steps.extras:
-            # Updated in parts, so that images are not copied.
+            # Hash the parts one by one, because joining them would copy images.
             return [_digest(one) for one in parts]
         return [*map(xxh3_128_digest, map(b"".join, parts))]
 
     def of_own(self) -> list[bytes]:
-        """Returns the digests with only the tokens that the table has, and how many it omits, if any."""
+        """Returns digests that cover only the tokens in the table, and how many tokens each row omits."""
         tokens = [*map(xxh3_128_digest, self._steps.tokens.memory())]
         if self._steps.prefix_lengths is None:
             return self.of(tokens)
@@ -157,13 +157,13 @@ def _digest(parts: Iterable[Any]) -> bytes:
 
 
 def _extra_parts(steps: Steps, name: str, is_shared: bool) -> tuple[list[bytes], list[Array]]:
-    """Returns for each row a label that says whether it has the column, and the column's values."""
+    """Returns for each row a label that shows whether the row has the column, and the column's values."""
     extra = steps.extras[name]
     values: list[Array] = extra.values.arrays()
     if is_shared:
         counts = np.where(steps.steps > 0, steps.response_lengths, extra.values.lengths).tolist()
         values = [one[max(0, len(one) - count) :] for one, count in zip(values, counts, strict=True)]
-    # An empty column differs from a missing one, and the label separates one column's values from the next.
+    # The label distinguishes an empty column from a missing one, and separates the values of different columns.
     labels = [
         name.encode() + b"\0" + len(one).to_bytes(8, "little") if given else b""
         for one, given in zip(values, extra.given.tolist(), strict=True)
@@ -181,8 +181,8 @@ def _plain_parts(steps: Steps) -> Iterator[Sequence[Any]]:
 
 
 def _token_versions(steps: Steps, versions: Ragged) -> list[Any]:
-    """Returns each row's versions per token; empty if all equal the row's, because such rows may come with or without
-    them."""
+    """Returns each row's policy versions per token; empty if they all equal the row's version, because clients may
+    send or omit them then."""
     row_versions = steps.policy_versions.tolist()
     return [
         b"" if (array == version).all() else array
@@ -198,7 +198,7 @@ def _reward_digests(steps: Steps, rewards: Ragged) -> list[bytes]:
 
 
 def values_digest(values: Array) -> bytes:
-    """Returns the same digest for equal numbers, whatever their width."""
+    """Returns a digest of the numbers that does not depend on their dtype."""
     return xxh3_128(bytes_of(values.astype(np.float64, copy=False))).digest()
 
 

@@ -1,6 +1,6 @@
-"""The events of a run, as small values in one ordered log.
+"""The events of a run: small values in one ordered log.
 
-An event has a decision's result, not its reasons. It refers to rows of tokens, and does not contain them. Only
+An event records the result of a decision, not its reasons. It refers to token rows, and does not contain them. Only
 `state.apply` interprets events; `codec` encodes them.
 """
 
@@ -17,7 +17,7 @@ from gristmill_service.run.machine.answers import ColumnPlace, Position
 
 
 class GroupKey(NamedTuple):
-    """Names one prompt group of a run."""
+    """The key of a prompt group within a run."""
 
     round: int
     uid: str
@@ -27,7 +27,7 @@ class GroupKey(NamedTuple):
 
 
 class NewGroup(NamedTuple):
-    """A group to begin: its number of samples, and its environment or task."""
+    """A group to begin. samples: its number of trajectories. tag: its environment or task."""
 
     key: GroupKey
     samples: int
@@ -35,14 +35,14 @@ class NewGroup(NamedTuple):
 
 
 class RowRef(NamedTuple):
-    """Refers to a row's tokens: the number of a table in the run's log, and the row's index in it."""
+    """A reference to a stored row: the number of a table in the run's log, and the row's index in the table."""
 
     table: int
     row: int
 
 
 class RowName(NamedTuple):
-    """Names a row of a prompt group. The content under a name never changes."""
+    """The name of a row within its prompt group. The content under a name never changes."""
 
     sample: int
     attempt: int
@@ -50,19 +50,19 @@ class RowName(NamedTuple):
 
 
 COLUMNS = -1
-"""The row's index in a RowRef to a table that has a column that a trainer wrote, and no tokens."""
+"""The `row` of a `RowRef` to a table that contains a column written by a trainer instead of rows of tokens."""
 
 
 class StoredRow(NamedTuple):
     """The state's description of an accepted row.
 
-    digest: of the whole row without its key, to recognize a repeated row however it was sent.
-    nbytes, tokens: of what is stored of it, and of the whole row.
-    parent: the row of its group whose first tokens it begins with, which are not stored again; None if it is stored
-        whole.
-    check: the digest of what is stored of it, empty if that is the same.
-    reward: the step's reward, None while it is pending. reward_rest: what the exact sum of its rewards per token has
-        beyond that. reward_digest: of rewards per token.
+    digest: of the whole row without its key, to recognize a row that is sent again in whole or in part.
+    nbytes: the bytes that are stored for the row. tokens: the number of tokens of the whole row.
+    parent: the row of the same group whose first tokens this row repeats; they are not stored again. None if the row
+        is stored whole.
+    check: the digest of the row as it is stored; empty if it equals `digest`.
+    reward: the step's reward; None while it is pending. reward_rest: the rounding error of `reward`, if it is a sum of
+        rewards per token. reward_digest: the digest of rewards per token.
     late_rewards: rewards per token, float64, that were set after the row arrived.
     """
 
@@ -107,7 +107,7 @@ class SetReward(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RowSchema:
-    """The optional columns of a run's rows, in which all rows agree. None: not known yet, or not applicable."""
+    """The optional columns of a run, which every row has or none. None: not determined yet, or not applicable."""
 
     logprobs: bool | None = None
     token_rewards: bool | None = None
@@ -119,7 +119,7 @@ ROW_KINDS = {
     "token_rewards": {True: "one reward per response token", False: "one reward a step"},
     "token_advantages": {True: "one advantage per response token", False: "one advantage a trajectory"},
 }
-"""The words for each field of a `RowSchema`, for errors."""
+"""How errors describe each value of a `RowSchema` field."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ class GroupsAdmitted(Event):
 
 @dataclass(frozen=True, slots=True)
 class GroupTagged(Event):
-    """A group that began without a tag gets one."""
+    """Sets the tag of a group that began without one."""
 
     group: GroupKey
     tag: str
@@ -158,7 +158,7 @@ class RewardsSet(Event):
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryAborted(Event):
-    """attempt: the highest attempt that is given up, unless rows of a higher one are stored."""
+    """Aborts all attempts up to the higher of `attempt` and the stored one."""
 
     trajectory: TrajectoryKey
     reason: str
@@ -167,7 +167,7 @@ class TrajectoryAborted(Event):
 
 @dataclass(frozen=True, slots=True)
 class GroupClosed(Event):
-    """The group continues with its complete trajectories; all others are aborted."""
+    """Aborts the group's incomplete trajectories; the group continues with the complete ones."""
 
     group: GroupKey
     reason: str
@@ -181,9 +181,9 @@ class GroupDropped(Event):
 
 @dataclass(frozen=True, slots=True)
 class BatchSealed(Event):
-    """The groups, in this order, are batch number `batch`. Logged before anything of it is computed.
+    """These groups form batch number `batch`, in this order. Logged before the batch is computed.
 
-    short_tags: tags of which it has fewer groups than `tag_shares` asks for.
+    short_tags: the tags of which the batch has fewer groups than `tag_shares` requires.
     """
 
     batch: int
@@ -194,20 +194,22 @@ class BatchSealed(Event):
 
 @dataclass(frozen=True, slots=True)
 class TagWait(Event):
-    """Since when, in the run's own time, the next batch waits only for `tag_shares`; None: it does not."""
+    """since: the time since when only `tag_shares` keeps the next batch from being sealed; None if it does not."""
 
     since: float | None
 
 
 @dataclass(frozen=True, slots=True)
 class TagSharesLapsed(Event):
-    """The next batch is sealed without the missing groups of `tag_shares`, for which it has waited long enough."""
+    """The wait for `tag_shares` timed out: the next batch is sealed without the missing groups."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchPublished(Event):
-    """awaits: the columns that trainers have to write before training: these are forward shards. record: figures to
-    store permanently, if it is published for the first time.
+    """The shards of a batch are published: forward shards if `awaits` is not empty.
+
+    awaits: the columns that trainers must write before training. record: the figures to store permanently, when the
+    batch is published for the first time.
     """
 
     batch: int
@@ -221,7 +223,7 @@ class WrittenColumn(NamedTuple):
     """The state's description of a column that a trainer wrote for a shard.
 
     digest: of the received bytes, to recognize a repeated write. table: the number of the table with the values. check:
-        the digest of these.
+        the digest of the table's values.
     """
 
     digest: bytes
@@ -240,23 +242,23 @@ class ColumnsWritten(Event):
 
 @dataclass(frozen=True, slots=True)
 class ColumnsDropped(Event):
-    """The columns written for the batch are void: its trainer was restarted, or they are lost."""
+    """The columns written for the batch are discarded, because its trainer was restarted or they are lost."""
 
     batch: int
 
 
 @dataclass(frozen=True, slots=True)
 class BatchWithdrawn(Event):
-    """The batch's shards are lost or outdated, or it failed for another number of ranks: it will be built again from
-    the same rows."""
+    """The batch will be built again from the same rows, because its shards are lost or outdated, or because it failed
+    for another number of ranks."""
 
     batch: int
 
 
 @dataclass(frozen=True, slots=True)
 class BatchFailed(Event):
-    """The batch cannot be built. keeps_rows: whether another number of ranks may help, so that its rows stay until
-    every model is past it."""
+    """The batch cannot be built. keeps_rows: whether its rows are kept until every model is past it, because it may be
+    built for another number of ranks."""
 
     batch: int
     reason: str
@@ -265,7 +267,7 @@ class BatchFailed(Event):
 
 @dataclass(frozen=True, slots=True)
 class BatchGivenUp(Event):
-    """A trainer resumed after the batch and gave a reason, under which its groups are dropped."""
+    """A trainer resumed after the batch. The batch's groups are dropped for the reason that the trainer sent."""
 
     batch: int
     reason: str
@@ -273,8 +275,8 @@ class BatchGivenUp(Event):
 
 @dataclass(frozen=True, slots=True)
 class GenerationBegan(Event):
-    """The log was found shorter than confirmed. reached: the furthest position known to be acknowledged, by model: a
-    checkpoint of an earlier generation beyond it does not fit any more.
+    """The log lost events that were already confirmed, and a new generation of the run begins. reached: for each model,
+    the furthest position known to be acknowledged; checkpoints of earlier generations beyond it do not fit.
     """
 
     generation: int
@@ -283,7 +285,7 @@ class GenerationBegan(Event):
 
 @dataclass(frozen=True, slots=True)
 class BatchFreed(Event):
-    """Every model is past the batch, and it is in a checkpoint or failed: its rows and shards may be removed."""
+    """Every model is past the batch, and the batch is in a checkpoint or failed: its rows and shards may be removed."""
 
     batch: int
 
@@ -311,7 +313,7 @@ class ModelResumed(Event):
 
 @dataclass(frozen=True, slots=True)
 class RanksBegan(Event):
-    """Ranks began to train at their own positions, as an incarnation that is theirs alone."""
+    """Ranks began to train at their own positions, under an incarnation that only they have."""
 
     model: Model
     ranks: tuple[int, ...]

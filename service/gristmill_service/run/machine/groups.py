@@ -1,6 +1,6 @@
 """Prompt groups and their trajectories while they are collected: the part of a run's state that rows change.
 
-Only `state.apply` changes them. Every change takes O(1) per row and cannot fail, because decisions were checked before.
+Only `state.apply` changes groups. Every change takes O(1) per row and cannot fail, because the decision checked it.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from gristmill_service.run.machine.described_rows import reward_rest
 from gristmill_service.run.machine.events import GroupKey, RowName, RowRef, SetReward, StoredRow
 
 SURPLUS = "surplus"
-"""Why a trajectory is aborted whose group has enough others."""
+"""The reason for aborting a trajectory whose group has enough complete ones."""
 
 
 class Released(NamedTuple):
     """The rows that an event releases.
 
-    refs: stored rows that nothing needs any more. rows, tokens: how many rows have left their group, and their tokens;
-        some may still be stored because other rows share their first tokens.
+    refs: stored rows that nothing needs any more. rows, tokens: the number of rows that left their group, and of their
+        tokens; a row that left may still be stored, because other rows share its first tokens.
     """
 
     refs: list[RowRef]
@@ -33,7 +33,7 @@ class Released(NamedTuple):
 
     @classmethod
     def of(cls, parts: Sequence[Released]) -> Released:
-        """Adds up these parts."""
+        """Returns the sum of these parts."""
         refs = [ref for part in parts for ref in part.refs]
         return cls(refs, sum(part.rows for part in parts), sum(part.tokens for part in parts))
 
@@ -84,10 +84,11 @@ class Trajectory:
 class Group:
     """An admitted prompt group.
 
-    samples: the number of trajectories that it is made of. surplus: how many more are sampled. finished: the complete
-    trajectories, in the order of completion. aborted: the aborted ones, with reasons. given_up: of the aborted ones
-    that a client may sample again, the attempt that was aborted. tag: its environment or task, "" if unknown. kept:
-    rows that have left the group, but whose first tokens its rows share.
+    samples: the number of trajectories that the group needs. surplus: how many more are sampled.
+    finished: the complete trajectories, in order of completion. aborted: the reason of each aborted trajectory.
+    given_up: the aborted attempt of each aborted trajectory that a client may sample again.
+    tag: the group's environment or task; "" if unknown.
+    kept: rows that left the group, but whose first tokens are shared by rows of the group.
     """
 
     key: GroupKey
@@ -125,14 +126,14 @@ class Group:
         return [sample for sample in range(self.sampled) if sample not in kept and sample not in self.aborted]
 
     def takes(self, sample: int, attempt: int) -> bool:
-        """Returns whether rows of this attempt may take part. Of an aborted trajectory a higher attempt may, if the
-        group still lacks a trajectory."""
+        """Returns whether rows of this attempt are accepted. For an aborted trajectory, only a higher attempt is, and
+        only while the group needs more trajectories."""
         if sample not in self.aborted:
             return True
         return self.takes_again(sample) and attempt > self.given_up[sample]
 
     def takes_again(self, sample: int) -> bool:
-        """Returns whether a higher attempt of this aborted trajectory may take part."""
+        """Returns whether a higher attempt of this aborted trajectory is accepted."""
         return sample in self.given_up and self.done < self.samples
 
     def store(self, row: StoredRow) -> Released:
@@ -145,7 +146,7 @@ class Group:
             trajectory = self.trajectories[sample] = Trajectory(row.attempt)
         trajectory.store(row)
         self.nbytes += row.nbytes
-        # Release the old attempt only after storing the new row, which may begin with a row of it.
+        # Release the old attempt only after the new row is stored, because the new row may share its tokens.
         released = NOTHING if before is None or before is trajectory else self._forget(sample, before)
         if trajectory.is_complete:
             self.finished.setdefault(sample)
@@ -159,8 +160,7 @@ class Group:
         self.nbytes += len(reward.token_values)
 
     def abort(self, sample: int, reason: str, attempt: int = 0) -> Released:
-        """Aborts a trajectory, all attempts of it that are known and those up to this one. Returns its released
-        rows."""
+        """Aborts a trajectory: its stored attempt, and all attempts up to `attempt`. Returns its released rows."""
         trajectory = self.trajectories.pop(sample, None)
         released = NOTHING if trajectory is None else self._forget(sample, trajectory)
         self.aborted[sample] = reason
@@ -168,7 +168,7 @@ class Group:
         return released
 
     def close(self, reason: str) -> Released:
-        """Aborts every incomplete trajectory for good. Returns their released rows."""
+        """Aborts every incomplete trajectory; no higher attempt is accepted. Returns the released rows."""
         released = []
         for sample in range(self.sampled):
             trajectory = self.trajectories.get(sample)
@@ -183,13 +183,13 @@ class Group:
             yield from self.trajectories[sample].ordered_rows()
 
     def stored_rows(self) -> Iterator[StoredRow]:
-        """Yields the rows in no particular order, with the rows that are kept for them."""
+        """Yields all stored rows, including `kept` ones, in no particular order."""
         for trajectory in self.trajectories.values():
             yield from trajectory.rows.values()
         yield from self.kept.values()
 
     def find(self, name: RowName) -> StoredRow:
-        """Returns the row of this name, which is in the group or kept for its rows."""
+        """Returns the row with this name, from the group's trajectories or from `kept`."""
         trajectory = self.trajectories.get(name.sample)
         is_own = trajectory is not None and trajectory.attempt == name.attempt
         return trajectory.rows[name.step] if trajectory is not None and is_own else self.kept[name]
@@ -203,12 +203,12 @@ class Group:
         return Released(self.refs(), len(rows), sum(row.tokens for row in rows))
 
     def oldest_version(self) -> int | None:
-        """Returns the oldest policy version that sampled a row of the group; None if none is known."""
+        """Returns the oldest policy version that sampled a row of the group; None if no version is known."""
         versions = (row.version for row in self.ordered_rows() if row.version != UNKNOWN)
         return min(versions, default=None)
 
     def _forget(self, sample: int, trajectory: Trajectory) -> Released:
-        """Releases a trajectory that has left the group, except for rows whose tokens others share."""
+        """Releases a trajectory that left the group, except for rows whose tokens are shared by other rows."""
         self.finished.pop(sample, None)
         left = self.kept | {row.name: row for row in trajectory.rows.values()}
         self.kept = {}

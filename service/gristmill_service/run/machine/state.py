@@ -1,7 +1,7 @@
-"""The state of a run: what its log's events, applied in order, make of an empty state.
+"""The state of a run: the result of applying the events of its log, in order, to an empty state.
 
-Only `apply` changes it; `apply` never fails and never decides. Decisions (`ingest`, `admission`, `sealing`, `progress`,
-...) read the state and return events. The state has no tokens and no clock.
+Only `apply` changes a state; it never fails and decides nothing. Decisions (`ingest`, `admission`, `sealing`,
+`progress`, ...) read the state and return events. A state contains no tokens and no clock.
 """
 
 from __future__ import annotations
@@ -52,19 +52,19 @@ from gristmill_service.run.machine.groups import NOTHING, Group, Released, by_gr
 
 START = Position(0)
 GIVEN_UP = "given up: "
-"""The prefix of the reason of a batch that did not fail, but was given up."""
+"""Starts the failure reason of a batch that a resuming trainer skipped, rather than of one that cannot be built."""
 BATCH_FAILED = "batch_failed"
 """The reason under which the groups of a failed batch are dropped."""
 
 
 @dataclass(slots=True)
 class Batch:
-    """A sealed batch that is not freed. `groups` has its rows. `mini_batches` is known since its first publication,
-    also while it is withdrawn or failed.
+    """A sealed batch that is not freed.
 
-    awaits: the columns that trainers have to write for each of the policy's shards before training; while some are
-        missing, forward shards are published. written: the written columns, which are kept like rows, to build shards
-        again.
+    mini_batches: the number of mini-batches per model; set when the batch is first published, and never unset.
+    awaits: the columns that trainers must write for each policy shard before training; until they are complete, the
+        published shards are forward shards.
+    written: the columns written so far. They are stored like rows, so that the shards can be built again.
     """
 
     policy_version: int
@@ -77,7 +77,7 @@ class Batch:
     written: dict[ColumnPlace, WrittenColumn] = field(default_factory=dict)
 
     def places(self, ranks: Collection[int]) -> Iterator[ColumnPlace]:
-        """Yields the columns of these ranks that it awaits, written or not."""
+        """Yields the awaited columns of these ranks, written or not."""
         for mini_batch in range((self.mini_batches or {}).get("policy", 0)):
             for rank in ranks:
                 for column in self.awaits:
@@ -100,10 +100,12 @@ class Batch:
 class ModelState:
     """The progress of a model's ranks.
 
-    resumed_at: where the current incarnation started. Incarnations count from 1, because calls with 0 are not checked.
-    began: the incarnations of ranks that began since then, without resuming.
-    superseded: launches before the current one. furthest: the furthest position that any rank ever reached; it stays
-        when a trainer resumes from an older checkpoint, because a newer one may still be loaded.
+    resumed_at: the position where the current incarnation started.
+    incarnation: counts from 1, because a call with incarnation 0 is not checked.
+    began: the newer incarnations of ranks whose trainers began without resuming.
+    superseded: the launches before the current one.
+    furthest: the furthest position that any rank ever reached. Resuming from an older checkpoint does not lower it,
+        because a newer checkpoint may still be loaded.
     """
 
     next: list[Position]
@@ -120,15 +122,15 @@ class ModelState:
         return max([self.incarnation, *self.began.values()])
 
     def has_trainer(self, incarnation: int) -> bool:
-        """Returns whether some rank is trained under this incarnation."""
+        """Returns whether at least one rank trains under this incarnation."""
         has_resumed = incarnation == self.incarnation and len(self.began) < len(self.next)
         return has_resumed or incarnation in self.began.values()
 
 
 @dataclass(slots=True)
 class TagGroups:
-    """How many groups of a tag are in each state. open: not sealed, also complete ones. sealed: without failed batches
-    that are not kept."""
+    """The number of groups of one tag in each state. `open` includes complete groups. `sealed` excludes the groups of
+    failed batches whose rows were dropped."""
 
     open: int = 0
     complete: int = 0
@@ -140,23 +142,25 @@ class TagGroups:
 class State:
     """The state of a run.
 
-    open: admitted groups that are not sealed, in order of admission. complete: the complete ones of them, in order of
-        completion.
+    open: the admitted groups that are not sealed, in order of admission.
+    complete: the keys of the complete groups among them, in order of completion.
     surplus: how many samples of each group may be left out.
-    closed: of all other groups ever admitted, the batch each was sealed into, or why it was dropped. closed_tags: their
-        tags, if they have one.
-    tags: every tag that a group ever had. tag_wait: since when, in the run's own time, the next batch waits only for
-        `tag_shares`. tags_lapsed: whether it is sealed without them.
-    batches: sealed batches that are not freed. prompts: the number of groups of every batch ever sealed.
-    failed: why batches could not be built. Such a batch is in `batches`, too, if it may be built for another number of
-        ranks.
-    freed: batches before this number are freed, or failed and not kept.
-    groups_sealed: groups of all sealed batches, without failed ones that are not kept.
-    completions, completed_bytes: how often a group was completed, and the bytes of all of them.
-    now: the run's own time of the last event that has one, in seconds.
-    generation: how often the log was found shorter than confirmed, plus 1. rollbacks: for each such time, the furthest
-        known position of each model's ranks.
-    records: figures of all batches that were published, oldest first.
+    closed: the sealed groups with their batch number, and the dropped groups with the reason.
+    closed_tags: the tags of closed groups, for groups that have one.
+    tags: the group counts of every tag that was ever used.
+    tag_wait: the time since when only `tag_shares` keeps the next batch from being sealed; None if it does not.
+    tags_lapsed: whether the next batch is sealed without regard to `tag_shares`.
+    batches: the sealed batches that are not freed.
+    prompts: the number of groups of every batch ever sealed, by batch number.
+    failed: the reason why each failed batch could not be built. A failed batch is also in `batches` while its rows are
+        kept, because it may be built for another number of ranks.
+    freed: every batch before this number is freed, or failed without its rows being kept.
+    groups_sealed: the number of groups in all sealed batches, except failed batches whose rows were dropped.
+    completions, completed_bytes: how many times a group became complete, and the total bytes of those groups.
+    now: the time of the last event that has one, in seconds on the run's clock.
+    generation: 1 plus the number of rollbacks, in which the log lost events that were already confirmed.
+    rollbacks: for each rollback, the furthest known position of each model's ranks.
+    records: the figures of all published batches, oldest first.
     """
 
     dp_size: int
@@ -200,7 +204,7 @@ class State:
 
     @property
     def batches_made(self) -> int:
-        """Batches before this number were published for training, or failed."""
+        """The lowest batch number that has neither failed nor been published for training."""
         unmade = (
             number
             for number, batch in self.batches.items()
@@ -210,7 +214,7 @@ class State:
 
     @property
     def batches_to_build(self) -> list[int]:
-        """Batches without shards, and batches whose columns are all written."""
+        """Batches without shards, and batches whose awaited columns have all been written."""
         return [
             number
             for number, batch in self.batches.items()
@@ -219,7 +223,7 @@ class State:
 
     @property
     def batches_awaiting(self) -> list[int]:
-        """Batches with forward shards, which wait for columns."""
+        """Batches whose forward shards are published and whose columns are not all written."""
         return [
             number
             for number, batch in self.batches.items()
@@ -227,7 +231,7 @@ class State:
         ]
 
     def lacking(self, number: int) -> int:
-        """Returns how many columns of shards the batch still awaits."""
+        """Returns how many columns the batch's shards still wait for."""
         batch = self.batches[number]
         shards = (batch.mini_batches or {}).get("policy", 0) * self.dp_size
         return shards * len(batch.awaits) - len(batch.written) if batch.awaits else 0
@@ -237,23 +241,23 @@ class State:
         return not self.lacking(number)
 
     def missing(self, number: int, ranks: Collection[int] = ()) -> list[ColumnPlace]:
-        """Returns the columns that trainers still have to write for the batch. ranks: for which ranks; empty: all."""
+        """Returns the columns that trainers still have to write for these ranks of the batch; no ranks means all."""
         batch = self.batches[number]
         asked = sorted(set(ranks) & set(range(self.dp_size))) if ranks else range(self.dp_size)
         return [place for place in batch.places(asked) if place not in batch.written]
 
     def is_dropped(self, number: int) -> bool:
-        """Returns whether the batch failed and its rows are not kept, so that it will not be built any more."""
+        """Returns whether the batch failed and its rows were dropped, so that it will never be built."""
         return number in self.failed and number not in self.batches
 
     @property
     def batches_kept(self) -> list[int]:
-        """Batches that failed for this number of ranks, and may be built for another."""
+        """Batches that failed for this number of ranks, and may be built for another one."""
         return [number for number in self.batches if number in self.failed]
 
     @property
     def groups_buffered(self) -> int:
-        """The groups of batches that are sealed and not freed."""
+        """The number of groups in batches that are sealed and not freed."""
         return sum(batch.prompts for batch in self.batches.values())
 
 
@@ -311,7 +315,7 @@ def apply(state: State, event: Event) -> Released:
         case BatchGivenUp():
             return _give_up_batch(state, event)
         case GenerationBegan(generation, reached):
-            # Of generations that began and were rolled back in turn nothing is left.
+            # The generations in between were rolled back as well, and left no events.
             state.rollbacks += [dict(reached) for _ in range(state.generation, generation)]
             state.generation = generation
         case Acknowledged() | PositionCommitted() | RanksBegan() | ModelResumed():
@@ -365,7 +369,7 @@ def _note_completion(state: State, group: Group) -> None:
 def _count_tag(
     state: State, group: Group, *, opened: int = 0, completed: int = 0, sealed: int = 0, dropped: int = 0
 ) -> None:
-    """Changes the counts of the group's tag by these numbers."""
+    """Adds these numbers to the counts of the group's tag."""
     if group.tag:
         counts = state.tags.setdefault(group.tag, TagGroups())
         counts.open += opened
@@ -375,7 +379,7 @@ def _count_tag(
 
 
 def _close(state: State, group: Group, outcome: int | str) -> None:
-    """Moves a group to the closed ones. outcome: the batch that it was sealed into, or why it was dropped."""
+    """Records a group as closed. outcome: the number of its batch, or the reason why it was dropped."""
     state.closed[group.key] = outcome
     if group.tag:
         state.closed_tags[group.key] = group.tag
@@ -410,7 +414,7 @@ def _apply_batch(
             if record is not None:
                 keep(state.records, record)
             batch = state.batches[number]
-            # Forward shards stay until they are replaced.
+            # The new shards replace the batch's forward shards, if there are any.
             state.shard_bytes += nbytes - batch.nbytes
             batch.mini_batches, batch.nbytes, batch.is_published = dict(mini_batches), nbytes, True
             batch.awaits = awaits

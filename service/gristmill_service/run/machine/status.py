@@ -1,4 +1,4 @@
-"""The state of a run for people and programs."""
+"""The status of a run and of its groups, as the APIs report them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DROPPED = "its groups are dropped (batch_failed): correct what is wrong and sam
 
 
 def status(state: State, run: str, run_id: str, *, config: RunConfig, room: int, duplicates: int) -> RunStatus:
-    """Returns the run's status. duplicates: the number of repeated rows, which are no events."""
+    """Returns the run's status. duplicates: the number of repeated rows, which the log does not record."""
     return RunStatus(
         run=run,
         run_id=run_id,
@@ -54,9 +54,9 @@ def status(state: State, run: str, run_id: str, *, config: RunConfig, room: int,
 
 
 class AllGroups(NamedTuple):
-    """All groups that were ever admitted, copied from the state, so that a thread can encode them.
+    """A copy of all groups that were ever admitted, so that a thread can encode them while the state changes.
 
-    closed, tags: the outcome and the tag of each closed group, as in `State`. failed: why batches failed.
+    closed, tags: the outcome and the tag of each closed group, as in `State`. failed: the reasons of failed batches.
     """
 
     closed: Mapping[GroupKey, int | str]
@@ -80,7 +80,7 @@ def all_groups(state: State) -> AllGroups:
     return AllGroups(
         dict(state.closed),
         dict(state.closed_tags),
-        # A kept batch may still be built.
+        # A failed batch whose rows are kept may still be built.
         {number: reason for number, reason in state.failed.items() if state.is_dropped(number)},
         [
             GroupAnswer(*key, "complete" if key in state.complete else "open", tag=group.tag)
@@ -90,8 +90,8 @@ def all_groups(state: State) -> AllGroups:
 
 
 def explained(reason: str, *, is_kept: bool) -> tuple[str, str]:
-    """Splits the reason of a failed batch into why it failed and the remedy, which is empty for one that was given up.
-    is_kept: whether its rows are kept."""
+    """Splits the reason of a failed batch into the cause and the remedy; a batch that was given up has no remedy.
+    is_kept: whether the batch's rows are kept."""
     if reason.startswith(GIVEN_UP):
         return reason, ""
     why, _, correction = reason.partition("; ")

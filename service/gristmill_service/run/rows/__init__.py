@@ -1,1 +1,1 @@
-"""The rows that a run stores: their tables, the tokens that they share, and how a batch gathers them."""
+"""The rows that a run stores: their tables, their shared tokens, and how they are gathered for a batch."""

@@ -1,8 +1,8 @@
-"""Check rows that were sent without the first tokens that they share with the step before, and compute their digests as
-if they were whole.
+"""Check rows that omit the first tokens that they share with the step before, and compute their digests as if they were
+whole.
 
-The step before is known by a running sum of its tokens, which is remembered for each trajectory's last row. Stored
-tokens are read only if that sum is unknown, or if a row shares less than all of the step before.
+To compare these tokens, a running sum over the tokens of each trajectory's last row is remembered. Stored tokens are
+read only if this sum is unknown, or if a row shares only a part of the step before.
 """
 
 from __future__ import annotations
@@ -25,16 +25,15 @@ from gristmill_service.run.machine.state import State
 from gristmill_service.run.rows.row_buffer import PickedRow, RowBuffer
 from gristmill_service.run.rows.row_gathering import Load, Tables, columns_of, tokens_of
 
-# Each takes about 1 kB.
+# Each sum takes about 1 kB.
 _MOST_SUMS = 16_384
 NO_COLUMNS = frozenset[str]()
 
 
 class TokenSum(NamedTuple):
-    """A running sum of a row's first tokens: their number, their CRC-32, and a digest to which more tokens can be
-    added.
+    """A running sum of a row's first tokens: their number, their CRC-32, and a hash that more tokens can be added to.
 
-    columns: the shared declared columns that the row has.
+    columns: the declared columns with `is_shared` that the row has.
     """
 
     tokens: int
@@ -43,7 +42,7 @@ class TokenSum(NamedTuple):
     columns: frozenset[str] = NO_COLUMNS
 
     def plus(self, tokens: memoryview, columns: frozenset[str] = NO_COLUMNS) -> TokenSum:
-        """Returns the sum after these further tokens (int32), for a row with these columns."""
+        """Returns the sum after these further int32 tokens, for a row with these columns."""
         state = self.state.copy()
         state.update(tokens)
         return TokenSum(self.tokens + len(tokens), zlib.crc32(tokens, self.checksum), state, columns)
@@ -53,7 +52,7 @@ _NOTHING = TokenSum(0, 0, xxh3_128())
 
 
 class TokenSums:
-    """The sum of each trajectory's last row, with which its next step probably begins."""
+    """Remembers the sum of each trajectory's last row, because the next step probably begins with that row's tokens."""
 
     def __init__(self) -> None:
         self._last: dict[TrajectoryKey, tuple[RowRef, TokenSum]] = {}
@@ -64,12 +63,12 @@ class TokenSums:
         return total if ref == row.ref else None
 
     def note(self, rows: Sequence[StoredRow], outcomes: Sequence[Outcome], sums: Sequence[TokenSum | None]) -> None:
-        """Stores the sums of accepted rows. sums: None for a row that ends its trajectory, whose sum is forgotten."""
+        """Stores the sums of accepted rows, and forgets those of trajectories that end. sums: None for a last row."""
         if not self._last and not any(sums):
             return
         for row, outcome, total in zip(rows, outcomes, sums, strict=True):
             if outcome is Outcome.ACCEPTED:
-                # Sums are forgotten in the order in which they were added.
+                # Re-inserting the sum makes it the last one to be forgotten.
                 self._last.pop(row.trajectory, None)
                 if total is not None:
                     self._last[row.trajectory] = row.ref, total
@@ -78,15 +77,14 @@ class TokenSums:
 
 
 class StepBefore(NamedTuple):
-    """The step before a row. picked: None if the sum suffices for the row."""
+    """The step before a row. picked: None if `total` suffices to check the row."""
 
     total: TokenSum | None
     picked: PickedRow | None = None
 
 
 class Prepared(NamedTuple):
-    """The rows as the state will store them. sums: of each row that does not end its trajectory, for
-    `TokenSums.note`."""
+    """The rows as the state will store them. sums: for `TokenSums.note`; None for rows that end their trajectory."""
 
     rows: list[StoredRow]
     sums: Sequence[TokenSum | None]
@@ -95,8 +93,8 @@ class Prepared(NamedTuple):
 def steps_before(
     state: State, rows: RowBuffer, sums: TokenSums, keys: RowKeys, prefixes: Prefixes
 ) -> dict[int, StepBefore]:
-    """Returns the step before each row that was sent without its first tokens, if the run has it."""
-    # Later steps of a request may share less than all of an earlier one.
+    """Returns the step before each row that omits its first tokens, if the run has that step."""
+    # If a trajectory has several steps in the request, a later one may share only a part of an earlier one.
     are_alone = len({*keys.trajectories}) == len(keys.trajectories)
     before: dict[int, StepBefore] = {}
     to_pick: dict[GroupKey, dict[int, StoredRow]] = {}
@@ -132,12 +130,12 @@ def prepare(
     load: Load,
 ) -> Prepared:
     """Describes the rows of a request as the state will store them, with the digests of whole rows, and checks the
-    prefixes that were left out.
+    omitted tokens.
 
-    table: the number of the rows' table. prefixes: what was left out of each row; None if nothing was. before: from
-    `steps_before`. shared: the columns of which a row may omit values for the omitted tokens. load: reads a stored
-        table. Raises PrefixUnknownError naming a row whose step before is missing or unreadable, or has other tokens or
-        no such values.
+    table: the number of the rows' table. prefixes: the omitted tokens of each row; None if nothing is omitted. before:
+        from `steps_before`. shared: the columns whose values a row may omit with its tokens. load: reads a stored
+        table. Raises PrefixUnknownError for a row whose step before is missing or unreadable, has other tokens, or
+        does not have the omitted values.
     """
     assert (steps.prefix_lengths is None) == (prefixes is None), "what was left out comes with its checksums"
     sent = steps.tokens.memory()
@@ -149,7 +147,7 @@ def prepare(
         beginning = None if declared is None else declared.beginning(row)
         total = None
         if is_last and beginning is None:
-            # Most rows that nothing follows need no sum.
+            # Most rows that end their trajectory need no sum.
             digests.append(xxh3_128_digest(sent[row]))
         else:
             total = (beginning or _NOTHING).plus(sent[row], columns[row])
@@ -163,7 +161,7 @@ def prepare(
 
 
 def _columns(steps: Steps, shared: Collection[str]) -> list[frozenset[str]]:
-    """Returns the shared declared columns that each row has."""
+    """Returns, for each row, the declared columns with `is_shared` that the row has."""
     extras = {name: steps.extras[name].given.tolist() for name in steps.extras.keys() & shared}
     if not extras:
         return [NO_COLUMNS] * len(steps)
@@ -171,9 +169,9 @@ def _columns(steps: Steps, shared: Collection[str]) -> list[frozenset[str]]:
 
 
 class _Declared:
-    """The rows of a request that omit their first tokens. `beginning` is called for each row in order, then `add`.
+    """The rows of a request that omit their first tokens. Call `beginning`, then `add`, for each row in order.
 
-    parents: as in `Prepared`.
+    parents: for each row, its `StoredRow.parent`.
     """
 
     def __init__(
@@ -190,16 +188,16 @@ class _Declared:
         self._lengths, self._checksums = prefixes.lengths.tolist(), prefixes.checksums.tolist()
         self._tables = Tables(load)
         self._added: dict[tuple[TrajectoryKey, RowName], tuple[int, TokenSum]] = {}
-        # The step before each row: a row of the request, or a stored one.
+        # The step before each row: the index of a row of the request, or a stored row.
         self._sources: list[int | PickedRow | None] = [None] * len(steps)
         self.parents: list[RowName | None] = [None] * len(steps)
 
     def add(self, row: int, total: TokenSum) -> None:
-        """Adds a row, with which later ones may begin."""
+        """Adds a row, whose tokens later rows may share."""
         self._added[self._keys.trajectories[row], self._keys.names[row]] = row, total
 
     def beginning(self, row: int) -> TokenSum | None:
-        """Returns the sum of the row's omitted tokens; None if it is whole. Raises PrefixUnknownError."""
+        """Returns the sum of the row's omitted tokens; None if it omits none. Raises PrefixUnknownError."""
         length, name = self._lengths[row], self._keys.names[row]
         if not length:
             return None
@@ -221,7 +219,7 @@ class _Declared:
         return total
 
     def _find(self, row: int, parent: RowName) -> TokenSum | None:
-        """Finds the step before the row. Returns its sum; None if that is unknown."""
+        """Finds the step before the row. Returns the sum of that step; None if the sum is unknown."""
         added = self._added.get((self._keys.trajectories[row], parent))
         if added is not None:
             self._sources[row], total = added
@@ -233,7 +231,7 @@ class _Declared:
         return step.total
 
     def _read(self, row: int, length: int, total: TokenSum | None) -> TokenSum:
-        """Sums the first tokens of the step before. total: the sum of all its tokens, if known."""
+        """Computes the sum of the first tokens of the step before. total: the sum of all its tokens, if known."""
         beginning = _NOTHING
         try:
             for piece in self._first_tokens(row, length):
@@ -244,11 +242,11 @@ class _Declared:
         return beginning._replace(columns=columns)
 
     def _first_tokens(self, row: int, count: int) -> list[memoryview]:
-        """Returns the first `count` tokens of the step before, in pieces; fewer if it has fewer."""
+        """Returns the first `count` tokens of the step before, or all if it has fewer, in pieces."""
         pieces: list[memoryview] = []
         source = self._sources[row]
         while isinstance(source, int):
-            # Tokens that an earlier row of the request omits are in the step before that.
+            # Tokens that an earlier row of the request omits come from the step before that row.
             length = self._lengths[source]
             if count > length:
                 pieces.append(self._sent[source][: count - length])
@@ -265,7 +263,7 @@ class _Declared:
         return columns_of(source, self._tables)
 
     def _lacking(self, row: int) -> frozenset[str]:
-        """Returns the shared columns whose first values were omitted with the tokens."""
+        """Returns the shared columns whose first values the row omits, like its tokens."""
         extras, full = self._steps.extras, self._full_lengths[row]
         return frozenset(name for name in self._columns[row] if extras[name].values.lengths[row] < full)
 

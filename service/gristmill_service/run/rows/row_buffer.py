@@ -1,4 +1,4 @@
-"""References to the rows that a run needs until their batch is freed, by the tables in which requests brought them."""
+"""References to the rows that a run needs until their batch is freed, by the table that their request brought."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from gristmill_service.run.machine.groups import Group
 from gristmill_service.storage.row_tables import Stored
 
 _Name = tuple[int, int, int]
-"""The fields of a `RowName`: an equal key, made in a tenth of the time."""
+"""The fields of a `RowName` as a plain tuple: an equal key that is ten times cheaper to create."""
 
 
 @dataclass(slots=True)
 class _Table:
-    """A table of which some rows are needed.
+    """A table with rows that are still needed.
 
-    stored: None where only the log has it. rows: how many it has. places: the index of each needed row, by its number
-    in the request; None where all are needed and none has moved.
+    stored: None if only the log has the table. rows: the number of its rows. places: maps each needed row's number in
+    the request to its index in the table; None if all rows are needed and none has moved.
     """
 
     stored: Stored | None
@@ -41,11 +41,10 @@ class _Table:
 
 
 class PickedRow(msgspec.Struct):
-    """A row, with the number of its table and its index in it.
+    """A row of a batch, with the number of its table and its index in it.
 
-    stored: the table; None where it has to be loaded from the log. parent: the row with whose tokens this one begins,
-    if the table lacks them. tag: of its group. There is one for each row of a batch, and a struct is made in a sixth of
-    a named tuple's time.
+    stored: the table; None if it has to be loaded from the log. parent: the row whose first tokens this row omits.
+    tag: the tag of its group. A struct, because creating one takes a sixth of the time of a named tuple.
     """
 
     table: int
@@ -57,11 +56,11 @@ class PickedRow(msgspec.Struct):
 
 
 def not_held(picked: Iterable[PickedRow]) -> set[int]:
-    """Returns the tables that have to be loaded from the log for these rows, and for those with which they begin."""
+    """Returns the tables that have to be loaded from the log for these rows and for their parents."""
     tables, seen = set[int](), set[int]()
     for row in picked:
         one: PickedRow | None = row
-        # Many rows begin with the same row.
+        # Many rows have the same parent.
         while one is not None and id(one) not in seen:
             seen.add(id(one))
             if one.stored is None:
@@ -71,9 +70,9 @@ def not_held(picked: Iterable[PickedRow]) -> set[int]:
 
 
 class RowBuffer:
-    """Tables of rows, each until the last of its rows is released.
+    """Stores tables of rows until the last needed row of each is released.
 
-    needed: how many rows are needed. empty, sparse: tables for `take_empty` and `take_sparse`.
+    needed: the number of needed rows. empty, sparse: the tables for `take_empty` and `take_sparse`.
     """
 
     def __init__(self) -> None:
@@ -83,11 +82,11 @@ class RowBuffer:
         self.empty: list[int] = []
 
     def __len__(self) -> int:
-        """The rows of all tables, needed or not."""
+        """The number of rows in all tables. For tables in memory, it includes rows that are not needed."""
         return sum(len(table.live) if table.stored is None else table.rows for table in self._tables.values())
 
     def add(self, number: int, stored: Stored | None, size: int, rows: Collection[int]) -> None:
-        """Adds a request's table of `size` rows, of which these are referenced."""
+        """Adds a request's table of `size` rows, of which only `rows` are needed."""
         is_whole = len(rows) == size and COLUMNS not in rows
         places = None if is_whole else {row: row for row in rows}
         self.needed += len(rows) - (COLUMNS in rows)
@@ -113,7 +112,7 @@ class RowBuffer:
         self.sparse.discard(number)
 
     def unload(self, numbers: Iterable[int]) -> None:
-        """Leaves these tables to the log, if they are on the heap."""
+        """Drops these tables from memory; the log still has them."""
         for number in numbers:
             table = self._tables.get(number)
             if table is None or table.stored is None:
@@ -122,7 +121,7 @@ class RowBuffer:
             self.sparse.discard(number)
 
     def pick(self, groups: Iterable[tuple[Group, Iterable[StoredRow]]]) -> list[PickedRow]:
-        """Returns what `gather` needs of these rows of groups, in any thread."""
+        """Returns these rows of groups for `gather`, which any thread may call."""
         all_picked = []
         for group, rows in groups:
             picked: dict[_Name, PickedRow] = {}
@@ -130,7 +129,7 @@ class RowBuffer:
         return all_picked
 
     def _pick(self, group: Group, row: StoredRow, picked: dict[_Name, PickedRow]) -> PickedRow:
-        """Adds the row, and those with which it begins, to the rows of the group that are picked."""
+        """Adds the row and its parents to the picked rows of the group. Returns the picked row."""
         name, path = (row.trajectory.sample, row.attempt, row.step), list[tuple[_Name, StoredRow]]()
         while (before := picked.get(name)) is None:
             path.append((name, row))
@@ -150,7 +149,7 @@ class RowBuffer:
         return PickedRow(number, table.stored, at if table.places is None else table.places[at], row, before, tag)
 
     def table(self, number: int) -> Stored | None:
-        """Returns the table; None where it has to be loaded from the log."""
+        """Returns the table; None if it has to be loaded from the log."""
         return self._tables[number].stored
 
     def take_empty(self) -> list[int]:
@@ -159,8 +158,8 @@ class RowBuffer:
         return empty
 
     def take_sparse(self) -> list[tuple[int, Stored, dict[int, int]]]:
-        """Returns the tables on the heap of which at most half the rows are needed: they take more memory than is
-        accounted for."""
+        """Returns the tables in memory of which at most half the rows are needed: they use more memory than the run
+        counts for them."""
         sparse, self.sparse = self.sparse, set()
         return [
             (number, table.stored, dict(table.live))
@@ -169,7 +168,7 @@ class RowBuffer:
         ]
 
     def replace(self, number: int, before: Stored, after: Stored, index: dict[int, int]) -> None:
-        """Puts `after` in place of `before`, unless that is gone meanwhile. index: of each row in `after`."""
+        """Replaces table `before` by `after`, unless it is gone already. index: the index of each row in `after`."""
         table = self._tables.get(number)
         if table is not None and table.stored is before:
             table.stored, table.rows = after, len(index)

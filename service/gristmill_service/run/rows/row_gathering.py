@@ -1,8 +1,8 @@
 """Gathers the rows of a batch from their stored tables into one table.
 
-Steps that were stored without the tokens of the step before share memory again: where each step extends all of the one
-before it, the table has the longest, and the others are its first tokens. A row that begins with only a part of another
-gets a copy of that part, because each row is contiguous.
+Steps that omit the tokens of the step before share memory with it in the result: where each step extends the whole step
+before, the result stores only the longest one, and the others are views of its first tokens. A row that shares only a
+part of another gets a copy of that part, because each row is contiguous.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ Load = Callable[[int], Stored]
 _ITEM = 4
 """Bytes of a token."""
 
-# Larger columns are mapped: their pages come as they are written, and go with the last array that views them.
+# Larger columns get a mapping of their own, whose pages are allocated when written and freed with the last view.
 _LEAST_BYTES = 256 << 10
-# Tables are released in parts of at least this size, and in at most this many parts.
+# Tables are released in at most this many parts, each of at least this size.
 _PART_BYTES, _MOST_PARTS = 16 << 20, 5
 
 
 def gather(
     picked: Sequence[PickedRow], token_rewards: bool, load: Load, on_copied: Callable[[], None] | None = None
 ) -> Steps:
-    """Returns the rows as one table, in this order, with the rewards that came later and their groups' tags.
+    """Returns the rows as one table, in this order, with their late rewards and their groups' tags.
 
-    Token data is copied once. on_copied: called after each part of a large batch is copied: from then on nothing here
-    refers to the tables of these rows, and `picked` is not read any more. Raises InvalidArgumentError where tables
-    are not as the state knows their rows.
+    Token data is copied once. on_copied: called after each part of a large batch is copied; from then on, `gather`
+    refers to none of that part's tables and does not read `picked`. Raises InvalidArgumentError if tables contradict
+    the state's description of their rows.
     """
     tables, stored = Tables(load), [one.row for one in picked]
     rows = [tables.row(one) for one in picked]
@@ -76,7 +76,7 @@ def gather(
 
 
 def tokens_of(row: PickedRow, count: int, tables: Tables) -> list[memoryview]:
-    """Returns the first `count` tokens of a row, or all of fewer, as pieces of several tables; int32."""
+    """Returns the first `count` int32 tokens of a row, or all if it has fewer, as pieces of several tables."""
     return [piece.cast("i") for piece in _pieces(row, min(count, row.row.tokens), tables)]
 
 
@@ -97,7 +97,7 @@ class _Table:
         self._rows: list[OpenedRow | None] = [None] * len(header.uids)
 
     def row(self, at: int) -> OpenedRow:
-        """Returns the row; the same object each time, because others may begin with it."""
+        """Returns the row; the same object each time, because other rows may share its tokens."""
         row = self._rows[at]
         if row is None:
             memory = {name: whole[edges[at] : edges[at + 1]] for name, whole, edges in self._memory}
@@ -106,7 +106,7 @@ class _Table:
 
 
 def _sizes(column: Column, header: Header) -> Iterator[int]:
-    """Yields the bytes that each row has of a column."""
+    """Yields the size of each row's values of a column, in bytes."""
     rows, numbers = len(header.uids), header.numbers
     if column.counts is not None:
         counts: Iterable[int] = (max(0, count) for count in column.counts)
@@ -119,7 +119,7 @@ def _sizes(column: Column, header: Header) -> Iterator[int]:
 
 
 class Tables:
-    """Opens each table once. load: as for `gather`."""
+    """Opens each table once. load: loads a table by its number."""
 
     def __init__(self, load: Load) -> None:
         self._load = load
@@ -132,7 +132,7 @@ class Tables:
         return table if isinstance(table, OpenedRow) else table.row(picked.at)
 
     def _open(self, picked: PickedRow) -> _Table | OpenedRow:
-        """Returns the row itself if it is alone in its table, as most are, so that the description is freed."""
+        """Opens the table. Returns its only row if it has one, as most do, so that the description is freed."""
         table = opened(self._load(picked.table) if picked.stored is None else picked.stored)
         if len(table.header.uids) > 1:
             return _Table(table)
@@ -141,7 +141,7 @@ class Tables:
 
 
 def _pieces(row: PickedRow, count: int, tables: Tables) -> list[memoryview]:
-    """Returns the first `count` tokens of a row, from its table and those of the rows with which it begins."""
+    """Returns the first `count` tokens of a row, from its own table and those of its parents."""
     pieces: list[memoryview] = []
     one: PickedRow | None = row
     while one is not None and count:
@@ -157,8 +157,8 @@ def _pieces(row: PickedRow, count: int, tables: Tables) -> list[memoryview]:
 class _Copy(NamedTuple):
     """A column that is copied in parts.
 
-    pieces: its values in order; each is released once it is copied. ends: for each row, the number of pieces up to the
-    last one that it needs. memory: the destination.
+    pieces: the values in order; each piece is released once it is copied. ends: for each row, the number of pieces up
+    to the last piece of the row. memory: the destination.
     """
 
     pieces: list[bytes | memoryview]
@@ -167,15 +167,15 @@ class _Copy(NamedTuple):
 
 
 class _Copying:
-    """Copies columns' values in parts."""
+    """Copies the values of columns in parts."""
 
     def __init__(self) -> None:
         self._copies: list[_Copy] = []
         self._copied = 0
 
     def values(self, column: Column, pieces: list[bytes | memoryview], ends: Sequence[int], count: int) -> Array:
-        """Returns the concatenated values of these pieces; of large columns they are there when `go_on` has copied
-        them. count: how many there must be. pieces, ends: as in `_Copy`."""
+        """Returns the concatenated values of these pieces. A large column is filled only by later calls of `go_on`.
+        count: the expected number of values. pieces, ends: as in `_Copy`."""
         stored = (size := sum(map(len, pieces))) // column.element_bytes
         if stored != count:
             raise InvalidArgumentError(
@@ -189,7 +189,7 @@ class _Copying:
         return column.values(memoryview(memory).toreadonly())
 
     def go_on(self, end: int) -> None:
-        """Copies the next part, which ends before this row."""
+        """Copies the next part, up to but not including row `end`."""
         for pieces, ends, memory in self._copies:
             first, last, write = ends[self._copied - 1] if self._copied else 0, ends[end - 1], memory.write
             for piece in pieces[first:last]:
@@ -199,7 +199,7 @@ class _Copying:
 
 
 def _parts(rows: Sequence[OpenedRow], stored: Sequence[StoredRow]) -> list[int]:
-    """Returns the ends of the parts in which tables are released: whole groups, whose rows share tables."""
+    """Returns the ends of the parts in which tables are released. Parts are whole groups, whose rows share tables."""
     sizes = [sum(map(len, row.memory.values())) for row in rows]
     ends, size, least = list[int](), 0, max(_PART_BYTES, sum(sizes) // _MOST_PARTS)
     for at, (nbytes, one) in enumerate(zip(sizes, stored, strict=True)):
@@ -211,13 +211,13 @@ def _parts(rows: Sequence[OpenedRow], stored: Sequence[StoredRow]) -> list[int]:
 
 
 def _tokens(picked: Sequence[PickedRow], rows: Sequence[OpenedRow], tables: Tables, copying: _Copying) -> Ragged:
-    """Returns the tokens of all rows. Rows that extend each other are a line, whose tokens are stored once."""
+    """Returns the tokens of all rows. Rows that extend each other form a line, whose tokens are stored once."""
     lines: list[list[memoryview]] = []
     sizes: list[int] = []
     line_of = list[int]()
-    # For each row, how many lines there are up to it.
+    # For each row, the number of lines up to it.
     lines_at = list[int]()
-    # The last row of each line so far.
+    # Maps the last row of each line to the line.
     ends: dict[RowRef, int] = {}
     for one, row in zip(picked, rows, strict=True):
         parent, stored, count = one.parent, row.memory["tokens"], one.row.tokens
@@ -242,13 +242,13 @@ def _tokens(picked: Sequence[PickedRow], rows: Sequence[OpenedRow], tables: Tabl
 
 
 def _column(column: Column, pieces: list[bytes | memoryview], lengths: Int64s, copying: _Copying) -> Ragged:
-    """Returns a column of which every row has one piece. lengths: int64 (rows,), the length that each must have."""
+    """Returns a column with one piece per row. lengths: int64 (rows,), the expected length of each piece."""
     values = copying.values(column, pieces, range(1, len(pieces) + 1), int(lengths.sum()))
     return Ragged.from_lengths(values, lengths)
 
 
 def _numbers(stored: Sequence[StoredRow]) -> dict[str, Array]:
-    """Returns what the state knows of the rows, as the columns of a table."""
+    """Returns the state's description of the rows as columns of a table."""
     columns: dict[str, list[Any]] = {
         "rounds": [row.trajectory.round for row in stored],
         "samples": [row.trajectory.sample for row in stored],
@@ -270,7 +270,7 @@ def _numbers(stored: Sequence[StoredRow]) -> dict[str, Array]:
 def _of_responses(
     rows: Sequence[OpenedRow], kinds: Sequence[Mapping[str, Column]], numbers: dict[str, Array], copying: _Copying
 ) -> dict[str, Ragged]:
-    """Returns the columns with one value per response token, except rewards. kinds: the columns that any row has."""
+    """Returns the columns with one value per response token, except rewards. kinds: the sets of columns of rows."""
     lengths = numbers["response_lengths"]
     columns: dict[str, Ragged] = {}
     for name in OF_RESPONSES:
@@ -284,7 +284,7 @@ def _of_responses(
 
 
 def _stand_in(name: str, numbers: dict[str, Array], row: int) -> bytes:
-    """Returns the bytes of a row whose table lacks a column that others have."""
+    """Returns the default values of a column for a row whose table does not have it, although other rows do."""
     length = int(numbers["response_lengths"][row])
     if name == "loss_mask":
         return b"\1" * length
@@ -309,7 +309,7 @@ def _token_rewards(rows: Sequence[OpenedRow], stored: Sequence[StoredRow]) -> Ra
 
 
 def _extras(rows: Sequence[OpenedRow], kinds: Sequence[Mapping[str, Column]], copying: _Copying) -> dict[str, Extra]:
-    """Returns the declared columns that any of the tables has."""
+    """Returns the declared columns that at least one of the tables has."""
     declared = {name: column for columns in kinds for name, column in columns.items() if column.counts is not None}
     extras: dict[str, Extra] = {}
     for name, column in declared.items():

@@ -1,1 +1,1 @@
-"""The decisions: each reads the state and returns events, and changes nothing."""
+"""The decisions: functions that read the state and return events, and change nothing."""

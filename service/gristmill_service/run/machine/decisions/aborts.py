@@ -28,9 +28,10 @@ def abort_trajectories(
     reason: str,
     attempt: int | None = None,
 ) -> Decision[int]:
-    """Aborts trajectories, and drops groups without any trajectory left. Answers how many this call aborted.
+    """Aborts trajectories, and drops groups that have no trajectory left. The answer is the number of trajectories that
+    this call aborted.
 
-    attempt: trajectories with rows of a higher one are not aborted; None: any attempt is.
+    attempt: skips trajectories that have rows of a higher attempt; None: aborts any attempt.
     """
     aborted: dict[TrajectoryKey, None] = {}
     touched: dict[GroupKey, Group] = {}
@@ -54,15 +55,14 @@ def abort_trajectories(
 
 
 def abort_groups(state: State, keys: Sequence[GroupKey], reason: str) -> Decision[int]:
-    """Drops these groups. Answers how many of them were open."""
+    """Drops these groups. The answer is the number of groups that were still open."""
     opened = [key for key in dict.fromkeys(keys) if _open_group(state, key) is not None]
     reason = checked_reason(reason)
     return [GroupDropped(key, reason) for key in opened], lambda _: len(opened)
 
 
 def close_stragglers(view: View) -> Decision[None]:
-    """Closes or drops groups whose time is over. If there are none, stops waiting for `tag_shares` if a batch has
-    waited long enough."""
+    """Closes or drops groups that exceeded `group_timeout_s`. If there are none, updates the wait for `tag_shares`."""
     events = _timeouts(view.state, view.config, view.now())
     return events or tag_timeout(view.state, view.config, view.room(), view.now()), lambda _: None
 
@@ -81,7 +81,7 @@ def _timeouts(state: State, config: RunConfig, now: float) -> list[Event]:
 
 
 def checked_reason(reason: str) -> str:
-    """Returns the reason. Raises InvalidArgumentError if it is too long: groups are counted by it."""
+    """Returns the reason. Raises InvalidArgumentError if it is too long, because groups are counted by reason."""
     remedy = "give a short name of the problem, because groups are counted by it"
     check_length(reason, _LONGEST_REASON, "reason", remedy)
     check_text(reason, "reason")
@@ -89,7 +89,7 @@ def checked_reason(reason: str) -> str:
 
 
 def _open_group(state: State, key: GroupKey) -> Group | None:
-    """Returns the group; None if it is sealed or dropped, so that an abort changes nothing."""
+    """Returns the group; None if it is sealed or dropped, so that aborting it changes nothing."""
     group = state.open.get(key)
     if group is None and key not in state.closed:
         raise NotFoundError(

@@ -1,7 +1,6 @@
-"""Begin prompt groups: how many may be admitted, and the limit that stops more, which paces producers; their sizes and
-tags.
+"""Begin prompt groups: decide how many may be admitted, which paces producers, and check their sizes and tags.
 
-Also the limits of bytes and of quotas, which rows of open groups have to meet, too.
+Also computes the limits of bytes and of quotas that apply to rows of open groups.
 """
 
 from __future__ import annotations
@@ -23,17 +22,17 @@ from gristmill_service.run.machine.state import Decision, State, TagGroups
 RETRY_AFTER_S = 0.5
 
 UNBOUNDED = 1 << 31
-# Other calls wait while a request is decided and logged.
+# A run does nothing else while it decides and logs a request.
 _MOST_GROUPS = 1 << 15
 _LEAST_OVERDRAFT = 1 << 20
 _QUOTA_WORDS = {"groups": "prompt groups", "rows": "rows", "row_bytes": "bytes of rows"}
 
 FindQuota = Callable[[], Quota]
-"""Returns what the runs of a caller store now, and may store."""
+"""Returns the usage and the limits of the caller's runs."""
 
 
 class View(Protocol):
-    """What decisions need of a run: its state, configuration and capacity."""
+    """The parts of a run that decisions read: its state, configuration and capacity."""
 
     @property
     def state(self) -> State: ...
@@ -42,24 +41,23 @@ class View(Protocol):
     def config(self) -> RunConfig: ...
 
     def room(self) -> Room:
-        """Returns the groups that may be admitted now."""
+        """Returns the capacity for new groups."""
 
     def bytes_left(self) -> BytesLeft:
-        """Returns the bytes that rows of admitted groups may still take."""
+        """Returns the bytes that rows of admitted groups may still use."""
 
     def quota(self) -> Quota | None:
-        """Returns the limits of what the run may store; None if the service sets none."""
+        """Returns the run's quota; None if the service sets none."""
 
     def now(self) -> float:
-        """Returns the run's own time, in seconds."""
+        """Returns the time on the run's clock, in seconds."""
 
 
 class Room(NamedTuple):
     """How many more groups may be admitted.
 
-    reason: the limit, for the error of a caller that gets no more. reserved: how many of these groups are reserved for
-    each tag, so that other groups cannot take what `tag_shares` waits for. waits: whether the run notices when there is
-    more capacity.
+    reason: the limit that applies, for error messages. reserved: for each tag, how many of these groups only that tag
+    may use, so that `tag_shares` can be met. waits: whether waiting callers are woken when there is more capacity.
     """
 
     groups: int
@@ -68,17 +66,17 @@ class Room(NamedTuple):
     waits: bool = True
 
     def within(self, other: Room) -> Room:
-        """Returns the tighter of both limits, with this one's reservations."""
+        """Returns the tighter of both limits, with the reservations of this one."""
         return self if self.groups <= other.groups else other._replace(reserved=self.reserved)
 
     def groups_of(self, tag: str) -> int:
-        """Returns how many groups of a tag, or of none, may be admitted."""
+        """Returns how many groups with this tag may be admitted; "" for groups without a tag."""
         if not self.reserved:
             return max(0, self.groups)
         return max(0, self.groups - sum(self.reserved.values()) + self.reserved.get(tag, 0))
 
     def less(self, tag: str) -> Room:
-        """Returns the capacity after one more group of the tag."""
+        """Returns the capacity that is left after one more group of the tag."""
         left = {name: count - (name == tag) for name, count in self.reserved.items()}
         return self._replace(groups=self.groups - 1, reserved={name: count for name, count in left.items() if count})
 
@@ -92,7 +90,7 @@ class Room(NamedTuple):
 
 
 class BytesLeft(NamedTuple):
-    """The bytes that rows of admitted groups may still take. reason: the limit, for the error."""
+    """The bytes that rows of admitted groups may still use. reason: the limit that applies, for error messages."""
 
     nbytes: int
     reason: str
@@ -124,9 +122,9 @@ def check_group_count(count: int) -> None:
 
 
 def begin_groups(view: View, wanted: Sequence[NewGroup], find_quota: FindQuota | None) -> Decision[Admissions]:
-    """Admits as many of these groups as there is capacity for, in order.
+    """Admits these groups in order, as far as there is capacity.
 
-    wanted: each with a size, or 0 for the run's, and a tag. find_quota: the caller's quota, if it has one.
+    wanted: a size of 0 means the run's size. find_quota: returns the caller's quota; None if it has none.
     """
     state, config = view.state, view.config
     check_sizes(state, wanted, config)
@@ -166,7 +164,7 @@ def finished() -> FailedPreconditionError:
 
 
 def check_number_of_new(view: View, rows: Sequence[StoredRow]) -> None:
-    """Raises InvalidArgumentError for rows of so many groups that there never is capacity for all at once."""
+    """Raises InvalidArgumentError if the rows belong to more new groups than the run can ever admit at once."""
     new = {row.group for row in rows} - view.state.open.keys() - view.state.closed.keys()
     most = view.config.max_buffered_batches * view.config.train_batch_size
     if len(new) > most:
@@ -177,8 +175,7 @@ def check_number_of_new(view: View, rows: Sequence[StoredRow]) -> None:
 
 
 class Capacity:
-    """What the rows of one request may still take: groups, rows and bytes. The limits are read when they are first
-    needed."""
+    """The capacity for the rows of one request: groups, rows and bytes. The limits are computed on first use."""
 
     __slots__ = ("_bytes", "_find_quota", "_reasons", "_room", "_rows", "_view")
 
@@ -188,15 +185,15 @@ class Capacity:
         self._rows, self._bytes, self._reasons = 0, 0, dict[str, str]()
 
     def is_ample(self, rows: Sequence[StoredRow]) -> bool:
-        """Returns whether all of these rows may be stored, if their groups are open."""
+        """Returns whether all of these rows fit, provided that their groups are open."""
         if not self._reasons:
             self._find_left()
         return len(rows) <= self._rows and sum([row.nbytes for row in rows]) <= self._bytes
 
     def take(self, row: StoredRow, begins: str | None) -> None:
-        """Takes what a row needs. Raises ResourceExhaustedError, and takes nothing, if there is too little.
+        """Reserves capacity for a row. Raises ResourceExhaustedError and reserves nothing if there is too little.
 
-        begins: the tag of the group that begins with the row, "" if it has none; None if its group is open.
+        begins: the tag of the group that the row begins ("" if it has none); None if the group is open already.
         """
         if not self._reasons:
             self._find_left()
@@ -246,8 +243,8 @@ def room_of_caller(view: View, find_quota: FindQuota | None) -> Room:
 
 
 def room(state: State, config: RunConfig, service_bytes: int) -> Room:
-    """Returns how many groups may be admitted. service_bytes: what the service's other runs leave for this one's
-    rows."""
+    """Returns how many groups may be admitted. service_bytes: the bytes that the service's other runs leave for rows of
+    this run."""
     promised, buffered = row_bytes_promised(state), len(state.open) + state.groups_buffered
     bounds = {
         "batches": config.max_buffered_batches * config.train_batch_size - buffered,
@@ -257,10 +254,10 @@ def room(state: State, config: RunConfig, service_bytes: int) -> Room:
     reserved = lacking_tags(state, config, lambda counts: counts.open) if config.tag_shares else {}
     needed = max(config.train_batch_size - len(state.open), sum(reserved.values()))
     if needed > 0 and not state.batches:
-        # Nothing is stored that could be freed: without these groups the next batch could never be filled.
+        # There is no batch to free, so the limits must not keep the next batch from being filled.
         bounds = {name: max(groups, needed) for name, groups in bounds.items()}
     if config.max_staleness is not None:
-        # What is accepted plus running stays within (max_staleness + version + 1) batches (AReaL, Fu et al. 2025).
+        # Accepted and running groups stay within (max_staleness + version + 1) batches (AReaL, Fu et al. 2025).
         batches = config.max_staleness + state.policy_version + 1
         bounds["staleness"] = batches * config.train_batch_size - len(state.open) - state.groups_sealed
     name = min(bounds, key=bounds.__getitem__)
@@ -290,8 +287,8 @@ def room(state: State, config: RunConfig, service_bytes: int) -> Room:
 
 
 def lacking_tags(state: State, config: RunConfig, count_of: Callable[[TagGroups], int]) -> dict[str, int]:
-    """Returns how many groups of each tag the next batch lacks (`tag_shares`). count_of: returns how many groups of a
-    tag count."""
+    """Returns how many groups of each tag the next batch needs to meet `tag_shares`, beyond those that count.
+    count_of: returns the number of groups that count."""
     if state.finished or state.tags_lapsed:
         return {}
     lacking = {
@@ -302,7 +299,7 @@ def lacking_tags(state: State, config: RunConfig, count_of: Callable[[TagGroups]
 
 
 def quota_room(quota: Quota) -> Room:
-    """Returns how many groups a quota allows; none if it allows no further row."""
+    """Returns how many groups a quota allows; none if its rows or bytes are used up."""
     rooms = []
     for kind, most, used in zip(Limits._fields, quota.limits, quota.usage, strict=True):
         if most is not None:
@@ -323,19 +320,19 @@ def _quota_reason(quota: Quota, kind: str, used: int, most: int) -> str:
 
 
 def row_bytes_promised(state: State) -> int:
-    """Returns the bytes of stored rows and of rows that open groups are expected to bring."""
+    """Returns the bytes of stored rows, plus the bytes that are expected for open groups."""
     return state.row_bytes + int(_mean_bytes(state) * (len(state.open) - len(state.complete)))
 
 
 def with_overdraft(limit: int) -> int:
-    """Returns the bytes that rows may take if admission stops at `limit`. What admitted groups bring is an estimate, so
-    that batches under way may exceed the limit by a quarter; beyond that, their rows wait, too."""
+    """Returns the bytes that rows may use when admission stops at `limit`. Admission estimates the size of groups, so
+    rows of admitted groups may exceed the limit by a quarter; beyond that, rows have to wait."""
     return limit + limit // 4 + _LEAST_OVERDRAFT
 
 
 def bytes_left(state: State, config: RunConfig, service_bytes: int) -> BytesLeft:
-    """Returns the bytes that rows of admitted groups may still take. service_bytes: what the service allows the run's
-    rows."""
+    """Returns the bytes that rows of admitted groups may still use. service_bytes: the bytes that the service allows
+    for rows of this run."""
     of_run, stored = with_overdraft(config.max_buffered_bytes), state.row_bytes
     if of_run <= service_bytes:
         reason = (
@@ -351,13 +348,13 @@ def bytes_left(state: State, config: RunConfig, service_bytes: int) -> BytesLeft
 
 
 def _mean_bytes(state: State) -> float:
-    """Returns the mean bytes of the rows of a complete group; 0 before the first is complete."""
+    """Returns the mean bytes of the rows of a complete group; 0 if no group has been complete."""
     return state.completed_bytes / state.completions if state.completions else 0.0
 
 
 def _groups_in(state: State, free: int) -> int:
-    """Returns how many groups fit into the free bytes. Before the first group is complete their size is unknown: then
-    any number fits while any byte is free."""
+    """Returns how many groups fit into the free bytes. Until a group is complete, the size of groups is unknown, and
+    any free byte allows any number of groups."""
     mean = _mean_bytes(state)
     return int(free // mean) if mean else (UNBOUNDED if free > 0 else 0)
 
@@ -366,7 +363,7 @@ def _groups_in(state: State, free: int) -> int:
 
 
 def check_sizes(state: State, wanted: Sequence[NewGroup], config: RunConfig) -> None:
-    """Refuses an invalid size, and one that differs from the size of a group that was begun already."""
+    """Rejects invalid sizes, and sizes that contradict the size with which a group was begun."""
     sizes: dict[GroupKey, int] = {}
     for key, samples, _ in wanted:
         if not 0 <= samples <= config.most_samples:
@@ -386,7 +383,7 @@ def check_sizes(state: State, wanted: Sequence[NewGroup], config: RunConfig) -> 
 
 
 def check_sample(trajectory: TrajectoryKey, sample: int, group: Group | None, config: RunConfig) -> None:
-    """Refuses a sample that the group does not have. group: None if it begins with this row."""
+    """Rejects a sample number that is outside the group's size. group: None if this row begins the group."""
     samples = config.most_samples + config.surplus if group is None else group.sampled
     if not 0 <= sample < samples:
         allows = sizes_of(config) if group is None else _size_of(group, config)
@@ -394,12 +391,13 @@ def check_sample(trajectory: TrajectoryKey, sample: int, group: Group | None, co
 
 
 def samples_of(group: Group | None, config: RunConfig) -> int:
-    """Returns the number of samples of a group. None: a group that begins with a row, and so has the run's size."""
+    """Returns the number of samples of a group. group: None if a row begins the group, which then has the run's
+    size."""
     return config.n_samples_per_prompt + config.surplus if group is None else group.sampled
 
 
 def no_sample(row: StoredRow, group: Group | None, config: RunConfig) -> InvalidArgumentError:
-    """Returns the error for a row whose sample exceeds `samples_of`."""
+    """Returns the error for a row whose sample number is outside `samples_of`."""
     if group is not None:
         allowed_by = _size_of(group, config)
     else:
@@ -435,9 +433,9 @@ def _most(config: RunConfig) -> str:
 
 
 class NamedTags:
-    """The tags that a request gives to groups without one. Refuses tags that disagree, or too many of them.
+    """The tags that a request sets for groups without one. Rejects contradicting tags, and too many tags.
 
-    names: the tag of each group that has one now.
+    names: the new tag of each group.
     """
 
     def __init__(self, state: State) -> None:
@@ -445,12 +443,12 @@ class NamedTags:
         self.names: dict[GroupKey, str] = {}
 
     def name(self, key: GroupKey, tag: str, what: str) -> None:
-        """Notes the tag of a group. what: the row or group of the request, for errors."""
+        """Records the tag of a group. what: the row or group of the request, for errors."""
         if self.is_new(key, tag, what):
             self.names[key] = tag
 
     def is_new(self, key: GroupKey, tag: str, what: str) -> bool:
-        """Returns whether the group has no tag yet and would get this one. Raises InvalidArgumentError like `name`."""
+        """Returns whether the tag is new for the group, which had none. Raises InvalidArgumentError like `name`."""
         if not tag:
             return False
         group = self._state.open.get(key)
@@ -465,7 +463,7 @@ class NamedTags:
         return not known
 
     def events(self, admitted: Iterable[NewGroup]) -> list[GroupTagged]:
-        """Returns the events that set tags of open groups. admitted: groups that begin with their tags."""
+        """Returns the events that set tags of open groups. admitted: new groups, which begin with their tags."""
         new = {group.key for group in admitted}
         return [GroupTagged(key, tag) for key, tag in self.names.items() if key in self._state.open and key not in new]
 

@@ -1,8 +1,8 @@
 """Begin the training of some ranks that do not resume from a checkpoint. Reads the state, returns events.
 
-The later of two trainers of a rank supersedes the earlier, as a trainer that resumes does. A trainer that does not say
-where it resumes begins at its next position only if the one before it committed everything: otherwise the training
-since the commit may be lost, and its batches would be skipped.
+Like a trainer that resumes, a trainer that begins supersedes earlier trainers of its ranks. The new trainer does not
+name a checkpoint, so it may begin only if the trainer before it committed everything that it acknowledged: otherwise,
+the training since the last commit may be lost, and its batches would be skipped.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from gristmill_service.run.machine.state import Decision, State
 
 
 def begin(state: State, model: Model, ranks: Sequence[int], run_id: str) -> Decision[Resumed]:
-    """Gives the ranks an incarnation of their own. Answers the position of the rank that is furthest behind."""
+    """Assigns the ranks a new incarnation. The answer has the position of the rank that is furthest behind."""
     if len(set(ranks)) < len(ranks):
         raise InvalidArgumentError(f"ranks is {list(ranks)}; give each rank once")
     current = model_state(state, model)

@@ -1,4 +1,4 @@
-"""Take columns that trainers write for a batch that waits for them. Reads the state, returns events."""
+"""Accept columns that trainers write for a batch that waits for them. Reads the state, returns events."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def write_columns(
     columns: Mapping[ColumnPlace, WrittenColumn],
     siblings: frozenset[ColumnPlace],
 ) -> Decision[int | None]:
-    """Takes columns of one of the policy's shards. Answers how many columns of all shards the batch still lacks.
-    Answers None, and takes nothing, if other columns of the shard were written since these were checked: columns are
-    checked together.
+    """Stores columns of one policy shard. The answer is the number of columns that the batch's shards still wait for.
+    The answer is None, and nothing is stored, if other columns of the shard were written since these were checked,
+    because the columns of a shard are checked together.
 
     siblings: the columns of the shard that were written when these were checked.
     """
@@ -35,17 +35,17 @@ def write_columns(
 
 
 def written_siblings(state: State, number: int, places: Iterable[ColumnPlace]) -> frozenset[ColumnPlace]:
-    """Returns the written columns of the shards of these places."""
+    """Returns the columns that are already written for the shards of these places."""
     batch, shards = state.batches.get(number), {place[:2] for place in places}
     return frozenset(place for place in (batch.written if batch else ()) if place[:2] in shards)
 
 
 def unwritten(state: State, number: int, incarnation: int, digests: Mapping[ColumnPlace, bytes]) -> list[ColumnPlace]:
-    """Returns the columns that are not written yet. The others were written with the same bytes. digests: of the sent
-    columns.
+    """Returns the columns that are not written yet. digests: the digest of each received column.
 
-    Raises AlreadyExistsError for other bytes, UnavailableError while the shards are being built, and
-    FailedPreconditionError if the batch waits for nothing, or is beyond the ranks after a rollback.
+    Raises AlreadyExistsError if a column was written with other bytes, UnavailableError while the shards are being
+    built, and FailedPreconditionError if the batch waits for no columns, or if it is ahead of the ranks after a
+    rollback.
     """
     if not incarnation:
         raise InvalidArgumentError(

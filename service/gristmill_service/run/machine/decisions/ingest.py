@@ -1,6 +1,6 @@
-"""Take submitted rows: reads the state, returns outcomes and events, changes nothing.
+"""Accept submitted rows: reads the state, returns outcomes and events, changes nothing.
 
-Each row is checked against the state and the accepted rows before it in the request, as if it came alone.
+Each row is checked against the state and the rows accepted before it in the request, as if it had come alone.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from gristmill_service.run.machine.events import (
 from gristmill_service.run.machine.groups import Group, Trajectory, by_group
 from gristmill_service.run.machine.state import Decision, State
 
-# Looking up a member of an enum calls a Python function.
+# A global, because looking up an enum member calls a Python function.
 _ACCEPTED = Outcome.ACCEPTED
 _NOTHING: Mapping[int, StoredRow] = MappingProxyType({})
 
@@ -53,11 +53,11 @@ _NOTHING: Mapping[int, StoredRow] = MappingProxyType({})
 def take_rows(
     view: View, steps: Steps, rows: Sequence[StoredRow], find_quota: FindQuota | None = None, by_row: bool = False
 ) -> Decision[Taken]:
-    """Stores the rows that are new.
+    """Stores the new rows of a request.
 
-    rows: as the state will have them. steps: the same rows with their tokens. find_quota: the caller's quota, if it has
-    one. by_row: refuses a row alone, with the later ones of its trajectory and attempt, whose order would have a hole;
-    otherwise all are refused if any is.
+    rows: the rows as the state describes them. steps: the same rows with their tokens. find_quota: returns the caller's
+    quota; None if it has none. by_row: if true, an invalid row is refused alone, with the later rows of its trajectory
+    and attempt, which would leave a gap; if false, one invalid row refuses the whole request.
     """
     intake = _Intake(view, steps, rows, find_quota, by_row)
     outcomes: list[Outcome] = []
@@ -73,7 +73,7 @@ def take_rows(
             except (InvalidArgumentError, AlreadyExistsError, ResourceExhaustedError) as error:
                 if not by_row and not isinstance(error, ResourceExhaustedError):
                     raise
-                # A traceback would hold the request's rows in a cycle.
+                # The traceback would keep the request's rows alive in a reference cycle.
                 refused[len(outcomes)] = lost[row.trajectory, row.attempt] = error.with_traceback(None)
                 outcomes.append(Outcome.REFUSED)
     if refused and not by_row:
@@ -83,17 +83,17 @@ def take_rows(
 
 
 class _Intake:
-    """What a request's rows do to the state: nothing, as long as they are refused."""
+    """Collects how a request's rows change the state. Refused rows change nothing."""
 
     def __init__(
         self, view: View, steps: Steps, rows: Sequence[StoredRow], find_quota: FindQuota | None, by_row: bool
     ) -> None:
         self._view, self._state, self._tags, self._by_row = view, view.state, steps.tags, by_row
         self._schema = _checked_schema(steps, view.state.schema, view.config)
-        # Rows with pending rewards may share a table with others; all other rules for a run's rows are its table's.
+        # Scalar rewards are checked row by row, because their table may also contain rows with pending rewards.
         self._takes_no_scalars = steps.token_rewards is None and bool(self._schema.token_rewards)
         self._named, self._capacity = NamedTags(view.state), Capacity(view, find_quota)
-        # Nearly always; then rows of open groups are not counted one by one.
+        # Nearly always true; then rows of open groups need no counting.
         self._is_ample = self._capacity.is_ample(rows)
         self._groups: dict[GroupKey, _GroupView] = {}
         self._begun: list[GroupKey] = []
@@ -108,10 +108,10 @@ class _Intake:
         return group
 
     def take(self, index: int, row: StoredRow, key: GroupKey, group: _GroupView | None) -> Outcome:
-        """Returns the outcome of the request's row at this index, and notes what follows from it.
+        """Returns the outcome of the request's row at this index, and collects its effects.
 
-        group: None for a closed one. Raises PrefixUnknownError and FailedPreconditionError for the whole request, and
-        other errors for the row.
+        group: None for a closed group. Raises PrefixUnknownError and FailedPreconditionError for the whole request,
+        and other errors for the row alone.
         """
         if self._takes_no_scalars and row.reward is not None:
             raise _of_other_kind(row, "token_rewards", False)
@@ -146,7 +146,7 @@ class _Intake:
             events += self._named.events(admitted)
         if self._stored:
             schema = self._schema
-            # Rows with pending rewards may get rewards of either kind.
+            # A pending reward may become a scalar or a reward per token.
             if schema.token_rewards is None and any(row.reward is not None for row in self._stored):
                 schema = replace(schema, token_rewards=False)
             if schema != self._state.schema:
@@ -156,10 +156,10 @@ class _Intake:
 
 
 def _checked_schema(steps: Steps, schema: RowSchema, config: RunConfig) -> RowSchema:
-    """Returns the run's row schema, completed by what all of these rows have in common. Raises InvalidArgumentError if
-    they disagree.
+    """Returns the run's row schema, completed by the kinds of values that these rows have. Raises InvalidArgumentError
+    if the rows contradict the schema.
 
-    Rewards per step are not in it, because rows with pending rewards may share their table.
+    Scalar rewards are not checked here, because rows with pending rewards may share their table.
     """
     check_advantage_schema(steps, config)
     if steps.advantages is not None and steps.token_advantages is not None:
@@ -188,7 +188,8 @@ def _of_other_kind(row: object, name: str, value: bool) -> InvalidArgumentError:
 
 
 def _closed_outcome(state: State, row: StoredRow, closed: int | str) -> Outcome:
-    """Returns the outcome of a row of a closed group. Rows of a sealed batch are compared while they are stored."""
+    """Returns the outcome of a row of a closed group. A row of a sealed batch is compared with the stored row, if that
+    is still stored."""
     if isinstance(closed, str) or state.is_dropped(closed):
         return Outcome.DROPPED
     batch = state.batches.get(closed)
@@ -199,7 +200,7 @@ def _closed_outcome(state: State, row: StoredRow, closed: int | str) -> Outcome:
 
 
 class _TrajectoryView:
-    """A trajectory in the state, with the rows of the request that were accepted so far."""
+    """A trajectory of the state, plus the rows of the request that were accepted so far."""
 
     __slots__ = ("added", "attempt", "before", "highest", "last")
 
@@ -211,8 +212,8 @@ class _TrajectoryView:
             self.last, self.highest = trajectory.last, trajectory.highest
 
     def judge(self, row: StoredRow) -> Outcome:
-        """Returns the row's outcome. Raises AlreadyExistsError or InvalidArgumentError if it does not fit the rows
-        before it, and PrefixUnknownError if it needs one that is not there."""
+        """Returns the row's outcome. Raises AlreadyExistsError or InvalidArgumentError if the row contradicts earlier
+        rows, and PrefixUnknownError if it omits tokens of a step that is missing."""
         if row.attempt == self.attempt:
             known = self.added.get(row.step) or self.before.get(row.step)
             if known is not None:
@@ -260,7 +261,7 @@ class _TrajectoryView:
 
 
 def _compared(row: StoredRow, known: StoredRow) -> Outcome:
-    """Returns the outcome of a row whose step was accepted before."""
+    """Returns the outcome of a row whose step was accepted before. Raises AlreadyExistsError for other content."""
     if known.digest != row.digest:
         raise AlreadyExistsError(
             f"{row}: other content was accepted for this step of attempt {row.attempt}; send the same row, or "
@@ -270,8 +271,8 @@ def _compared(row: StoredRow, known: StoredRow) -> Outcome:
 
 
 class _GroupView:
-    """A group with the rows of the request that were accepted so far. is_open: false for a group that would begin with
-    its first row."""
+    """A group of the state, plus the rows of the request that were accepted so far. is_open: false if the group would
+    begin with its first row."""
 
     __slots__ = ("_before", "_config", "_group", "_is_step_wise", "_samples", "_views", "is_open")
 
@@ -282,7 +283,7 @@ class _GroupView:
         self._views: dict[int, _TrajectoryView] = {}
 
     def trajectory(self, row: StoredRow) -> _TrajectoryView | None:
-        """Returns the row's trajectory; None if it was dropped. Raises InvalidArgumentError if the row does not fit the
+        """Returns the row's trajectory; None if it was aborted. Raises InvalidArgumentError if the row does not fit the
         group's size or the run's settings."""
         sample = row.trajectory.sample
         if not 0 <= sample < self._samples:
@@ -300,9 +301,11 @@ class _GroupView:
         return view
 
     def dropped(self, row: StoredRow, by_row: bool) -> Outcome:
-        """Returns the outcome of a row of a dropped trajectory. Raises AlreadyExistsError, if rows are refused alone,
-        for the first step of one that may be sampled again: it was begun without a higher attempt. One that was under
-        way when it was aborted is told by the outcome of a later step."""
+        """Returns the outcome of a row of an aborted trajectory.
+
+        If rows are refused one by one, raises AlreadyExistsError for the first step of a trajectory that may be sampled
+        again: the client began it without a higher attempt. Later steps get DROPPED, because their trajectory was
+        already running when it was aborted."""
         group, sample = self._group, row.trajectory.sample
         if by_row and not row.step and group is not None and group.takes_again(sample):
             raise AlreadyExistsError(

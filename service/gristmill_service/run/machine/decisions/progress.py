@@ -1,8 +1,8 @@
 """The progress of ranks through batches: the order of positions, acknowledgements and commits.
 
-Reads the state, returns events. A batch that failed, or has nothing for a model, has no positions: it is skipped. If
-the rows of a failed batch are kept, a rank that asks for its next position skips it, too, but its stored position stays
-before the batch until the rank acknowledges the batch or a later position.
+Reads the state, returns events. A batch that failed, or that has no mini-batches for a model, has no positions and is
+skipped. A failed batch whose rows are kept is skipped as well when a rank requests its next position, but the rank's
+stored position stays before the batch until the rank acknowledges the batch or a later position.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from gristmill_service.run.machine.events import (
 )
 from gristmill_service.run.machine.state import Decision, ModelState, State
 
-# Incarnations of each generation begin at a number of its own.
+# Each generation starts its incarnations at a number of its own.
 _INCARNATION_BITS = 20
 
 
@@ -47,8 +47,8 @@ def check_rank(state: State, model: Model, rank: int) -> None:
 
 
 def check_caller(state: State, model: Model, rank: int, incarnation: int, *, acks: bool = False) -> None:
-    """Refuses an old incarnation, then an unknown rank: a rank of an older, larger launch gets the error for its
-    incarnation. acks: whether the caller is the rank's trainer; others may read its shards."""
+    """Rejects an old incarnation, then an unknown rank, so that a rank of an older, larger launch gets the error about
+    its incarnation. acks: whether the caller acknowledges for the rank; other callers may read the rank's shards."""
     check_incarnation(state, model, incarnation)
     check_rank(state, model, rank)
     own = model_state(state, model)
@@ -64,7 +64,7 @@ def superseded(model: Model, incarnation: int, by: int, why: str) -> StaleIncarn
 
 
 def check_incarnation(state: State, model: Model, incarnation: int) -> None:
-    """Refuses an incarnation that is not the current one; 0 is not checked."""
+    """Rejects an incarnation that is superseded or was never assigned; 0 is not checked."""
     own = model_state(state, model)
     current = own.latest
     if incarnation and incarnation < own.incarnation:
@@ -102,10 +102,10 @@ def batch_state(state: State, number: int) -> BatchState:
 
 
 def shard_state(state: State, model: Model, rank: int, position: Position, *, is_forward: bool) -> BatchState:
-    """Returns the state of the batch for a rank that requests its shard of a mini-batch. is_forward: whether the
-    forward shard is accepted.
+    """Returns the state of the batch for a rank that requests its shard of a mini-batch. is_forward: whether the caller
+    accepts a forward shard.
 
-    Raises InvalidArgumentError for a mini-batch that the batch does not have.
+    Raises InvalidArgumentError if the batch has no such mini-batch.
     """
     result = batch_state(state, position.batch)
     if result is BatchState.FORWARD and not is_forward:
@@ -118,7 +118,7 @@ def shard_state(state: State, model: Model, rank: int, position: Position, *, is
 
 
 def _check_mini_batch(state: State, model: Model, position: Position) -> None:
-    """Refuses a mini-batch that a published batch does not have."""
+    """Rejects a mini-batch that a published batch does not have."""
     count = (state.batches[position.batch].mini_batches or {}).get(model, 0)
     if not 0 <= position.mini_batch < count or not 0 <= position.epoch < state.epochs:
         raise InvalidArgumentError(
@@ -128,7 +128,7 @@ def _check_mini_batch(state: State, model: Model, position: Position) -> None:
 
 
 def settle(state: State, model: Model, position: Position) -> Position:
-    """Returns the position, or the next existing one if its batch has no positions or it is past the batch's last."""
+    """Returns the position if it exists, or the next one that does: a batch may have no positions, or fewer."""
     position = standing(state, model, position)
     while position.batch in state.failed:
         position = standing(state, model, Position(position.batch + 1))
@@ -137,7 +137,7 @@ def settle(state: State, model: Model, position: Position) -> Position:
 
 def standing(state: State, model: Model, position: Position) -> Position:
     """Like `settle`, but does not skip a failed batch whose rows are kept."""
-    # A committed position may be at the end of a batch that was freed since.
+    # A committed position may be at the end of a batch that has been freed since.
     position = max(position, Position(state.freed))
     while True:
         batch = state.batches.get(position.batch)
@@ -162,8 +162,8 @@ def next_of(state: State, model: Model, rank: int) -> Position:
 def acknowledge(
     state: State, model: Model, rank: int, position: Position, incarnation: int, commits: bool
 ) -> Decision[Moved]:
-    """Moves the rank past the position, which must be its next; changes nothing if it is past it already. Acknowledging
-    a failed batch skips it. Answers the rank's next position.
+    """Moves the rank past the position, which must be its next; changes nothing if the rank is already past it.
+    Acknowledging a failed batch skips it. The answer is the rank's next position.
 
     commits: whether to commit up to the rank that is furthest behind, for a trainer without checkpoints.
     """
@@ -180,7 +180,7 @@ def acknowledge(
 
 
 def _after(state: State, model: Model, rank: int, position: Position) -> Position | None:
-    """Returns the rank's position after it acknowledged this one; None if it is past it already."""
+    """Returns the rank's position after acknowledging this one; None if the rank is already past it."""
     expected = next_of(state, model, rank)
     if position < expected:
         is_skipped = standing(state, model, state.models[model].next[rank]) <= position
@@ -202,7 +202,7 @@ def _first_behind(state: State, model: Model, batch: int) -> Position:
 
 
 def commit(state: State, model: Model, position: Position, incarnation: int) -> Decision[Moved]:
-    """Raises the committed position; changes nothing for an earlier one. Answers the committed position."""
+    """Raises the committed position; ignores an earlier one. The answer is the committed position."""
     check_incarnation(state, model, incarnation)
     own = model_state(state, model)
     if incarnation and not own.has_trainer(incarnation):
@@ -214,7 +214,7 @@ def commit(state: State, model: Model, position: Position, incarnation: int) -> 
 
 
 def _check_trained(state: State, model: Model, position: Position) -> None:
-    """Refuses a commit of what this generation of the run has given to no trainer: no checkpoint would fit after it."""
+    """Rejects a commit beyond the positions that trainers reached in this generation of the run."""
     reached = max(furthest(state, model), *state.models[model].next)
     if state.generation > 1 and settle(state, model, position) > settle(state, model, reached):
         raise StaleIncarnationError(
@@ -238,8 +238,8 @@ def announce(state: State, version: int) -> Decision[None]:
 
 
 def freed(state: State) -> list[Event]:
-    """Returns the events that free batches: batches that all models have committed and acknowledged, and failed ones
-    that all models have passed."""
+    """Returns the events that free batches: batches that all models have committed and acknowledged, and failed
+    batches that all models have passed."""
     failures: list[int] = []
     if kept := state.batches_kept:
         past = min(went_past(model) for model in state.models.values())
@@ -248,9 +248,9 @@ def freed(state: State) -> list[Event]:
 
 
 def _trained(state: State) -> list[int]:
-    """Returns the batches that every model is done with."""
+    """Returns the batches that every model has committed and acknowledged."""
     numbers = [number for number, batch in state.batches.items() if batch.mini_batches and number not in state.failed]
-    # Commits are rare, as checkpoints are: only after one are the ranks, of which there may be hundreds, compared.
+    # Commits are as rare as checkpoints. Compare the ranks, of which there may be hundreds, only after a commit.
     for is_committed in (True, False):
         if not numbers:
             break
@@ -264,8 +264,8 @@ def _trained(state: State) -> list[int]:
 
 
 def went_past(model: ModelState) -> Position:
-    """Returns the position before which the model does not need failed batches: its trainer continued after them, or
-    committed a checkpoint after them."""
+    """Returns the position before which the model does not need failed batches, because its trainer acknowledged or
+    committed later positions."""
     return max(model.committed, min(model.next))
 
 
@@ -276,8 +276,8 @@ def furthest(state: State, model: Model) -> Position:
 
 
 def check_not_ahead(state: State, model: Model, ranks: Collection[int], number: int) -> None:
-    """Refuses a batch that is not sealed and beyond the next position of these ranks of the model (none: all): they
-    were there before a rollback."""
+    """Rejects a batch that is not sealed and is beyond the next position of these ranks (of all ranks, if empty): the
+    trainer reached it before a rollback."""
     next_positions = model_state(state, model).next
     if state.generation == 1 or number < state.batches_sealed:
         return
@@ -293,7 +293,7 @@ def check_not_ahead(state: State, model: Model, ranks: Collection[int], number: 
 
 
 def _check_not_rolled_back(state: State, number: int) -> None:
-    """Refuses a batch far beyond what the run knows as trained: its trainer was there before a rollback."""
+    """Rejects a batch far beyond the batches that the run knows: the trainer reached it before a rollback."""
     reached = max(model.furthest.batch for model in state.models.values())
     if state.generation > 1 and number > max(state.batches_sealed, reached + 1):
         raise FailedPreconditionError(
@@ -309,7 +309,7 @@ def _check_built(state: State, number: int) -> None:
 
 
 def check_exists(state: State, model: Model, position: Position) -> None:
-    """Refuses a position that the run cannot have returned."""
+    """Rejects a position that the run cannot have returned."""
     model_state(state, model)
     if min(position) < 0:
         raise InvalidArgumentError(

@@ -1,7 +1,8 @@
 """Resume a trainer at its checkpoint, after checking that the checkpoint fits the run. Reads the state, returns events.
 
-A checkpoint fits if everything before its position was acknowledged in this run and generation. One that is ahead would
-silently skip accepted rows: it is refused, or the batches in between are given up under a reason.
+A checkpoint fits if everything before its position was acknowledged in this run and generation. A checkpoint that is
+ahead would silently skip accepted rows. It is refused, unless the trainer sends a reason for giving up the batches in
+between.
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ _LONGEST_LAUNCH = 1000
 class Checkpoint(NamedTuple):
     """The checkpoint of a resuming trainer.
 
-    position: None for the committed one. run_id, generation: of the run at the checkpoint; "" and 0 if unknown.
-    give_up_reason: the reason under which skipped groups are dropped; "": a position that skips groups is refused.
+    position: None for the run's committed position. run_id, generation: those of the run when the checkpoint was saved;
+    "" and 0 if unknown. give_up_reason: the reason for dropping the groups that the position skips; "" to refuse a
+    position that skips groups.
     """
 
     position: Position | None
@@ -51,13 +53,12 @@ class Checkpoint(NamedTuple):
 def resume(
     state: State, config: RunConfig, model: Model, checkpoint: Checkpoint, launch: str, dp_size: int, run_id: str
 ) -> Decision[Resumed]:
-    """Moves all ranks to the checkpoint's position, as a new incarnation; changes nothing if this launch did so
+    """Moves all ranks to the checkpoint's position under a new incarnation; changes nothing if this launch has resumed
     already.
 
-    With another `dp_size`, published batches are withdrawn, failed ones ahead whose rows are kept are tried again, and
-    the run's other model has to resume, too. A position beyond what was acknowledged is refused, unless a reason is
-    given, for which the batches in between are given up.
-    dp_size: 0 for as many ranks as before. run_id: of this run.
+    With another `dp_size`, published batches are withdrawn, failed batches ahead whose rows are kept are tried again,
+    and the run's other model has to resume as well.
+    dp_size: 0 keeps the number of ranks. run_id: the id of this run.
     """
     check_text(checkpoint.run_id, "run_id")
     if checkpoint.run_id not in ("", run_id):
@@ -92,7 +93,7 @@ def _events(state: State, model: Model, checkpoint: Checkpoint, launch: str, dp_
             )
         return []
     if launch in current.superseded:
-        # A late rank of an earlier launch must not take the run over from a later one.
+        # A late rank of an earlier launch must not supersede a later launch.
         raise StaleIncarnationError(
             f"{model}: launch {launch!r} was superseded by {current.launch!r}: the trainer was started again; end this "
             "process"
@@ -112,7 +113,7 @@ def _events(state: State, model: Model, checkpoint: Checkpoint, launch: str, dp_
 
 
 def _check_launch(launch: str) -> None:
-    """Refuses a launch name that is empty or too long: runs store every name."""
+    """Rejects a launch name that is empty or too long, because the run stores every name."""
     if not launch:
         raise InvalidArgumentError("launch is empty; name this start of the trainer, the same on all its ranks")
     subject = f"launch {launch[:50]!r}..."
@@ -121,8 +122,8 @@ def _check_launch(launch: str) -> None:
 
 
 def _dropped(state: State, model: Model, is_resized: bool, given_up: set[int]) -> list[Event]:
-    """Drops columns that the previous trainer wrote, so that a batch has the values of one trainer: of batches that
-    still wait for columns, and of all if dp_size changed."""
+    """Drops the columns that the previous trainer wrote, so that all values of a batch come from one trainer. They are
+    dropped for batches that still wait for columns and, if dp_size changed, for all batches."""
     if model != "policy" and not is_resized:
         return []
     return [
@@ -133,7 +134,7 @@ def _dropped(state: State, model: Model, is_resized: bool, given_up: set[int]) -
 
 
 def _resized(state: State, dp_size: int, resumed: ModelResumed, given_up: set[int]) -> list[Event]:
-    """Changes dp_size. Ranks of the other model are refused until it resumes, too: their number may have changed."""
+    """Changes dp_size. The other model must resume before its ranks continue, because their number may have changed."""
     other_models = {model: progress for model, progress in state.models.items() if model != resumed.model}
     others = [
         ModelResumed(model, min(progress.next), next_incarnation(state, model), "")
@@ -150,12 +151,12 @@ def _resized(state: State, dp_size: int, resumed: ModelResumed, given_up: set[in
 
 
 def _skipped(state: State, model: Model, target: Position, checkpoint: Checkpoint) -> list[BatchGivenUp]:
-    """Returns the batches between what was acknowledged and the target. Raises FailedPreconditionError if anything is
-    in between and no reason is given."""
+    """Returns the batches between the acknowledged position and the target. Raises FailedPreconditionError if the
+    target skips anything and the checkpoint has no reason for it."""
     fits = _furthest_fit(state, model, checkpoint.generation)
     if settle(state, model, target) <= settle(state, model, fits):
         return []
-    # A batch of which a part was trained stays: this model alone skips the rest.
+    # A batch that was trained in part is not given up: only this model skips the rest.
     first = fits.batch + (fits > Position(fits.batch))
     between = [number for number in state.batches if first <= number < target.batch]
     if not checkpoint.give_up_reason:
@@ -165,7 +166,7 @@ def _skipped(state: State, model: Model, target: Position, checkpoint: Checkpoin
 
 
 def _furthest_fit(state: State, model: Model, generation: int) -> Position:
-    """Returns the furthest position at which a checkpoint of this generation fits; 0: the current one."""
+    """Returns the furthest position at which a checkpoint of this generation fits; generation 0 is the current one."""
     if generation > state.generation:
         return START
     rolled_back = [known.get(model, START) for known in state.rollbacks[generation - 1 :]] if generation else []

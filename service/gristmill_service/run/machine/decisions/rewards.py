@@ -1,6 +1,6 @@
 """Set rewards of rows that were submitted before: reads the state, returns events, changes nothing.
 
-A request is taken or refused as a whole.
+A request is accepted or refused as a whole.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from gristmill_service.run.machine.state import Decision, State
 
 
 def set_rewards(state: State, updates: Sequence[RewardUpdate], digests: Sequence[bytes]) -> Decision[int]:
-    """Sets the rewards that are new. Answers how many they are.
+    """Sets the rewards that are new. The answer is their number.
 
-    digests: of each update's rewards per token; empty for a scalar.
+    digests: for each update, the digest of its rewards per token; empty for a scalar reward.
     """
     schema = state.schema
     seen: dict[RowRef, SetReward] = {}
@@ -74,7 +74,7 @@ def _bytes(update: RewardUpdate) -> bytes:
 
 
 def _row_of(state: State, update: RewardUpdate) -> StoredRow | None:
-    """Returns the row that the reward is for; None if its group or trajectory is closed, so that it does not matter."""
+    """Returns the row of the reward; None if its group or trajectory is closed, so that the reward is ignored."""
     key = GroupKey(update.trajectory.round, update.trajectory.uid)
     if key in state.closed:
         return None
@@ -91,7 +91,7 @@ def _row_of(state: State, update: RewardUpdate) -> StoredRow | None:
 
 
 def _value(row: StoredRow, update: RewardUpdate) -> float:
-    """Returns the step's reward; the sum of rewards per token."""
+    """Returns the step's reward, which is the sum of its rewards per token if there are any."""
     if update.token_values is None:
         if update.value is None:
             raise InvalidArgumentError(f"{row}: reward has no value; give one")
@@ -103,7 +103,7 @@ def _value(row: StoredRow, update: RewardUpdate) -> float:
         )
     else:
         value = exact_sum(update.token_values)
-        # Values beyond float32 may cancel out in the sum.
+        # Values beyond float32 may cancel out in the sum, so check the largest.
         most = float(np.abs(update.token_values).max(initial=0.0))
         value = value if most <= FLOAT32_MAX else most
     if not abs(value) <= FLOAT32_MAX:

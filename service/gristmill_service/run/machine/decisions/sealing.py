@@ -1,4 +1,4 @@
-"""Seal complete groups into batches, or drop them by filters; record what became of a batch that was built.
+"""Seal complete groups into batches, or drop them by filters; record the result of building a batch.
 
 Reads the state, returns events.
 """
@@ -41,11 +41,10 @@ from gristmill_service.run.machine.state import Decision, State
 
 
 def due(state: State, config: RunConfig, happened: Sequence[Event] | None) -> list[Event]:
-    """Returns the next events that follow from events that just happened; empty if there are none. Apply them and call
-    it again
-    with them. None: what follows from anything before.
+    """Returns the next events that follow from events that were just applied; empty if nothing follows. The caller
+    applies the result and calls again with it. happened: None to check the whole state.
 
-    Groups are checked when they complete and when the policy version changes, not in every call: a run has thousands.
+    A run has thousands of groups, so a group is checked only when it changes or when the policy version changes.
     """
     if config.surplus and (surplus := _surplus(state, happened)):
         return [*surplus]
@@ -70,8 +69,8 @@ def due(state: State, config: RunConfig, happened: Sequence[Event] | None) -> li
 
 
 def tag_timeout(state: State, config: RunConfig, room: Room, now: float) -> list[Event]:
-    """Returns the events for a batch that waits only for `tag_shares`: after `tag_timeout_s` it is sealed without
-    them."""
+    """Returns the events that start, end or time out the wait of a batch that needs only `tag_shares`. After
+    `tag_timeout_s`, the batch is sealed without them."""
     if config.tag_timeout_s is None or state.tags_lapsed:
         return []
     if not _waits_for_tags(state, config, room):
@@ -82,14 +81,14 @@ def tag_timeout(state: State, config: RunConfig, room: Room, now: float) -> list
 
 
 def missing_tags(state: State, config: RunConfig) -> dict[str, int]:
-    """Returns how many complete groups of each tag the next batch lacks."""
+    """Returns how many more complete groups of each tag the next batch needs."""
     return lacking_tags(state, config, lambda counts: counts.complete)
 
 
 def seal_batch(state: State, config: RunConfig, number: int | None) -> Decision[Sealed]:
-    """Seals all complete groups, also fewer than train_batch_size.
+    """Seals complete groups into a batch, which may be smaller than train_batch_size.
 
-    number: of the batch, so that the call may be repeated; None: the next.
+    number: the number of the batch, so that a repeated call changes nothing; None for the next batch.
     """
     following = state.batches_sealed
     number = following if number is None else number
@@ -107,7 +106,7 @@ def seal_batch(state: State, config: RunConfig, number: int | None) -> Decision[
 
 
 def finish(state: State, config: RunConfig) -> Decision[int]:
-    """Ends the rollouts. Answers the total number of batches."""
+    """Ends the rollouts. The answer is the total number of batches."""
     incomplete = [] if state.finished else [key for key in state.open if key not in state.complete]
     events = [] if state.finished else [RunFinished(), *(GroupDropped(key, "finished") for key in incomplete)]
     return events, lambda after: after.batches_sealed + remaining_batches(after, config.train_batch_size)
@@ -119,10 +118,10 @@ def record_batch(
     dp_size: int,
     written: Mapping[ColumnPlace, WrittenColumn] | None,
 ) -> Decision[bool]:
-    """Records the result of building a batch. Answers whether it is still wanted: not if the batch is gone, or is to be
-    built for another number of ranks or with other columns.
+    """Records the result of building a batch. The answer is whether the result is still wanted. It is not if the batch
+    is gone, or if it must now be built for another number of ranks or with other columns.
 
-    dp_size: that of the result. written: the columns that it was built with; None: the rows alone.
+    dp_size: the number of ranks in the result. written: the columns that it was built with; None if only from rows.
     """
     batch = state.batches.get(event.batch)
     is_wanted = batch is not None and written in (None, batch.written) and dp_size == state.dp_size
@@ -130,7 +129,7 @@ def record_batch(
 
 
 def withdraw_batch(state: State, number: int) -> Decision[bool]:
-    """Has a batch built again from its rows, because the store lost its shards. Answers whether it was published."""
+    """Schedules a batch whose shards the store lost to be built again. The answer is whether it was published."""
     batch = state.batches.get(number)
     was_published = batch is not None and batch.is_published
     return [BatchWithdrawn(number)] if was_published else [], lambda _: was_published
@@ -148,7 +147,7 @@ def _seal(state: State, config: RunConfig, keys: list[GroupKey]) -> BatchSealed:
 
 
 def _shared_groups(state: State, config: RunConfig) -> list[GroupKey] | None:
-    """Returns the groups of the next batch with its `tag_shares`; None if it has to wait."""
+    """Returns the groups of the next batch according to its `tag_shares`; None if the batch has to wait."""
     if missing_tags(state, config):
         return None
     shares, keys = _Shares(config, config.train_batch_size), list[GroupKey]()
@@ -164,7 +163,8 @@ def _shared_groups(state: State, config: RunConfig) -> list[GroupKey] | None:
 
 
 def _waits_for_tags(state: State, config: RunConfig, room: Room) -> bool:
-    """Returns whether only `tag_shares` prevents the next batch, or reserves capacity that other groups need."""
+    """Returns whether `tag_shares` alone keeps the next batch from being sealed, or keeps other groups from being
+    admitted."""
     if not missing_tags(state, config) or len(state.batches) >= config.max_buffered_batches:
         return False
     if room.reserved and room.groups and not room.groups_of(""):
@@ -174,8 +174,8 @@ def _waits_for_tags(state: State, config: RunConfig, room: Room) -> bool:
 
 
 def _preferred(candidates: Iterable[GroupKey], state: State, config: RunConfig) -> list[GroupKey]:
-    """Returns as many of these groups as a batch takes, in their order; groups of the tags in `tag_shares` come
-    first."""
+    """Returns the groups of a batch, in their order. If there are more than a batch needs, groups that fill
+    `tag_shares` are preferred."""
     if not config.tag_shares:
         return list(islice(candidates, config.train_batch_size))
     keys = list(candidates)
@@ -188,14 +188,14 @@ def _preferred(candidates: Iterable[GroupKey], state: State, config: RunConfig) 
 
 
 class _Shares:
-    """The capacity of a batch: at least a number of groups for each tag, and the rest for groups in their order."""
+    """The slots of a batch: a number reserved for each tag, and the rest for any group."""
 
     def __init__(self, config: RunConfig, size: int) -> None:
         self._reserved = config.tag_groups(size)
         self._free = size - sum(self._reserved.values())
 
     def take(self, tag: str) -> bool:
-        """Takes a place for a group. Returns whether there was one."""
+        """Reserves a slot for a group with this tag. Returns whether there was one."""
         if self._reserved.get(tag):
             self._reserved[tag] -= 1
         elif self._free > 0:
@@ -206,7 +206,7 @@ class _Shares:
 
 
 def _next_groups(state: State, config: RunConfig) -> Iterable[GroupKey]:
-    """Returns the groups that come next in `seal_order`, as far as they are complete."""
+    """Returns the complete groups that come next in `seal_order`."""
     if config.seal_order == "completion" or state.finished:
         return _complete_groups(state, config)
     return takewhile(lambda key: key in state.complete, state.open)
@@ -220,7 +220,7 @@ def _complete_groups(state: State, config: RunConfig) -> Iterator[GroupKey]:
 
 
 def _surplus(state: State, happened: Sequence[Event] | None) -> list[TrajectoryAborted]:
-    """Returns aborts of trajectories that are not needed, because enough others of their groups are complete."""
+    """Returns the aborts of trajectories that are not needed because their groups have enough complete ones."""
     keys = list(state.open) if happened is None else _named(happened)
     groups = [state.open[key] for key in keys if key in state.open]
     return [
@@ -253,7 +253,7 @@ def _named(happened: Sequence[Event]) -> dict[GroupKey, None]:
 
 
 def _unfit(group: Group, state: State, config: RunConfig) -> str | None:
-    """Returns why the group is not to be trained; None if it is."""
+    """Returns the reason why the group must not be trained; None if it may be."""
     if config.stale == "drop" and config.max_staleness is not None:
         oldest = group.oldest_version()
         if oldest is not None and state.policy_version - oldest > config.max_staleness:
@@ -265,7 +265,7 @@ def _unfit(group: Group, state: State, config: RunConfig) -> str | None:
 
 def _is_zero_variance(group: Group, config: RunConfig) -> bool:
     rows = list(group.ordered_rows())
-    # Sums over steps are of both parts of each step's sum, as if it had two tokens.
+    # Sum each step's reward and its rounding error as if they were two tokens.
     parts = np.array([[row.reward, row.reward_rest] for row in rows], np.float64)
     starts = [index for index, row in enumerate(rows) if row.step == 0]
     bounds, pairs = np.array([*starts, len(rows)]), Ragged.from_lengths(parts.ravel(), np.full(len(rows), 2))
