@@ -73,7 +73,7 @@ class Guarded:
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
     path = tmp_path_factory.mktemp("tokens") / "tokens.yaml"
     tokens: dict[str, str] = {role: create_token(path, role, [role], ["r", "math-*"], None) for role in ROLES}
-    tokens["rank 1"] = create_token(path, "rank 1", ["trainer"], ["*"], 1)
+    tokens |= {f"rank {rank}": create_token(path, f"rank {rank}", ["trainer"], ["*"], rank) for rank in range(2)}
     service = Service(Settings(**FREE_PORTS, store="memory", shutdown_grace_s=5, tokens_file=path))
     service.start()
     yield Guarded(service, tokens)

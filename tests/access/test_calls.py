@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import secrets
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -15,9 +16,9 @@ from fastapi.routing import APIRoute
 from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message_factory import GetMessageClass
 
-from gristmill import RolloutClient
+from gristmill import RolloutClient, TrainerClient
 from gristmill._client.connection.credentials import Credentials
-from gristmill.errors import PermissionDeniedError, UnauthenticatedError
+from gristmill.errors import PermissionDeniedError, StaleIncarnationError, UnauthenticatedError
 from gristmill.v1 import rollout_pb2, run_pb2, run_pb2_grpc, trainer_pb2
 from gristmill_service.access.roles import CALLS, OPEN_CALLS, ROLES
 from gristmill_service.api.http import page, rollouts, runs, trainers
@@ -216,6 +217,102 @@ def test_a_ranks_token_is_for_that_rank(guarded: Guarded) -> None:
             with pytest.raises(grpc.RpcError) as refused:
                 get_batch(wanted, timeout=20, metadata=(("authorization", f"Bearer {token}"),))
             assert refused.value.code() is code
+
+
+@pytest.fixture
+def two_ranks(guarded: Guarded) -> Iterator[str]:
+    """A run of two ranks that has one published batch, which belongs to this test alone."""
+    config = {"train_batch_size": 2, "n_samples_per_prompt": 1, "policy_mini_batch_size": 2, "dp_size": 2}
+    with client_of(guarded, "admin", run := f"math-{secrets.token_hex(4)}") as client:
+        client.create_run({**config, "micro_batch": {"size": 1}})
+        for uid in ("a", "b"):
+            with client.trajectory(uid, 0) as trajectory:
+                trajectory.step([1], [2], reward=1.0, is_last_step=True)
+        client.finish()
+        yield run
+        client.delete_run()
+
+
+def client_of(guarded: Guarded, token: str, run: str) -> RolloutClient:
+    return RolloutClient(guarded.service.grpc_address, run, credentials=Credentials(token=guarded.tokens[token]))
+
+
+def trainer_of(guarded: Guarded, rank: int, run: str, **more: Any) -> TrainerClient:
+    token = Credentials(token=guarded.tokens[f"rank {rank}"])
+    return TrainerClient(guarded.service.grpc_address, run, rank=rank, credentials=token, **more)
+
+
+def freed(guarded: Guarded, run: str) -> int:
+    with client_of(guarded, "admin", run) as client:
+        return client.status().batches_freed
+
+
+@pytest.mark.parametrize("auto_commit", [True, False])
+def test_ranks_with_tokens_of_their_own_commit_each_for_itself(
+    guarded: Guarded, two_ranks: str, auto_commit: bool
+) -> None:
+    trainers = [trainer_of(guarded, rank, two_ranks, auto_commit=auto_commit) for rank in range(2)]
+    for trainer in trainers:
+        assert freed(guarded, two_ranks) == 0
+        for batch in trainer:
+            for shard in batch.mini_batches():
+                shard.ack()
+    if not auto_commit:
+        for trainer in trainers:
+            assert freed(guarded, two_ranks) == 0
+            trainer.commit()
+    assert freed(guarded, two_ranks) == 1
+    for trainer in trainers:
+        trainer.close()
+
+
+def test_a_ranks_token_neither_commits_nor_resumes_for_others(guarded: Guarded, two_ranks: str) -> None:
+    other = trainer_of(guarded, 0, two_ranks, auto_commit=False)
+    first = next(iter(other))
+    for shard in first.mini_batches():
+        shard.ack()
+    own = trainer_of(guarded, 1, two_ranks, auto_commit=True)
+    for shard in next(iter(own)).mini_batches():
+        shard.ack()
+    token, path = guarded.tokens["rank 1"], f"/v1/runs/{two_ranks}"
+    committed = answer(guarded, "POST", f"{path}/commit", token, json={"position": {"batch": 1}})
+    assert (committed.status_code, committed.json()["committed"]["batch"]) == (200, 0)
+    assert freed(guarded, two_ranks) == 0, "rank 0 has no checkpoint of it"
+    resumed = answer(guarded, "POST", f"{path}/resume", token, json={"launch": "x", "position": {"batch": 0}})
+    assert resumed.status_code == 200
+    with pytest.raises(StaleIncarnationError, match="other trainers of its ranks began"):
+        own.commit()
+    other.commit()
+    assert freed(guarded, two_ranks) == 0, "rank 1 trains its shard again, and its commit went with its trainer"
+    refused = [{"ranks": [0]}, {"launch": "x", "dp_size": 1}, {"launch": "x", "give_up_reason": "y"}]
+    for body in refused:
+        assert answer(guarded, "POST", f"{path}/resume", token, json=body).status_code == 403
+    for request in (
+        trainer_pb2.ResumeRequest(run=two_ranks, ranks=[0]),
+        trainer_pb2.ResumeRequest(run=two_ranks, launch="x", dp_size=1),
+    ):
+        with grpc.insecure_channel(guarded.service.grpc_address) as channel, pytest.raises(grpc.RpcError) as caught:
+            channel.unary_unary("/gristmill.v1.TrainerService/Resume")(
+                request.SerializeToString(), timeout=20, metadata=(("authorization", f"Bearer {token}"),)
+            )
+        assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
+    other.close()
+    own.close()
+
+
+def test_each_rank_resumes_with_its_own_token_at_its_checkpoint(guarded: Guarded, two_ranks: str) -> None:
+    states = []
+    for rank in range(2):
+        with trainer_of(guarded, rank, two_ranks, auto_commit=False) as trainer:
+            states.append(trainer.state_dict())
+            next(iter(trainer)).ack()
+    for rank, state in enumerate(states):
+        with trainer_of(guarded, rank, two_ranks, auto_commit=False) as trainer:
+            trainer.load_state_dict(state, launch="again")
+            assert trainer.state_dict() == state
+            next(iter(trainer)).ack()
+            trainer.commit()
+    assert freed(guarded, two_ranks) == 1
 
 
 def test_a_client_without_a_token_learns_where_it_takes_one_from(guarded: Guarded) -> None:

@@ -15,6 +15,7 @@ from gristmill._wire.codecs import tensor_file
 from gristmill._wire.codecs.row_codec import Sent
 from gristmill._wire.steps import Steps, TrajectoryKey
 from gristmill.errors import InvalidArgumentError, TooLargeError
+from gristmill_service.access import caller
 from gristmill_service.api.admission import SMALL_BYTES, Slot
 from gristmill_service.api.context import ApiContext
 from gristmill_service.api.long_poll import Question
@@ -286,11 +287,12 @@ async def write_columns(
 async def acknowledge(
     api: ApiContext, run: str, model: Model, rank: int, position: Position, incarnation: int, commit: bool
 ) -> Moved:
-    return await (await api.runs.get(run)).acknowledge(model, rank, position, incarnation, commit)
+    alone = caller.current().rank is not None
+    return await (await api.runs.get(run)).acknowledge(model, rank, position, incarnation, commit, alone=alone)
 
 
 async def commit(api: ApiContext, run: str, model: Model, position: Position, incarnation: int) -> Moved:
-    return await (await api.runs.get(run)).commit(model, position, incarnation)
+    return await (await api.runs.get(run)).commit(model, position, incarnation, caller.current().rank)
 
 
 async def resume(
@@ -302,9 +304,14 @@ async def resume(
     dp_size: int = 0,
     ranks: Sequence[int] = (),
 ) -> Resumed:
-    """Resumes a model; with ranks, begins these where they are, and nothing else counts."""
-    opened = await api.runs.get(run)
-    return await (opened.begin(model, ranks) if ranks else opened.resume(model, checkpoint, launch, dp_size))
+    """Resumes a model, or the one rank of the caller's token; with ranks, begins these where they are, and nothing else
+    counts."""
+    opened, rank = await api.runs.get(run), caller.current().rank
+    if not ranks:
+        return await opened.resume(model, checkpoint, launch, dp_size, rank)
+    for one in ranks if rank is not None else ():
+        api.gate.check(caller.current(), "resume", run, one)
+    return await opened.begin(model, ranks)
 
 
 async def export_batch(api: ApiContext, run: str, batch: int) -> AsyncIterator[Steps]:

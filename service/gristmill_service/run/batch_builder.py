@@ -306,7 +306,7 @@ class BatchBuilder:
         try:
             await asyncio.to_thread(self._store.free, self._name, number)
         except (GristmillError, OSError) as error:
-                # The shards are replaced when the batch is published again, or removed with the run.
+            # The shards are replaced when the batch is published again, or removed with the run.
             _log.warning("shards not removed", run=self._name, batch=number, reason=str(error))
 
     def _block(self, job: _Job, error: GristmillError) -> None:

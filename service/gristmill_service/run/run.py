@@ -344,17 +344,19 @@ class Run:
             lambda view: columns.write_columns(view.state, batch, incarnation, written, siblings), tables
         )
 
-    async def acknowledge(self, model: Model, rank: int, position: Position, incarnation: int, commit: bool) -> Moved:
-        return await self._execute(
-            lambda view: progress.acknowledge(view.state, model, rank, position, incarnation, commit)
-        )
+    async def acknowledge(
+        self, model: Model, rank: int, position: Position, incarnation: int, commit: bool, *, alone: bool = False
+    ) -> Moved:
+        how = rank, position, incarnation, commit
+        return await self._execute(lambda view: progress.acknowledge(view.state, model, *how, alone=alone))
 
-    async def commit(self, model: Model, position: Position, incarnation: int) -> Moved:
-        return await self._execute(lambda view: progress.commit(view.state, model, position, incarnation))
+    async def commit(self, model: Model, position: Position, incarnation: int, rank: int | None = None) -> Moved:
+        return await self._execute(lambda view: progress.commit(view.state, model, position, incarnation, rank))
 
-    async def resume(self, model: Model, checkpoint: Checkpoint, launch: str, dp_size: int = 0) -> Resumed:
-        """Resumes a model. dp_size: 0 keeps the number of ranks."""
-        how = checkpoint, launch, dp_size, self.run_id
+    async def resume(
+        self, model: Model, checkpoint: Checkpoint, launch: str, dp_size: int = 0, rank: int | None = None
+    ) -> Resumed:
+        how = checkpoint, launch, dp_size, self.run_id, rank
         return await self._execute(lambda view: resume(view.state, view.config, model, *how))
 
     async def begin(self, model: Model, ranks: Sequence[int]) -> Resumed:
@@ -460,8 +462,6 @@ class Run:
     def lose(self) -> None:
         """Marks the run as one that has to be reopened."""
         self._writer.lose()
-
-    # --- Inside
 
     async def _execute(self, decide: Callable[[Writer], Decision[T]], tables: Mapping[int, Steps] = NO_TABLES) -> T:
         """Decides a call of a client. Returns when the answer is durable."""

@@ -304,6 +304,15 @@ class PositionCommitted(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class RankCommitted(Event):
+    """A rank committed for itself: the model's position is committed when all of its ranks have done so."""
+
+    model: Model
+    rank: int
+    position: Position
+
+
+@dataclass(frozen=True, slots=True)
 class ModelResumed(Event):
     model: Model
     position: Position
@@ -313,11 +322,15 @@ class ModelResumed(Event):
 
 @dataclass(frozen=True, slots=True)
 class RanksBegan(Event):
-    """Ranks began to train at their own positions, under an incarnation that only they have."""
+    """Ranks began to train under an incarnation that only they have.
+
+    position: where they begin; None: at their own positions.
+    """
 
     model: Model
     ranks: tuple[int, ...]
     incarnation: int
+    position: Position | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,7 @@ from gristmill_service.run.machine.events import (
     ModelResumed,
     PolicyVersionAnnounced,
     PositionCommitted,
+    RankCommitted,
     RanksBegan,
     Resized,
     RewardsSet,
@@ -102,7 +103,8 @@ class ModelState:
 
     resumed_at: the position where the current incarnation started.
     incarnation: counts from 1, because a call with incarnation 0 is not checked.
-    began: the newer incarnations of ranks whose trainers began without resuming.
+    began: the newer incarnations of ranks whose trainers began without resuming all ranks.
+    commits: the positions that ranks committed for themselves since the current incarnation started.
     superseded: the launches before the current one.
     furthest: the furthest position that any rank ever reached. Resuming from an older checkpoint does not lower it,
         because a newer checkpoint may still be loaded.
@@ -116,6 +118,7 @@ class ModelState:
     superseded: set[str] = field(default_factory=set)
     furthest: Position = START
     began: dict[int, int] = field(default_factory=dict)
+    commits: dict[int, Position] = field(default_factory=dict)
 
     @property
     def latest(self) -> int:
@@ -318,7 +321,7 @@ def apply(state: State, event: Event) -> Released:
             # The generations in between were rolled back as well, and left no events.
             state.rollbacks += [dict(reached) for _ in range(state.generation, generation)]
             state.generation = generation
-        case Acknowledged() | PositionCommitted() | RanksBegan() | ModelResumed():
+        case Acknowledged() | PositionCommitted() | RankCommitted() | RanksBegan() | ModelResumed():
             _apply_progress(state, event)
     return NOTHING
 
@@ -472,7 +475,9 @@ def _remove_batch(state: State, number: int) -> Released:
     return Released.of([Released(batch.written_refs()), *(group.released() for group in batch.groups)])
 
 
-def _apply_progress(state: State, event: Acknowledged | PositionCommitted | RanksBegan | ModelResumed) -> None:
+def _apply_progress(
+    state: State, event: Acknowledged | PositionCommitted | RankCommitted | RanksBegan | ModelResumed
+) -> None:
     model = state.models[event.model]
     match event:
         case Acknowledged(_, rank, following):
@@ -480,11 +485,16 @@ def _apply_progress(state: State, event: Acknowledged | PositionCommitted | Rank
             model.furthest = max(model.furthest, following)
         case PositionCommitted(_, position):
             model.committed = position
-        case RanksBegan(_, ranks, incarnation):
+        case RankCommitted(_, rank, position):
+            model.commits[rank] = position
+        case RanksBegan(_, ranks, incarnation, position):
             model.began |= dict.fromkeys(ranks, incarnation)
+            for rank in ranks:
+                model.commits.pop(rank, None)
+                model.next[rank] = model.next[rank] if position is None else position
         case ModelResumed(_, position, incarnation, launch):
             model.next = [position] * len(model.next)
             model.furthest = max(model.furthest, position)
             model.superseded.add(model.launch)
             model.incarnation, model.launch, model.resumed_at = incarnation, launch, position
-            model.began = {}
+            model.began, model.commits = {}, {}

@@ -245,7 +245,8 @@ class TrainerClient(Generic[S]):
 
     def commit(self, state: Mapping[str, Any] | None = None) -> None:
         """Commit: a checkpoint has all training before its position, so that batches before it are freed once every
-        rank has acknowledged them. Idempotent; any rank may call it, one is enough.
+        rank has acknowledged them. Idempotent; any rank may call it, one is enough, unless tokens are bound to ranks:
+        then each calls it.
 
         state: the checkpoint's `state_dict`, if training has continued since; by default the current position.
         """

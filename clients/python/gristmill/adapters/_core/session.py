@@ -141,9 +141,9 @@ class RunSession:
     def commit(self, states: States | None = None) -> None:
         """Free the batches before a complete checkpoint; None: before the current position."""
         self._processes.wait()
-        if self._processes.is_main:
-            for model, trainer in self.trainers.items():
-                trainer.commit(None if states is None else states[model])
+        # On every process: a token that is bound to a rank commits for this rank alone.
+        for model, trainer in self.trainers.items():
+            trainer.commit(None if states is None else states[model])
 
     # Training.
 

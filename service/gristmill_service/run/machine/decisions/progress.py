@@ -24,6 +24,7 @@ from gristmill_service.run.machine.events import (
     Event,
     PolicyVersionAnnounced,
     PositionCommitted,
+    RankCommitted,
 )
 from gristmill_service.run.machine.state import Decision, ModelState, State
 
@@ -160,12 +161,13 @@ def next_of(state: State, model: Model, rank: int) -> Position:
 
 
 def acknowledge(
-    state: State, model: Model, rank: int, position: Position, incarnation: int, commits: bool
+    state: State, model: Model, rank: int, position: Position, incarnation: int, commits: bool, *, alone: bool = False
 ) -> Decision[Moved]:
     """Moves the rank past the position, which must be its next; changes nothing if the rank is already past it.
     Acknowledging a failed batch skips it. The answer is the rank's next position.
 
-    commits: whether to commit up to the rank that is furthest behind, for a trainer without checkpoints.
+    commits: whether to commit up to the rank that is furthest behind, for a trainer without checkpoints. alone: whether
+        to commit for this rank only.
     """
     check_caller(state, model, rank, incarnation, acks=True)
     standing_at = list(state.models[model].next)
@@ -174,7 +176,9 @@ def acknowledge(
     if after is not None:
         events.append(Acknowledged(model, rank, after))
         standing_at[rank] = after
-    if commits:
+    if commits and alone:
+        events += _committed_by_rank(state, model, rank, standing(state, model, standing_at[rank]))
+    elif commits:
         events += _committed(state, model, min(standing(state, model, one) for one in standing_at))
     return events, lambda after_all: Moved(next_of(after_all, model, rank), after_all.generation)
 
@@ -201,15 +205,24 @@ def _first_behind(state: State, model: Model, batch: int) -> Position:
     return standing(state, model, Position(batch + 1))
 
 
-def commit(state: State, model: Model, position: Position, incarnation: int) -> Decision[Moved]:
-    """Raises the committed position; ignores an earlier one. The answer is the committed position."""
+def commit(
+    state: State, model: Model, position: Position, incarnation: int, rank: int | None = None
+) -> Decision[Moved]:
+    """Raises the committed position; ignores an earlier one. The answer is the committed position.
+
+    rank: the only rank that the caller may commit for; None: it commits for all.
+    """
     check_incarnation(state, model, incarnation)
     own = model_state(state, model)
     if incarnation and not own.has_trainer(incarnation):
         raise superseded(model, incarnation, own.latest, "other trainers of its ranks began")
     check_exists(state, model, position)
     _check_trained(state, model, position)
-    events = _committed(state, model, position)
+    if rank is None:
+        events = _committed(state, model, position)
+    else:
+        check_caller(state, model, rank, incarnation, acks=True)
+        events = _committed_by_rank(state, model, rank, position)
     return events, lambda after: Moved(after.models[model].committed, after.generation)
 
 
@@ -226,6 +239,16 @@ def _check_trained(state: State, model: Model, position: Position) -> None:
 
 def _committed(state: State, model: Model, position: Position) -> list[Event]:
     return [PositionCommitted(model, position)] if position > state.models[model].committed else []
+
+
+def _committed_by_rank(state: State, model: Model, rank: int, position: Position) -> list[Event]:
+    """Commits for one rank, and for the model what all of its ranks have committed."""
+    own = state.models[model]
+    if position <= max(own.committed, own.commits.get(rank, own.committed)):
+        return []
+    commits = own.commits | {rank: position}
+    by_all = min(commits.get(one, own.committed) for one in range(len(own.next)))
+    return [RankCommitted(model, rank, position), *_committed(state, model, by_all)]
 
 
 def announce(state: State, version: int) -> Decision[None]:

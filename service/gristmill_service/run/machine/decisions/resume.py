@@ -10,12 +10,18 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from gristmill._wire.steps import check_length, check_text
-from gristmill.errors import FailedPreconditionError, InvalidArgumentError, StaleIncarnationError
+from gristmill.errors import (
+    FailedPreconditionError,
+    InvalidArgumentError,
+    PermissionDeniedError,
+    StaleIncarnationError,
+)
 from gristmill_service.config import Model, RunConfig, with_dp_size
 from gristmill_service.run.machine.answers import Position, Resumed
 from gristmill_service.run.machine.decisions.aborts import checked_reason
 from gristmill_service.run.machine.decisions.progress import (
     check_exists,
+    check_rank,
     furthest,
     model_state,
     next_incarnation,
@@ -29,6 +35,7 @@ from gristmill_service.run.machine.events import (
     ColumnsDropped,
     Event,
     ModelResumed,
+    RanksBegan,
     Resized,
 )
 from gristmill_service.run.machine.state import START, Decision, State
@@ -51,7 +58,14 @@ class Checkpoint(NamedTuple):
 
 
 def resume(
-    state: State, config: RunConfig, model: Model, checkpoint: Checkpoint, launch: str, dp_size: int, run_id: str
+    state: State,
+    config: RunConfig,
+    model: Model,
+    checkpoint: Checkpoint,
+    launch: str,
+    dp_size: int,
+    run_id: str,
+    rank: int | None = None,
 ) -> Decision[Resumed]:
     """Moves all ranks to the checkpoint's position under a new incarnation; changes nothing if this launch has resumed
     already.
@@ -59,6 +73,7 @@ def resume(
     With another `dp_size`, published batches are withdrawn, failed batches ahead whose rows are kept are tried again,
     and the run's other model has to resume as well.
     dp_size: 0 keeps the number of ranks. run_id: the id of this run.
+    rank: the only rank that the caller may resume; None: it resumes all.
     """
     check_text(checkpoint.run_id, "run_id")
     if checkpoint.run_id not in ("", run_id):
@@ -66,6 +81,8 @@ def resume(
             f"the checkpoint is of another run of this name, run_id {checkpoint.run_id}, and this one has "
             f"{run_id}: that run was deleted since; start without the checkpoint's state, or restore that run"
         )
+    if rank is not None:
+        return _of_rank(state, model, rank, checkpoint, dp_size, run_id)
     dp_size = dp_size or state.dp_size
     with_dp_size(config, dp_size)
     events = _events(state, model, checkpoint, launch, dp_size)
@@ -75,6 +92,24 @@ def resume(
         return Resumed(progress.incarnation, progress.resumed_at, run_id, after.generation)
 
     return events, answer
+
+
+def _of_rank(
+    state: State, model: Model, rank: int, checkpoint: Checkpoint, dp_size: int, run_id: str
+) -> Decision[Resumed]:
+    """Moves one rank to the checkpoint's position, as an incarnation of its own. Raises PermissionDeniedError for what
+    concerns all ranks."""
+    check_rank(state, model, rank)
+    if checkpoint.give_up_reason or dp_size not in (0, state.dp_size):
+        what = f"dp_size {dp_size}" if dp_size not in (0, state.dp_size) else "give_up_reason"
+        raise PermissionDeniedError(
+            f"{model} rank {rank}: {what} concerns all ranks, and this token is for one; resume with a trainer's token "
+            "without a rank"
+        )
+    target = _target(state, model, checkpoint)
+    _skipped(state, model, target, checkpoint)
+    began = RanksBegan(model, (rank,), next_incarnation(state, model), target)
+    return [began], lambda after: Resumed(began.incarnation, target, run_id, after.generation)
 
 
 def _events(state: State, model: Model, checkpoint: Checkpoint, launch: str, dp_size: int) -> list[Event]:
@@ -98,18 +133,25 @@ def _events(state: State, model: Model, checkpoint: Checkpoint, launch: str, dp_
             f"{model}: launch {launch!r} was superseded by {current.launch!r}: the trainer was started again; end this "
             "process"
         )
-    target = current.committed if position is None else position
-    check_exists(state, model, target)
-    if target < current.committed:
-        raise FailedPreconditionError(
-            f"{model}: {text_of(target)} lies before the committed {text_of(current.committed)}, and its data may be "
-            "gone; resume from the newer checkpoint, and commit only what a checkpoint has"
-        )
+    target = _target(state, model, checkpoint)
     skipped = _skipped(state, model, target, checkpoint)
     resumed = ModelResumed(model, target, next_incarnation(state, model), launch)
     given_up = {event.batch for event in skipped}
     resized = [] if dp_size == state.dp_size else _resized(state, dp_size, resumed, given_up)
     return [*skipped, *_dropped(state, model, bool(resized), given_up), *resized, resumed]
+
+
+def _target(state: State, model: Model, checkpoint: Checkpoint) -> Position:
+    """Returns the checkpoint's position, which the run still has."""
+    committed = model_state(state, model).committed
+    target = committed if checkpoint.position is None else checkpoint.position
+    check_exists(state, model, target)
+    if target < committed:
+        raise FailedPreconditionError(
+            f"{model}: {text_of(target)} lies before the committed {text_of(committed)}, and its data may be "
+            "gone; resume from the newer checkpoint, and commit only what a checkpoint has"
+        )
+    return target
 
 
 def _check_launch(launch: str) -> None:
