@@ -279,26 +279,14 @@ def in_common(one: list[int], other: list[int]) -> int:
 
 
 def distinct_tokens(rows: list[Merged]) -> int:
-    """The tokens of a prompt group's rows. A row that goes on with all of the row before it, of its trajectory, shares
-    that; each other what it may with the one most like it, of the rows that may share less."""
-    chains: list[list[Merged]] = []
-    for row in rows:
-        before = chains[-1][-1] if chains else None
-        goes_on = (
-            before is not None
-            and before.steps[0]["sample"] == row.steps[0]["sample"]
-            and tokens_of(before) == tokens_of(row)[: may_share(row)][: len(tokens_of(before))]
-        )
-        if goes_on:
-            chains[-1].append(row)
-        else:
-            chains.append([row])
+    """The tokens of a prompt group's rows, each of which shares what it may with the one most like it, of the rows that
+    may share less."""
     count = 0
     seen: list[list[int]] = []
-    for chain in sorted(chains, key=lambda chain: may_share(chain[0])):
-        head, whole = tokens_of(chain[0])[: may_share(chain[0])], tokens_of(chain[-1])
-        count += len(whole) - max((in_common(head, other) for other in seen), default=0)
-        seen.append(whole)
+    for row in sorted(rows, key=may_share):
+        tokens = tokens_of(row)
+        count += len(tokens) - max((in_common(tokens[: may_share(row)], other) for other in seen), default=0)
+        seen.append(tokens)
     return count
 
 

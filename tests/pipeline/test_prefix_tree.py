@@ -209,3 +209,48 @@ def test_lengths_alone_are_not_planned() -> None:
         InvalidArgumentError, match="needs the rows' tokens to find what rows share, and these rows have lengths only"
     ):
         plan_batch(lengths, parse_config(CONFIG), batch=0)
+
+
+def steps_of_one_trajectory(*steps: tuple[list[int], list[int]]) -> list[Row]:
+    return [
+        make_row(prompt=prompt, response=response, step=step, is_last_step=step == len(steps) - 1)
+        for step, (prompt, response) in enumerate(steps)
+    ]
+
+
+ONE_TRAJECTORY = {"n_samples_per_prompt": 1, "merge": "none"}
+
+
+def test_a_step_that_continues_the_one_before_shares_more_with_an_earlier_one_that_has_more_of_it() -> None:
+    rows = steps_of_one_trajectory(([2, 0, 1], [0, 0, 1, 1]), ([2, 0], [1]), ([2, 0, 1, 0, 1, 2], [2, 0, 2]))
+    axis = only_axis(rows, **ONE_TRAJECTORY)
+    assert axis["sequences"] == [2, 0, 1, 0, 0, 1, 1, 1, 2, 2, 0, 2]
+    assert axis["parents"] == [-1, 0, 1, 2, 3, 4, 5, 3, 7, 8, 9, 10]
+
+
+def test_a_step_shares_most_although_each_row_is_found_without_a_search() -> None:
+    """Steps 0 and 1 sample 3 after the same prompt, and step 2 has more of step 0's response."""
+    rows = steps_of_one_trajectory(([1, 2], [3, 4, 5]), ([1, 2], [3]), ([1, 2, 3, 4], [9]))
+    axis = only_axis(rows, **ONE_TRAJECTORY)
+    assert sorted(axis["sequences"]) == [1, 2, 3, 3, 4, 5, 9]
+
+
+def test_a_step_shares_most_with_another_sample_that_comes_later_and_branches_earlier() -> None:
+    rows = [
+        *steps_of_one_trajectory(([1, 2], [3]), ([1, 2, 3, 4, 5], [9])),
+        make_row(sample=1, prompt=[1, 2], response=[3, 4, 7], step=0, is_last_step=True),
+    ]
+    axis = only_axis(rows, **ONE_TRAJECTORY | {"n_samples_per_prompt": 2})
+    assert sorted(axis["sequences"]) == [1, 2, 3, 3, 4, 5, 7, 9]
+
+
+def test_a_step_and_the_one_that_it_continues_share_all_of_it_in_a_micro_batch_without_other_samples() -> None:
+    """Another sample, with as much in common, is planned for another rank."""
+    rows = [
+        *steps_of_one_trajectory(([8, 7], [1]), ([8, 7, 1, 4], [5])),
+        *(row | {"sample": 1} for row in steps_of_one_trajectory(([8, 7], [1, 6]), ([8, 7, 1, 6, 3], [2]))),
+    ]
+    changes = {"n_samples_per_prompt": 2, "dp_size": 2, "micro_batch": {"size": 2}, "balance": "none"}
+    shards = built(rows, CONFIG | ONE_TRAJECTORY | changes).shards
+    axes = [axis.tensors["sequences"].tolist() for shard in shards for _, axis in naive.axes(shard)]
+    assert axes == [[8, 7, 1, 4, 5], [8, 7, 1, 6, 3, 2]]

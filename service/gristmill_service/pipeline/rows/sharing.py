@@ -98,8 +98,8 @@ def _limits(rows: Rows) -> Int64s:
 def _known_before(row_tokens: Ragged, limits: Int64s, trajectories: Int64s, groups: Int64s) -> Int64s:
     """Returns how many tokens each row shares with the row before it, if no search is needed; else -1.
 
-    None is needed for a group's first row (0), for a row that continues all of the row before it of the same
-    trajectory, and for one that shares its limit with a row before it whose own limit is no larger.
+    None is needed for a group's first row (0), for the rows after it of its trajectory that each continue all of the
+    row before them, and for a row that shares its limit with a row before it whose own limit is no larger.
     row_tokens: the tokens of rows. limits: of `_limits`. groups: of rows. All int64 (rows,).
     """
     lengths, count = row_tokens.lengths, len(row_tokens)
@@ -109,6 +109,9 @@ def _known_before(row_tokens: Ragged, limits: Int64s, trajectories: Int64s, grou
     goes_on = np.zeros(count, np.bool_)
     goes_on[1:] = follows[1:] & (trajectories[1:] == trajectories[:-1]) & (lengths[:-1] <= limits[1:])
     goes_on = extends(row_tokens, goes_on)
+    # Behind a row that does not, one before that may share more.
+    breaks = np.cumsum(follows & ~goes_on)
+    goes_on &= breaks == breaks[np.maximum.accumulate(np.where(follows, 0, np.arange(count)))]
     known[1:] = np.where(goes_on[1:], lengths[:-1], 0)
     data, item = bytes_of(row_tokens.values), row_tokens.values.itemsize
     starts, sizes = (item * row_tokens.starts).tolist(), (item * limits).tolist()
@@ -133,9 +136,6 @@ class _Group:
 
     def __init__(self, tokens: Ragged, limits: Int64s, before: Int64s) -> None:
         self._tokens, self._limits, self._before = tokens.arrays(), limits.tolist(), before.tolist()
-        # In a run of rows that each continue all of the row before, the last has the tokens of all.
-        lengths = [0, *tokens.lengths[:-1].tolist()]
-        self._goes_on = [0 < common == length for common, length in zip(self._before, lengths, strict=True)]
         self._sorted: list[tuple[bytes, int]] = []
 
     def walk(self) -> tuple[Int64s, Int64s]:
@@ -159,19 +159,12 @@ class _Group:
         of those tokens."""
         limits, count = self._limits, len(self._limits)
         bases, commons = [NONE] * count, [0] * count
-        last = list(range(count))
-        for row in range(count - 2, -1, -1):
-            if self._goes_on[row + 1]:
-                last[row] = last[row + 1]
         for row in sorted(range(count), key=limits.__getitem__):
-            if self._goes_on[row]:
-                bases[row], commons[row] = row - 1, self._before[row]
-                continue
-            if self._before[row] > 0:
-                bases[row], commons[row] = row - 1, self._before[row]
+            if self._before[row] == limits[row]:
+                bases[row], commons[row] = row - 1, limits[row]
             elif self._sorted:
                 bases[row], commons[row] = self._nearest(row)
-            insort(self._sorted, (self._tokens[last[row]].tobytes(), last[row]))
+            insort(self._sorted, (self._tokens[row].tobytes(), row))
         for row in range(count):
             while bases[row] != NONE and commons[row] <= commons[bases[row]]:
                 bases[row] = bases[bases[row]]
@@ -179,9 +172,20 @@ class _Group:
 
     def _nearest(self, row: int) -> tuple[int, int]:
         """Returns the earlier row that shares most tokens with this one, and how many. Sorted by their bytes, it is one
-        of the two neighbors."""
+        of the two neighbors, which is removed if this row has all of its tokens. Of several, it is the row before this
+        one, if this one continues it: they share as much in a micro-batch without the others."""
         prefix = self._tokens[row][: self._limits[row]]
-        at = bisect_left(self._sorted, (prefix.tobytes(), NONE))
-        neighbors = [other for _, other in self._sorted[max(0, at - 1) : at + 1]]
-        common, base = max((common_prefix(self._tokens[other], prefix), other) for other in neighbors)
+        begin = prefix.tobytes()
+        at = bisect_left(self._sorted, (begin, NONE))
+        neighbors = []
+        for place in range(max(0, at - 1), min(at + 1, len(self._sorted))):
+            whole, base = self._sorted[place]
+            tokens = self._tokens[base]
+            common = len(tokens) if begin.startswith(whole) else common_prefix(tokens, prefix)
+            neighbors.append((common, base, place))
+        common, base, place = max(neighbors)
+        if common == len(self._tokens[base]):
+            del self._sorted[place]
+        if row and np.array_equal(self._tokens[row - 1], prefix[:common]):
+            base = row - 1
         return (base, common) if common else (NONE, 0)
