@@ -5,7 +5,8 @@ BIN := $(VENV)/bin
 PEERS := .venv-peers
 TRAINERS := trl skyrl verl transformers
 ENVIRONMENTS := verifiers
-PACKAGES := $(TRAINERS) $(ENVIRONMENTS)
+ENGINES := vllm
+PACKAGES := $(TRAINERS) $(ENVIRONMENTS) $(ENGINES)
 # The tests of a trainer with later packages: each folder has the lists of packages alone.
 LATER := skyrl-0.4 trl-later
 PYTHON_312 ?= python3.12
@@ -18,7 +19,7 @@ VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"$$/\1/p' clients/python/gris
 LOCK := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate --no-header \
 	--no-emit-package colorama
 
-.PHONY: help setup dev axe pictures demo test test-slow test-all test-trainers test-later test-environments $(PACKAGES:%=test-%) $(LATER:%=test-%) check docs manifests bench bench-peers bench-trl bench-skyrl bench-verl chaos fuzz protos format clean
+.PHONY: help setup dev axe pictures demo test test-slow test-all test-trainers test-later test-environments test-engines $(PACKAGES:%=test-%) $(LATER:%=test-%) check docs manifests bench bench-peers bench-trl bench-skyrl bench-verl chaos fuzz protos format clean
 .PHONY: requirements version chart-version dist release-check image-test baseline formats
 
 help:  ## Show this help
@@ -69,6 +70,8 @@ $(LATER:%=test-%): test-%: .venv-%/.installed
 .venv-skyrl-0.4/.installed: PYTHON = $(PYTHON_312)
 
 test-environments: $(ENVIRONMENTS:%=test-%)  ## Feed runs from real environments of verifiers
+
+test-engines: $(ENGINES:%=test-%)  ## Record a real vLLM on the CPU (Linux x86-64), 3.5 GB, and compare rows with its answers and a forward pass
 
 $(PACKAGES:%=test-%): test-%: .venv-%/.installed
 	.venv-$*/bin/python -m pytest $(if $(QUICK),-m "not slow") $(wildcard tests/*/$*)

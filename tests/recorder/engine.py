@@ -20,7 +20,7 @@ import threading
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from aiohttp import web
 
@@ -386,8 +386,20 @@ async def _streaming(request: web.Request) -> web.StreamResponse:
     return response
 
 
+class Server(Protocol):
+    """Listens at `url` once it is served; port: 0 picks a free one."""
+
+    url: str
+    port: int
+
+    def app(self) -> web.Application: ...
+
+
+Served = TypeVar("Served", bound=Server)
+
+
 @contextmanager
-def serving(engine: Engine) -> Iterator[Engine]:
+def serving(engine: Served) -> Iterator[Served]:
     """The engine in a thread of this process."""
     loop, ready = asyncio.new_event_loop(), threading.Event()
 

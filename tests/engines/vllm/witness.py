@@ -1,0 +1,64 @@
+"""A proxy between a recorder and an engine, which notes what the engine itself answered."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import ClientSession, web
+
+_LINE = 1 << 20
+
+
+@dataclass
+class Answer:
+    """A choice, with the engine's own token ids and logprobs. request: the call that it answers."""
+
+    request: dict[str, Any]
+    prompt: list[int] = field(default_factory=list)
+    response: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+
+@dataclass
+class Witness:
+    """Listens at `url`, in front of the engine at `upstream`. answers: the choices of all calls."""
+
+    upstream: str
+    url: str = ""
+    port: int = 0
+    answers: list[Answer] = field(default_factory=list)
+
+    def app(self) -> web.Application:
+        app = web.Application(client_max_size=_LINE)
+        app.router.add_post("/{path:.*}", self._pass_on)
+        return app
+
+    async def _pass_on(self, request: web.Request) -> web.StreamResponse:
+        asked, choices = await request.json(), dict[int, Answer]()
+        async with (
+            ClientSession(read_bufsize=_LINE) as session,
+            session.post(f"{self.upstream}{request.path}", json=asked) as answer,
+        ):
+            headers = {"content-type": answer.headers["content-type"]}
+            response = web.StreamResponse(status=answer.status, headers=headers)
+            await response.prepare(request)
+            # An event of a stream is a line, and a whole answer is one.
+            async for line in answer.content:
+                self._note(asked, line.removeprefix(b"data: "), choices)
+                await response.write(line)
+        return response
+
+    def _note(self, asked: dict[str, Any], line: bytes, choices: dict[int, Answer]) -> None:
+        document = json.loads(line) if line.startswith(b"{") else {}
+        for choice in document.get("choices", ()):
+            if (answer := choices.get(choice["index"])) is None:
+                answer = choices[choice["index"]] = Answer(asked)
+                self.answers.append(answer)
+            prompt = document.get("prompt_token_ids") or choice.get("prompt_token_ids")
+            answer.prompt = answer.prompt or prompt or []
+            answer.response += choice.get("token_ids") or []
+            logprobs = choice.get("logprobs") or {}
+            answer.logprobs += [token["logprob"] for token in logprobs.get("content") or ()]
+            answer.logprobs += logprobs.get("token_logprobs") or []
