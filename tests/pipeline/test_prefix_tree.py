@@ -17,6 +17,9 @@ from gristmill._wire.rows import from_rows
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.config import parse_config
 from gristmill_service.pipeline import BuiltBatch, build_batch, plan_batch
+from gristmill_service.pipeline.rows.merge import merge_rows
+from gristmill_service.pipeline.rows.sharing import find_sharing
+from gristmill_service.pipeline.rows.validate import receive
 from gristmill_service.pipeline.scheduling.plan import PADDING
 from gristmill_service.pipeline.scheduling.schedule import MisalignedError
 from tests import naive
@@ -254,3 +257,15 @@ def test_a_step_and_the_one_that_it_continues_share_all_of_it_in_a_micro_batch_w
     shards = built(rows, CONFIG | ONE_TRAJECTORY | changes).shards
     axes = [axis.tensors["sequences"].tolist() for shard in shards for _, axis in naive.axes(shard)]
     assert axes == [[8, 7, 1, 4, 5], [8, 7, 1, 6, 3, 2]]
+
+
+def test_rows_of_a_trajectory_share_all_that_they_may_where_one_shares_more_with_a_sample_elsewhere() -> None:
+    """Step 1 has three tokens in common with step 0, and four with the other sample, which may be elsewhere."""
+    rows = steps_of_one_trajectory(([8, 7], [1, 4, 0]), ([8, 7, 1, 5, 1], [3]))
+    rows.append(make_row(sample=1, prompt=[8, 7], response=[1, 5, 7], step=0, is_last_step=True))
+    config = parse_config(CONFIG | ONE_TRAJECTORY | {"n_samples_per_prompt": 2})
+    received = receive(from_rows(rows), config)
+    sharing = find_sharing(merge_rows(received, config), received.steps.tokens, np.array([0, 3]))
+    assert sharing.order.tolist() == [0, 2, 1]
+    assert sharing.shared(np.array([0, 2, 1]), np.array([0])).tolist() == [0, 2, 4]
+    assert sharing.shared(np.array([0, 1]), np.array([0])).tolist() == [0, 3]

@@ -3,7 +3,8 @@
 Every token that a row is the first to have sampled keeps a position of its own, so that at most one row trains a
 position, with its own advantage. The tokens before a row's first such token may be shared: its prompt, and tokens that
 an earlier row trains. In a depth-first walk of the resulting tree each row shares most with the row before it, and two
-rows share the minimum of what the rows between them share: two numbers per row describe the whole tree.
+rows share the minimum of what the rows between them share: two numbers per row describe the whole tree. Without those
+between, the two share more where both have tokens that one of those sampled, too.
 """
 
 from __future__ import annotations
@@ -30,10 +31,13 @@ class Sharing:
     order: int64 (rows,), row indices; the rows of a prompt group stay within its range.
     commons: int64 (rows,), how many first tokens the row at each place shares with the row before it; 0 for the first
         row of a prompt group.
+    tokens, limits: of the rows, and int64 (rows,), how many first tokens each may share.
     """
 
     order: Int64s
     commons: Int64s
+    tokens: Ragged
+    limits: Int64s
 
     @cached_property
     def places(self) -> Int64s:
@@ -56,11 +60,23 @@ class Sharing:
         inner = begins[(begins > 0) & (begins < len(rows))]
         follows[inner - 1] = False
         pairs = np.flatnonzero(follows)
-        # Two rows share the minimum of what the rows from one to the other share.
+        # Two rows share at least the minimum of what the rows from one to the other share.
         spans = np.stack([places[pairs] + 1, places[pairs + 1] + 1], axis=1).ravel()
         least = np.minimum.reduceat(np.append(self.commons, 0), spans)[::2] if len(pairs) else spans
-        shared[pairs + 1] = least
+        shared[pairs + 1] = self._longest(rows[pairs], rows[pairs + 1], least)
         return shared
+
+    def _longest(self, before: Int64s, rows: Int64s, least: Int64s) -> Int64s:
+        """Returns how many first tokens rows share with those before them: more than `least` where a row shares more
+        with one that is not in the micro-batch. All int64 (pairs,)."""
+        values, starts = self.tokens.values, self.tokens.starts
+        # Rows of different groups share 0, and need no comparison.
+        more = np.flatnonzero((least > 0) & (least < np.minimum(self.limits[rows], self.tokens.lengths[before])))
+        more = more[values[starts[before[more]] + least[more]] == values[starts[rows[more]] + least[more]]]
+        for pair in more.tolist():
+            prefix = self.tokens[rows[pair]][: self.limits[rows[pair]]]
+            least[pair] = common_prefix(self.tokens[before[pair]], prefix)
+        return least
 
     def shared_tokens(self, mini_batches: Iterable[MiniBatchPlan]) -> int:
         """Counts the tokens that planned rows share with the row before them."""
@@ -82,7 +98,7 @@ def find_sharing(rows: Rows, tokens: Ragged, group_bounds: Int64s) -> Sharing:
         span = slice(int(group_bounds[group]), int(group_bounds[group + 1]))
         walk, commons[span] = _Group(row_tokens.take(span), limits[span], before[span]).walk()
         order[span] = walk + span.start
-    return Sharing(order, commons)
+    return Sharing(order, commons, row_tokens, limits)
 
 
 def _limits(rows: Rows) -> Int64s:
