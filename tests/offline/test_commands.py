@@ -25,13 +25,14 @@ CONFIG = make_config(train_batch_size=2, n_samples_per_prompt=2, merge="prefix",
 
 
 def rollouts(prompts: int = 4) -> list[Row]:
-    """Two samples a prompt, two steps each that merge."""
+    """Two samples per prompt that answer differently, of two steps each that merge."""
     rows = []
     for prompt in range(prompts):
         for sample in range(2):
-            first: Row = {"prompt_token_ids": [1, prompt], "response_ids": [5, 6], "is_last_step": False, "reward": 0.0}
+            said = [5, 6 + 3 * sample]
+            first: Row = {"prompt_token_ids": [1, prompt], "response_ids": said, "is_last_step": False, "reward": 0.0}
             second: Row = {
-                "prompt_token_ids": [1, prompt, 5, 6, 7],
+                "prompt_token_ids": [1, prompt, *said, 7],
                 "response_ids": [8],
                 "is_last_step": True,
                 "reward": 1.0,

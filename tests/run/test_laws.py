@@ -306,7 +306,7 @@ def test_a_batch_that_fails_while_a_run_is_drained_is_left_out() -> None:
     assert set(bench.state.failed) == {1}
 
 
-@settings(max_examples=300, deadline=None)
+@settings(LAW, max_examples=2 * LAW.max_examples)
 @given(SETTINGS, LOGS, MISALIGNED, st.lists(COMMANDS, max_size=30))
 def test_an_accepted_row_ends_in_exactly_one_batch_or_is_dropped_exactly_once(
     chosen: dict[str, Any],

@@ -285,9 +285,11 @@ class JournalRunLog:
     def _checked_size(self) -> int:
         """Returns the size of the database's file. Raises OSError if another program cut it: SQLite reads what is
         missing as zeros."""
+        # Read before the size, which may grow meanwhile, and with it what another thread notes here.
+        least = self._least_bytes
         size = self._path.stat().st_size
-        if size < self._least_bytes:
-            raise OSError(f"it was cut from {self._least_bytes} bytes or more to {size}")
+        if size < least:
+            raise OSError(f"it was cut from {least} bytes or more to {size}")
         return size
 
     def _checkpoint(self, mode: Literal["RESTART", "TRUNCATE"]) -> None:
