@@ -176,6 +176,7 @@ def declared_columns(draw: st.DrawFn) -> list[dict[str, Any]]:
                 "partial": scope in ("token", "response") and draw(st.booleans()),
             }
             | ({"merge": "last"} if merge == "sum" and dtype == "bool" else {"merge": merge} if merge else {})
+            | ({"shape": [None], "fill": 0} if scope in ("token", "response") and draw(st.integers(0, 3)) == 0 else {})
         )
     return columns
 
@@ -190,9 +191,13 @@ def _with_columns(draw: st.DrawFn, rows: list[Row], specs: tuple[ColumnSpec, ...
             if not spec.required and draw(st.integers(0, 3)) == 0:
                 continue
             count = {"row": 1, "response": response, "token": tokens}.get(spec.scope, draw(st.integers(0, 3)))
-            values = draw(st.integers(0, 100)) + np.arange(count * int(np.prod(spec.shape))).reshape(count, *spec.shape)
+            values = draw(st.integers(0, 100)) + np.arange(count * int(np.prod(spec.value_shape))).reshape(
+                count, *spec.value_shape
+            )
             values = values % (2 if spec.dtype == "bool" else 100)
             row[spec.name] = (values[0] if spec.scope == "row" else values).tolist()
+            if spec.is_ragged:
+                row[spec.name] = [[one] * draw(st.integers(0, 2)) for one in row[spec.name]]
             if spec.partial:
                 # Often all but the last, as engines give routes.
                 start, end = draw(st.sampled_from([(0, count - 1), (0, count), (count, count), (1, count)]))

@@ -66,6 +66,18 @@ GOOD: dict[str, Any] = {
         ({"name": "x", "dtype": "int8", "scope": "row", "required": 1}, "required is 1; it is true or false"),
         ({"name": "x", "dtype": "bool", "scope": "row", "merge": "sum"}, "merge: sum adds numbers"),
         ({"name": "x", "dtype": "int8", "scope": "items", "source": "trainer"}, "set scope: row or response"),
+        (
+            {"name": "x", "dtype": "int8", "scope": "token", "shape": [None, 2]},
+            "or the shape is .null., for any number",
+        ),
+        *(
+            (
+                {"name": "x", "dtype": "int8", "scope": "token", "shape": [None], **more},
+                "shape is .null., any number of values per token, which only columns of rollouts with scope token or "
+                "response have; tokens without values have none, so that fill is left out",
+            )
+            for more in ({"scope": "row"}, {"scope": "items"}, {"scope": "response", "source": "trainer"}, {"fill": 1})
+        ),
     ],
 )
 def test_a_column_that_cannot_be_is_refused_with_the_remedy(column: object, message: str) -> None:

@@ -38,6 +38,7 @@ COLUMNS: list[dict[str, Any]] = [
     {"name": "difficulty", "dtype": "float64", "scope": "row"},
     {"name": "routes", "dtype": "int16", "scope": "token", "shape": [2, 3], "fill": -1, "required": False}
     | {"partial": True},
+    {"name": "support", "dtype": "int32", "scope": "response", "shape": [None], "required": False},
 ]
 CONFIG: dict[str, Any] = make_config(train_batch_size=2, policy_mini_batch_size=2, merge="prefix", columns=COLUMNS)
 
@@ -73,6 +74,9 @@ def roll_out(client: Any, uid: str, turns: int = 3) -> None:
         for turn in range(turns):
             columns: dict[str, Any] = {"routed_experts": experts(0, len(prompt) + 5), "difficulty": turn / 2}
             columns["routes"] = experts(routed, len(prompt) + 4)
+            columns["support"] = [[turn] * count for count in range(5)]
+            if uid == "b":
+                columns |= {"support": torch.full((10,), turn), "support_offsets": [0, 0, 1, 3, 6, 10]}
             if uid == "b":
                 columns["routes_start"], routed = routed, len(prompt) + 4
             if turn == 1:
@@ -102,6 +106,13 @@ def check(micro: MicroBatch, turns: int = 3) -> None:
     assert micro["difficulty"].tolist() == [1.0]
     assert torch.equal(micro["routes"][0, :-1], experts(0, length - 1))
     assert (micro["routes"][0, -1] == -1).all()
+    assert micro["support"].tolist() == [turn for turn in range(turns) for _ in range(10)]
+    counts = micro["support_offsets"].diff().view_as(micro["response_mask"])
+    assert counts.tolist() == [[*([0, 1, 2, 3, 4, 0, 0] * turns)][:-2]]
+    with pytest.raises(
+        InvalidArgumentError, match="support has any number of values per token or row, and support_off"
+    ):
+        micro.jagged("support")
 
 
 def test_values_arrive_on_their_own_tokens_from_turns_that_repeat_nothing(
@@ -249,7 +260,8 @@ def test_a_dtype_of_a_tensor_that_no_column_makes_is_refused(service: Service, r
 
 
 def http_row(uid: str) -> dict[str, Any]:
-    return make_row(uid=uid, response=[3], routed_experts=experts(0, 3).tolist(), difficulty=0.5)
+    values = {"routed_experts": experts(0, 3).tolist(), "difficulty": 0.5, "support": [[8, 9]]}
+    return make_row(uid=uid, response=[3], **values)
 
 
 def ask(url: str, body: bytes | None = None, kind: str = "application/json") -> bytes:
@@ -270,8 +282,9 @@ def test_http_takes_and_gives_columns_as_grpc_does(service: Service, run_name: s
     shard = safetensors.torch.load(ask(f"{runs}/{run_name}/batches/0/policy/0/0"))
     assert torch.equal(shard["routed_experts"], experts(0, 3).expand(2, -1, -1, -1))
     assert shard["teacher_logprobs_given"].tolist() == [0, 0]
+    assert (shard["support"].tolist(), shard["support_offsets"].tolist()) == ([8, 9, 8, 9], [0, 2, 4])
     chosen = safetensors.torch.load(ask(f"{runs}/{run_name}/batches/0/policy/0/0?columns=difficulty"))
-    assert chosen.keys() == {name for name in shard if not name.startswith(("rout", "teacher", "pixel"))}
+    assert chosen.keys() == {name for name in shard if not name.startswith(("rout", "teacher", "pixel", "support"))}
     assert chosen["difficulty"].tolist() == [0.5, 0.5]
     for query in ("columns=difficulty,routed_experts", "columns=difficulty&columns=routed_experts"):
         both = safetensors.torch.load(ask(f"{runs}/{run_name}/batches/0/policy/0/0?{query}"))

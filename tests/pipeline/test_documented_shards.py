@@ -33,6 +33,8 @@ COLUMNS: list[dict[str, Any]] = [
     {"name": "teacher", "dtype": "bfloat16", "scope": "response", "shape": [2]},
     {"name": "verdict", "dtype": "bool", "scope": "row"},
     {"name": "images", "dtype": "uint8", "scope": "items", "shape": [4]},
+    {"name": "choices", "dtype": "int32", "scope": "token", "shape": [None]},
+    {"name": "mask", "dtype": "int32", "scope": "response", "shape": [None]},
 ]
 _DTYPES = {"int64": "I64", "int32": "I32", "int16": "I16", "uint8": "U8", "bool": "BOOL"} | {
     "float32": "F32",
@@ -77,8 +79,9 @@ def documented(layout: str) -> dict[str, Entry]:
         if (shape := line[layout]) and line["tensor"] not in others:
             listed[line["tensor"]] = Entry(_DTYPES[line["dtype"]], _words(shape))
     for spec in columns_of(layout):
+        is_ragged = spec.get("shape") == [None]
         for line in tables("scope", "tensor"):
-            if spec["scope"] == line["scope"]:
+            if line["scope"] == (f"`{spec['scope']}`, `shape: [null]`" if is_ragged else spec["scope"]):
                 name = line["tensor"].replace("NAME", spec["name"])
                 dtype = _DTYPES[spec["dtype"] if name == spec["name"] else "int64"]
                 shape = line["packed" if layout == "prefix_tree" else layout]
@@ -119,6 +122,8 @@ def rows(layout: str = "left_padded") -> list[Row]:
                 "teacher": np.zeros((count, 2)).tolist(),
                 "verdict": True,
                 "images": [[1, 2, 3, 4]] * sample,
+                "choices": [[token] for token in range(2 + prompt + count)],
+                "mask": [[20, 21]] * count,
                 "values": [0.5] * count,
             }
         )

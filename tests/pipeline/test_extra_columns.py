@@ -78,7 +78,9 @@ def test_values_that_stand_with_the_step_before_are_laid_out_as_if_each_step_had
         for spec in specs:
             if spec.is_shared and spec.name in row:
                 values = np.arange(length) % (2 if spec.dtype == "bool" else 100)
-                row[spec.name] = np.broadcast_to(values.reshape(-1, *(1 for _ in spec.shape)), (length, *spec.shape))
+                row[spec.name] = np.broadcast_to(
+                    values.reshape(-1, *(1 for _ in spec.shape)), (length, *spec.value_shape)
+                )
                 row[spec.name] = row[spec.name].tolist()
     whole = from_rows(rows, columns=specs)
     held = without_prefixes(whole, specs)

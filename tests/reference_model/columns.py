@@ -19,7 +19,9 @@ _LIMITS = {
 
 
 def filled(column: Column) -> Any:
-    """One value's worth of `fill`."""
+    """One value's worth of `fill`; none where a token has any number of values."""
+    if column.get("shape") == [None]:
+        return []
     value: Any = column.get("fill", 0)
     for size in reversed(column.get("shape", [])):
         value = [value] * size

@@ -146,6 +146,8 @@ def _columns(random: Random, config: Config) -> list[Config]:
         column: Config = {"name": f"x{number}", "dtype": dtype, "scope": scope, "fill": random.choice([0, 1])}
         column |= {"shape": random.choice([[], [], [2], [2, 1]]), "required": random.random() < 0.6}
         column["partial"] = scope in ("response", "token") and _maybe(random, 0.4)
+        if scope in ("response", "token") and _maybe(random, 0.3):
+            column |= {"shape": [None], "fill": 0}
         merge = random.choice(merges)
         columns.append(column | ({"merge": merge} if merge else {}))
     return columns
@@ -240,7 +242,9 @@ def _values(random: Random, config: Config, row: Row) -> Row:
         if column.get("partial"):
             values[f"{column['name']}_start"] = start = random.randint(0, count)
             count = random.randint(0, count - start)
-        every = [_shaped(one, column.get("shape", []), column["dtype"]) for _ in range(count)]
+        shape, lengths = column.get("shape", []), [1] if column.get("merge") == "equal" else [0, 1, 1, 2, 3]
+        shapes = [[random.choice(lengths)] if shape == [None] else shape for _ in range(count)]
+        every = [_shaped(one, shape, column["dtype"]) for shape in shapes]
         values[column["name"]] = every[0] if column["scope"] == "row" else every
     return values
 

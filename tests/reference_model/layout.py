@@ -44,11 +44,24 @@ class Line:
 
 @dataclass
 class Kind:
-    """dtype: of safetensors. fill: a value where there is none. shape: of one value."""
+    """dtype: of safetensors. fill: a value where there is none. shape: of one value; (None,) for any number of them."""
 
     dtype: str
     fill: Any = 0
-    shape: tuple[int, ...] = ()
+    shape: tuple[int | None, ...] = ()
+
+    @property
+    def sizes(self) -> list[int]:
+        return [size for size in self.shape if size is not None]
+
+    def tensors(self, name: str, shape: list[int], cells: list[Any]) -> Tensors:
+        """cells: a value each, or a list of any number. shape: of the tensor with a value per cell."""
+        if self.shape != (None,):
+            return {name: (self.dtype, [*shape, *self.sizes], cells)}
+        ends = [sum(map(len, cells[:end])) for end in range(len(cells) + 1)]
+        offsets = "I64", [len(ends)], ends
+        flat = [value for cell in cells for value in cell]
+        return {name: (self.dtype, [ends[-1]], flat), f"{name}_offsets": offsets}
 
 
 @dataclass
@@ -150,10 +163,10 @@ def tensors_of(
     lines = [line for rows in micro_batches for line, _ in rows]
     tensors: Tensors = {}
     for name, kind in form.scalars.items():
-        tensors[name] = kind.dtype, [len(lines), *kind.shape], [line.scalars[name] for line in lines]
+        tensors[name] = kind.dtype, [len(lines), *kind.sizes], [line.scalars[name] for line in lines]
     for name, kind in form.items.items():
         every = [item for line in lines for item in line.items[name]]
-        tensors[name] = kind.dtype, [len(every), *kind.shape], every
+        tensors[name] = kind.dtype, [len(every), *kind.sizes], every
         ends = [sum(len(line.items[name]) for line in lines[:end]) for end in range(len(lines) + 1)]
         tensors[f"{name}_offsets"] = "I64", [len(ends)], ends
     if config["layout"] == "left_padded" and config["pad_width"] != "micro_batch":
@@ -175,8 +188,8 @@ def _padded(lines: list[Line], widths: Widths, form: Form) -> Tensors:
     tensors: Tensors = {}
 
     def add(name: str, kind: Kind, width: int, of_lines: list[list[Any]]) -> None:
-        padded = [[kind.fill] * (width - len(values)) + values for values in of_lines]
-        tensors[name] = kind.dtype, [len(lines), width, *kind.shape], padded
+        padded = [value for values in of_lines for value in [kind.fill] * (width - len(values)) + values]
+        tensors.update(kind.tensors(name, [len(lines), width], padded))
 
     for name, kind in form.tokens.items():
         add(name, kind, widths[0], [line.tokens[name] for line in lines])
@@ -192,7 +205,7 @@ def _on_axis(rows: list[tuple[Line, int]], form: Form) -> Tensors:
 
     def add(name: str, kind: Kind, of_lines: list[list[Any]]) -> None:
         values = [value for line, (_, shared) in zip(of_lines, rows, strict=True) for value in line[shared:]]
-        tensors[name] = kind.dtype, [len(values), *kind.shape], values
+        tensors.update(kind.tensors(name, [len(values)], values))
 
     for name, kind in form.tokens.items():
         add(name, kind, [line.tokens[name] for line, _ in rows])

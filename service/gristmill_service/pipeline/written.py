@@ -242,10 +242,10 @@ class ShardForm:
         leads, lengths, is_real = self.leads[rows], self.lengths[rows], self.is_real[rows]
         starts, counts = starts_of(leads + lengths) + leads, np.where(is_real, lengths, 0)
         sizes = np.where(is_real, self.elsewhere[rows], 0) + counts
-        flat = values.reshape(-1, *column.shape)
+        flat = values.reshape(-1, *column.value_shape)
         if len(flat) == sizes.sum() == counts.sum():
             return flat
-        own = np.zeros((int(sizes.sum()), *column.shape), flat.dtype)
+        own = np.zeros((int(sizes.sum()), *column.value_shape), flat.dtype)
         copy_runs(own, starts_of(sizes) + sizes - counts, flat, starts, counts)
         return own
 
@@ -302,7 +302,7 @@ def values_of_steps(
 def _of_rows(column: ColumnSpec, parts: Sequence[Array], placed: Sequence[Int64s], rows: Rows, steps: int) -> Extra:
     """Gives a row's number to the last step of its path, and 0 to the others. parts: of each shard, whose rows are
     `placed`."""
-    of_steps = np.zeros((steps, *column.shape), column.storage)
+    of_steps = np.zeros((steps, *column.value_shape), column.storage)
     for values, order in zip(parts, placed, strict=True):
         of_steps[rows.last[order]] = values
     return Extra(Ragged.from_lengths(of_steps, np.ones(steps, np.int64)), np.ones(steps, np.bool_))
@@ -311,7 +311,7 @@ def _of_rows(column: ColumnSpec, parts: Sequence[Array], placed: Sequence[Int64s
 def _of_responses(column: ColumnSpec, parts: Sequence[Array], places: StepPlaces, responses: Int64s) -> Extra:
     """Gives each token the value of the row that trains it. parts: of each shard, in the order of `places`. responses:
     int64 (steps,), tokens of each step's response."""
-    of_steps = np.zeros((int(responses.sum()), *column.shape), column.storage)
+    of_steps = np.zeros((int(responses.sum()), *column.value_shape), column.storage)
     begin = 0
     for values in parts:
         runs = slice(*np.searchsorted(places.in_rows, [begin, begin + len(values)]).tolist())
@@ -324,7 +324,7 @@ def _tensor(tensors: Mapping[str, Array], name: str, shape: tuple[int, ...], col
     tensor = tensors.get(name)
     if tensor is None:
         raise InvalidArgumentError(f"{where}: {name} is missing; write all tensors of a column together")
-    expected = (*shape, *column.shape)
+    expected = (*shape, *column.value_shape)
     if tensor.shape != expected or tensor.dtype != column.storage:
         raise InvalidArgumentError(
             f"{where}: {name} is {safetensors_name(tensor.dtype)} {list(tensor.shape)} and the shard needs "

@@ -25,6 +25,8 @@ class Rows(Protocol):
 
     def __getitem__(self, name: str) -> torch.Tensor: ...
 
+    def __contains__(self, name: object) -> bool: ...
+
     def position_ids(self) -> torch.Tensor: ...
 
 
@@ -90,6 +92,11 @@ def jagged(rows: Rows, name: str, part: Part) -> Jagged:
         raise InvalidArgumentError(
             f"{name}: with layout: prefix_tree a shared token occurs once, with the values of the row that trains it, "
             "and the other rows have no values for it; use layout: packed"
+        )
+    if f"{name}_offsets" in rows:
+        raise InvalidArgumentError(
+            f"{name} has any number of values per token or row, and {name}_offsets says whose they are; use both, or "
+            f"{_REMEDY}"
         )
     values = rows.position_ids() if name == "position_ids" else rows[name]
     if rows.is_packed:

@@ -253,7 +253,7 @@ class Shard(Rows):
             copies |= {
                 name: self._copies[f"{prefix}/{name}"] for name in separate if f"{prefix}/{name}" in self._copies
             }
-            tensors = cut | _items(with_items, begin, end) | separate
+            tensors = cut | _items(with_items, begin, end, len(self)) | separate
             yield MicroBatch(tensors, _metadata_of(self.metadata, begin, end), self._convert, copies)
 
     def _by_micro_batch(self) -> tuple[Tensors, dict[str, Tensors]]:
@@ -345,7 +345,7 @@ def load_shard(
 
 
 def _with_items(tensors: Tensors) -> Tensors:
-    """Select the columns of `items` scope, and their offsets."""
+    """Select the columns of `items` scope, and the ragged ones, and their offsets."""
     columns: Tensors = {}
     for name, items in tensors.items():
         if (offsets := tensors.get(f"{name}_offsets")) is not None and offsets.dtype == torch.int64:
@@ -353,12 +353,13 @@ def _with_items(tensors: Tensors) -> Tensors:
     return columns
 
 
-def _items(tensors: Tensors, begin: int, end: int) -> Tensors:
-    """Cut the columns of `items` scope to these rows."""
+def _items(tensors: Tensors, begin: int, end: int, rows: int) -> Tensors:
+    """Cut these columns to the rows `begin:end`. rows: the number of all, each of which has equally many offsets."""
     columns: Tensors = {}
     for name, items in tensors.items():
-        if (of_rows := tensors.get(f"{name}_offsets")) is not None:
-            offsets = of_rows[begin : end + 1]
+        if (of_cells := tensors.get(f"{name}_offsets")) is not None:
+            of_row = (len(of_cells) - 1) // rows
+            offsets = of_cells[of_row * begin : of_row * end + 1]
             columns[name] = items[int(offsets[0]) : int(offsets[-1])]
             columns[f"{name}_offsets"] = offsets - offsets[0]
     return columns

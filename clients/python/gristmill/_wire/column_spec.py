@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Literal, get_args
 
@@ -75,12 +75,15 @@ class ColumnSpec:
     (`token`), or any number per step (`items`). shape: of one value. fill: the value of padding and absent values.
     merge: how a merged row gets its values from its steps; empty for the scope's default. partial: whether a step may
     have values for some of its tokens only, from the index in the column's `start_column` on.
+
+    A ragged column, of shape (None,), has any number of values per token. Rows have it as its `values_column`, the
+    values of all tokens one after another, and its `offsets_column`.
     """
 
     name: str
     dtype: ColumnDtype
     scope: ColumnScope
-    shape: tuple[int, ...] = ()
+    shape: tuple[int | None, ...] = ()
     fill: int | float = 0
     merge: ColumnMerge | Literal[""] = ""
     source: ColumnSource = "rollout"
@@ -115,7 +118,7 @@ class ColumnSpec:
         return cls(**column.settings | {"fill": fill, "merge": column.merge or _MERGES[column.scope][0]})
 
     def __str__(self) -> str:
-        shape = f"[{', '.join(map(str, self.shape))}]" if self.shape else ""
+        shape = f"[{', '.join('any' if size is None else str(size) for size in self.shape)}]" if self.shape else ""
         return f"{self.name} ({self.dtype}{shape} per {_UNITS[self.scope]})"
 
     @property
@@ -134,7 +137,17 @@ class ColumnSpec:
     @cached_property
     def element_bytes(self) -> int:
         """The bytes of one value."""
-        return self.storage.itemsize * math.prod(self.shape)
+        return self.storage.itemsize * math.prod(self.value_shape)
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether each token has any number of values."""
+        return self.shape == (None,)
+
+    @property
+    def value_shape(self) -> tuple[int, ...]:
+        """The shape of one value; of a ragged column, of one of a token's values."""
+        return tuple(size for size in self.shape if size is not None)
 
     @cached_property
     def fill_value(self) -> Array:
@@ -147,7 +160,7 @@ class ColumnSpec:
         """Whether a step has the same values as the step before for their common first tokens, so that they need not be
         sent again.
         """
-        return self.takes_first and self.source == "rollout" and not self.partial
+        return self.takes_first and self.source == "rollout" and not self.partial and not self.is_ragged
 
     @property
     def takes_first(self) -> bool:
@@ -159,9 +172,19 @@ class ColumnSpec:
         """The column of the index of a step's first value, by which rows have it; 0 for steps without it."""
         return ColumnSpec(start_of(self.name), "int64", "row", merge="last", required=False)
 
+    @property
+    def values_column(self) -> ColumnSpec:
+        """The column by which rows have a ragged column's values: those of the first token, then of the next."""
+        return replace(self, scope="items", shape=(), merge="last", partial=False)
+
+    @property
+    def offsets_column(self) -> ColumnSpec:
+        """The column of the index at which each token's values begin in a ragged column, and of the last one's end."""
+        return ColumnSpec(of_column(self.name)[0], "int64", "items", merge="last", required=False)
+
     def empty(self) -> Array:
-        """Returns an array of no values; (0, *shape)."""
-        return np.empty((0, *self.shape), self.storage)
+        """Returns an array of no values; (0, *value_shape)."""
+        return np.empty((0, *self.value_shape), self.storage)
 
     def array(self, values: Any, where: str) -> Array:
         """Converts values, lists or arrays of a fitting type, to the storage type; (n, *shape). A column of scope `row`
@@ -203,10 +226,12 @@ class ColumnSpec:
             _check_choice(where, name, getattr(self, name), allowed)
         if self.merge:
             _check_choice(f"{where} of scope {self.scope}", "merge", self.merge, _MERGES[self.scope])
-        if any(type(size) is not int or not 1 <= size <= MOST_ELEMENT_BYTES for size in self.shape):
+        if any(
+            type(size) is not int or not 1 <= size <= MOST_ELEMENT_BYTES for size in self.shape if not self.is_ragged
+        ):
             raise InvalidArgumentError(
                 f"{where}: shape is {list(self.shape)}; each size is an integer, at least 1 and at most "
-                f"{MOST_ELEMENT_BYTES}"
+                f"{MOST_ELEMENT_BYTES}, or the shape is [null], for any number of values per token"
             )
         most = MOST_TOKEN_BYTES if self.scope in ("token", "response") else MOST_ELEMENT_BYTES
         if len(self.shape) > MOST_AXES or self.element_bytes > most:
@@ -228,6 +253,11 @@ class ColumnSpec:
             raise InvalidArgumentError(
                 f"{where}: partial is true, and only columns of rollouts with scope token or response may be partial; "
                 "leave partial out"
+            )
+        if self.is_ragged and (self.scope not in ("token", "response") or self.source == "trainer" or self.fill):
+            raise InvalidArgumentError(
+                f"{where}: shape is [null], any number of values per token, which only columns of rollouts with scope "
+                "token or response have; tokens without values have none, so that fill is left out"
             )
         if self.source == "trainer":
             self._check_written(where)
@@ -305,12 +335,13 @@ def specs_of(declarations: Iterable[object]) -> tuple[ColumnSpec, ...]:
 def tensor_names(column: ColumnSpec) -> list[str]:
     """Returns the names of the column's tensors in shards."""
     offsets, presence = of_column(column.name)
-    names = [column.name, offsets] if column.scope == "items" else [column.name]
+    names = [column.name, offsets] if column.scope == "items" or column.is_ragged else [column.name]
     return names if column.required else [*names, presence]
 
 
 def of_column(name: str) -> tuple[str, str]:
-    """Returns the names of a column's further tensors: the offsets of rows' items, and which rows have the column."""
+    """Returns the names of a column's further tensors: the offsets of rows' items or of tokens' values, and which rows
+    have the column."""
     return f"{name}_offsets", f"{name}_given"
 
 
@@ -320,8 +351,13 @@ def start_of(name: str) -> str:
 
 
 def row_columns(columns: Sequence[ColumnSpec]) -> tuple[ColumnSpec, ...]:
-    """Returns the columns that rows have: the declared ones, and the starts of those that are partial."""
-    return (*columns, *(column.start_column for column in columns if column.partial))
+    """Returns the columns that rows have: the declared ones, ragged ones as values and offsets, and the starts of those
+    that are partial."""
+    return (
+        *(column.values_column if column.is_ragged else column for column in columns),
+        *(column.offsets_column for column in columns if column.is_ragged),
+        *(column.start_column for column in columns if column.partial),
+    )
 
 
 def by_name(columns: Iterable[ColumnSpec]) -> dict[str, ColumnSpec]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from gristmill._wire.column_spec import BFLOAT16, ColumnSpec, by_name, is_finite, row_columns, start_of
 from gristmill._wire.columns import Array, Int64s, Ragged
-from gristmill._wire.steps import Extra, Steps
+from gristmill._wire.steps import Extra, Steps, no_extra
 from gristmill.errors import InvalidArgumentError
 
 
@@ -23,7 +23,7 @@ def check_extras(table: Steps, columns: Sequence[ColumnSpec], prefix_lengths: In
     prefix_lengths: (rows,) how many first tokens of each row were not sent.
     Raises InvalidArgumentError naming the first offending trajectory, the column, both sizes or types, and the remedy.
     """
-    columns = row_columns(columns)
+    ragged, columns = [column for column in columns if column.is_ragged], row_columns(columns)
     declared = by_name(columns)
     for name, extra in table.extras.items():
         if name not in declared and len(table):
@@ -39,6 +39,8 @@ def check_extras(table: Steps, columns: Sequence[ColumnSpec], prefix_lengths: In
             _check_extra(table, column, present, prefix_lengths)
         elif column.required and len(table):
             raise _missing(table, 0, column)
+    for column in ragged:
+        _check_ragged(table, column)
     return table
 
 
@@ -84,7 +86,7 @@ def _check_absent(table: Steps, column: ColumnSpec) -> None:
 
 def _check_extra(table: Steps, column: ColumnSpec, extra: Extra, prefix_lengths: Int64s | None) -> None:
     values = extra.values.values
-    if values.dtype != column.storage or values.shape[1:] != column.shape:
+    if values.dtype != column.storage or values.shape[1:] != column.value_shape:
         dtype = "bfloat16" if values.dtype == BFLOAT16 else values.dtype.name
         raise InvalidArgumentError(
             f"{table.name(0)}: {column.name} has {dtype} values of shape {list(values.shape[1:])} and its column "
@@ -105,13 +107,9 @@ def _check_extra(table: Steps, column: ColumnSpec, extra: Extra, prefix_lengths:
 def _check_counts(table: Steps, column: ColumnSpec, extra: Extra, prefix_lengths: Int64s | None) -> None:
     if column.scope == "items":
         return
-    expected = {
-        "row": np.ones(len(table), np.int64),
-        "response": table.response_lengths,
-        "token": table.sequence_lengths,
-    }[column.scope]
+    expected = _needed(table, column)
     if column.partial:
-        _check_starts(table, column, extra, expected)
+        _check_starts(table, column, extra.given, extra.values.lengths, expected)
         return
     wrong = extra.given & (extra.values.lengths != expected)
     if column.is_shared and prefix_lengths is not None:
@@ -125,10 +123,49 @@ def _check_counts(table: Steps, column: ColumnSpec, extra: Extra, prefix_lengths
         )
 
 
-def _check_starts(table: Steps, column: ColumnSpec, extra: Extra, tokens: Int64s) -> None:
-    """Refuses values of a partial column outside the row's tokens. tokens: int64 (rows,), how many each row has."""
-    starts, counts = starts_of(column, table), extra.values.lengths
-    wrong = extra.given & ((starts < 0) | (starts > tokens - counts))
+def _needed(table: Steps, column: ColumnSpec) -> Int64s:
+    """Returns how many values each row's step needs; int64 (rows,)."""
+    if column.scope == "row":
+        return np.ones(len(table), np.int64)
+    return table.response_lengths if column.scope == "response" else table.sequence_lengths
+
+
+def _check_ragged(table: Steps, column: ColumnSpec) -> None:
+    """Refuses offsets of a ragged column that do not divide its values among the row's tokens."""
+    nothing = no_extra(len(table), column.empty())
+    values, offsets = (table.extras.get(one.name, nothing) for one in (column.values_column, column.offsets_column))
+    if (values.given != offsets.given).any():
+        row, names = _first(values.given != offsets.given), (column.name, column.offsets_column.name)
+        has, lacks = names if values.given[row] else names[::-1]
+        raise InvalidArgumentError(
+            f"{table.name(row)}: {has} is given and {lacks} is not; give both, or {column.name} as one list per token"
+        )
+    given, counts, tokens = values.given, offsets.values.lengths - 1, _needed(table, column)
+    totals = values.values.lengths.tolist()
+    for row in np.flatnonzero(given).tolist():
+        of_row = offsets.values[row]
+        if not len(of_row) or of_row[0] or of_row[-1] != totals[row] or (of_row[1:] < of_row[:-1]).any():
+            raise InvalidArgumentError(
+                f"{table.name(row)}: {column.offsets_column.name} does not divide the {totals[row]} values of "
+                f"{column.name}; give the index at which each token's begin, from 0 on, and the end of the last one's"
+            )
+    if column.partial:
+        _check_starts(table, column, given, counts, tokens)
+    elif (wrong := given & (counts != tokens)).any():
+        row = _first(wrong)
+        raise InvalidArgumentError(
+            f"{table.name(row)}: {column.name} has values of {counts[row]} tokens, and the step has {tokens[row]} "
+            f"{_TOKENS_OF[column.scope]}; give a list for each, or declare partial: true"
+        )
+
+
+def _check_starts(table: Steps, column: ColumnSpec, given: Array, counts: Int64s, tokens: Int64s) -> None:
+    """Refuses values of a partial column outside the row's tokens.
+
+    given: bool (rows,). counts, tokens: int64 (rows,), for how many tokens each row has values, and how many it has.
+    """
+    starts = starts_of(column, table)
+    wrong = given & ((starts < 0) | (starts > tokens - counts))
     if wrong.any():
         row = _first(wrong)
         raise InvalidArgumentError(

@@ -6,9 +6,13 @@ Names of fields are checked here, their values by `gristmill._wire.tables`.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, pairwise
 from typing import Any
 
+import numpy as np
+
 from gristmill._wire.column_spec import BFLOAT16, ColumnSpec, from_bfloat16, row_columns
+from gristmill._wire.columns import lengths_of
 from gristmill._wire.foreign_names import renamings
 from gristmill._wire.steps import ROW_FIELDS, TOKEN_FIELDS, Extra, Steps
 from gristmill._wire.tables import ARRAYS, SCALARS, ValueColumns, describe, extras_of_row
@@ -41,7 +45,7 @@ def columns_of(
     columns: Sequence[ColumnSpec] = (),
 ) -> ValueColumns:
     """Returns the rows' columns, with checked types. Raises InvalidArgumentError like `from_rows`."""
-    columns = row_columns(columns)
+    rows, columns = _flattened(rows, columns), row_columns(columns)
     known = _FIELDS.union(column.name for column in columns)
     names = _names(rows, (*_REQUIRED, "step", "is_last_step") if step_wise else _REQUIRED, known)
     return ValueColumns({name: [row.get(name) for row in rows] for name in names}, len(rows), columns)
@@ -50,7 +54,7 @@ def columns_of(
 def extras_of(row: Mapping[str, Any], columns: Sequence[ColumnSpec]) -> dict[str, Extra]:
     """Returns the declared columns of one row, by name; values are copied. Raises InvalidArgumentError like
     `from_rows`."""
-    columns = row_columns(columns)
+    (row,), columns = _flattened([row], columns), row_columns(columns)
     _names([row], (), _FIELDS.union(column.name for column in columns))
     return extras_of_row(row, columns)
 
@@ -70,6 +74,7 @@ def to_rows(table: Steps, columns: Sequence[ColumnSpec] = ()) -> Iterator[dict[s
     columns: the run's declared columns.
     """
     singles = {column.name for column in row_columns(columns) if column.scope == "row"}
+    ragged = [column for column in columns if column.is_ragged]
     of_tokens = [(one.key, column) for one in TOKEN_FIELDS if (column := getattr(table, one.name)) is not None]
     numbers = [(one.key, getattr(table, one.name).tolist()) for one in ROW_FIELDS]
     for index in range(len(table)):
@@ -90,7 +95,38 @@ def to_rows(table: Steps, columns: Sequence[ColumnSpec] = ()) -> Iterator[dict[s
         row |= {
             name: _plain(extra, index, name in singles) for name, extra in table.extras.items() if extra.given[index]
         }
+        for column in ragged:
+            if (offsets := row.pop(column.offsets_column.name, None)) is not None:
+                row[column.name] = [row[column.name][begin:end] for begin, end in pairwise(offsets)]
         yield row
+
+
+def _flattened(rows: Sequence[Mapping[str, Any]], columns: Sequence[ColumnSpec]) -> Sequence[Mapping[str, Any]]:
+    """Returns the rows with the values and offsets of ragged columns that they give as one list per token."""
+    ragged = [column for column in columns if column.is_ragged]
+    if not ragged:
+        return rows
+    return [
+        {**row, **_of_tokens(row, ragged, position)} if isinstance(row, Mapping) else row
+        for position, row in enumerate(rows)
+    ]
+
+
+def _of_tokens(row: Mapping[str, Any], ragged: Sequence[ColumnSpec], position: int) -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    for column in ragged:
+        values, name = row.get(column.name), column.offsets_column.name
+        if values is None or row.get(name) is not None:
+            continue
+        try:
+            lists = [one.tolist() if hasattr(one, "tolist") else one for one in values]
+            made |= {column.name: [*chain.from_iterable(lists)], name: np.append(0, np.cumsum(lengths_of(lists)))}
+        except TypeError:
+            raise InvalidArgumentError(
+                f"{describe(row, position)}: {column.name} is no list of lists, one per token; give that, or all "
+                f"values in one list and {name}, the index at which each token's begin and the end of the last one's"
+            ) from None
+    return made
 
 
 def _plain(extra: Extra, row: int, is_single: bool) -> Any:

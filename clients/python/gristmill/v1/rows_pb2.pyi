@@ -223,7 +223,11 @@ global___Rows = Rows
 
 @typing.final
 class Column(google.protobuf.message.Message):
-    """A declared column of the rows of a table."""
+    """A declared column of the rows of a table. One with `shape: [null]` (any number of values per token) is two: its values,
+    those of the first token before those of the next, with an empty shape and their number in counts; and NAME_offsets,
+    int64, with an empty shape, one more than the row's tokens: where each token's values begin, and the end of the last
+    one's.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -30,6 +30,7 @@ from gristmill_service.pipeline.layout.columns import (
 )
 from gristmill_service.pipeline.layout.extra_columns import shard_tensors, token_columns
 from gristmill_service.pipeline.layout.iovec import Region
+from gristmill_service.pipeline.layout.ragged_columns import ragged_tensors
 from gristmill_service.pipeline.layout.shard import Layout, PerRow, Shard
 from gristmill_service.pipeline.rows.merge import kept_tokens
 from gristmill_service.pipeline.scheduling.plan import PADDING, MiniBatchPlan, RankPlan, ShardAddress
@@ -57,7 +58,10 @@ class _ShardBuilder:
         steps, rows = scored.received.steps, scored.rows
         present = [column for column in config.columns if column.name not in scored.awaits]
         self._extras = token_columns(present, steps, rows, self._geometry, self._longest)
-        self._tensors = shard_tensors(present, steps, rows)
+        self._tensors = [
+            *shard_tensors(present, steps, rows),
+            *ragged_tensors(present, steps, rows, self._geometry),
+        ]
         self._per_row = self._per_row_tensors()
         self._labels = row_labels(scored)
 

@@ -76,6 +76,20 @@ class ByteRanges:
         return ByteRanges(iovec, self.edges, self.memory)
 
 
+@dataclass(frozen=True, slots=True)
+class Block:
+    """The rows whose tensors are laid out together: a shard's, or those of a micro-batch.
+
+    prefix: of tensor names. begin, end: the range of rows in the placement. widths: per scope the width of the padded
+    tensors; None: packed, one row after another.
+    """
+
+    prefix: str
+    begin: int
+    end: int
+    widths: dict[Scope, int] | None
+
+
 class Placement:
     """The order in which rows are laid out, and the fill before each.
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from gristmill._wire.columns import Array, Int64s, Ragged
 from gristmill._wire.extras import starts_of
 from gristmill._wire.steps import Extra, Steps, no_extra
 from gristmill_service.pipeline.layout.columns import (
+    Block,
     ByteRanges,
     Column,
     Geometry,
@@ -45,13 +46,17 @@ def token_columns(
     """Returns the tensors with an element per token or response token. longest: elements of the widest row."""
     columns: list[Column] = []
     for spec in specs:
-        extra = _of(spec, steps)
+        if spec.is_ragged:
+            continue
+        extra = extra_of(spec, steps)
         if spec.scope == "response":
             values = _with_fill(spec, extra, steps) if spec.partial else extra.values
             values, given = rows.standing(values), extra.given[rows.steps]
             columns.append(StepTokens(spec.name, values, geometry, _fill(spec, longest), given))
         elif spec.scope == "token":
-            columns.append(TokenValues(spec, extra, _pieces(spec, extra, steps, rows), geometry, _fill(spec, longest)))
+            columns.append(
+                TokenValues(spec, extra, pieces_of(spec, extra, steps, rows), geometry, _fill(spec, longest))
+            )
     return columns
 
 
@@ -59,7 +64,7 @@ def shard_tensors(specs: Sequence[ColumnSpec], steps: Steps, rows: Rows) -> list
     """Returns the tensors that a shard has once, whatever its micro-batches are."""
     tensors: list[ShardTensor] = []
     for spec in specs:
-        extra = _of(spec, steps)
+        extra = extra_of(spec, steps)
         given = extra.given[rows.steps]
         if spec.scope == "row" and spec.element_bytes > _GATHERED_BYTES and spec.merge != "sum":
             tensors.append(LargeRowValues(spec, extra.values, _visits(spec, given, rows), rows))
@@ -74,12 +79,12 @@ def shard_tensors(specs: Sequence[ColumnSpec], steps: Steps, rows: Rows) -> list
     return tensors
 
 
-def _of(spec: ColumnSpec, steps: Steps) -> Extra:
+def extra_of(spec: ColumnSpec, steps: Steps) -> Extra:
     return steps.extras.get(spec.name) or no_extra(len(steps), spec.empty())
 
 
 def _fill(spec: ColumnSpec, longest: int) -> Region:
-    numbers = longest * math.prod(spec.shape)
+    numbers = longest * math.prod(spec.value_shape)
     if spec.fill_value.tobytes().strip(b"\0"):
         return Region(np.full(numbers, spec.fill_value, spec.storage))
     # Zeros that are never written take no memory.
@@ -105,7 +110,7 @@ def _first_given(given: Bools, rows: Rows) -> Int64s:
 
 def _with_fill(spec: ColumnSpec, extra: Extra, steps: Steps) -> Ragged:
     """Returns a partial column's values with the fill at the response tokens for which a step gave none."""
-    whole = np.full((int(steps.response_lengths.sum()), *spec.shape), spec.fill_value, spec.storage)
+    whole = np.full((int(steps.response_lengths.sum()), *spec.value_shape), spec.fill_value, spec.storage)
     values = Ragged.from_lengths(whole, steps.response_lengths)
     for to, given, start in zip(values.arrays(), extra.values.arrays(), starts_of(spec, steps).tolist(), strict=True):
         to[start : start + len(given)] = given
@@ -119,7 +124,7 @@ class TokenValues(Column):
 
     def __init__(self, spec: ColumnSpec, extra: Extra, pieces: _Pieces, geometry: Geometry, fill: Region) -> None:
         self.name, self.dtype, self.itemsize = spec.name, safetensors_name(spec.storage), spec.storage.itemsize
-        self.shape, self._unit, self._fill = spec.shape, spec.element_bytes, fill
+        self.shape, self._unit, self._fill = spec.value_shape, spec.element_bytes, fill
         self._values = Region(extra.values.values)
         lengths = self._unit * (pieces.ends - pieces.begins)
         self._pieces = np.concatenate([fill.ranges(0, lengths), fill.ranges(0, self._unit * geometry.lengths[-1:])])
@@ -155,7 +160,7 @@ class _Pieces(NamedTuple):
     starts: Int64s
 
 
-def _pieces(spec: ColumnSpec, extra: Extra, steps: Steps, rows: Rows) -> _Pieces:
+def pieces_of(spec: ColumnSpec, extra: Extra, steps: Steps, rows: Rows) -> _Pieces:
     if spec.partial:
         return _given_pieces(rows, starts_of(spec, steps), extra.values.lengths, is_first=spec.merge == "first")
     missing = extras.left_out_of(spec, extra, steps)
@@ -243,15 +248,18 @@ def _chain(step: int, begin: int, end: int, missing: Int64s) -> list[tuple[int, 
 
 
 class Cut(NamedTuple):
-    """A tensor's part of one shard. memory: kept alive with its byte ranges."""
+    """A tensor's part of one shard or block. name: in the file. memory: kept alive with its byte ranges."""
 
+    name: str
+    tensor: ShardTensor
     shape: list[int]
     iovec: Iovec
     memory: Region | None = None
 
 
 class ShardTensor(ABC):
-    """A tensor that a shard has once. name, dtype, itemsize: as `Column` has them. column: the declared column."""
+    """A tensor that is no line of elements per row: a shard has it once, or each of its blocks. name, dtype, itemsize:
+    as `Column` has them. column: the declared column."""
 
     name: str
     column: str
@@ -259,11 +267,22 @@ class ShardTensor(ABC):
     itemsize: int
 
     @abstractmethod
+    def cuts(self, placement: Placement, blocks: Sequence[Block]) -> Iterator[Cut]:
+        """Yields the parts of the shard with these blocks, in file order."""
+
+
+class OfShard(ShardTensor):
+    """A tensor that a shard has once, whatever its blocks are."""
+
+    def cuts(self, placement: Placement, blocks: Sequence[Block]) -> Iterator[Cut]:
+        yield self.cut(placement.rows[blocks[0].begin : blocks[-1].end])
+
+    @abstractmethod
     def cut(self, rows: Int64s) -> Cut:
         """Returns the part of the shard with these rows. rows: -1 is a padding row."""
 
 
-class RowValues(ShardTensor):
+class RowValues(OfShard):
     """An element per row. values: (rows + 1, *shape), the padding row's last."""
 
     def __init__(self, name: str, column: str, values: Array) -> None:
@@ -273,18 +292,21 @@ class RowValues(ShardTensor):
     def cut(self, rows: Int64s) -> Cut:
         values = self._values[rows]
         memory = Region(values)
-        return Cut(list(values.shape), memory.whole(), memory)
+        return Cut(self.name, self, list(values.shape), memory.whole(), memory)
 
 
-class LargeRowValues(ShardTensor):
+class LargeRowValues(OfShard):
     """The same for large elements, which are not copied. visits: (rows,) the visit with each row's element, -1 for
     none."""
 
     def __init__(self, spec: ColumnSpec, values: Ragged, visits: Int64s, rows: Rows) -> None:
         self.name = self.column = spec.name
         self.dtype, self.itemsize = safetensors_name(spec.storage), spec.storage.itemsize
-        self._shape, unit = list(spec.shape), spec.element_bytes
-        self._values, self._fill = Region(values.values), Region(np.full(spec.shape, spec.fill_value, spec.storage))
+        self._shape, unit = list(spec.value_shape), spec.element_bytes
+        self._values, self._fill = (
+            Region(values.values),
+            Region(np.full(spec.value_shape, spec.fill_value, spec.storage)),
+        )
         has = visits >= 0
         units = np.full(len(rows) + 1, unit)
         # The padding row's is the last.
@@ -292,17 +314,17 @@ class LargeRowValues(ShardTensor):
         self._ranges[:-1][has] = self._values.ranges(unit * values.starts[rows.steps[visits[has]]], units[:-1][has])
 
     def cut(self, rows: Int64s) -> Cut:
-        return Cut([len(rows), *self._shape], self._ranges[rows])
+        return Cut(self.name, self, [len(rows), *self._shape], self._ranges[rows])
 
 
-class Items(ShardTensor):
+class Items(OfShard):
     """The rows' items, one row after another. visits: (rows,) the visit with each row's items, -1 for none; None: a row
     has those of all its visits."""
 
     def __init__(self, spec: ColumnSpec, extra: Extra, visits: Int64s | None, rows: Rows) -> None:
         self.name = self.column = spec.name
         self.dtype, self.itemsize = safetensors_name(spec.storage), spec.storage.itemsize
-        self._shape, self._unit = list(spec.shape), spec.element_bytes
+        self._shape, self._unit = list(spec.value_shape), spec.element_bytes
         self._values = Region(extra.values.values)
         of_visit = extra.values.take(rows.steps)
         lengths = of_visit.lengths
@@ -320,10 +342,10 @@ class Items(ShardTensor):
         real = rows[rows >= 0]
         parts = [self._ranges[self._edges[row] : self._edges[row + 1]] for row in real.tolist()]
         iovec = np.concatenate(parts) if parts else self._ranges[:0]
-        return Cut([int(self.counts[rows].sum()), *self._shape], iovec)
+        return Cut(self.name, self, [int(self.counts[rows].sum()), *self._shape], iovec)
 
 
-class ItemOffsets(ShardTensor):
+class ItemOffsets(OfShard):
     """The index of each row's first item in the shard, and the end of the last row's."""
 
     dtype, itemsize = "I64", 8
@@ -333,7 +355,7 @@ class ItemOffsets(ShardTensor):
 
     def cut(self, rows: Int64s) -> Cut:
         memory = Region(np.append(0, np.cumsum(self._items.counts[rows])))
-        return Cut([len(rows) + 1], memory.whole(), memory)
+        return Cut(self.name, self, [len(rows) + 1], memory.whole(), memory)
 
 
 def _visits(spec: ColumnSpec, given: Bools, rows: Rows) -> Int64s:
@@ -343,7 +365,7 @@ def _visits(spec: ColumnSpec, given: Bools, rows: Rows) -> Int64s:
 
 def _row_values(spec: ColumnSpec, values: Ragged, given: Bools, rows: Rows) -> Array:
     """Returns each row's element: the fill for the padding row and where no visit has one; (rows + 1, *shape)."""
-    elements = np.full((len(rows) + 1, *spec.shape), spec.fill_value, spec.storage)
+    elements = np.full((len(rows) + 1, *spec.value_shape), spec.fill_value, spec.storage)
     if spec.merge == "sum":
         has = np.append(_any(given, rows), False)
         # A step that rows share counts once, so that a sum over rows is that over steps.
@@ -358,7 +380,7 @@ def _row_values(spec: ColumnSpec, values: Ragged, given: Bools, rows: Rows) -> A
 def _sums(spec: ColumnSpec, values: Ragged, given: Bools, rows: Rows) -> Array:
     """Returns each row's sum, limited to the range of the column's type; (rows, *shape)."""
     exact: Any = np.float64 if spec.is_float else np.int64
-    terms = np.zeros((len(given), *spec.shape), exact)
+    terms = np.zeros((len(given), *spec.value_shape), exact)
     chosen = values.values[values.starts[rows.steps[given]]]
     terms[given] = from_bfloat16(chosen) if spec.dtype == "bfloat16" else chosen
     if not len(rows):

@@ -22,6 +22,7 @@ from gristmill._wire.columns import Int64s
 from gristmill_service.config import RunConfig
 from gristmill_service.pipeline.layout.columns import (
     SCOPES,
+    Block,
     ByteRanges,
     Column,
     Geometry,
@@ -47,25 +48,11 @@ class PerRow:
     values: NDArray[Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
-    """The rows whose tensors are laid out together: a shard's, or those of a micro-batch.
-
-    prefix: of tensor names. begin, end: the range of rows in the placement. widths: per scope the width of the padded
-    tensors; None: packed, one row after another.
-    """
-
-    prefix: str
-    begin: int
-    end: int
-    widths: dict[Scope, int] | None
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorGroup:
     """The tensors whose numbers have one size, for all rows of all shards of a model, in file order.
 
-    dtype, per_row: of values per row, (names, n). columns, ranges: of elements per token. tensors: of one per shard.
+    dtype, per_row: of values per row, (names, n). columns, ranges: of elements per token. tensors: all others.
     """
 
     itemsize: int
@@ -116,8 +103,8 @@ class Shard:
             for column, ranges in zip(group.columns, group.ranges, strict=True):
                 if column.name not in BUILT_IN:
                     nbytes[column.name] = sum(int(ranges.of(one.begin, one.end)[:, 1].sum()) for one in self.blocks)
-            for tensor, cut in zip(group.tensors, cuts, strict=True):
-                nbytes[tensor.column] = nbytes.get(tensor.column, 0) + int(cut.iovec[:, 1].sum())
+            for cut in cuts:
+                nbytes[cut.tensor.column] = nbytes.get(cut.tensor.column, 0) + int(cut.iovec[:, 1].sum())
         return nbytes
 
 
@@ -176,7 +163,9 @@ class Layout:
         blocks = self._blocks[index]
         begin, end = blocks[0].begin, blocks[-1].end
         axes = [self._axis(block) for block in blocks]
-        cuts = [[tensor.cut(self.placement.rows[begin:end]) for tensor in group.tensors] for group in placed.groups]
+        cuts = [
+            [cut for tensor in group.tensors for cut in tensor.cuts(self.placement, blocks)] for group in placed.groups
+        ]
         header, size = self._header(blocks, placed, cuts, axes, metadata)
         own: list[bytes] = []
         for group in placed.groups:
@@ -237,8 +226,8 @@ class Layout:
             for block, shape in zip(blocks, shapes, strict=True):
                 for column in group.columns:
                     add(block.prefix + column.name, column.dtype, [*shape[column.scope], *column.shape], group.itemsize)
-            for tensor, cut in zip(group.tensors, group_cuts, strict=True):
-                add(tensor.name, tensor.dtype, cut.shape, tensor.itemsize)
+            for cut in group_cuts:
+                add(cut.name, cut.tensor.dtype, cut.shape, group.itemsize)
         text = orjson.dumps(entries)
         text += b" " * (-len(text) % 8)
         return len(text).to_bytes(8, "little") + text, 8 + len(text) + offset

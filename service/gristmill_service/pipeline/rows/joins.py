@@ -130,7 +130,7 @@ def differing(columns: Sequence[ColumnSpec], steps: Steps, before: int, step: in
     for column in columns:
         if column.merge == "equal" and column.scope != "response" and (extra := steps.extras.get(column.name)):
             one, other = extra.values[before], extra.values[step]
-            if column.partial:
+            if column.partial or column.is_ragged:
                 one, other = _given_by_both(column, steps, before, step, common)
             elif column.scope == "token":
                 one = one[:common]
@@ -142,11 +142,29 @@ def differing(columns: Sequence[ColumnSpec], steps: Steps, before: int, step: in
 
 
 def _given_by_both(column: ColumnSpec, steps: Steps, before: int, step: int, common: int) -> tuple[Array, Array]:
-    """Returns the values of a partial column at those of the first `common` tokens for which both steps gave one."""
-    values, starts = steps.extras[column.name].values, starts_of(column, steps.part(slice(before, step + 1)))
-    one, other, first, second = values[before], values[step], int(starts[0]), int(starts[-1])
-    begin, end = max(first, second), min(first + len(one), second + len(other), common)
-    return one[begin - first : max(end, begin) - first], other[begin - second : max(end, begin) - second]
+    """Returns the values of a partial or ragged column at those of the first `common` tokens for which both steps gave
+    some; of a ragged one, the number of each token's, then the values."""
+    both, starts = (before, step), starts_of(column, steps.part(slice(before, step + 1)))
+    one, other = (steps.extras[column.name].values[each] for each in both)
+    first, second = int(starts[0]), int(starts[-1])
+    if not column.is_ragged:
+        begin, end = _overlap(first, len(one), second, len(other), common)
+        return one[begin - first : end - first], other[begin - second : end - second]
+    offsets, offsets_of_other = (steps.extras[column.offsets_column.name].values[each] for each in both)
+    begin, end = _overlap(first, len(offsets) - 1, second, len(offsets_of_other) - 1, common)
+    return (
+        _lists(one, offsets[begin - first : end - first + 1]),
+        _lists(other, offsets_of_other[begin - second : end - second + 1]),
+    )
+
+
+def _overlap(first: int, count: int, second: int, count_of_other: int, common: int) -> tuple[int, int]:
+    begin = max(first, second)
+    return begin, max(begin, min(first + count, second + count_of_other, common))
+
+
+def _lists(values: Array, offsets: Array) -> Array:
+    return np.append(np.diff(offsets), values[offsets[0] : offsets[-1]]) if len(offsets) > 1 else values[:0]
 
 
 def extends(tokens: Ragged, fits: NDArray[np.bool_]) -> NDArray[np.bool_]:

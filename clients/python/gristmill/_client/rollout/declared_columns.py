@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
 from gristmill._client.run_status import RunStatus
-from gristmill._wire.column_spec import ColumnSpec, by_name, row_columns, specs_of
+from gristmill._wire.column_spec import ColumnSpec, row_columns, specs_of
 from gristmill.errors import GristmillError, InvalidArgumentError
 
 T = TypeVar("T")
@@ -31,7 +31,8 @@ class Declared(NamedTuple):
         merge = "none" if any(column.merge == "equal" for column in columns) else config.get("merge", "none")
         shared = (column.name for column in columns if merge != "none" and column.is_shared)
         # In a tree, a step may join another than the one before.
-        covered = (column.name for column in columns if merge == "prefix" and column.partial and column.takes_first)
+        of_first = (column for column in columns if column.partial and column.takes_first and not column.is_ragged)
+        covered = (column.name for column in of_first if merge == "prefix")
         return cls(columns, frozenset(shared), frozenset(covered))
 
     def fit(self, column_names: Collection[str]) -> bool:
@@ -39,16 +40,6 @@ class Declared(NamedTuple):
         names = {column.name for column in row_columns(self.columns)}
         needed = {column.name for column in self.columns if column.required and column.source == "rollout"}
         return needed <= set(column_names) <= names
-
-    def named(self, names: Collection[str]) -> list[ColumnSpec]:
-        """Returns the columns of these names. Raises InvalidArgumentError for one that the run does not declare."""
-        known = by_name(row_columns(self.columns))
-        for name in names:
-            if name not in known:
-                raise InvalidArgumentError(
-                    f"unknown field {name}; the run declares {', '.join(known) or 'none'}; declare it as a column"
-                )
-        return [known[name] for name in names]
 
 
 class DeclaredColumns:
