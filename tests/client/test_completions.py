@@ -88,7 +88,7 @@ def test_a_response_has_its_tokens_where_it_was_asked_for_messages(engine: Engin
         (samples,) = sampled(client.responses.create(model="toy", input="say hi", extra_body=asked))
         with pytest.raises(InvalidArgumentError, match="enable_response_messages"):
             sampled(client.responses.create(model="toy", input="say hi"))
-    assert samples == (prompt_of([user("say hi")]), [*b"hi", END], None, "stop", None)
+    assert samples == (prompt_of([user("say hi")]), [*b"hi", END], None, "stop", None, None)
 
 
 def test_built_in_tools_make_several_turns_of_a_response() -> None:
@@ -121,6 +121,28 @@ def test_each_token_has_the_version_of_the_weights_that_sampled_it(engine: Engin
             )
             (choice,) = sampled(list(answer) if stream else answer)
         assert choice.policy_versions == [3, 3, 4, 4]
+
+
+def test_a_sampling_mask_is_read_from_answers_and_chunks_and_becomes_the_column_that_is_named(
+    service: Service, run_name: str
+) -> None:
+    mask, choice = [[2, 8], [3]], {"index": 0, "token_ids": [2, 3], "finish_reason": "stop"}
+    answer = {"prompt_token_ids": [1], "choices": [choice | {"sampling_mask": mask}]}
+    parts = [{"token_ids": [token], "sampling_mask": [kept]} for token, kept in zip([2, 3], mask, strict=True)]
+    chunks = [{"prompt_token_ids": [1], "choices": [{"index": 0, **part}]} for part in parts]
+    chunks.append({"choices": [{"index": 0, "finish_reason": "stop"}]})
+    assert [one.sampling_mask for given in (answer, chunks) for one in sampled(given)] == [mask, mask]
+    with pytest.raises(InvalidArgumentError, match="1 lists in sampling_mask for 2 token ids"):
+        sampled({"prompt_token_ids": [1], "choices": [choice | {"sampling_mask": [[2]]}]})
+    column = {"name": "kept", "dtype": "int32", "scope": "response", "shape": [None], "required": False}
+    with RolloutClient(service.grpc_address, run_name) as rollouts:
+        rollouts.create_run(CONFIG | {"columns": [column]})
+        trajectory = rollouts.trajectory("a", 0)
+        trajectory.record(answer, reward=1.0, is_last_step=True, sampling_mask="kept")
+        rollouts.flush()
+    with TrainerClient(service.grpc_address, run_name, 0) as trainer:
+        (shard,) = next(iter(trainer)).mini_batches()
+        assert (shard["kept"].tolist(), shard["kept_offsets"].tolist()) == ([2, 8, 3], [0, 2, 3])
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,9 @@ A choice's ids are its `token_ids`, which newer versions of SGLang call `respons
 The weights that sampled each token are named by vLLM's `weight_versions` of a choice, with `return_weight_versions:
 true`, and by SGLang's `metadata.weight_versions`, of the first choice. Label the engine's weights by policy version.
 
+The tokens that top-p and top-k left to sample each token from are a choice's `sampling_mask`, one list per token, which
+vLLM gives with `--return-sampling-mask`.
+
 Sources: `entrypoints/openai/{chat_completion,completion,responses}` of vllm-project/vllm (its pull request 22587) and
 `srt/entrypoints/openai` of sgl-project/sglang (30917 and 34488).
 """
@@ -40,7 +43,8 @@ class Sampled(NamedTuple):
 
     rollout_logprobs: one log-probability per sampled token; None if the answer has none. stop_reason: as the engine
     names it; "" if it does not. policy_versions: the version of the weights that sampled each token, -1 where their
-    label is no number; None if the answer has no versions, or no numbers.
+    label is no number; None if the answer has no versions, or no numbers. sampling_mask: the tokens from which each
+    token was sampled; None if the answer has none.
     """
 
     prompt_token_ids: Sequence[int]
@@ -48,6 +52,7 @@ class Sampled(NamedTuple):
     rollout_logprobs: Sequence[float] | None
     stop_reason: str
     policy_versions: Sequence[int] | None = None
+    sampling_mask: Sequence[Sequence[int]] | None = None
 
 
 def sampled(completion: Any) -> list[Sampled]:
@@ -74,7 +79,8 @@ def sampled(completion: Any) -> list[Sampled]:
         response = _first(_ids_of(choice), _at(extension.get("output_ids"), index))
         stop = choice.get("finish_reason") or ""
         spans = _first(choice.get("weight_versions"), None if index else _spans_of(answer))
-        checked = _checked(prompt, response, logprobs_of(choice.get("logprobs")), stop, f"choice {index}", spans)
+        logprobs, mask = logprobs_of(choice.get("logprobs")), choice.get("sampling_mask")
+        checked = _checked(prompt, response, logprobs, stop, f"choice {index}", spans, mask)
         indexed.append((index, checked))
     if not indexed:
         raise InvalidArgumentError("the answer has no choices; give a chat completion, a completion or a response")
@@ -120,7 +126,7 @@ class ChunkReader:
                 raise InvalidArgumentError(f"{where} did not end: the stream was cut; repeat the call")
             prompt = _first(self._prompt, choice.prompt, self._extension.get("input_ids"))
             response = _first(choice.tokens, _at(self._extension.get("output_ids"), index))
-            checked = _checked(prompt, response, choice.logprobs, choice.stop_reason, where, choice.spans)
+            checked = _checked(prompt, response, choice.logprobs, choice.stop_reason, where, choice.spans, choice.mask)
             choices.append(checked)
         if not choices:
             raise InvalidArgumentError("the stream has no choices; give the chunks of a completion")
@@ -136,6 +142,7 @@ class _Choice:
         self.logprobs: list[float] | None = None
         self.stop_reason: str | None = None
         self.spans: Sequence[Mapping[str, Any]] | None = None
+        self.mask: list[Sequence[int]] | None = None
 
     def read(self, part: Mapping[str, Any]) -> None:
         self.prompt = _first(self.prompt, part.get("prompt_token_ids"))
@@ -145,6 +152,9 @@ class _Choice:
         if (logprobs := logprobs_of(part.get("logprobs"))) is not None:
             self.logprobs = self.logprobs or []
             self.logprobs += logprobs
+        if (mask := part.get("sampling_mask")) is not None:
+            self.mask = self.mask or []
+            self.mask += mask
         self.stop_reason = _first(self.stop_reason, part.get("finish_reason"))
         self.spans = _first(part.get("weight_versions"), self.spans)
 
@@ -191,17 +201,19 @@ def _checked(
     stop_reason: Any,
     where: str,
     spans: Sequence[Mapping[str, Any]] | None = None,
+    mask: Sequence[Sequence[int]] | None = None,
 ) -> Sampled:
     if prompt is None or response is None:
         missing = "prompt's" if prompt is None else "response's"
         raise InvalidArgumentError(f"{where}: the answer does not have the {missing} token ids; {HOW_TO_ASK}")
-    if logprobs is not None and len(logprobs) != len(response):
-        raise InvalidArgumentError(
-            f"{where}: the answer has {len(logprobs)} logprobs for {len(response)} token ids; it needs one each"
-        )
+    for what, values in (("logprobs", logprobs), ("lists in sampling_mask", mask)):
+        if values is not None and len(values) != len(response):
+            raise InvalidArgumentError(
+                f"{where}: the answer has {len(values)} {what} for {len(response)} token ids; it needs one each"
+            )
     if not isinstance(stop_reason, str):
         raise InvalidArgumentError(f"{where}: finish_reason is {stop_reason!r}; it is the name of a reason, or null")
-    return Sampled(prompt, response, logprobs, stop_reason, _versions(spans, len(response), where))
+    return Sampled(prompt, response, logprobs, stop_reason, _versions(spans, len(response), where), mask)
 
 
 def _spans_of(answer: Mapping[str, Any]) -> Any:

@@ -125,6 +125,19 @@ def test_routed_experts_lack_the_last_token_s_and_are_distinct_in_padding_rows()
     assert second["rollout_routed_experts"][0].tolist() == [[[0, 1, 2], [0, 1, 2]]]
 
 
+def test_the_tokens_that_top_p_kept_go_with_each_response_and_padding_rows_have_none() -> None:
+    args = arguments(sample_type=Sample, rollout_batch_size=1, n_samples_per_prompt=1, global_batch_size=1)
+    args.rollout_top_p = 0.9
+    rows = rollout(args)[:1]
+    rows[0] |= {"prompt_token_ids": [1, 2], "response_ids": [3, 4], "loss_mask": [1, 1], "rollout_logprobs": [-1.0] * 2}
+    rows[0] |= {"rollout_top_p_token_ids": [3, 9, 4], "rollout_top_p_token_ids_offsets": [0, 2, 3]}
+    first, second = rank_data(mini_batches(rows, run_settings(args, OPTIONS, dp_size=2)))
+    names = ("rollout_top_p_token_ids", "rollout_top_p_token_offsets")
+    assert [first[name][0].tolist() for name in names] == [[3, 9, 4], [0, 2, 3]]
+    assert [second[name][0].tolist() for name in names] == [[], [0, 0]]
+    assert {rank[name][0].dtype for rank in (first, second) for name in names} == {torch.int32}
+
+
 def test_images_are_a_mapping_a_row_and_none_where_there_are_none() -> None:
     columns = [
         {"name": "pixel_values", "dtype": "float32", "scope": "items", "shape": [2], "required": False},

@@ -75,7 +75,6 @@ def test_columns_are_declared_that_slime_s_training_reads() -> None:
         ({"custom_reward_post_process_path": "a.b"}, "--custom-reward-post-process-path"),
         ({"custom_convert_samples_to_train_data_path": "a.b"}, "--custom-convert-samples-to-train-data-path"),
         ({"global_batch_size": 3}, "--global-batch-size: 3 .* a multiple of --n-samples-per-prompt, 2"),
-        ({"rollout_top_p": 0.9}, "--rollout-top-p"),
         ({"log_passrate": True}, "--log-passrate"),
         ({"debug_rollout_only": True}, "--debug-rollout-only"),
         ({"save_interval": 5, "rollout_global_dataset": False}, "leave --disable-rollout-global-dataset out"),

@@ -112,6 +112,21 @@ def test_columns_are_what_the_sample_holds_and_routes_those_that_the_engine_repo
     assert np.array_equal(rows[1]["pixel_values"], np.ones((2, 3)))
 
 
+def test_the_tokens_that_top_p_kept_are_one_column_with_their_offsets() -> None:
+    kept: dict[str, Any] = {"rollout_top_p_token_ids": torch.tensor([7, 8, 9]), "response_length": 4}
+    kept["rollout_top_p_token_offsets"] = [0, 2, 2, 2, 3]
+    (row,) = from_slime([sample(**kept)], columns=["rollout_top_p_token_ids"])
+    assert row["rollout_top_p_token_ids"].tolist() == [7, 8, 9]
+    assert row["rollout_top_p_token_ids_offsets"].tolist() == [0, 2, 2, 2, 3]
+    with pytest.raises(
+        InvalidArgumentError, match=r"rollout_top_p_token_ids \(the tokens that top-p kept\) is no field"
+    ):
+        from_slime([sample(**kept)])
+    del kept["rollout_top_p_token_offsets"]
+    with pytest.raises(InvalidArgumentError, match="rollout_top_p_token_offsets is missing"):
+        from_slime([sample(**kept)], columns=["rollout_top_p_token_ids"])
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -71,6 +71,16 @@ def test_log_probabilities_and_the_stop_reason_are_those_of_the_call() -> None:
     assert (first["stop_reason"], last["stop_reason"]) == ("stop", "length")
 
 
+def test_sampling_masks_are_on_the_tokens_that_were_sampled_from_them() -> None:
+    masks = [vf.SamplingMask.from_sampling_mask(mask) for mask in ([[4, 9], [5]], [[8, 7, 1]])]
+    nodes = [node.model_copy() for node in CONVERSATION]
+    nodes[1].sampling_mask, nodes[3].sampling_mask = masks
+    nodes[1].mask, nodes[1].token_ids = [True, False, True], [4, 2, 5]
+    rows = rollout_of(episode_of(trace_of(*nodes)), lambda episode: True, takes_masks=True).steps
+    assert [row["sampling_mask"].tolist() for row in rows] == [[4, 9, 5], [8, 7, 1]]
+    assert [row["sampling_mask_offsets"].tolist() for row in rows] == [[0, 2, 2, 3], [0, 3]]
+
+
 def test_a_judge_is_not_trained() -> None:
     assert len(steps(trace_of(*CONVERSATION), trace_of(*CONVERSATION, trainable=False))) == 2
 
@@ -91,6 +101,10 @@ def test_an_episode_that_failed_says_the_kind_of_error() -> None:
             [trace_of(said(None, "assistant", [1, 2], 1, routed_experts=np.zeros((2, 1, 1), np.uint8)))],
             "routed_experts",
         ),
+        (
+            [trace_of(said(None, "assistant", [1, 2], 1, sampling_mask=vf.SamplingMask.from_sampling_mask([[2, 5]])))],
+            r"sampling_mask, and the run has no column for it; declare one of this name .* shape: \[null\]",
+        ),
     ],
 )
 def test_what_rows_cannot_hold_is_refused(traces: list[vf.Trace], message: str) -> None:
@@ -101,7 +115,7 @@ def test_what_rows_cannot_hold_is_refused(traces: list[vf.Trace], message: str) 
 def test_images_are_refused() -> None:
     picture = vf.UserMessage(content=[{"type": "image_url", "image_url": {"url": "data:"}}])
     seen = vf.MessageNode(message=picture, token_ids=[1], mask=[False])
-    with pytest.raises(UnsupportedError, match="images are not submitted"):
+    with pytest.raises(UnsupportedError, match="images are not supported here"):
         steps(trace_of(seen, said(0, "assistant", [2], sampled=1)))
 
 

@@ -38,7 +38,7 @@ class Engine:
 
     def __init__(self) -> None:
         self.requests: list[dict[str, Any]] = []
-        self.is_away = False
+        self.is_away = self.gives_masks = False
 
     def app(self) -> Starlette:
         routes = [
@@ -60,7 +60,8 @@ class Engine:
         tokens = [VOCABULARY[text], VOCABULARY[END]]
         logprobs = [{"token": f"token_id:{token}", "logprob": -0.5} for token in tokens]
         choice = {"index": 0, "token_ids": tokens, "logprobs": {"content": logprobs}, "finish_reason": "stop"}
-        return JSONResponse({"request_id": "1", "choices": [choice]})
+        masks = {"sampling_mask": [[0, token] for token in tokens]} if self.gives_masks else {}
+        return JSONResponse({"request_id": "1", "choices": [choice | masks]})
 
 
 @pytest.fixture
@@ -89,9 +90,11 @@ def env(monkeypatch: pytest.MonkeyPatch) -> vf.Env:
     return vf.load_environment(vf.SingleAgentEnvConfig(**config))
 
 
-async def run_feed(service: Service, run: str, env: vf.Env, client: vf.ClientConfig, model: Path) -> Progress:
+async def run_feed(
+    service: Service, run: str, env: vf.Env, client: vf.ClientConfig, model: Path, **settings: Any
+) -> Progress:
     async with AsyncRolloutClient(service.grpc_address, run) as rollouts:
-        await rollouts.create_run(CONFIG)
+        await rollouts.create_run(CONFIG | settings)
         return await feed(rollouts, env, vf.ModelContext(str(model), client, vf.Sampling(max_tokens=4)))
 
 
@@ -123,6 +126,20 @@ def test_an_environment_trains_what_was_sampled_with_its_tasks_rewards(
     expected = {(said.format(1, 2), f"0{END}2{END}", 1.0), (said.format(2, 3), f"0{END}3{END}", 0.0)}
     assert rows == expected
     assert set(shard["rollout_logprobs"][shard["loss_mask"].bool()].tolist()) == {-0.5}
+
+
+def test_a_sampled_token_keeps_the_tokens_from_which_it_was_sampled(
+    service: Service, run_name: str, engine: tuple[Engine, str], env: vf.Env, tmp_path: Path
+) -> None:
+    engine[0].gives_masks = True
+    column = {"name": "sampling_mask", "dtype": "int32", "scope": "response", "shape": [None]}
+    client = vf.TrainClientConfig(base_url=engine[1])
+    asyncio.run(run_feed(service, run_name, env, client, tokenizer_in(tmp_path), columns=[column]))
+    shard = shard_of(service, run_name)
+    mask, counts = shard["loss_mask"].bool(), shard["sampling_mask_offsets"].diff()
+    assert counts.tolist() == (2 * mask.flatten()).tolist()
+    tokens = shard["sequences"][:, -mask.shape[1] :][mask]
+    assert shard["sampling_mask"].tolist() == [kept for token in tokens.tolist() for kept in (0, token)]
 
 
 def test_the_documented_worker_feeds_a_run(

@@ -108,6 +108,10 @@ def test_what_a_run_cannot_do_is_refused(overrides: dict[str, Any], message: str
         ({"layout": "packed"}, "layout is fixed at 'left_padded', because SkyRL's workers take padded rows"),
         ({"surplus": 1}, "surplus: 1 chooses among groups"),
         ({"stale": "drop"}, "use count or mask"),
+        (
+            {"columns": [{"name": "kept", "shape": [None]}]},
+            "any number of values per token .* SkyRL's workers do not take",
+        ),
     ],
 )
 def test_settings_that_contradict_are_refused(own: dict[str, Any], message: str) -> None:

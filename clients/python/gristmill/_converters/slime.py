@@ -16,6 +16,7 @@ from gristmill.errors import InvalidArgumentError
 _WHAT = "slime samples"
 _IMAGES = "multimodal_train_inputs"
 _ROUTES = "rollout_routed_experts"
+_MASK, _MASK_OFFSETS = "rollout_top_p_token_ids", "rollout_top_p_token_offsets"
 # The values of `status` and SGLang's stop reasons; a sample that is "pending" was not sampled yet.
 _STOP_REASONS = {"completed": "stop", "truncated": "length", "aborted": "abort", "failed": "failed"}
 _KEYS = Keys(
@@ -44,8 +45,8 @@ _KEYS = Keys(
     needed={
         "teacher_log_probs": "the teacher's logprobs",
         _ROUTES: "the routed experts of every token",
-        "rollout_top_p_token_ids": "the tokens that top-p kept",
-        "rollout_top_p_token_offsets": "where each token's begin",
+        _MASK: "the tokens that top-p kept",
+        _MASK_OFFSETS: f"where each token's begin in {_MASK}",
         "train_metadata": "the loss function's arguments for the sample",
     },
 )
@@ -75,7 +76,8 @@ def from_slime(
     samples: a list, or nested lists, as `generate_rollout` returns them.
     reward_key: the reward to take if rewards are mappings (slime's `--reward-key`).
     tags: one for each sample, for example from the data set's `metadata`.
-    columns: such as `teacher_log_probs`, or names within `multimodal_train_inputs`.
+    columns: such as `teacher_log_probs`, or names within `multimodal_train_inputs`. `rollout_top_p_token_ids`, a
+        column of scope `response` and shape `[null]`, takes its offsets with it.
 
         output = generate_rollout(args, rollout_id, data_source)
         client.submit(from_slime(output.samples))
@@ -84,7 +86,8 @@ def from_slime(
     flat = list(_flat(samples))
     numbers = _sample_numbers(flat)
     present = [_present(sample, choice) for sample in flat]
-    _KEYS.check({name for values in present for name in values}, choice)
+    taken = {_MASK_OFFSETS} if _MASK in choice.columns else set()
+    _KEYS.check({name for values in present for name in values} - taken, choice)
     rows, tag_fields = [], tagged(tags, len(flat), _WHAT)
     for position, sample in enumerate(flat):
         uid = uid_of(attribute(sample, "group_index"), f"{_WHAT}: sample {position}")
@@ -196,6 +199,10 @@ def _present(sample: Any, choice: Choice) -> dict[str, Any]:
 def _columns(present: Mapping[str, Any], choice: Choice, where: str) -> Row:
     """Return the chosen columns that the sample has: one without images, for example, has no column for them."""
     values = {name: present[name] for name in choice.columns if name in present}
+    if _MASK in values:
+        if _MASK_OFFSETS not in present:
+            raise InvalidArgumentError(f"{where}: {_MASK_OFFSETS} is missing, which says whose tokens {_MASK} are")
+        values[f"{_MASK}_offsets"] = present[_MASK_OFFSETS]
     return {
         name: routes(value, name, len(present["tokens"]), where) if name == _ROUTES else array_of(value, name, where)
         for name, value in values.items()

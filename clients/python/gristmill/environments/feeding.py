@@ -81,11 +81,14 @@ class RunShape:
     surplus: int
     gives_advantages: bool
     """True if the run expects advantages in its rows (`advantage_estimator: none`)."""
+    columns: frozenset[str] = frozenset()
+    """The names of the declared columns."""
 
     @classmethod
     async def of(cls, client: AsyncRolloutClient) -> RunShape:
         config = (await client.status()).config
-        return cls(config["n_samples_per_prompt"], config["surplus"], config["advantage_estimator"] == "none")
+        columns = frozenset(column["name"] for column in config["columns"])
+        return cls(config["n_samples_per_prompt"], config["surplus"], config["advantage_estimator"] == "none", columns)
 
 
 @dataclass

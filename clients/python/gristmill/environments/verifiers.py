@@ -22,6 +22,8 @@ from gristmill.environments.feeding import Feeder, Progress, Prompt, Rollout, Ru
 from gristmill.errors import FailedPreconditionError, UnsupportedError
 
 Row = dict[str, Any]
+_MASK = "sampling_mask"
+"""The column for the tokens from which each token was sampled, by verifiers' name."""
 
 
 async def feed(
@@ -52,8 +54,8 @@ async def feed(
     on_group: called with the progress after each group.
 
     Raises FailedPreconditionError if model calls have no token ids or the run expects advantages; UnsupportedError if
-    an episode has several trainable agents, images, routed experts or sampling masks; UnavailableError if consecutive
-    groups fail; and the errors of the client.
+    an episode has several trainable agents, images or routed experts, or sampling masks for which the run has no column
+    `sampling_mask`; UnavailableError if consecutive groups fail; and the errors of the client.
     """
     shape = await RunShape.of(client)
     if shape.gives_advantages:
@@ -64,7 +66,7 @@ async def feed(
 
     async def roll_out(task: Any) -> Rollout:
         (slot,) = env.slots(task, 1)
-        return rollout_of(await env.run_slot(slot, context), env.complete)
+        return rollout_of(await env.run_slot(slot, context), env.complete, takes_masks=_MASK in shape.columns)
 
     name = tag or env.config.env_id
     feeder = Feeder(client, shape, roll_out, concurrent_groups=concurrent_groups, on_group=on_group)
@@ -74,8 +76,9 @@ async def feed(
         )
 
 
-def rollout_of(episode: Any, is_complete: Callable[[Any], bool]) -> Rollout:
-    """Converts an episode's only trainable trace to rows, one per model call."""
+def rollout_of(episode: Any, is_complete: Callable[[Any], bool], *, takes_masks: bool = False) -> Rollout:
+    """Converts an episode's only trainable trace to rows, one per model call. takes_masks: whether the run has a column
+    for sampling masks."""
     if not is_complete(episode):
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         last = errors[-1] if errors else None
@@ -89,14 +92,14 @@ def rollout_of(episode: Any, is_complete: Callable[[Any], bool]) -> Rollout:
             "set trainable = False on the agents of the others in the environment's setup"
         )
     (trace,) = traces
-    steps = _steps(trace)
+    steps = _steps(trace, takes_masks=takes_masks)
     if not steps:
         return Rollout((), f"nothing sampled: {trace.stop_condition}")
     steps[-1]["reward"] = float(trace.reward)
     return Rollout(steps)
 
 
-def _steps(trace: Any) -> list[Row]:
+def _steps(trace: Any, *, takes_masks: bool) -> list[Row]:
     """Returns a trace's rows, parents before children, without a compaction that the harness did not continue from."""
     kept = {id(node) for branch in trace.branches if branch.trainable for node in branch.nodes}
     reasons = {call.node: call.finish_reason for call in trace.calls}
@@ -106,19 +109,23 @@ def _steps(trace: Any) -> list[Row]:
             "a model call has no token ids, and gristmill does not tokenize text; use a context with a "
             "TrainClientConfig and an engine that serves /inference/v1/generate"
         )
-    return [_step(trace, node, reasons.get(number) or "stop") for number, node in sampled if any(node.mask)]
+    return [
+        _step(trace, node, reasons.get(number) or "stop", takes_masks=takes_masks)
+        for number, node in sampled
+        if any(node.mask)
+    ]
 
 
-def _step(trace: Any, node: Any, stop_reason: str) -> Row:
+def _step(trace: Any, node: Any, stop_reason: str, *, takes_masks: bool) -> Row:
     """Makes a row of a node, which has only the tokens that it adds: the template's, then the sampled ones."""
     mask = np.array(node.mask, bool)
     before: list[list[int]] = []
     parent = node.parent
     while parent is not None:
-        _check_carried(trace.nodes[parent])
+        _check_carried(trace.nodes[parent], takes_masks=takes_masks)
         before.append(trace.nodes[parent].token_ids)
         parent = trace.nodes[parent].parent
-    _check_carried(node)
+    _check_carried(node, takes_masks=takes_masks)
     start = int(mask.argmax())
     prompt = [token for tokens in reversed(before) for token in tokens] + node.token_ids[:start]
     return {
@@ -128,7 +135,15 @@ def _step(trace: Any, node: Any, stop_reason: str) -> Row:
         "loss_mask": mask[start:].astype(np.uint8),
         "rollout_logprobs": _spread(node.logprobs, mask[start:]) if node.logprobs else None,
         "stop_reason": stop_reason,
+        **({} if node.sampling_mask is None else _mask_of(node.sampling_mask, mask[start:])),
     }
+
+
+def _mask_of(sampling_mask: Any, sampled: Any) -> Row:
+    """Puts the lists of the sampled tokens at the positions of the mask, and empty ones elsewhere."""
+    counts = np.zeros(len(sampled), np.int64)
+    counts[sampled] = sampling_mask.counts
+    return {_MASK: np.asarray(sampling_mask.ids), f"{_MASK}_offsets": np.append(0, np.cumsum(counts))}
 
 
 def _spread(values: Sequence[float], mask: Any) -> Any:
@@ -138,15 +153,19 @@ def _spread(values: Sequence[float], mask: Any) -> Any:
     return spread
 
 
-def _check_carried(node: Any) -> None:
+def _check_carried(node: Any, *, takes_masks: bool) -> None:
     parts = node.message.content if isinstance(node.message.content, list) else []
     if any(part.type == "image_url" for part in parts):
         raise UnsupportedError(
             "images are not supported here; submit the rows yourself, with images as declared columns"
         )
-    for name in ("routed_experts", "sampling_mask"):
-        if getattr(node, name) is not None:
-            raise UnsupportedError(
-                f"the engine returned {name}, which is not supported here; switch it off in the engine, or submit "
-                "the rows yourself, with a declared column for it"
-            )
+    if node.routed_experts is not None:
+        raise UnsupportedError(
+            "the engine returned routed_experts, which are not supported here; switch them off in the engine, or "
+            "submit the rows yourself, with a declared column for them"
+        )
+    if node.sampling_mask is not None and not takes_masks:
+        raise UnsupportedError(
+            f"the engine returned {_MASK}, and the run has no column for it; declare one of this name with scope: "
+            "response and shape: [null], or switch it off in the engine"
+        )

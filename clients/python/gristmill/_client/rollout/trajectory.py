@@ -136,7 +136,13 @@ class AsyncTrajectory:
         return await self.step(self._writer.extended(observation_ids), response_ids, **fields)
 
     async def record(
-        self, completion: Any, *, reward: Any = None, is_last_step: bool = False, policy_version: int | None = None
+        self,
+        completion: Any,
+        *,
+        reward: Any = None,
+        is_last_step: bool = False,
+        policy_version: int | None = None,
+        sampling_mask: str | None = None,
     ) -> bool:
         choices = sampled(completion)
         if not choices:
@@ -152,6 +158,7 @@ class AsyncTrajectory:
                 is_last_step=is_last_step and ends,
                 policy_version=policy_version,
                 policy_versions=choice.policy_versions if policy_version is None else None,
+                columns={sampling_mask: choice.sampling_mask} if sampling_mask and choice.sampling_mask else None,
             )
         return not self.is_dropped
 
@@ -270,7 +277,13 @@ class Trajectory:
         return block_on(self._awaited.extend(observation_ids, response_ids, **fields))
 
     def record(
-        self, completion: Any, *, reward: Any = None, is_last_step: bool = False, policy_version: int | None = None
+        self,
+        completion: Any,
+        *,
+        reward: Any = None,
+        is_last_step: bool = False,
+        policy_version: int | None = None,
+        sampling_mask: str | None = None,
     ) -> bool:
         """Hands over an engine's answer, with one step for each choice. Returns False if the trajectory `is_dropped`.
 
@@ -280,6 +293,8 @@ class Trajectory:
             calls.
         reward, is_last_step: of the last choice; otherwise as for `step`.
         policy_version: by default that of each token, if the engine reports it, else as for `step`.
+        sampling_mask: the column for the tokens from which the engine sampled each token, if the answer has them; it is
+            declared with scope `response` and shape `[null]`.
 
         Give calls in the order in which they were answered. With `merge: tree`, parallel calls, several choices,
         sub-agents and shortened histories become a tree. Raises the errors of `step`, and InvalidArgumentError for a
@@ -290,7 +305,13 @@ class Trajectory:
             ) trajectory.record(completion)
         """
         return block_on(
-            self._awaited.record(completion, reward=reward, is_last_step=is_last_step, policy_version=policy_version)
+            self._awaited.record(
+                completion,
+                reward=reward,
+                is_last_step=is_last_step,
+                policy_version=policy_version,
+                sampling_mask=sampling_mask,
+            )
         )
 
     def abort(self, reason: str) -> None:

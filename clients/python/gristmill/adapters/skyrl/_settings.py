@@ -150,6 +150,12 @@ _ROWS: tuple[Row, ...] = (
         "set it to False and keep zero_variance_filter, which masks them",
     ),
     Refuse("trainer.fully_async.simulate_training", is_on, "trains nothing", "use SkyRL's own trainer"),
+    RefuseSetting(
+        "columns",
+        lambda value, _: any(None in (column.get("shape") or ()) for column in value),
+        "has a column with any number of values per token (shape: [null]), which SkyRL's workers do not take",
+        "declare a shape, such as that of rollout_sample_support, and a fill",
+    ),
     RefuseSetting("mini_batch_unit", is_given, "is not supported: SkyRL counts prompts", "leave it out"),
     RefuseSetting(
         "kl_from",

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from gristmill.adapters._core.routes import fill_routes
-from gristmill.adapters.slime._settings import ROUTED_EXPERTS, TEACHER_LOGPROBS
+from gristmill.adapters.slime._settings import ROUTED_EXPERTS, TEACHER_LOGPROBS, TOP_P_TOKENS
 from gristmill.torch import Shard
 
 ADVANTAGES, RETURNS = "gristmill_advantages", "gristmill_returns"
@@ -117,6 +117,8 @@ def _of_rows(shard: Shard, images: Sequence[str]) -> dict[str, list[Any]]:
     data["rewards"] = _last(data[ADVANTAGES])
     if _has(shard, ROUTED_EXPERTS):
         data[ROUTED_EXPERTS] = _routed_experts(shard)
+    if _has(shard, TOP_P_TOKENS):
+        data |= _top_p_tokens(shard)
     if images:
         data["multimodal_train_inputs"] = _images(shard, images)
     return data
@@ -145,6 +147,19 @@ def _routed_experts(shard: Shard) -> list[torch.Tensor]:
     for row in rows:
         fill_routes(row)
     return rows
+
+
+def _top_p_tokens(shard: Shard) -> dict[str, list[torch.Tensor]]:
+    """Return the tokens that top-p kept, of all response tokens of each row, and where each token's begin."""
+    ids, offsets = list[torch.Tensor](), list[torch.Tensor]()
+    for micro in shard.micro_batches():
+        kept, begins = micro[TOP_P_TOKENS], micro[f"{TOP_P_TOKENS}_offsets"]
+        lengths = micro.jagged("loss_mask", "response").lengths.tolist()
+        for end, length in zip(micro["cu_seqlens"].tolist()[1:], lengths, strict=True):
+            of_row = begins[end - length : end + 1]
+            ids.append(kept[of_row[0] : of_row[-1]].clone())
+            offsets.append((of_row - of_row[0]).int())
+    return {TOP_P_TOKENS: ids, "rollout_top_p_token_offsets": offsets}
 
 
 def _images(shard: Shard, names: Sequence[str]) -> list[dict[str, torch.Tensor] | None]:

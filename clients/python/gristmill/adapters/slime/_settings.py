@@ -23,6 +23,7 @@ from gristmill.adapters._core.settings import (
 ADVANTAGE_FUNCTION = "gristmill.adapters.slime.advantages"
 """The value of `--custom-advantage-function-path` for advantages that differ within a row."""
 TEACHER_LOGPROBS, ROUTED_EXPERTS = "teacher_log_probs", "rollout_routed_experts"
+TOP_P_TOKENS = "rollout_top_p_token_ids"
 """Columns by slime's names."""
 
 _OF_ROWS = ("grpo", "rloo", "maxrl")
@@ -64,6 +65,8 @@ def _columns(c: Configured) -> list[dict[str, Any]]:
         columns[-1]["partial"] = True
     if c.get("use_opd") and c["opd_type"] == "sglang":
         columns.append({"name": TEACHER_LOGPROBS, "dtype": "float32", "scope": "response"})
+    if c["rollout_top_p"] != 1.0:
+        columns.append({"name": TOP_P_TOKENS, "dtype": "int32", "scope": "response", "shape": [None]})
     return columns
 
 
@@ -116,12 +119,6 @@ _ROWS: tuple[Row, ...] = (
         lambda value, c: value % c["n_samples_per_prompt"],
         "cuts prompt groups, and a training step has whole ones",
         lambda c: f"use a multiple of --n-samples-per-prompt, {c['n_samples_per_prompt']}",
-    ),
-    Refuse(
-        "rollout_top_p",
-        lambda value, _: value != 1.0,
-        "needs the tokens that top-p kept, which rows do not have",
-        "use 1",
     ),
     Refuse(
         "log_passrate", is_on, "needs one row for each sample", "leave it out; the plan and the dashboard have pass@n"
