@@ -122,7 +122,7 @@ def test_a_clients_error_names_the_request(telling: ServiceProcess) -> None:
             client.submit([row("a", 99)])
     [request_id] = re.findall(r"\(request (.*)\)$", str(refused.value))
     events = [line["event"] for line in lines(telling) if line.get("request_id") == request_id]
-    assert events == ["call refused"]
+    assert events == ["rows submitted", "rows refused"]
 
 
 def test_an_async_clients_error_too(telling: ServiceProcess) -> None:

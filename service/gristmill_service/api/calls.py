@@ -11,6 +11,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
+import structlog
+
 from gristmill._wire.codecs import tensor_file
 from gristmill._wire.codecs.row_codec import Sent
 from gristmill._wire.steps import Steps, TrajectoryKey
@@ -43,6 +45,8 @@ from gristmill_service.run.machine.answers import (
 from gristmill_service.run.machine.decisions.admission import check_group_count
 from gristmill_service.run.machine.decisions.resume import Checkpoint
 from gristmill_service.run.run import Run
+
+_log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
 
@@ -176,7 +180,10 @@ async def submit_rows(
     taken = Taken([])
     if rows.sent is not None:
         taken = await opened.submit(*rows.sent, api.gate.quota(), by_row=rows.by_row)
-    return rows.answer(taken)
+    answer = rows.answer(taken)
+    if answer.refused:
+        _log.debug("rows refused", run=run, rows=len(answer.refused), reason=str(next(iter(answer.refused.values()))))
+    return answer
 
 
 def _checked(run: Run, most_bytes: int, sent: Sent) -> Sent:

@@ -156,6 +156,9 @@ class SubmitRowsResponse(google.protobuf.message.Message):
 
     OUTCOMES_FIELD_NUMBER: builtins.int
     REFUSED_FIELD_NUMBER: builtins.int
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    request_id: builtins.str
+    """The id of this call, which the service's log has; only if rows were refused."""
     @property
     def outcomes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[gristmill.v1.rows_pb2.RowOutcome.ValueType]:
         """One per row, in their order."""
@@ -169,8 +172,9 @@ class SubmitRowsResponse(google.protobuf.message.Message):
         *,
         outcomes: collections.abc.Iterable[gristmill.v1.rows_pb2.RowOutcome.ValueType] | None = ...,
         refused: collections.abc.Iterable[global___RefusedRow] | None = ...,
+        request_id: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["outcomes", b"outcomes", "refused", b"refused"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["outcomes", b"outcomes", "refused", b"refused", "request_id", b"request_id"]) -> None: ...
 
 global___SubmitRowsResponse = SubmitRowsResponse
 

@@ -20,6 +20,7 @@ from gristmill._wire.columns import Array
 from gristmill._wire.steps import TrajectoryKey
 from gristmill.errors import GristmillError, InvalidArgumentError
 from gristmill.v1 import rollout_pb2, run_pb2, trainer_pb2
+from gristmill_service import tracing
 from gristmill_service.access import caller
 from gristmill_service.api import calls
 from gristmill_service.api.admission import Kind, Slot
@@ -183,7 +184,8 @@ async def submit_rows(api: ApiContext, slot: Slot, request: Submission) -> rollo
     # Nearly always all rows of a request have one outcome, and reading an enum's value takes a while.
     is_one = bool(outcomes) and outcomes.count(outcomes[0]) == len(outcomes)
     numbers: list[Any] = [outcomes[0].value] * len(outcomes) if is_one else [outcome.value for outcome in outcomes]
-    return rollout_pb2.SubmitRowsResponse(outcomes=numbers, refused=[_refused(*one) for one in errors.items()])
+    refused, request_id = [_refused(*one) for one in errors.items()], tracing.request_id() if errors else ""
+    return rollout_pb2.SubmitRowsResponse(outcomes=numbers, refused=refused, request_id=request_id)
 
 
 def _refused(row: int, error: GristmillError) -> rollout_pb2.RefusedRow:

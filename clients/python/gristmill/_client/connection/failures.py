@@ -58,12 +58,12 @@ def failure_of(call: grpc.RpcError, address: str) -> Failure:
     return replace(failure, error=with_message(failure.error, f"{failure.error} (request {request_id})"))
 
 
-def failure_of_row(row: rollout_pb2.RefusedRow) -> Failure:
-    """Translates the refusal of one row."""
-    kind = _kind(row.type, row.code)
+def failure_of_row(row: rollout_pb2.RefusedRow, request_id: str) -> Failure:
+    """Translates the refusal of one row. The message names the call's id, as `failure_of` does."""
+    kind, message = _kind(row.type, row.code), f"{row.message} (request {request_id})" if request_id else row.message
     if kind is ResourceExhaustedError:
-        return Failure(ResourceExhaustedError(row.message, row.retry_after_s), True, row.retry_after_s)
-    return Failure(kind(row.message))
+        return Failure(ResourceExhaustedError(message, row.retry_after_s), True, row.retry_after_s)
+    return Failure(kind(message))
 
 
 def _kind(name: str, code: str) -> type[GristmillError]:

@@ -118,7 +118,7 @@ def outcomes_of(response: rollout_pb2.SubmitRowsResponse, entries: Sequence[Pend
         raise GristmillError(
             f"the service answered {len(response.outcomes)} outcomes for {len(entries)} rows; check its version"
         )
-    refused = {row.row: failure_of_row(row) for row in response.refused}
+    refused = {row.row: failure_of_row(row, response.request_id) for row in response.refused}
     return [
         _OUTCOMES.get(outcome) or refused.get(row) or RowOutcome(outcome)
         for row, outcome in enumerate(response.outcomes)
