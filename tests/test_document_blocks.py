@@ -36,6 +36,12 @@ def blocks(page: str, language: str) -> list[str]:
     return [match[1] for match in matches if not NAMED.search(text[: match.start()])]
 
 
+def block_with(page: str, text: str) -> str:
+    """The only Python block of a page with this text."""
+    (block,) = [block for block in blocks(page, "python") if text in block]
+    return block
+
+
 def run(block: str, service: Service, run_name: str, names: dict[str, Any]) -> None:
     code = block.replace("127.0.0.1:50051", service.grpc_address).replace('"my-run"', repr(run_name))
     exec(code, names)
@@ -52,7 +58,7 @@ def test_no_other_document_has_blocks_of_python_that_nothing_runs() -> None:
 
 def test_columns_are_declared_sent_and_chosen(service: Service, run_name: str) -> None:
     declared, *estimators = (yaml.safe_load(block) for block in blocks("columns.md", "yaml"))
-    sent, chosen, _ = blocks("columns.md", "python")
+    sent, chosen = block_with("columns.md", "client.trajectory"), block_with("columns.md", "TrainerClient(")
     for settings in estimators:
         parse_config(COUNTS | {"critic_mini_batch_size": 1} | settings | {"critic_mini_batch_size": 1})
     with RolloutClient(service.grpc_address, run_name) as client:
@@ -73,6 +79,25 @@ def test_columns_are_declared_sent_and_chosen(service: Service, run_name: str) -
         assert "routed_experts" not in shard.tensors
 
 
+def test_both_forms_of_a_sampling_mask_restrict_the_logits_alike(service: Service, run_name: str) -> None:
+    column = {"name": "sampling_mask", "dtype": "int32", "scope": "response", "shape": [None], "required": True}
+    names: dict[str, Any] = {"torch": torch, "kept_ids": [11, 17, 5, 6, 7], "offsets": [0, 2, 2, 5]}
+    with RolloutClient(service.grpc_address, run_name) as client:
+        client.create_run(COUNTS | {"train_batch_size": 2, "policy_mini_batch_size": 2, "columns": [column]})
+        for uid, form in (("a", "[[11, 17]"), ("b", "kept_ids")):
+            run(block_with("columns.md", form), service, run_name, names)
+            row = ROW | {"uid": uid, "reward": 1.0, "response_ids": [3, 4, 5], "loss_mask": [1, 1, 1]}
+            client.submit([row | names["columns"]])
+        client.finish()
+    with TrainerClient(service.grpc_address, run_name, rank=0) as trainer:
+        (names["shard"],) = next(iter(trainer)).mini_batches()
+        names["model"] = lambda sequences, position_ids: torch.zeros(*sequences.shape, 20)
+        run(block_with("columns.md", "kept = "), service, run_name, names)
+        logprobs = names["logprobs"].reshape(-1, 3, 20)[:2]
+    assert [[int(count) for count in row.isfinite().sum(-1)] for row in logprobs] == [[2, 20, 3]] * 2
+    assert set(logprobs[0, 0].isfinite().nonzero().flatten().tolist()) == {11, 17}
+
+
 def test_what_trainers_write_back_is_written_as_documented(service: Service, run_name: str) -> None:
     settings = yaml.safe_load(blocks("columns.md", "yaml")[2])
     with RolloutClient(service.grpc_address, run_name) as client:
@@ -90,7 +115,7 @@ def test_what_trainers_write_back_is_written_as_documented(service: Service, run
             "old_logprobs": computed,
             "ref_logprobs": computed,
         }
-        run(blocks("columns.md", "python")[2], service, run_name, names)
+        run(block_with("columns.md", "trainer.write("), service, run_name, names)
     assert service.runs.get(run_name).status().batches_freed == 1
 
 

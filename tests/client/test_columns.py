@@ -353,7 +353,7 @@ def test_what_another_client_sends_wrongly_is_refused_by_the_service(service: Se
     assert "has 35 bytes and its counts ask for 36" in refused(cut)
     assert "uid 'a' sample 0 step 0: routed_experts has 2 values and 3 are needed" in refused(recount)
     assert "column 'paths' is not declared by the run" in refused(rename)
-    assert "columns has 2 entries and column_values 1" in refused(lambda rows: rows.column_values.pop())
+    assert "columns has 4 entries and column_values 3" in refused(lambda rows: rows.column_values.pop())
     assert "is sent twice" in refused(repeat)
     assert service.runs.get(run_name).status().rows_accepted == 0
 
