@@ -84,29 +84,38 @@ def test_a_required_setting_that_is_missing_is_named(name: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"train_batchsize": 8}, r"train_batchsize \(did you mean train_batch_size\?\); known are train_batch_size"),
-        ({"micro_batch": {"size": 2, "tokens": 3}}, "unknown setting micro_batch.tokens; known are size, max_tokens"),
-        ({"micro_batch": {}}, "give exactly one of size .* got none"),
-        ({"micro_batch": {"size": 1, "max_tokens": 5}}, "give exactly one of size"),
-        ({"micro_batch": {"size": 1, "count": 5}}, "give exactly one of size .* got size and count"),
+        (
+            {"train_batchsize": 8},
+            r"train_batchsize \(did you mean train_batch_size\?\); expected one of train_batch_size",
+        ),
+        (
+            {"micro_batch": {"size": 2, "tokens": 3}},
+            "unknown setting micro_batch.tokens; expected one of size, max_tokens",
+        ),
+        ({"micro_batch": {}}, "exactly one limit, got none; set one of size"),
+        ({"micro_batch": {"size": 1, "max_tokens": 5}}, "exactly one limit, got size and max_tokens"),
+        ({"micro_batch": {"size": 1, "count": 5}}, "exactly one limit, got size and count; set one of size"),
         (
             {"micro_batch": {"count": 3}, "vpp_size": 2, "microbatch_group_size": 2},
-            "micro_batch.count: 3 is not a multiple of microbatch_group_size: 2, which vpp_size: 2 asks for; change",
+            "micro_batch.count: 3 is not a multiple of microbatch_group_size: 2, which vpp_size: 2 requires; change",
         ),
         (
             {"micro_batch": {"count": 3}, "on_misaligned": "error"},
-            "micro_batch.count: 3 is always reached, .* on_misaligned: error has nothing to decide; use .* pad",
+            "micro_batch.count: 3 is always reached .* on_misaligned: error has no effect; use .* pad",
         ),
-        ({"micro_batch": {"count": 16384}, "dp_size": 512}, "makes 8388608 micro-batches .* lower the count"),
+        ({"micro_batch": {"count": 16384}, "dp_size": 512}, "gives 8388608 micro-batches .* lower the count"),
         (
             {"micro_batch": {"count": 3}, "mini_batch_unit": "sequence"},
-            "mini_batch_unit: sequence works with micro_batch: {size: ...}",
+            "mini_batch_unit: sequence requires micro_batch: {size: ...}",
         ),
-        ({"micro_batch": {"count": 3, "full": True}}, "micro_batch.full: true .* give size, or leave full out"),
+        (
+            {"micro_batch": {"count": 3, "full": True}},
+            "micro_batch.full: true .* set micro_batch.size, or leave full out",
+        ),
         ({"micro_batch": {"size": 3, "full": 1}}, "micro_batch.full: input should be a valid boolean, got 1"),
         (
             {"micro_batch": {"size": 3, "full": True}, "mini_batch_unit": "sequence", "dp_size": 2},
-            "each rank has 1 rows of every policy mini-batch .* no multiple of it; change policy_mini_batch_size or",
+            "each rank has 1 rows per policy mini-batch .* not a multiple of 3; change policy_mini_batch_size or",
         ),
         ({"micro_batch": {"count": 10**9}}, "micro_batch.count: input should be less than or equal to 16384"),
         ({"micro_batch": {"size": 0}}, "micro_batch.size: input should be greater than 0, got 0"),
@@ -123,65 +132,68 @@ def test_a_required_setting_that_is_missing_is_named(name: str) -> None:
         ({"merge": "suffix"}, "merge"),
         ({"merge": "prefix"}, "merge: prefix joins the steps .* set step_wise: true or merge: none"),
         ({"merge": "tree"}, "merge: tree joins the steps .* set step_wise: true or merge: none"),
-        ({"retokenized_tail": 4, "step_wise": True}, "retokenized_tail: 4 .* merge is none; set merge: prefix or tree"),
+        (
+            {"retokenized_tail": 4, "step_wise": True},
+            "retokenized_tail: 4 .* merge: none, .* set merge: prefix or tree",
+        ),
         ({"retokenized_tail": -1, "step_wise": True, "merge": "tree"}, "retokenized_tail: .* got -1"),
         ({"loss_reduction": "seq_mean_token_sum_norm"}, "set max_seq_len"),
         ({"min_samples": 5}, "min_samples: 5 exceeds n_samples_per_prompt: 4"),
         ({"max_samples_per_prompt": 3}, "max_samples_per_prompt: 3 is less than n_samples_per_prompt: 4"),
         ({"surplus": -1}, "surplus: input should be greater than or equal to 0, got -1"),
-        ({"tag_timeout_s": 5.0}, "tag_timeout_s: 5 says how long a batch waits for tag_shares, and there are none"),
-        ({"tag_shares": {"a": {"min": 0.6}, "b": {"min": 0.5}}}, "shares of 'a', 'b' are 1.1 together, more than all"),
+        ({"tag_timeout_s": 5.0}, "tag_timeout_s: 5 limits how long a batch waits for tag_shares, which is not set"),
+        ({"tag_shares": {"a": {"min": 0.6}, "b": {"min": 0.5}}}, "shares of 'a', 'b' add up to 1.1, more than 1"),
         ({"tag_shares": {"a": {"min": 0.51}, "b": {"min": 0.49}}}, "5 of 'a' [+] 4 of 'b' whole groups are more than"),
-        ({"tag_shares": {"a": {"max": 0.5}}}, "unknown setting tag_shares.'a'.max; known are min"),
+        ({"tag_shares": {"a": {"max": 0.5}}}, "unknown setting tag_shares.'a'.max; expected one of min"),
         ({"tag_shares": {"a": {"min": 0}}}, "tag_shares.a.min: input should be greater than 0, got 0"),
         ({"tag_shares": {"a": {"min": 1.5}}}, "tag_shares.a.min: input should be less than or equal to 1"),
         ({"tag_shares": {"a": 0.5}}, "tag_shares.a"),
         ({"tag_shares": {"": {"min": 0.5}}}, "tag_shares"),
-        ({"tag_shares": {f"t{n}": {"min": 0.01} for n in range(65)}}, "tag_shares names 65 tags, and a run has 64"),
-        ({"stale": "drop"}, "stale: drop needs a bound; set max_staleness"),
-        ({"stale": "mask"}, "stale: mask needs a bound; set max_staleness"),
+        ({"tag_shares": {f"t{n}": {"min": 0.01} for n in range(65)}}, "tag_shares: 65 tags exceed the limit of 64"),
+        ({"stale": "drop"}, "stale: drop needs max_staleness, .* set max_staleness"),
+        ({"stale": "mask"}, "stale: mask needs max_staleness, .* set max_staleness"),
         ({"group_timeout_s": 0.0}, "group_timeout_s"),
         ({"group_timeout_s": float("inf")}, "group_timeout_s"),
         (
             {"dp_size": 16384, "vpp_size": 2, "microbatch_group_size": 64},
-            "be padded to at least 1048576 rows, and 131072",
+            "be padded to at least 1048576 rows, and the limit is 131072",
         ),
         ({"dp_size": 16, "micro_batch": {"count": 16384}}, "padded to at least 262144 rows"),
         ({"dp_size": 2, "micro_batch": {"size": 1 << 20, "full": True}}, "padded to at least 2097152 rows"),
         (
             {"on_misaligned": "drop_trailing", "critic_mini_batch_size": 2},
-            "drop_trailing is refused with a critic",
+            "drop_trailing does not work with a critic",
         ),
         (
             {"on_misaligned": "error", "dp_size": 16},
-            r"can never align: .* = 8 rows, and micro-batches come in multiples of 16",
+            r"can never align .* = 8 rows, and at least 16 are needed",
         ),
         (
             {"on_misaligned": "drop_trailing", "dp_size": 4, "vpp_size": 2, "microbatch_group_size": 4},
-            "multiples of 16",
+            "at least 16 are needed",
         ),
         ({"mini_batch_unit": "sequence", "dp_size": 3}, "policy_mini_batch_size: 2 rows is not a multiple of dp_size"),
         (
             {"mini_batch_unit": "sequence", "critic_mini_batch_size": 3, "dp_size": 2},
             "critic_mini_batch_size: 3 rows is not a multiple of dp_size",
         ),
-        ({"mini_batch_unit": "sequence", "micro_batch": {"max_tokens": 9}}, "mini_batch_unit: sequence works with"),
-        ({"mini_batch_unit": "sequence", "on_misaligned": "error"}, "mini_batch_unit: sequence works with"),
+        ({"mini_batch_unit": "sequence", "micro_batch": {"max_tokens": 9}}, "mini_batch_unit: sequence requires"),
+        ({"mini_batch_unit": "sequence", "on_misaligned": "error"}, "mini_batch_unit: sequence requires"),
         (
             {"balance": "flops"},
-            r"balance: flops needs flops: .* linear is 2 × parameters and quadratic 2 × layers × hidden size",
+            r"balance: flops needs flops: .* linear = 2 × parameters, quadratic = 2 × layers × hidden size",
         ),
         ({"balance": "rows"}, "balance: input should be 'none', 'tokens' or 'flops', got 'rows'"),
         ({"flops": {"linear": 0.0, "quadratic": 0.0}}, "flops: linear and quadratic are both 0"),
         ({"flops": {"linear": -1.0}}, "flops.linear: input should be greater than or equal to 0, got -1.0"),
         ({"flops": {"quadratic": float("inf")}}, "flops.quadratic: input should be a finite number, got inf"),
         ({"flops": {"linear": "much"}}, "flops.linear: input should be a valid number, got 'much'"),
-        ({"flops": {"cubic": 1.0}}, "unknown setting flops.cubic; known are linear, quadratic"),
+        ({"flops": {"cubic": 1.0}}, "unknown setting flops.cubic; expected one of linear, quadratic"),
         ({"gamma": 1.5}, "gamma: input should be less than or equal to 1, got 1.5"),
         ({"gamma": -0.1}, "gamma: input should be greater than or equal to 0, got -0.1"),
         ({"lambda": 2}, "lambda: input should be less than or equal to 1, got 2"),
-        ({"lambda_": 1}, "unknown setting lambda_; give lambda_ as lambda; known are .* gamma, lambda, whiten"),
-        ({"ppo_mini_batch_size": 8}, "give ppo_mini_batch_size as policy_mini_batch_size; known are"),
+        ({"lambda_": 1}, "unknown setting lambda_; rename lambda_ to lambda; expected one of .* gamma, lambda, whiten"),
+        ({"ppo_mini_batch_size": 8}, "rename ppo_mini_batch_size to policy_mini_batch_size; expected one of"),
         ({"whiten": "group"}, "whiten: input should be 'batch', 'mini_batch' or 'none', got 'group'"),
         ({"grpo_epsilon": 0}, "grpo_epsilon: input should be greater than 0, got 0"),
         ({"kl_from": "logprobs"}, "kl_from: input should be 'old_logprobs' or 'rollout_logprobs', got 'logprobs'"),
@@ -189,13 +201,16 @@ def test_a_required_setting_that_is_missing_is_named(name: str) -> None:
         ({"kl_in_reward": {"coef": -1, "estimator": "k1"}}, "kl_in_reward.coef: .* greater than or equal to 0"),
         ({"kl_in_reward": {"coef": 0.1, "estimator": "k4"}}, "kl_in_reward.estimator: .* got 'k4'"),
         ({"kl_in_reward": {"coef": 0.1, "column": "KL"}}, "kl_in_reward.column: .* got 'KL'"),
-        ({"kl_in_reward": {"coef": 0.1, "kind": "k1"}}, "unknown setting kl_in_reward.kind; known are coef, estimator"),
+        (
+            {"kl_in_reward": {"coef": 0.1, "kind": "k1"}},
+            "unknown setting kl_in_reward.kind; expected one of coef, estimator",
+        ),
         (
             {"advantage_estimator": "gae"},
             "columns: values is missing, and advantage_estimator: gae is computed from it",
         ),
-        ({"kl_in_reward": {"coef": 0.1}}, "kl_in_reward: give exactly one of estimator"),
-        ({"kl_in_reward": {"coef": 0.1, "estimator": "k1", "column": "kl"}}, "kl_in_reward: give exactly one of"),
+        ({"kl_in_reward": {"coef": 0.1}}, "kl_in_reward: needs exactly one source; set estimator"),
+        ({"kl_in_reward": {"coef": 0.1, "estimator": "k1", "column": "kl"}}, "kl_in_reward: needs exactly one source"),
         (
             {"kl_in_reward": {"coef": 0.1, "estimator": "k1"}, "advantage_estimator": "none"},
             "kl_in_reward changes rewards.* leave kl_in_reward out",
@@ -207,14 +222,17 @@ def test_a_required_setting_that_is_missing_is_named(name: str) -> None:
         ({"kl_in_reward": {"coef": 0.1, "column": "kl"}}, "columns: kl is missing, .* declare it with scope: row"),
         (
             kl_of_column(scope="response"),
-            "columns: kl has scope: response, .* make it scope: row, dtype: float32 or float64, one number each",
+            "columns: kl has scope: response, .* set scope: row, dtype: float32 or float64, no shape",
         ),
         (kl_of_column(dtype="bfloat16"), "columns: kl has scope: row, dtype: bfloat16, "),
         (kl_of_column(shape=[2]), r"columns: kl has scope: row, dtype: float32, shape: \[2\], "),
-        (kl_of_column(required=False), "columns: kl has .* required: false, .* each, required, and not partial"),
+        (
+            kl_of_column(required=False),
+            "columns: kl has .* required: false, .* no shape, required: true, partial: false",
+        ),
         (
             {**kl_of_column(), "merge": "prefix", "step_wise": True},
-            "columns: kl has merge: last, so with merge: prefix .* set merge: sum for it",
+            "columns: kl has merge: last, so with merge: prefix .* set merge: sum in the column",
         ),
         (
             {"kl_in_reward": {"coef": 0.1, "estimator": "k3"}},
@@ -394,20 +412,20 @@ def test_flops_are_read_from_yaml_with_an_exponent(tmp_path: Path) -> None:
 def test_warnings_name_settings_that_do_not_go_together() -> None:
     merged = GOOD | {"step_wise": True, "merge": "prefix", "loss_reduction": "sequence_mean"}
     assert "scale of the loss depends on how many steps merge" in warnings_of(parse_config(merged))[0]
-    assert "merge: tree makes fewer of them" in warnings_of(parse_config(merged | {"merge": "tree"}))[0]
+    assert "merge: tree reduces their number" in warnings_of(parse_config(merged | {"merge": "tree"}))[0]
     dropping = GOOD | {"on_misaligned": "drop_trailing"}
-    assert "drops the groups that finished last" in warnings_of(parse_config(dropping))[0]
+    assert "drops the groups that finish last" in warnings_of(parse_config(dropping))[0]
     crowded = GOOD | {"micro_batch": {"count": 3}, "dp_size": 3}
-    assert "makes 9 micro-batches, and a mini-batch has 8 rows at most" in warnings_of(parse_config(crowded))[0]
+    assert "gives 9 micro-batches, but a mini-batch has at most 8 rows" in warnings_of(parse_config(crowded))[0]
     assert warnings_of(parse_config(crowded | {"dp_size": 2})) == []
     lone = GOOD | {"n_samples_per_prompt": 1, "max_samples_per_prompt": 2}
     (warning,) = warnings_of(parse_config(lone))
     assert "max_samples_per_prompt: 2 with n_samples_per_prompt: 1: a group of one" in warning
     cut = GOOD | {"layout": "prefix_tree", "n_samples_per_prompt": 4, "micro_batch": {"size": 3}}
-    assert "cuts every group of 4 samples" in warnings_of(parse_config(cut))[0]
+    assert "splits every group of 4 samples" in warnings_of(parse_config(cut))[0]
     assert warnings_of(parse_config(cut | {"micro_batch": {"size": 4}})) == []
     waits = GOOD | {"tag_shares": {"math": {"min": 0.5}}}
-    assert "if a tag stops coming, no batch is sealed" in warnings_of(parse_config(waits))[0]
+    assert "if no more groups of a tag arrive, no batch is sealed" in warnings_of(parse_config(waits))[0]
     assert warnings_of(parse_config(waits | {"tag_timeout_s": 60.0})) == []
     assert warnings_of(parse_config(lone | {"advantage_estimator": "none"})) == []
     assert warnings_of(parse_config(GOOD)) == []
@@ -454,7 +472,7 @@ def test_a_missing_file_is_refused_with_its_name(tmp_path: Path) -> None:
         ({"lambda": 0.9}, ["lambda: 0.9 has no effect: it is read with advantage_estimator: gae alone"]),
         ({"whiten": "batch"}, ["whiten: batch has no effect: it is read with advantage_estimator: gae or reinforce++"]),
         ({"grpo_epsilon": 1e-4, "advantage_estimator": "rloo"}, ["grpo_epsilon: 0.0001 has no effect"]),
-        ({"kl_from": "rollout_logprobs"}, ["kl_from: rollout_logprobs has no effect: it is read with kl_in_reward"]),
+        ({"kl_from": "rollout_logprobs"}, ["kl_from: rollout_logprobs has no effect: it is read only with kl_in_reward"]),
     ],
 )
 def test_a_setting_that_the_estimator_does_not_read_is_reported(change: dict[str, Any], beginnings: list[str]) -> None:

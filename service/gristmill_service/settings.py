@@ -1,6 +1,6 @@
-"""The service's settings: their names, defaults and checks.
+"""The service's settings: names, defaults and checks.
 
-Flags take precedence over the environment, the environment over a file, the file over defaults. Runs have their own
+Flags override the environment, the environment overrides a file, and the file overrides defaults. Runs have their own
 configuration: see `config`.
 """
 
@@ -30,9 +30,9 @@ class ShardStoreKind(NamedTuple):
     """A store of shards that settings may name.
 
     module: imported only if the store is used; its `open_shards(settings, runs)` returns a `ShardStore`.
-    run_stores: the run stores that it works with.
-    directory: the setting with its directory, whose free space is reported and which `gristmill doctor` checks; empty
-        if it has none.
+    run_stores: the compatible run stores.
+    directory: the setting that names its directory; empty if it has none. The service reports the free space there,
+        and `gristmill doctor` checks it.
     """
 
     module: str
@@ -60,10 +60,10 @@ def _run_store(settings: dict[str, Any]) -> RunStoreName:
 
 
 class Settings(BaseSettings):
-    """The settings of a serving process. By default it listens on this machine only.
+    """The settings of a serving process. By default it listens only on this machine.
 
-    A setting that is not an argument is taken from the environment, else from the file that `config_file` names. Other
-    variables with the prefix are ignored: Kubernetes sets some, named after a service.
+    A setting that is not an argument is read from the environment, else from the file `config_file`. Other variables
+    with the prefix are ignored, because Kubernetes sets some that are named after a service.
     """
 
     model_config = SettingsConfigDict(
@@ -77,19 +77,19 @@ class Settings(BaseSettings):
     http_address: str = Field("127.0.0.1:8080", description="HOST:PORT of the HTTP API; port 0 picks a free one.")
     http_host_names: str = Field(
         "",
-        description="Further names that lead to the HTTP API, or patterns such as *.example.org, with commas between, "
-        "where no tokens are asked for: requests for others may be a browser's, for a page of somebody else's. "
-        "Addresses, this machine's "
-        "names and those of private networks (gristmill, NAME.local, NAME.internal, NAME.svc) need not be listed.",
+        description="Additional host names of the HTTP API, or patterns such as *.example.org, separated by commas. "
+        "Without tokens, requests for other hosts are rejected, because a page of another site may send them. IP "
+        "addresses, this machine's names and names of private networks (gristmill, NAME.local, NAME.internal, "
+        "NAME.svc) are always accepted.",
     )
     store: Literal["shared_memory", "memory", "redis"] = Field(
         "shared_memory",
-        description="Sets run_store and shard_store where they are not given: redis keeps both, so that several "
-        "services serve the same runs; shared_memory and memory keep shards there, and runs in journal_dir, if any.",
+        description="The default of run_store and shard_store. redis stores both, so that several services can serve "
+        "the same runs; shared_memory and memory store shards, and runs are stored in journal_dir, if it is set.",
     )
     journal_dir: Path | None = Field(
         None,
-        description="The directory of run_store: journal, in which runs are stored, so that they outlive the process.",
+        description="The directory of run_store: journal. Runs stored there survive a restart of the process.",
     )
     run_store: RunStoreName = Field(
         default_factory=_run_store,
@@ -103,42 +103,43 @@ class Settings(BaseSettings):
     redis_url: str | None = Field(
         None,
         description="redis://HOST:PORT[/DB], redis+sentinel://HOST:PORT,HOST:PORT/NAME or "
-        "redis+cluster://HOST:PORT,...; rediss in place of redis for TLS.",
+        "redis+cluster://HOST:PORT,...; rediss instead of redis for TLS.",
     )
-    redis_username: str | None = Field(None, description="The user name at Redis; the URL may have it, too.")
+    redis_username: str | None = Field(None, description="The user name for Redis; the URL may contain it instead.")
     redis_password: SecretStr | None = Field(
         None,
-        description="The password at Redis. Give it by the environment rather than by a flag, which other users of the "
+        description="The password for Redis. Set it in the environment rather than as a flag, which other users of the "
         "machine can read.",
     )
-    redis_ca_file: Path | None = Field(None, description="The authority that signed Redis' certificate.")
-    redis_prefix: str = Field(
-        "gristmill", pattern=r"^[\w.-]+$", description="The names of all keys in Redis begin with this."
-    )
+    redis_ca_file: Path | None = Field(None, description="The CA certificate that signed Redis' certificate.")
+    redis_prefix: str = Field("gristmill", pattern=r"^[\w.-]+$", description="The prefix of all keys in Redis.")
     redis_min_replicas: int = Field(
         0,
         ge=0,
         le=16,
-        description="How many replicas of Redis must have a change before the service answers; 0: only the master.",
+        description="How many replicas of Redis must confirm a change before the service answers; 0: only the master.",
     )
     redis_wait_aof: bool = Field(
         False,
-        description="Whether a change must also be on the disks of Redis and of these replicas; needs Redis 7.2.",
+        description="Whether Redis and these replicas must also write a change to disk; needs Redis 7.2.",
     )
     lease_s: float = Field(
-        3.0, ge=0.5, le=60, description="Seconds that a run's owner may be silent before another service takes it over."
+        3.0,
+        ge=0.5,
+        le=60,
+        description="Seconds without a sign of life from a run's owner after which another service takes over.",
     )
     advertise_grpc_address: str | None = Field(
         None, description="The address at which other services reach this one's gRPC API. None: grpc_address."
     )
     advertise_http_url: str | None = Field(
-        None, description="The URL at which other services reach this one's HTTP API. None: made of http_address."
+        None, description="The URL at which other services reach this one's HTTP API. None: derived from http_address."
     )
     shared_memory_dir: Path = Field(Path("/dev/shm"), description="The tmpfs that shared_memory writes to.")  # noqa: S108
     journal_fsync: Literal["always", "interval", "never"] = Field(
         "interval",
-        description="When the journal is synced to the disk, so that it survives a crash of the machine, too: always "
-        "(before each answer), interval (each second), never.",
+        description="When the journal is synced to disk, so that it also survives a crash of the machine: always "
+        "(before each answer), interval (every second), never.",
     )
     max_message_bytes: ByteSize = Field(
         ByteSize(64 << 20), gt=0, description="The largest request, compressed or not (64MiB, 1GiB, or bytes)."
@@ -146,96 +147,95 @@ class Settings(BaseSettings):
     max_row_bytes: ByteSize = Field(
         ByteSize(8 << 30),
         gt=0,
-        description="The bytes of rows that all runs together may store; beyond it workers wait.",
+        description="The bytes of rows that all runs together may store; at the limit, workers wait.",
     )
-    max_runs: PositiveInt = Field(4096, description="How many runs there may be.")
+    max_runs: PositiveInt = Field(4096, description="The maximum number of runs.")
     max_run_groups: PositiveInt | None = Field(
-        None, description="Prompt groups that a run may store, open or in batches that are not freed. None: any number."
+        None, description="Prompt groups that a run may store, open or in batches that are not freed. None: no limit."
     )
-    max_run_rows: PositiveInt | None = Field(None, description="Rows that a run may store. None: any number.")
+    max_run_rows: PositiveInt | None = Field(None, description="Rows that a run may store. None: no limit.")
     max_run_row_bytes: ByteSize | None = Field(
-        None, gt=0, description="Bytes of rows that a run may store, whatever its max_buffered_bytes. None: any number."
+        None,
+        gt=0,
+        description="Bytes of rows that a run may store, regardless of its max_buffered_bytes. None: no limit.",
     )
     max_run_requests: PositiveInt | None = Field(
         None,
-        description="Calls for a run that may be answered at once, waiting ones counted: at least a few for each of "
-        "its workers and ranks. None: any number.",
+        description="Concurrent calls for a run, including waiting calls; allow a few for each of its workers and "
+        "ranks. None: no limit.",
     )
     max_waiters: PositiveInt = Field(
         512,
-        description="How many calls may wait at a time; each takes a thread over gRPC. Calls beyond it are "
-        "answered at once.",
+        description="How many calls may wait at a time; over gRPC each uses a thread. Further calls are answered at "
+        "once.",
     )
     max_streams: PositiveInt = Field(
         256,
-        description="How many gRPC streams (ReadShard, ExportBatch) may be open at a time; callers of others have to "
-        "retry.",
+        description="How many gRPC streams (ReadShard, ExportBatch) may be open at a time; further callers must retry.",
     )
     tokenizer: Path | None = Field(
         None,
-        description="The tokenizer.json of the models that are trained, or its directory: the page shows tokens as "
-        "text. Needs the extra [tokenizer]. None: only token ids.",
+        description="The tokenizer.json of the trained models, or its directory, for the page to show tokens as text. "
+        "Needs the extra [tokenizer]. None: the page shows token ids.",
     )
     tokens_file: Path | None = Field(
         None,
-        description="A YAML file of who may call what (`gristmill token create` writes it), read again when it "
-        "changes. None: everyone may do everything.",
+        description="A YAML file of tokens and their roles (`gristmill token create` writes it), reloaded when it "
+        "changes. None: every caller may do everything.",
     )
     jwks: str | None = Field(
         None,
-        description="The keys that sign callers' JSON web tokens, such as those of Kubernetes' service accounts: a "
-        "file, or a URL. The roles of their subjects are in tokens_file.",
+        description="The keys that verify callers' JSON web tokens, such as those of Kubernetes service accounts: a "
+        "file or a URL. tokens_file contains the roles of their subjects.",
     )
     jwks_ca_file: Path | None = Field(
-        None, description="The authority that signed the certificate of that URL's host. None: public authorities."
+        None, description="The CA certificate for the host of the jwks URL. None: public authorities."
     )
     jwt_issuer: str | None = Field(None, description="The issuer that JSON web tokens must have (iss).")
     jwt_audience: str | None = Field(None, description="The audience that JSON web tokens must have (aud).")
     proxy_user_header: str | None = Field(
         None,
         pattern="^[A-Za-z0-9-]+$",
-        description="The header in which a proxy in front of the HTTP API names the person who signed in there, such "
-        "as X-Forwarded-User. The proxy must remove this header from what clients send. Roles of people are in "
-        "tokens_file, under subjects.",
+        description="The header in which a proxy in front of the HTTP API sends the name of the signed-in user, such "
+        "as X-Forwarded-User. The proxy must remove this header from clients' requests. tokens_file contains the "
+        "users' roles, under subjects.",
     )
     proxy_addresses: str = Field(
         "127.0.0.1,::1",
-        description="The addresses or networks of the proxy, separated by commas; the header is believed from "
-        "these only.",
+        description="The addresses or networks of the proxy, separated by commas. The header is ignored in requests "
+        "from other addresses.",
     )
     tls_cert_file: Path | None = Field(
-        None, description="The certificate (chain) that both APIs show, PEM; read again when it changes."
+        None, description="The certificate (chain) of both APIs, PEM; reloaded when it changes."
     )
-    tls_key_file: Path | None = Field(None, description="The key of the certificate, PEM.")
+    tls_key_file: Path | None = Field(None, description="The private key of the certificate, PEM.")
     tls_client_ca_file: Path | None = Field(
         None,
-        description="The authority that must have signed the certificate of every client. None: clients need no "
+        description="The CA certificate that must have signed the certificate of every client. None: clients need no "
         "certificate.",
     )
     tls_peer_ca_file: Path | None = Field(
         None,
-        description="The authority that signed the other services' certificates. None: the authorities that gRPC "
-        "knows.",
+        description="The CA certificate that signed the other services' certificates. None: the CAs that gRPC trusts "
+        "by default.",
     )
     insecure: bool = Field(
         False,
-        description="Listen beyond this machine without TLS and tokens. Everybody who reaches a port may then read, "
-        "change and delete every run.",
+        description="Accept connections from other machines without TLS and tokens. Anyone who reaches a port can then "
+        "read, change and delete every run.",
     )
     shutdown_grace_s: float = Field(
         30.0,
         ge=0,
-        description="After SIGTERM, the seconds in which batches that are being built and calls that are being "
-        "answered may end.",
+        description="After SIGTERM, the seconds to wait for batches in construction and calls in progress to finish.",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
-        "info", description="The least level that is logged."
+        "info", description="The minimum level that is logged."
     )
     log_format: Literal["human", "json"] = Field("human", description="human, or json: one object per line.")
     announce: Path | None = Field(
         None,
-        description="A file to which the service writes its addresses as JSON when it is ready, and which it removes "
-        "at shutdown.",
+        description="A file to which the service writes its addresses as JSON when it is ready; removed at shutdown.",
     )
 
     @classmethod
@@ -251,24 +251,24 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _check_stores(self) -> Settings:
-        """Checks the rules about which stores and settings of stores go together."""
+        """Rejects combinations of stores, and of stores and their settings, that do not work."""
         if self.journal_dir is not None and self.run_store != "journal":
             raise ValueError(
-                f"journal_dir and run_store: {self.run_store} exclude each other: the runs are kept in one place; give "
-                "one of them"
+                f"journal_dir conflicts with run_store: {self.run_store}, because runs are stored in only one place; "
+                "set one of them"
             )
         if self.run_store == "journal" and self.journal_dir is None:
-            raise ValueError("run_store: journal needs journal_dir; give the directory of its files")
-        if (self.run_store == "redis") != (self.redis_url is not None):
             raise ValueError(
-                "store: redis and redis_url go together, as do run_store: redis and redis_url; give both, or neither"
+                "run_store: journal needs journal_dir, which is not set; set it to a directory for the files"
             )
+        if (self.run_store == "redis") != (self.redis_url is not None):
+            raise ValueError("redis_url must be set exactly if store or run_store is redis; set both, or neither")
         run_stores = SHARD_STORES[self.shard_store].run_stores
         if self.run_store not in run_stores:
             raise ValueError(
                 f"shard_store: {self.shard_store} needs run_store: {' or '.join(run_stores)}, got {self.run_store}: "
-                "replicas that share runs in Redis read each other's shards there, and a lease there fences who "
-                "publishes; change one of them"
+                "replicas that share runs in Redis read each other's shards there, and a lease in Redis decides which "
+                "replica publishes; change one of them"
             )
         for name, listens, advertised in (
             ("advertise_grpc_address", self.grpc_address, self.advertise_grpc_address),
@@ -276,32 +276,32 @@ class Settings(BaseSettings):
         ):
             if self.run_store == "redis" and advertised is None and listens.startswith(_EVERYWHERE):
                 raise ValueError(
-                    f"{name} is needed with run_store: redis, because other services cannot reach this one at "
-                    f"{listens}; give the address at which they can"
+                    f"{name} is required with run_store: redis, because other services cannot reach this one at "
+                    f"{listens}; set it to an address that they can reach"
                 )
         if self.run_store != "redis" and (self.redis_min_replicas or self.redis_wait_aof):
-            raise ValueError("redis_min_replicas and redis_wait_aof are for run_store: redis; leave them out")
+            raise ValueError("redis_min_replicas and redis_wait_aof work only with run_store: redis; leave them out")
         return self
 
     @model_validator(mode="after")
     def _check_access(self) -> Settings:
         if (self.tls_cert_file is None) != (self.tls_key_file is None):
-            raise ValueError("tls_cert_file and tls_key_file go together; give both, or neither")
+            raise ValueError("tls_cert_file and tls_key_file must be set together; set both, or neither")
         if self.tls_cert_file is None and (self.tls_client_ca_file or self.tls_peer_ca_file):
-            raise ValueError("tls_client_ca_file and tls_peer_ca_file need tls_cert_file and tls_key_file; give them")
+            raise ValueError("tls_client_ca_file and tls_peer_ca_file need tls_cert_file and tls_key_file; set both")
         if self.jwks is None and (self.jwt_issuer or self.jwt_audience or self.jwks_ca_file):
-            raise ValueError("jwt_issuer, jwt_audience and jwks_ca_file need jwks; give the keys, too")
+            raise ValueError("jwt_issuer, jwt_audience and jwks_ca_file need jwks, which is not set; set jwks")
         if self.jwks is not None and not (self.tokens_file and self.jwt_issuer and self.jwt_audience):
-            raise ValueError("jwks needs jwt_issuer, jwt_audience, and tokens_file with the subjects' roles; give them")
+            raise ValueError("jwks needs jwt_issuer, jwt_audience, and tokens_file with the subjects' roles; set them")
         if self.proxy_user_header is not None and self.tokens_file is None:
-            raise ValueError("proxy_user_header needs tokens_file with the users' roles; give it")
+            raise ValueError("proxy_user_header needs tokens_file with the users' roles; set tokens_file")
         is_safe = self.tls_cert_file is not None and self.tokens_file is not None
         for name in ("grpc_address", "http_address"):
             address = getattr(self, name)
             if not is_safe and not self.insecure and not _is_of_this_machine(address):
                 raise ValueError(
                     f"{name}: other machines can reach {address}, so the service needs tls_cert_file, tls_key_file and "
-                    "tokens_file; give them, or give insecure if the network keeps strangers out"
+                    "tokens_file; set them, or set insecure if every machine on the network is trusted"
                 )
         return self
 
@@ -323,9 +323,9 @@ class Settings(BaseSettings):
     @field_validator("advertise_http_url")
     @classmethod
     def _check_url(cls, url: str | None) -> str | None:
-        # urlsplit raises ValueError, too.
+        # urlsplit may raise ValueError itself.
         if url is not None and ((parts := urlsplit(url)).scheme not in ("http", "https") or not parts.hostname):
-            raise ValueError("expected http://HOST:PORT or https://HOST:PORT")
+            raise ValueError("not a URL of an HTTP server; set http://HOST:PORT or https://HOST:PORT")
         return url
 
     @field_validator("proxy_addresses")
@@ -339,7 +339,7 @@ class Settings(BaseSettings):
     @classmethod
     def _check_http_address(cls, address: str) -> str:
         if address.startswith("unix:"):
-            raise ValueError("only grpc_address may be a unix socket; give HOST:PORT")
+            raise ValueError("only grpc_address may be a unix socket; set HOST:PORT")
         return address
 
 
@@ -356,7 +356,7 @@ def _is_of_this_machine(address: str) -> bool:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Returns the host and the port of `HOST:PORT`; an IPv6 host has brackets."""
+    """Splits `HOST:PORT` into host and port. An IPv6 host must be in brackets."""
     host, _, port = address.rpartition(":")
     if not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
         raise ValueError("expected HOST:PORT with a port of 0..65535")
@@ -364,7 +364,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 class _ConfigFile(PydanticBaseSettingsSource):
-    """The settings in the file that an argument or the environment names."""
+    """The settings in the file `config_file`, which an argument or the environment names."""
 
     def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
         raise NotImplementedError("the file is read as a whole")
@@ -375,20 +375,20 @@ class _ConfigFile(PydanticBaseSettingsSource):
 
 
 def load_settings(flags: Mapping[str, Any]) -> Settings:
-    """Returns settings from flags (None: not given), the environment and the file.
+    """Returns settings from flags (None: not set), the environment and the file.
 
-    Raises InvalidArgumentError naming the setting, where it was given, its value and what is expected.
+    Raises InvalidArgumentError that names the setting, its source, its value and the expected value.
     """
     return load(Settings, flags)
 
 
 def load(kind: type[_Kind], flags: Mapping[str, Any]) -> _Kind:
-    """Returns settings of this class, like `load_settings`."""
+    """Returns settings of the class `kind`, like `load_settings`."""
     values = {name: value for name, value in flags.items() if value is not None}
     try:
         return kind(**values)
     except ValidationError as error:
-        # A default that depends on wrong settings is not reported.
+        # A default that depends on invalid settings is not reported.
         wrong = (item for item in error.errors() if item["type"] != "default_factory_not_called")
         raise InvalidArgumentError("; ".join(_explain(item, values, kind) for item in wrong)) from None
 
@@ -397,32 +397,34 @@ def _read_file(path: Path) -> dict[str, Any]:
     try:
         mapping = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise InvalidArgumentError(f"{path}: cannot read the settings: {error}; give a YAML file") from None
+        raise InvalidArgumentError(f"{path}: cannot read the settings: {error}; pass a YAML file") from None
     if mapping is None:
         return {}
     if not isinstance(mapping, dict) or not all(isinstance(name, str) for name in mapping):
-        raise InvalidArgumentError(f"{path}: expected a mapping of settings, got {type(mapping).__name__}")
+        raise InvalidArgumentError(
+            f"{path}: expected a mapping of settings, got {type(mapping).__name__}; write NAME: VALUE per setting"
+        )
     return mapping
 
 
 def _explain(error: ErrorDetails, flags: Mapping[str, Any], kind: type[BaseSettings]) -> str:
     reason = error["msg"].removeprefix("Value error, ")
     if not error["loc"]:
-        # Several settings conflict. Their values may include a secret, and are not shown.
+        # Several settings conflict. Their values may include a secret, so they are not shown.
         return reason
     name = str(error["loc"][0])
     flag = "--" + name.replace("_", "-")
     variable = kind.model_config.get("env_prefix", "") + name.upper()
     if error["type"] == "missing":
-        return f"{flag} or {variable} is needed: {kind.model_fields[name].description}"
+        return f"{name} is required ({kind.model_fields[name].description}); set {flag} or {variable}"
     origin = flag if name in flags else variable if os.environ.get(variable) else _file(flags)
     if error["type"] == "extra_forbidden":
-        return f"{origin}: unknown setting {name}; known are {', '.join(kind.model_fields)}"
+        return f"{origin}: unknown setting {name}; expected one of {', '.join(kind.model_fields)}"
     is_secret = kind.model_fields[name].annotation == SecretStr | None
     value = "" if is_secret else f" is {error['input']!r}"
     return f"{origin}: {name}{value}: {reason[:1].lower()}{reason[1:]}"
 
 
 def _file(flags: Mapping[str, Any]) -> str:
-    """Returns the file that settings were read from."""
+    """Returns the path of the settings file."""
     return str(flags.get("config_file") or os.environ[ENVIRONMENT_PREFIX + "CONFIG_FILE"])

@@ -182,8 +182,8 @@ def test_services_on_redis_pass_calls_on_over_tls_with_the_callers_own_token(
     [
         ({"grpc_address": "0.0.0.0:1"}, "grpc_address: other machines can reach 0.0.0.0:1"),
         ({"http_address": "[::]:1"}, "http_address: other machines can reach"),
-        ({"grpc_address": "example.org:1"}, "tls_cert_file, tls_key_file and tokens_file; give them, or give insecure"),
-        ({"tls_cert_file": "a"}, "tls_cert_file and tls_key_file go together"),
+        ({"grpc_address": "example.org:1"}, "tls_cert_file, tls_key_file and tokens_file; set them, or set insecure"),
+        ({"tls_cert_file": "a"}, "tls_cert_file and tls_key_file must be set together"),
         ({"tls_client_ca_file": "a"}, "need tls_cert_file and tls_key_file"),
         ({"jwks": "a"}, "jwks needs jwt_issuer, jwt_audience, and tokens_file"),
         ({"jwt_issuer": "a"}, "need jwks"),

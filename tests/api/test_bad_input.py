@@ -125,7 +125,7 @@ def test_a_rank_out_of_range_is_refused(api: Api, run: str, rank: int) -> None:
 
 
 WRONG_CONFIGS: dict[str, tuple[Any, tuple[str, ...]]] = {
-    "unknown key": ({**CONFIG, "batch_size": 4}, ("unknown setting batch_size", "known are")),
+    "unknown key": ({**CONFIG, "batch_size": 4}, ("unknown setting batch_size", "expected one of")),
     "wrong type": ({**CONFIG, "dp_size": "two"}, ("dp_size", "'two'")),
     "half a surrogate pair": ({**CONFIG, "overlong_filter": ["\ud800"]}, ("overlong_filter.0", r"got '\ud800'")),
     "a name of half a surrogate pair": ({**CONFIG, "\ud800": 1}, (r"\ud800",)),

@@ -172,7 +172,7 @@ def test_what_is_not_finite_on_padding_does_not_matter() -> None:
         ({"columns": [column("values", merge="equal")]}, "leave merge out"),
         ({"columns": [column("values"), column("score", scope="row", merge="sum")]}, "leave merge out"),
         ({"columns": [column("values"), column("score", required=False)]}, "leave required out"),
-        ({"on_misaligned": "drop_trailing", "whiten": "batch"}, "not written for groups that are dropped"),
+        ({"on_misaligned": "drop_trailing", "whiten": "batch"}, "not written for dropped groups"),
     ],
 )
 def test_what_cannot_be_written_is_refused_with_the_configuration(settings: dict[str, Any], message: str) -> None:

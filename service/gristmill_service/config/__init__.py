@@ -1,6 +1,6 @@
 """A run's configuration: its settings, the rules between them, and its parsing.
 
-Has every rule that can be checked before a rollout arrives.
+Contains every rule that can be checked before a rollout arrives.
 """
 
 from gristmill_service.config.parsing import parse_config, read_config, stored_config, with_dp_size

@@ -44,9 +44,8 @@ _NAMES = {foreign: ours for ours, names in _OURS.items() for foreign in names.sp
 
 
 def renamings(unknown: Iterable[Any], known: Collection[str]) -> str:
-    """Returns the settings to give in place of other frameworks' names, each after a semicolon; "" for unknown
-    names."""
-    return "".join(f"; give {name} as {_NAMES[name]}" for name in unknown if _NAMES.get(name) in known)
+    """Returns a remedy for each name that another framework uses for one of our settings, each after a semicolon."""
+    return "".join(f"; rename {name} to {_NAMES[name]}" for name in unknown if _NAMES.get(name) in known)
 
 
 _SECTIONS: dict[str, type[BaseModel]] = {"micro_batch": MicroBatch, "flops": Flops, "kl_in_reward": KlInReward}
@@ -58,7 +57,9 @@ def parse_config(mapping: object, source: str = "configuration") -> RunConfig:
     Raises InvalidArgumentError naming the setting, its value, the reason and the remedy.
     """
     if not isinstance(mapping, dict):
-        raise InvalidArgumentError(f"{source}: expected a mapping of settings, got {type(mapping).__name__}")
+        raise InvalidArgumentError(
+            f"{source}: expected a mapping of settings, got {type(mapping).__name__}; write NAME: VALUE per setting"
+        )
     try:
         _refuse_unknown(mapping, SETTINGS)
         for section, model in _SECTIONS.items():
@@ -84,18 +85,20 @@ def read_config(path: Path) -> RunConfig:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidArgumentError(f"{path}: cannot read the configuration: {error}") from None
+        raise InvalidArgumentError(
+            f"{path}: cannot read the configuration: {error}; pass a readable file in UTF-8"
+        ) from None
     try:
         mapping = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     except (ValueError, RecursionError, yaml.YAMLError) as error:
-        raise InvalidArgumentError(f"{path}: neither valid YAML nor JSON: {error}") from None
+        raise InvalidArgumentError(f"{path}: not valid YAML or JSON: {error}; correct the file") from None
     return parse_config(mapping, str(path))
 
 
 def stored_config(config: bytes) -> RunConfig:
-    """Parses the configuration that a run's log was created with."""
+    """Parses the configuration stored in a run's log."""
     settings = json.loads(config)
-    # Logs of before the first release have the British spelling.
+    # Logs from before the first release use the British spelling.
     if "retokenised_tail" in settings:
         settings["retokenized_tail"] = settings.pop("retokenised_tail")
     return parse_config(settings)
@@ -111,24 +114,24 @@ def with_dp_size(config: RunConfig, dp_size: int) -> RunConfig:
 
 def _columns(columns: object) -> tuple[ColumnSpec, ...]:
     if not isinstance(columns, list | tuple):
-        raise InvalidArgumentError(f"columns: expected a list of columns, got {type(columns).__name__}")
+        raise InvalidArgumentError(f"columns: expected a list of columns, got {type(columns).__name__}; send a list")
     return specs_of(columns)
 
 
 def _refuse_unknown(mapping: dict[Any, Any], known: Collection[str], section: str = "") -> None:
-    """Refuses unknown settings in one message, before pydantic makes an error of each."""
+    """Rejects all unknown settings in one message, where pydantic would report an error for each."""
     unknown = [name for name in mapping if name not in known]
     if unknown:
         names = (
             f"unknown setting {section}{name if str(name).isprintable() else shown(name)}{_suggestion(name, known)}"
             for name in unknown
         )
-        raise InvalidArgumentError(f"{problems(names)}{renamings(unknown, known)}; known are {', '.join(known)}")
+        raise InvalidArgumentError(f"{problems(names)}{renamings(unknown, known)}; expected one of {', '.join(known)}")
 
 
 def _suggestion(name: Any, known: Collection[str]) -> str:
-    """Returns the known name that a mistyped one is close to, as a clause for an error message; empty without one, and
-    for another framework's name (`renamings`)."""
+    """Returns a clause that suggests the most similar known name; empty if none is similar, or if `renamings` handles
+    the name."""
     close = [] if _NAMES.get(name) in known else get_close_matches(str(name)[:64], known, 1, 0.8)
     return f" (did you mean {close[0]}?)" if close else ""
 
@@ -137,7 +140,7 @@ def _explain(error: PydanticValidationError) -> Iterator[str]:
     for item in error.errors(include_url=False, include_context=False):
         name, value = place(item), item["input"]
         if item["type"] == "missing":
-            yield f"{name} is required"
+            yield f"{name} is required; set it"
         elif item["type"] == "float_type" and isinstance(value, int) and not isinstance(value, bool):
             yield f"{name}: input should be less than or equal to {FLOAT64_MAX}, got {shown(value)}"
         else:

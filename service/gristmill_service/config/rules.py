@@ -1,4 +1,4 @@
-"""Rules between the settings of a run: conflicts, which are refused, and combinations that are probably not meant."""
+"""Rules between the settings of a run: conflicts are rejected, and probably unintended combinations are reported."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from gristmill_service.estimators import GroupEstimator, TokenEstimator, readers
 from gristmill_service.validation_messages import shown
 
 _MOST_PADDED_TO = 1 << 17
-# Of a mini-batch with `micro_batch.count`: each has at least a padding row.
+# The limit per mini-batch with `micro_batch.count`. Each micro-batch contains at least a padding row.
 _MOST_MICRO_BATCHES = 1 << 20
-# Tags are labels of metrics.
+# Limited because each tag is a label value of metrics.
 MOST_TAGS = 64
 
 
@@ -31,36 +31,38 @@ def check(config: RunConfig) -> None:
     _check_tags(config)
     if config.merging.joins and not config.step_wise:
         raise InvalidArgumentError(
-            f"merge: {config.merge} joins the steps of a trajectory, but step_wise is false (one step each); "
-            "set step_wise: true or merge: none"
+            f"merge: {config.merge} joins the steps of a trajectory, but with step_wise: false a trajectory has one "
+            "step; set step_wise: true or merge: none"
         )
     if config.retokenized_tail and not config.merging.joins:
         modes = " or ".join(name for name, mode in MERGE_MODES.items() if mode.joins)
         raise InvalidArgumentError(
-            f"retokenized_tail: {config.retokenized_tail} has an effect only where steps merge, and merge is "
-            f"{config.merge}; set merge: {modes}, or leave retokenized_tail out"
+            f"retokenized_tail: {config.retokenized_tail} has no effect with merge: {config.merge}, which does not "
+            f"merge steps; set merge: {modes}, or leave retokenized_tail out"
         )
     if config.loss_reduction == "seq_mean_token_sum_norm" and config.max_seq_len is None:
-        raise InvalidArgumentError("loss_reduction: seq_mean_token_sum_norm divides by max_seq_len; set max_seq_len")
+        raise InvalidArgumentError(
+            "loss_reduction: seq_mean_token_sum_norm divides by max_seq_len, which is not set; set max_seq_len"
+        )
     if config.most_samples < config.n_samples_per_prompt:
         raise InvalidArgumentError(
             f"max_samples_per_prompt: {config.max_samples_per_prompt} is less than n_samples_per_prompt: "
-            f"{config.n_samples_per_prompt}, which groups have unless they say otherwise; raise it or leave it out"
+            f"{config.n_samples_per_prompt}, the default size of a group; raise it or leave it out"
         )
     if config.min_samples > config.n_samples_per_prompt:
         raise InvalidArgumentError(
             f"min_samples: {config.min_samples} exceeds n_samples_per_prompt: {config.n_samples_per_prompt}; lower it"
         )
     if config.stale != "count" and config.max_staleness is None:
-        raise InvalidArgumentError(f"stale: {config.stale} needs a bound; set max_staleness")
+        raise InvalidArgumentError(f"stale: {config.stale} needs max_staleness, which is not set; set max_staleness")
 
 
 def _check_micro_batch(config: RunConfig) -> None:
     limits = config.micro_batch.model_dump(exclude_none=True, exclude={"full"})
     if len(limits) != 1:
         raise InvalidArgumentError(
-            f"micro_batch: give exactly one of size (rows), max_tokens and count (of each rank), got "
-            f"{' and '.join(limits) or 'none'}"
+            f"micro_batch: expected exactly one limit, got {' and '.join(limits) or 'none'}; set one of size (rows), "
+            "max_tokens, count (micro-batches per rank)"
         )
     if config.micro_batch.count is not None:
         _check_micro_batch_count(config, config.micro_batch.count)
@@ -74,8 +76,8 @@ def _check_mini_batches(config: RunConfig) -> None:
         if config.mini_batch_unit == "sequence":
             if size % config.dp_size:
                 raise InvalidArgumentError(
-                    f"{name}: {size} rows is not a multiple of dp_size: {config.dp_size}, so the ranks could not have "
-                    "equally many; change one of them"
+                    f"{name}: {size} rows is not a multiple of dp_size: {config.dp_size}, and each rank needs the same "
+                    "number of rows; change one of them"
                 )
         elif config.train_batch_size % size:
             raise InvalidArgumentError(
@@ -83,52 +85,53 @@ def _check_mini_batches(config: RunConfig) -> None:
             )
     if config.mini_batch_unit == "sequence" and (config.micro_batch.size is None or config.on_misaligned != "pad"):
         raise InvalidArgumentError(
-            "mini_batch_unit: sequence works with micro_batch: {size: ...} and on_misaligned: pad only; "
-            "change those, or use mini_batch_unit: prompt"
+            "mini_batch_unit: sequence requires micro_batch: {size: ...} and on_misaligned: pad; set both, or use "
+            "mini_batch_unit: prompt"
         )
 
 
 def _check_padding(config: RunConfig) -> None:
-    """Refuses mini-batches with an excessive number of padding rows, each of which costs as much work as a real one."""
+    """Rejects mini-batches with too many padding rows. A padding row costs as much work as a real row."""
     each = config.micro_batch
     least = max(config.align_to, config.dp_size * (each.count or 1)) * (each.size if each.full and each.size else 1)
     if least > _MOST_PADDED_TO:
         raise InvalidArgumentError(
-            f"every mini-batch would be padded to at least {least} rows, and {_MOST_PADDED_TO} are the most; this is "
-            "dp_size × microbatch_group_size (with VPP) or × micro_batch.count, and × micro_batch.size with full: "
-            "lower one of these"
+            f"every mini-batch would be padded to at least {least} rows, and the limit is {_MOST_PADDED_TO}; lower a "
+            "factor: dp_size × microbatch_group_size (with VPP) or × micro_batch.count, × micro_batch.size with full"
         )
 
 
 def _check_alignment(config: RunConfig) -> None:
     if config.on_misaligned == "drop_trailing" and config.critic_mini_batch_size is not None:
         raise InvalidArgumentError(
-            "on_misaligned: drop_trailing is refused with a critic: policy and critic mini-batches would drop "
-            "different groups; use pad, or leave critic_mini_batch_size out"
+            "on_misaligned: drop_trailing does not work with a critic, because policy and critic mini-batches would "
+            "drop different groups; use on_misaligned: pad, or leave critic_mini_batch_size out"
         )
     rows = config.policy_mini_batch_size * config.most_samples
     samples = "n_samples_per_prompt" if config.max_samples_per_prompt is None else "max_samples_per_prompt"
     if not config.step_wise and config.on_misaligned != "pad" and rows < config.align_to:
         raise InvalidArgumentError(
-            f"on_misaligned: {config.on_misaligned} can never align: a mini-batch has policy_mini_batch_size × "
-            f"{samples} = {rows} rows, and micro-batches come in multiples of {config.align_to} "
-            "(dp_size × microbatch_group_size under VPP); use on_misaligned: pad or larger mini-batches"
+            f"on_misaligned: {config.on_misaligned} can never align a mini-batch: it has policy_mini_batch_size × "
+            f"{samples} = {rows} rows, and at least {config.align_to} are needed (dp_size × microbatch_group_size with "
+            "VPP); use on_misaligned: pad or larger mini-batches"
         )
 
 
 def _check_balance(config: RunConfig) -> None:
     if config.balance == "flops" and config.flops is None:
         raise InvalidArgumentError(
-            "balance: flops needs flops: {linear: ..., quadratic: ...}, as a row of n tokens costs linear·n + "
-            "quadratic·n²; for a dense transformer linear is 2 × parameters and quadratic 2 × layers × hidden size "
-            "(PaLM, arXiv:2204.02311, appendix B); set flops, or balance: tokens"
+            "balance: flops needs flops: {linear: ..., quadratic: ...}, because a row of n tokens costs linear·n + "
+            "quadratic·n²; set flops (dense transformer: linear = 2 × parameters, quadratic = 2 × layers × hidden "
+            "size; PaLM, arXiv:2204.02311, appendix B), or balance: tokens"
         )
     if config.flops is not None and config.flops.linear == 0 and config.flops.quadratic == 0:
-        raise InvalidArgumentError("flops: linear and quadratic are both 0, so every row would cost nothing; set one")
+        raise InvalidArgumentError(
+            "flops: linear and quadratic are both 0, so every row would cost 0; set at least one"
+        )
 
 
 def _check_columns(config: RunConfig) -> None:
-    """Refuses a configuration that does not declare the columns that its estimator and its KL are computed from."""
+    """Rejects a configuration that does not declare the columns from which its estimator and its KL are computed."""
     kl = config.kl_in_reward
     for name in config.estimator.columns:
         _check_declared(
@@ -137,7 +140,7 @@ def _check_columns(config: RunConfig) -> None:
     if kl is None:
         return
     if (kl.estimator is None) == (kl.column is None):
-        raise InvalidArgumentError("kl_in_reward: give exactly one of estimator (k1, k2 or k3) and column")
+        raise InvalidArgumentError("kl_in_reward: needs exactly one source; set estimator (k1, k2 or k3) or column")
     if config.estimator.takes_advantages:
         raise InvalidArgumentError(
             "kl_in_reward changes rewards, and with advantage_estimator: none you send advantages yourself; leave "
@@ -149,7 +152,7 @@ def _check_columns(config: RunConfig) -> None:
                 f"kl_in_reward: column has a sum per row, and advantage_estimator: {config.advantage_estimator} needs "
                 "the KL of each token, whatever rows the steps became; give estimator: k1, k2 or k3"
             )
-        _check_declared(config, kl.column, "row", "kl_in_reward takes a row's KL from it")
+        _check_declared(config, kl.column, "row", "kl_in_reward reads a row's KL from it")
         _check_summed(config, kl.column)
         return
     needed = ["ref_logprobs"] if config.kl_from == "rollout_logprobs" else ["ref_logprobs", config.kl_from]
@@ -158,40 +161,40 @@ def _check_columns(config: RunConfig) -> None:
 
 
 def _check_written(config: RunConfig) -> None:
-    """Refuses written columns that are needed for groups without a shard, because alignment drops them."""
+    """Rejects written columns that whitening needs for groups that alignment drops: dropped groups have no shard."""
     if config.on_misaligned == "drop_trailing" and config.whiten == "batch" and config.written_columns:
         raise InvalidArgumentError(
-            f"columns: {config.written_columns[0].name} has source: trainer, and with on_misaligned: drop_trailing it "
-            "is not written for groups that are dropped, over whose tokens whiten: batch goes too; use whiten: "
-            "mini_batch, or on_misaligned: pad"
+            f"columns: {config.written_columns[0].name} has source: trainer, so with on_misaligned: drop_trailing it "
+            "is not written for dropped groups, whose tokens whiten: batch needs; use whiten: mini_batch, or "
+            "on_misaligned: pad"
         )
 
 
 def _check_tree(config: RunConfig) -> None:
-    """Refuses columns in which rows that begin with the same tokens may differ, so that a model must not share them."""
+    """Rejects columns that may differ between rows with equal first tokens: a tree stores shared tokens only once."""
     if config.layout != "prefix_tree":
         return
     for column in config.columns:
         if column.scope == "items" or column.merge == "equal":
             what = "scope: items" if column.scope == "items" else "merge: equal"
             raise InvalidArgumentError(
-                f"columns: {column.name} has {what}, and with layout: prefix_tree rows share equal tokens, whatever "
-                "else belongs to them; use layout: packed, or leave the column out"
+                f"columns: {column.name} has {what}, so its values may differ between rows that share tokens with "
+                "layout: prefix_tree; use layout: packed, or leave the column out"
             )
 
 
 def _check_summed(config: RunConfig, name: str) -> None:
-    """Refuses a column of steps' KL of which a merged row would have one step's only."""
+    """Rejects a KL column that is not summed over the steps of a merged row."""
     (column,) = (column for column in config.columns if column.name == name)
     if config.merging.joins and column.source == "rollout" and column.merge != "sum":
         raise InvalidArgumentError(
-            f"columns: {name} has merge: {column.merge}, so with merge: {config.merge} a row would have the KL of "
-            "one of its steps; set merge: sum for it"
+            f"columns: {name} has merge: {column.merge}, so with merge: {config.merge} a row would contain the KL "
+            "of only one of its steps; set merge: sum in the column"
         )
 
 
 def _check_declared(config: RunConfig, name: str, scope: ColumnScope, why: str) -> None:
-    """Refuses a setting that needs a column which the run does not declare, or declares with other properties."""
+    """Rejects a setting that needs a column if the run does not declare that column, or with other properties."""
     declared = [column for column in config.columns if column.name == name]
     if not declared:
         raise InvalidArgumentError(
@@ -202,60 +205,60 @@ def _check_declared(config: RunConfig, name: str, scope: ColumnScope, why: str) 
     if column.scope != scope or column.dtype not in ("float32", "float64") or column.shape or not is_whole:
         raise InvalidArgumentError(
             f"columns: {name} has scope: {column.scope}, dtype: {column.dtype}, shape: {list(column.shape)}, required: "
-            f"{str(column.required).lower()}, partial: {str(column.partial).lower()}, and {why}; make it scope: "
-            f"{scope}, dtype: float32 or float64, one number each, required, and not partial"
+            f"{str(column.required).lower()}, partial: {str(column.partial).lower()}, and {why}; set scope: "
+            f"{scope}, dtype: float32 or float64, no shape, required: true, partial: false"
         )
 
 
 def _check_micro_batch_count(config: RunConfig, count: int) -> None:
     if count * config.dp_size > _MOST_MICRO_BATCHES:
         raise InvalidArgumentError(
-            f"micro_batch.count: {count} on dp_size: {config.dp_size} ranks makes {count * config.dp_size} "
-            f"micro-batches of every mini-batch, and {_MOST_MICRO_BATCHES} are the most; lower the count"
+            f"micro_batch.count: {count} on dp_size: {config.dp_size} ranks gives {count * config.dp_size} "
+            f"micro-batches per mini-batch, and the limit is {_MOST_MICRO_BATCHES}; lower the count"
         )
     if config.vpp_size > 1 and count % config.microbatch_group_size:
         raise InvalidArgumentError(
             f"micro_batch.count: {count} is not a multiple of microbatch_group_size: {config.microbatch_group_size}, "
-            f"which vpp_size: {config.vpp_size} asks for; change one of them"
+            f"which vpp_size: {config.vpp_size} requires; change one of them"
         )
     if config.on_misaligned != "pad":
         raise InvalidArgumentError(
-            f"micro_batch.count: {count} is always reached, with padding rows where there are too few, so that "
-            f"on_misaligned: {config.on_misaligned} has nothing to decide; use on_misaligned: pad"
+            f"micro_batch.count: {count} is always reached by adding padding rows, so on_misaligned: "
+            f"{config.on_misaligned} has no effect; use on_misaligned: pad"
         )
 
 
 def _check_full_micro_batches(config: RunConfig, size: int | None) -> None:
     if size is None:
         raise InvalidArgumentError(
-            "micro_batch.full: true fills micro-batches up to micro_batch.size rows, which is not given; give size, or "
-            "leave full out"
+            "micro_batch.full: true fills micro-batches to micro_batch.size rows, which is not set; set "
+            "micro_batch.size, or leave full out"
         )
     for model in config.models:
         rows = config.mini_batch_size(model) // config.dp_size
         if config.mini_batch_unit == "sequence" and rows % size:
             raise InvalidArgumentError(
-                f"micro_batch.full: true asks for micro-batches of {size} rows, and with mini_batch_unit: sequence "
-                f"each rank has {rows} rows of every {model} mini-batch ({model}_mini_batch_size / dp_size), no "
-                f"multiple of it; change {model}_mini_batch_size or micro_batch.size, or leave full out"
+                f"micro_batch.full: true requires micro-batches of {size} rows, but with mini_batch_unit: sequence "
+                f"each rank has {rows} rows per {model} mini-batch ({model}_mini_batch_size / dp_size), not a "
+                f"multiple of {size}; change {model}_mini_batch_size or micro_batch.size, or leave full out"
             )
 
 
 def _check_tags(config: RunConfig) -> None:
     if config.tag_timeout_s is not None and not config.tag_shares:
         raise InvalidArgumentError(
-            f"tag_timeout_s: {config.tag_timeout_s:g} says how long a batch waits for tag_shares, and there are none; "
-            "set tag_shares or leave it out"
+            f"tag_timeout_s: {config.tag_timeout_s:g} limits how long a batch waits for tag_shares, which is not set; "
+            "set tag_shares, or leave tag_timeout_s out"
         )
     if len(config.tag_shares) > MOST_TAGS:
         raise InvalidArgumentError(
-            f"tag_shares names {len(config.tag_shares)} tags, and a run has {MOST_TAGS} at most; name fewer"
+            f"tag_shares: {len(config.tag_shares)} tags exceed the limit of {MOST_TAGS}; list fewer tags"
         )
     total = sum((Fraction(repr(share.min)) for share in config.tag_shares.values()), Fraction(0))
     if total > 1:
         raise InvalidArgumentError(
-            f"tag_shares: the shares of {', '.join(map(shown, config.tag_shares))} are {float(total):g} together, more "
-            "than all of a batch; lower them"
+            f"tag_shares: the shares of {', '.join(map(shown, config.tag_shares))} add up to {float(total):g}, more "
+            "than 1; lower them"
         )
     groups = config.tag_groups(config.train_batch_size)
     if sum(groups.values()) > config.train_batch_size:
@@ -266,31 +269,31 @@ def _check_tags(config: RunConfig) -> None:
 
 
 def warnings_of(config: RunConfig) -> list[str]:
-    """Returns a sentence for each combination that is allowed but probably not meant, for the run's creator."""
+    """Returns a sentence for each combination of settings that is allowed but probably unintended."""
     warnings = []
     if config.merging.joins and config.loss_reduction in ("sequence_mean", "seq_mean_token_sum_norm"):
         warnings.append(
-            f"loss_reduction: {config.loss_reduction} counts rows, and merge: {config.merge} makes fewer of them, so "
-            "the scale of the loss depends on how many steps merge; trajectory_mean, prompt_mean and token_mean "
-            "do not"
+            f"loss_reduction: {config.loss_reduction} counts rows, and merge: {config.merge} reduces their number, so "
+            "the scale of the loss depends on how many steps merge; use trajectory_mean, prompt_mean or token_mean "
+            "to avoid that"
         )
     if config.on_misaligned == "drop_trailing" and config.seal_order == "completion":
         warnings.append(
-            "on_misaligned: drop_trailing with seal_order: completion drops the groups that finished last, which "
-            "are the slowest and longest; use seal_order: admission or on_misaligned: pad to keep them"
+            "on_misaligned: drop_trailing with seal_order: completion drops the groups that finish last, which "
+            "are the slowest and longest; use seal_order: admission or on_misaligned: pad to train on them"
         )
     size = config.micro_batch.size
     if config.layout == "prefix_tree" and size is not None and size < config.n_samples_per_prompt:
         warnings.append(
-            f"layout: prefix_tree with micro_batch: {{size: {size}}} cuts every group of "
-            f"{config.n_samples_per_prompt} samples, so that its prompt is in several micro-batches; use "
+            f"layout: prefix_tree with micro_batch: {{size: {size}}} splits every group of "
+            f"{config.n_samples_per_prompt} samples, so its prompt is repeated in several micro-batches; use "
             "micro_batch: {max_tokens: ...}, which counts distinct tokens, or a larger size"
         )
     return [*warnings, *_without_effect(config), *_about_groups(config)]
 
 
 def _without_effect(config: RunConfig) -> Iterator[str]:
-    """Yields a sentence for each setting of estimators that the run's estimator does not read."""
+    """Yields a sentence for each changed setting of estimators that the run's estimator does not read."""
     for field, setting in RunConfig.model_fields.items():
         name, value = setting.alias or field, getattr(config, field)
         estimators = readers(name)
@@ -299,21 +302,21 @@ def _without_effect(config: RunConfig) -> Iterator[str]:
             yield f"{name}: {value} has no effect: it is read with advantage_estimator: {by} alone"
     kl = config.kl_in_reward
     if config.kl_from != SETTINGS["kl_from"].default and (kl is None or kl.estimator is None):
-        yield f"kl_from: {config.kl_from} has no effect: it is read with kl_in_reward: {{estimator: ...}} alone"
+        yield f"kl_from: {config.kl_from} has no effect: it is read only with kl_in_reward: {{estimator: ...}}"
 
 
 def _about_groups(config: RunConfig) -> Iterator[str]:
     micro_batches, rows = config.dp_size * (config.micro_batch.count or 0), _most_rows(config)
     if rows is not None and micro_batches > rows:
         yield (
-            f"micro_batch.count: {config.micro_batch.count} on dp_size: {config.dp_size} ranks makes {micro_batches} "
-            f"micro-batches, and a mini-batch has {rows} rows at most, so that the others are padding alone; lower "
-            "the count or enlarge the mini-batches"
+            f"micro_batch.count: {config.micro_batch.count} on dp_size: {config.dp_size} ranks gives {micro_batches} "
+            f"micro-batches, but a mini-batch has at most {rows} rows, so some micro-batches contain only padding; "
+            "lower the count or enlarge the mini-batches"
         )
     if config.tag_shares and config.tag_timeout_s is None:
         yield (
-            "tag_shares without tag_timeout_s: if a tag stops coming, no batch is sealed until the run is finished; "
-            "set tag_timeout_s"
+            "tag_shares without tag_timeout_s: if no more groups of a tag arrive, no batch is sealed until the run is "
+            "finished; set tag_timeout_s"
         )
     several = config.most_samples > 1 and config.n_samples_per_prompt == 1
     if several and isinstance(config.estimator, GroupEstimator):
@@ -325,7 +328,7 @@ def _about_groups(config: RunConfig) -> Iterator[str]:
 
 
 def _most_rows(config: RunConfig) -> int | None:
-    """Returns the most rows that a mini-batch can have; None if trajectories have steps."""
+    """Returns the maximum number of rows of a mini-batch; None if trajectories have several steps."""
     if config.step_wise:
         return None
     return max(map(config.mini_batch_size, config.models)) * config.most_samples

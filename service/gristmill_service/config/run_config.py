@@ -23,10 +23,10 @@ KlEstimator = Literal["k1", "k2", "k3"]
 
 
 class MergeMode(NamedTuple):
-    """How steps of a trajectory become rows; `pipeline.rows.joins` has the function of each mode.
+    """How the steps of a trajectory become rows; `pipeline.rows.joins` contains the function of each mode.
 
-    joins: whether a step may continue an earlier one of its trajectory. branches: whether that may be any earlier one,
-    so that rows may share steps, or only the one before.
+    joins: whether a step may continue an earlier step of its trajectory. branches: whether it may continue any earlier
+    step, so that rows may share steps; if False, only the previous step.
     """
 
     joins: bool = False
@@ -42,25 +42,25 @@ else:
     EstimatorName = Literal[tuple(ESTIMATORS)]
     MergeName = Literal[tuple(MERGE_MODES)]
 
-# Far beyond real runs, and small enough that a typing error is refused before memory runs out.
+# Far beyond real runs, and small enough that a typing error is rejected before memory runs out.
 Size = Annotated[int, Field(gt=0, le=1 << 14)]
 Count = Annotated[int, Field(gt=0, le=1 << 24)]
-# The limit of settings without another one: stores and messages have 64 bits.
+# The default limit of settings: stores and messages use 64-bit integers.
 INT64_MAX = 2**63 - 1
 FLOAT64_MAX = sys.float_info.max
 Tokens = Annotated[int, Field(gt=0, le=INT64_MAX)]
 Bytes = Annotated[int, Field(gt=0, le=INT64_MAX)]
 Versions = Annotated[int, Field(ge=0, le=INT64_MAX)]
-# Thirty years, which timers can handle.
+# The limit is about thirty years, which timers can handle.
 Seconds = Annotated[float, Field(gt=0, le=1e9)]
 
 _STRICT = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, serialize_by_alias=True)
 
 
 class MicroBatch(BaseModel):
-    """The bound of micro-batches: exactly one of `size` (rows of each), `max_tokens` (tokens of each per rank, times
-    `cp_size`) and `count` (a rank's micro-batches of a mini-batch). `full`: whether padding rows fill a rank's last
-    micro-batch up to `size`."""
+    """The limit of micro-batches: exactly one of `size` (rows per micro-batch), `max_tokens` (tokens per micro-batch,
+    times `cp_size`) and `count` (micro-batches per mini-batch and rank). `full`: whether padding rows fill a rank's
+    last micro-batch to `size`."""
 
     model_config = _STRICT
 
@@ -79,7 +79,7 @@ def _number(value: object) -> object:
 
 
 def _encodable(text: str) -> str:
-    """Refuses half of a surrogate pair, which neither files nor messages can encode."""
+    """Rejects an unpaired surrogate, which neither files nor messages can encode."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -98,9 +98,9 @@ ColumnName = Annotated[str, Field(pattern="^[a-z][a-z0-9_]*$", max_length=63)]
 class Flops(BaseModel):
     """The FLOPs of a row of n tokens are `linear * n + quadratic * n**2`.
 
-    Only their ratio counts. For a dense transformer 2 * parameters and 2 * layers * hidden size: a forward pass takes
-    2 * parameters + 4 * layers * hidden size * context per token (PaLM, arXiv:2204.02311, appendix B, where both passes
-    are three times that), and a causal row's tokens see n / 2 on average.
+    Only their ratio matters. For a dense transformer, use 2 * parameters and 2 * layers * hidden size: a forward pass
+    costs 2 * parameters + 4 * layers * hidden size * context per token (PaLM, arXiv:2204.02311, appendix B, which
+    counts three times that for forward and backward), and with causal attention the average context is n / 2.
     """
 
     model_config = _STRICT
@@ -110,14 +110,15 @@ class Flops(BaseModel):
 
 
 class TagShare(BaseModel):
-    """The least share of each batch's groups that has a tag, `min`."""
+    """The minimum share (`min`) of each batch's groups that must have a tag."""
 
     model_config = _STRICT
 
     min: Annotated[float, BeforeValidator(_number), Field(gt=0, le=1)]
 
     def groups(self, size: int) -> int:
-        """Returns the least groups of the tag in a batch of `size` groups, in decimal arithmetic: 0.7 of 10 is 7."""
+        """Returns the minimum number of groups with the tag in a batch of `size` groups, computed in decimal
+        arithmetic: 0.7 of 10 is 7."""
         return _share_of(self.min, size)
 
 
@@ -127,8 +128,8 @@ def _share_of(share: float, size: int) -> int:
 
 
 class KlInReward(BaseModel):
-    """A KL against a reference that is subtracted from rewards, times `coef`: exactly one of `estimator` (computed from
-    each trained token's log-probabilities) and `column` (a row column with a row's sum)."""
+    """The KL against a reference, times `coef`, that is subtracted from rewards. Exactly one source is set: `estimator`
+    (computed from each trained token's log-probabilities) or `column` (a row column with the row's sum)."""
 
     model_config = _STRICT
 
@@ -143,7 +144,7 @@ def _filter_mode(value: object) -> object:
 
 
 class RunConfig(BaseModel):
-    """The settings of a run. Field names, defaults and rules are those of the specification."""
+    """The settings of a run. Field names, defaults and rules follow the specification."""
 
     model_config = _STRICT
 
@@ -204,12 +205,12 @@ class RunConfig(BaseModel):
 
     @property
     def align_to(self) -> int:
-        """The number of which a mini-batch's micro-batches, of all ranks together, are a multiple."""
+        """The divisor of the number of micro-batches in a mini-batch, over all ranks."""
         return self.dp_size * (self.microbatch_group_size if self.vpp_size > 1 else 1)
 
     @property
     def token_cap(self) -> int | None:
-        """The tokens (prompt and response) that a micro-batch may hold; None without `micro_batch.max_tokens`."""
+        """The maximum tokens (prompt and response) of a micro-batch; None without `micro_batch.max_tokens`."""
         tokens = self.micro_batch.max_tokens
         return None if tokens is None else min(tokens * self.cp_size, INT64_MAX)
 
@@ -225,12 +226,12 @@ class RunConfig(BaseModel):
 
     @property
     def shared_columns(self) -> frozenset[str]:
-        """The names of the columns whose values a row may leave out if the step before has them."""
+        """The names of the columns whose values a row may omit if the previous step contains them."""
         return frozenset(column.name for column in self.columns if column.is_shared)
 
     @property
     def written_columns(self) -> tuple[ColumnSpec, ...]:
-        """The columns that trainers write back: a batch waits for them."""
+        """The columns that trainers write back. A batch waits for them."""
         return tuple(column for column in self.columns if column.source == "trainer")
 
     @property
@@ -239,19 +240,19 @@ class RunConfig(BaseModel):
 
     @property
     def most_samples(self) -> int:
-        """The most samples of a prompt group."""
+        """The maximum number of samples of a prompt group."""
         return self.max_samples_per_prompt or self.n_samples_per_prompt
 
     def tag_groups(self, size: int) -> dict[str, int]:
-        """Returns the least groups of each tag in a batch of `size` groups."""
+        """Returns the minimum number of groups of each tag in a batch of `size` groups."""
         return {tag: share.groups(size) for tag, share in self.tag_shares.items()}
 
     def mini_batch_size(self, model: Model) -> int:
-        """Returns the prompt groups, or rows with `mini_batch_unit: sequence`, of one optimizer step of `model`."""
+        """Returns the prompt groups (with `mini_batch_unit: sequence`: rows) per optimizer step of `model`."""
         if model == "policy" or self.critic_mini_batch_size is None:
             return self.policy_mini_batch_size
         return self.critic_mini_batch_size
 
 
-# By the names that a configuration has: `lambda` is a word of Python's.
+# Keyed by the names used in a configuration: `lambda` is a keyword in Python, so its field is `lambda_`.
 SETTINGS = {field.alias or name: field for name, field in RunConfig.model_fields.items()}
