@@ -472,7 +472,10 @@ def test_a_missing_file_is_refused_with_its_name(tmp_path: Path) -> None:
         ({"lambda": 0.9}, ["lambda: 0.9 has no effect: it is read with advantage_estimator: gae alone"]),
         ({"whiten": "batch"}, ["whiten: batch has no effect: it is read with advantage_estimator: gae or reinforce++"]),
         ({"grpo_epsilon": 1e-4, "advantage_estimator": "rloo"}, ["grpo_epsilon: 0.0001 has no effect"]),
-        ({"kl_from": "rollout_logprobs"}, ["kl_from: rollout_logprobs has no effect: it is read only with kl_in_reward"]),
+        (
+            {"kl_from": "rollout_logprobs"},
+            ["kl_from: rollout_logprobs has no effect: it is read only with kl_in_reward"],
+        ),
     ],
 )
 def test_a_setting_that_the_estimator_does_not_read_is_reported(change: dict[str, Any], beginnings: list[str]) -> None:

@@ -156,7 +156,7 @@ def test_a_call_is_passed_on_once(replicas: Replicas) -> None:
     marked = {MARK: replicas.other_secret, CAME_FROM: "10.0.0.7"}
     response = get(replicas.other, "/v1/runs/r", marked | {"authorization": f"Bearer {viewer}"})
     assert response.status_code == 503
-    assert "its owner is moving to another replica" in response.json()["error"]["message"]
+    assert "the run is moving to another replica" in response.json()["error"]["message"]
     with grpc.insecure_channel(replicas.other.grpc_address) as channel:
         assert status(channel, method, viewer) == "OK"
         assert status(channel, method, viewer, marked) == "UNAVAILABLE"

@@ -167,7 +167,7 @@ def test_a_run_and_a_caller_have_no_more_calls_in_flight_than_they_may(
     waits.start()
     while not quotas(service):
         pass
-    with pytest.raises(Refused, match="1 calls of run 'one' are being answered, where the service's max_run_requests"):
+    with pytest.raises(Refused, match="1 calls of run 'one' are in progress, and the service's max_run_requests is 1"):
         api.get("one")
     assert api.get("other")["policy_version"] == 0
     service.runs.get("one").announce(1)
@@ -190,7 +190,7 @@ def test_calls_of_one_caller_in_flight_are_counted_over_both_apis(serve: Serve, 
             pass
         refused = httpx.get(f"{service.http_url}/v1/runs/run", headers=team, trust_env=False)
         assert refused.status_code == 429
-        assert "calls of caller 'team' are being answered" in refused.json()["error"]["message"]
+        assert "calls of caller 'team' are in progress" in refused.json()["error"]["message"]
         assert httpx.get(f"{service.http_url}/v1/runs/run", headers=other, trust_env=False).status_code == 200
         assert httpx.get(f"{service.http_url}/healthz", trust_env=False).status_code == 200
         service.runs.get("run").announce(1)

@@ -105,7 +105,7 @@ def test_of_callers_who_are_not_known_little_is_read(browser: httpx.Client, is_p
             "/v1/session", content=gzip.compress(content) if is_packed else content, headers=headers
         )
     assert response.status_code == 413
-    assert "from a caller without a known token" in response.text
+    assert "the limit for a caller without a valid token" in response.text
 
 
 def test_a_name_of_megabytes_is_cut_in_the_log(guarded: Guarded) -> None:

@@ -151,7 +151,7 @@ def test_another_configuration_under_the_same_name_is_refused(api: Api, run: str
 
 
 def test_a_wait_that_is_no_time_is_refused(api: Api, run: str) -> None:
-    with refusing("INVALID_ARGUMENT", "wait_s is -1"):
+    with refusing("INVALID_ARGUMENT", "wait_s -1"):
         api.batch(run, 0, wait_s=-1)
 
 

@@ -116,7 +116,10 @@ class TestNothingOfACutRequestIsUsed:
 def test_a_gzip_body_that_ends_early_or_goes_on_is_refused(http_api: HttpApi, run: str) -> None:
     packed = gzip.compress(json.dumps({"rows": group("a")}).encode())
     headers = {"content-type": "application/json", "content-encoding": "gzip"}
-    for body, reason in ((packed[:-1], "ends early"), (packed + gzip.compress(b" "), "bytes after its end")):
+    for body, reason in (
+        (packed[:-1], "is incomplete: it ends after"),
+        (packed + gzip.compress(b" "), "bytes after its end"),
+    ):
         answer = http_api.client.post(f"/v1/runs/{run}/rows", content=body, headers=headers)
         assert answer.status_code == 422
         assert reason in answer.json()["error"]["message"]

@@ -148,9 +148,9 @@ def test_a_shard_says_where_its_bytes_are(http_api: HttpApi, run_name: str) -> N
 
 
 BAD_BODIES: dict[str, tuple[bytes, dict[str, str], str]] = {
-    "not JSON": (b"{rows", {}, "the body is not JSON"),
-    "no rows": (b"{}", {}, "an object with rows, a list"),
-    "rows no list": (b'{"rows": 3}', {}, "an object with rows, a list"),
+    "not JSON": (b"{rows", {}, "the body is not valid JSON"),
+    "no rows": (b"{}", {}, "not an object with the list rows"),
+    "rows no list": (b'{"rows": 3}', {}, "not an object with the list rows"),
     "row no object": (b'{"rows": [3]}', {}, "row 0 is a int; give a list of dicts, one per row"),
     "unknown field": (json.dumps({"rows": [row("a", 0, color=1)]}).encode(), {}, "unknown field color"),
     "another framework's field": (
@@ -165,9 +165,13 @@ BAD_BODIES: dict[str, tuple[bytes, dict[str, str], str]] = {
     ),
     "protobuf that does not say so": (b"\x0a\x03\xff\xff\xff", {}, "the header content-type: application/x-protobuf"),
     "missing field": (json.dumps({"rows": [row("a", 0, loss_mask=...)]}).encode(), {}, "loss_mask is missing"),
-    "foreign protobuf": (b"\xff\xff\xff", {"Content-Type": "application/x-protobuf"}, "not a gristmill.v1.Rows"),
+    "foreign protobuf": (
+        b"\xff\xff\xff",
+        {"Content-Type": "application/x-protobuf"},
+        "not a complete gristmill.v1.Rows",
+    ),
     "foreign gzip": (b"\x00\x01", {"Content-Encoding": "gzip"}, "the body is not"),
-    "truncated gzip": (gzip.compress(b"x" * 99)[:-9], {"Content-Encoding": "gzip"}, "ends early"),
+    "truncated gzip": (gzip.compress(b"x" * 99)[:-9], {"Content-Encoding": "gzip"}, "the gzip body is incomplete"),
     "unknown encoding": (b"{}", {"Content-Encoding": "br"}, "content-encoding 'br'"),
 }
 
@@ -201,7 +205,7 @@ def test_a_body_that_does_not_say_that_it_is_json_is_asked_to(
     answer = http_api.client.post("/v1/runs", content=body, headers=headers)
     assert answer.status_code == 422
     message = answer.json()["error"]["message"]
-    assert message == f"the body came {came}; send JSON with the header content-type: application/json"
+    assert message == f"the body was sent {came}; send JSON with the header content-type: application/json"
 
 
 @pytest.mark.parametrize(("method", "path", "status"), [("GET", "/v2", 404), ("PATCH", "/v1/runs", 405)])
@@ -214,7 +218,7 @@ def test_an_unknown_call_is_refused_in_the_same_form(http_api: HttpApi, method: 
 def test_a_place_within_no_batch_is_refused(http_api: HttpApi, run_name: str) -> None:
     http_api.create(run_name, CONFIG)
     answer = http_api.client.get(f"/v1/runs/{run_name}/shards", params={"rank": 0, "epoch": 1})
-    assert "give batch too" in answer.json()["error"]["message"]
+    assert "set batch, or leave them out" in answer.json()["error"]["message"]
 
 
 def test_metrics_count_what_a_run_got_and_forget_it_with_the_run(http_api: HttpApi, run_name: str) -> None:

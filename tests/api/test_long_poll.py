@@ -171,7 +171,7 @@ def test_a_caller_that_was_woken_for_nothing_goes_on_waiting() -> None:
 
 @pytest.mark.parametrize("wait_s", [-1.0, math.nan])
 def test_a_wait_that_is_no_time_is_refused(wait_s: float) -> None:
-    with pytest.raises(InvalidArgumentError, match=f"wait_s is {wait_s}"):
+    with pytest.raises(InvalidArgumentError, match=f"wait_s {wait_s} is not a duration"):
         checked_wait(wait_s)
 
 

@@ -168,7 +168,7 @@ def test_a_reward_needs_a_value(grpc_api: GrpcApi, run_name: str) -> None:
     reward = rollout_pb2.Reward(trajectory=rollout_pb2.TrajectoryKey(uid="a"))
     with pytest.raises(grpc.RpcError) as caught:
         grpc_api.rollouts.SetRewards(rollout_pb2.SetRewardsRequest(run=run_name, rewards=[reward]), timeout=20)
-    assert "uid 'a' sample 0: a reward needs exactly one" in refused(caught.value).message
+    assert "uid 'a' sample 0: the reward needs exactly one" in refused(caught.value).message
 
 
 @pytest.fixture

@@ -25,13 +25,13 @@ BODIES = {
     "a list for an object": ("groups", b"[" + b"1," * (MIB // 2 - 50) + b"1]", "body: "),
     "text for an object": ("groups", b'"' + b"x" * (MIB - 50) + b'"', "body: "),
     "no JSON": ("groups", b"[" * MIB, "not JSON in UTF-8, or nested too deeply"),
-    "unknown fields": ("groups", b'{"uids":[],' + UNKNOWN + b"}", "body: there is no field 'field_000000'"),
+    "unknown fields": ("groups", b'{"uids":[],' + UNKNOWN + b"}", "body: unknown field 'field_000000'"),
     "numbers for rewards": ("rewards", b'{"rewards":[' + b"1," * (MIB // 2 - 50) + b"1]}", "body.rewards.0"),
     "empty rewards": ("rewards", b'{"rewards":[' + b"{}," * 16_000 + b"{}]}", "body.rewards.0.uid: field required"),
     "unknown fields of a reward": (
         "rewards",
         b'{"rewards":[{' + REWARD + b"1," + UNKNOWN + b"}]}",
-        "body.rewards.0: there is no field 'field_000000'",
+        "body.rewards.0: unknown field 'field_000000'",
     ),
     "text for a reward's values": (
         "rewards",
@@ -46,15 +46,15 @@ BODIES = {
     "a long name of a model": ("commit", b'{"model":"' + b"x" * (MIB - 50) + b'"}', "body.model"),
     "rows without fields": ("rows", b'{"rows":[' + b"{}," * 16_000 + b"{}]}", "row 0"),
     "a row of a long uid": ("rows", b'{"rows":[{"uid":"' + b"x" * (MIB - 50) + b'"}]}', "uid 'xxx"),
-    "more rows than are read": ("rows", b'{"rows":[' + b"{}," * 20_000 + b"{}]}", "20001 rows, and 16384 are the most"),
-    "a longer row than is read": ("rows", b'{"rows":["' + b"x" * (5 * MIB) + b'"]}', "a row of JSON may have 4194304"),
-    "more JSON of rows than is read": ("rows", b" " * (9 * MIB), "more than 8388608 bytes, the most for JSON"),
-    "more JSON than is read": ("groups", b" " * (2 * MIB), "more than 1048576 bytes, the most for JSON"),
-    "a boolean for a batch": ("seal", b'{"batch":false}', "body.batch: true and false are no numbers"),
+    "more rows than are read": ("rows", b'{"rows":[' + b"{}," * 20_000 + b"{}]}", "20001 rows, and the limit is 16384"),
+    "a longer row than is read": ("rows", b'{"rows":["' + b"x" * (5 * MIB) + b'"]}', "the limit for JSON is 4194304"),
+    "more JSON of rows than is read": ("rows", b" " * (9 * MIB), "the body exceeds 8388608 bytes, the limit for JSON"),
+    "more JSON than is read": ("groups", b" " * (2 * MIB), "the body exceeds 1048576 bytes, the limit for JSON"),
+    "a boolean for a batch": ("seal", b'{"batch":false}', "body.batch: true and false are not numbers"),
     "a boolean for a sample": (
         "trajectories:abort",
         b'{"reason":"r","trajectories":[{"uid":"a","sample":true}]}',
-        "body.trajectories.0.sample: true and false are no numbers",
+        "body.trajectories.0.sample: true and false are not numbers",
     ),
     "a boolean for a reward": ("rewards", b'{"rewards":[{' + REWARD + b"true}]}", "body.rewards.0.reward"),
     "unknown settings": ("", b'{"run":"x","config":{' + UNKNOWN + b"}}", "unknown setting field_000000"),
@@ -86,9 +86,9 @@ def test_the_first_ten_problems_of_a_body_are_named_and_its_values_cut_short(htt
     assert "body.rewards.0.uid: input should be a valid string, got 1; body.rewards.0.sample: " in message
     assert "body.rewards.0.step: " in message
     assert "x" * 100 not in message
-    assert message.endswith("; see /docs for what is expected")
+    assert message.endswith("; see /docs for the expected format")
     answer = http_api.client.post(f"/v1/runs/{run}/resume", json={"position": dict.fromkeys("abcdefghijkl", "x")})
-    assert "there is no field 'a'" in answer.json()["error"]["message"]
+    assert "unknown field 'a'" in answer.json()["error"]["message"]
 
 
 def test_a_body_of_bytes_that_are_no_text_is_refused_as_any_other_that_is_no_json(http_api: HttpApi) -> None:

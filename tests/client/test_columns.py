@@ -292,7 +292,7 @@ def test_http_takes_and_gives_columns_as_grpc_does(service: Service, run_name: s
     with pytest.raises(urllib.error.HTTPError) as refused:
         ask(f"{runs}/{run_name}/batches/0/policy/0/0?columns=teacher_logprobs_given")
     known = ", ".join(sorted(column["name"] for column in COLUMNS))
-    assert f"no column 'teacher_logprobs_given'; it has {known}: ask for those" in refused.value.read().decode()
+    assert f"no column 'teacher_logprobs_given'; request one of its columns: {known}" in refused.value.read().decode()
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ def test_a_person_signs_in_with_a_token_and_sees_the_runs(browser: Any, tmp_path
         asked = page.get_by_role("dialog", name="Sign in")
         asked.get_by_label("Token").fill("a-guess")
         asked.get_by_role("button", name="Sign in").click()
-        asked.get_by_text("the token is not known here").wait_for()
+        asked.get_by_text("the token is unknown").wait_for()
         asked.get_by_label("Token").fill(token)
         asked.get_by_role("button", name="Sign in").click()
         page.locator("section[aria-label=Shards] canvas").first.wait_for()

@@ -1,1 +1,1 @@
-"""The gRPC and HTTP APIs. They translate requests to functions of `calls`, and the answers back."""
+"""The gRPC and HTTP APIs. They convert requests to calls of functions of `calls`, and the answers back."""

@@ -1,9 +1,9 @@
-"""Admission of calls over gRPC and HTTP: limits of what a caller may occupy at a time, and of how many wrong calls it
-may make.
+"""Admission of calls over gRPC and HTTP: limits the resources that a caller may occupy at a time, and the number of
+invalid calls that it may make.
 
-An API takes a `Slot` before it reads anything of a call, and closes it when the answer is sent. Slots are limited for
-each caller and in total, and so are large requests, unsent answers and waits. No caller can have all of a total.
-Everything here is used on the event loop only.
+An API takes a `Slot` before it reads any part of a call, and closes it when the answer is sent. Slots, large requests,
+unsent answers and waits are limited per caller and in total. No caller can occupy a whole total. Use this module only
+on the event loop.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ Kind = Literal["call", "stream", "probe"]
 """The kinds of slots. probe: health and reflection, which need no token."""
 
 SMALL_BYTES = 256 << 10
-"""A request of at most this size does not count as large."""
+"""A request larger than this counts as large."""
 REQUEST_S, SEND_S = 20.0, 60.0
-"""Seconds within which a request has to arrive, or to get capacity, and within which an answer has to make progress."""
+"""Seconds within which a request must arrive or get capacity, and within which an answer must make progress."""
 LEAST_BYTES_PER_S = 64 << 10
-"""A request that is known to be large has more time, according to this rate."""
+"""The minimum rate of a request that is known to be large. It determines the additional time."""
 
 _SHARE = 0.75
 _RETRY_S = 1.0
 _LOOK_S = 0.5
 
-# The share of the service's time that a caller's wrong calls may take, and the seconds of it at once before they are
+# A caller's invalid calls may use this share of the service's time, and so many seconds at once before the caller is
 # throttled.
 _WRONG_SHARE, _FREE_S, _MOST_S = 1 / 200, 0.25, 0.5
-# The cost of a wrong call, and of each byte of a large refused one; in seconds.
+# The cost of an invalid call, and of each byte of a large refused call, in seconds.
 _CALL_S, _BYTE_S = 0.5e-3, 1.2e-9
 _LARGE_BYTES = 64 << 10
 _LONGEST_DELAY_S = 5.0
@@ -45,12 +45,11 @@ _NOT_THE_CALLERS = frozenset(["INTERNAL", "UNAVAILABLE", "DEADLINE_EXCEEDED", "C
 
 
 class Limits(NamedTuple):
-    """Limits of what there may be at a time. One caller may have three quarters of each, except `waits` and
-    `run_calls`.
+    """Limits of concurrent use. One caller may have three quarters of each, except `waits` and `run_calls`.
 
-    calls, streams, probes: slots, by their kind. waits: calls of one caller that wait; twice as many in total.
-    requests: large requests that are read or answered. answer_bytes: of unsent answers. run_calls: calls for one run;
-        None: no limit. request_s: seconds after which an incomplete request is cut off.
+    calls, streams, probes: slots, by kind. waits: waiting calls of one caller; twice as many in total. requests: large
+        requests that are read or answered. answer_bytes: bytes of unsent answers. run_calls: calls for one run; None:
+        no limit. request_s: seconds after which an incomplete request is cancelled.
     """
 
     calls: int = 4096
@@ -74,9 +73,9 @@ class Limits(NamedTuple):
 
 
 class _Shared:
-    """A limited number of things that callers share.
+    """A limited resource that callers share, counted in units.
 
-    what, rule: words for the error of a caller that gets none. most_each: how many one caller may have.
+    what, rule: parts of the error message for a caller that gets none. most_each: how many units one caller may have.
     """
 
     def __init__(self, most: int, what: str, rule: str, most_each: int | None = None) -> None:
@@ -86,9 +85,8 @@ class _Shared:
         self._waiting: dict[str, deque[tuple[int, asyncio.Future[None]]]] = {}
 
     def take(self, caller: str, n: int = 1, *, is_next: bool = False) -> bool:
-        """Takes n, if that many are free and no other call of the caller waits for them. A caller that has none may
-        exceed
-        its share. is_next: whether the call is the next of the waiting ones.
+        """Takes n units if they are free and no other call of the caller waits for units. Returns whether it took them.
+        A caller that has none may exceed its share. is_next: whether the call is the next of the waiting calls.
         """
         taken = self.by_caller.get(caller, 0)
         if (taken and taken + n > self._most_each) or self.total + min(n, self._most_each) > self.most:
@@ -106,10 +104,10 @@ class _Shared:
 
     def error(self, caller: str) -> ResourceExhaustedError:
         taken = self.by_caller.get(caller, 0)
-        return ResourceExhaustedError(f"{self.total} {self._what}, {taken} of this caller, and {self._rule}", _RETRY_S)
+        return ResourceExhaustedError(f"{self.total} {self._what} ({taken} of this caller), {self._rule}", _RETRY_S)
 
     async def wait(self, caller: str, n: int = 1) -> None:
-        """Takes n when that many are free. Callers that have fewer come first."""
+        """Waits until n units are free, and takes them. Callers that have fewer units are served first."""
         granted = asyncio.get_running_loop().create_future()
         entry = n, granted
         self._waiting.setdefault(caller, deque()).append(entry)
@@ -125,7 +123,7 @@ class _Shared:
             raise
 
     def give(self, caller: str, n: int = 1) -> None:
-        """Returns n, for calls that wait."""
+        """Releases n units, and grants units to waiting calls."""
         self.total -= n
         left = self.by_caller[caller] - n
         if left:
@@ -147,22 +145,24 @@ class _Shared:
 
 
 class Admission:
-    """All slots. Callers are distinguished by their names; without tokens, by their machines."""
+    """All slots. Callers are identified by name; without tokens, by machine."""
 
     def __init__(self, limits: Limits | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self.limits, self.clock = limits or Limits(), clock
-        most, no_more = self.limits, "the service takes no more; retry"
+        most, no_more = self.limits, "which is the limit; retry"
         self.slots: set[Slot] = set()
         self.by_kind = {
             "call": _Shared(most.calls, "calls are being answered", no_more),
             "stream": _Shared(
-                most.streams, "streams are open", "max_streams allows no more; retry, or raise the setting"
+                most.streams, "streams are open", "which is the limit max_streams; retry, or raise max_streams"
             ),
             "probe": _Shared(most.probes, "health and reflection calls are open", no_more),
         }
         self.waits = _Shared(2 * most.waits, "calls wait", no_more, most.waits)
         self.requests = _Shared(
-            most.requests, "requests are being read or answered", f"none was done within {REQUEST_S:g} s; retry"
+            most.requests,
+            "large requests are being read or answered",
+            f"and none finished within {REQUEST_S:g} s; retry",
         )
         self.answers = _Shared(most.answer_bytes, "bytes of answers are unsent", no_more)
         self.limited: Counter[tuple[str, str]] = Counter()
@@ -170,10 +170,10 @@ class Admission:
         self._paid_at: dict[str, float] = {}
 
     def enter(self, caller: str, kind: Kind, end: Callable[[], object] | None = None) -> Slot:
-        """Takes a slot. Raises ResourceExhaustedError if the caller, or all callers, have too many.
+        """Takes a slot. Raises ResourceExhaustedError if the caller has too many slots, or all callers together.
 
-        end: ends the call, which then closes the slot. Called when the call's time is over, or another caller needs its
-        capacity. It may be set later, as `Slot.end`.
+        end: ends the call, which then closes the slot. Called when the call is overdue, or when another caller needs
+        its capacity. It may be set later, as `Slot.end`.
         """
         counts = self.by_kind[kind]
         if not counts.take(caller):
@@ -183,8 +183,8 @@ class Admission:
         return slot
 
     def refused(self, caller: str, code: str, nbytes: int) -> None:
-        """Notes that a call with a request of n bytes was refused with this status. Wrong calls use up an allowance of
-        the caller, which refills with time; other refused calls only if their requests are large."""
+        """Records that a call with a request of n bytes was refused with this status. Invalid calls use an allowance of
+        the caller, which refills over time. Other refused calls use it only if their requests are large."""
         if code in _NOT_THE_CALLERS:
             return
         cost_s = max(0, nbytes - _LARGE_BYTES) * _BYTE_S + _CALL_S * (code in _WRONG)
@@ -198,16 +198,16 @@ class Admission:
             self._paid_at = {name: paid_at for paid_at, name in unpaid[-_MOST_CALLERS // 2 :]}
 
     def throttle_s(self, caller: str) -> float:
-        """Returns the delay of a refusal for this caller, during which its slot stays taken; almost always 0."""
+        """Returns by how many seconds to delay a refusal of this caller, which keeps its slot meanwhile. Usually 0."""
         return min(self._wait_s(caller), _LONGEST_DELAY_S) if caller in self._paid_at else 0.0
 
     def check(self, caller: str) -> None:
-        """Raises ResourceExhaustedError, before the call is read, if the caller's allowance for wrong calls is used
-        up."""
+        """Raises ResourceExhaustedError if the caller's allowance for invalid calls is exhausted. Call it before the
+        request is read."""
         if caller in self._paid_at and (wait_s := self._wait_s(caller)) > _LONGEST_DELAY_S:
             raise ResourceExhaustedError(
-                "too many calls of this caller were refused lately, so the service did not read this one; see why "
-                f"they were refused, and retry in {wait_s:.0f} s",
+                "too many recent calls of this caller were refused, so the service did not read this one; fix the "
+                f"cause in their errors, and retry in {wait_s:.0f} s",
                 retry_after_s=wait_s,
             )
 
@@ -215,16 +215,16 @@ class Admission:
         return max(0.0, self._paid_at[caller] - self.clock() - _FREE_S / _WRONG_SHARE)
 
     def counts(self) -> Mapping[tuple[str, str], int]:
-        """Returns the concurrent calls by ("caller" or "run", name), for those with a limit."""
+        """Returns the number of concurrent calls by ("caller" or "run", name), for callers and runs with a limit."""
         return self.limited
 
     async def end_overdue(self) -> None:
-        """Ends slots whose time is over, twice a second, until cancelled."""
+        """Ends overdue calls, twice a second, until cancelled."""
         while True:
             await asyncio.sleep(_LOOK_S)
             now = self.clock()
             for slot, due in [(slot, slot.due) for slot in self.slots if slot.due is not None and slot.due <= now]:
-                # A large request may take longer while no other request waits for its capacity.
+                # A large request may take longer if no other request waits for capacity.
                 is_left = slot in self.coming and not self.requests.is_wanted
                 if not is_left or now >= due - REQUEST_S + self.limits.request_s:
                     slot.end_now()
@@ -233,8 +233,8 @@ class Admission:
 class Slot:
     """The slot of a call.
 
-    caller: the name under which the slot counts. end: see `Admission.enter`. due: when the call is ended unless it
-        makes progress; None while the service works on it, or while the API times its request.
+    caller: the name for which the slot is counted. end: see `Admission.enter`. due: when the call is ended unless it
+        makes progress; None while the service works on it, or while the API limits the time of its request.
     """
 
     __slots__ = ("_admission", "_has_place", "_held", "_is_open", "_kind", "_limits", "_waits", "caller", "due", "end")
@@ -248,7 +248,7 @@ class Slot:
         self._is_open = True
 
     def move(self, caller: str) -> None:
-        """Counts the slot for another caller, whose name is known now. Raises like `Admission.enter`."""
+        """Counts the slot for another caller, after it is identified. Raises like `Admission.enter`."""
         if caller != self.caller:
             counts = self._admission.by_kind[self._kind]
             if not counts.take(caller):
@@ -269,8 +269,8 @@ class Slot:
                 continue
             if limited[key] >= most:
                 raise ResourceExhaustedError(
-                    f"{limited[key]} calls of {key[0]} {key[1]!r} are being answered, where {setting} allows {most}; "
-                    f"wait for their answers, or raise {setting}",
+                    f"{limited[key]} calls of {key[0]} {key[1]!r} are in progress, and {setting} is {most}; wait for "
+                    f"their answers, or raise {setting}",
                     _RETRY_S,
                 )
             keys.append(key)
@@ -278,10 +278,10 @@ class Slot:
         self._limits = tuple(keys)
 
     async def place(self) -> None:
-        """Takes capacity for a large request before its bytes are read. If there is none, waits for it, and ends the
-        request that has been incomplete for longest, of a caller with more large requests.
+        """Takes capacity for a large request before its bytes are read. If there is none, ends the oldest incomplete
+        request of a caller with more large requests, and waits for capacity.
 
-        Raises ResourceExhaustedError after 20 s. Does nothing if the slot has the capacity already.
+        Raises ResourceExhaustedError after 20 s. Does nothing if the slot already has the capacity.
         """
         if self._has_place:
             return
@@ -308,8 +308,8 @@ class Slot:
             longest.end_now()
 
     def came(self, nbytes: int) -> None:
-        """Notes that the whole request, of n bytes, has arrived. A small one returns its capacity; a large one keeps it
-        until the slot is closed."""
+        """Records that the whole request, of n bytes, has arrived. A small request releases its capacity now; a large
+        request releases it when the slot is closed."""
         self.due = None
         self._admission.coming.discard(self)
         if self._has_place and nbytes <= SMALL_BYTES:
@@ -317,7 +317,7 @@ class Slot:
             self._admission.requests.give(self.caller)
 
     def wait(self) -> bool:
-        """Counts the call as waiting. Returns False if too many wait: then answer it at once."""
+        """Counts the call as waiting. Returns False if too many calls wait; then answer the call at once."""
         self._waits = self._waits or self._admission.waits.take(self.caller)
         return self._waits
 
@@ -328,10 +328,8 @@ class Slot:
             self._admission.waits.give(self.caller)
 
     async def hold(self, nbytes: int) -> None:
-        """Notes that n bytes of the answer are about to be sent, replacing the previous number. Waits while the unsent
-        answers
-        of the caller, or of all callers, are too large. 0: nothing is left. The call is ended if the next `hold` or
-            `close` does not follow within 60 s.
+        """Sets the number of unsent bytes of the answer to n. Waits while the unsent answers of the caller, or of all
+        callers, are too large. The call is ended unless `hold` or `close` is called again within 60 s.
         """
         answers = self._admission.answers
         if self._held:
@@ -351,7 +349,7 @@ class Slot:
             self.end()
 
     def close(self, _: object = None) -> None:
-        """Returns everything. A second call does nothing."""
+        """Releases the slot and all its capacity. A second call does nothing."""
         if not self._is_open:
             return
         self._is_open, self.end, admission = False, None, self._admission

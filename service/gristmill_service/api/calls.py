@@ -1,7 +1,7 @@
-"""The calls of the contract, one function each, without gRPC or HTTP, which translate requests to them.
+"""The calls of the API, one function each, independent of gRPC and HTTP.
 
-The APIs have identified the caller and checked its permission for this run and rank. Functions that may wait take the
-call's slot.
+The gRPC and HTTP layers identify the caller and check its permission for the run and rank before they call these
+functions. A function that may wait has the call's slot as an argument.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ class ShardQuery(NamedTuple):
 
 
 class ShardPieces(NamedTuple):
-    """A shard to be sent: its file cut anywhere, or separate zstd frames."""
+    """A shard to send: its file in pieces, or separate zstd frames."""
 
     pieces: AsyncIterator[bytes | memoryview]
     is_zstd: bool
 
 
 async def of_size(nbytes: int, function: Callable[..., T], *args: Any) -> T:
-    """Calls a function whose time grows with n bytes: in the thread pool if there are many."""
+    """Calls a function whose duration grows with n bytes. If n is large, calls it in the thread pool."""
     return function(*args) if nbytes <= SMALL_BYTES else await asyncio.to_thread(function, *args)
 
 
@@ -135,10 +135,10 @@ async def begin_groups(
     tags: Sequence[str],
     wait_s: float,
 ) -> Admissions:
-    """Admits as many of the uids as there is capacity for. Waits until the first uid without capacity is admitted. Does
-    not wait for the caller's quota, which no event of the run changes."""
+    """Admits as many of the uids as the run has capacity for. Waits until it can admit the first uid. Does not wait for
+    the caller's quota, because no event of the run changes it."""
     opened, find_quota = await api.runs.get(run), api.gate.quota()
-    # Before they are copied.
+    # Checked before the uids are copied.
     check_group_count(len(uids))
     uids, n_samples, tags = list(uids), list(n_samples), list(tags)
     waits_for: list[int] = []
@@ -166,8 +166,8 @@ async def submit_rows(
 ) -> Taken:
     """Submits the rows of a request.
 
-    read: decodes the request, which has n bytes; called in a thread if there are many. The run is looked up before, so
-        that a request for an unknown run is not decoded. in_thread: calls a function in a thread.
+    read: decodes the request, which has n bytes; called in a thread if n is large. The run is looked up first, so that
+        a request for an unknown run is not decoded. in_thread: calls a function in a thread.
     """
     opened = await api.runs.get(run)
     check = RowsCheck(lambda: read(opened), partial(_checked, opened, api.max_message_bytes))
@@ -188,12 +188,12 @@ async def submit_rows(
 
 def _checked(run: Run, most_bytes: int, sent: Sent) -> Sent:
     if sent.prefixes is not None:
-        # A request with prefixes must not need more memory than one with whole rows could.
+        # A request with prefixes must not need more memory than the largest request with whole rows.
         size = 4 * int(sent.steps.tokens.total + sent.prefixes.lengths.sum())
         if size > most_bytes:
             raise TooLargeError(
-                f"the rows' tokens and prefixes have {size} bytes together, and max_message_bytes is {most_bytes}; "
-                "send fewer rows per request, or raise the setting"
+                f"the rows' tokens and prefixes have {size} bytes, and max_message_bytes is {most_bytes}; send fewer "
+                "rows per request, or raise max_message_bytes"
             )
     return Sent(run.checked(sent), sent.prefixes)
 
@@ -229,7 +229,8 @@ async def get_batch(
     wait_s: float,
     wanted: ShardQuery | None = None,
 ) -> tuple[BatchAnswer, ShardAnswer | None]:
-    """wanted: the shard of this batch to return with it once it is published."""
+    """Returns the state of a batch and its shard, after waiting. wanted: the shard to return once the batch is
+    published."""
     opened = await api.runs.get(run)
     question = Question(
         opened,
@@ -263,8 +264,8 @@ async def read_shard(
     *,
     accepts_zstd: bool = False,
 ) -> ShardPieces:
-    """Reads a shard. columns: the declared columns to include; None: all. Raises before the first piece, or while
-    pieces are read."""
+    """Reads a shard. columns: the declared columns to include; None: all. Errors are raised here or while pieces are
+    read."""
     frames = await api.runs.read_shard_frames(run, batch, address) if accepts_zstd else None
     if frames is not None and columns is None:
         return ShardPieces(frames, is_zstd=True)
@@ -284,8 +285,8 @@ async def write_columns(
     incarnation: int,
     file: bytes | memoryview,
 ) -> int:
-    """Writes columns of a shard. file: the tensors as a safetensors file. Returns how many columns of shards the batch
-    still waits for."""
+    """Writes columns of a shard. file: the tensors as a safetensors file. Returns how many columns the batch is still
+    missing, over all shards."""
     opened = await api.runs.get(run)
     tensors = await of_size(len(file), tensor_file.decode, file)
     return await opened.write(batch, mini_batch, rank, incarnation, tensors)
@@ -311,8 +312,8 @@ async def resume(
     dp_size: int = 0,
     ranks: Sequence[int] = (),
 ) -> Resumed:
-    """Resumes a model, or the one rank of the caller's token; with ranks, begins these where they are, and nothing else
-    counts."""
+    """Resumes a model, or only the rank of the caller's token. With `ranks`, starts these ranks at their own positions,
+    and ignores the other arguments."""
     opened, rank = await api.runs.get(run), caller.current().rank
     if not ranks:
         return await opened.resume(model, checkpoint, launch, dp_size, rank)
@@ -322,6 +323,6 @@ async def resume(
 
 
 async def export_batch(api: ApiContext, run: str, batch: int) -> AsyncIterator[Steps]:
-    """Yields the rows of a sealed batch in order, some at a time."""
+    """Yields the rows of a sealed batch in order, in several tables."""
     async for steps in (await api.runs.get(run)).export(batch):
         yield steps

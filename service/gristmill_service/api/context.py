@@ -19,9 +19,9 @@ from gristmill_service.run.runs import Runs
 class ApiContext:
     """The parts of the service that calls use.
 
-    host_names: patterns of host names of the HTTP API. not_ready: why new work should go elsewhere; empty if ready.
-    encode_groups: encodes lists of groups, a part at a time, because it takes much time in Python.
-    grpc_address: of this process. token_texts: the texts of tokens; None without a tokenizer.
+    host_names: patterns of host names of the HTTP API. not_ready: why the service accepts no new work; empty if ready.
+    encode_groups: encodes lists of groups in parts, because encoding is slow in Python. grpc_address: the address of
+    this process. token_texts: the texts of tokens; None without a tokenizer.
     """
 
     runs: Runs
@@ -41,9 +41,9 @@ class ApiContext:
         return self.not_ready or self.runs.unhealthy_reason()
 
     def refuse_too_large(self, size: int) -> None:
-        """Raises ResourceExhaustedError for a request of n bytes, when that is beyond the limit."""
+        """Raises ResourceExhaustedError if a request of this size exceeds the limit."""
         if size > self.max_message_bytes:
             raise ResourceExhaustedError(
-                f"the request has {size} bytes and max_message_bytes is {self.max_message_bytes}; send fewer rows per "
-                "request, or raise the setting"
+                f"the request has {size} bytes, and max_message_bytes is {self.max_message_bytes}; send fewer rows per "
+                "request, or raise max_message_bytes"
             )

@@ -1,6 +1,6 @@
-"""Translate errors to answers: the table of gRPC and HTTP statuses, and their metadata.
+"""Converts errors to gRPC and HTTP answers: statuses, metadata and bodies.
 
-The message is the error's own. Messages of unexpected errors are only logged.
+An answer contains the error's message. The message of an unexpected error is only logged.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse
 
 from gristmill.errors import BatchFailedError, GristmillError, ResourceExhaustedError
 
-# ALREADY_EXISTS is HTTP's conflict; FAILED_PRECONDITION gets 412, so that the status alone distinguishes the two.
+# ALREADY_EXISTS is 409 (conflict). FAILED_PRECONDITION is 412, so that the status distinguishes the two.
 STATUSES: dict[str, tuple[grpc.StatusCode, int]] = {
     "INVALID_ARGUMENT": (grpc.StatusCode.INVALID_ARGUMENT, 422),
     "NOT_FOUND": (grpc.StatusCode.NOT_FOUND, 404),
@@ -31,17 +31,17 @@ STATUSES: dict[str, tuple[grpc.StatusCode, int]] = {
 TOO_LARGE = 413
 CLOSE = {"Connection": "close"}
 
-INTERNAL_MESSAGE = "internal error; the service's log has the details"
+INTERNAL_MESSAGE = "internal error; see the service's log for details"
 UNAVAILABLE_RETRY_S = 0.5
 
-# A status message travels in HTTP/2 trailers, which clients bound to 8 KiB, and three bytes for each one not ASCII.
+# gRPC sends the message in HTTP/2 trailers, which clients limit to 8 KiB, and escapes a non-ASCII byte as three bytes.
 _MESSAGE_BYTES = 2000
 _MESSAGE_CHARACTERS = 8000
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorResponse:
-    """An error as both APIs report it. `type` is the name of the Python class, by which clients raise it again."""
+    """An error as both APIs report it. `type` is the name of the Python class that clients raise."""
 
     code: str
     type: str
@@ -76,7 +76,7 @@ class ErrorResponse:
 
     @property
     def headers(self) -> dict[str, str]:
-        """HTTP headers. Retry-After counts whole seconds."""
+        """HTTP headers. Retry-After is rounded up to whole seconds."""
         return {} if self.retry_after_s is None else {"Retry-After": str(math.ceil(self.retry_after_s))}
 
     @property
@@ -96,7 +96,7 @@ class ErrorResponse:
 
 
 def refusal(error: Exception) -> ErrorResponse:
-    """Returns the response for an error. The message of an unexpected one is left out; the caller logs it."""
+    """Returns the response for an error. It omits the message of an unexpected error, which the caller logs."""
     if not isinstance(error, GristmillError) or error.code not in STATUSES or error.code == "INTERNAL":
         return ErrorResponse("INTERNAL", "GristmillError", INTERNAL_MESSAGE)
     retry_after_s = None
@@ -105,19 +105,19 @@ def refusal(error: Exception) -> ErrorResponse:
     elif error.code == "UNAVAILABLE":
         retry_after_s = UNAVAILABLE_RETRY_S
     batch = error.batch if isinstance(error, BatchFailedError) else None
-    # It may repeat a value with half of a surrogate pair, which cannot be encoded.
+    # The message may quote a value with an unpaired surrogate, which cannot be encoded.
     message = str(error).encode(errors="backslashreplace").decode()
     return ErrorResponse(error.code, type(error).__name__, message, retry_after_s, batch)
 
 
 def _shortened(message: str) -> str:
-    """Shortens a message that repeats a large value in its middle, because the end often has the remedy."""
+    """Shortens a long message in the middle, because its end usually contains the remedy."""
     half = _MESSAGE_CHARACTERS // 2
     return message if len(message) <= _MESSAGE_CHARACTERS else f"{message[:half]} ... {message[-half:]}"
 
 
 def error_response(error: Exception, headers: Mapping[str, str] | None = None) -> JSONResponse:
-    """Returns the HTTP answer for an error. headers: sent in addition to the error's own."""
+    """Returns the HTTP answer for an error. headers: sent in addition to the error's headers."""
     refused = refusal(error)
     headers = {**refused.headers, **(headers or {})}
     if refused.http_status == 401:
@@ -126,5 +126,5 @@ def error_response(error: Exception, headers: Mapping[str, str] | None = None) -
 
 
 def error_body(code: str, type_: str, message: str) -> dict[str, object]:
-    """Returns the body of an HTTP answer with a status that no error of gristmill has."""
+    """Returns the body of an HTTP answer with a status for which gristmill has no error class."""
     return {"error": {"code": code, "type": type_, "message": message}}

@@ -1,7 +1,7 @@
-"""Calls that wait for a run to change. A wait is a coroutine, which is cancelled when its caller goes away.
+"""Calls that wait for a run to change. A wait is a coroutine, which is cancelled when its caller disconnects.
 
-A waiting call sleeps until its run wakes it, then reads again. It continues to wait if the answer is not settled
-because another caller was faster.
+A waiting call sleeps until its run wakes it, then reads again. It continues to wait if another caller was faster, so
+that the answer is not settled.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LONGEST_WAIT_S = 30.0
 
 
 class Waitable(Protocol):
-    """The part of a run that wakes callers."""
+    """The interface of a run that wakes waiting calls."""
 
     def wait(self, condition: Condition, wake: Wake) -> None: ...
 
@@ -32,9 +32,9 @@ class Waitable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Question(Generic[T]):
-    """A call that may wait. `read` is called again whenever the run meets the condition, until the answer is settled.
+    """A call that may wait. `read` is called again each time the run meets the condition, until the answer is settled.
 
-    condition: what to wait for, set by the last `read`.
+    condition: returns what to wait for, according to the last `read`.
     """
 
     run: Waitable
@@ -44,7 +44,7 @@ class Question(Generic[T]):
 
 
 class LongPoll:
-    """The calls that are waiting now."""
+    """The waiting calls."""
 
     def __init__(self) -> None:
         self._waiting: set[asyncio.Future[None]] = set()
@@ -55,16 +55,16 @@ class LongPoll:
         return len(self._waiting)
 
     def close(self) -> None:
-        """Ends all waits: settled answers are returned; other calls get UnavailableError."""
+        """Ends all waits: returns settled answers, and raises UnavailableError in other calls."""
         self._is_closed = True
         for woken in self._waiting:
             _wake(woken)
 
     async def ask(self, question: Question[T], wait_s: float, slot: Slot) -> T:
-        """Returns the answer when it is settled, or as it is when the wait ends."""
+        """Returns the answer when it is settled, or the unsettled answer when the wait ends."""
         answer = await self._ask(question, checked_wait(wait_s), slot)
         if self._is_closed and wait_s and not question.is_settled(answer):
-            raise UnavailableError("the service is shutting down; ask again when it is back")
+            raise UnavailableError("the service is shutting down; retry after it has restarted")
         return answer
 
     async def _ask(self, question: Question[T], wait_s: float, slot: Slot) -> T:
@@ -106,7 +106,7 @@ def _wake(woken: asyncio.Future[None]) -> None:
 
 
 def checked_wait(wait_s: float) -> float:
-    """Returns the seconds to wait, at most what the service allows. Raises InvalidArgumentError."""
+    """Returns the seconds to wait, limited to the service's maximum. Raises InvalidArgumentError."""
     if math.isnan(wait_s) or wait_s < 0:
-        raise InvalidArgumentError(f"wait_s is {wait_s}; give the seconds to wait, 0 or more")
+        raise InvalidArgumentError(f"wait_s {wait_s} is not a duration; send the seconds to wait, 0 or more")
     return min(wait_s, LONGEST_WAIT_S)

@@ -1,4 +1,4 @@
-"""The rows of a request, of which bad ones may be refused alone."""
+"""The rows of a request, where invalid rows may be refused individually."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from gristmill_service.run.machine.answers import Outcome, Taken
 class RowsRequest(NamedTuple):
     """The rows of a request, unchecked.
 
-    number: how many. read: decodes those at these indices, in order; None: all. attempt: names the trajectory and
-    attempt of the row at an index. by_row: whether a bad row is refused alone.
+    number: how many. read: decodes the rows at these indices, in order; None: all. attempt: returns the trajectory and
+    attempt of the row at an index. by_row: whether an invalid row is refused individually.
     """
 
     number: int
@@ -37,10 +37,10 @@ class RowsRequest(NamedTuple):
 
 
 class CheckedRows(NamedTuple):
-    """The rows of a request that obey the rules for single rows.
+    """The rows of a request that are valid by themselves.
 
-    by_row: whether a row that the run refuses is refused alone. sent: these rows; None if there are none. places: their
-    indices in the request, if it has others. refused: the errors of the others.
+    by_row: whether a row that the run refuses is refused individually. sent: the valid rows; None if there are none.
+    places: their indices in the request, if some rows are refused. refused: the errors of the refused rows, by index.
     """
 
     by_row: bool
@@ -49,7 +49,7 @@ class CheckedRows(NamedTuple):
     refused: Mapping[int, GristmillError] = {}
 
     def answer(self, taken: Taken) -> Taken:
-        """Returns the answer for the whole request. taken: of these rows."""
+        """Returns the answer for the whole request. taken: the run's answer for the valid rows."""
         if not self.refused:
             return taken
         outcomes = [Outcome.REFUSED] * (len(self.places) + len(self.refused))
@@ -63,7 +63,7 @@ class RowsCheck:
     """Checks the rows of one request. Not thread-safe."""
 
     def __init__(self, read: Callable[[], RowsRequest], check: Callable[[Sent], Sent]) -> None:
-        """read: decodes the request. check: returns rows that obey the rules for single rows."""
+        """read: decodes the request. check: returns the rows if each is valid by itself, else raises."""
         self._read, self._check = read, check
         self._request: RowsRequest | None = None
 
@@ -73,8 +73,9 @@ class RowsCheck:
         return CheckedRows(request.by_row, self._check(request.read(None)))
 
     def good(self, error: InvalidArgumentError) -> CheckedRows:
-        """Returns the good rows after `whole` raised this error; of the others, the later ones of their trajectory and
-        attempt are refused, too. Raises the error again if rows are not refused alone, or no row is bad by itself."""
+        """Returns the valid rows after `whole` raised this error. Rows after an invalid row of the same trajectory and
+        attempt are refused, too. Raises the error again if rows are not refused individually, or if no row is invalid
+        by itself."""
         request = self._request
         if request is None or not request.by_row or isinstance(error, TooLargeError):
             raise error
@@ -92,7 +93,7 @@ class RowsCheck:
 
 
 def _bad_rows(rows: Int64s, check: Callable[[Int64s], Sent]) -> dict[int, GristmillError]:
-    """Returns the errors of those rows that `check` refuses, by index. Few are found in few checks."""
+    """Returns the errors of the rows that `check` refuses, by index. Bisects, so few invalid rows need few checks."""
     try:
         check(rows)
     except InvalidArgumentError as error:

@@ -1,6 +1,6 @@
-"""Removes the columns that a trainer does not want from a shard, so that their bytes are not sent.
+"""Removes the columns that a trainer does not request from a shard, so that their bytes are not sent.
 
-The result is a safetensors file without those tensors.
+The result is a safetensors file without the tensors of these columns.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from gristmill.errors import InvalidArgumentError, UnavailableError
 
 
 async def file_with(columns: Collection[str], pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes | memoryview]:
-    """Yields the safetensors file with only these declared columns. pieces: the whole file, cut anywhere.
+    """Yields a safetensors file with only these declared columns. pieces: the whole file, split anywhere.
 
-    Raises InvalidArgumentError for a column that it does not have.
+    Raises InvalidArgumentError for a column that the shard does not have.
     """
     stream = _Stream(pieces)
     header = await _header(stream, columns)
@@ -30,7 +30,7 @@ async def file_with(columns: Collection[str], pieces: AsyncIterator[bytes]) -> A
 
 
 async def compressed(pieces: AsyncIterator[bytes | memoryview]) -> AsyncIterator[bytes]:
-    """Yields zstd frames of the pieces, which may be cut anywhere."""
+    """Yields zstd frames of the pieces, which may be split anywhere."""
     buffer, size = bytearray(), zstd_frames.FRAME_BYTES
     async for piece in pieces:
         buffer += piece
@@ -42,7 +42,10 @@ async def compressed(pieces: AsyncIterator[bytes | memoryview]) -> AsyncIterator
 
 
 class _Header(NamedTuple):
-    """text: the new header. was: the bytes of the old one. kept: the ranges of the file's data to keep."""
+    """The header of the new file.
+
+    text: its bytes. was: the size in bytes of the old header. kept: the byte ranges of the old file to send.
+    """
 
     text: bytes
     was: int
@@ -56,8 +59,8 @@ async def _header(stream: _Stream, columns: Collection[str]) -> _Header:
     known = declared.difference(*map(of_column, declared))
     if unknown := sorted(set(columns) - known):
         raise InvalidArgumentError(
-            f"columns: the shard has no column {unknown[0]!r}; it has {', '.join(sorted(known)) or 'none'}: ask for "
-            "those"
+            f"columns: the shard has no column {unknown[0]!r}; request one of its columns: "
+            f"{', '.join(sorted(known)) or 'none'}"
         )
     tensors = declared.difference(columns, *(of_column(name) for name in columns))
     left: dict[str, Any] = {}
@@ -86,16 +89,16 @@ class _Stream:
         self._at = 0
 
     async def take(self, count: int) -> bytes:
-        """Returns the next bytes. Raises UnavailableError if there are fewer."""
+        """Returns the next `count` bytes. Raises UnavailableError if the stream ends before."""
         return b"".join([piece async for piece in self.span(self._at, self._at + count)])
 
     async def span(self, begin: int, end: int) -> AsyncIterator[memoryview]:
-        """Yields the bytes `begin:end` of the stream, and skips those before."""
+        """Yields the bytes `begin:end` of the stream, and skips the bytes before `begin`."""
         while self._at < end:
             if not len(self._piece):
                 self._piece = memoryview(await anext(self._pieces, b""))
                 if not len(self._piece):
-                    raise UnavailableError(f"a shard ended after {self._at} bytes; read it again")
+                    raise UnavailableError(f"the shard's data ended early, after {self._at} bytes; read it again")
             taken = self._piece[: (begin if self._at < begin else end) - self._at]
             if self._at >= begin:
                 yield taken

@@ -1,1 +1,1 @@
-"""The HTTP API: the same calls as over gRPC, for people, scripts and machines without gRPC."""
+"""The HTTP API: the same calls as over gRPC, for people, scripts, and programs without gRPC."""

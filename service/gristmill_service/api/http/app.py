@@ -1,4 +1,4 @@
-"""The FastAPI application: routes, errors in one form, probes, metrics and the OpenAPI page."""
+"""The FastAPI application: routes, uniform errors, probes, metrics and the OpenAPI page."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ _log = structlog.get_logger(__name__)
 
 _DESCRIPTION = (
     "Rollouts in, train-ready shards out. Every call may be repeated safely. Errors name the trajectory, field, value "
-    "and remedy; 429 and 503 say in Retry-After when to try again. gRPC offers the same calls, and is faster."
+    "and remedy; 429 and 503 have a Retry-After header. gRPC offers the same calls and is faster."
 )
 
 
 def make_app(api: ApiContext, peers: PeerCertificates | None = None) -> FastAPI:
-    """Makes the application. peers: certificates for connections to other replicas; None: not encrypted."""
+    """Creates the application. peers: certificates for connections to other replicas; None: not encrypted."""
     errors: dict[int | str, dict[str, Any]] = {
         status: {"model": models.Error, "description": code} for code, (_, status) in STATUSES.items()
     }
@@ -74,16 +74,16 @@ def make_app(api: ApiContext, peers: PeerCertificates | None = None) -> FastAPI:
     app.add_exception_handler(RequestValidationError, _refuse_invalid)
     app.add_exception_handler(HTTPException, _refuse_status)
     app.add_exception_handler(Exception, _refuse)
-    # From the innermost to the outermost.
+    # Middleware is added from the innermost to the outermost.
     app.add_middleware(Bodies, limit=api.max_message_bytes, refuse_too_large=api.refuse_too_large)
     app.add_middleware(Identified, gate=api.gate, admission=api.admission)
     app.add_middleware(Admitted, admission=api.admission, throttles=not api.gate.is_open)
     app.add_middleware(SameOrigin)
     if api.gate.is_open:
-        # Otherwise a page of another site could read runs, because no token is required.
+        # No token is required, so a page of another site could otherwise read runs.
         app.add_middleware(HostNames, known=api.host_names)
     app.add_middleware(Observed, metrics=api.metrics)
-    # Metrics and traces have the original status.
+    # This is outside of metrics and traces, which record the original status.
     app.add_middleware(ErrorsInBody)
     return app
 
@@ -92,24 +92,25 @@ def _add_probes(app: FastAPI) -> None:
     @app.head("/healthz", include_in_schema=False)
     @app.get("/healthz", tags=["probes"])
     async def healthz() -> dict[str, str]:
-        """The process is alive."""
+        """Returns 200 while the process is alive."""
         return {"status": "alive"}
 
     @app.head("/readyz", include_in_schema=False)
     @app.get("/readyz", tags=["probes"], responses={503: {"model": models.Error, "description": "UNAVAILABLE"}})
     async def readyz(api: ApiDep) -> dict[str, str]:
-        """The service takes calls; 503 says why not. waits: why batches of a run cannot be published now."""
+        """Returns 200 if the service accepts calls, else 503 with the reason. waits: why batches of a run cannot be
+        published now."""
         await api.runs.look()
         if reason := api.not_ready or api.runs.store_reason:
-            raise UnavailableError(f"not ready: {reason}; send new work elsewhere or later")
-        # Shared memory is full, say: rows are taken, and only the trainers of that run make room.
+            raise UnavailableError(f"not ready: {reason}; retry later, or call another replica")
+        # For example, shared memory is full. Rows are still accepted, and only the run's trainers can free capacity.
         waits = api.unhealthy_reason()
         return {"status": "ready", "waits": waits} if waits else {"status": "ready"}
 
     @app.head("/metrics", include_in_schema=False)
     @app.get("/metrics", tags=["probes"], response_class=PlainTextResponse)
     async def metrics(api: ApiDep) -> PlainTextResponse:
-        """Prometheus metrics, those of runs that the caller may see."""
+        """Returns Prometheus metrics, including those of the runs that the caller may see."""
         write = api.metrics.read(caller.current().sees)
         return PlainTextResponse(await asyncio.to_thread(write), media_type=CONTENT_TYPE_LATEST)
 
@@ -127,17 +128,17 @@ async def _refuse(request: Request, error: Exception) -> JSONResponse:
 
 
 async def _refuse_invalid(request: Request, error: Exception) -> JSONResponse:
-    """Answers what pydantic refuses in the form of every refusal."""
+    """Answers a validation error of pydantic like other errors."""
     assert isinstance(error, RequestValidationError)
-    # FastAPI does not parse a body without JSON's content type, and reports all of it as invalid.
+    # FastAPI does not parse a body without the content type of JSON, and reports the whole body as invalid.
     if any(item["loc"] == ("body",) and isinstance(item["input"], bytes) for item in error.errors()):
         kind = request.headers.get("content-type")
         came = "without content-type" if kind is None else f"as content-type {shown(kind)}"
-        reason = f"the body came {came}; send JSON with the header content-type: application/json"
+        reason = f"the body was sent {came}; send JSON with the header content-type: application/json"
     else:
-        # The value may be a token in the wrong place: it must not be repeated or logged.
+        # The value may be a token in the wrong field, so it must not be quoted or logged.
         is_secret = _call(request) == "sign_in"
-        reason = f"{problems(_explain(error, is_secret=is_secret))}; see /docs for what is expected"
+        reason = f"{problems(_explain(error, is_secret=is_secret))}; see /docs for the expected format"
     return await _refuse(request, InvalidArgumentError(reason))
 
 
@@ -149,10 +150,10 @@ def _explain(error: RequestValidationError, *, is_secret: bool) -> Iterator[str]
 
 
 async def _refuse_status(request: Request, error: Exception) -> JSONResponse:
-    """Answers an unknown path or method."""
+    """Answers a request for an unknown path or method."""
     assert isinstance(error, HTTPException)
     if error.status_code == 400:
-        # FastAPI's answer to a body that it cannot read.
+        # FastAPI answers 400 to a body that it cannot parse.
         return await _refuse(
             request, InvalidArgumentError("the body is not JSON in UTF-8, or nested too deeply; send JSON")
         )

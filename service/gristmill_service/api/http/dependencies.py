@@ -23,7 +23,7 @@ async def _slot(request: Request) -> Slot:
 ApiDep = Annotated[ApiContext, Depends(_api)]
 SlotDep = Annotated[Slot, Depends(_slot)]
 AnyRun = Annotated[str, Path(description="The run's name.")]
-"""A name that no run may have, or one that is not read here."""
+"""The name in the path, unchecked: the call also accepts a run that this process does not own."""
 
 
 async def _run(api: ApiDep, run: AnyRun) -> Run:
@@ -38,4 +38,4 @@ async def _run_name(run: RunDep) -> str:
 
 
 RunName = Annotated[str, Depends(_run_name)]
-"""The name of a run that is here: an unknown one, or another process', is found out before the body is parsed."""
+"""The name of a run that this process owns. Checked before the body is parsed."""

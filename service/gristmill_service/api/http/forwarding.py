@@ -1,6 +1,6 @@
-"""Passes a request on to the process that owns its run, and returns that process's answer unchanged.
+"""Forwards a request to the process that owns its run, and returns that process's answer unchanged.
 
-A request is passed on once. If it reaches the wrong process again, its caller has to retry.
+A request is forwarded only once. If it reaches a process that does not own the run again, the caller must retry.
 """
 
 from __future__ import annotations
@@ -23,17 +23,20 @@ from gristmill_service.api.long_poll import LONGEST_WAIT_S
 from gristmill_service.storage.run_store import OwnedElsewhereError
 
 _LOOK_S = 0.5
-# Headers that each process sets itself. The owner sends a refusal with its status, whatever the caller prefers.
+# Headers that each process sets itself. Without `prefer`, the owner sends an error with its HTTP status.
 _DROPPED = frozenset(
     {"host", "content-length", "content-encoding", "transfer-encoding", "connection", "date", "server", "prefer"}
 )
-# Also headers that only a peer may set, and headers that concern this process's host name.
+# Additionally, headers that only a peer may set, and headers about this process's host name.
 _MINE = _DROPPED | {passed_on.MARK, passed_on.CAME_FROM, tracing.REQUEST_ID, "origin", "sec-fetch-site"}
 
 
 class Forwarding:
-    """is_owner(run, grpc address): whether the run is still owned there, as far as this process knows. peers:
-    certificates for connections to other processes; None: not encrypted."""
+    """Connections to the processes that own other runs.
+
+    is_owner(run, grpc address): whether that process still owns the run, according to this process. peers: certificates
+        for connections to other processes; None: not encrypted.
+    """
 
     def __init__(self, is_owner: Callable[[str, str], Awaitable[bool]], peers: PeerCertificates | None) -> None:
         self._is_owner, self._peers = is_owner, peers
@@ -47,18 +50,18 @@ class Forwarding:
         await self._client.aclose()
 
     async def answer(self, request: Request, error: Exception) -> Response:
-        """Handles OwnedElsewhereError."""
+        """Forwards the request. Called as the exception handler of OwnedElsewhereError."""
         assert isinstance(error, OwnedElsewhereError)
         if passed_on.current():
-            return _unavailable(f"{error}; its owner is moving to another replica")
+            return _unavailable(f"{error}; the run is moving to another replica")
         if self._peers is not None:
-            # Checked for every request; the context stays the same object.
+            # Reloads the certificates if they changed. The context stays the same object.
             self._peers.context()
         sending = asyncio.ensure_future(self._client.send(self._request(request, error), stream=True))
         try:
             while not (await asyncio.wait([sending], timeout=_LOOK_S))[0]:
                 if not await self._is_owner(error.run, error.grpc_address):
-                    return _unavailable(f"{error}; its owner has changed")
+                    return _unavailable(f"{error}; the owner changed during the call")
             answer = sending.result()
         except httpx.HTTPError as failure:
             return _unavailable(f"the process that owns this run does not answer: {failure!r}; retry")
@@ -79,7 +82,7 @@ class Forwarding:
 
 
 def _headers(request: Request, secret: str) -> list[tuple[bytes, bytes]]:
-    """Returns the caller's headers, byte for byte, repeated ones too: the owner reads them as this process did."""
+    """Returns the caller's headers unchanged, including repeated headers, so that the owner reads the same values."""
     added = {
         passed_on.MARK: secret,
         passed_on.CAME_FROM: address_of(request.scope),

@@ -1,4 +1,4 @@
-"""Parse JSON bodies in small pieces: parsing holds the GIL, and a parsed document takes tens of times its bytes."""
+"""Parses JSON bodies in small pieces: parsing holds the GIL, and a parsed document needs tens of times its bytes."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ _decoder = msgspec.json.Decoder(_Rows)
 
 
 def check_size(body: bytes, path: str) -> None:
-    """Raises InvalidArgumentError for a document that would take too long to parse."""
+    """Raises InvalidArgumentError if the document would take too long to parse."""
     most = most_bytes(path)
     if len(body) > most:
         raise InvalidArgumentError(
-            f"the body has more than {most} bytes, the most for JSON in this call; send less in a request, or send "
-            "rows as application/x-protobuf or over gRPC"
+            f"the body exceeds {most} bytes, the limit for JSON in this call; send less per request, or send rows as "
+            "application/x-protobuf or over gRPC"
         )
 
 
 def most_bytes(path: str) -> int:
-    """Returns the limit of a document's bytes for this path."""
+    """Returns the maximum size in bytes of a document for this path."""
     return _MOST_BYTES_OF_ROWS if path.endswith(_ROWS_PATH) else _MOST_BYTES
 
 
 def rows_of(body: bytes) -> tuple[list[Any], bool]:
     """Returns the rows of a document `{"rows": [...]}`, each parsed separately, and its `refuse_by_row`. Raises
-    InvalidArgumentError for others."""
+    InvalidArgumentError for another document."""
     try:
         document = _decoder.decode(body)
     except msgspec.ValidationError:
         raise InvalidArgumentError(
-            'the body must be an object with rows, a list, and no other field but refuse_by_row: {"rows": [...]}'
+            'the body is not an object with the list rows, and optionally refuse_by_row; send {"rows": [...]}'
         ) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         return _rows_of_python(body, error)
@@ -58,21 +58,21 @@ def _read(row: msgspec.Raw, number: int) -> Any:
     view = memoryview(row)
     if len(view) > _MOST_BYTES_OF_A_ROW:
         raise InvalidArgumentError(
-            f"row {number}: it has {len(view)} bytes, and a row of JSON may have {_MOST_BYTES_OF_A_ROW}; send it as "
+            f"row {number} has {len(view)} bytes, and the limit for JSON is {_MOST_BYTES_OF_A_ROW}; send it as "
             "application/x-protobuf, or over gRPC"
         )
     try:
         return orjson.loads(view)
     except orjson.JSONDecodeError:
-        # orjson refuses halves of surrogate pairs and large numbers; Python's parser finds the row to name.
+        # orjson rejects unpaired surrogates and large numbers; Python's parser finds the row at fault.
         with suppress(ValueError, RecursionError):
             return json.loads(bytes(view))
-        raise InvalidArgumentError(f"row {number}: it is not valid JSON; send an object") from None
+        raise InvalidArgumentError(f"row {number} is not valid JSON; send an object") from None
 
 
 def _rows_of_python(body: bytes, error: Exception) -> tuple[list[Any], bool]:
-    """Parses a document that orjson refuses, such as with NaN or Infinity, by Python's parser, to name the wrong
-    row."""
+    """Parses a document that orjson rejects, such as one with NaN or Infinity, with Python's parser, so that errors
+    name the row."""
     if len(body) <= _MOST_BYTES:
         with suppress(ValueError, RecursionError):
             document = json.loads(body)
@@ -82,11 +82,11 @@ def _rows_of_python(body: bytes, error: Exception) -> tuple[list[Any], bool]:
                     _check_count(len(rows))
                     return rows, by_row
     raise InvalidArgumentError(
-        f'the body is not JSON: {error}; send {{"rows": [...]}}, or a message and the header content-type: '
+        f'the body is not valid JSON: {error}; send {{"rows": [...]}}, or protobuf with the header content-type: '
         "application/x-protobuf"
     ) from None
 
 
 def _check_count(count: int) -> None:
     if count > MOST_ROWS:
-        raise InvalidArgumentError(f"the request has {count} rows, and {MOST_ROWS} are the most; send several requests")
+        raise InvalidArgumentError(f"the request has {count} rows, and the limit is {MOST_ROWS}; send several requests")

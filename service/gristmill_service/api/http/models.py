@@ -1,4 +1,4 @@
-"""The JSON bodies of the HTTP API, with examples for its page. Names are those of the specification."""
+"""The JSON bodies of the HTTP API, with examples for its documentation page. Names follow the specification."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from gristmill_service.validation_messages import shown
 
 _Item = TypeVar("_Item")
 Many = Annotated[list[_Item], Field(fail_fast=True)]
-"""A list that is refused at its first wrong item: a body may have millions, and each error takes time."""
+"""A list of which only the first invalid item is reported: a body may have millions, and each error takes time."""
 
 
 def _no_bool(value: object) -> object:
     if isinstance(value, bool):
-        raise PydanticCustomError("int_type", "true and false are no numbers; give a number")
+        raise PydanticCustomError("int_type", "true and false are not numbers; send a number")
     return value
 
 
 Int32 = Annotated[int, BeforeValidator(_no_bool), Field(ge=-(2**31), lt=2**31)]
 Int64 = Annotated[int, BeforeValidator(_no_bool), Field(ge=-(2**63), lt=2**63)]
 Number = Annotated[float, Field(strict=True)]
-"""A float that neither a string nor a boolean gives."""
+"""A float that is not parsed from a string or a boolean."""
 
 
 class Body(BaseModel):
-    """The body of a request. Several unknown fields are refused in one error, for the same reason."""
+    """The body of a request. It reports only one unknown field, because each error takes time."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -39,7 +39,7 @@ class Body(BaseModel):
     def _refuse_unknown(cls, body: object) -> object:
         if isinstance(body, dict) and (unknown := body.keys() - cls.model_fields):
             name = shown(min(unknown, key=str))
-            raise PydanticCustomError("extra_forbidden", "there is no field {name}", {"name": name})
+            raise PydanticCustomError("extra_forbidden", "unknown field {name}; remove it", {"name": name})
         return body
 
 
@@ -57,13 +57,13 @@ CONFIG_EXAMPLE = {
 class CreateRun(Body):
     run: str = Field(description="The run's name.", examples=["guess-1"])
     config: dict[str, Any] = Field(
-        description="The run's settings, as in the documentation's configuration table.", examples=[CONFIG_EXAMPLE]
+        description="The run's settings; the documentation lists them.", examples=[CONFIG_EXAMPLE]
     )
 
 
 class RunCreated(BaseModel):
-    warnings: list[str] = Field(description="Settings that are allowed but probably not intended.")
-    created: bool = Field(description="False when the same run existed already.")
+    warnings: list[str] = Field(description="Settings that are allowed but probably unintended.")
+    created: bool = Field(description="False if the run already existed with this configuration.")
 
 
 class RunNames(BaseModel):
@@ -75,66 +75,71 @@ class BeginGroups(Body):
     round: Int32 = Field(0, description="The pass over the uids, such as the dataset epoch.")
     wait_s: float = Field(0.0, description="Seconds to wait for capacity; the service may answer earlier.")
     n_samples: Int32 | Many[Int32] = Field(
-        default=[], description="The number of samples of each group, or of all; 0 or absent: the run's."
+        default=[],
+        description="The number of samples of each group, or one number for all; 0 or absent: the run's default.",
     )
-    tag: str | Many[str] = Field(default=[], description="The environment or task of each group, or of all of them.")
+    tag: str | Many[str] = Field(default=[], description="The environment or task of each group, or one for all.")
 
 
 def one_each(values: _Item | list[_Item], uids: list[str]) -> list[_Item]:
-    """Returns one value per group from a value for all, or from a list with one per group."""
+    """Returns one value per group. values: one value for all groups, or a list with one value per group."""
     return values if isinstance(values, list) else [values] * len(uids)
 
 
 class GroupsBegun(BaseModel):
     admissions: list[Literal["admitted", "no_room", "sealed", "dropped"]] = Field(description="One per uid, in order.")
-    retry_after_s: float = Field(description="If a group has no capacity: how long to wait before asking again.")
-    reason: str = Field(description="Why there is no room.")
+    retry_after_s: float = Field(description="If the run lacks capacity for a group: seconds to wait before retrying.")
+    reason: str = Field(description="Why the run lacks capacity.")
 
 
 class Row(BaseModel):
-    """One LLM call. Lists of tokens' values have one entry per response token. Declared columns of the run are further
-    fields with their names.
+    """One LLM call. Lists of per-token values have one entry per response token. The run's declared columns are
+    additional fields with their names.
     """
 
     model_config = ConfigDict(extra="allow")
 
-    uid: str = Field(description="Names the prompt; all its samples share it.", examples=["prompt-17"])
-    sample: int = Field(description="Which rollout of the prompt, from 0.", examples=[0])
-    step: int = Field(0, description="Which LLM call of the trajectory, from 0.")
-    is_last_step: bool = Field(True, description="Whether the trajectory ends with it.")
+    uid: str = Field(description="Identifies the prompt; all its samples have the same uid.", examples=["prompt-17"])
+    sample: int = Field(description="The index of the rollout of the prompt, from 0.", examples=[0])
+    step: int = Field(0, description="The index of the LLM call in the trajectory, from 0.")
+    is_last_step: bool = Field(True, description="Whether the trajectory ends with this step.")
     prompt_token_ids: list[int] = Field(examples=[[1, 5, 9]])
     response_ids: list[int] = Field(examples=[[7, 2]])
-    loss_mask: list[int] = Field(description="1 if the token is trained, else 0.", examples=[[1, 1]])
+    loss_mask: list[int] = Field(description="1 for a token to train on, else 0.", examples=[[1, 1]])
     reward: float | list[float] | None = Field(
-        None, description="One for the step, or one per response token; null: set later by /rewards.", examples=[1.0]
+        None,
+        description="One value for the step, or one per response token; null: set later by /rewards.",
+        examples=[1.0],
     )
     round: int = Field(0, description="The pass over the uid in the run.")
     attempt: int = Field(0, description="A higher attempt supersedes all rows of a lower one.")
     rollout_logprobs: list[float] | None = Field(None, examples=[[-0.1, -0.7]])
     stop_reason: str = Field("", examples=["stop"])
-    policy_version: int = Field(-1, description="The policy version that sampled the step; -1 unknown.")
+    policy_version: int = Field(-1, description="The policy version that sampled the step; -1: unknown.")
     policy_versions: list[int] | None = Field(
-        None, description="The version of each response token, if it changed meanwhile; the row's is the oldest."
+        None, description="The version of each response token, if it changed within the step; the row's is the oldest."
     )
-    advantage: float | list[float] | None = Field(None, description="With advantage_estimator: none.")
-    tag: str = Field("", description="The environment or task of the row's group; those of a group agree.")
+    advantage: float | list[float] | None = Field(None, description="Required with advantage_estimator: none.")
+    tag: str = Field("", description="The environment or task; the same in all rows of a group.")
 
 
 class RefusedRow(BaseModel):
-    row: int = Field(description="Its index in the request.")
+    row: int = Field(description="The index of the row in the request.")
     code: str = Field(examples=["INVALID_ARGUMENT"])
-    type: str = Field(description="The name of the Python class.")
+    type: str = Field(description="The name of the Python client's error class.")
     message: str = Field(
-        description="Names the row at fault, which may be an earlier one of the same trajectory and attempt."
+        description="The error. It names the invalid row, which may be an earlier row of the trajectory and attempt."
     )
-    retry_after_s: float | None = Field(None, description="After how many seconds to send the row again, if ever.")
+    retry_after_s: float | None = Field(
+        None, description="Seconds to wait before sending the row again; null: do not retry."
+    )
 
 
 class RowsSubmitted(BaseModel):
     outcomes: list[Literal["accepted", "duplicate", "sealed", "dropped", "superseded", "refused"]] = Field(
-        description="One a row, in order; refused only with refuse_by_row."
+        description="One per row, in order; refused occurs only with refuse_by_row."
     )
-    refused: list[RefusedRow] = Field([], description="Why rows were refused; absent if none was.")
+    refused: list[RefusedRow] = Field([], description="Why rows were refused; absent if no row was refused.")
 
 
 class Trajectory(Body):
@@ -144,9 +149,9 @@ class Trajectory(Body):
 
 
 class Reward(Trajectory):
-    step: Int32 | None = Field(None, description="Which step; null: the last.")
+    step: Int32 | None = Field(None, description="The index of the step; null: the last step.")
     reward: Number | Many[Number] = Field(
-        description="One, or one per response token, like the run's rows.", examples=[1.0]
+        description="One value, or one per response token, as in the run's rows.", examples=[1.0]
     )
 
 
@@ -157,7 +162,7 @@ class SetRewards(Body):
 class AbortTrajectories(Body):
     trajectories: Many[Trajectory]
     reason: str = Field(examples=["environment crashed"])
-    attempt: Int32 | None = Field(None, description="Abort this attempt and lower ones only; null: any attempt.")
+    attempt: Int32 | None = Field(None, description="Abort only this and lower attempts; null: any attempt.")
 
 
 class AbortGroups(Body):
@@ -167,11 +172,11 @@ class AbortGroups(Body):
 
 
 class Changed(BaseModel):
-    changed: int = Field(description="How many this call changed.")
+    changed: int = Field(description="How many trajectories or groups this call changed.")
 
 
 class SealBatch(Body):
-    batch: Int64 | None = Field(None, description="The number that the batch is to have; makes the call idempotent.")
+    batch: Int64 | None = Field(None, description="The expected number of the batch; makes the call idempotent.")
 
 
 class BatchSealed(BaseModel):
@@ -180,7 +185,7 @@ class BatchSealed(BaseModel):
 
 
 class RunFinished(BaseModel):
-    batches: int = Field(description="How many batches the run has in all.")
+    batches: int = Field(description="The total number of batches of the run.")
 
 
 class Place(Body):
@@ -199,7 +204,7 @@ class Place(Body):
 
 
 class AwaitedColumn(BaseModel):
-    """A column that trainers have to write for one of the policy's shards."""
+    """A column that a trainer must write for one of the policy's shards."""
 
     mini_batch: int
     rank: int
@@ -207,25 +212,25 @@ class AwaitedColumn(BaseModel):
 
 
 class ColumnsWritten(BaseModel):
-    lacking: int = Field(description="How many columns of shards the batch still waits for.")
+    lacking: int = Field(description="How many columns the batch is still missing, over all shards.")
 
 
 class Batch(BaseModel):
     state: Literal["pending", "forward", "published", "end"] = Field(
-        description="forward: its forward shards are there, without what depends on columns that trainers write."
+        description="forward: only the forward shards are published; they lack what depends on missing columns."
     )
     plan: PlanDocument | None = Field(
         None, description="If published or forward: the plan, as `gristmill plan` prints it."
     )
-    awaits: list[AwaitedColumn] = Field([], description="If forward: the columns that are still missing.")
+    awaits: list[AwaitedColumn] = Field([], description="If forward: the missing columns.")
 
 
 class Shard(BaseModel):
     state: Literal["pending", "forward", "published", "end"]
     position: Place | None = None
     size_bytes: int = 0
-    shared_memory_path: str | None = Field(None, description="A file that processes on the same machine may map.")
-    path: str | None = Field(None, description="Where this API gives the shard's bytes.")
+    shared_memory_path: str | None = Field(None, description="A file that processes on the same machine can map.")
+    path: str | None = Field(None, description="The path of this API from which to read the shard's bytes.")
     incarnation: int
 
 
@@ -233,13 +238,15 @@ class Acknowledge(Body):
     model: Model = "policy"
     rank: Int32
     position: Place
-    incarnation: Int64 = Field(0, description="As /resume or the shard gave it.")
-    commit: bool = Field(False, description="Without checkpoints: also commit up to the rank that is furthest behind.")
+    incarnation: Int64 = Field(0, description="The incarnation from /resume or the shard; 0: not checked.")
+    commit: bool = Field(
+        False, description="For a trainer without checkpoints: also commit what all ranks have acknowledged."
+    )
 
 
 class Acknowledged(BaseModel):
     next: Place
-    generation: int = Field(description="The generation of the trainer's next checkpoints.")
+    generation: int = Field(description="The generation to store in the trainer's next checkpoints.")
 
 
 class Commit(Body):
@@ -257,16 +264,16 @@ class Resume(Body):
     model: Model = "policy"
     position: Place | None = Field(None, description="null: stay at the committed position.")
     launch: str = Field(
-        "", description="Names this start of the trainer, the same on all its ranks.", examples=["job-7"]
+        "", description="Identifies this start of the trainer; the same on all its ranks.", examples=["job-7"]
     )
-    dp_size: Int32 = Field(0, ge=0, description="How many data-parallel ranks it has now; 0: as many as before.")
-    run_id: str = Field("", description="The run of the checkpoint; empty: not checked.")
+    dp_size: Int32 = Field(0, ge=0, description="The trainer's number of data-parallel ranks now; 0: unchanged.")
+    run_id: str = Field("", description="The run_id in the checkpoint; empty: not checked.")
     generation: Int64 = Field(0, ge=0, description="The run's generation at the checkpoint; 0: not checked.")
     give_up_reason: str = Field(
-        "", description="The reason under which skipped groups are dropped; empty: skipping is refused."
+        "", description="Allows skipping, and is the reason of the groups dropped by it; empty: skipping is refused."
     )
     ranks: list[Int32] = Field(
-        [], description="Not empty: these ranks begin where they are, and nothing else of the request counts."
+        [], description="If not empty: start these ranks at their own positions, and ignore the other fields."
     )
 
 
@@ -281,9 +288,9 @@ class Group(BaseModel):
     uid: str
     round: int
     state: GroupState
-    batch: int | None = Field(description="The batch that it was sealed into.")
-    reason: str = Field(description="Why it was dropped.")
-    tag: str = Field(description="Its environment or task; empty where it has none.")
+    batch: int | None = Field(description="The batch that contains the group; null if it is not sealed.")
+    reason: str = Field(description="Why the group was dropped.")
+    tag: str = Field(description="The group's environment or task; empty if it has none.")
 
 
 class Groups(BaseModel):
@@ -295,13 +302,13 @@ class PolicyVersion(Body):
 
 
 class TagGroups(BaseModel):
-    """How many groups of a tag are in each state; each group counts once."""
+    """The number of groups of a tag in each state. Each group is counted once."""
 
     model_config = ConfigDict(from_attributes=True)
 
-    open: int = Field(description="Not complete.")
-    complete: int = Field(description="Not sealed.")
-    sealed: int = Field(description="Without groups of batches that could not be made.")
+    open: int = Field(description="Groups that are not complete.")
+    complete: int = Field(description="Complete groups that are not sealed.")
+    sealed: int = Field(description="Sealed groups, except those of failed batches.")
     dropped: int
 
 
@@ -309,15 +316,15 @@ class ModelStatus(BaseModel):
     model: Model
     committed: Place
     incarnation: int
-    next: list[Place] = Field(description="Per rank, the next position to acknowledge.")
+    next: list[Place] = Field(description="The next position to acknowledge, per rank.")
 
 
 class RunState(BaseModel):
     run: str
-    run_id: str = Field(description="Made when the run was created; another run of the same name has another one.")
-    generation: int = Field(description="How often the run's log was found shorter than confirmed, plus 1.")
-    config: dict[str, Any] = Field(description="The settings that are not the defaults.")
-    resolved_config: dict[str, Any] = Field(description="Every setting, with the defaults filled in.")
+    run_id: str = Field(description="Identifies the run; a new run of the same name has a different one.")
+    generation: int = Field(description="1 plus the number of times that confirmed events were lost from the log.")
+    config: dict[str, Any] = Field(description="The settings that differ from the defaults.")
+    resolved_config: dict[str, Any] = Field(description="All settings, including defaults.")
     policy_version: int
     finished: bool
     groups_open: int
@@ -331,15 +338,15 @@ class RunState(BaseModel):
     rows_accepted: int
     rows_duplicate: int
     groups_dropped: dict[str, int]
-    tags: dict[str, TagGroups] = Field(description="The groups of each tag.")
+    tags: dict[str, TagGroups] = Field(description="Numbers of groups, per tag.")
     models: list[ModelStatus]
     failed_batches: dict[int, str]
 
 
 class ErrorDetail(BaseModel):
     code: str = Field(examples=["NOT_FOUND"])
-    type: str = Field(description="The Python client's class for it.", examples=["NotFoundError"])
-    message: str = Field(description="What was wrong, where, the value, and what to do.")
+    type: str = Field(description="The name of the Python client's error class.", examples=["NotFoundError"])
+    message: str = Field(description="The location, the value, the reason and the remedy.")
     retry_after_s: float | None = None
     batch: int | None = None
 

@@ -1,5 +1,5 @@
-"""The page at `/` and its own calls: signing in, health of runs, pictures of their batches, and details. All but
-signing in only read."""
+"""The page at `/` and the calls that only it uses: signing in, health of runs, pictures of batches, and details. All
+of them except signing in are read-only."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ page = APIRouter(include_in_schema=False)
 _SHOWN_RUNS = 1_000
 _DAY_S = 24 * 60 * 60
 _KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
-# Uids and reasons are arbitrary text: even if one were rendered as markup, it could not load or run anything.
+# Uids and reasons are arbitrary text. Even if one were rendered as markup, it could not load or run anything.
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -75,15 +75,15 @@ class SignIn(BaseModel):
 
 class SignedIn(BaseModel):
     name: str = Field(description="The caller's name.")
-    roles: list[str] = Field(description="What it may do.")
+    roles: list[str] = Field(description="The caller's roles.")
 
 
 @router.post("/session")
 async def sign_in(request: Request, response: Response, body: SignIn, api: ApiDep) -> SignedIn:
-    """Stores a token for the page, as a cookie for a day."""
+    """Stores a token for the page in a cookie that expires after a day."""
     identity = await api.gate.identify(f"Bearer {body.token}")
     if identity is ANYONE:
-        raise UnauthenticatedError("the token is not known here; ask the service's operator for one")
+        raise UnauthenticatedError("the token is unknown; request one from the service's operator")
     # A proxy may have terminated TLS.
     schemes = (request.url.scheme, request.headers.get("x-forwarded-proto"))
     response.set_cookie(COOKIE, body.token, max_age=_DAY_S, httponly=True, samesite="strict", secure="https" in schemes)
@@ -92,7 +92,7 @@ async def sign_in(request: Request, response: Response, body: SignIn, api: ApiDe
 
 @router.delete("/session", status_code=204)
 async def sign_out(response: Response) -> None:
-    """Forgets the token."""
+    """Deletes the cookie with the token."""
     response.delete_cookie(COOKIE, httponly=True, samesite="strict")
 
 
@@ -101,13 +101,13 @@ async def sign_out(response: Response) -> None:
 
 @router.get("/overview", response_model=Overview)
 async def overview(request: Request, api: ApiDep) -> Response:
-    """Every run and its state, as far as this process owns it. Has an ETag."""
+    """Returns all runs, with the state of those that this process owns. The answer has an ETag."""
     owned = {run.name: run for run in api.runs.own()}
     names = api.gate.visible(await api.runs.names())[:_SHOWN_RUNS]
     runs: list[RunSummary] = []
     for name in names:
         runs.append(health.summary(owned[name]) if name in owned else RunSummary(run=name))
-        # Other calls are answered between runs, of which there may be hundreds.
+        # There may be hundreds of runs, so other calls are answered in between.
         await asyncio.sleep(0)
     document = Overview(now=time.time(), not_ready=api.unhealthy_reason(), grpc_address=api.grpc_address, runs=runs)
     return _versioned(request, document)
@@ -115,7 +115,7 @@ async def overview(request: Request, api: ApiDep) -> Response:
 
 @router.get("/runs/{run}/health", response_model=RunHealth)
 async def run_health(request: Request, run: RunDep) -> Response:
-    """A run's state, what holds it up and since when. Has an ETag."""
+    """Returns a run's state, what blocks it and since when. The answer has an ETag."""
     return _versioned(request, health.health(run))
 
 
@@ -123,9 +123,9 @@ async def run_health(request: Request, run: RunDep) -> Response:
 async def run_timeline(
     run: RunDep,
     model: Model = "policy",
-    seconds: Annotated[float, Query(gt=0, le=86_400, description="How far back.")] = 600.0,
+    seconds: Annotated[float, Query(gt=0, le=86_400, description="The length of the period, until now.")] = 600.0,
 ) -> Response:
-    """The mini-batches that each rank acknowledged, and when, since this process owns the run."""
+    """Returns the mini-batches that each rank has acknowledged since this process owns the run, with times."""
     return _json(health.timeline(run, model, seconds))
 
 
@@ -133,10 +133,12 @@ async def run_timeline(
 async def run_history(
     request: Request,
     run: RunDep,
-    points: Annotated[int, Query(ge=1, le=MOST_POINTS, description="The most to give: neighbours are added up.")] = 256,
+    points: Annotated[
+        int, Query(ge=1, le=MOST_POINTS, description="The maximum number of points; neighbors are merged.")
+    ] = 256,
 ) -> Response:
-    """Figures of all batches that the run ever published, freed ones too: scores, rows, padding, staleness,
-    waits, seconds in each stage. The run keeps them with its log. Has an ETag."""
+    """Returns figures of all batches that the run has published, including freed batches: scores, rows, padding,
+    staleness, waits, seconds in each stage. The run stores them in its log. The answer has an ETag."""
     return _versioned(request, batch_history(run, points))
 
 
@@ -146,17 +148,18 @@ async def batch_picture(
     views: ViewsDep,
     batch: Int64,
     model: Model = "policy",
-    mini_batch: Annotated[int | None, Query(description="One alone, in finer bars; null: all that fit.")] = None,
+    mini_batch: Annotated[int | None, Query(description="Only this one, in finer bars; null: as many as fit.")] = None,
 ) -> Response:
-    """Each shard of a published batch: the prompt, observation, trained and padding tokens of each row, and loads."""
+    """Returns the prompt, observation, trained and padding tokens of each row in a published batch's shards, and the
+    ranks' loads."""
     view = await views.get(run, batch)
     return await _computed(lambda: view.picture(model, mini_batch))
 
 
 @router.get("/runs/{run}/batches/{batch}/breaks", response_model=BatchBreaks)
 async def batch_breaks(run: RunDep, views: ViewsDep, api: ApiDep, batch: Int64) -> Response:
-    """The places where merging broke: the token that differs, and those around it. Token ids, and what they say where
-    the service has a tokenizer."""
+    """Returns where merging failed: the token that differs, and its neighbors, as ids, and as text if the service has a
+    tokenizer."""
     view = await views.get(run, batch)
     return await _computed(lambda: _with_texts(view.breaks(), api.token_texts))
 
@@ -168,7 +171,7 @@ async def batch_scores(
     batch: Int64,
     start: Annotated[int, Query(ge=0, lt=2**63, description="The first group to show.")] = 0,
 ) -> Response:
-    """Scores and advantages of a batch's groups, 200 at a time; advantages before `loss_reduction` scales them."""
+    """Returns scores and advantages (before `loss_reduction` scales them) of a batch's groups, 200 groups at a time."""
     view = await views.get(run, batch)
     return await _computed(lambda: view.scores(start))
 
@@ -178,21 +181,21 @@ async def batch_scores(
 
 @router.get("/runs/{run}/settings")
 async def run_settings(run: RunDep) -> RunSettings:
-    """Every setting of the run, with its default."""
+    """Returns every setting of the run, with its default."""
     return settings.run_settings(run)
 
 
 @router.get("/runs/{run}/find")
 async def find_groups(
-    run: RunDep, uid: Annotated[str, Query(min_length=1, max_length=1000, description="Part of it.")]
+    run: RunDep, uid: Annotated[str, Query(min_length=1, max_length=1000, description="Part of the uid.")]
 ) -> FoundGroups:
-    """The groups whose uid contains this text, and what became of them."""
+    """Returns the groups whose uid contains this text, and their states."""
     return await groups.find_groups(run, uid)
 
 
 @router.get("/runs/{run}/samples")
 async def group_samples(run: RunDep, uid: UidQuery, round: RoundQuery = 0) -> GroupSamples:
-    """The samples of a group that is not sealed: the steps that came, and which samples are complete."""
+    """Returns the samples of a group that is not sealed: the steps received, and which samples are complete."""
     return groups.group_samples(run, GroupKey(round, uid))
 
 
@@ -206,14 +209,14 @@ async def group_row(
     round: RoundQuery = 0,
     start: StartQuery = 0,
 ) -> OpenRowTokens:
-    """The tokens of a step of a group that is not sealed, 2,000 at a time, and what they say where the service has a
+    """Returns the tokens of a step of a group that is not sealed, 2,000 at a time, and their text if the service has a
     tokenizer."""
     return _row_with_texts(await groups.row_tokens(run, GroupKey(round, uid), sample, step, start), api.token_texts)
 
 
 @router.get("/runs/{run}/batches/{batch}/distributions")
 async def batch_distributions(run: RunDep, views: ViewsDep, batch: Int64) -> BatchDistributions:
-    """Histograms of the trajectories' scores, response tokens and turns, and why they stopped."""
+    """Returns histograms of the trajectories' scores, response tokens and turns, and counts of their stop reasons."""
     return await asyncio.to_thread((await views.get(run, batch)).distributions)
 
 
@@ -226,15 +229,15 @@ async def batch_row(
     row: Int64,
     start: StartQuery = 0,
 ) -> RowTokens:
-    """The tokens of one training row, 2,000 at a time, and what they say where the service has a tokenizer."""
+    """Returns the tokens of one training row, 2,000 at a time, and their text if the service has a tokenizer."""
     view = await views.get(run, batch)
     return _row_with_texts(await view.tokens(run, row, start), api.token_texts)
 
 
 @router.get("/runs/{run}/batches/{batch}/costs")
 async def batch_costs(run: RunDep, views: ViewsDep, batch: Int64) -> BatchCosts:
-    """What the batch costs as it is configured, and what it would with other settings: planned again for each, from its
-    own rows. Takes seconds for a large batch."""
+    """Returns the cost of the batch with its configuration and with other settings. Its rows are planned again for
+    each, which takes seconds for a large batch."""
     return await settings.batch_costs(run, batch, views.one_by_one)
 
 
@@ -263,7 +266,7 @@ def _json(document: BaseModel) -> Response:
 
 
 def _versioned(request: Request, document: BaseModel) -> Response:
-    """Answers with an ETag that ignores `now`: a poll without other changes is answered 304."""
+    """Answers with an ETag that ignores `now`: if nothing else changed, the answer to a poll is 304."""
     etag = f'"{xxhash.xxh3_64_hexdigest(document.model_dump_json(exclude={"now"}).encode())}"'
     headers = {"ETag": etag, "Cache-Control": "no-cache"}
     if request.headers.get("if-none-match") == etag:
@@ -272,7 +275,7 @@ def _versioned(request: Request, document: BaseModel) -> Response:
 
 
 def _shipped(folder: Traversable, path: str = "") -> Iterator[tuple[str, tuple[bytes, str, str]]]:
-    """Yields the path, the content, the media type and the version of each file of the page."""
+    """Yields the path, content, media type and version of each file of the page."""
     for entry in folder.iterdir():
         suffix = f".{entry.name.rpartition('.')[2]}"
         if entry.is_dir():
@@ -298,7 +301,7 @@ async def asset(request: Request, name: str) -> Response:
 
 def _file(request: Request, name: str) -> Response:
     if name not in _FILES:
-        raise HTTPException(404, f"the page has no file {name}")
+        raise HTTPException(404, f"the page has no file {name}; reload the page")
     data, kind, etag = _FILES[name]
     headers = {**_HEADERS, "ETag": etag}
     if request.headers.get("if-none-match") == etag:

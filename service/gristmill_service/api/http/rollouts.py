@@ -28,13 +28,13 @@ from gristmill_service.run.run import Run
 router = APIRouter(prefix="/v1/runs/{run}", tags=["rollouts"])
 
 PROTOBUF = "application/x-protobuf"
-# JSON takes longer to read than a message of the same size.
+# JSON takes longer to parse than a protobuf message of the same size.
 _JSON_WEIGHT = 4
 
 
 @router.post("/groups")
 async def begin_groups(run: RunName, api: ApiDep, slot: SlotDep, body: models.BeginGroups) -> models.GroupsBegun:
-    """Admits prompt groups: as many of the uids, in order, as there is capacity for."""
+    """Admits prompt groups: as many of the uids, in order, as the run has capacity for."""
     sizes, tags = models.one_each(body.n_samples, body.uids), models.one_each(body.tag, body.uids)
     begun = await calls.begin_groups(api, slot, run, body.round, body.uids, sizes, tags, body.wait_s)
     return models.GroupsBegun(
@@ -67,13 +67,13 @@ _ROWS_BODY = {
 
 @router.post("/rows", openapi_extra=_ROWS_BODY, response_model_exclude_defaults=True)
 async def submit_rows(request: Request, run: RunDep, api: ApiDep) -> models.RowsSubmitted:
-    """Submits rows of any trajectories in any order. All rows of the request are taken, or none is; with
-    `refuse_by_row` (JSON only) a bad row is refused alone."""
+    """Submits rows of any trajectories in any order. The service accepts all rows of the request or none; with
+    `refuse_by_row` (JSON only) it refuses invalid rows individually."""
     body, kind = await request.body(), request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind == PROTOBUF:
         taken = await calls.submit_rows(api, run.name, len(body), lambda _: _from_protobuf(body))
     else:
-        # A parsed document takes tens of times its bytes.
+        # A parsed document needs tens of times the memory of its bytes.
         one_by_one: OneByOne = request.app.state.json_rows
         read = partial(_from_json, body)
         taken = await calls.submit_rows(api, run.name, _JSON_WEIGHT * len(body), read, one_by_one)
@@ -85,13 +85,13 @@ async def submit_rows(request: Request, run: RunDep, api: ApiDep) -> models.Rows
 
 @router.post("/rewards")
 async def set_rewards(run: RunName, api: ApiDep, body: models.SetRewards) -> models.Changed:
-    """Sets rewards that were pending: all of the request, or none."""
+    """Sets pending rewards: all of the request, or none."""
     return models.Changed(changed=await calls.set_rewards(api, run, [_reward(reward) for reward in body.rewards]))
 
 
 @router.post("/trajectories:abort")
 async def abort_trajectories(run: RunName, api: ApiDep, body: models.AbortTrajectories) -> models.Changed:
-    """Aborts trajectories: their groups complete without them."""
+    """Aborts trajectories. Their groups complete without them."""
     keys = [_key(trajectory) for trajectory in body.trajectories]
     return models.Changed(changed=await calls.abort_trajectories(api, run, keys, body.reason, body.attempt))
 
@@ -104,7 +104,7 @@ async def abort_groups(run: RunName, api: ApiDep, body: models.AbortGroups) -> m
 
 @router.post("/seal")
 async def seal_batch(run: RunName, api: ApiDep, body: models.SealBatch | None = None) -> models.BatchSealed:
-    """Seals all complete groups into a batch now, also fewer than train_batch_size."""
+    """Seals all complete groups into a batch now, even if they are fewer than train_batch_size."""
     sealed = await calls.seal_batch(api, run, None if body is None else body.batch)
     return models.BatchSealed(batch=sealed.batch, prompts=sealed.prompts)
 
@@ -118,7 +118,7 @@ def _from_protobuf(body: bytes) -> RowsRequest:
         message = rows_pb2.Rows.FromString(body)
     except DecodeError:
         raise InvalidArgumentError(
-            f"the body of {len(body)} bytes is not a gristmill.v1.Rows message, or ends early; send one as {PROTOBUF}"
+            f"the body of {len(body)} bytes is not a complete gristmill.v1.Rows message; send one as {PROTOBUF}"
         ) from None
     return RowsRequest.of(Sent(row_codec.decode(message), None), by_row=False)
 
@@ -132,7 +132,7 @@ def _from_json(body: bytes, run: Run) -> RowsRequest:
         return Sent(from_rows(picked, step_wise=config.step_wise, columns=config.columns), None)
 
     def attempt(row: int) -> str:
-        # A row's fields may be anything as yet.
+        # The row is not checked yet, so its fields may have any type.
         fields = rows[row] if isinstance(rows[row], dict) else {}
         return repr([fields.get(name) or 0 for name in ("round", "uid", "sample", "attempt")])
 

@@ -24,20 +24,20 @@ _BYTES_PER_KEY = 8
 
 @router.post("")
 async def create_run(body: models.CreateRun, api: ApiDep) -> models.RunCreated:
-    """Creates a run. The same name and configuration again is no error; another configuration is 409."""
+    """Creates a run. If the run exists, the same configuration succeeds, and another configuration is answered 409."""
     warnings, created = await calls.create_run(api, body.run, body.config)
     return models.RunCreated(warnings=warnings, created=created)
 
 
 @router.get("")
 async def list_runs(api: ApiDep) -> models.RunNames:
-    """The names of all runs."""
+    """Returns the names of all runs."""
     return models.RunNames(runs=await calls.list_runs(api))
 
 
 @router.get("/{run}")
 async def get_run(run: RunName, api: ApiDep) -> models.RunState:
-    """A run's state."""
+    """Returns a run's state."""
     status, _ = await calls.get_run(api, run)
     same = models.RunState.model_fields.keys() - {"config", "resolved_config", "models", "tags"}
     values = {name: getattr(status, name) for name in same}
@@ -52,14 +52,14 @@ async def get_run(run: RunName, api: ApiDep) -> models.RunState:
 
 @router.delete("/{run}", status_code=204)
 async def delete_run(run: AnyRun, api: ApiDep) -> None:
-    """Ends a run at once and removes its rows, shards and state."""
+    """Ends a run immediately and removes its rows, shards and state."""
     await calls.delete_run(api, run)
 
 
 @router.get("/{run}/groups", responses={200: {"model": models.Groups}})
 async def list_groups(request: Request, run: RunDep, slot: SlotDep) -> Response:
-    """Every prompt group that was ever admitted, and its state."""
-    # Their keys are in memory until the last part is sent.
+    """Returns every prompt group that was ever admitted, and its state."""
+    # The keys are in memory until the last part is sent.
     held = request.scope[HELD] = _BYTES_PER_KEY * run.read(lambda state, _: len(state.open) + len(state.closed))
     await slot.hold(held)
     return StreamingResponse(_groups(run), media_type="application/json")
@@ -67,7 +67,7 @@ async def list_groups(request: Request, run: RunDep, slot: SlotDep) -> Response:
 
 @router.post("/{run}/finish")
 async def finish_run(run: RunName, api: ApiDep) -> models.RunFinished:
-    """Ends the rollouts: complete groups are sealed, open ones dropped. Idempotent."""
+    """Ends the rollouts: seals complete groups and drops open groups. Idempotent."""
     return models.RunFinished(batches=await calls.finish_run(api, run))
 
 
@@ -79,18 +79,18 @@ async def wait_policy_version(
     at_least: models.Int32 = -1,
     wait_s: Annotated[float, Query(description="Seconds to wait; the service may answer earlier.")] = 0.0,
 ) -> models.PolicyVersion:
-    """The policy version, waiting until it is at least this."""
+    """Returns the policy version. Waits until it is at least `at_least`."""
     return models.PolicyVersion(version=await calls.wait_policy_version(api, slot, run, at_least, wait_s))
 
 
 @router.put("/{run}/policy-version", status_code=204)
 async def announce_policy_version(run: RunName, api: ApiDep, body: models.PolicyVersion) -> None:
-    """Sets the version from which rollouts sample. Versions never go back."""
+    """Sets the policy version from which rollouts sample. It never decreases."""
     await calls.announce_policy_version(api, run, body.version)
 
 
 async def _groups(run: Run) -> AsyncIterator[bytes]:
-    """Yields the document in parts, each computed when the one before is sent: it may have tens of megabytes."""
+    """Yields the document, which may have tens of megabytes, in parts. Each is computed after the previous is sent."""
     yield b'{"groups":['
     is_first = True
     async for part in group_parts(run):

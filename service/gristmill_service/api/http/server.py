@@ -1,4 +1,4 @@
-"""The HTTP server: uvicorn on the running event loop. The process handles signals, not uvicorn."""
+"""The HTTP server: uvicorn on the running event loop. The process, not uvicorn, handles signals."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _UNSENT_BYTES = 128 << 10
 
 
 class HttpServer:
-    """Serves HTTP from `start` on. The constructor raises UnavailableError if the address is taken."""
+    """Serves HTTP after `start`. The constructor raises UnavailableError if the address is in use."""
 
     def __init__(self, app: Starlette, address: str, grace_s: float, certificates: Certificates | None = None) -> None:
         self._socket = _bind(address)
@@ -38,7 +38,7 @@ class HttpServer:
             lifespan="on",
             ws="none",
             server_header=False,
-            # The caller is the connection's peer; headers that claim otherwise are ignored.
+            # The caller's address is that of the connection's peer; headers with another address are ignored.
             proxy_headers=False,
             timeout_graceful_shutdown=max(1, round(grace_s)),
         )
@@ -49,7 +49,7 @@ class HttpServer:
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Returns when requests are answered. Raises UnavailableError if the server cannot start."""
+        """Starts the server, and returns when it accepts requests. Raises UnavailableError if it cannot start."""
         self._serving = asyncio.create_task(self._server.serve())
         self._serving.add_done_callback(self._log_failure)
         has_begun = asyncio.ensure_future(self._server.has_begun.wait())
@@ -57,18 +57,20 @@ class HttpServer:
         has_begun.cancel()
         if self._serving.done():
             failure = self._serving.exception()
-            raise UnavailableError(f"http_address: the HTTP server at {self.url} cannot start: {failure!r}")
+            raise UnavailableError(
+                f"http_address: the HTTP server at {self.url} cannot start: {failure!r}; see the log"
+            )
 
     def close(self) -> None:
-        """Frees the address if the server was never started."""
+        """Releases the address if the server was never started."""
         self._socket.close()
 
     def refuse_new_calls(self) -> None:
-        """Refuses new calls. Calls under way may continue for the grace."""
+        """Refuses new calls. Running calls may continue for the grace period."""
         self._server.should_exit = True
 
     async def wait_until_idle(self) -> None:
-        """Returns when the last call is answered; at once if the server never started."""
+        """Returns when the last call has been answered; at once if the server was never started."""
         if self._serving is not None:
             await asyncio.wait([self._serving])
 
@@ -98,7 +100,7 @@ class _Server(uvicorn.Server):
                 app_state=self.lifespan.state,
             )
 
-        # Uvicorn closes it like a server of asyncio.
+        # Uvicorn closes the listener like an asyncio server.
         self.servers = [Listener(self._listener, connections, connection, self.config.ssl)]  # type: ignore[list-item]
         self.started = True
         self.has_begun.set()
@@ -119,12 +121,12 @@ def _bind(address: str) -> socket.socket:
         family, kind, proto, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, proto)
         try:
-            # So that a port whose last connections are still closing can be taken again.
+            # Allows listening on a port on which earlier connections are still closing.
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            # Otherwise the system would buffer megabytes of an unread answer.
+            # Otherwise the kernel would buffer megabytes of an unread answer.
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
-            # Accept a connection when its first bytes arrive, or after a second or two: otherwise one that is opened
-            # and closed at once would often cost as much as a request.
+            # Accepts a connection when its first bytes arrive, or after a second or two: otherwise a connection that
+            # is closed immediately would often cost as much as a request.
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, 1)
             listener.bind(where)
             listener.listen(socket.SOMAXCONN)
@@ -133,7 +135,7 @@ def _bind(address: str) -> socket.socket:
             raise
     except OSError as error:
         raise UnavailableError(
-            f"http_address: cannot listen on {address}: {error.strerror}; stop the program that uses it, or give "
+            f"http_address: cannot listen on {address}: {error.strerror}; stop the program that uses it, or set "
             "another http_address (--http-address)"
         ) from None
     return listener

@@ -31,7 +31,7 @@ router = APIRouter(prefix="/v1/runs/{run}", tags=["trainers"])
 _TENSORS_BODY = {
     "requestBody": {
         "required": True,
-        "description": "A safetensors file: tensors of the names, shapes and dtypes that the shard's would have.",
+        "description": "A safetensors file with the names, shapes and dtypes that these tensors have in the shard.",
         "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
     }
 }
@@ -45,15 +45,15 @@ async def get_batch(
     slot: SlotDep,
     batch: models.Int64,
     wait_s: _Wait = 0.0,
-    rank: Annotated[list[models.Int32], Query(description="The ranks whose columns `awaits` names; empty: all.")] = [],  # noqa: B006
+    rank: Annotated[list[models.Int32], Query(description="The ranks whose columns `awaits` lists; empty: all.")] = [],  # noqa: B006
     trains: Annotated[
         Model | None,
         Query(
-            description="The model whose trainer asks; after a rollback, batches beyond its ranks' next are refused."
+            description="The model of the calling trainer; after a rollback, batches after its ranks' next are refused."
         ),
     ] = None,
 ) -> Response:
-    """A batch's plan. Waits until the batch is published, or waits for columns that trainers write."""
+    """Returns a batch's plan. Waits until the batch is published, or waits for columns that trainers write."""
     answer, _ = await calls.get_batch(api, slot, run, batch, rank, trains, wait_s)
     # The plan is stored as JSON, and may be large.
     plan = b',"plan":' + answer.plan if answer.plan else b""
@@ -76,11 +76,11 @@ async def get_shard(
     forward: Annotated[bool, Query(description="Whether the forward shard is accepted.")] = False,
     wait_s: _Wait = 0.0,
 ) -> models.Shard:
-    """The location of a shard, by its address, or of the next that the rank has to acknowledge. Waits until it is
-    published, or, with `forward`, until its forward shard is."""
+    """Returns the location of a shard: the shard at an address, or the next that the rank must acknowledge. Waits until
+    it (with `forward`, its forward shard) is published."""
     if batch is None and (epoch is not None or mini_batch is not None):
         raise InvalidArgumentError(
-            "epoch and mini_batch name a position within a batch; give batch too, or none of them"
+            "epoch and mini_batch are positions within a batch, which is not set; set batch, or leave them out"
         )
     position = None if batch is None else Position(batch, epoch or 0, mini_batch or 0)
     wanted = ShardQuery(model, rank, position, incarnation, forward)
@@ -104,7 +104,7 @@ async def read_shard(
         Query(description="The declared columns to include, separated by commas or repeated; all by default."),
     ] = None,
 ) -> StreamingResponse:
-    """The shard's safetensors file."""
+    """Returns the shard's safetensors file."""
     names = None if columns is None else [name for some in columns for name in some.split(",") if name]
     shard = await calls.read_shard(api, run, batch, ShardAddress(model, mini_batch, rank), names)
     return StreamingResponse(await _begun(shard.pieces), media_type="application/octet-stream")
@@ -120,8 +120,8 @@ async def write_columns(
     rank: models.Int32,
     incarnation: Annotated[models.Int64, Query(description="The trainer's incarnation, as returned with the shard.")],
 ) -> models.ColumnsWritten:
-    """Writes columns of `source: trainer` for a shard, complete and in its shape. The same bytes again change
-    nothing."""
+    """Writes columns of `source: trainer` for a shard, complete and in the shard's shape. Writing the same bytes again
+    changes nothing."""
     body = await request.body()
     return models.ColumnsWritten(
         lacking=await calls.write_columns(api, run, batch, mini_batch, rank, incarnation, body)
@@ -134,14 +134,15 @@ async def write_columns(
     responses={200: {"content": {"application/x-ndjson": {"schema": {"type": "string"}}}}},
 )
 async def export_batch(run: RunDep, api: ApiDep, batch: models.Int64) -> StreamingResponse:
-    """The rows of a sealed batch as a rollout file, JSON lines, to lay it out again with `gristmill batch`."""
+    """Returns the rows of a sealed batch as a rollout file (JSON lines), from which `gristmill batch` can rebuild the
+    batch."""
     lines = _lines(calls.export_batch(api, run.name, batch), run.config.columns)
     return StreamingResponse(await _begun(lines), media_type="application/x-ndjson")
 
 
 @router.post("/ack")
 async def acknowledge(run: RunName, api: ApiDep, body: models.Acknowledge) -> models.Acknowledged:
-    """Moves a rank past the mini-batch at this position, which it has trained."""
+    """Moves a rank past the mini-batch at this position, after the rank has trained on it."""
     position = body.position.position()
     moved = await calls.acknowledge(api, run, body.model, body.rank, position, body.incarnation, body.commit)
     return models.Acknowledged(next=models.Place.of(moved.position), generation=moved.generation)
@@ -149,14 +150,14 @@ async def acknowledge(run: RunName, api: ApiDep, body: models.Acknowledge) -> mo
 
 @router.post("/commit")
 async def commit(run: RunName, api: ApiDep, body: models.Commit) -> models.Committed:
-    """Declares everything before this position as safe in the trainer's checkpoint, so that it may be freed."""
+    """Records that the trainer's checkpoint includes everything before this position, so that it may be freed."""
     moved = await calls.commit(api, run, body.model, body.position.position(), body.incarnation)
     return models.Committed(committed=models.Place.of(moved.position), generation=moved.generation)
 
 
 @router.post("/resume")
 async def resume(run: RunName, api: ApiDep, body: models.Resume) -> models.Resumed:
-    """Moves all ranks of a model to a position, as a new incarnation; or begins some ranks where they are."""
+    """Moves all ranks of a model to a position as a new incarnation, or starts some ranks at their own positions."""
     position = None if body.position is None else body.position.position()
     checkpoint = Checkpoint(position, body.run_id, body.generation, body.give_up_reason)
     resumed = await calls.resume(api, run, body.model, checkpoint, body.launch, body.dp_size, body.ranks)
@@ -169,7 +170,7 @@ async def resume(run: RunName, api: ApiDep, body: models.Resume) -> models.Resum
 
 
 async def _begun(pieces: AsyncIterator[T]) -> AsyncIterator[T]:
-    """Returns the pieces once the first is there, so that a refusal has its status."""
+    """Returns the pieces after the first is read, so that an error before it sets the status of the answer."""
     first = [await anext(pieces)]
 
     async def begun() -> AsyncIterator[T]:

@@ -1,4 +1,4 @@
-"""Answers HTTP while the service waits for its stores, before there is a service: alive, not ready, and why."""
+"""Answers HTTP probes while the process waits for its stores, before the service starts: alive, not ready, and why."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from gristmill_service.settings import Settings
 
 
 class WaitingServer:
-    """Takes the service's HTTP address from the first reason to wait until `close`, which the service calls before it
-    listens itself."""
+    """Listens on the service's HTTP address from the first `report` until `close`, which the service calls before it
+    listens there itself."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -25,7 +25,7 @@ class WaitingServer:
         self._reason = ""
 
     async def report(self, reason: str) -> None:
-        """Answers with this reason from now on. Raises UnavailableError if the address is taken."""
+        """Sets the reason in later answers. Raises UnavailableError if the address is in use."""
         self._reason = reason
         if self._server is None:
             settings = self._settings
@@ -35,7 +35,7 @@ class WaitingServer:
             await self._server.start()
 
     async def close(self) -> None:
-        """Frees the address. Idempotent."""
+        """Releases the address. Idempotent."""
         server, self._server = self._server, None
         if server is not None:
             server.refuse_new_calls()
@@ -43,7 +43,7 @@ class WaitingServer:
             server.close()
 
     async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
-        refused = UnavailableError(f"not ready: the service waits for its store: {self._reason}; retry")
+        refused = UnavailableError(f"not ready: the service is waiting for its store: {self._reason}; retry")
         await error_response(refused)(scope, receive, send)
 
 

@@ -1,6 +1,6 @@
-"""Passes a call on to the process that owns its run, and returns that process's answer unchanged.
+"""Forwards a call to the process that owns its run, and returns that process's answer unchanged.
 
-A call is passed on once. If it reaches the wrong process again, its caller has to retry.
+A call is forwarded only once. If it reaches a process that does not own the run again, the caller must retry.
 """
 
 from __future__ import annotations
@@ -24,22 +24,24 @@ _OPTIONS = (
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
     ("grpc.enable_retries", 0),
-    # A pod that was replaced has another address under its name; by default names are resolved each 30 s at most.
+    # The address of a name changes when its pod is replaced; by default gRPC resolves names at most every 30 s.
     ("grpc.dns_min_time_between_resolutions_ms", 1_000),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    # Also the timeout of a connection attempt, 20 s by default: packets to a pod that is gone are dropped.
+    # This is also the timeout of a connection attempt, by default 20 s: packets to a removed pod are dropped.
     ("grpc.min_reconnect_backoff_ms", 1_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
-    # Newer versions of gRPC read this instead of the one above.
+    # Newer versions of gRPC read this instead of the option above.
     ("grpc.http2.ping_timeout_ms", 5_000),
 )
 
 
 class Forwarding:
-    """is_owner(run, address): whether the run is still owned there, as far as this process knows. credentials(): for
-    connections to other processes, new ones after a renewal; None: not encrypted.
+    """Channels to the processes that own other runs.
+
+    is_owner(run, address): whether that process still owns the run, according to this process. credentials(): for
+        connections to other processes; new credentials after a renewal; None: not encrypted.
     """
 
     def __init__(
@@ -48,13 +50,13 @@ class Forwarding:
         credentials: Callable[[], grpc.ChannelCredentials] | None,
     ) -> None:
         self._is_owner, self._credentials = is_owner, credentials
-        # Each with its credentials. Channels from before a renewal stay open for their calls under way.
+        # Each channel with its credentials. Channels from before a renewal stay open until their calls end.
         self._channels: dict[str, tuple[grpc.ChannelCredentials | None, grpc.aio.Channel]] = {}
         self._renewed: list[grpc.aio.Channel] = []
 
     async def unary(self, path: str, request: bytes, owner: OwnedElsewhereError, context: Any) -> bytes:
-        """Returns the answer's bytes. Raises the owner's refusal as grpc.aio.AioRpcError, and UnavailableError when the
-        process stops being the owner: it may hang for as long as the caller waits.
+        """Returns the answer's bytes. Raises the owner's error as grpc.aio.AioRpcError, and UnavailableError if the
+        process is no longer the owner: a process that lost the run may hang and never answer.
         """
         ask = self._channel(owner).unary_unary(path)
         call = ask(request, timeout=_left(context), metadata=_metadata(owner, context))
@@ -62,7 +64,7 @@ class Forwarding:
         try:
             while not (await asyncio.wait([answer], timeout=_LOOK_S))[0]:
                 if not await self._is_owner(owner.run, owner.grpc_address):
-                    raise UnavailableError(f"{owner}; its owner has changed")
+                    raise UnavailableError(f"{owner}; the owner changed during the call")
             return await answer
         finally:
             call.cancel()
@@ -82,9 +84,9 @@ class Forwarding:
             await channel.close()
 
     def _channel(self, owner: OwnedElsewhereError) -> grpc.aio.Channel:
-        """Returns a channel to the run's owner. Raises UnavailableError for a call that was passed on already."""
+        """Returns a channel to the run's owner. Raises UnavailableError for a call that was already forwarded."""
         if passed_on.current():
-            raise UnavailableError(f"{owner}; its owner is moving to another replica")
+            raise UnavailableError(f"{owner}; the run is moving to another replica")
         address, shown = owner.grpc_address, None if self._credentials is None else self._credentials()
         made_with, channel = self._channels.get(address, (None, None))
         if channel is not None and made_with is shown:
@@ -100,13 +102,13 @@ class Forwarding:
 
 
 def _metadata(owner: OwnedElsewhereError, context: Any) -> tuple[tuple[str, str], ...]:
-    """Returns the metadata of a call that is passed on: its id, the caller's token, and the trace."""
+    """Returns the metadata of a forwarded call: its id, the caller's token, and the trace."""
     shown = ((key, value) for key, value in context.invocation_metadata() if key == AUTHORIZATION)
     mine = (passed_on.MARK, owner.secret), (passed_on.CAME_FROM, context.peer())
     return *mine, (tracing.REQUEST_ID, tracing.request_id()), *shown, *tracing.carried().items()
 
 
 def _left(context: Any) -> float:
-    """Returns the seconds that the caller still waits."""
+    """Returns the seconds until the caller's deadline."""
     left = context.time_remaining()
     return _LONGEST_S if left is None else min(left, _LONGEST_S)

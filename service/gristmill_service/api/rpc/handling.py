@@ -1,7 +1,7 @@
-"""Handles gRPC calls: admission, identity, request, permission, answer; errors become statuses.
+"""Handles gRPC calls: admission, identity, request, permission, answer; converts errors to statuses.
 
-Methods are registered as taking streams of requests, so that the handler runs before a message is read: a call is read
-only when it has a slot and its caller is known.
+Methods are registered with request streams, so that the handler runs before gRPC reads a message: a request is read
+only after its call has a slot and its caller is identified.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from gristmill_service.storage.run_store import OwnedElsewhereError
 _log = structlog.get_logger(__name__)
 
 _ZSTD = b"\x28\xb5\x2f\xfd"
-"""The first bytes of a zstd frame: a request that contains it may be much larger than its bytes."""
+"""The first bytes of a zstd frame. A request that contains them may expand to a much larger size."""
 _SEARCHED_BYTES = 1 << 20
-"""How many bytes of a request are searched for a frame: what follows cannot expand much."""
+"""How many bytes of a request are searched for a frame. The rest of a larger request cannot expand much."""
 
 _ATTRIBUTES = ("run", "batch", "mini_batch", "rank")
 _Answer = Callable[[Any, Any], Awaitable[Any]]
@@ -53,10 +53,10 @@ _core_task: ContextVar[asyncio.Task[Any] | None] = ContextVar("gristmill_core_ta
 
 
 def follow_calls(loop: asyncio.AbstractEventLoop) -> None:
-    """Makes handlers find the task that owns their call in gRPC's core.
+    """Lets handlers find the task that owns their call in gRPC's core.
 
-    Cancelling a handler does not end a call. `grpc.aio` has no function for that, and an unread answer stays in the
-    core until the task that waits for the end of the call is gone.
+    Cancelling a handler does not end its call, and `grpc.aio` has no function that does. An unread answer stays in the
+    core until the task that waits for the end of the call is cancelled.
     """
 
     def make_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
@@ -69,7 +69,7 @@ def follow_calls(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def leave_out_gone_callers() -> None:
-    """Suppresses gRPC's error log for answers whose caller has gone."""
+    """Suppresses gRPC's error logs for answers to callers that have disconnected."""
     logging.getLogger("grpc._cython.cygrpc").addFilter(_is_ours)
 
 
@@ -80,9 +80,9 @@ def _is_ours(record: logging.LogRecord) -> bool:
 class Call:
     """One call.
 
-    connection: the address of its peer. throttled: the name under which a refusal counts: the peer's address, because
-        other workers may have the same token; the machine if the caller is unknown. nbytes: of the request, 0 until it
-        has arrived.
+    connection: the address of its peer. throttled: the name for which a refusal is counted: the peer's address, because
+        several workers may use one token; for an unknown caller, its machine. nbytes: the size of the request; 0 until
+        it has arrived.
     """
 
     __slots__ = ("_core", "_is_read", "_task", "connection", "context", "machine", "nbytes", "slot", "throttled")
@@ -95,13 +95,13 @@ class Call:
         self.slot: Slot | None = None
 
     def came_from(self, connection: str) -> None:
-        """Notes the original address of a call that a peer passed on; an empty one changes nothing."""
+        """Sets the original address of a call that a peer forwarded. An empty address changes nothing."""
         if connection:
             passed_on.begin(connection)
             self.connection, self.machine = connection, machine_of(connection)
 
     def identified(self, identity: Caller) -> str:
-        """Assigns the call to this caller. Returns the name under which its slots count."""
+        """Assigns the call to this caller. Returns the name for which its slots are counted."""
         if identity is EVERYONE_IS_ADMIN:
             return self.machine
         caller.begin(identity)
@@ -112,7 +112,7 @@ class Call:
         return identity.name
 
     def take(self, slot: Slot) -> Slot:
-        """Keeps the slot until the answer is sent, or the call is gone."""
+        """Occupies the slot until the answer is sent or the call ends."""
         assert self._task is not None
         self.slot, slot.end = slot, self._end
         self._task.add_done_callback(slot.close)
@@ -130,7 +130,7 @@ class Call:
 
     def _end(self) -> None:
         if self._is_read:
-            # Cancelled, a read would leak the message that comes meanwhile.
+            # Cancelling a read would leak a message that arrives at the same time.
             refusing = asyncio.ensure_future(_refuse_late(self.context))
             _end_reading.add(refusing)
             refusing.add_done_callback(_end_reading.discard)
@@ -147,8 +147,8 @@ async def _refuse_late(context: Any) -> None:
     try:
         await context.abort(
             grpc.StatusCode.DEADLINE_EXCEEDED,
-            f"the request did not come within {REQUEST_S:g} s, or others waited for its place; send it at once, or "
-            "retry",
+            f"the request did not arrive within {REQUEST_S:g} s, or other requests needed its capacity; send it "
+            "faster, or retry",
             (("gristmill-error", "DeadlineExceededError"), *context.trailing_metadata()),
         )
     except (AbortError, UsageError, InternalError):
@@ -156,22 +156,22 @@ async def _refuse_late(context: Any) -> None:
 
 
 class Handling:
-    """Makes gRPC's handlers of methods."""
+    """Creates gRPC handlers of methods."""
 
     def __init__(self, api: ApiContext, forwarding: Forwarding) -> None:
         self._api, self._forwarding = api, forwarding
-        # A few bytes may expand to a whole message, so that only one is decompressed at a time.
+        # A few bytes may expand to a whole message, so only one message is decompressed at a time.
         self._expand = OneByOne()
 
     def handler(self, method: Method) -> grpc.RpcMethodHandler:
-        """The handler of a method."""
+        """Returns the handler of a method."""
 
         async def answer(requests: object, context: Any) -> bytes:
             try:
                 return await self._answer(method, context)
             except AbortError as error:
-                # The context has this error, whose frames would have the context and the request: a circle, which would
-                # keep the request's bytes until garbage is collected.
+                # The context refers to this error, whose frames refer to the context and the request. This reference
+                # cycle would keep the request's bytes in memory until garbage collection.
                 del requests, context
                 error.__context__ = None
                 raise error.with_traceback(None) from None
@@ -189,7 +189,7 @@ class Handling:
             await slot.place()
             data = await call.read()
             if data is None:
-                raise InvalidArgumentError("the call has no request message; send one")
+                raise InvalidArgumentError("the call ended without a request message; send one message")
             nbytes, is_zstd = len(data), data.find(_ZSTD, 0, _SEARCHED_BYTES) >= 0
             if method.is_large or is_zstd:
                 nbytes = max(nbytes, SMALL_BYTES + 1)
@@ -215,11 +215,11 @@ class Handling:
             status = "OK"
             return answer
         except (AbortError, UsageError):
-            # It was refused meanwhile, because its request did not arrive in time.
+            # `_end` has refused the call, because its request did not arrive in time.
             status = "DEADLINE_EXCEEDED"
             raise
         except InternalError:
-            # The caller has gone: nothing can be sent.
+            # The caller has disconnected, so nothing can be sent.
             raise asyncio.CancelledError from None
         except Exception as error:  # noqa: BLE001  the edge: what is not ours is logged
             refused = refusal(error)
@@ -229,8 +229,9 @@ class Handling:
             api.metrics.observe_call("grpc", method.name, status, time.monotonic() - start)
 
     async def _enter(self, method: Method, call: Call, metadata: Any) -> Slot:
-        """Takes a slot, and identifies the caller. Raises ResourceExhaustedError if it has too many slots or made too
-        many wrong calls, UnauthenticatedError, and UnavailableError for a mark that only a peer may set."""
+        """Takes a slot and identifies the caller. Raises ResourceExhaustedError if the caller has too many slots or
+        made too many invalid calls, UnauthenticatedError, and UnavailableError if a caller that is not a peer claims to
+        forward the call."""
         gate, admission, shown = self._api.gate, self._api.admission, dict(metadata)
         if not method.call or (gate.is_open and passed_on.MARK not in shown):
             return call.take(admission.enter(call.machine, method.kind))
@@ -251,7 +252,7 @@ class Handling:
             try:
                 raise refused
             finally:
-                # Else it and this frame would be a circle.
+                # Breaks the reference cycle of the error and this frame.
                 del refused
         if identity is None:
             slot.move(call.identified(await gate.identify(shown[AUTHORIZATION])))
@@ -271,7 +272,7 @@ class Handling:
     async def _pass_on(
         self, method: Method, call: Call, request: Any, data: bytes, owner: OwnedElsewhereError
     ) -> bytes:
-        """Returns the answer of the run's owner. A stream that has begun is not passed on to another owner."""
+        """Returns the answer of the run's owner. A stream that has begun is not forwarded to another owner."""
         assert call.slot is not None
         if getattr(request, "wait_s", 0.0) and not call.slot.wait():
             request.wait_s = 0.0
@@ -295,7 +296,7 @@ class Handling:
         return b""
 
     async def _refuse(self, method: Method, call: Call, error: Exception, refused: ErrorResponse) -> NoReturn:
-        """Answers with an error; delayed for a caller that made too many wrong calls."""
+        """Answers with an error, delayed for a caller that made too many invalid calls."""
         context = call.context
         if isinstance(error, AioRpcError):
             status, details, trailers = _of_owner(error)
@@ -304,7 +305,7 @@ class Handling:
             if refused.code == "INTERNAL":
                 _log.error("call failed", call=method.name, exc_info=error)
             _log.debug("call refused", call=method.name, code=refused.code, reason=refused.message)
-        # Its frames have the request, expanded too, which would stay for as long as the refusal is delayed.
+        # The error's frames would keep the request, also decompressed, in memory while the refusal is delayed.
         error.__context__ = error.__cause__ = error.__traceback__ = None
         if method.call and not self._api.gate.is_open:
             self._api.admission.refused(call.throttled, status.name, call.nbytes)
@@ -325,23 +326,23 @@ def parsed(data: bytes, parse: Parse) -> Any:
         return parse(data)
     except DecodeError as error:
         raise InvalidArgumentError(
-            f"the request is not a message of gristmill.v1: {error}; send the message that the protos describe"
+            f"the request is not a message of gristmill.v1: {error}; send the message defined in the .proto files"
         ) from None
 
 
 def _of_owner(error: Any) -> tuple[grpc.StatusCode, str, tuple[tuple[str, str], ...]]:
-    """Returns the refusal of the process that the call was passed on to."""
+    """Returns the error answer of the process to which the call was forwarded."""
     code, details = error.code(), error.details()
     trailers = tuple((key, value) for key, value in error.trailing_metadata() or () if key != tracing.REQUEST_ID)
     if any(key == "gristmill-error" for key, _ in trailers) or code is grpc.StatusCode.CANCELLED:
         return code, details, trailers
-    # gRPC's own status: the owner is unreachable, or hangs.
+    # The status is from gRPC itself, because the owner is unreachable or hangs.
     refused = refusal(UnavailableError(f"the process that owns this run does not answer: {details}; retry"))
     return refused.grpc_status, refused.grpc_message, refused.trailers
 
 
 def machine_of(connection: str) -> str:
-    """Returns the machine of a connection's address as gRPC or HTTP formats it: `ipv4:10.0.0.7:51234`,
+    """Returns the machine of a connection's address in gRPC's or HTTP's format: `ipv4:10.0.0.7:51234`,
     `ipv6:%5B::1%5D:51234`, `unix:` or `10.0.0.7`.
     """
     kind, _, address = connection.partition(":")
@@ -353,7 +354,7 @@ def machine_of(connection: str) -> str:
 
 
 def _spanned(path: str, answer: _Answer) -> _Answer:
-    """Puts a span around a handler."""
+    """Wraps a handler in a span."""
     service, _, method = path.removeprefix("/").partition("/")
 
     async def within_span(requests: object, context: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The methods of the contract over gRPC: each translates its request for a function of `calls`, and the answer back."""
+"""The gRPC methods of the API: each converts its request to arguments of a function of `calls`, and the answer back."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from gristmill_service.run.machine.answers import (
 from gristmill_service.run.machine.decisions.resume import Checkpoint
 
 _GROUPS_AT_ONCE = 2048
-# Large enough to be fast, small enough for clients that keep gRPC's limit of 4 MiB per message.
+# Large enough to be fast, and small enough for clients with gRPC's default limit of 4 MiB per message.
 _PIECE_BYTES = 1 << 20
 
 Parse = Callable[[bytes], Any]
@@ -67,8 +67,8 @@ _GROUP_STATES: dict[GroupState, Any] = {
 class Method(NamedTuple):
     """A method.
 
-    path: its path in gRPC. name: in metrics and logs. call: its name in the table of roles; empty if it needs none.
-    kind: of its slot.
+    path: its path in gRPC. name: its name in metrics and logs. call: its name in the table of roles; empty if it needs
+    no role. kind: the kind of its slot.
     answer(api, slot, request): a coroutine that returns a message or the answer's bytes, or an asynchronous generator
         of these.
     is_large: whether the answer takes as much memory as a large request.
@@ -85,16 +85,16 @@ class Method(NamedTuple):
 
 
 def methods(api: ApiContext) -> Iterator[Method]:
-    """Yields every method of the contract."""
+    """Yields every method of the API."""
     parsers: dict[str, Parse] = {
-        # protobuf's classes would copy these too often.
+        # protobuf's classes would copy these requests too often.
         "SubmitRows": partial(Submission, most_bytes=api.max_message_bytes),
         "WriteColumns": ColumnsRequest,
     }
     for contract in (run_pb2, rollout_pb2, trainer_pb2):
         for service in contract.DESCRIPTOR.services_by_name.values():
             for method in service.methods:
-                # Of GetRun it is get_run.
+                # GetRun becomes get_run.
                 call = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", method.name).lower()
                 yield Method(
                     f"/{service.full_name}/{method.name}",
@@ -133,7 +133,7 @@ async def list_runs(api: ApiContext, slot: Slot, request: run_pb2.ListRunsReques
 async def list_groups(api: ApiContext, slot: Slot, request: run_pb2.ListGroupsRequest) -> AsyncIterator[bytes]:
     groups = await calls.list_groups(api, request.run)
     for start in range(0, len(groups), _GROUPS_AT_ONCE):
-        # One at a time, because this is Python code, which holds the GIL.
+        # One list at a time, because this is Python code that holds the GIL.
         yield await api.encode_groups(_encoded_groups, groups[start : start + _GROUPS_AT_ONCE])
 
 
@@ -181,7 +181,7 @@ async def submit_rows(api: ApiContext, slot: Slot, request: Submission) -> rollo
         return RowsRequest.of(request.rows(), request.refuses_by_row)
 
     outcomes, errors = await calls.submit_rows(api, request.run, request.nbytes, read)
-    # Nearly always all rows of a request have one outcome, and reading an enum's value takes a while.
+    # Usually all rows of a request have the same outcome, and reading an enum's value is slow.
     is_one = bool(outcomes) and outcomes.count(outcomes[0]) == len(outcomes)
     numbers: list[Any] = [outcomes[0].value] * len(outcomes) if is_one else [outcome.value for outcome in outcomes]
     refused, request_id = [_refused(*one) for one in errors.items()], tracing.request_id() if errors else ""
@@ -229,7 +229,7 @@ async def seal_batch(
 async def get_batch(api: ApiContext, slot: Slot, request: trainer_pb2.GetBatchRequest) -> bytes:
     wanted = None
     if request.HasField("shard"):
-        # It is what GetShard answers, which a rank's token is bound to.
+        # The answer includes that of GetShard, which a rank's token permits only for its own rank.
         api.gate.check(caller.current(), "get_shard", request.run, request.shard.rank)
         wanted = _query(request.shard, request.batch)
     trains = _model(request.trains) if request.trains else None
@@ -241,13 +241,13 @@ async def get_batch(api: ApiContext, slot: Slot, request: trainer_pb2.GetBatchRe
     encoded = _published_batch(batch.plan)
     if shard is None:
         return encoded
-    # Concatenated messages are the message with the fields of both.
+    # Concatenating encoded messages merges their fields.
     return encoded + trainer_pb2.GetBatchResponse(shard=_shard(shard)).SerializeToString()
 
 
 @lru_cache(maxsize=1)
 def _published_batch(plan: bytes) -> bytes:
-    """Encodes the message once for all ranks: a plan is large, and all ranks ask at the same time."""
+    """Encodes the message once for all ranks: a plan is large, and all ranks request it at the same time."""
     return trainer_pb2.GetBatchResponse(
         state=trainer_pb2.BATCH_STATE_PUBLISHED, plan_json=plan.decode()
     ).SerializeToString()
@@ -258,7 +258,7 @@ async def get_shard(api: ApiContext, slot: Slot, request: trainer_pb2.GetShardRe
 
 
 def _query(request: trainer_pb2.GetShardRequest, batch: int | None = None) -> calls.ShardQuery:
-    """Reads the requested shard. batch: of a request for a batch that includes one for its shard."""
+    """Converts a request for a shard. batch: the batch, if this is part of a request for a batch."""
     position = _optional_position(request)
     if batch is not None:
         position = _position(request.position)._replace(batch=batch)
@@ -266,7 +266,7 @@ def _query(request: trainer_pb2.GetShardRequest, batch: int | None = None) -> ca
 
 
 async def read_shard(api: ApiContext, slot: Slot, request: trainer_pb2.ReadShardRequest) -> AsyncIterator[bytes]:
-    """Without a message object for each piece."""
+    """Yields the encoded answers without creating a message object for each piece."""
     address = ShardAddress(_model(request.model), request.mini_batch, request.rank)
     columns = list(request.columns) if request.chooses_columns else None
     shard = await calls.read_shard(api, request.run, request.batch, address, columns, accepts_zstd=request.accepts_zstd)
@@ -320,20 +320,22 @@ async def resume(api: ApiContext, slot: Slot, request: trainer_pb2.ResumeRequest
     )
 
 
-# --- Between messages and values. Raises InvalidArgumentError.
+# --- Conversions between messages and values. They raise InvalidArgumentError.
 
 
 def _config(config_json: str) -> Any:
     try:
-        # Not orjson, which turns integers beyond 64 bits into floats: errors have to name the original value.
+        # orjson would convert integers beyond 64 bits to floats, but errors must name the original value.
         return json.loads(config_json)
     except (ValueError, RecursionError) as error:
-        raise InvalidArgumentError(f"config_json is not JSON: {error}; give the run's settings as an object") from None
+        raise InvalidArgumentError(
+            f"config_json is not valid JSON: {error}; send the run's settings as a JSON object"
+        ) from None
 
 
 def _model(number: int) -> Model:
     if number not in _MODELS:
-        raise InvalidArgumentError(f"model is {number}; known are {', '.join(get_args(Model))}")
+        raise InvalidArgumentError(f"model {number} does not exist; expected one of {', '.join(get_args(Model))}")
     return _MODELS[number]
 
 
@@ -342,14 +344,14 @@ def _position(message: run_pb2.Position) -> Position:
 
 
 def _optional_position(message: Any) -> Position | None:
-    """Returns the `position` field of a request; None where it is unset."""
+    """Returns the `position` field of a request; None if it is unset."""
     return _position(message.position) if message.HasField("position") else None
 
 
 def _dp_size(number: int) -> int:
     if number < 0:
         raise InvalidArgumentError(
-            f"dp_size is {number}; give the trainer's number of data-parallel ranks, or 0 to keep it as it was"
+            f"dp_size {number} is negative; send the trainer's number of data-parallel ranks, or 0 for no change"
         )
     return number
 
@@ -362,7 +364,7 @@ def _reward(message: rollout_pb2.Reward) -> RewardUpdate:
     key = _key(message.trajectory)
     values = message.token_values
     if message.HasField("value") == bool(values):
-        raise InvalidArgumentError(f"{key}: a reward needs exactly one of value and token_values")
+        raise InvalidArgumentError(f"{key}: the reward needs exactly one value; set either value or token_values")
     return RewardUpdate(
         trajectory=key,
         step=message.step if message.HasField("step") else None,
@@ -373,7 +375,9 @@ def _reward(message: rollout_pb2.Reward) -> RewardUpdate:
 
 def _token_values(values: bytes, key: TrajectoryKey) -> Array:
     if len(values) % 8:
-        raise InvalidArgumentError(f"{key}: token_values has {len(values)} bytes; send float64, one per response token")
+        raise InvalidArgumentError(
+            f"{key}: token_values has {len(values)} bytes, not a multiple of 8; send one float64 per response token"
+        )
     return np.frombuffer(values, np.float64)
 
 

@@ -1,4 +1,4 @@
-"""gRPC's health and reflection. They need no token, and take slots of their own."""
+"""gRPC's health and reflection services. They need no token and have separate slots."""
 
 from __future__ import annotations
 
@@ -53,11 +53,13 @@ class Health:
         self, api: ApiContext, slot: Slot, request: health_pb2.HealthCheckRequest
     ) -> health_pb2.HealthCheckResponse:
         if request.service not in self._services:
-            raise NotFoundError(f"service {request.service[:100]!r} is not known; leave it out, or ask for another")
+            raise NotFoundError(
+                f"service {request.service[:100]!r} does not exist; leave it out, or name a gristmill.v1 service"
+            )
         return self._status(request.service)
 
     async def _watch(self, api: ApiContext, slot: Slot, request: health_pb2.HealthCheckRequest) -> AsyncIterator[bytes]:
-        """Watches the health for an hour at most; then the client asks again."""
+        """Watches the health for at most an hour; the client then repeats the call."""
         yield self._status(request.service).SerializeToString()
         try:
             async with asyncio.timeout(_WATCH_S):
@@ -68,7 +70,7 @@ class Health:
 
 
 def reflection_handler(admission: Admission, services: Sequence[str]) -> grpc.RpcMethodHandler:
-    """Returns the handler of ServerReflectionInfo, a stream of questions, each of which has to arrive within 20 s."""
+    """Returns the handler of ServerReflectionInfo, a stream of requests. Each must arrive within 20 s."""
     answers: Any = reflection.aio.ReflectionServicer([*services, HEALTH, REFLECTION])
 
     async def questions(call: Call) -> AsyncIterator[reflection_pb2.ServerReflectionRequest]:

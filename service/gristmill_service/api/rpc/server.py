@@ -27,7 +27,7 @@ _SERVICES = tuple(
     for service in contract.DESCRIPTOR.services_by_name.values()
 )
 
-# Per connection; further calls wait in the client.
+# The limit per connection. Further calls wait in the client.
 _CALLS_PER_CONNECTION = 1024
 _IDLE_CONNECTION_MS = 15 * 60 * 1000
 
@@ -36,15 +36,15 @@ def _options(settings: Settings) -> tuple[tuple[str, int], ...]:
     limit = int(settings.max_message_bytes)
     return (
         ("grpc.max_receive_message_length", limit),
-        # No compression by gRPC itself: it would expand messages before a call has its slot. Rows have zstd.
+        # Disables gRPC's compression, which would expand messages before a call has its slot. Rows use zstd.
         ("grpc.compression_enabled_algorithms_bitset", 1),
         ("grpc.max_send_message_length", limit),
-        # Otherwise two services could share a port, and each would get half of the calls.
+        # Otherwise two services could share a port, and each would receive half of the calls.
         ("grpc.so_reuseport", 0),
-        # Pings detect dead callers, whose slots are then returned; callers may ping the service, too.
+        # Pings detect dead callers, so that their slots are released. Callers may also ping the service.
         ("grpc.keepalive_time_ms", 60_000),
         ("grpc.keepalive_timeout_ms", 20_000),
-        # Newer versions of gRPC read this instead of the one above.
+        # Newer versions of gRPC read this instead of the option above.
         ("grpc.http2.ping_timeout_ms", 20_000),
         ("grpc.http2.min_ping_interval_without_data_ms", 2_000),
         ("grpc.keepalive_permit_without_calls", 1),
@@ -58,8 +58,8 @@ def _options(settings: Settings) -> tuple[tuple[str, int], ...]:
 
 
 class GrpcServer:
-    """Serves gRPC from `start` on. Made on the event loop. The constructor raises UnavailableError if the address is
-    taken."""
+    """Serves gRPC after `start`. Create it on the event loop. The constructor raises UnavailableError if the address is
+    in use."""
 
     def __init__(
         self, api: ApiContext, settings: Settings, certificates: Certificates | None, peers: PeerCertificates | None
@@ -72,7 +72,7 @@ class GrpcServer:
         follow_calls(asyncio.get_running_loop())
         leave_out_gone_callers()
         self._server = grpc.aio.server(options=_options(settings))
-        # Registered methods have a queue each, so that a flood of one method does not delay others.
+        # Each registered method has its own queue, so that a flood of calls of one method does not delay others.
         for path, handler in handlers.items():
             _, service, method = path.split("/")
             self._server.add_registered_method_handlers(service, {method: handler})
@@ -91,8 +91,8 @@ class GrpcServer:
             port = 0
         if not port:
             raise UnavailableError(
-                f"grpc_address: cannot listen on {address}: it is in use, not of this machine, or not permitted; stop "
-                "the program that listens there, or choose another"
+                f"grpc_address: cannot listen on {address}: it is in use, not an address of this machine, or not "
+                "permitted; stop the program that listens there, or set another grpc_address"
             )
         if path is not None:
             path.chmod(stat.S_IRUSR | stat.S_IWUSR)
@@ -103,18 +103,18 @@ class GrpcServer:
         await self._server.start()
 
     def refuse_new_calls(self, grace_s: float) -> None:
-        """Refuses new calls. Calls under way may continue for `grace_s`. Returns at once."""
+        """Refuses new calls. Running calls may continue for `grace_s`. Returns at once."""
         self._health.end()
         self._stopped = asyncio.ensure_future(self._server.stop(grace_s))
 
     async def wait_until_idle(self) -> None:
-        """Returns when, after `refuse_new_calls`, the last call is answered, or cut off after the grace."""
+        """After `refuse_new_calls`, returns when the last call has been answered, or cancelled after `grace_s`."""
         await self._stopped
         await self._forwarding.close()
 
 
 def _clear_stale_socket(path: Path) -> None:
-    """Removes a stale socket file. gRPC would also take over one that another process listens on."""
+    """Removes a stale socket file. Raises UnavailableError if a process listens on it, which gRPC would not check."""
     if not path.is_socket():
         return
     with socket.socket(socket.AF_UNIX) as probe:
@@ -124,6 +124,6 @@ def _clear_stale_socket(path: Path) -> None:
             path.unlink()
             return
     raise UnavailableError(
-        f"grpc_address: unix:{path} is in use; stop the program that uses it, or give another grpc_address "
+        f"grpc_address: unix:{path} is in use; stop the program that uses it, or set another grpc_address "
         "(--grpc-address)"
     )

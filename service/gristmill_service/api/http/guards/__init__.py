@@ -1,1 +1,1 @@
-"""Middleware before all handlers: limits, origins, host names, and identity."""
+"""Middleware that runs before all handlers: limits, origins, host names, and identity."""

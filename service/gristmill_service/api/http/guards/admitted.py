@@ -1,4 +1,4 @@
-"""Slots of HTTP requests: taken before a body is read, and returned when the answer is sent."""
+"""Slots of HTTP requests: taken before a body is read, and released when the answer is sent."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from gristmill_service.api.errors import CLOSE, STATUSES, TOO_LARGE, error_respo
 from gristmill_service.api.http.guards.connections import ABORT
 
 SLOT = "gristmill.slot"
-"""The key of the slot in a request's scope. Probes have no slot: they are always answered."""
+"""The key of the slot in a request's scope. Probes have no slot, so that they are always answered."""
 
 THROTTLED = "gristmill.throttled"
-"""The key of the name under which wrong calls of the request's caller are counted."""
+"""The key of the name for which invalid calls of the request's caller are counted."""
 
 HELD = "gristmill.held"
-"""The key of the number of bytes that a handler keeps in memory until its whole answer is sent."""
+"""The key of the number of bytes that a handler uses in memory until its whole answer is sent."""
 
 _PROBES = frozenset(["/healthz", "/readyz"])
 _PART_BYTES = 128 << 10
@@ -27,10 +27,11 @@ _CODES = {status: code for code, (_, status) in STATUSES.items()} | {TOO_LARGE: 
 
 
 class Admitted:
-    """ASGI middleware that takes a slot, and delays errors for a caller that made too many wrong calls."""
+    """ASGI middleware that takes a slot, and delays errors for a caller that made too many invalid calls."""
 
     def __init__(self, app: ASGIApp, admission: Admission, *, throttles: bool) -> None:
-        """throttles: whether wrong calls are counted; not without tokens, when callers cannot be distinguished."""
+        """throttles: whether invalid calls are counted; False without tokens, because callers cannot be
+        distinguished."""
         self._app, self._admission, self._throttles = app, admission, throttles
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -43,7 +44,7 @@ class Admitted:
         except ResourceExhaustedError as error:
             await error_response(error, CLOSE)(scope, receive, send)
             return
-        # Bodies have a separate timeout.
+        # The middleware `Bodies` has its own timeout.
         slot.due = None
         nbytes = 0
 
@@ -76,8 +77,8 @@ class Admitted:
 
 
 async def _send_in_parts(message: Message, slot: Slot, held: int, send: Send) -> None:
-    """Sends a part of an answer as fast as it is read, and counts the bytes that are left. held: kept by the
-    handler."""
+    """Sends a part of an answer as fast as it is read, and counts the unsent bytes. held: the bytes that the handler
+    has in memory."""
     body, more_body = message.get("body", b""), message.get("more_body", False)
     if len(body) <= _PART_BYTES and not held:
         await send(message)
@@ -87,7 +88,7 @@ async def _send_in_parts(message: Message, slot: Slot, held: int, send: Send) ->
         end = begin + _PART_BYTES
         await slot.hold(held + len(body) - begin)
         await send({**message, "body": view[begin:end], "more_body": more_body or end < len(body)})
-        # The caller need not make progress until there is more to send.
+        # No deadline for the caller until there is more to send.
         slot.due = None
 
 

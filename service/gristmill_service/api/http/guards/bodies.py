@@ -1,5 +1,5 @@
-"""Request bodies: read completely or refused before a handler runs, within limits of compressed and decompressed
-size."""
+"""Reads request bodies completely, or rejects them, before a handler runs. Both the compressed and the decompressed
+size are limited."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ from gristmill_service.off_loop import OneByOne
 _MOST_OF_ANYONE = 64 << 10
 _NO_JSON = frozenset(["application/x-protobuf", "application/octet-stream"])
 BODY = "gristmill.body"
-"""The key of the decompressed body in a request's scope, for passing the request on."""
+"""The key of the decompressed body in a request's scope, which is used to forward the request."""
 
 
 class Bodies:
-    """ASGI middleware that reads the body. Few large ones are in memory at a time, and each has to arrive at 64 KiB/s.
+    """ASGI middleware that reads the body. It limits the number of large bodies in memory, and each must arrive at
+    64 KiB/s.
 
-    refuse_too_large: raises ResourceExhaustedError for a size beyond the limit. limit: the largest valid size.
+    refuse_too_large: raises ResourceExhaustedError for a size above the limit. limit: the largest valid size.
     """
 
     def __init__(self, app: ASGIApp, limit: int, refuse_too_large: Callable[[int], None]) -> None:
@@ -42,7 +43,8 @@ class Bodies:
         try:
             body = scope[BODY] = await self._read(scope, receive)
         except _TooLargeError as error:
-            # Retrying cannot help: no Retry-After. The rest of the body is not read, so the connection is closed.
+            # No Retry-After, because retrying cannot help. The rest of the body is not read, so the connection is
+            # closed.
             refused = error_body("RESOURCE_EXHAUSTED", "ResourceExhaustedError", str(error))
             await JSONResponse(refused, TOO_LARGE, CLOSE)(scope, receive, send)
             return
@@ -54,7 +56,7 @@ class Bodies:
         is_unread = True
 
         async def replay() -> Message:
-            """Yields the body once, and then the messages after it, such as the disconnection of the caller."""
+            """Returns the body once, then later messages, such as the caller's disconnect."""
             nonlocal is_unread
             if is_unread:
                 is_unread = False
@@ -71,18 +73,18 @@ class Bodies:
         most = self._limit if kind in _NO_JSON else min(self._limit, most_bytes(scope["path"]))
         if encoding == "gzip":
             await slot.place()
-            # One byte more than the limit shows that the body is too large.
+            # The body is decompressed to at most one byte above the limit, which shows that it is too large.
             body = await self._one_by_one(_decompressed, body, min(most, self._most()) + 1)
             self._check_size(len(body))
         elif encoding != "identity":
-            raise InvalidArgumentError(f"content-encoding {encoding!r} is not understood; send gzip or none")
+            raise InvalidArgumentError(f"content-encoding {encoding!r} is not supported; send gzip, or no encoding")
         if kind not in _NO_JSON:
             check_size(body, scope["path"])
         slot.came(len(body))
         return body
 
     async def _received(self, declared: bytes, receive: Receive, slot: Slot) -> bytes:
-        """Returns the body as it was sent. Raises InvalidArgumentError if the caller went away before its end."""
+        """Returns the body as it was sent. Raises InvalidArgumentError if the caller disconnects before its end."""
         length = int(declared) if declared.isdigit() else 0
         self._check_size(length)
         begin, pieces, size, more = asyncio.get_running_loop().time(), list[bytes](), 0, True
@@ -94,8 +96,8 @@ class Bodies:
                 async with asyncio.timeout_at(begin + limit_s):
                     message = await receive()
             except TimeoutError:
-                came = f"{size} bytes of the body arrived within {limit_s:.0f} s"
-                raise DeadlineExceededError(f"{came}; send it at {LEAST_BYTES_PER_S} bytes per second") from None
+                arrived = f"only {size} bytes of the body arrived within {limit_s:.0f} s"
+                raise DeadlineExceededError(f"{arrived}; send at least {LEAST_BYTES_PER_S} bytes per second") from None
             if message["type"] == "http.disconnect":
                 raise _cut(size)
             pieces.append(message.get("body", b""))
@@ -107,15 +109,15 @@ class Bodies:
         return b"".join(pieces)
 
     def _most(self) -> int:
-        """Returns the limit for the caller: low for an unknown one, which can only sign in."""
+        """Returns the limit for the caller. It is low for an unknown caller, which can only sign in."""
         return min(self._limit, _MOST_OF_ANYONE) if caller.current() is ANYONE else self._limit
 
     def _check_size(self, size: int) -> None:
         """Raises _TooLargeError."""
         if caller.current() is ANYONE and size > _MOST_OF_ANYONE:
             raise _TooLargeError(
-                f"the request has more than {_MOST_OF_ANYONE} bytes, the most that the service reads from a caller "
-                "without a known token; send a token"
+                f"the request exceeds {_MOST_OF_ANYONE} bytes, the limit for a caller without a valid token; send a "
+                "token"
             )
         try:
             self._refuse_too_large(size)
@@ -128,8 +130,8 @@ class _TooLargeError(Exception):
 
 
 def _cut(size: int) -> InvalidArgumentError:
-    """Returns the error of a body that was cut off, for metrics and traces only: the caller is gone."""
-    return InvalidArgumentError(f"the request ended after {size} bytes of its body, before it was whole; send it again")
+    """Returns the error of an incomplete body. Only metrics and traces use it, because the caller has disconnected."""
+    return InvalidArgumentError(f"the body is incomplete: the request ended after {size} bytes; send it again")
 
 
 def _decompressed(body: bytes, most: int) -> bytes:
@@ -138,11 +140,11 @@ def _decompressed(body: bytes, most: int) -> bytes:
     try:
         data = decompressor.decompress(body, most)
     except zlib.error as error:
-        raise InvalidArgumentError(f"content-encoding is gzip, and the body is not: {error}; send gzip") from None
+        raise InvalidArgumentError(f"content-encoding is gzip, but the body is not: {error}; send gzip") from None
     if len(data) == most:
         return data
     if not decompressor.eof:
-        raise InvalidArgumentError(f"the gzip body ends early, after {len(body)} bytes; send all of it")
+        raise InvalidArgumentError(f"the gzip body is incomplete: it ends after {len(body)} bytes; send all of it")
     if decompressor.unused_data:
         raise InvalidArgumentError(
             f"the gzip body has {len(decompressor.unused_data)} bytes after its end; send one gzip stream"

@@ -1,4 +1,4 @@
-"""Requests of browsers: requests from pages of other sites are refused, and errors are sent in a form for the page."""
+"""Guards for requests of browsers: rejects requests from pages of other sites, and adapts errors for the page."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from gristmill_service.api.errors import error_body
 from gristmill_service.validation_messages import shown
 
-# Host names that nobody can register (RFC 6761, RFC 6762, ICANN's board resolution 2024.07.29.06).
+# Domains that cannot be registered (RFC 6761, RFC 6762, ICANN's board resolution 2024.07.29.06).
 _PRIVATE = (".localhost", ".local", ".internal", ".svc")
 _MISDIRECTED, _FORBIDDEN = 421, 403
 _READS = frozenset(["GET", "HEAD", "OPTIONS"])
 
 STATUS = "gristmill-status"
-"""The header with the status that the answer would otherwise have."""
+"""The header that contains the original status of an answer."""
 _PREFERENCE = "errors=body"
 
 
 class HostNames:
-    """ASGI middleware that refuses requests for a host name of another site.
+    """ASGI middleware that rejects requests for a host name of another site.
 
-    A page may make its own name resolve to this machine after it was loaded (DNS rebinding), so that the browser treats
-    the service as part of the page. Addresses, and names that nobody can register, are never refused: no page has one.
+    The site of a page may let its name resolve to this machine after the page is loaded (DNS rebinding). The browser
+    then treats the service as part of that site. IP addresses and names that cannot be registered are accepted, because
+    no other site has them.
 
-    known: patterns of further names of this service, as in a shell.
+    known: additional names of this service, as shell patterns.
     """
 
     def __init__(self, app: ASGIApp, known: Sequence[str]) -> None:
@@ -42,7 +43,7 @@ class HostNames:
         if self._is_known(_without_port(host).lower()):
             await self._app(scope, receive, send)
             return
-        message = f"the request is for {shown(host)}, which is no name of this service; add it to http_host_names"
+        message = f"the host {shown(host)} is not a name of this service; add it to http_host_names"
         body = error_body("PERMISSION_DENIED", "PermissionDeniedError", message)
         await JSONResponse(body, _MISDIRECTED)(scope, receive, send)
 
@@ -70,8 +71,8 @@ def _is_address(name: str) -> bool:
 
 
 class SameOrigin:
-    """ASGI middleware that refuses calls from pages of other sites that change something: a service on the loopback of
-    a machine with a browser must not take commands from any website."""
+    """ASGI middleware that rejects calls from pages of other sites that change something: any website could otherwise
+    send commands to a service on the loopback address of a machine with a browser."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -103,8 +104,8 @@ _REFUSAL = JSONResponse(
 class ErrorsInBody:
     """ASGI middleware that answers errors with status 200 to callers that send `Prefer: errors=body` (RFC 7240).
 
-    Browsers log every status of 400 and above as an error. The page expects some, such as after somebody has deleted
-    the run that it shows.
+    Browsers log every status of 400 and above as an error. The page expects some errors, such as after the run that it
+    shows was deleted.
     """
 
     def __init__(self, app: ASGIApp) -> None:

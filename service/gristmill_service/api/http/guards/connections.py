@@ -1,4 +1,4 @@
-"""HTTP connections: counted when they are accepted, before any TLS handshake, and closed when they make no progress."""
+"""HTTP connections: counted when accepted, before the TLS handshake, and closed if they make no progress."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 _log = structlog.get_logger(__name__)
 
 REQUEST_S = 20.0
-"""Seconds within which the headers of a connection's next request have to be complete. Uvicorn closes idle connections
-sooner."""
+"""Seconds within which the headers of a connection's next request must arrive. Uvicorn closes idle connections
+earlier."""
 
 ABORT = "gristmill.abort"
 """The key of a function in a request's scope that closes its connection at once."""
 
 UNREAD_S = 60.0
-"""Seconds after which a connection is aborted if its peer reads nothing of an answer."""
+"""Seconds after which a connection is aborted if its peer does not read the answer."""
 
 _HANDSHAKE_S, _GOODBYE_S = 5.0, 1.0
-# asyncio would allocate 256 KiB for each encrypted connection; TLS records have at most 16 KiB.
+# By default asyncio allocates 256 KiB per encrypted connection; TLS records have at most 16 KiB.
 sslproto.SSLProtocol.max_size = 32 << 10
 _PAUSE_S = 0.5
 _AT_ONCE = 16
@@ -37,22 +37,22 @@ _MOST_OF_A_MACHINE = 0.75
 
 
 class Connections:
-    """The open connections of a server. At the limit, a new connection replaces the one that has waited longest for its
-    peer.
+    """The open connections of a server. At the limit, a new connection replaces the connection that has waited longest
+    for its peer.
 
-    most: the limit. One machine may have three quarters of it; beyond that, its new connections replace its own.
+    most: the limit. One machine may have three quarters of it; then its new connections replace its own connections.
     """
 
     def __init__(self, most: int) -> None:
         self._most, self._share = most, max(1, int(most * _MOST_OF_A_MACHINE))
         self._count = 0
         self._counts: dict[str, int] = {}
-        # Connections that wait for their peers, the longest first.
+        # Connections that wait for their peers, those that wait longest first.
         self._waiting: OrderedDict[Connection, None] = OrderedDict()
         self._waiting_of: dict[str, OrderedDict[Connection, None]] = {}
 
     def has_room(self, address: str) -> bool:
-        """Returns whether a machine may open another connection, after closing one for it if needed."""
+        """Returns whether a machine may open another connection. Closes an open one for it if needed."""
         if self._counts.get(address, 0) >= self._share:
             waiting = self._waiting_of.get(address)
         elif self._count >= self._most:
@@ -76,7 +76,7 @@ class Connections:
             del self._counts[connection.address]
 
     def note(self, connection: Connection, *, is_waiting: bool) -> None:
-        """Notes that a connection begins or stops waiting for its peer."""
+        """Records that a connection starts or stops waiting for its peer."""
         of_address = self._waiting_of.setdefault(connection.address, OrderedDict())
         for waiting in (self._waiting, of_address):
             waiting.pop(connection, None)
@@ -87,11 +87,12 @@ class Connections:
 
 
 _Wait = Literal["request", "body", "reader"]
-"""What a connection waits for: a TLS handshake or the next request; a body; a peer that reads."""
+"""What a connection waits for. request: a TLS handshake or the next request; body: the rest of a body; reader: its peer
+to read."""
 
 
 class Connection(H11Protocol):
-    """An accepted connection. Its requests are cancelled when it ends."""
+    """An accepted connection. Its requests are cancelled when it closes."""
 
     def __init__(self, connections: Connections, address: str, **uvicorn: Any) -> None:
         super().__init__(**uvicorn)
@@ -106,7 +107,7 @@ class Connection(H11Protocol):
         self._watch()
 
     def open(self, accepted: socket.socket, context: ssl.SSLContext | None) -> None:
-        """Begins the handshake. If it fails, the connection is closed."""
+        """Starts the handshake. If it fails, the connection is closed."""
         self._opening = self.loop.create_task(self._open(accepted, context))
 
     async def _open(self, accepted: socket.socket, context: ssl.SSLContext | None) -> None:
@@ -123,8 +124,8 @@ class Connection(H11Protocol):
                 accepted.close()
 
     async def _first_bytes(self, accepted: socket.socket) -> None:
-        """Returns when the peer sends the first bytes of its handshake, which needs hundreds of kilobytes. Raises
-        OSError if the peer disconnects, or sends nothing."""
+        """Waits for the first bytes of the peer's handshake, because a handshake needs hundreds of kilobytes of memory.
+        Raises OSError if the peer disconnects or sends nothing."""
         came = self.loop.create_future()
         self.loop.add_reader(accepted, came.set_result, None)
         try:
@@ -144,7 +145,7 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        # Otherwise tens of kilobytes could stay unread without a timeout.
+        # Otherwise tens of kilobytes could remain unread without a timeout.
         transport.set_write_buffer_limits(high=1, low=0)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -170,7 +171,7 @@ class Connection(H11Protocol):
         self._watch()
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers a request. `send` returns when its message was passed to the system."""
+        """Answers a request. `send` returns when its message is in the kernel's buffer."""
         if self.cycle.disconnected:
             return
         answering = self._answering = asyncio.current_task()
@@ -179,7 +180,7 @@ class Connection(H11Protocol):
             await send(message)
             await self.flow.drain()
             if message.get("more_body"):
-                # Also if the peer reads fast: other requests are answered between parts.
+                # Lets other requests be answered between parts, even if the peer reads fast.
                 await asyncio.sleep(0)
 
         scope[ABORT] = self.abort
@@ -214,12 +215,12 @@ class Connection(H11Protocol):
         if self.flow is not None and self.flow.write_paused:
             return "reader"
         if self.conn.their_state is h11.SEND_BODY:
-            # The unread rest of a body has the timeout of a request.
+            # The unread rest of a body of an answered request has the timeout of the next request.
             return "request" if self.conn.our_state is h11.DONE else "body"
         return "request" if self.conn.their_state is h11.IDLE else None
 
     def _look_for_reader(self, unread: int | None) -> None:
-        """Aborts the connection if the peer has read nothing since the last look."""
+        """Aborts the connection if the peer has read nothing since the last check."""
         now = self.transport.get_write_buffer_size()
         if unread is not None and now >= unread:
             self.abort()
@@ -236,10 +237,10 @@ class Connection(H11Protocol):
 
 
 class Listener:
-    """Accepts connections, one per iteration of the loop, so that other calls are answered between them. Connections
-    that their peers have closed meanwhile are cheap, and several are dropped at a time.
+    """Accepts connections, one per iteration of the loop, so that other calls are answered in between. Connections that
+    their peers have already closed are cheap, so several are dropped per iteration.
 
-    make(address): makes the connection. context: of TLS; None: unencrypted.
+    make(address): creates the connection. context: for TLS; None: not encrypted.
     """
 
     def __init__(
@@ -280,7 +281,7 @@ class Listener:
 
 
 def _has_hung_up(accepted: socket.socket) -> bool:
-    """Returns whether a peer has closed its connection without sending anything."""
+    """Returns whether the peer closed the connection without sending anything."""
     try:
         return not accepted.recv(1, socket.MSG_PEEK)
     except BlockingIOError:

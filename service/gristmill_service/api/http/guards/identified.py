@@ -24,16 +24,15 @@ from gristmill_service.api.http.guards.bodies import BODY
 _RANK = TypeAdapter(models.Int32)
 
 COOKIE = "gristmill_token"
-"""The cookie that a browser sends instead of the header, after signing in."""
+"""The cookie that a browser sends instead of the header, after sign-in."""
 
-# All other calls have run and rank in the path or the query.
+# These calls name the run or the rank in the body. All other calls name them in the path or the query.
 _NAMED_IN_BODY = frozenset(["create_run", "acknowledge"])
 
 
 class Identified:
-    """ASGI middleware that identifies the caller before anything of a body is read. A caller without a token can only
-    make calls that need none. For a request that a replica passed on, the original caller's address replaces the
-    replica's."""
+    """ASGI middleware that identifies the caller before the body is read. A caller without a token can only make calls
+    that need none. For a request that a replica forwarded, the original caller's address replaces the replica's."""
 
     def __init__(self, app: ASGIApp, gate: Gate, admission: Admission) -> None:
         self._app, self._gate, self._admission = app, gate, admission
@@ -53,11 +52,11 @@ class Identified:
         await self._app(scope, receive, send)
 
     def _begin_passed_on(self, scope: Scope) -> None:
-        """Raises UnavailableError for a request that claims to come from a replica and does not."""
+        """Raises UnavailableError for a request that falsely claims to be forwarded by a replica."""
         try:
             came_from = self._gate.came_from(Headers(scope=scope))
         except UnavailableError:
-            # Counted like a request with an unknown token.
+            # The request is counted like a request with an unknown token.
             self._admission.refused(scope[THROTTLED], "UNAUTHENTICATED", 0)
             raise
         passed_on.begin(came_from)
@@ -66,11 +65,11 @@ class Identified:
             scope[THROTTLED] = came_from
 
     async def _identify(self, scope: Scope) -> Caller:
-        """Returns the caller. Raises UnauthenticatedError if a token is needed and missing or unknown."""
+        """Returns the caller. Raises UnauthenticatedError if a token is required but missing or unknown."""
         if self._gate.is_open:
             return EVERYONE_IS_ADMIN
         if _is_open(scope["path"]):
-            # Also with an invalid token: a browser whose cookie has expired must reach the page to sign in again.
+            # An invalid token is ignored, because a browser with an expired cookie must reach the page to sign in.
             return ANYONE
         headers = Headers(scope=scope)
         shown = _shown(headers)
@@ -82,13 +81,13 @@ class Identified:
         return identity
 
     def _admit(self, scope: Scope, identity: Caller) -> None:
-        """Counts the slot for the caller. Raises ResourceExhaustedError if it has too many, or made too many wrong
-        calls."""
+        """Counts the slot for the caller. Raises ResourceExhaustedError if the caller has too many slots or made too
+        many invalid calls."""
         address = address_of(scope)
         is_known = identity is not ANYONE and identity is not EVERYONE_IS_ADMIN
         scope[SLOT].move(identity.name if is_known else address)
         if is_known:
-            # Workers on other machines with the same token are not throttled with it.
+            # Invalid calls are counted per machine, so that other workers with the same token are not throttled.
             scope[THROTTLED] = f"{identity.name} {address}"
         self._admission.check(scope[THROTTLED])
 
@@ -101,20 +100,20 @@ def _shown(headers: Headers) -> str | None:
     check_alone(len(headers.getlist(AUTHORIZATION)))
     if shown := headers.get(AUTHORIZATION):
         return shown
-    # Not SimpleCookie, which fails on cookies that other programs of the same host may have set.
+    # SimpleCookie fails on cookies that other programs on the same host may have set.
     cookie = cookie_parser(headers.get("cookie", "")).get(COOKIE)
     return None if cookie is None else f"Bearer {cookie}"
 
 
 async def authorize(request: Request) -> None:
-    """A dependency of every route. Raises PermissionDeniedError if the caller may not make the call, and
-    ResourceExhaustedError if too many of its calls are being answered.
+    """Checks the caller's permission; a dependency of every route. Raises PermissionDeniedError if the caller may not
+    make the call, and ResourceExhaustedError if too many of its calls are in progress.
     """
     gate: Gate = request.app.state.api.gate
     call = request.scope["route"].name
     if not gate.is_open:
         body = _fields(request.scope.get(BODY, b"")) if call in _NAMED_IN_BODY else {}
-        # The handler uses the run in the path, even if the query names another one.
+        # The handler uses the run in the path, even if the query names another run.
         named = {**request.query_params, **body, **request.path_params}
         run = named.get("run")
         gate.check(caller.current(), call, None if run is None else str(run), _rank(named.get("rank")))
@@ -128,8 +127,8 @@ async def authorize(request: Request) -> None:
 
 
 def _fields(body: bytes) -> dict[str, object]:
-    """Reads fields like the handlers' models, so that both see the same values. A body that is no object is refused by
-    the handler."""
+    """Parses fields like the handlers' models, so that both use the same values. The handler rejects a body that is not
+    an object."""
     try:
         document = json.loads(body)
     except ValueError:
@@ -138,8 +137,8 @@ def _fields(body: bytes) -> dict[str, object]:
 
 
 def _rank(value: object) -> int | None:
-    """Reads a rank like the handlers, which accept "+1" and 1.0, too. Returns None for other values, which they
-    refuse."""
+    """Parses a rank like the handlers, which also accept "+1" and 1.0. Returns None for other values, which the
+    handlers reject."""
     try:
         return _RANK.validate_python(value)
     except ValidationError:

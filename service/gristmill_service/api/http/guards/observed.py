@@ -11,13 +11,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from gristmill_service import tracing
 from gristmill_service.monitoring.metrics import Metrics
 
-# Like nginx: the caller disconnected before the answer began.
+# nginx's status for a caller that disconnected before the answer began.
 _HUNG_UP = 499
 
 
 class Observed:
-    """ASGI middleware that gives each request, and its answer, an id; times it by the name of its handler, of which
-    there are few; and traces it if tracing is on."""
+    """ASGI middleware that assigns an id to each request and its answer, records its duration by handler, and traces
+    it if tracing is enabled."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app, self._metrics = app, metrics
@@ -35,7 +35,7 @@ class Observed:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                # Replaces the header of the process that answered a request that was passed on.
+                # Replaces the header from the owner, if the request was forwarded.
                 MutableHeaders(scope=message)[tracing.REQUEST_ID] = request_id
             await send(message)
 
