@@ -60,7 +60,7 @@ def test_a_caller_has_no_more_runs_than_its_token_says(serve: Serve, tmp_path: P
         assert post(service, "", {"run": name, "config": CONFIG}, team).status_code == 200, "again is no other run"
     refused = post(service, "", {"run": "team-3", "config": CONFIG}, team)
     assert refused.status_code == 429
-    assert "team may have 2 runs of the names team-*, and there are 2" in refused.json()["error"]["message"]
+    assert "2 runs named team-* exist, and max_runs of the token team is 2" in refused.json()["error"]["message"]
     assert post(service, "", {"run": "free", "config": CONFIG}, other).status_code == 200
 
 

@@ -26,7 +26,7 @@ def test_of_a_flood_there_is_a_line_a_second_that_counts_the_others() -> None:
         log.note("team", "get_run", "PERMISSION_DENIED", "run", None)
     assert [(line["event"], line.get("count")) for line in lines] == [
         ("refused", None),
-        ("refused, lines left out", 999),
+        ("refused, lines omitted", 999),
         ("refused", None),
     ]
 

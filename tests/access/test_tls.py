@@ -207,7 +207,7 @@ def test_a_service_that_says_insecure_listens_anywhere() -> None:
 def test_files_that_are_no_certificates_are_refused_at_the_start(serve: Serve, files: Files, content: bytes) -> None:
     cert, key = files.certify("server")
     key.write_bytes(content)
-    with pytest.raises(InvalidArgumentError, match="are no certificate with its key"):
+    with pytest.raises(InvalidArgumentError, match="are not a certificate and its key"):
         serve(tls_cert_file=cert, tls_key_file=key)
     key.unlink()
     with pytest.raises(InvalidArgumentError, match="tls_key_file: cannot read"):

@@ -120,7 +120,7 @@ def test_a_client_reads_its_token_file_again(serve: Serve, tmp_path: Path, monke
         mine.write_text(create_token(path, "second", ["worker"], ["*"], None))
         assert client.status().run == "r"
         mine.write_text("stale")
-        with pytest.raises(UnauthenticatedError, match="the token is not known here"):
+        with pytest.raises(UnauthenticatedError, match="the token is unknown"):
             client.status()
 
 
@@ -248,7 +248,7 @@ def test_a_file_that_cannot_be_read_leaves_who_was_known_and_is_not_logged(
         path.write_text(content)
         assert [status(service, token) for _ in range(2)] == [200, 200]
     assert [line["event"] for line in lines if line["log_level"] == "error"] == [
-        "tokens cannot be read; the ones before stay valid"
+        "tokens cannot be read; previous tokens stay valid"
     ]
     assert SECRET not in str(lines)
 
@@ -343,9 +343,12 @@ def test_keys_outlive_their_issuers_garbage_and_one_call_alone_waits_for_it(
         with pytest.raises(UnavailableError, match="cannot be fetched"):
             on_loop(keys.caller, issuer.token(), callers)
     handler.status = 403
-    with capture_logs() as logs, pytest.raises(UnauthenticatedError, match=r"the issuer refuses its keys .* 403"):
+    with (
+        capture_logs() as logs,
+        pytest.raises(UnauthenticatedError, match=r"the issuer refuses access to its keys .* 403"),
+    ):
         on_loop(keys.caller, issuer.token(), callers)
-    assert [line["event"] for line in logs] == ["keys cannot be fetched; known ones stay valid"]
+    assert [line["event"] for line in logs] == ["keys cannot be fetched; known keys stay valid"]
     handler.status, handler.content = 200, issuer.path.read_bytes()
     assert on_loop(keys.caller, issuer.token(), callers).name == SUBJECT
     known = issuer.token()

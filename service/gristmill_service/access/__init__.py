@@ -1,1 +1,1 @@
-"""Authorization: the roles that each call needs, the tokens of callers, and the certificates of both APIs."""
+"""Authorization: the roles that each call requires, the tokens of callers, and the certificates of both APIs."""

@@ -15,9 +15,9 @@ from gristmill_service.access.roles import CALLS, OPEN_CALLS, Role
 class Caller:
     """A caller and its permissions.
 
-    runs: patterns of run names, as in a shell. rank: the only rank that a trainer with this token may have; None: any.
-    max_runs: how many runs with these names may exist. limits: what these runs may store in all, for the caller to add
-    more. max_requests: how many of its calls may be answered at a time. None: no limit.
+    runs: shell patterns of run names. rank: the only rank that a trainer with this token may have; None: any.
+    max_runs: how many runs with these names may exist. limits: what these runs may store in total before the caller's
+    calls that add more are refused. max_requests: the number of its concurrent calls. None: no limit.
     """
 
     name: str
@@ -39,17 +39,18 @@ class Caller:
         if not self.roles & (allowed | {"admin"}):
             has, needs = ", ".join(sorted(self.roles)) or "none", " or ".join(sorted(allowed | {"admin"}))
             raise PermissionDeniedError(
-                f"{self.name} may not call {call}: its roles are {has} and the call needs {needs}; use a token with "
-                "that role"
+                f"{self.name} may not call {call}: it has the roles {has}, and the call requires {needs}; use a token "
+                "with that role"
             )
         if run is not None and not self.sees(run):
             raise PermissionDeniedError(
-                f"{self.name} may not call {call} for run {run!r}: it may for {', '.join(self.runs)}; use a token for "
-                "that run"
+                f"{self.name} may not call {call} for run {run!r}: its token is for {', '.join(self.runs)}; use a "
+                "token for that run"
             )
         if rank is not None and self.rank is not None and rank != self.rank:
             raise PermissionDeniedError(
-                f"{self.name} may not call {call} for rank {rank}: it is rank {self.rank}; use that rank's token"
+                f"{self.name} may not call {call} for rank {rank}: its token is for rank {self.rank}; use a token for "
+                "that rank"
             )
 
 
@@ -60,10 +61,10 @@ _current: ContextVar[Caller] = ContextVar("gristmill_caller", default=EVERYONE_I
 
 
 def begin(caller: Caller) -> None:
-    """Makes the caller the current one of this task."""
+    """Sets the current caller of this task."""
     _current.set(caller)
 
 
 def current() -> Caller:
-    """Returns the caller whose call is being answered."""
+    """Returns the current caller of this task."""
     return _current.get()

@@ -1,4 +1,4 @@
-"""The certificates of both APIs. Files are read again when they change, for new connections."""
+"""The certificates of both APIs. Files are reloaded when they change, for new connections."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Certificates:
-    """cert_file: the chain. client_ca_file: the authority that must have signed the certificates of clients; None: they
-    need none.
+    """The files of a server's certificates.
+
+    cert_file: the chain. client_ca_file: the CA that must have signed clients' certificates; None: they need none.
     """
 
     cert_file: Path
@@ -37,7 +38,7 @@ class Certificates:
         return certificates
 
     def check(self) -> None:
-        """Raises InvalidArgumentError if a file cannot be read, or the key is not that of the certificate."""
+        """Raises InvalidArgumentError if a file cannot be read, or if the key does not match the certificate."""
         for name, path in (
             ("tls_cert_file", self.cert_file),
             ("tls_key_file", self.key_file),
@@ -46,7 +47,7 @@ class Certificates:
             try:
                 _ = path and path.read_bytes()
             except OSError as error:
-                raise InvalidArgumentError(f"{name}: cannot read {path}: {error.strerror}; give a PEM file") from None
+                raise InvalidArgumentError(f"{name}: cannot read {path}: {error.strerror}; pass a PEM file") from None
         try:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             context.load_cert_chain(self.cert_file, self.key_file)
@@ -54,8 +55,8 @@ class Certificates:
                 context.load_verify_locations(self.client_ca_file)
         except (ssl.SSLError, ValueError) as error:
             raise InvalidArgumentError(
-                f"tls_cert_file, tls_key_file: {self.cert_file} and {self.key_file} are no certificate with its key: "
-                f"{error}; give PEM files that belong together"
+                f"tls_cert_file, tls_key_file: {self.cert_file} and {self.key_file} are not a certificate and its key: "
+                f"{error}; pass matching PEM files"
             ) from None
 
     def version(self) -> tuple[int, ...]:
@@ -64,7 +65,7 @@ class Certificates:
 
 
 def grpc_credentials(certificates: Certificates) -> grpc.ServerCredentials:
-    """The credentials of a gRPC server."""
+    """Returns the credentials of a gRPC server."""
     watch = _Watch(certificates)
 
     def fetch() -> Any:
@@ -84,7 +85,7 @@ def _grpc_configuration(certificates: Certificates) -> Any:
 
 
 def http_context(certificates: Certificates) -> ssl.SSLContext:
-    """The TLS context of an HTTP server."""
+    """Returns the TLS context of an HTTP server."""
     context = _server_context(certificates)
     watch = _Watch(certificates)
 
@@ -114,7 +115,7 @@ class PeerCertificates:
             return self._credentials
 
     def context(self) -> ssl.SSLContext:
-        """The TLS context for HTTP connections; always the same object, with the newest certificate."""
+        """Returns the TLS context for HTTP connections: always the same object, with the newest certificate."""
         with self._lock:
             self._look()
             return self._context
@@ -125,7 +126,7 @@ class PeerCertificates:
                 self._renew()
             except (OSError, ssl.SSLError) as error:
                 _log.warning(
-                    "certificate for other services cannot be read; the one before stays in use", reason=str(error)
+                    "certificate for other services cannot be read; previous one stays in use", reason=str(error)
                 )
 
     def _renew(self) -> None:
@@ -148,7 +149,7 @@ def _server_context(certificates: Certificates) -> ssl.SSLContext:
 
 
 class _Watch:
-    """Reports each change of the files once, when they fit together again."""
+    """Reports each change of the files once, as soon as the files match each other."""
 
     def __init__(self, certificates: Certificates) -> None:
         self._certificates, self._lock = certificates, threading.Lock()
@@ -162,9 +163,9 @@ class _Watch:
                     return False
                 self._certificates.check()
             except (OSError, InvalidArgumentError) as error:
-                # The files may be in the middle of a renewal.
-                _log.warning("certificates cannot be read; the ones before stay in use", reason=str(error))
+                # A renewal may have replaced only some of the files yet.
+                _log.warning("certificates cannot be read; previous ones stay in use", reason=str(error))
                 return False
             self._version = version
-        _log.info("certificates read again", file=str(self._certificates.cert_file))
+        _log.info("certificates reloaded", file=str(self._certificates.cert_file))
         return True

@@ -1,4 +1,4 @@
-"""Identify callers by their tokens, check their permissions, and log who did what. On the event loop."""
+"""Identifies callers by their tokens, checks their permissions, and writes the audit log. Runs on the event loop."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ _MOST_OF_A_NAME = 200
 
 
 def limits_of_each_run(settings: Settings) -> Limits:
-    """Returns the limits of what any one run may store."""
+    """Returns the limits of what each run may store."""
     return Limits(settings.max_run_groups, settings.max_run_rows, settings.max_run_row_bytes)
 
 
 class Gate:
-    """Checks callers. Without a file of tokens, everyone may do everything.
+    """Checks callers. Without a file of tokens, every caller may do everything.
 
-    is_open: whether there is no file of tokens. counts_calls: whether concurrent calls are limited by token or run.
+    is_open: whether there is no file of tokens. counts_calls: whether concurrent calls are limited per token or run.
     """
 
     def __init__(self, settings: Settings, runs: Runs) -> None:
-        """Reads the tokens. runs: the runs that quotas count. Raises InvalidArgumentError for a file that cannot be
+        """Reads the tokens. runs: the runs that quotas apply to. Raises InvalidArgumentError if a file cannot be
         read."""
         self._runs, self._refusals, self.secret = runs, RefusalLog(), PeerSecret()
         self._limits_of_run, self._most_calls_of_run = limits_of_each_run(settings), settings.max_run_requests
@@ -70,9 +70,9 @@ class Gate:
             )
 
     def user_of_proxy(self, headers: Mapping[str, str], address: str) -> Caller | None:
-        """Returns the caller that a trusted proxy at this address names; None if there is none.
+        """Returns the caller named by a trusted proxy at this address; None if there is none.
 
-        Raises UnauthenticatedError for a user that is not in the file.
+        Raises UnauthenticatedError for a user that is not in the file of tokens.
         """
         if self._proxy is None or self._file is None or not (user := headers.get(self._proxy[0], "")):
             return None
@@ -83,7 +83,7 @@ class Gate:
             return None
         if identity := self._file.callers().with_subject(user):
             return identity
-        raise UnauthenticatedError(f"no entry of tokens_file is for the user {user[:100]!r}; add one under subjects")
+        raise UnauthenticatedError(f"the user {user[:100]!r} is not in tokens_file; add an entry under subjects")
 
     def came_from(self, shown: Mapping[str, str]) -> str:
         """See `PeerSecret.came_from`."""
@@ -94,8 +94,8 @@ class Gate:
             raise
 
     def known(self, authorization: str | None) -> Caller | None:
-        """Returns the caller with this header; ANYONE without it; None for a web token, which `identify` verifies.
-        Raises UnauthenticatedError for an unknown token."""
+        """Returns the caller with this header; ANYONE without the header; None for a web token, which `identify`
+        verifies. Raises UnauthenticatedError for an unknown token."""
         if self._file is None:
             return EVERYONE_IS_ADMIN
         if not authorization:
@@ -105,15 +105,15 @@ class Gate:
         if self._web_tokens is not None and _is_bearer(authorization) and authorization.count(".") == 2:
             return None
         error = UnauthenticatedError(
-            "the token is not known here; ask the service's operator for one"
+            "the token is unknown; request one from the service's operator"
             if _is_bearer(authorization)
-            else "authorization is no bearer token; send 'Bearer TOKEN'"
+            else "the authorization header is not a bearer token; send 'Bearer TOKEN'"
         )
         self._refusals.note("unknown", "identify", error.code, None, None)
         raise error
 
     async def identify(self, authorization: str | None) -> Caller:
-        """Returns the caller with this header, also for a web token, for which it may have to ask the issuer. Raises
+        """Returns the caller with this header. Verifies a web token, which may need a request to its issuer. Raises
         UnavailableError if the issuer does not answer within seconds.
         """
         if (identity := self.known(authorization)) is not None:
@@ -128,7 +128,7 @@ class Gate:
             raise
 
     def quota(self) -> Callable[[], Quota] | None:
-        """Returns a function that computes the quota of the current caller's runs; None without a limit."""
+        """Returns a function that computes the quota of the current caller's runs; None if they have no limit."""
         if self._file is None:
             return None
         identity = caller.current()
@@ -138,8 +138,8 @@ class Gate:
         return lambda: Quota(self._usage(identity), identity.limits, whose, "max_{} of the token", is_of_run=False)
 
     def usage(self, calls: Mapping[tuple[str, str], int]) -> Iterator[QuotaUsage]:
-        """Yields how much of each quota is used: those of runs, and those of static tokens. calls: the concurrent calls
-        by ("caller" or "run", name)."""
+        """Yields the usage of each quota of runs and static tokens. calls: the number of concurrent calls by ("caller"
+        or "run", name)."""
         if self._limits_of_run != NO_LIMITS:
             for name, usage in self._runs.usage().items():
                 yield from _taken("max_run_", "run", name, usage, self._limits_of_run)
@@ -159,7 +159,7 @@ class Gate:
                 yield from _taken("max_", "caller", entry.name, self._usage(identity), identity.limits)
 
     def _usage(self, identity: Caller) -> Usage:
-        """Returns what all runs of the caller store."""
+        """Returns the amounts that all runs of the caller store."""
         total = NO_USAGE
         for name, usage in self._runs.usage().items():
             if identity.sees(name):
@@ -167,7 +167,7 @@ class Gate:
         return total
 
     def flush_log(self) -> None:
-        """Logs how many lines the audit log has left out."""
+        """Logs how many lines the audit log has omitted."""
         self._refusals.flush()
 
     def check(self, identity: Caller, call: str, run: str | None, rank: int | None) -> None:
@@ -177,7 +177,7 @@ class Gate:
         try:
             if identity is ANYONE and call not in OPEN_CALLS:
                 raise UnauthenticatedError(
-                    f"{call} needs a token; send it as 'authorization: Bearer TOKEN' (our clients take it from "
+                    f"{call} requires a token; send it as 'authorization: Bearer TOKEN' (our clients read it from "
                     "GRISTMILL_TOKEN or GRISTMILL_TOKEN_FILE)"
                 )
             identity.check(call, run, rank)
@@ -195,18 +195,18 @@ class Gate:
         names = [name for name in await self._runs.names() if identity.sees(name)]
         if run not in names and len(names) >= identity.max_runs:
             error = ResourceExhaustedError(
-                f"{identity.name} may have {identity.max_runs} runs of the names {', '.join(identity.runs)}, and there "
-                f"are {len(names)}; delete one, or raise max_runs of the token"
+                f"{len(names)} runs named {', '.join(identity.runs)} exist, and max_runs of the token {identity.name} "
+                f"is {identity.max_runs}; delete a run, or raise max_runs of the token"
             )
             self.note_refusal("create_run", error, run)
             raise error
 
     def note_refusal(self, call: str, error: GristmillError, run: str | None, rank: int | None = None) -> None:
-        """Logs the refusal of a call of the current caller."""
+        """Logs a refused call of the current caller."""
         self._refusals.note(caller.current().name, call, error.code, run, rank)
 
     def visible(self, runs: Iterable[str]) -> list[str]:
-        """Returns those of the runs that the current caller may see."""
+        """Returns the runs that the current caller may see."""
         identity = caller.current()
         return [run for run in runs if identity.sees(run)]
 
@@ -218,8 +218,8 @@ def _taken(prefix: str, of: str, name: str, usage: Usage, limits: Limits) -> Ite
 
 
 class RefusalLog:
-    """Logs refused calls, one line per second for each caller, call and status, with the number of lines left out, so
-    that refusals cannot fill a disk. If there are too many kinds, the others share a line."""
+    """Logs refused calls: at most one line per second for each caller, call and status, with the number of omitted
+    lines, so that refusals cannot fill a disk. If there are too many kinds, the remaining kinds share a line."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -240,18 +240,18 @@ class RefusalLog:
             self._left_out[kind] = self._left_out.get(kind, 0) + 1
             return
         self._due[kind] = now + _EACH_S
-        # Shortened: a refused caller may send names of megabytes.
+        # The name is shortened, because a refused caller may send names of megabytes.
         _log.warning("refused", caller=caller, call=call, code=code, target=run and run[:_MOST_OF_A_NAME], rank=rank)
 
     def flush(self) -> None:
-        """Logs how many lines were left out."""
+        """Logs how many lines were omitted."""
         for (name, call, code), count in self._left_out.items():
-            _log.warning("refused, lines left out", caller=name, call=call, code=code, count=count)
+            _log.warning("refused, lines omitted", caller=name, call=call, code=code, count=count)
         self._left_out = {}
 
 
 class _CallersFile:
-    """The file of tokens, read again when it changes. While it is unreadable, the previous callers stay valid."""
+    """The file of tokens, reloaded when it changes. While it is unreadable, the previous tokens stay valid."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -267,7 +267,7 @@ class _CallersFile:
         return self._callers
 
     def known(self, authorization: str) -> Caller | None:
-        """Returns the caller whose static token is in this header."""
+        """Returns the caller with the static token in this header; None for an unknown token."""
         callers = self.callers()
         if (identity := self._known.get(authorization)) is not None:
             return identity
@@ -284,21 +284,20 @@ class _CallersFile:
             self._known.clear()
             _log.info("tokens read", file=str(self._path), tokens=len(self._callers.tokens))
         except GristmillError as error:
-            _log.error("tokens cannot be read; the ones before stay valid", reason=str(error))
+            _log.error("tokens cannot be read; previous tokens stay valid", reason=str(error))
 
     def _look(self) -> tuple[int, ...] | None:
         try:
             status = os.stat(self._path)
         except OSError:
             return None
-        # ctime also changes with the mode, and if the mtime is set back.
+        # The ctime also changes if the mode changes or the mtime is set back.
         return status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino
 
 
 def check_alone(count: int) -> None:
-    """Refuses a call with several Authorization headers: a proxy may have checked another one than the service reads.
-
-    Raises UnauthenticatedError.
+    """Raises UnauthenticatedError for a call with several Authorization headers: a proxy may have checked a different
+    header than the service reads.
     """
     if count > 1:
         raise UnauthenticatedError(f"the call has {count} authorization headers; send one")

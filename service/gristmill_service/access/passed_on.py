@@ -1,9 +1,9 @@
-"""Authenticate calls that another replica passes on to the owner of their run.
+"""Authenticates calls that another replica forwards to the owner of their run.
 
 Replicas share a Redis. Each process generates a secret when it starts, and publishes it there with its addresses. A
-replica that passes a call on sends the secret of the receiving process. This makes it a *peer*: its statements that the
-call was passed on, and from which address it came, are believed. It gives no permission: the owner checks the token of
-the original caller, which is sent, too.
+replica that forwards a call sends the secret of the receiving process. The receiver then trusts it as a *peer*: it
+believes that the call was forwarded, and the original address. The secret grants no permission: the peer also sends
+the original caller's token, which the owner checks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from contextvars import ContextVar
 from gristmill.errors import UnavailableError
 
 MARK = "gristmill-forwarded"
-"""The gRPC metadata key and HTTP header of the owner's secret, sent with calls that are passed on."""
+"""The gRPC metadata key and HTTP header of the owner's secret, sent with forwarded calls."""
 
 CAME_FROM = "gristmill-came-from"
 """The gRPC metadata key and HTTP header of the original caller's address."""
@@ -25,33 +25,33 @@ _came_from: ContextVar[str] = ContextVar("gristmill_came_from", default="")
 
 
 class PeerSecret:
-    """This process's secret, by which it recognizes peers."""
+    """This process's secret, with which it authenticates peers."""
 
     def __init__(self) -> None:
         self.value = secrets.token_urlsafe(32)
 
     def came_from(self, shown: Mapping[str, str]) -> str:
-        """Returns the address of the original caller if a peer passed the call on; else an empty string.
+        """Returns the address of the original caller if a peer forwarded the call; else an empty string.
 
-        Raises UnavailableError if the call is marked as passed on, but without this process's secret: a replica may not
-        know yet that this process has restarted.
+        Raises UnavailableError if the call is marked as forwarded, but without this process's secret: a replica may
+        still use the secret from before a restart.
         """
         secret = shown.get(MARK)
         if secret is None:
             return ""
         if not hmac.compare_digest(secret.encode(errors="surrogateescape"), self.value.encode()):
             raise UnavailableError(
-                f"the call has the mark {MARK} and does not show this process' secret, as a replica that passes a call "
-                "on does; leave the mark out, or retry if a replica passed it on"
+                f"the header {MARK} does not contain this process's secret, which a replica sends with a forwarded "
+                "call; leave the header out, or retry if a replica forwarded the call"
             )
         return shown.get(CAME_FROM) or "unknown"
 
 
 def begin(came_from: str) -> None:
-    """Sets the original caller's address for this task; empty if the call was not passed on."""
+    """Sets the original caller's address for this task; empty if the call was not forwarded."""
     _came_from.set(came_from)
 
 
 def current() -> str:
-    """Returns the address from which a call that was passed on came; empty for other calls."""
+    """Returns the original address of a forwarded call; empty for other calls."""
     return _came_from.get()

@@ -1,4 +1,4 @@
-"""Quotas: what a run, or all runs of a caller, store, and the limits."""
+"""Quotas: limits of what a run, or all runs of a caller, may store, and the amounts in use."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import NamedTuple, Protocol
 
 
 class Usage(NamedTuple):
-    """groups: prompt groups that are open or in a batch that is not freed. rows: their rows. row_bytes: the memory of
-    these.
+    """The amounts that one or several runs store.
+
+    groups: prompt groups that are open or in a batch that is not freed. rows: their rows. row_bytes: these rows' bytes.
     """
 
     groups: int = 0
@@ -31,8 +32,10 @@ NO_USAGE, NO_LIMITS = Usage(), Limits()
 
 
 class Quota(NamedTuple):
-    """whose: the start of an error's sentence. is_of_run: whether the quota is a single run's.
-    setting: the name of the setting, with {} in place of `groups`, `rows` or `row_bytes`.
+    """A quota with its current usage.
+
+    whose: the start of an error message. is_of_run: whether the quota applies to a single run. setting: the name of the
+    setting, with {} in place of `groups`, `rows` or `row_bytes`.
     """
 
     usage: Usage
@@ -43,7 +46,7 @@ class Quota(NamedTuple):
 
 
 class QuotaUsage(NamedTuple):
-    """How much of a quota is used, for metrics. of: "run" or "caller". name: its name."""
+    """The usage of a quota, for metrics. of: "run" or "caller". name: the name of that run or caller."""
 
     quota: str
     of: str
@@ -53,7 +56,7 @@ class QuotaUsage(NamedTuple):
 
 
 class Runs(Protocol):
-    """The runs that quotas count. With Redis, `usage` covers only the runs that this process owns."""
+    """The runs that quotas apply to. With Redis, `usage` covers only the runs that this process owns."""
 
     async def names(self) -> Iterable[str]: ...
 

@@ -1,4 +1,4 @@
-"""The roles that may make each call, over gRPC and HTTP. A test fails for a call that the table lacks."""
+"""The roles that may make each call, over gRPC and HTTP. A test checks that the table lists every call."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Literal, get_args
 
 Role = Literal["worker", "trainer", "viewer", "data_reader", "scraper", "admin"]
 """worker: submits rollouts and ends runs. trainer: pulls shards, writes columns, acknowledges, commits. viewer: sees
-runs, but no tokens of rows. data_reader: also reads those. scraper: the metrics. admin: everything."""
+runs, but no tokens of rows. data_reader: also reads tokens of rows. scraper: reads the metrics. admin: everything."""
 
 ROLES: tuple[Role, ...] = get_args(Role)
 
@@ -61,10 +61,10 @@ CALLS: dict[str, frozenset[Role]] = {
     "metrics": frozenset(["scraper"]),
     "docs": _SEE,
 }
-"""The roles that may make each call; admin may make all. Methods of gRPC and handlers of HTTP have the same names."""
+"""The roles that may make each call; admin may make all. A gRPC method and its HTTP handler have the same name."""
 
 OPEN_CALLS = frozenset(["get_health", "healthz", "readyz", "index", "asset", "sign_in", "sign_out"])
-"""The calls that need no token: probes, and the files of the page, which have no data."""
+"""The calls that need no token: probes, and the files of the page, which contain no data."""
 
 AUDITED = frozenset(
     (
@@ -81,4 +81,4 @@ AUDITED = frozenset(
         "group_row",
     )
 )
-"""Calls that are logged with their caller: they begin or end something, or return tokens of rows."""
+"""The calls that are logged with their caller: they start or end something, or return tokens of rows."""

@@ -1,6 +1,6 @@
-"""Read and write the file of callers: digests of static tokens, and subjects of JSON web tokens.
+"""Reads and writes the file of callers: digests of static tokens, and subjects of JSON web tokens.
 
-A token is 256 random bits: it cannot be guessed, so that one SHA-256 is enough as a digest.
+A token is 256 random bits and cannot be guessed, so an unsalted SHA-256 digest is sufficient.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from gristmill_service.access.roles import Role
 from gristmill_service.validation_messages import complaint, problems
 
 _PREFIX = "gristmill_"
-"""Scanners for leaked secrets know a token by it."""
+"""A prefix by which scanners for leaked secrets recognize a token."""
 
 
 class _Entry(BaseModel):
@@ -56,8 +56,8 @@ class TokenEntry(_Entry):
 
 
 class SubjectEntry(_Entry):
-    """Callers that have this subject in their JSON web token, or are named so by a proxy. It is a pattern, as in a
-    shell."""
+    """Callers with this subject in their JSON web token, or with this user name from a proxy. The subject is a shell
+    pattern."""
 
     subject: Annotated[str, Field(min_length=1)]
 
@@ -71,7 +71,7 @@ class Callers(BaseModel):
     subjects: list[SubjectEntry] = []
 
     def with_token(self, token: str) -> Caller | None:
-        """Returns the caller with this token. Compares with every digest, in constant time."""
+        """Returns the caller with this token; None for an unknown token. Compares all digests in constant time."""
         match, digest = None, digest_of(token)
         for entry in self.tokens:
             if hmac.compare_digest(entry.sha256, digest):
@@ -79,7 +79,7 @@ class Callers(BaseModel):
         return None if match is None else match.caller(match.name)
 
     def with_subject(self, subject: str) -> Caller | None:
-        """Returns the caller of the first entry that matches the subject."""
+        """Returns the caller of the first entry that matches the subject; None if none matches."""
         for entry in self.subjects:
             if fnmatchcase(subject, entry.subject):
                 return entry.caller(subject)
@@ -87,46 +87,51 @@ class Callers(BaseModel):
 
 
 def read_callers(path: Path) -> Callers:
-    """Reads the file. Raises InvalidArgumentError naming the file, the entry, and what is expected."""
+    """Reads the file. Raises InvalidArgumentError that names the file, the entry, and the expected value."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
         if content is None:
-            # An empty file may be about to be written: it must not lock everyone out.
-            raise InvalidArgumentError(f"{path} is empty; write 'tokens: []' if no token is to be valid")
+            # A program may be about to write an empty file, which must not revoke all tokens.
+            raise InvalidArgumentError(f"{path} is empty; write 'tokens: []' to revoke all tokens")
         return Callers.model_validate(content)
     except OSError as error:
-        raise InvalidArgumentError(f"{path}: cannot read the tokens: {error.strerror}; give a YAML file") from None
-    except yaml.MarkedYAMLError as error:
-        # Without the text of the line, which may have a token.
-        line = "" if error.problem_mark is None else f" in line {error.problem_mark.line + 1}"
-        raise InvalidArgumentError(f"{path}: cannot read the tokens: {error.problem}{line}; give a YAML file") from None
-    except ValidationError as error:
-        # Without values: one may be a token that was put there instead of its digest.
-        reason = problems(map(complaint, error.errors()))
-        raise InvalidArgumentError(f"{path}: {reason}; `gristmill token create` writes entries") from None
-    except (ValueError, RecursionError, yaml.YAMLError) as error:
-        # Of what YAML takes for a date or a number and is none, or of what is no text; what they say may have a value.
         raise InvalidArgumentError(
-            f"{path}: cannot read the tokens: {type(error).__name__}; give a YAML file in UTF-8"
+            f"{path}: cannot read the tokens: {error.strerror}; pass a readable YAML file"
+        ) from None
+    except yaml.MarkedYAMLError as error:
+        # The message omits the text of the line, which may contain a token.
+        line = "" if error.problem_mark is None else f" in line {error.problem_mark.line + 1}"
+        raise InvalidArgumentError(f"{path}: cannot read the tokens: {error.problem}{line}; correct the YAML") from None
+    except ValidationError as error:
+        # The message omits values: one may be a token that was entered instead of its digest.
+        reason = problems(map(complaint, error.errors()))
+        raise InvalidArgumentError(
+            f"{path}: {reason}; correct it, or write entries with `gristmill token create`"
+        ) from None
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
+        # YAML may raise these for an invalid date or number, or for a file that is not text. Their messages may quote
+        # a value, so they are omitted.
+        raise InvalidArgumentError(
+            f"{path}: cannot read the tokens: {type(error).__name__}; pass a YAML file in UTF-8"
         ) from None
 
 
 def create_token(path: Path, name: str, roles: Sequence[str], runs: Sequence[str], rank: int | None) -> str:
-    """Adds an entry to the file, creating the file if needed, and returns its token, which is not stored. Other
-    processes that add an entry at the same time wait.
+    """Adds an entry to the file, and returns the new token, which is not stored. Creates the file if needed. Waits for
+    other processes that are adding entries.
 
-    Raises InvalidArgumentError if the name is taken, a value is wrong, or the file cannot be written.
+    Raises InvalidArgumentError if the name is in use, a value is invalid, or the file cannot be written.
     """
     try:
         with _locked(path):
             return _add_token(path, name, roles, runs, rank)
     except OSError as error:
-        raise InvalidArgumentError(f"{path}: cannot write the tokens: {error.strerror}; give another file") from None
+        raise InvalidArgumentError(f"{path}: cannot write the tokens: {error.strerror}; pass a writable file") from None
 
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Locks another file next to it, because this one is replaced."""
+    """Locks a second file next to this file, because this file is replaced."""
     descriptor = os.open(path.with_name(f".{path.name}.lock"), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

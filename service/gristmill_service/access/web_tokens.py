@@ -1,4 +1,4 @@
-"""Verify JSON web tokens, such as those of Kubernetes' service accounts, by their issuer's keys."""
+"""Verifies JSON web tokens, such as those of Kubernetes service accounts, with their issuer's keys."""
 
 from __future__ import annotations
 
@@ -18,29 +18,31 @@ from gristmill_service.access.tokens import Callers
 
 _log = structlog.get_logger(__name__)
 
-# Without HMAC, which would accept the public key as a shared secret.
+# Excludes HMAC, with which the public key would be accepted as a shared secret.
 _ALGORITHMS = ["RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA"]
-# Allowed difference of clocks.
+# The allowed clock difference.
 _LEEWAY_S = 10
 _KEEP_S = 300.0
-# Tokens with unknown keys must not make the service ask the issuer more often.
+# The minimum interval between requests to the issuer, also if many tokens have unknown keys.
 _PAUSE_S = 5.0
-# Statuses of an issuer that refuses for good, unlike one that is busy: the callers cannot mend it by a retry.
+# Statuses with which an issuer refuses permanently, so that a retry does not help.
 _REFUSED = frozenset([400, 401, 403, 404, 405, 410])
 
 
 class WebTokens:
     """Verifies tokens.
 
-    jwks: a file, or the URL where the issuer publishes its keys, which are read again when a token has a new key.
-    ca_file: the authority that signed the certificate of that URL's host; None: the authorities that Python knows.
+    jwks: a file, or the URL at which the issuer publishes its keys; fetched again when a token has an unknown key.
+    ca_file: the CA certificate for that URL's host; None: Python's default CAs.
     """
 
     def __init__(self, jwks: str, issuer: str, audience: str, ca_file: Path | None = None) -> None:
         try:
             import jwt
         except ImportError:
-            raise InvalidArgumentError("jwks needs PyJWT; pip install 'gristmill[jwt]'") from None
+            raise InvalidArgumentError(
+                "jwks needs PyJWT, which is not installed; pip install 'gristmill[jwt]'"
+            ) from None
         self._jwt, self._issuer, self._audience = jwt, issuer, audience
         self._published = _Published(jwks, ca_file) if "://" in jwks else None
         self._file = None if self._published else Path(jwks)
@@ -48,8 +50,8 @@ class WebTokens:
             self._keys()
 
     async def caller(self, token: str, callers: Callers) -> Caller:
-        """Returns the caller. Raises UnauthenticatedError for an invalid token, or a subject that is not in the
-        file."""
+        """Returns the caller. Raises UnauthenticatedError for an invalid token, or for a subject that is not in the
+        file of tokens."""
         jwt = self._jwt
         try:
             claims = jwt.decode(
@@ -62,11 +64,11 @@ class WebTokens:
                 options={"require": ["exp", "sub", "aud", "iss"]},
             )
         except jwt.PyJWTError as error:
-            raise UnauthenticatedError(f"the token is not valid: {error}; get a new one") from None
+            raise UnauthenticatedError(f"the token is invalid: {error}; request a new token") from None
         subject = str(claims["sub"])
         if identity := callers.with_subject(subject):
             return identity
-        raise UnauthenticatedError(f"no entry of tokens_file is for the subject {subject!r}; add one under subjects")
+        raise UnauthenticatedError(f"the subject {subject!r} is not in tokens_file; add an entry under subjects")
 
     async def _key(self, token: str) -> Any:
         asked = self._jwt.get_unverified_header(token).get("kid")
@@ -83,19 +85,19 @@ class WebTokens:
         try:
             return list(self._jwt.PyJWKSet.from_dict(json.loads(self._file.read_text(encoding="utf-8"))).keys)
         except (OSError, ValueError, self._jwt.PyJWTError) as error:
-            raise InvalidArgumentError(f"jwks: cannot read {self._file}: {error}; give a JWKS document") from None
+            raise InvalidArgumentError(f"jwks: cannot read {self._file}: {error}; pass a JWKS document") from None
 
 
 def _context(ca_file: Path | None) -> ssl.SSLContext | None:
     try:
         return None if ca_file is None else ssl.create_default_context(cafile=ca_file)
     except (OSError, ssl.SSLError) as error:
-        raise InvalidArgumentError(f"jwks_ca_file: cannot read {ca_file}: {error}; give a PEM file") from None
+        raise InvalidArgumentError(f"jwks_ca_file: cannot read {ca_file}: {error}; pass a PEM file") from None
 
 
 class _Published:
-    """An issuer's keys. One call at a time asks the issuer, while others use the known keys, so that an issuer that
-    hangs blocks only one thread."""
+    """An issuer's keys. Only one call at a time requests keys from the issuer, while others use the known keys, so that
+    an issuer that hangs blocks only one thread."""
 
     def __init__(self, url: str, ca_file: Path | None) -> None:
         import jwt
@@ -104,25 +106,25 @@ class _Published:
         self._client = jwt.PyJWKClient(url, cache_jwk_set=False, timeout=5, ssl_context=_context(ca_file))
         self._keys: dict[str, Any] = {}
         self._is_asking = False
-        self._asked, self._failure, self._is_refused = float("-inf"), "they are being asked for", False
+        self._asked, self._failure, self._is_refused = float("-inf"), "the request is still running", False
 
     async def key(self, name: object) -> Any:
-        """Returns a key. Raises UnavailableError if it is not known and the issuer does not answer, and
-        UnauthenticatedError if the issuer refuses its keys."""
+        """Returns a key. For an unknown key, raises UnavailableError if the issuer does not answer, and
+        UnauthenticatedError if the issuer refuses the request."""
         key, age = self._keys.get(str(name)), time.monotonic() - self._asked
         if age >= (_PAUSE_S if key is None else _KEEP_S) and not self._is_asking:
             self._is_asking = True
             asking = asyncio.ensure_future(asyncio.to_thread(self._ask))
             asking.add_done_callback(self._end)
-            # The answer is stored even if the caller goes away meanwhile.
+            # The answer is stored even if the caller disconnects in the meantime.
             await asyncio.shield(asking)
             key = self._keys.get(str(name))
         if key is not None:
             return key
         if self._is_refused:
             raise UnauthenticatedError(
-                f"the token cannot be verified: the issuer refuses its keys at {self._url}: {self._failure}; the "
-                "service's operator must let it read them (docs/security.md)"
+                f"the token cannot be verified: the issuer refuses access to its keys at {self._url}: {self._failure}; "
+                "let the service read them (docs/security.md)"
             )
         if self._failure:
             raise UnavailableError(f"the keys at {self._url} cannot be fetched: {self._failure}; retry")
@@ -132,7 +134,7 @@ class _Published:
         self._is_asking = False
 
     def _ask(self) -> None:
-        """Reads the keys. If the issuer does not answer, or not with keys, the previous ones stay."""
+        """Fetches the keys. If the issuer does not answer with keys, the previous keys stay valid."""
         before = self._failure
         try:
             self._keys = {str(key.key_id): key for key in self._client.get_signing_keys()}
@@ -142,5 +144,5 @@ class _Published:
             cause = error.__cause__
             self._is_refused = isinstance(cause, HTTPError) and cause.code in _REFUSED
         if self._failure not in ("", before):
-            _log.error("keys cannot be fetched; known ones stay valid", jwks=self._url, reason=self._failure)
+            _log.error("keys cannot be fetched; known keys stay valid", jwks=self._url, reason=self._failure)
         self._asked = time.monotonic()
