@@ -16,13 +16,13 @@ R = TypeVar("R")
 
 @cache
 def _helper() -> ThreadPoolExecutor:
-    """Returns the one helper thread for all batches: more would take cores from a trainer on the same machine. It is
-    kept, because starting a thread takes milliseconds if all cores are busy."""
+    """Returns the only helper thread, for all batches: more threads would take cores from a trainer on the same
+    machine. It is reused, because starting a thread takes milliseconds if all cores are busy."""
     return ThreadPoolExecutor(1, "gristmill-helper")
 
 
 def _help(work: Callable[[], None]) -> Future[None] | None:
-    """Has the helper thread work, too. Returns None if the system gives no thread: this one then does all the work."""
+    """Starts the work also in the helper thread. Returns None if no thread can be started; the caller then does all."""
     try:
         return _helper().submit(work)
     except RuntimeError:
@@ -30,16 +30,16 @@ def _help(work: Callable[[], None]) -> Future[None] | None:
 
 
 def in_two_threads(tasks: Iterable[T], do: Callable[[T], R]) -> list[R]:
-    """Performs each task, in this thread and, if it is free, in the helper thread. Returns the results.
+    """Performs all tasks in this thread and, if it is free, in the helper thread. Returns the results.
 
-    Raises the error of the first task that fails, in their order; later tasks may be skipped. Nothing is running any
-    more when it returns or raises.
+    Raises the error of the first failed task, in task order; later tasks may be skipped. No task is running when the
+    function returns or raises.
     """
     listed = list(tasks)
     missing, results, failed = iter(enumerate(listed)), dict[int, R](), dict[int, BaseException]()
 
     def work() -> None:
-        # Both threads take tasks from the same list; taking one is atomic.
+        # Both threads take tasks from the same list; taking a task is atomic.
         for number, task in missing:
             if failed and min(failed) < number:
                 return
@@ -53,7 +53,7 @@ def in_two_threads(tasks: Iterable[T], do: Callable[[T], R]) -> list[R]:
     try:
         work()
     finally:
-        # If the helper has not begun, there is nothing left for it.
+        # If the helper has not started, no task is left for it.
         if helping is not None and not helping.cancel():
             wait([helping])
     if failed:

@@ -1,4 +1,4 @@
-"""The log of the process, on standard error, one line per event. Libraries log through structlog, too."""
+"""The process's log on standard error, one line per event. Libraries also log through structlog."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gristmill_service import tracing
 
 
 def configure_logs(level: str, form: str) -> None:
-    """Configures logging from this level on, in the form human or json."""
+    """Configures logging with this minimum level, in the form human or json."""
     shared: list[Any] = [
         _add_ids,
         structlog.contextvars.merge_contextvars,
@@ -45,7 +45,7 @@ def configure_logs(level: str, form: str) -> None:
     root.setLevel(level.upper())
     # The service logs start and stop itself.
     logging.getLogger("uvicorn.error").setLevel(max(logging.WARNING, root.level))
-    # Otherwise httpx logs every request that is passed on to another replica.
+    # Otherwise httpx logs every request that is forwarded to another replica.
     logging.getLogger("httpx").setLevel(max(logging.WARNING, root.level))
 
 

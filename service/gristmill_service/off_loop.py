@@ -1,4 +1,4 @@
-"""Await work that runs in the thread pool."""
+"""Awaits work in the thread pool."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 async def finished(work: Awaitable[T]) -> T:
-    """Awaits work that must not be left half done: a cancellation takes effect when it has ended."""
+    """Awaits work that must not be interrupted: a cancellation takes effect after the work has ended."""
     task = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(task)
@@ -22,9 +22,9 @@ async def finished(work: Awaitable[T]) -> T:
 
 
 async def each(pieces: Iterator[T]) -> AsyncIterator[T]:
-    """Yields the items of a blocking iterator, each of which is read in a thread."""
+    """Yields the items of a blocking iterator. Each item is read in a thread."""
     try:
-        # An iterator that is being read cannot be closed.
+        # The read must finish, because an iterator cannot be closed while it is read.
         while (piece := await finished(asyncio.to_thread(next, pieces, None))) is not None:
             yield piece
     finally:

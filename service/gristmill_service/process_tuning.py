@@ -1,6 +1,6 @@
-"""Tune the serving process: its memory allocator, garbage collection and threads.
+"""Tunes the serving process: its memory allocator, garbage collection and threads.
 
-docs/performance.md has the measured effects. Nothing here changes a result.
+docs/performance.md contains the measured effects. Nothing here changes a result.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from contextlib import suppress
 
 from gristmill.errors import UnavailableError
 
-# glibc's names for mallopt (malloc.h).
+# glibc's parameters of mallopt (malloc.h).
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _LARGEST_ON_HEAP = 32 << 20
 _SPARE_BYTES = 512 << 20
@@ -26,7 +26,7 @@ _GC_THRESHOLDS = (10_000, 50, 50)
 
 
 def tune_process() -> None:
-    """Tunes this process to serve. Memory is tuned with glibc only, since other C libraries have no `mallopt`."""
+    """Tunes this process for serving. Memory is tuned only with glibc, because other C libraries lack `mallopt`."""
     _reuse_memory()
     # Connections and run stores need file descriptors.
     now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -35,21 +35,21 @@ def tune_process() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
     # A computing thread yields to the event loop after 0.5 ms instead of Python's 5.
     sys.setswitchinterval(_SWITCH_S)
-    # Every row is a few small tuples that live until their batch is freed: frequent collections would traverse them
-    # without finding much. One collection of this many objects takes about 3 ms.
+    # Every row consists of a few small tuples, which live until their batch is freed: frequent collections would
+    # traverse them and find little garbage. One collection of so many objects takes about 3 ms.
     gc.set_threshold(*_GC_THRESHOLDS)
 
 
 def spare_what_is_there() -> None:
-    """Excludes all current objects from garbage collection: what was imported is never garbage."""
+    """Excludes all current objects from garbage collection, because imported objects never become garbage."""
     gc.collect()
     gc.freeze()
 
 
 def started_pool(threads: int, name: str) -> ThreadPoolExecutor:
-    """Returns a pool whose threads are all started, so that it does not fail later if the system gives no more threads.
+    """Returns a pool whose threads are already started, so that it cannot fail later for lack of threads.
 
-    Raises UnavailableError if the system gives none now.
+    Raises UnavailableError if the threads cannot be started.
     """
     pool, all_run = ThreadPoolExecutor(threads, name), threading.Barrier(threads + 1)
     try:
@@ -59,31 +59,31 @@ def started_pool(threads: int, name: str) -> ThreadPoolExecutor:
         all_run.abort()
         pool.shutdown(cancel_futures=True)
         raise UnavailableError(
-            f"the system gives this process no {threads} threads more for its pool {name}; raise its limit of "
-            "processes and threads (ulimit -u, a container's pids limit)"
+            f"the process cannot start {threads} more threads for its pool {name}; raise its limit of processes and "
+            "threads (ulimit -u, a container's pids limit)"
         ) from None
     all_run.wait()
     return pool
 
 
 def give_back_memory() -> None:
-    """Returns freed memory to the system, which `tune_process` makes glibc keep."""
+    """Returns freed memory to the system. After `tune_process`, glibc otherwise retains it."""
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def most_connections() -> int:
-    """Returns the number of connections that each API may have, so that file descriptors are left for the stores."""
+    """Returns the maximum number of connections of each API, which leaves file descriptors for the stores."""
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return (_DESCRIPTORS if most == resource.RLIM_INFINITY else most) // 3
 
 
 def _reuse_memory() -> None:
-    """Makes glibc keep the memory of freed messages.
+    """Makes glibc retain the memory of freed messages.
 
-    Messages of megabytes come and go. By default glibc returns each to the system, so that the pages of the next one
-    are allocated and cleared again, which takes longer than filling them. With an arena per thread, each thread would
-    keep its own.
+    Messages of megabytes are allocated and freed frequently. By default, glibc returns their memory to the system, and
+    the pages of the next message are allocated and cleared again, which takes longer than filling them. With an arena
+    per thread, each thread would retain its own memory.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

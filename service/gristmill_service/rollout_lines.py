@@ -1,4 +1,4 @@
-"""Write rows as the lines of a rollout file (specification, section 10)."""
+"""Writes rows as the lines of a rollout file (specification, section 10)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gristmill._wire.steps import Steps
 
 def json_lines(steps: Steps, columns: Sequence[ColumnSpec]) -> Iterator[bytes]:
     """Yields each row as one line. columns: the run's declared columns."""
-    # JSON has no NaN. Python's slower encoder writes it in the form that readers of these files accept.
+    # JSON has no NaN. Python's slower encoder writes it in a form that readers of these files accept.
     write: Callable[[Any], bytes] = _with_nonfinite if any(one.allow_nonfinite for one in columns) else orjson.dumps
     for row in to_rows(steps, columns):
         yield write(row) + b"\n"

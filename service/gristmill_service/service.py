@@ -36,7 +36,7 @@ _log = structlog.get_logger(__name__)
 
 
 class Service:
-    """A service. Call `start` once; grpc_address and http_url are known then. waiting: has the HTTP address until the
+    """A service. Call `start` once, which sets grpc_address and http_url. waiting: uses the HTTP address until the
     service listens."""
 
     grpc_address: str
@@ -46,14 +46,14 @@ class Service:
     def __init__(self, settings: Settings, waiting: WaitingServer | None = None) -> None:
         self._waiting = waiting or WaitingServer(settings)
         self._settings, self.long_poll = settings, LongPoll()
-        # Stops what was started, in reverse order.
+        # Stops all started parts, in reverse order.
         self._opened = AsyncExitStack()
 
     async def start(self) -> None:
-        """Opens the stores and their runs; returns when both APIs answer.
+        """Opens the stores and their runs. Returns when both APIs answer.
 
-        Raises UnavailableError if an address is taken, StorageUnreachableError if a store does not answer, and
-        InvalidArgumentError for a wrong setting. Everything is closed again then.
+        Raises UnavailableError if an address is in use, StorageUnreachableError if a store does not answer, and
+        InvalidArgumentError for an invalid setting. After an error, everything is closed.
         """
         try:
             await self._start()
@@ -123,8 +123,8 @@ class Service:
         _log.info("ready", grpc=self.grpc_address, http=self.http_url)
 
     async def stop(self) -> None:
-        """Refuses new calls, finishes sealed batches, answers calls that wait, and closes everything within the
-        grace."""
+        """Refuses new calls, finishes sealed batches, answers waiting calls, and closes everything, within the grace
+        period."""
         _log.info("shutting down", waiting=self.long_poll.count)
         await self._opened.aclose()
         _log.info("closed")
@@ -141,7 +141,7 @@ class Service:
 
     def _run_stats(self) -> Iterator[RunStats]:
         for run in self.runs.own():
-            # The run was deleted, or taken over, meanwhile.
+            # The run was deleted or taken over in the meantime.
             with suppress(NotFoundError, UnavailableError):
                 yield run_stats(run)
 
@@ -150,7 +150,7 @@ class Service:
 
 
 async def _opened_storage(settings: Settings, opened: AsyncExitStack) -> Storage:
-    """Opens the stores in a thread. They are closed at the end, also if this is cancelled meanwhile."""
+    """Opens the stores in a thread. They are closed at the end, also if this call is cancelled."""
     opening = asyncio.ensure_future(asyncio.to_thread(open_storage, settings))
 
     async def close() -> None:
@@ -163,14 +163,14 @@ async def _opened_storage(settings: Settings, opened: AsyncExitStack) -> Storage
 
 
 def _refuse_taken(grpc_address: str) -> None:
-    """Refuses a port that is taken before gRPC does, which would also log the failure in its own form."""
+    """Raises UnavailableError for a port in use, before gRPC detects it, because gRPC would also log the failure."""
     if grpc_address.startswith("unix:"):
         return
     with suppress(socket.gaierror):
         addresses = socket.getaddrinfo(*split_address(grpc_address), type=socket.SOCK_STREAM)
         if all(_is_taken(family, where) for family, _, _, _, where in addresses):
             raise UnavailableError(
-                f"grpc_address: cannot listen on {grpc_address}: it is in use; stop the program that uses it, or give "
+                f"grpc_address: cannot listen on {grpc_address}: it is in use; stop the program that uses it, or set "
                 "another grpc_address (--grpc-address)"
             )
 
@@ -178,7 +178,7 @@ def _refuse_taken(grpc_address: str) -> None:
 def _is_taken(family: int, where: Any) -> bool:
     try:
         with socket.socket(family) as probe:
-            # So that a port whose last connections are still closing can be taken again.
+            # Allows listening on a port on which earlier connections are still closing.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(where)
     except OSError as error:

@@ -254,13 +254,10 @@ class Settings(BaseSettings):
         """Rejects combinations of stores, and of stores and their settings, that do not work."""
         if self.journal_dir is not None and self.run_store != "journal":
             raise ValueError(
-                f"journal_dir conflicts with run_store: {self.run_store}, because runs are stored in only one place; "
-                "set one of them"
+                f"journal_dir conflicts with run_store: {self.run_store}, which stores runs elsewhere; set one of them"
             )
         if self.run_store == "journal" and self.journal_dir is None:
-            raise ValueError(
-                "run_store: journal needs journal_dir, which is not set; set it to a directory for the files"
-            )
+            raise ValueError("run_store: journal needs journal_dir, which is not set; set it to a directory")
         if (self.run_store == "redis") != (self.redis_url is not None):
             raise ValueError("redis_url must be set exactly if store or run_store is redis; set both, or neither")
         run_stores = SHARD_STORES[self.shard_store].run_stores

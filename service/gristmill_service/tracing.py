@@ -1,9 +1,9 @@
-"""Request ids and traces, by which a call can be followed through logs and services.
+"""Request ids and traces, with which a call can be followed through logs and services.
 
 Traces are sent over OTLP if OpenTelemetry's variables name an endpoint. Otherwise its SDK is not imported.
 
-Each call is a span in the trace that the caller's W3C `traceparent` names. Building a batch is a trace of its own, with
-the stages as spans, linked to the call that completed the batch. docs/decisions/0009 explains why OpenTelemetry's
+Each call is a span in the trace of the caller's W3C `traceparent`. Building a batch is a separate trace, with the
+stages as spans, linked to the call that completed the batch. docs/decisions/0009 explains why OpenTelemetry's
 instrumentation of gRPC and ASGI is not used.
 """
 
@@ -25,25 +25,25 @@ from gristmill.errors import InvalidArgumentError
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 _EXPORTER = "opentelemetry.exporter.otlp.proto.grpc"
-# The limit of the last export: an unreachable collector must not delay a shutdown.
+# The timeout of the last export, because an unreachable collector must not delay a shutdown.
 _FLUSH_MS = 2_000
 
 REQUEST_ID = "x-request-id"
 """The gRPC metadata key and HTTP header of a request id."""
 
-# A valid id is one word in a log, a header and a shell.
+# A valid id is a single word in a log, a header and a shell.
 _VALID_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 _PREFIX, _numbers = secrets.token_hex(4), itertools.count(1)
 _request_id: ContextVar[str] = ContextVar("gristmill_request_id", default="")
 
 _tracer: Any = None
-# By run and batch: the span of the call that sealed the batch, until the batch is made.
+# The span of the call that sealed a batch, by run and batch, until the batch is built.
 _sealed_in: dict[tuple[str, int], Any] = {}
 
 
 def begin_request(metadata: Iterable[tuple[str, str | bytes]]) -> str:
-    """Sets the id of this task's call, and returns it: the caller's if its metadata has a valid one, else a new one. It
-    is sent back to the caller, passed on to the run's owner, and added to every logged line."""
+    """Sets and returns the id of this task's call: the caller's id if its metadata contains a valid one, else a new id.
+    It is returned to the caller, forwarded to the run's owner, and added to every log line."""
     request_id = ""
     for key, value in metadata:
         if key == REQUEST_ID:
@@ -96,9 +96,9 @@ def span(name: str, **attributes: str | int) -> AbstractContextManager[Any]:
 
 
 def call_span(name: str, metadata: Iterable[tuple[str, str | bytes]], **attributes: str | int) -> Any:
-    """Begins the span of a call with this metadata, in its caller's trace. It does not become the current span.
+    """Starts the span of a call with this metadata, in its caller's trace. The span does not become the current one.
 
-    Call it only while tracing is on.
+    Call it only while tracing is enabled.
     """
     from opentelemetry.trace import SpanKind
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -109,14 +109,14 @@ def call_span(name: str, metadata: Iterable[tuple[str, str | bytes]], **attribut
 
 
 def within(call: Any) -> AbstractContextManager[Any]:
-    """Makes a call's span the current one within the block, and ends it afterwards."""
+    """Makes a call's span the current span within the `with` block, and ends it afterwards."""
     from opentelemetry.trace import use_span
 
     return use_span(call, end_on_exit=True, record_exception=False, set_status_on_exception=False)
 
 
 def describe(**attributes: str | int) -> None:
-    """Adds attributes to the current span. Call it only while tracing is on."""
+    """Adds attributes to the current span. Call it only while tracing is enabled."""
     from opentelemetry.trace import get_current_span
 
     get_current_span().set_attributes(_named(attributes))
@@ -129,7 +129,7 @@ def fail(call: Any, reason: str) -> None:
 
 
 def sealed(run: str, batch: int) -> None:
-    """Remembers the current call as the one that sealed the batch."""
+    """Records that the current call sealed the batch."""
     if _tracer is not None:
         from opentelemetry.trace import get_current_span
 
@@ -137,7 +137,7 @@ def sealed(run: str, batch: int) -> None:
 
 
 def making_span(run: str, batch: int) -> AbstractContextManager[Any]:
-    """Returns a context with the span of building a batch, in a trace of its own, since it has rows of many calls."""
+    """Returns a context with the span of building a batch. It has a separate trace, as it has rows of many calls."""
     if _tracer is None:
         return nullcontext()
     from opentelemetry.trace import Link
@@ -151,7 +151,7 @@ def making_span(run: str, batch: int) -> AbstractContextManager[Any]:
 
 
 def carried() -> dict[str, str]:
-    """Returns the metadata by which a call that is passed on stays in the current trace."""
+    """Returns the metadata that keeps a forwarded call in the current trace."""
     if _tracer is None:
         return {}
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -184,8 +184,8 @@ def _check(name: str, environment: Mapping[str, str]) -> None:
     for protocol in _PROTOCOLS:
         if environment.get(protocol, "grpc") not in ("", "grpc"):
             raise InvalidArgumentError(
-                f"{protocol} is {environment[protocol]!r} and traces are exported over grpc only; set it to grpc, and "
-                f"{name} to the collector's gRPC port"
+                f"{protocol} {environment[protocol]!r} is not supported, because traces are exported only over grpc; "
+                f"set it to grpc, and {name} to the collector's gRPC port"
             )
     try:
         is_there = find_spec(_EXPORTER) is not None and find_spec("opentelemetry.sdk.trace") is not None
@@ -193,7 +193,7 @@ def _check(name: str, environment: Mapping[str, str]) -> None:
         is_there = False
     if not is_there:
         raise InvalidArgumentError(
-            f"{name} is {environment[name]!r} and the packages that export traces are not installed; "
+            f"{name} {environment[name]!r} needs packages that export traces, which are not installed; "
             "pip install 'gristmill[otel]', or unset it"
         )
 

@@ -147,7 +147,7 @@ def test_runs_of_others_are_neither_shown_nor_served(guarded: Guarded) -> None:
     for call in calls:
         with (
             RolloutClient(address, "secret", credentials=worker) as client,
-            pytest.raises(PermissionDeniedError, match="for run 'secret': it may for r, math-"),
+            pytest.raises(PermissionDeniedError, match="for run 'secret': its token is for r, math-"),
         ):
             call(client)
     with grpc.insecure_channel(address) as channel:
@@ -157,7 +157,7 @@ def test_runs_of_others_are_neither_shown_nor_served(guarded: Guarded) -> None:
     assert answer(guarded, "GET", "/v1/runs", guarded.tokens["viewer"]).json() == {"runs": ["math-1"]}
     unknown = answer(guarded, "GET", "/v1/runs/r", guarded.tokens["viewer"])
     assert unknown.status_code == 404
-    assert "there are: math-1)" in unknown.json()["error"]["message"], "a refusal names no runs of others"
+    assert "or use an existing run: math-1" in unknown.json()["error"]["message"], "a refusal names no runs of others"
     scraped = answer(guarded, "GET", "/metrics", guarded.tokens["scraper"]).text
     assert ('run="math-1"' in scraped, 'run="secret"' in scraped) == (True, False)
     overview = answer(guarded, "GET", "/v1/overview", guarded.tokens["viewer"]).json()
@@ -280,7 +280,7 @@ def test_a_ranks_token_neither_commits_nor_resumes_for_others(guarded: Guarded, 
     assert freed(guarded, two_ranks) == 0, "rank 0 has no checkpoint of it"
     resumed = answer(guarded, "POST", f"{path}/resume", token, json={"launch": "x", "position": {"batch": 0}})
     assert resumed.status_code == 200
-    with pytest.raises(StaleIncarnationError, match="other trainers of its ranks began"):
+    with pytest.raises(StaleIncarnationError, match="other trainers of its ranks started"):
         own.commit()
     other.commit()
     assert freed(guarded, two_ranks) == 0, "rank 1 trains its shard again, and its commit went with its trainer"

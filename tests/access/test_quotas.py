@@ -69,9 +69,9 @@ def test_a_caller_has_no_more_runs_than_its_token_says(serve: Serve, tmp_path: P
     [
         (
             {"max_rows": 5},
-            "and it needs 1: the runs of team (team-*) store 4 rows, where max_rows of the token",
+            "the rows before it: the runs of team (team-*) store 4 rows, and max_rows of the token is 5",
         ),
-        ({"max_row_bytes": "4KiB"}, "store 3176 bytes of rows, where max_row_bytes of the token allows 4096"),
+        ({"max_row_bytes": "4KiB"}, "store 3176 bytes of rows, and max_row_bytes of the token is 4096"),
     ],
     ids=["rows", "bytes"],
 )
@@ -92,7 +92,7 @@ def test_a_caller_brings_no_more_rows_than_its_token_says(
     assert post(service, "/team-2/rows", {"rows": [row("d", 0)]}, team).status_code == 200, "that much still fits"
     api = GrpcApi(service.grpc_address)
     request = rollout_pb2.SubmitRowsRequest(run="team-2", rows=rows_message(group("e")))
-    with pytest.raises(grpc.RpcError, match=r"where max_row.* of the token allows"):
+    with pytest.raises(grpc.RpcError, match=r"and max_row.* of the token is"):
         api.rollouts.SubmitRows(request, metadata=tuple(team.items()))
     api.close()
     kept = httpx.get(f"{service.http_url}/v1/runs/team-2/groups", headers=team, trust_env=False).json()["groups"]
@@ -111,8 +111,8 @@ def test_a_caller_begins_no_more_groups_than_its_token_says(serve: Serve, tmp_pa
     some = post(service, "/team-2/groups", {"uids": ["c", "d"], "wait_s": 30}, team).json()
     assert some["admissions"] == ["admitted", "no_room"]
     assert (
-        "the runs of team (team-*) store 2 prompt groups, where max_groups of the token allows 3; batches have to be "
-        "freed or groups aborted, or raise max_groups of the token"
+        "the runs of team (team-*) store 2 prompt groups, and max_groups of the token is 3; wait until batches "
+        "are freed, abort groups, or raise max_groups of the token"
     ) in some["reason"]
     token = team["authorization"].split()[1]
     with RolloutClient(service.grpc_address, "team-2", credentials=Credentials(token=token)) as client:
@@ -120,7 +120,7 @@ def test_a_caller_begins_no_more_groups_than_its_token_says(serve: Serve, tmp_pa
         assert client.begin_groups(["e"], wait_s=0) == []
         refused = post(service, "/team-2/rows", {"rows": group("f")}, team)
         assert refused.status_code == 429
-        assert "max_groups of the token allows 3" in refused.json()["error"]["message"]
+        assert "max_groups of the token is 3" in refused.json()["error"]["message"]
         assert quotas(service, team) == {("max_groups", "team"): (3, 3)}
         post(service, "/team-1/groups:abort", {"uids": ["a"], "reason": "none"}, team)
         assert client.begin_groups(["e"], wait_s=5) == ["e"]
@@ -139,9 +139,7 @@ def test_a_run_holds_no_more_than_the_service_lets_any(
     for name in ("one", "other"):
         api.create(name, {**CONFIG, "dp_size": 1})
     api.submit("one", [one for uid in ("a", "b") for one in group(uid, steps=1)])
-    with pytest.raises(
-        Refused, match=rf"run 'one' stores {held} .*service's {setting} allows {value}; .* or raise the"
-    ):
+    with pytest.raises(Refused, match=rf"run 'one' stores {held} .*service's {setting} is {value}; .* or raise the"):
         api.submit("one", [one for uid in ("c", "d") for one in group(uid, steps=1)])
     assert [one["uid"] for one in api.groups("one")] == ["a", "b"], "nothing is kept of what was refused"
     assert api.submit("one", group("a", steps=1)) == ["duplicate"] * 2
@@ -203,6 +201,6 @@ def test_a_service_has_no_more_runs_than_it_is_configured_for(serve: Serve) -> N
     for _ in range(2):
         assert post(service, "", {"run": "a", "config": CONFIG}, {}).status_code == 200
     refused = post(service, "", {"run": "b", "config": CONFIG}, {})
-    assert "there are 1 runs and max_runs allows 1" in refused.json()["error"]["message"]
+    assert "1 runs exist, and max_runs is 1" in refused.json()["error"]["message"]
     httpx.delete(f"{service.http_url}/v1/runs/a")
     assert post(service, "", {"run": "b", "config": CONFIG}, {}).status_code == 200

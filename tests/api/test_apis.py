@@ -248,8 +248,8 @@ def test_groups_may_have_a_size_of_their_own(api: Api, run_name: str) -> None:
     assert api.begin(run_name, ["a", "b"], n_samples=[3, 0]) == ["admitted", "admitted"]
     assert api.submit(run_name, [row("a", 2)]) == ["accepted"]
     for uids, sizes, problem in (
-        (["a"], [2], "uid 'a': n_samples is 2, and the group was begun with 3"),
-        (["c"], [4], "uid 'c': n_samples is 4, and max_samples_per_prompt: 3 allows 1..3"),
+        (["a"], [2], "uid 'a': n_samples 2 differs from 3, with which the group was begun"),
+        (["c"], [4], "uid 'c': n_samples 4 is outside of 1..3 (max_samples_per_prompt: 3)"),
         (["c", "d"], [2], "n_samples has 1 entries for 2 uids"),
     ):
         with pytest.raises(Refused) as refused:
@@ -266,7 +266,7 @@ def test_groups_may_name_their_task(api: Api, run_name: str) -> None:
     with pytest.raises(Refused) as refused:
         api.submit(run_name, [row("a", 0, tag="code")])
     assert (refused.value.code, refused.value.kind) == ("INVALID_ARGUMENT", "InvalidArgumentError")
-    assert "uid 'a' sample 0 step 0: tag is 'code', and the group has 'math'" in refused.value.message
+    assert "uid 'a' sample 0 step 0: tag 'code' differs from the group's tag 'math'" in refused.value.message
     api.submit(run_name, group("a"))
     api.submit(run_name, [one | {"tag": "code"} for one in group("b")])
     plan = api.batch(run_name, 0, wait_s=WAIT_S)["plan"]

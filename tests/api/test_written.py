@@ -74,7 +74,7 @@ def test_the_same_bytes_again_are_no_error_and_others_are_one(api: Api, run: str
         (b"\xff" * 20, "20 bytes are no safetensors file"),
         (save({"values": np.zeros(3, np.float32)})[:-1], "no safetensors file of columns"),
         (save({"values": np.zeros((1, 1), np.float32)}), "values is F32"),
-        (save({"rewards": np.zeros((1, 1), np.float32)}), "'rewards' belongs to no column that trainers"),
+        (save({"rewards": np.zeros((1, 1), np.float32)}), "'rewards' is not in a column that trainers"),
         (save({"values": np.zeros((1, 1), np.uint32)}), "dtype 'U32', which no column has"),
     ],
 )

@@ -90,7 +90,7 @@ def test_a_redis_whose_replicas_may_fall_behind_is_wrong(service: Service, tmp_p
     wrong = [line for line in done.stdout.splitlines() if line.startswith("WRONG")]
     assert len(wrong) == 2
     assert f"WRONG  Redis at {master.address}: min-replicas-to-write is 0" in wrong[0]
-    assert "cuts off a replica that is 256 MiB behind" in wrong[1]
+    assert "disconnects a replica that is 256 MiB behind" in wrong[1]
 
 
 def test_a_clock_that_differs_is_reported_with_its_direction() -> None:

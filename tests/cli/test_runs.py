@@ -22,8 +22,8 @@ def config(tmp_path: Path) -> Path:
 
 def test_a_run_is_created_of_a_file_once(service: Service, run_name: str, config: Path) -> None:
     command = ("runs", "create", run_name, "--config", config, "--address", service.grpc_address)
-    assert gristmill(*command).stdout == f"run '{run_name}' is created\n"
-    assert gristmill(*command).stdout == f"run '{run_name}' exists already, with these settings\n"
+    assert gristmill(*command).stdout == f"run '{run_name}' created\n"
+    assert gristmill(*command).stdout == f"run '{run_name}' already exists with these settings\n"
     assert json.loads(gristmill(*command, "--json").stdout) == {"run": run_name, "created": False, "warnings": []}
     assert service.runs.get(run_name).config.train_batch_size == CONFIG["train_batch_size"]
 
@@ -66,9 +66,9 @@ def test_a_run_is_deleted_by_who_says_yes(service: Service, run_name: str) -> No
     create(service.grpc_address, run_name)
     command = ("runs", "delete", run_name, "--address", service.grpc_address)
     asked = gristmill(*command)
-    assert (asked.returncode, "give --yes" in asked.stderr) == (1, True)
+    assert (asked.returncode, "pass --yes" in asked.stderr) == (1, True)
     assert run_name in service.runs.names()
-    assert gristmill(*command, "--yes").stdout == f"run '{run_name}' is deleted\n"
+    assert gristmill(*command, "--yes").stdout == f"run '{run_name}' deleted\n"
     assert run_name not in service.runs.names()
     again = gristmill(*command, "--yes")
     assert (again.returncode, "does not exist" in again.stderr) == (1, True)

@@ -121,7 +121,7 @@ def test_a_run_in_which_nothing_happened_for_so_long_is_stuck_for_who_says_so(se
     assert done.returncode == 1
     # Lines are as wide as the terminal.
     assert re.search(
-        r"stuck nothing happened for \d+ s: no trainer has called yet: workers wait for the trainer: 2 batches not "
+        r"stuck no event for \d+ s: no trainer has called yet: workers wait for the trainer: 2 batches not "
         r"committed, policy rank 0 is at batch 0",
         " ".join(done.stdout.split()),
     )

@@ -165,7 +165,7 @@ def test_a_state_of_a_run_that_was_deleted_does_not_fit_the_next_of_its_name(ser
         delete(address, run_name)
         roll_out(client, "a", "b", "c")
     with TrainerClient(address, run_name, 0, auto_commit=False) as trainer:
-        with pytest.raises(FailedPreconditionError, match=f"another run of this name, run_id {state['run_id']}"):
+        with pytest.raises(FailedPreconditionError, match=f"another run of this name: its run_id is {state['run_id']}"):
             trainer.load_state_dict(state)
         trainer.load_state_dict({})
         assert trainer.state_dict()["run_id"] not in ("", state["run_id"])

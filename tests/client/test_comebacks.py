@@ -116,7 +116,7 @@ def test_a_shard_that_is_withdrawn_while_it_is_asked_for_or_read_is_waited_for(
     fill(service.grpc_address, run_name, "abcd")
     shard, read = Run.shard, Run.read_shard
     pending = [ShardAnswer(BatchState.PENDING, Position(0), incarnation=0)] * 2
-    refusals = [NotFoundError("batch 0 is not published, or freed already")]
+    refusals = [NotFoundError("batch 0 is not published, or already freed")]
 
     async def shard_later(self: Run, *question: Any, **more: Any) -> ShardAnswer:
         return pending.pop() if pending else await shard(self, *question, **more)

@@ -178,7 +178,7 @@ def test_a_turn_that_is_repeated_is_a_duplicate_however_it_comes(
 
 @pytest.mark.parametrize(
     ("length", "checksum", "message"),
-    [(100, 1, "does not begin with the 100 tokens that were left out"), (150, 0, "does not begin with the 150 tokens")],
+    [(100, 1, "does not begin with the 100 omitted tokens"), (150, 0, "does not begin with the 150 tokens")],
 )
 def test_a_prefix_that_the_step_before_has_not_is_refused_by_name(
     service: Service, run_name: str, length: int, checksum: int, message: str
@@ -196,7 +196,7 @@ def test_a_prefix_that_the_step_before_has_not_is_refused_by_name(
         failure = failure_of(refused.value, "the service")
         assert type(failure.error).__name__ == "PrefixUnknownError"
         assert not failure.may_retry
-        assert f"uid 'a' sample 0 step 1: the step before it {message}" in str(failure.error)
+        assert f"uid 'a' sample 0 step 1: the previous step {message}" in str(failure.error)
         assert client.submit(rows[1:]) == [RowOutcome.ACCEPTED], "nothing of it was kept"
 
 

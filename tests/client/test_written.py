@@ -184,7 +184,7 @@ def test_a_trainer_that_is_started_again_writes_anew(service: Service, run_name:
     shard = next(next(iter(first)).forward())
     first.write(shard, computed(shard))
     first.write(shard, computed(shard))
-    with pytest.raises(AlreadyExistsError, match="was written before with other values"):
+    with pytest.raises(AlreadyExistsError, match="was already written with other values"):
         first.write(shard, computed(shard) | {"verdict": shard["row"]})
     second = trainers(0, dp_size=1)
     second.load_state_dict({}, launch="second")
@@ -252,7 +252,7 @@ def test_a_rank_that_wants_some_columns_reads_forward_shards_without_those_that_
         ({}, {"verdict": torch.zeros(2)}, "verdict has torch.float32 values and its column declares int16"),
         ({}, {"values": "words"}, "values is no tensor or array"),
         ({}, {"values": [torch.zeros(1, 4)] * 3}, "a sequence of 3 and the shard has 2 micro-batches"),
-        ({}, {"values": torch.zeros(2, 9)}, r"values is F32 \[2, 9\] and the shard needs F32 \[2, 4\]"),
+        ({}, {"values": torch.zeros(2, 9)}, r"values is F32 \[2, 9\], but the shard needs F32 \[2, 4\]"),
         ({}, {"values": torch.full((2, 4), torch.nan)}, r"step 1: values\[0\] is not finite"),
         ({}, {"values": [torch.zeros(1, 4), torch.zeros(1, 6)]}, "cannot be joined"),
         ({"layout": "packed"}, {"values": torch.zeros(2, 4)}, "give a list with one for each"),

@@ -118,7 +118,7 @@ def test_the_fill_is_recorded_only_where_something_scales_by_it(mode: str, recor
         ((*REDIS, "--set", "settings.lease_s=0.1"), "lease_s"),
         ((*REDIS, "--set", "settings.max_row_bytes=lots"), "max_row_bytes"),
         ((*REDIS, "--set", "redis.caSecret=ca"), "the bundled Redis speaks no TLS"),
-        ((*OWN_REDIS, "--set", "redis.caSecret=ca"), "begin it with rediss"),
+        ((*OWN_REDIS, "--set", "redis.caSecret=ca"), "use rediss"),
         ((*REDIS, "--set", "settings.jwks=/keys"), "settings.jwks needs access.tokensSecret"),
         (
             (*REDIS, "--set", "settings.proxy_user_header=X-User"),

@@ -213,7 +213,7 @@ class TestTheDiskIsFull:
                 check(refused, "UNAVAILABLE")
                 message = refused.message
                 break
-        assert "is full; give it more room" in message
+        assert "is full; free or add space" in message
         return number
 
     def test_rows_are_refused_with_the_remedy_and_acknowledgements_make_room(self, service: Service, run: str) -> None:

@@ -198,7 +198,7 @@ def test_a_batch_whose_publication_is_in_doubt_is_there_when_the_run_is_opened_a
         append(record, tables)
         if b"BatchPublished" in record:
             log.lose()
-            raise LogLostError("whether the last change was made is not known")
+            raise LogLostError("it is unknown whether the last change was made")
 
     log.append = doubtful  # type: ignore[method-assign]
     free = one.store.free

@@ -231,7 +231,7 @@ def test_a_lengths_file_is_not_planned_as_a_prefix_tree(config: Path, tmp_path: 
     file = tmp_path / "lengths.jsonl"
     file.write_text(lines({"uid": f"p{n // 2}", "sample": n % 2, "prompt_len": 3, "response_len": 2} for n in range(4)))
     said = run("plan", file, "--config", config, expect=1).stderr
-    assert "needs the rows' tokens to find what rows share" in " ".join(said.split())
+    assert "needs tokens to find shared prefixes" in " ".join(said.split())
 
 
 @pytest.mark.parametrize(
@@ -247,14 +247,14 @@ def test_a_lengths_file_is_not_planned_as_a_prefix_tree(config: Path, tmp_path: 
         (lines(rollouts()).replace("1.0", "1" + "0" * 400, 1).encode(), "uid 'p0' sample 0 step 1: reward is inf"),
         (lines(rollouts()).replace("p3", "\\ud800").encode(), "not valid Unicode"),
         (b"\x00\x01\x02\xff\xfe", "line 1 is not valid JSON"),
-        (lines(rollouts(3)).encode(), "has 3 prompt groups, which is 1 batches of train_batch_size: 2 and 1 more"),
+        (lines(rollouts(3)).encode(), "has 3 prompt groups, that is 1 batches of train_batch_size: 2 and 1 extra"),
         (
             lines(rollouts()).replace('"reward": 1.0', '"reward": NaN', 1).encode(),
             "uid 'p0' sample 0 step 1: reward is nan",
         ),
         (lines(rollouts()).replace('"loss_mask": [1]', '"loss_mask": [1, 1]', 1).encode(), "loss_mask has 2 values"),
         (lines(rollouts()[1:]).encode(), "uid 'p0' sample 0: step 1 is there and step 0 is missing"),
-        (lines(rollouts() + rollouts()[:1]).encode(), "uid 'p0' sample 0: step 0 is there twice"),
+        (lines(rollouts() + rollouts()[:1]).encode(), "uid 'p0' sample 0: step 0 occurs twice"),
     ],
 )
 def test_a_wrong_file_is_one_clear_message_and_leaves_nothing_behind(
@@ -298,14 +298,14 @@ def test_a_refused_second_batch_leaves_no_first_one(config: Path, tmp_path: Path
 def test_existing_output_is_not_overwritten(config: Path, file: Path, tmp_path: Path) -> None:
     run("batch", file, "--config", config, "--out", tmp_path / "out")
     done = run("batch", file, "--config", config, "--out", tmp_path / "out", expect=1)
-    assert "batch-00000 exists already; remove it or choose another --out" in done.stderr
+    assert "batch-00000 already exists; remove it or set another --out" in done.stderr
 
 
 def test_warnings_and_counts_go_to_standard_error(config: Path, file: Path) -> None:
     config.write_text(json.dumps(CONFIG | {"loss_reduction": "sequence_mean", "max_seq_len": 3}))
     done = run("plan", file, "--config", config)
     assert "scale of the loss depends on how many steps merge" in done.stderr
-    assert "rows are longer than max_seq_len" in done.stderr
+    assert "rows exceed max_seq_len" in done.stderr
 
 
 def test_a_tree_is_planned_with_its_paths_and_laid_out(config: Path, file: Path, tmp_path: Path) -> None:
@@ -324,7 +324,7 @@ def test_a_tree_is_planned_with_its_paths_and_laid_out(config: Path, file: Path,
     done = run("batch", file, "--config", config, "--out", tmp_path / "out")
     written = json.loads((tmp_path / "out" / "batch-00000" / "plan.json").read_text())
     assert written["steps"] == [[0, 1, 2]] * 4
-    assert "4 sampled tokens came back as others" in done.stderr
+    assert "4 sampled tokens were retokenized in the next prompt" in done.stderr
     assert "total" in run("show", tmp_path / "out").stdout
 
 
@@ -367,7 +367,7 @@ def test_a_plan_whose_reader_has_enough_ends_quietly(config: Path, file: Path) -
 def test_show_refuses_what_is_no_shard(tmp_path: Path) -> None:
     assert "no shards" in run("show", tmp_path, expect=1).stderr
     (tmp_path / "broken.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{}")
-    assert "broken.safetensors: is not a whole shard" in run("show", tmp_path, expect=1).stderr
+    assert "broken.safetensors is not a complete shard" in run("show", tmp_path, expect=1).stderr
 
 
 def test_a_missing_file_or_configuration_is_named(config: Path, tmp_path: Path) -> None:
@@ -415,10 +415,10 @@ def test_groups_of_a_file_are_as_large_as_their_rows_say(config: Path, tmp_path:
     assert plan["counts"] == {"misaligned_groups": 0, "incomplete_groups": 0, "lone_survivors": 1}
     file.write_text(lines([*rows, {**one, "uid": "a", "sample": 2, "reward": 1}]))
     refused = run("plan", file, "--config", config, expect=1).stderr
-    assert "uid 'a': the group has 4 samples, and 3 are the most (max_samples_per_prompt: 3 with surplus: 1)" in refused
+    assert "uid 'a': the group has 4 samples, and the limit is 3 (max_samples_per_prompt: 3 with surplus: 1)" in refused
     file.write_text(lines([*rows, {**one, "uid": "b", "sample": 4, "reward": 1}]))
     refused = run("plan", file, "--config", config, expect=1).stderr
-    assert "uid 'b' sample 4 step 0: sample is 4, and max_samples_per_prompt: 3 with surplus: 1 allows 0..3" in refused
+    assert "uid 'b' sample 4 step 0: sample 4 is not in 0..3 (max_samples_per_prompt: 3 with surplus: 1)" in refused
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
@@ -441,7 +441,7 @@ def test_a_file_with_a_tag_a_prompt_is_refused(config: Path, tmp_path: Path) -> 
     file = tmp_path / "rollouts.jsonl"
     file.write_text(lines(row | {"tag": row["uid"]} for row in rollouts(66)))
     refused = run("plan", file, "--config", config, expect=1).stderr
-    assert "has 66 tags, and a run has 64 at most" in refused
+    assert "has 66 tags, and the limit is 64" in refused
 
 
 @pytest.mark.parametrize("inner", [pa.list_(pa.int16(), 2), pa.list_(pa.int16()), pa.large_list(pa.int16())], ids=str)

@@ -304,9 +304,9 @@ def test_what_cannot_be_shown_is_refused_with_the_reason(service: Service, clien
     for path, status, words in [
         (f"{paths}/1/picture", 404, "batch 1 is not published yet"),
         (f"{paths}/-1/picture", 422, "numbered from 0"),
-        (f"{paths}/0/picture?mini_batch=2", 422, "the batch has 2 policy mini-batches"),
-        (f"{paths}/0/picture?mini_batch=-1", 422, "mini_batch is -1"),
-        (f"{paths}/0/picture?model=critic", 422, "this run has none"),
+        (f"{paths}/0/picture?mini_batch=2", 422, "one of the batch's 2 policy mini-batches"),
+        (f"{paths}/0/picture?mini_batch=-1", 422, "mini_batch -1 does not exist"),
+        (f"{paths}/0/picture?model=critic", 422, "does not exist in this run"),
         ("/v1/runs/nowhere/health", 404, "does not exist"),
         ("/page/nothing.js", 404, "no file"),
     ]:

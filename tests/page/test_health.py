@@ -229,7 +229,7 @@ def test_a_trainer_that_never_commits_is_stuck(watched: Make) -> None:
     [(level, text, seconds)] = one.worst()
     assert (one.health().state, level, seconds) == ("stuck", "stuck", 65.0)
     assert text.startswith("workers wait for capacity, and ranks for a batch: max_buffered_batches: 1")
-    assert "the trainer has to commit one" in text
+    assert "wait for the trainer to commit one" in text
 
 
 def test_groups_that_are_open_for_long_are_reported_oldest_first(watched: Make) -> None:
@@ -269,7 +269,7 @@ def test_a_run_whose_batch_cannot_be_built_is_failed_until_a_later_one_is_traine
     level, text, seconds = one.findings()[0]
     assert (level, seconds) == ("failed", 1000.0)
     assert text.startswith("batch 0 could not be built: ")
-    assert "its rows are kept: resume with a dp_size that aligns it" in text
+    assert "its rows are kept; resume with a dp_size that aligns it" in text
     assert (one.health().state, one.health().summary) == ("failed", text)
     [held] = one.health().batches
     assert (held.batch, held.state) == (0, "failed")
@@ -304,7 +304,7 @@ def test_a_batch_that_is_lost_for_good_is_reported_so(watched: Make) -> None:
     stage.until(lambda: bool(one.run.status().failed_batches))
     [(level, text, _)] = one.worst()
     assert level == "failed"
-    assert text.endswith("correct what is wrong and sample them again in another round")
+    assert text.endswith("fix the cause, and sample them again in another round")
 
 
 def test_a_batch_that_finds_no_room_is_stuck_with_the_reason(watched: Make) -> None:

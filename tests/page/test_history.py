@@ -107,7 +107,7 @@ def test_a_failed_batch_is_shown_with_its_reason_and_what_to_do(
     [failed] = history(client, run_name)["failed"]
     assert failed["batch"] == 0
     assert failed["reason"].startswith("policy mini-batch 0: its 1 rows cannot make")
-    assert "on_misaligned: pad (now error); its rows are kept: resume with a dp_size that aligns" in failed["remedy"]
+    assert "on_misaligned: pad (now error); its rows are kept; resume with a dp_size that aligns" in failed["remedy"]
     [line] = [line for line in logged if line["event"] == "batch failed"]
     assert (line["log_level"], line["reason"], line["remedy"]) == ("error", failed["reason"], failed["remedy"])
     page = open_page(f"#/{run_name}")

@@ -91,12 +91,12 @@ def test_what_has_not_come_and_what_is_not_open_are_distinguished(
         message: str = answer.json()["error"]["message"]
         return message
 
-    assert refused("a") == "uid 'a' is not open: it was sealed into batch 0; look at its rows there"
-    assert refused("d") == "uid 'd' is not open: it was dropped (no sandbox), and its rows are gone"
+    assert refused("a") == "uid 'a' is not open: it was sealed into batch 0; see its rows there"
+    assert refused("d") == "uid 'd' is not open: it was dropped (no sandbox), and its rows were removed"
     assert refused("nobody", "/0/rows/0").startswith(
         "uid 'nobody' is not open: no group of this uid and round was begun"
     )
-    assert refused("c", "/1/rows/2") == "uid 'c' sample 1 has no step 2 yet; its samples say which steps came"
+    assert refused("c", "/1/rows/2") == "uid 'c' sample 1 has no step 2 yet; request one of the received steps"
 
 
 def test_rows_that_a_journal_holds_are_read_from_it(start_service: StartService, tmp_path: Path) -> None:

@@ -55,5 +55,5 @@ def test_tokens_are_shown_as_text_where_merging_broke(browser: Any, tokenizer: P
 
 
 def test_a_tokenizer_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgumentError, match=r"nothing\.json cannot be read: .*; give the tokenizer"):
+    with pytest.raises(InvalidArgumentError, match=r"nothing\.json cannot be read: .*; set it to the tokenizer"):
         TokenTexts(tmp_path / "nothing.json")

@@ -209,7 +209,7 @@ def test_lengths_alone_are_not_planned() -> None:
     steps = from_rows(group(([1, 2], [3])))
     lengths = replace(steps, tokens=Ragged(steps.tokens.values[:0], np.zeros(1, np.int64), steps.tokens.lengths))
     with pytest.raises(
-        InvalidArgumentError, match="needs the rows' tokens to find what rows share, and these rows have lengths only"
+        InvalidArgumentError, match="needs tokens to find shared prefixes, but these rows have only lengths"
     ):
         plan_batch(lengths, parse_config(CONFIG), batch=0)
 

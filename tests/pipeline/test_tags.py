@@ -58,7 +58,9 @@ def test_shards_name_the_tag_of_each_row() -> None:
 
 
 def test_rows_of_a_group_that_disagree_are_refused_naming_both() -> None:
-    with pytest.raises(InvalidArgumentError, match="uid 'a' sample 1 step 0: tag is 'y', and the group has 'x'; give"):
+    with pytest.raises(
+        InvalidArgumentError, match="uid 'a' sample 1 step 0: tag 'y' differs from the group's tag 'x'; use"
+    ):
         built([row("a", tag="x"), row("a", 1, tag="y")])
 
 

@@ -29,14 +29,14 @@ def received(*rows: Row, **overrides: Any) -> Any:
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([row(sample=2)], "uid 'p' sample 2 step 0: sample is 2, and n_samples_per_prompt: 2 allows 0..1"),
+        ([row(sample=2)], "uid 'p' sample 2 step 0: sample 2 is not in 0..1 \\(n_samples_per_prompt: 2\\)"),
         ([row(step=1)], "uid 'p' sample 0: step 1 is there and step 0 is missing"),
         ([row(last=False), row(step=2)], "uid 'p' sample 0: step 2 is there and step 1 is missing"),
-        ([row(last=False), row(last=False), row(step=1)], "uid 'p' sample 0: step 0 is there twice"),
+        ([row(last=False), row(last=False), row(step=1)], "uid 'p' sample 0: step 0 occurs twice"),
         ([row(last=True), row(step=1)], "uid 'p' sample 0 step 0: is_last_step is true, and later steps follow"),
         ([row(last=False)], "uid 'p' sample 0 step 0: is_last_step is false on the last step"),
         ([row(reward=None)], "uid 'p' sample 0 step 0: reward is missing"),
-        ([row(advantage=1.0)], "advantage is given with advantage_estimator: grpo"),
+        ([row(advantage=1.0)], "advantage is set with advantage_estimator: grpo"),
     ],
 )
 def test_a_batch_that_breaks_a_rule_is_refused_naming_the_trajectory(rows: list[dict[str, Any]], message: str) -> None:
@@ -55,7 +55,7 @@ def test_estimator_none_asks_for_advantages() -> None:
 
 
 def test_a_trajectorys_advantage_is_the_same_on_every_step() -> None:
-    with pytest.raises(InvalidArgumentError, match=r"step 1: advantage is 2\.0 and 1\.0 on step 0"):
+    with pytest.raises(InvalidArgumentError, match=r"step 1: advantage 2.0 differs from 1.0 on step 0"):
         received(row(last=False, advantage=1.0), row(step=1, advantage=2.0), advantage_estimator="none")
 
 

@@ -145,8 +145,8 @@ SPEC = ColumnSpec.of(column("values"))
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (np.zeros((4, 2), np.float32), r"values is F32 \[4, 2\] and the shard needs F32 \[4, 3\]"),
-        (np.zeros((4, 3), np.float64), r"values is F64 \[4, 3\] and the shard needs F32 \[4, 3\]"),
+        (np.zeros((4, 2), np.float32), r"values is F32 \[4, 2\], but the shard needs F32 \[4, 3\]"),
+        (np.zeros((4, 3), np.float64), r"values is F64 \[4, 3\], but the shard needs F32 \[4, 3\]"),
         (np.full((4, 3), np.nan, np.float32), r"uid 'p0' sample 0 step 0: values\[0\] is not finite"),
         (None, "values is missing"),
     ],

@@ -145,7 +145,7 @@ class TestDamage:
     ) -> None:
         number, kept = stored(log, any_table(tokens=tokens)), stored(log, any_table(1))
         spoil(store._client, store._keys("run").rows(log.run_id, number))
-        with pytest.raises(NotFoundError, match="is not in Redis, or damaged there"):
+        with pytest.raises(NotFoundError, match="is missing or damaged in Redis"):
             log.get(number)
         log.close()
         again = store.open("run")

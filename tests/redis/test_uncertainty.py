@@ -66,7 +66,7 @@ class TestDoubt:
         log.append(b"one", {})
         proxy.lose_next_reply()
         proxy.refuse()
-        with pytest.raises(LogLostError, match="whether the last change was made is not known"):
+        with pytest.raises(LogLostError, match="it is unknown whether the last change was made"):
             log.append(b"two", {})
         assert log.is_lost
         proxy.accept()

@@ -80,9 +80,9 @@ def test_a_group_of_which_nothing_is_left_is_dropped_for_that_reason() -> None:
 def test_an_abort_is_done_whole_or_not_at_all() -> None:
     bench = Bench()
     bench.begin("a")
-    with pytest.raises(InvalidArgumentError, match=r"uid 'a' sample 7: sample is 7"):
+    with pytest.raises(InvalidArgumentError, match=r"uid 'a' sample 7: sample 7 is outside of"):
         bench.run.abort_trajectories([key("a", 0), key("a", 7)], "")
-    with pytest.raises(NotFoundError, match=r"uid 'nobody': no such group was begun"):
+    with pytest.raises(NotFoundError, match=r"uid 'nobody': the group was never begun"):
         bench.run.abort_trajectories([key("a", 0), key("nobody")], "")
     with pytest.raises(NotFoundError, match="uid 'nobody' round 3"):
         bench.run.abort_groups(3, ["nobody"], "")

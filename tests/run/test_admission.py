@@ -69,7 +69,7 @@ def test_with_a_bound_on_staleness_what_is_accepted_plus_running_stays_within_it
     train(bench, 0)
     assert bench.run.status().batches_freed == 1
     answer = bench.run.begin_groups(0, ["c"])
-    assert "max_staleness: 1 at policy version 0 allows 2 batches in all" in answer.reason
+    assert "max_staleness: 1 at policy version 0 allows 2 batches in total" in answer.reason
     bench.run.announce(1)
     assert bench.begin("c", "d") == ["ADMITTED", "NO_ROOM"]
     bench.run.abort_groups(0, ["b"], "")
@@ -142,7 +142,7 @@ def test_rows_of_an_admitted_group_wait_where_they_pass_the_runs_limit_by_a_quar
     million = range(1 << 18)
     took = [bench.submit(row("a", step=step, last=False, response=million)) for step in range(4)]
     assert took == [["ACCEPTED"]] * 4
-    with pytest.raises(ResourceExhaustedError, match="max_buffered_bytes: 4194304 is passed by a quarter at most"):
+    with pytest.raises(ResourceExhaustedError, match="max_buffered_bytes: 4194304 by at most a quarter"):
         bench.submit(row("a", step=4, last=False, response=million))
     assert bench.state.row_bytes <= with_overdraft(4 << 20)
     assert bench.submit(row("a", step=4, response=range(1 << 16))) == ["ACCEPTED"], (
@@ -203,7 +203,10 @@ def test_a_run_whose_group_grows_without_end_leaves_the_next_run_what_its_rows_n
 
 def test_a_round_below_zero_or_a_nameless_group_is_refused() -> None:
     bench = Bench()
-    for round_, uids, message in ((-1, ["a"], "round is -1; give 0 or more"), (0, ["a", ""], r"uids\[1\] is empty")):
+    for round_, uids, message in (
+        (-1, ["a"], "round -1 is negative; send 0 or more"),
+        (0, ["a", ""], r"uids\[1\] is empty"),
+    ):
         with pytest.raises(InvalidArgumentError, match=message):
             bench.run.begin_groups(round_, uids)
     assert not bench.state.open

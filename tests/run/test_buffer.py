@@ -94,7 +94,7 @@ def test_a_table_may_shrink_while_its_rows_are_gathered() -> None:
 def test_a_table_that_is_not_as_the_state_knows_it_gives_no_rows() -> None:
     buffer, steps = RowBuffer(), table(row("a", response=[1, 2, 3]))
     buffer.add(0, table(row("a", response=[1, 2])), 1, [0])
-    with pytest.raises(InvalidArgumentError, match="have 4 values of tokens, and the run's log says 5"):
+    with pytest.raises(InvalidArgumentError, match="have 4 values of tokens instead of 5"):
         gather(picked(buffer, described_rows(steps, 0)), False, _nothing_stored)
 
 

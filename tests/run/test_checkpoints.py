@@ -72,7 +72,7 @@ def test_a_checkpoint_in_the_middle_of_a_batch_that_was_not_begun_is_refused() -
     bench = Bench(train_batch_size=2, policy_mini_batch_size=1)
     bench.submit(*group_rows("a"), *group_rows("b"))
     bench.make_batches()
-    with pytest.raises(FailedPreconditionError, match="the rest of a batch that was begun"):
+    with pytest.raises(FailedPreconditionError, match="the rest of a started batch"):
         bench.run.resume("policy", Checkpoint(Position(0, 0, 1)), "launch")
 
 
@@ -183,7 +183,7 @@ def test_a_rank_that_waits_far_ahead_of_a_run_that_was_rolled_back_learns_it() -
         lambda: again.run.shard("policy", 0, Position(5), 0),
     ]
     for call in calls:
-        with pytest.raises(FailedPreconditionError, match="its log was rolled back, it is in generation 2"):
+        with pytest.raises(FailedPreconditionError, match=r"its log was rolled back \(generation 2\)"):
             call()
 
 
@@ -259,7 +259,7 @@ def test_a_checkpoint_past_what_a_rollback_left_is_refused_with_the_rollback_and
     for reason in ("", "failover"):
         with pytest.raises(FailedPreconditionError) as refused:
             again.run.resume("policy", Checkpoint(Position(3), generation=1, give_up_reason=reason), "launch")
-        assert "log was rolled back, and it is in generation 2" in str(refused.value)
+        assert "log was rolled back (generation 2)" in str(refused.value)
         assert "at or before batch 1 epoch 0 mini-batch 0" in str(refused.value)
         assert "another run" not in str(refused.value)
     assert again.run.resume("policy", Checkpoint(None), "launch").position == Position(0)
@@ -271,7 +271,9 @@ def test_a_trainer_whose_resume_was_rolled_back_learns_it_and_never_shares_an_in
     lost = bench.run.resume("policy", Checkpoint(None), "one")
     again = rolled_back(bench, short)
     again.make_batches()
-    with pytest.raises(FailedPreconditionError, match=r"never gave incarnation 2, .* its log was rolled back"):
+    with pytest.raises(
+        FailedPreconditionError, match=r"incarnation 2 is unknown in this run, .* its log was rolled back"
+    ):
         again.run.acknowledge("policy", 0, Position(0), lost.incarnation, commit=False)
     following = again.run.resume("policy", Checkpoint(None), "two")
     assert following.incarnation > lost.incarnation

@@ -169,7 +169,7 @@ def test_a_step_of_another_attempt_or_trajectory_is_not_the_one_before(length: i
     bench.submit(turns("a")[0])
     for other in ({"attempt": 1}, {"sample": 1}, {"step": 2}, {"uid": "b"}, {"round": 1}):
         sent = shortened(table(turns("a")[1] | {"is_last_step": False} | other), [length])
-        with pytest.raises(PrefixUnknownError, match="the run does not have the step before it"):
+        with pytest.raises(PrefixUnknownError, match="the run does not have the previous step"):
             bench.run.submit(*sent)
 
 
@@ -186,7 +186,7 @@ def test_a_step_before_that_cannot_be_read_is_unknown(
 
     with monkeypatch.context() as patched:
         patched.setattr(bench.log, "get", lost)
-        with pytest.raises(PrefixUnknownError, match="the run does not have the step before it"):
+        with pytest.raises(PrefixUnknownError, match="the run does not have the previous step"):
             bench.run.submit(*shortened(table(turns("a")[1]), [55]))
     assert bench.submit(turns("a")[1]) == ["ACCEPTED"]
 
@@ -197,7 +197,7 @@ def test_other_tokens_than_those_of_the_step_before_are_refused() -> None:
     bench.submit(first)
     for length, start in ((55, 0), (50, 0), (57, 100)):
         sent, prefixes = shortened(table(second | {"prompt_token_ids": list(range(start, start + 57))}), [length])
-        with pytest.raises(PrefixUnknownError, match=f"does not begin with the {length} tokens that were left out"):
+        with pytest.raises(PrefixUnknownError, match=f"does not begin with the {length} omitted tokens"):
             bench.run.submit(sent, prefixes)
     assert len(bench.rows) == 1
 

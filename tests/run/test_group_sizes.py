@@ -49,10 +49,12 @@ class TestOwnSizes:
         for sizes in ([3], [3], [0], []):
             assert bench.run.begin_groups(0, ["a"], sizes).admissions[0].name == "ADMITTED"
         with pytest.raises(
-            InvalidArgumentError, match=r"uid 'a': n_samples is 2, and the group was begun with 3; give"
+            InvalidArgumentError, match=r"uid 'a': n_samples 2 differs from 3, with which the group was begun; send"
         ):
             bench.run.begin_groups(0, ["new", "a"], [2, 2])
-        with pytest.raises(InvalidArgumentError, match=r"uid 'b': n_samples is 2, and the group was begun with 3"):
+        with pytest.raises(
+            InvalidArgumentError, match=r"uid 'b': n_samples 2 differs from 3, with which the group was begun"
+        ):
             bench.run.begin_groups(0, ["b", "b"], [3, 2])
         assert list(bench.state.open) == [GroupKey(0, "a")], "what is refused begins nothing"
 
@@ -62,10 +64,10 @@ class TestOwnSizes:
             (
                 {},
                 3,
-                r"uid 'a': n_samples is 3, and n_samples_per_prompt: 2 allows 1\.\.2; .* raise max_samples_per_prompt",
+                r"uid 'a': n_samples 3 is outside of 1..2 \(n_samples_per_prompt: 2\); .* raise max_samples_per_prompt",
             ),
-            ({"max_samples_per_prompt": 4}, 5, r"n_samples is 5, and max_samples_per_prompt: 4 allows 1\.\.4"),
-            ({}, -1, "n_samples is -1"),
+            ({"max_samples_per_prompt": 4}, 5, r"n_samples 5 is outside of 1..4 \(max_samples_per_prompt: 4\)"),
+            ({}, -1, "n_samples -1 is outside of"),
         ],
     )
     def test_a_size_that_the_run_does_not_allow_is_refused(
@@ -77,17 +79,21 @@ class TestOwnSizes:
         assert not bench.state.open
 
     def test_sizes_are_one_a_group(self) -> None:
-        with pytest.raises(InvalidArgumentError, match="n_samples has 1 entries for 2 uids; give one each, or none"):
+        with pytest.raises(InvalidArgumentError, match="n_samples has 1 entries for 2 uids; send one each, or none"):
             Bench().run.begin_groups(0, ["a", "b"], [2])
 
     def test_a_row_beyond_the_groups_own_size_is_refused_saying_what_allows_it(self) -> None:
         bench = Bench(max_samples_per_prompt=4)
         bench.run.begin_groups(0, ["a"], [3])
-        with pytest.raises(InvalidArgumentError, match=r"sample is 3, and the group's n_samples: 3 allows 0\.\.2"):
+        with pytest.raises(InvalidArgumentError, match=r"sample 3 is outside of 0..2 \(the group's n_samples: 3\)"):
             bench.submit(row("a", 3))
-        with pytest.raises(InvalidArgumentError, match=r"n_samples_per_prompt: 2 \(the group was not begun .* 0\.\.1"):
+        with pytest.raises(
+            InvalidArgumentError, match=r"outside of 0\.\.1 \(n_samples_per_prompt: 2, the run's default"
+        ):
             bench.submit(row("b", 2))
-        with pytest.raises(InvalidArgumentError, match=r"uid 'a' sample 3: sample is 3, and the group's n_samples: 3"):
+        with pytest.raises(
+            InvalidArgumentError, match=r"uid 'a' sample 3: sample 3 is outside of 0..2 \(the group's n_samples: 3"
+        ):
             bench.run.abort_trajectories([key("a", 3)], "")
 
     def test_a_group_of_which_all_its_own_samples_are_aborted_is_dropped(self) -> None:
@@ -146,7 +152,9 @@ class TestSurplus:
         bench = Bench(surplus=1, max_samples_per_prompt=3, train_batch_size=1)
         bench.run.begin_groups(0, ["a"], [3])
         bench.submit(*(row("a", sample) for sample in (3, 1)))
-        with pytest.raises(InvalidArgumentError, match=r"n_samples: 3 with surplus: 1 allows 0\.\.3"):
+        with pytest.raises(
+            InvalidArgumentError, match=r"is outside of 0..3 \(the group's n_samples: 3 with surplus: 1\)"
+        ):
             bench.submit(row("a", 4))
         bench.submit(row("a", 2))
         bench.make_batches()

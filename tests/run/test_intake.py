@@ -38,7 +38,7 @@ def test_the_same_row_again_is_a_duplicate_also_within_a_request() -> None:
 def test_another_content_under_the_same_attempt_is_refused_whatever_differs(change: dict[str, Any]) -> None:
     bench = Bench()
     bench.submit(row("a", stop_reason="stop", policy_version=1))
-    with pytest.raises(AlreadyExistsError, match=r"uid 'a' sample 0 step 0: other content .* higher attempt"):
+    with pytest.raises(AlreadyExistsError, match=r"uid 'a' sample 0 step 0: different content .* higher attempt"):
         bench.submit(row("a", **{"stop_reason": "stop", "policy_version": 1, **change}))
 
 
@@ -120,7 +120,7 @@ def test_one_bad_row_refuses_the_whole_request() -> None:
 
 
 def test_a_sample_outside_the_group_is_refused_with_its_name() -> None:
-    with pytest.raises(InvalidArgumentError, match=r"uid 'a' sample 2 step 0: sample is 2, .*allows 0\.\.1"):
+    with pytest.raises(InvalidArgumentError, match=r"uid 'a' sample 2 step 0: sample 2 is outside of 0..1"):
         Bench().submit(row("a", 2))
 
 
@@ -133,10 +133,10 @@ def test_without_step_wise_a_trajectory_has_one_step(bad: dict[str, Any]) -> Non
 @pytest.mark.parametrize(
     ("before", "bad", "message"),
     [
-        (row("a", step=1), row("a", step=2), "is_last_step is true, and step 1 is the last"),
-        (row("a", step=1), row("a", step=0), "is_last_step is true, and step 1 is the last"),
+        (row("a", step=1), row("a", step=2), "is_last_step is true, and step 1 is already the last"),
+        (row("a", step=1), row("a", step=0), "is_last_step is true, and step 1 is already the last"),
         (row("a", step=1), row("a", step=2, last=False), "step 2 comes after the last step"),
-        (row("a", step=3, last=False), row("a", step=1), "step 3 was accepted already"),
+        (row("a", step=3, last=False), row("a", step=1), "step 3 was already accepted"),
     ],
 )
 @pytest.mark.parametrize("together", [True, False])
@@ -165,7 +165,7 @@ LOGPROBS: dict[str, Any] = {"rollout_logprobs": [-0.5]}
 @pytest.mark.parametrize(
     ("first", "second", "message"),
     [
-        ({}, LOGPROBS, "has rollout_logprobs, and the rows before it in this run have no rollout_logprobs"),
+        ({}, LOGPROBS, "has rollout_logprobs, but earlier rows of this run have no rollout_logprobs"),
         (LOGPROBS, {}, "has no rollout_logprobs"),
         ({}, {"reward": [1.0]}, "has one reward per response token"),
         ({"reward": [1.0]}, {}, "has one reward a step"),
@@ -199,14 +199,16 @@ def test_rows_that_wait_for_their_reward_do_not_fix_its_kind() -> None:
 def test_advantages_are_asked_for_exactly_with_the_estimator_none() -> None:
     with pytest.raises(InvalidArgumentError, match="advantage is missing with advantage_estimator: none"):
         Bench(advantage_estimator="none").submit(row("a"))
-    with pytest.raises(InvalidArgumentError, match="advantage is given with advantage_estimator: grpo"):
+    with pytest.raises(InvalidArgumentError, match="advantage is set with advantage_estimator: grpo"):
         Bench().submit(row("a", advantage=1.0))
 
 
 def test_a_trajectory_has_one_advantage_on_all_its_steps() -> None:
     bench = Bench(advantage_estimator="none")
     bench.submit(row("a", step=0, last=False, advantage=1.0))
-    with pytest.raises(InvalidArgumentError, match=r"uid 'a' sample 0 step 1: advantage is 2.0 and 1.0 on step 0"):
+    with pytest.raises(
+        InvalidArgumentError, match=r"uid 'a' sample 0 step 1: advantage 2.0 differs from 1.0 on step 0"
+    ):
         bench.submit(row("a", step=1, advantage=2.0))
     with pytest.raises(InvalidArgumentError, match="one advantage per response token"):
         bench.submit(row("b", advantage=[2.0]))
@@ -216,7 +218,7 @@ def test_rows_of_an_unadmitted_group_admit_it_where_there_is_room() -> None:
     bench = Bench(max_buffered_batches=1)
     assert bench.submit(row("a"), row("b")) == ["ACCEPTED", "ACCEPTED"]
     with pytest.raises(
-        ResourceExhaustedError, match=r"uid 'c': no room for another .*max_buffered_batches: 1"
+        ResourceExhaustedError, match=r"uid 'c': no capacity for another .*max_buffered_batches: 1"
     ) as caught:
         bench.submit(row("a", 1), row("c"))
     assert caught.value.retry_after_s > 0
@@ -224,7 +226,7 @@ def test_rows_of_an_unadmitted_group_admit_it_where_there_is_room() -> None:
 
 
 def test_a_request_that_could_never_fit_is_not_to_be_retried() -> None:
-    with pytest.raises(InvalidArgumentError, match=r"begins 3 prompt groups at once, .*allows 2; begin fewer"):
+    with pytest.raises(InvalidArgumentError, match=r"begins 3 prompt groups, .*allows 2; begin fewer"):
         Bench(max_buffered_batches=1).submit(row("a"), row("b"), row("c"))
 
 

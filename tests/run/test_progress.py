@@ -119,15 +119,15 @@ def test_a_commit_before_the_committed_changes_nothing_and_one_past_the_end_is_r
 def test_ranks_and_models_and_positions_that_do_not_exist_are_refused() -> None:
     bench = published(dp_size=2, micro_batch={"size": 1})
     for rank in (-1, 2):
-        with pytest.raises(InvalidArgumentError, match=rf"rank is {rank} and dp_size is 2"):
+        with pytest.raises(InvalidArgumentError, match=rf"rank {rank} does not exist with dp_size 2"):
             bench.run.shard("policy", rank, None, 0)
-        with pytest.raises(InvalidArgumentError, match="dp_size is 2"):
+        with pytest.raises(InvalidArgumentError, match="with dp_size 2"):
             ack(bench, 0, rank=rank)
-    with pytest.raises(InvalidArgumentError, match="model is critic and this run has none"):
+    with pytest.raises(InvalidArgumentError, match="model critic does not exist in this run"):
         bench.run.shard("critic", 0, None, 0)
-    with pytest.raises(InvalidArgumentError, match="there is no epoch 0 mini-batch 2"):
+    with pytest.raises(InvalidArgumentError, match="epoch 0 mini-batch 2 does not exist"):
         bench.run.shard("policy", 0, Position(0, 0, 2), 0)
-    with pytest.raises(InvalidArgumentError, match="there is no epoch 1"):
+    with pytest.raises(InvalidArgumentError, match=r"epoch 1 mini-batch . does not exist"):
         bench.run.shard("policy", 0, Position(0, 1, 0), 0)
     with pytest.raises(InvalidArgumentError, match="batches are numbered from 0"):
         bench.run.batch(-1)
@@ -154,7 +154,7 @@ class TestResuming:
         assert bench.run.resume("policy", Checkpoint(None), "launch") == first
         assert bench.run.resume("policy", Checkpoint(Position(0)), "launch") == first
         assert bench.run.shard("policy", 0, None, 2).position == Position(0, 0, 1)
-        with pytest.raises(FailedPreconditionError, match="all ranks load the same checkpoint"):
+        with pytest.raises(FailedPreconditionError, match="load the same checkpoint on all ranks"):
             bench.run.resume("policy", Checkpoint(Position(0, 0, 1)), "launch")
 
     def test_a_rank_of_an_older_launch_that_comes_late_takes_nothing_from_the_newer(self) -> None:
@@ -194,7 +194,7 @@ class TestResuming:
     def test_an_incarnation_that_was_never_given_out_is_refused(self) -> None:
         bench = published()
         with pytest.raises(
-            FailedPreconditionError, match="this run never gave incarnation 4, and the current one is 1"
+            FailedPreconditionError, match="incarnation 4 is unknown in this run, and the current one is 1"
         ):
             ack(bench, 0, incarnation=4)
 

@@ -327,7 +327,7 @@ class TestOtherRanks:
         one = self.begin(machine)
         one.run.resume("policy", Checkpoint(None), "bigger", 4)
         one.run.resume("policy", Checkpoint(None), "bigger", 4)
-        with pytest.raises(FailedPreconditionError, match="resumed with dp_size 4, and this rank asks for 2"):
+        with pytest.raises(FailedPreconditionError, match="resumed with dp_size 4, but this rank requests 2"):
             one.run.resume("policy", Checkpoint(None), "bigger", 2)
 
     def test_the_old_ranks_and_the_other_model_are_refused(self, machine: Callable[..., Machine]) -> None:

@@ -151,7 +151,7 @@ def test_what_builds_upon_a_refused_row_is_refused_with_it_and_what_builds_upon_
     taken = submit(bench.run, *shortened(table(*steps, conflict, after, row("b")), [0, 2, 0, 2, 0]))
     assert [outcome.name for outcome in taken.outcomes] == ["ACCEPTED", "ACCEPTED", "REFUSED", "REFUSED", "DUPLICATE"]
     assert list(taken.refused) == [2, 3]
-    assert "uid 'a' sample 1 step 0: other content" in str(taken.refused[2]) == str(taken.refused[3])
+    assert "uid 'a' sample 1 step 0: different content" in str(taken.refused[2]) == str(taken.refused[3])
     assert list(bench.state.open[GroupKey(0, "a")].trajectories[1].rows) == [0]
     with pytest.raises(PrefixUnknownError):
         submit(bench.run, *shortened(table(row("c", step=4, prompt_token_ids=[1, 2, 3])), [2]))

@@ -236,7 +236,7 @@ def test_a_failed_append_has_the_run_read_again_from_its_log() -> None:
     woken = threading.Event()
     run.wait(conditions.version_is_reached(7), woken.set)
     store.logs["run"].refuses = 1
-    with pytest.raises(UnavailableError, match="the book is full; the run is being recovered from its store; retry"):
+    with pytest.raises(UnavailableError, match="the book is full; the run is being recovered from its store, so retry"):
         run.submit(table(*group_rows("b")))
     assert woken.wait(PATIENCE_S)
     assert runs.leases()["lost"] + store.opened == 1, "it is opened again within a second, or by who asks"

@@ -42,9 +42,7 @@ def test_the_same_reward_again_changes_nothing_and_another_is_refused() -> None:
     assert bench.run.set_rewards([scalar("a", 1.0), scalar("a", 1.0)]) == 1
     assert bench.run.set_rewards([scalar("a", 1.0), scalar("b", 3.0)]) == 0
     for uid, value in (("a", 2.0), ("b", 2.0)):
-        with pytest.raises(
-            AlreadyExistsError, match=rf"uid '{uid}' sample 0 step 0: the reward .* was given before, and now 2.0"
-        ):
+        with pytest.raises(AlreadyExistsError, match=rf"uid '{uid}' sample 0 step 0: the reward 2.0 differs from"):
             bench.run.set_rewards([scalar(uid, value)])
 
 
@@ -104,7 +102,7 @@ def test_the_same_values_per_token_are_the_same_reward_whatever_their_width(subm
 def test_the_first_reward_fixes_the_kind_where_all_rows_wait() -> None:
     bench = Bench()
     bench.submit(row("a", reward=None), row("b", reward=None))
-    with pytest.raises(InvalidArgumentError, match="has one reward a step, and rows of this run have one reward per"):
+    with pytest.raises(InvalidArgumentError, match="has one reward a step, but rows of this run have one reward per"):
         bench.run.set_rewards([per_token("a", [1.0]), scalar("b", 1.0)])
     bench.run.set_rewards([scalar("b", 1.0)])
     with pytest.raises(InvalidArgumentError, match="has one reward per response token"):
@@ -116,9 +114,9 @@ def test_a_reward_needs_one_value_a_token_and_is_given_once() -> None:
     bench.submit(row("a", reward=None, response=(1, 2)))
     with pytest.raises(InvalidArgumentError, match="reward has 3 values and response_ids has 2"):
         bench.run.set_rewards([per_token("a", [1.0, 2.0, 3.0])])
-    with pytest.raises(InvalidArgumentError, match="given twice"):
+    with pytest.raises(InvalidArgumentError, match="sent twice"):
         bench.run.set_rewards([RewardUpdate(key("a"), None, 1.0, np.ones(2))])
-    with pytest.raises(InvalidArgumentError, match="must be finite"):
+    with pytest.raises(InvalidArgumentError, match="is not finite as float32"):
         bench.run.set_rewards([per_token("a", [math.inf, -math.inf])])
 
 
@@ -139,6 +137,6 @@ def test_rewards_per_token_that_no_tensor_holds_are_refused_also_where_their_sum
 ) -> None:
     bench = Bench()
     bench.submit(row("a", reward=None, response=(7, 8)))
-    with pytest.raises(InvalidArgumentError, match="must be finite, also as float32"):
+    with pytest.raises(InvalidArgumentError, match="is not finite as float32"):
         bench.run.set_rewards([RewardUpdate(key("a"), token_values=np.array(values))])
     assert bench.replayed() == bench.state

@@ -75,7 +75,7 @@ class TestNames:
 
     @pytest.mark.parametrize("name", ["a/b", "r/groups", "../../etc", ".", ".."])
     def test_a_name_that_no_path_can_have_is_refused(self, serve: Callable[..., Runs], name: str) -> None:
-        with pytest.raises(InvalidArgumentError, match="a name is part of the path of URLs"):
+        with pytest.raises(InvalidArgumentError, match="cannot be part of a URL's path"):
             serve().create(name, CONFIG)
 
     def test_an_unknown_run_is_named_with_those_that_exist(self, serve: Callable[..., Runs]) -> None:
@@ -223,7 +223,7 @@ class TestDeleting:
         with ThreadPoolExecutor(1) as pool:
             deleting = pool.submit(runs.delete, "run")
             assert shelf.deleting.wait(PATIENCE_S)
-            with pytest.raises(UnavailableError, match="run 'run' is being deleted; create it again"):
+            with pytest.raises(UnavailableError, match="run 'run' is being deleted; retry"):
                 runs.create("run", CONFIG)
             shelf.may_delete.set()
             deleting.result(PATIENCE_S)

@@ -45,9 +45,12 @@ class TestNaming:
         [
             (
                 [row("a", tag="code")],
-                r"uid 'a' sample 0 step 0: tag is 'code', and the group has 'math'; give all rows",
+                r"uid 'a' sample 0 step 0: tag 'code' differs from the group's tag 'math'; use one tag",
             ),
-            ([row("b", tag="x"), row("b", 1, tag="y")], r"uid 'b' sample 1 step 0: tag is 'y', and the group has 'x'"),
+            (
+                [row("b", tag="x"), row("b", 1, tag="y")],
+                r"uid 'b' sample 1 step 0: tag 'y' differs from the group's tag 'x'",
+            ),
         ],
     )
     def test_rows_that_disagree_are_refused_and_nothing_of_the_request_is_kept(
@@ -63,7 +66,7 @@ class TestNaming:
     def test_beginning_a_group_again_with_another_tag_is_refused(self) -> None:
         bench = Bench()
         begin(bench, a="math")
-        with pytest.raises(InvalidArgumentError, match="uid 'a': tag is 'code', and the group has 'math'"):
+        with pytest.raises(InvalidArgumentError, match="uid 'a': tag 'code' differs from the group's tag 'math'"):
             begin(bench, b="code", a="code")
         with pytest.raises(InvalidArgumentError, match="tags has 1 entries for 2 uids"):
             bench.run.begin_groups(0, ["a", "b"], (), ["math"])
@@ -220,7 +223,9 @@ class TestShares:
         assert begin(bench, a="code", b="code") == ["ADMITTED", "NO_ROOM"]
         answer = bench.run.begin_groups(0, ["b"], (), ["code"])
         assert answer.reason == "the 1 groups that may begin are reserved for the tags 'math' (tag_shares)"
-        with pytest.raises(ResourceExhaustedError, match=r"no room for another .* are reserved for the tags 'math'"):
+        with pytest.raises(
+            ResourceExhaustedError, match=r"no capacity for another .* are reserved for the tags 'math'"
+        ):
             bench.submit(row("b", tag="code"))
         assert begin(bench, b="", c="math", d="math") == ["NO_ROOM", "ADMITTED", "NO_ROOM"]
 

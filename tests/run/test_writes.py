@@ -39,7 +39,7 @@ class TestWrites:
         bench.run.write(0, 0, 0, 1, sent)
         assert (encode_state(bench.state), len(bench.log.records)) == (state, records)
         with pytest.raises(
-            AlreadyExistsError, match="batch 0 mini-batch 0 rank 0: ref_logprobs was written before with other values"
+            AlreadyExistsError, match="batch 0 mini-batch 0 rank 0: ref_logprobs was already written with other values"
         ):
             bench.run.write(0, 0, 0, 1, {**sent, "ref_logprobs": sent["ref_logprobs"] + 1})
         assert encode_state(bench.state) == state
@@ -53,22 +53,22 @@ class TestWrites:
     @pytest.mark.parametrize(
         ("change", "message"),
         [
-            ({"tensors": {}}, "the request has no tensor"),
+            ({"tensors": {}}, "the request contains no tensor"),
             (
                 {"tensors": {"advantages": np.zeros((1, 4), np.float32)}},
-                "'advantages' belongs to no column that trainers",
+                "'advantages' is not in a column that trainers",
             ),
-            ({"tensors": {"micro_batch_000/values": np.zeros((1, 4), np.float32)}}, "is no tensor of this shard"),
+            ({"tensors": {"micro_batch_000/values": np.zeros((1, 4), np.float32)}}, "is not a tensor of this shard"),
             (
                 {"tensors": {"values": np.zeros((2, 4), np.float32)}},
-                r"values is F32 \[2, 4\] and the shard needs F32 \[1, 4\]",
+                r"values is F32 \[2, 4\], but the shard needs F32 \[1, 4\]",
             ),
             (
                 {"tensors": {"values": np.array([[0, 1, 2, np.inf]], np.float32)}},
                 r"uid 'a' sample 0 step 1: values\[3\] is not finite",
             ),
-            ({"mini_batch": 2}, "there is no mini-batch 2"),
-            ({"rank": 2}, "rank is 2 and dp_size is 2"),
+            ({"mini_batch": 2}, "mini-batch 2 does not exist"),
+            ({"rank": 2}, "rank 2 does not exist with dp_size 2"),
             ({"incarnation": 0}, "incarnation is 0"),
         ],
     )
@@ -98,7 +98,7 @@ class TestWrites:
         bench.store.free("run", 0)
         bench.run.batch(0)
         bench.run.shard("policy", 0, Position(0), 0, is_forward=True)
-        with pytest.raises(UnavailableError, match="batch 0: its forward shards are being published again"):
+        with pytest.raises(UnavailableError, match="batch 0: its forward shards are being republished"):
             bench.run.write(0, 0, 0, 1, sent)
 
     def test_a_log_that_is_full_refuses_the_write_whole(self) -> None:
@@ -130,7 +130,7 @@ class TestWrites:
             first = next(name for name in tensors if name != last)
             bench.run.write(0, 0, 0, 1, {first: tensors.pop(first)})
         held = encode_state(bench.state)
-        message = r"uid 'a' sample 0 step 1: \w+\[1\] is .*, and the KL is inf, .* log-probabilities -2.0 and 800.0"
+        message = r"uid 'a' sample 0 step 1: \w+\[1\] is .*, so the KL is inf, .* log-probabilities -2.0 and 800.0"
         with pytest.raises(InvalidArgumentError, match=message):
             bench.run.write(0, 0, 0, 1, tensors)
         assert encode_state(bench.state) == held
@@ -161,9 +161,7 @@ class TestWrites:
         if theirs < 0:
             assert bench.run.write(0, 0, 0, 1, half) == 6
         else:
-            message = (
-                r"old_logprobs\[1\] is -2.0, and the KL is inf, .* log-probabilities -2.0 and 800.0 \(ref_logprobs"
-            )
+            message = r"old_logprobs\[1\] is -2.0, so the KL is inf, .* log-probabilities -2.0 and 800.0 \(ref_logprobs"
             with pytest.raises(InvalidArgumentError, match=message):
                 bench.run.write(0, 0, 0, 1, half)
             assert len(bench.run.batch(0).awaits) == 7

@@ -212,7 +212,7 @@ class TestTransactions:
         flip(machine.wal, at)
         content = machine.wal.read_bytes()
         with pytest.raises(
-            InvalidArgumentError, match=r"wal is damaged: \d whole records follow, of which none may be"
+            InvalidArgumentError, match=r"wal is damaged: \d complete records follow, which must not be"
         ):
             machine.restart()
         assert machine.wal.read_bytes() == content, "nothing is cut"
@@ -271,7 +271,7 @@ class TestDamage:
         assert "refused" in outcomes
         assert len(outcomes) > 1 or name == "journal.sqlite-wal"
         for refusal in refusals:
-            assert "restore it, or remove the run" in refusal or "use a newer gristmill" in refusal
+            assert "restore it, or delete the run" in refusal or "use a newer gristmill" in refusal
 
     def test_a_database_that_breaks_while_it_is_used_is_opened_again_and_refused(self, machine: Machine) -> None:
         machine.restart()
@@ -301,7 +301,7 @@ class TestDamage:
             machine.log.flush()
         path = machine.run / "journal.sqlite"
         os.truncate(path, path.stat().st_size - cut_bytes)
-        with pytest.raises(LogLostError, match=r"it was cut from|is malformed"):
+        with pytest.raises(LogLostError, match=r"it shrank from|is malformed"):
             machine.log.get(0)
         assert machine.log.is_lost
 

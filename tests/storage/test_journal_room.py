@@ -45,11 +45,11 @@ class TestRefusedWrites:
         log.append(b"one", {0: any_table()})
         limit(log, 3)
         with pytest.raises(
-            FullError, match=r"the file system of .*run-run is full; give it more room, or lower max_row"
+            FullError, match=r"the file system of .*run-run is full; free or add space, or lower max_row"
         ):
             log.append(b"two", {1: any_table(), 2: any_table(tokens=50_000)})
         assert not reserve.exists(), "it was given up, which did not help here"
-        with pytest.raises(UnavailableError, match="is full; give it more room"):
+        with pytest.raises(UnavailableError, match="is full; free or add space"):
             log.check()
         assert not log.is_lost
         log.append(b"an acknowledgement", {})
@@ -122,7 +122,7 @@ class TestSmallFileSystem:
             numbers += more
             self.settle(store, log)
         assert len(numbers) > 20, "of about 1 MB"
-        assert "is full; give it more room" in self.settle(store, log)
+        assert "is full; free or add space" in self.settle(store, log)
         for number in numbers[::2]:
             log.append(b"acknowledged", {})
             log.remove([number])

@@ -160,7 +160,7 @@ class TestIdentity:
     def test_a_directory_that_was_copied_is_no_other_run(self, store: JournalRunStore, directory: Path) -> None:
         created(store).close()
         shutil.copytree(directory / "run-run", directory / "run-copy")
-        with pytest.raises(InvalidArgumentError, match="is of run 'run', not of 'copy'; move it back, or remove"):
+        with pytest.raises(InvalidArgumentError, match="is of run 'run', not of 'copy'; move it back, or delete"):
             store.open("copy")
         shutil.move(directory / "run-copy", directory / f"hash-{64 * '0'}")
         assert store.names() == [f"hash-{64 * '0'}", "run"]
@@ -208,7 +208,7 @@ class TestUnreadable:
             path.write_bytes(content)
         [damaged] = {*store.names()} - {"good"}
         assert damaged == (name if name == "a/run" else path.parent.name)
-        with pytest.raises(InvalidArgumentError, match="restore it, or remove the run"):
+        with pytest.raises(InvalidArgumentError, match="restore it, or delete the run"):
             store.open(damaged)
         assert content is None or path.read_bytes() == content
         store.open("good").close()
@@ -248,7 +248,7 @@ class TestUnreadable:
             log.replay()
             log.retain([], whole)
 
-        with pytest.raises(InvalidArgumentError, match=rf"{reason}.*; restore it, or remove the run"):
+        with pytest.raises(InvalidArgumentError, match=rf"{reason}.*; restore it, or delete the run"):
             open_it()
 
     @pytest.mark.parametrize("name", ["run", "日本語" * 40])
@@ -279,7 +279,7 @@ class TestUnreadable:
 
         with monkeypatch.context() as patched:
             patched.setattr(sqlite3, "connect", refuse)
-            with pytest.raises(UnavailableError, match="unable to open database file; it goes on when"):
+            with pytest.raises(UnavailableError, match="unable to open database file; fix the file system"):
                 store.open("run")
         store.open("run").close()
 
@@ -348,7 +348,7 @@ class TestOpenLogs:
             lambda: log.replay(),
         ]
         for call in calls:
-            with pytest.raises(UnavailableError, match="were closed, because"):
+            with pytest.raises(UnavailableError, match="is closed: the run is"):
                 call()
         log.remove([0])
         log.flush()
@@ -362,9 +362,9 @@ class TestOpenLogs:
         before = created(store)
         after = store.open("run")
         after.replay()
-        with pytest.raises(UnavailableError, match="were closed, because"):
+        with pytest.raises(UnavailableError, match="is closed: the run is"):
             before.append(b"one", {0: any_table()})
-        with pytest.raises(UnavailableError, match="were closed, because"):
+        with pytest.raises(UnavailableError, match="is closed: the run is"):
             before.compact(b"")
         after.append(b"one", {})
         before.close()
@@ -387,7 +387,7 @@ class TestOpenLogs:
             lambda: before.replay(),
         ]
         for call in calls:
-            with pytest.raises(UnavailableError, match="were closed, because"):
+            with pytest.raises(UnavailableError, match="is closed: the run is"):
                 call()
         before.remove([0, 1])
         before.flush()

@@ -158,9 +158,15 @@ def test_rows_that_are_damaged_are_lost(store: JournalRunStore, directory: Path)
         (lambda run: (run / "run.json").write_text('{"format":9,"run":"kept"}'), r"run.json is damaged: format 9"),
         (lambda run: (run / "run.json").write_text('{"format":1}'), r"run.json is damaged: 'run'"),
         (lambda run: (run / "events-000000.log").unlink(), r"has no event log"),
-        (lambda run: (run / "events-000000.log").write_bytes(b""), r"does not begin as a log"),
-        (lambda run: (run / "events-000000.log").write_bytes(b"gristmill log\0\1\0"), r"no whole record is at byte 16"),
-        (lambda run: os.truncate(run / "events-000000.log", 700), r"no whole record is at byte \d+; the version that"),
+        (lambda run: (run / "events-000000.log").write_bytes(b""), r"header of the log is invalid"),
+        (
+            lambda run: (run / "events-000000.log").write_bytes(b"gristmill log\0\1\0"),
+            r"there is no complete record at byte 16",
+        ),
+        (
+            lambda run: os.truncate(run / "events-000000.log", 700),
+            r"there is no complete record at byte \d+; try the version that",
+        ),
     ],
 )
 def test_a_damaged_old_journal_is_refused_as_it_is(
@@ -168,7 +174,7 @@ def test_a_damaged_old_journal_is_refused_as_it_is(
 ) -> None:
     damage(directory / "run-kept")  # type: ignore[operator]
     before = {path: path.read_bytes() for path in (directory / "run-kept").iterdir()}
-    with pytest.raises(InvalidArgumentError, match=rf"{reason}.*; restore it, or remove the run"):
+    with pytest.raises(InvalidArgumentError, match=rf"{reason}.*; restore it, or delete the run"):
         store.open("kept")
     assert {path: path.read_bytes() for path in (directory / "run-kept").iterdir()} == before
     assert store.names() == ["kept"]
@@ -178,7 +184,7 @@ def test_a_damaged_old_journal_is_refused_as_it_is(
 
 def test_an_old_journal_of_another_name_is_no_other_run(store: JournalRunStore, directory: Path) -> None:
     (directory / "run-kept").rename(directory / "run-other")
-    with pytest.raises(InvalidArgumentError, match="is of run 'kept', not of 'other'; move it back, or remove"):
+    with pytest.raises(InvalidArgumentError, match="is of run 'kept', not of 'other'; move it back, or delete"):
         store.open("other")
 
 

@@ -129,7 +129,7 @@ def test_a_damaged_value_is_lost(
     client.hset(BATCH, part, spoil(value))
     reads: list[Callable[[], object]] = [lambda: read_shard(store), lambda: list(store.read_frames("run", 0, FIRST))]
     for read in [lambda: store.plan("run", 0)] if part == "plan" else reads:
-        with pytest.raises(ShardsLostError, match="Redis has lost a part of batch 0, which is built again"):
+        with pytest.raises(ShardsLostError, match="Redis has lost a part of batch 0"):
             read()
     assert b"".join(store.read("run", 0, SECOND)) == b"second"
 
@@ -237,10 +237,10 @@ def test_a_shard_that_is_freed_or_replaced_while_it_is_read_is_said_to_be_gone_o
     freed, replaced = (store.read_frames("run", 0, FIRST) for _ in range(2))
     assert next(freed) == next(replaced)
     store.free("run", 0)
-    with pytest.raises(NotFoundError, match="batch 0 is not published, or freed already"):
+    with pytest.raises(NotFoundError, match="batch 0 is not published, or already freed"):
         next(freed)
     store.publish("run", 0, b"{}", sources(first=b"y" * 1000))
-    with pytest.raises(UnavailableError, match="published again while it was read"):
+    with pytest.raises(UnavailableError, match="republished while it was read"):
         next(replaced)
 
 
@@ -271,7 +271,7 @@ def test_a_part_that_is_gone_is_said_to_be_lost(store: RedisShardStore, client: 
     client.hdel(BATCH, "policy/0/0/0", "plan")
     reads: list[Callable[[], bytes]] = [lambda: read_shard(store), lambda: store.plan("run", 0)]
     for read in reads:
-        with pytest.raises(ShardsLostError, match="must not evict keys"):
+        with pytest.raises(ShardsLostError, match="set maxmemory-policy to noeviction"):
             read()
 
 

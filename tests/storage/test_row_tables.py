@@ -55,7 +55,7 @@ def test_a_row_alone_in_its_table_has_the_values_that_it_has_among_others(rows: 
 
 def test_a_description_that_has_not_one_value_per_row_is_refused() -> None:
     longer = replace(table(row("u", 1), row("v", 2)), samples=np.array([1, 2, 3], np.int32))
-    with pytest.raises(InvalidArgumentError, match="a column has not one value per row"):
+    with pytest.raises(InvalidArgumentError, match="a column does not have one value per row"):
         row_tables.decode(row_tables.encode(longer).joined())
 
 
@@ -76,5 +76,5 @@ def test_a_table_without_tokens_or_with_an_unknown_column_is_refused() -> None:
     data = b"".join(row_tables.encode(any_table()).buffers)
     assert row_tables.decode(data).tokens.total
     other = data.replace(b"tokens", b"tokenz")
-    with pytest.raises(InvalidArgumentError, match="are no table of rows"):
+    with pytest.raises(InvalidArgumentError, match="are not a table of rows"):
         row_tables.decode(other)

@@ -79,7 +79,7 @@ class TestEveryStore:
         ],
     )
     def test_a_configuration_that_could_not_be_read_again_makes_no_run(self, store: RunStore, config: bytes) -> None:
-        with pytest.raises(InvalidArgumentError, match="run 'run': its configuration cannot be stored as JSON"):
+        with pytest.raises(InvalidArgumentError, match="run 'run': the configuration cannot be stored as JSON"):
             store.create("run", config)
         assert store.names() == []
         with pytest.raises(NotFoundError):

@@ -278,7 +278,7 @@ def test_a_shard_that_somebody_truncated_is_lost_and_may_be_published_again(tmp_
     store = SharedMemoryShardStore(tmp_path)
     store.publish("run", 0, b"{}", sources())
     os.truncate(store.locate("run", 0, FIRST).shared_memory_path or "", size)
-    with pytest.raises(ShardsLostError, match=rf"has {size} bytes and was published with 11: another program wrote"):
+    with pytest.raises(ShardsLostError, match=rf"has {size} bytes instead of 11, because another program changed"):
         store.read("run", 0, FIRST)
     assert b"".join(store.read("run", 0, SECOND)) == b"second"
     store.publish("run", 0, b"{}", sources())
@@ -292,10 +292,10 @@ def test_shards_that_somebody_removed_are_lost_and_may_be_published_again(tmp_pa
     store.publish("run", 0, b"{}", sources())
     shutil.rmtree(store.root)
     for read in (lambda: store.read("run", 0, FIRST), lambda: store.plan("run", 0)):
-        with pytest.raises(ShardsLostError, match="another program removed it"):
+        with pytest.raises(ShardsLostError, match="was removed by another program"):
             read()
     store.free("run", 0)
-    with pytest.raises(NotFoundError, match="not published, or freed already"):
+    with pytest.raises(NotFoundError, match="not published, or already freed"):
         store.read("run", 0, FIRST)
     store.publish("run", 0, b"{}", sources())
     assert b"".join(store.read("run", 0, FIRST)) == b"first shard"
@@ -308,7 +308,7 @@ def test_a_directory_that_somebody_put_in_the_place_of_the_own_is_not_written_to
     store.root.rmdir()
     (elsewhere := tmp_path / "elsewhere").mkdir()
     store.root.symlink_to(elsewhere)
-    with pytest.raises(UnavailableError, match="another user's, or no directory"):
+    with pytest.raises(UnavailableError, match="belongs to another user, or is not a directory"):
         store.publish("run", 0, b"{}", sources())
     assert not list(elsewhere.iterdir())
     store.root.unlink()

@@ -52,8 +52,7 @@ class Gate:
     """
 
     def __init__(self, settings: Settings, runs: Runs) -> None:
-        """Reads the tokens. runs: the runs that quotas apply to. Raises InvalidArgumentError if a file cannot be
-        read."""
+        """Reads the tokens. runs: the runs that quotas apply to. Raises InvalidArgumentError."""
         self._runs, self._refusals, self.secret = runs, RefusalLog(), PeerSecret()
         self._limits_of_run, self._most_calls_of_run = limits_of_each_run(settings), settings.max_run_requests
         self.counts_calls = settings.tokens_file is not None or settings.max_run_requests is not None
@@ -114,8 +113,7 @@ class Gate:
 
     async def identify(self, authorization: str | None) -> Caller:
         """Returns the caller with this header. Verifies a web token, which may need a request to its issuer. Raises
-        UnavailableError if the issuer does not answer within seconds.
-        """
+        UnavailableError if the issuer does not answer within seconds."""
         if (identity := self.known(authorization)) is not None:
             return identity
         assert self._web_tokens is not None
@@ -297,8 +295,7 @@ class _CallersFile:
 
 def check_alone(count: int) -> None:
     """Raises UnauthenticatedError for a call with several Authorization headers: a proxy may have checked a different
-    header than the service reads.
-    """
+    header than the service reads."""
     if count > 1:
         raise UnauthenticatedError(f"the call has {count} authorization headers; send one")
 

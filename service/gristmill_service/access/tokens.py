@@ -56,8 +56,7 @@ class TokenEntry(_Entry):
 
 
 class SubjectEntry(_Entry):
-    """Callers with this subject in their JSON web token, or with this user name from a proxy. The subject is a shell
-    pattern."""
+    """Callers with this subject in their JSON web token, or this user name from a proxy. A shell pattern."""
 
     subject: Annotated[str, Field(min_length=1)]
 
@@ -95,9 +94,7 @@ def read_callers(path: Path) -> Callers:
             raise InvalidArgumentError(f"{path} is empty; write 'tokens: []' to revoke all tokens")
         return Callers.model_validate(content)
     except OSError as error:
-        raise InvalidArgumentError(
-            f"{path}: cannot read the tokens: {error.strerror}; pass a readable YAML file"
-        ) from None
+        raise InvalidArgumentError(f"{path}: cannot read the tokens: {error.strerror}; pass a YAML file") from None
     except yaml.MarkedYAMLError as error:
         # The message omits the text of the line, which may contain a token.
         line = "" if error.problem_mark is None else f" in line {error.problem_mark.line + 1}"
@@ -105,15 +102,11 @@ def read_callers(path: Path) -> Callers:
     except ValidationError as error:
         # The message omits values: one may be a token that was entered instead of its digest.
         reason = problems(map(complaint, error.errors()))
-        raise InvalidArgumentError(
-            f"{path}: {reason}; correct it, or write entries with `gristmill token create`"
-        ) from None
+        raise InvalidArgumentError(f"{path}: {reason}; use `gristmill token create`") from None
     except (ValueError, RecursionError, yaml.YAMLError) as error:
         # YAML may raise these for an invalid date or number, or for a file that is not text. Their messages may quote
         # a value, so they are omitted.
-        raise InvalidArgumentError(
-            f"{path}: cannot read the tokens: {type(error).__name__}; pass a YAML file in UTF-8"
-        ) from None
+        raise InvalidArgumentError(f"{path}: cannot read the tokens: {type(error).__name__}; pass YAML") from None
 
 
 def create_token(path: Path, name: str, roles: Sequence[str], runs: Sequence[str], rank: int | None) -> str:

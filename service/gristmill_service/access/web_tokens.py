@@ -40,9 +40,7 @@ class WebTokens:
         try:
             import jwt
         except ImportError:
-            raise InvalidArgumentError(
-                "jwks needs PyJWT, which is not installed; pip install 'gristmill[jwt]'"
-            ) from None
+            raise InvalidArgumentError("jwks needs PyJWT, not installed; pip install 'gristmill[jwt]'") from None
         self._jwt, self._issuer, self._audience = jwt, issuer, audience
         self._published = _Published(jwks, ca_file) if "://" in jwks else None
         self._file = None if self._published else Path(jwks)
@@ -50,8 +48,7 @@ class WebTokens:
             self._keys()
 
     async def caller(self, token: str, callers: Callers) -> Caller:
-        """Returns the caller. Raises UnauthenticatedError for an invalid token, or for a subject that is not in the
-        file of tokens."""
+        """Returns the caller. Raises UnauthenticatedError for an invalid token or an unknown subject."""
         jwt = self._jwt
         try:
             claims = jwt.decode(

@@ -86,8 +86,7 @@ class _Shared:
 
     def take(self, caller: str, n: int = 1, *, is_next: bool = False) -> bool:
         """Takes n units if they are free and no other call of the caller waits for units. Returns whether it took them.
-        A caller that has none may exceed its share. is_next: whether the call is the next of the waiting calls.
-        """
+        A caller that has none may exceed its share. is_next: whether the call is the next of the waiting calls."""
         taken = self.by_caller.get(caller, 0)
         if (taken and taken + n > self._most_each) or self.total + min(n, self._most_each) > self.most:
             return False
@@ -329,8 +328,7 @@ class Slot:
 
     async def hold(self, nbytes: int) -> None:
         """Sets the number of unsent bytes of the answer to n. Waits while the unsent answers of the caller, or of all
-        callers, are too large. The call is ended unless `hold` or `close` is called again within 60 s.
-        """
+        callers, are too large. The call is ended unless `hold` or `close` is called again within 60 s."""
         answers = self._admission.answers
         if self._held:
             answers.give(self.caller, self._held)

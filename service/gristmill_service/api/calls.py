@@ -229,8 +229,7 @@ async def get_batch(
     wait_s: float,
     wanted: ShardQuery | None = None,
 ) -> tuple[BatchAnswer, ShardAnswer | None]:
-    """Returns the state of a batch and its shard, after waiting. wanted: the shard to return once the batch is
-    published."""
+    """Waits for a batch. Returns its state and shard. wanted: the shard to return once it is published."""
     opened = await api.runs.get(run)
     question = Question(
         opened,
@@ -264,8 +263,7 @@ async def read_shard(
     *,
     accepts_zstd: bool = False,
 ) -> ShardPieces:
-    """Reads a shard. columns: the declared columns to include; None: all. Errors are raised here or while pieces are
-    read."""
+    """Reads a shard. columns: the declared columns to include; None: all. Raises here or while pieces are read."""
     frames = await api.runs.read_shard_frames(run, batch, address) if accepts_zstd else None
     if frames is not None and columns is None:
         return ShardPieces(frames, is_zstd=True)

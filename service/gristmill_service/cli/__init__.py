@@ -1,4 +1,4 @@
-"""The entry point of the command line. It imports nothing that an install without the extra `service` lacks."""
+"""The entry point of the command line. Its imports work in an install without the extra `service`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ LACKS_PACKAGES = 2
 
 
 def main() -> None:
-    """Runs `gristmill`. Where its packages are not installed, it names the remedy and exits with 2."""
+    """Runs `gristmill`. If required packages are not installed, prints the remedy and exits with 2."""
     try:
         _run()
     except KeyboardInterrupt:
-        # Nothing else handles Ctrl-C while packages are imported.
+        # No other code handles Ctrl-C while packages are imported.
         sys.exit(128 + signal.SIGINT)
 
 

@@ -1,4 +1,4 @@
-"""The checks of `gristmill doctor`: of this machine, Redis, and the service's addresses."""
+"""The checks of `gristmill doctor`: this machine, Redis, and the service's addresses."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from gristmill_service.cli.watch.service_client import Replica, connect
 from gristmill_service.settings import Settings, split_address
 
 _LEAST_BYTES = 1_000_000_000
-# Containers have 64 MB of shared memory by default.
+# By default, containers have 64 MB of shared memory.
 _LARGER = (
-    "give it the size that docs/operations.md, 'Sizing', comes to (docker run --shm-size, in Kubernetes an emptyDir of "
-    "medium Memory), or name another tmpfs by --shared-memory-dir"
+    "enlarge it to the size computed as in docs/operations.md, 'Sizing' (docker run --shm-size, in Kubernetes an "
+    "emptyDir of medium Memory), or set --shared-memory-dir to another tmpfs"
 )
 _HTTP_TIMEOUT_S = 3.0
-# A Date header has whole seconds.
+# The tolerance: a Date header has a resolution of one second.
 _CLOCK_S = 2.0
-_START = "start it with `gristmill serve`, give its address by --address, or open the port to this machine"
+_START = "start it with `gristmill serve`, set its address with --address, or open the port to this machine"
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """The result of a check. subject: what was checked. state: what was observed. remedy: empty if all is well."""
+    """The result of a check. subject: what was checked. state: what was observed. remedy: empty if the check passed."""
 
     subject: str
     state: str
@@ -54,7 +54,7 @@ class Check:
 
 
 def check_machine(settings: Settings) -> Iterator[Check]:
-    """Checks the directories that these settings name: write access, size and free space."""
+    """Checks the directories in the settings: write access, size and free space."""
     for store, directory in settings.store_directories.items():
         if store == "shared_memory":
             yield _check_directory("shared memory", directory, _LARGER)
@@ -62,7 +62,7 @@ def check_machine(settings: Settings) -> Iterator[Check]:
         # The service creates the directory when it starts.
         whole = directory.absolute()
         existing = next(path for path in (whole, *whole.parents) if path.exists())
-        yield _check_directory(store, existing, "free space on the disk, or name another directory")
+        yield _check_directory(store, existing, "free space on the disk, or set another directory")
 
 
 def _check_directory(subject: str, directory: Path, remedy: str) -> Check:
@@ -81,8 +81,8 @@ def _check_directory(subject: str, directory: Path, remedy: str) -> Check:
 
 
 def check_redis(settings: Settings) -> Iterator[Check]:
-    """Checks the settings of Redis that docs/operations.md asks for, where the settings name one. A setting that Redis
-    does not report is not checked."""
+    """Checks the configuration of Redis, if the settings name one, against docs/operations.md. Skips a parameter that
+    Redis does not report."""
     if settings.run_store != "redis":
         return
     from gristmill_service.storage.backends import redis_address
@@ -107,13 +107,13 @@ def check_redis(settings: Settings) -> Iterator[Check]:
         state, _, remedy = text.rpartition("; ")
         yield Check(where, state or text, remedy if state else "see docs/operations.md, 'Redis'")
     if not findings:
-        yield Check(subject, "answers, and is set as docs/operations.md asks")
+        yield Check(subject, "answers, and is configured as in docs/operations.md")
 
 
 def check_replicas(address: str, http_port: int) -> Iterator[Check]:
     """Checks each replica of the address over gRPC, and over HTTP on the same host.
 
-    Raises InvalidArgumentError for an address that is not valid.
+    Raises InvalidArgumentError for an invalid address.
     """
     with connect(address, "gristmill doctor") as client:
         replicas = client.replicas()
@@ -136,7 +136,7 @@ def over_grpc(replica: Replica) -> Iterator[Check]:
         yield Check(subject, reason or replica.problem, _START)
         return
     if replica.problem:
-        yield Check(subject, "answers, and takes no new work", f"resolve {replica.problem!r}")
+        yield Check(subject, "answers, but accepts no new work", f"resolve {replica.problem!r}")
     else:
         yield Check(subject, "answers, and is ready")
     ours, theirs = gristmill.__version__, replica.version or "older than this command"
@@ -170,15 +170,15 @@ def _over_http(place: str) -> Iterator[Check]:
 
 
 def clock(place: str, ahead_s: float, unsure_s: float = 0.0) -> Check:
-    """Checks a clock. ahead_s: by how much it is ahead of this machine's. unsure_s: the error of that, since the clock
-    may have been read at any time within the call."""
+    """Checks a clock. ahead_s: how far it is ahead of this machine's clock. unsure_s: the error of `ahead_s`, because
+    the clock was read at an unknown time within the call."""
     if abs(ahead_s) <= _CLOCK_S + unsure_s:
         return Check(f"clock at {place}", "as this machine's, to the second")
     shown = datetime.now(UTC).isoformat(timespec="seconds")
     return Check(
         f"clock at {place}",
         f"{abs(ahead_s):.0f} s {'ahead of' if ahead_s > 0 else 'behind'} this machine's, which shows {shown}",
-        "set both by NTP: tokens and certificates expire by them",
+        "synchronize both with NTP, because tokens and certificates expire by the clock",
     )
 
 

@@ -1,4 +1,4 @@
-"""The command line: all commands."""
+"""Assembles the command line from all commands."""
 
 from __future__ import annotations
 

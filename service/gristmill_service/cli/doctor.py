@@ -1,4 +1,4 @@
-"""`gristmill doctor` checks what a service needs. Heavy modules are imported when it runs."""
+"""`gristmill doctor` checks a service's environment. Heavy modules are imported when it runs."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _AddressOption = Annotated[
     str | None,
     typer.Option(
         envvar="GRISTMILL_ADDRESS",
-        help="The service, or all of its replicas: HOST:PORT or unix:/PATH, several separated by commas "
-        "[default: where --grpc-address listens]",
+        help="The service, or all of its replicas: HOST:PORT or unix:/PATH, separated by commas "
+        "[default: the address in --grpc-address]",
     ),
 ]
 _EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104
@@ -34,13 +34,13 @@ def register(app: typer.Typer) -> None:
 
 
 def doctor(*, address: str | None, as_json: bool, **flags: object) -> None:
-    """Check what a service needs, one check per line, each with a remedy where something is wrong.
+    """Check a service's environment, one check per line; each failed check names a remedy.
 
-    Takes the flags, the environment and the file of `gristmill serve`, and checks: these settings; whether each replica
-    answers over gRPC and HTTP, accepts the credentials of the environment, and has the version and the clock of this
-    machine; the size of shared memory and journal here, and their free space; and the settings of Redis.
+    Accepts the flags, environment and settings file of `gristmill serve`, and checks: these settings; whether each
+    replica answers over gRPC and HTTP, accepts the credentials in the environment, and has this machine's version and
+    time; the size and free space of shared memory and journal on this machine; and the settings of Redis.
 
-    Exit status 0: all is well. 1: something is wrong.
+    Exit status 0: all checks passed. 1: a check failed.
 
     Example: gristmill doctor --address host1:50051,host2:50051 --store redis --redis-url redis://redis:6379
     """
@@ -74,7 +74,11 @@ def _checks(address: str | None, flags: dict[str, object]) -> Iterator[Check]:
         settings = load_settings(flags)
         yield Check("settings", "fit together")
     except InvalidArgumentError as error:
-        yield Check("settings", str(error), "correct them, and check again: the other checks use the defaults")
+        yield Check(
+            "settings",
+            str(error),
+            "correct the settings, and run the command again: the other checks used the defaults",
+        )
         settings = Settings.model_construct()
     yield from check_machine(settings)
     yield from check_redis(settings)
@@ -82,7 +86,7 @@ def _checks(address: str | None, flags: dict[str, object]) -> Iterator[Check]:
 
 
 def _reached(listens: str) -> str:
-    """Returns the address at which this machine reaches a service that listens there."""
+    """Returns the address at which this machine reaches a service that listens on `listens`."""
     if listens.startswith("unix:"):
         return listens
     host, port = split_address(listens)

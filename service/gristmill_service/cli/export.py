@@ -29,18 +29,19 @@ def register(app: typer.Typer) -> None:
 
 def export(
     run: Annotated[str, typer.Argument(help="The run.", show_default=False)],
-    batch: Annotated[int, typer.Argument(help="The batch, from 0. It can be exported until it is freed.")],
-    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="A rollout file: .jsonl or .jsonl.gz.")],
+    batch: Annotated[int, typer.Argument(help="The batch number, from 0. A batch can be exported until it is freed.")],
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The rollout file to write: .jsonl or .jsonl.gz.")],
     address: AddressOption = ADDRESS,
     config: Annotated[
-        Path | None, typer.Option("--config", metavar="FILE", help="Also writes the run's configuration, as YAML.")
+        Path | None,
+        typer.Option("--config", metavar="FILE", help="Also write the run's configuration to this file, as YAML."),
     ] = None,
 ) -> None:
-    """Write a sealed batch's rows, as they were submitted, to a file.
+    """Write the submitted rows of a sealed batch to a file.
 
     Example: gristmill export my-run 12 --out rollouts.jsonl.gz --config run.yaml
 
-    From these two files gristmill batch makes the same tensors as the service.
+    From these two files, gristmill batch builds the same tensors as the service.
     """
     with refusals(), closing(Transport(address, 10.0, "gristmill export")) as transport:
         settings = _settings(transport, run)
@@ -51,11 +52,11 @@ def export(
 
 
 def _settings(transport: Transport, run: str) -> dict[str, Any]:
-    """Returns the run's configuration, with which the offline commands lay the batch out as the service did."""
+    """Returns the run's configuration, with which the offline commands build the same batch as the service."""
     status = transport.call(transport.runs.GetRun, run_pb2.GetRunRequest(run=run)).status
     settings: dict[str, Any] = json.loads(status.config_json)
     if settings.get("zero_variance_filter") == "replace":
-        # The service did so before it sealed the batch; the offline commands cannot.
+        # The service replaced groups before it sealed the batch, and the offline commands cannot.
         del settings["zero_variance_filter"]
     return settings
 
@@ -63,9 +64,9 @@ def _settings(transport: Transport, run: str) -> dict[str, Any]:
 def _write(
     transport: Transport, request: trainer_pb2.ExportBatchRequest, columns: Sequence[ColumnSpec], out: Path
 ) -> None:
-    """Writes the file whole or not at all."""
+    """Writes the complete file, or no file."""
     if out.suffix not in (".jsonl", ".gz"):
-        raise InvalidArgumentError(f"--out is {out}; give a name that ends in .jsonl or .jsonl.gz")
+        raise InvalidArgumentError(f"--out {out} is not a rollout file; use the extension .jsonl or .jsonl.gz")
     draft = out.with_name(f".{out.name}.draft")
     try:
         pages = transport.call(

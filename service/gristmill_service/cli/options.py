@@ -1,4 +1,4 @@
-"""Options that several commands share, and flags that are made of settings."""
+"""Options that several commands share, and flags derived from settings."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ AddressOption = Annotated[
     str,
     typer.Option(
         envvar="GRISTMILL_ADDRESS",
-        help="The service, or any of its replicas: HOST:PORT or unix:/PATH, several separated by commas.",
+        help="The service, or any of its replicas: HOST:PORT or unix:/PATH, separated by commas.",
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="For programs.")]
 
 
 def flags_of(settings: type[BaseSettings]) -> Signature:
-    """Returns a command's signature, from which typer reads its flags."""
+    """Returns a signature with a flag for each setting, which typer reads."""
     return Signature([_flag(*item) for item in settings.model_fields.items()])
 
 
 def _flag(name: str, field: FieldInfo) -> Parameter:
-    """Returns the flag of a setting, whose value is None where it is not given."""
+    """Returns the flag of a setting. Its value is None if the flag is not set."""
     kind = next(one for one in get_args(field.annotation) or (field.annotation,) if one is not NoneType)
     value = None if field.default_factory else field.default
     value = value.human_readable() if isinstance(value, ByteSize) else value

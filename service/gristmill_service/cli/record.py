@@ -20,27 +20,27 @@ def register(app: typer.Typer) -> None:
 
 
 def record_command(**flags: object) -> None:
-    """Record an agent's calls of an engine as steps of its trajectory.
+    """Record an agent's calls to an engine as steps of its trajectory.
 
-    A proxy in front of vLLM or SGLang, for OpenAI's chat completions, completions and responses and Anthropic's
-    messages, streamed or not. An agent sets its base URL and needs no other change:
+    This is a proxy in front of vLLM or SGLang, for OpenAI's chat completions, completions and responses and Anthropic's
+    messages, streamed or not. In the agent, only the base URL changes:
 
       client = openai.OpenAI(base_url="http://127.0.0.1:8090/runs/RUN/uid/UID/sample/0/v1")
 
-    RUN has step_wise: true, and merge: tree for sub-agents, parallel calls and shortened histories. Sampled tokens are
-    trained, with the engine's own token ids and logprobs; messages of users and tools are context. The trajectory ends
-    when its reward is known:
+    Set step_wise: true in RUN, and merge: tree for sub-agents, parallel calls and shortened histories. Sampled tokens
+    are trained on, with the engine's token ids and logprobs; messages of users and tools are context. Set the reward to
+    end the trajectory:
 
       curl http://127.0.0.1:8090/runs/RUN/uid/UID/sample/0/finish -d '{"reward": 1.0}'
 
     Every answer is journaled before it is returned, and delivered when the service is reachable and has capacity. The
-    engine's errors are passed on unchanged. /metrics, /healthz and /readyz are as the service's.
+    engine's errors are returned unchanged. /metrics, /healthz and /readyz work as in the service.
 
-    A setting is taken from its flag, else from the environment (--upstream is GRISTMILL_RECORD_UPSTREAM); its
-    credentials for the service are GRISTMILL_TOKEN and the like (docs/security.md). It listens on this machine only,
-    since it does not authenticate callers; to listen wider it needs --insecure. SIGTERM or Ctrl-C answers the calls
-    under way and exits with 0; a second one exits at once. Exit status 2: a wrong setting, an address or a
-    journal that is taken.
+    A setting is read from its flag, else from the environment (--upstream is GRISTMILL_RECORD_UPSTREAM); its
+    credentials for the service are GRISTMILL_TOKEN and similar variables (docs/security.md). It listens only on this
+    machine, because it does not authenticate callers; --insecure allows other addresses. After SIGTERM or Ctrl-C it
+    finishes the running calls and exits with 0; after a second signal it exits at once. Exit status 2: an invalid
+    setting, or an address or a journal in use.
     """
     try:
         settings = load(RecorderSettings, flags)
@@ -54,7 +54,7 @@ record_command.__signature__ = flags_of(RecorderSettings)  # type: ignore[attr-d
 
 
 def record(settings: RecorderSettings) -> int:
-    """Records until a signal asks to stop. Returns the exit status."""
+    """Records until a stop signal. Returns the exit status."""
     from gristmill_service.logs import configure_logs
     from gristmill_service.process_tuning import tune_process
 

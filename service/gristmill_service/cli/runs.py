@@ -28,7 +28,7 @@ def register(app: typer.Typer) -> None:
 def about() -> None:
     """Create, list, show and delete runs.
 
-    Exit status 1: the service refused, with the reason on standard error. 2: it cannot be reached.
+    Exit status 1: the service refused the call; the reason is on standard error. 2: the service is unreachable.
     """
 
 
@@ -36,15 +36,17 @@ def about() -> None:
 def create(
     run: RunArgument,
     config: Annotated[
-        Path, typer.Option("--config", metavar="CONFIG", help="The run's settings, YAML or JSON.", show_default=False)
+        Path,
+        typer.Option(
+            "--config", metavar="CONFIG", help="A file with the run's settings, YAML or JSON.", show_default=False
+        ),
     ],
     address: AddressOption = ADDRESS,
     as_json: JsonOption = False,
 ) -> None:
     """Create a run with the settings in CONFIG.
 
-    The same settings again change nothing; a run of this name with other settings stays as it is, and the command is
-    refused.
+    If the run exists with the same settings, nothing changes. If it exists with other settings, the command fails.
 
     Example: gristmill runs create my-run --config run.yaml
     """
@@ -60,12 +62,12 @@ def create(
     if as_json:
         print(json.dumps({"run": run, "created": answer.created, "warnings": list(answer.warnings)}))
     else:
-        print(f"run {run!r} is created" if answer.created else f"run {run!r} exists already, with these settings")
+        print(f"run {run!r} created" if answer.created else f"run {run!r} already exists with these settings")
 
 
 @_runs.command("list")
 def list_runs(address: AddressOption = ADDRESS, as_json: JsonOption = False) -> None:
-    """List all runs, each with its state and the reason for it.
+    """List all runs with their states and the reasons for these.
 
     Example: gristmill runs list --json | jq -r '.runs[] | select(.state == "finished").run'
     """
@@ -91,7 +93,7 @@ def list_runs(address: AddressOption = ADDRESS, as_json: JsonOption = False) -> 
 
 @_runs.command("show")
 def show(run: RunArgument, address: AddressOption = ADDRESS, as_json: JsonOption = False) -> None:
-    """Show all of a run: its state, what holds it up, its counts, and its settings.
+    """Show the details of a run: its state, what blocks it, its counts, and its settings.
 
     Example: gristmill runs show my-run --json | jq .config
     """
@@ -123,7 +125,8 @@ def delete(
 ) -> None:
     """Delete a run with its rows, plans, shards and state. This cannot be undone.
 
-    Asks for confirmation on a terminal; elsewhere it needs --yes. Calls that wait for the run end with NOT_FOUND.
+    Asks for confirmation on a terminal; without a terminal, --yes is required. Waiting calls for the run end with
+    NOT_FOUND.
 
     Example: gristmill runs delete my-run --yes
     """
@@ -132,10 +135,8 @@ def delete(
     with early_ends():
         if not yes:
             if not sys.stdin.isatty():
-                raise InvalidArgumentError(
-                    f"this would delete run {run!r} with its rows and shards; give --yes to do it"
-                )
+                raise InvalidArgumentError(f"run {run!r} would be deleted with rows and shards; pass --yes to confirm")
             typer.confirm(f"Delete run {run!r} at {address} with its rows and shards?", abort=True, err=True)
         with connect(address, _OWNER) as client:
             client.delete(run)
-    print(json.dumps({"run": run, "deleted": True}) if as_json else f"run {run!r} is deleted")
+    print(json.dumps({"run": run, "deleted": True}) if as_json else f"run {run!r} deleted")

@@ -1,4 +1,4 @@
-"""`gristmill serve` runs one service in one process, from flags to exit status. Heavy modules are imported when it
+"""`gristmill serve` runs one service in one process, and returns its exit status. Heavy modules are imported when it
 runs."""
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ def register(app: typer.Typer) -> None:
 
 
 def serve_command(**flags: object) -> None:
-    """Serve runs: take rollouts, make batches, and serve shards to trainers.
+    """Serve runs: accept rollouts, build batches, and serve shards to trainers.
 
-    A setting is taken from its flag, else from the environment (--max-waiters is GRISTMILL_MAX_WAITERS), else from the
-    file that --config-file or GRISTMILL_CONFIG_FILE names, else it has its default. Runs are created through the API.
-    The service listens on this machine only; to listen wider it needs certificates and tokens (docs/security.md).
+    A setting is read from its flag, else from the environment (--max-waiters is GRISTMILL_MAX_WAITERS), else from the
+    file in --config-file or GRISTMILL_CONFIG_FILE, else it has its default. Runs are created through the API. The
+    service listens only on this machine; other addresses require certificates and tokens (docs/security.md).
 
-    SIGTERM or Ctrl-C finishes sealed batches and exits with 0; a second one exits at once. Exit status 2: a wrong
-    setting, or an address in use. While Redis is unreachable, or another service has the journal, it waits: /healthz
-    answers, and /readyz says what it waits for.
+    After SIGTERM or Ctrl-C it finishes sealed batches and exits with 0; after a second signal it exits at once. Exit
+    status 2: an invalid setting, or an address in use. While Redis is unreachable, or another service uses the journal,
+    it waits: /healthz answers, and /readyz reports the reason.
     """
     try:
         settings = load_settings(flags)
@@ -57,8 +57,8 @@ serve_command.__signature__ = flags_of(Settings)  # type: ignore[attr-defined]
 
 
 def serve(settings: Settings) -> int:
-    """Serves until a signal asks to stop. Returns the exit status."""
-    # Imported here, since it would block the event loop for most of a second.
+    """Serves until a stop signal. Returns the exit status."""
+    # Imported before the event loop starts, because the import takes most of a second.
     import gristmill_service.service  # noqa: F401
     from gristmill_service.logs import configure_logs
     from gristmill_service.process_tuning import tune_process
@@ -95,7 +95,10 @@ async def _serve(settings: Settings) -> int:
             print(_ready_line(service), flush=True)
             await stop_asked.wait()
     except OSError as error:
-        print(f"gristmill serve: announce: cannot write {settings.announce}: {error.strerror}", file=sys.stderr)
+        print(
+            f"gristmill serve: announce: cannot write {settings.announce}: {error.strerror}; pass a writable path",
+            file=sys.stderr,
+        )
         return CANNOT_START
     finally:
         await service.stop()
@@ -103,8 +106,7 @@ async def _serve(settings: Settings) -> int:
 
 
 async def _started(settings: Settings, stop_asked: asyncio.Event) -> Service | None:
-    """Starts the service once its store answers; until then probes are answered. Returns None when a signal asks to
-    stop before that."""
+    """Starts the service once its store answers, and answers probes until then. Returns None after a stop signal."""
     import structlog
 
     from gristmill_service.api.http.waiting import WaitingServer
@@ -136,7 +138,7 @@ def _ready_line(service: Service) -> str:
 
 
 def _stop_asked() -> asyncio.Event:
-    """Returns an event that the first SIGTERM or SIGINT sets; the second ends the process there and then."""
+    """Returns an event that the first SIGTERM or SIGINT sets. The second signal ends the process at once."""
     asked = asyncio.Event()
 
     def ask(number: int) -> None:
@@ -151,7 +153,7 @@ def _stop_asked() -> asyncio.Event:
 
 @contextmanager
 def _announced(service: Service, path: Path | None) -> Iterator[None]:
-    """Writes the addresses to a file, whole from the moment it exists, and removes it at the end."""
+    """Writes the addresses to a file in one step, so that it is never incomplete, and removes the file at the end."""
     if path is None:
         yield
         return

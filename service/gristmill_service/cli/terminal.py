@@ -1,4 +1,4 @@
-"""What commands print, and how they end: one clear message on standard error for a refusal, and an exit status."""
+"""Output and exit of commands: an error is one message on standard error and an exit status."""
 
 from __future__ import annotations
 
@@ -19,29 +19,28 @@ messages = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 def screen(pipe_width: int = 140) -> Console:
-    """Returns a console on standard output. pipe_width: wide enough that no column is cut in a pipe or a log."""
+    """Returns a console on standard output. pipe_width: the width in a pipe or a log, where no column may be cut."""
     return Console(width=None if sys.stdout.isatty() else pipe_width, highlight=False)
 
 
 def printable(text: str) -> str:
-    """Returns the text with control characters and line breaks escaped, as in `\\x1b`: a uid or a reason may have any
-    character."""
+    """Escapes control characters and line breaks, as in `\\x1b`, as uids and reasons may contain any."""
     return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text)
 
 
 def counted(number: int, one: str, many: str = "") -> str:
-    """As in "1 rank", "2 ranks". many: the plural, where it is not `one` with an s."""
+    """Returns "1 rank", "2 ranks" and so on. many: the plural, if it is not `one` with an s."""
     return f"{number:,} {one if number == 1 else many or f'{one}s'}"
 
 
 def reason_of(error: GristmillError) -> str:
-    """Returns the error's message without what the client adds about its attempts and the request."""
+    """Returns the error's message without the client's details of attempts and the request."""
     return str(error).partition(" (gave up after ")[0].partition(" (request ")[0]
 
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """Ends a command on files with one message and no traceback at a refusal or Ctrl-C."""
+    """Ends a command on files with one message, without a traceback, after an error or Ctrl-C."""
     try:
         yield
     except KeyboardInterrupt:
@@ -60,7 +59,7 @@ def refusals() -> Iterator[None]:
 
 @contextmanager
 def early_ends() -> Iterator[None]:
-    """Ends a command on a service with the exit status of its error; with 0 at Ctrl-C."""
+    """Ends a command on a service with the exit status of its error, or with 0 after Ctrl-C."""
     try:
         yield
     except KeyboardInterrupt:
@@ -77,5 +76,5 @@ def early_ends() -> Iterator[None]:
 
 
 def _leave_pipe() -> None:
-    """Redirects standard output to nowhere, so that Python's last flush does not fail: the reader is gone."""
+    """Redirects standard output to the null device, so that Python's last flush does not fail."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,4 +1,4 @@
-"""`gristmill token create` makes a token for a caller, and its entry in the service's file."""
+"""`gristmill token create` creates a token for a caller, and its entry in the service's file of tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gristmill_service.access.roles import ROLES
 from gristmill_service.access.tokens import create_token
 from gristmill_service.cli.terminal import refusals
 
-_tokens = typer.Typer(no_args_is_help=True, help="Tokens with which callers authenticate.")
+_tokens = typer.Typer(no_args_is_help=True, help="Create tokens for callers.")
 
 
 def register(app: typer.Typer) -> None:
@@ -21,12 +21,12 @@ def register(app: typer.Typer) -> None:
 
 @_tokens.callback()
 def about() -> None:
-    """Tokens with which callers authenticate."""
+    """Create tokens for callers."""
 
 
 @_tokens.command("create")
 def create(
-    name: Annotated[str, typer.Argument(help="The caller's name, as in logs.")],
+    name: Annotated[str, typer.Argument(help="The caller's name, used in logs.")],
     role: Annotated[list[str], typer.Option(help="A role of the caller; repeat for more.", metavar="|".join(ROLES))],
     run: Annotated[list[str] | None, typer.Option(help="A pattern of runs, such as 'math-*'; repeat for more.")] = None,
     rank: Annotated[
@@ -36,13 +36,13 @@ def create(
         Path, typer.Option(help="The file that `gristmill serve --tokens-file` reads; created if it does not exist.")
     ] = Path("tokens.yaml"),
 ) -> None:
-    """Make a token, print it, and add its digest to the file of tokens.
+    """Create a token, print it, and add its digest to the file of tokens.
 
-    The token itself is not stored: give it to its caller, as GRISTMILL_TOKEN or in a file that GRISTMILL_TOKEN_FILE
-    names. A running service reloads the file. Remove the entry from the file to revoke the token.
+    The token itself is not stored: pass it to the caller in GRISTMILL_TOKEN, or in a file named by
+    GRISTMILL_TOKEN_FILE. A running service reloads the file. To revoke the token, remove its entry from the file.
 
     Roles: worker (submits rollouts), trainer (pulls shards), viewer (sees runs, but no tokens of rows), data_reader
-    (sees those, too), scraper (metrics), admin (everything, also deleting runs).
+    (also sees tokens of rows), scraper (metrics), admin (everything, including deleting runs).
 
         gristmill token create rollouts --role worker --run 'math-*' --tokens-file tokens.yaml
     """

@@ -85,9 +85,7 @@ def read_config(path: Path) -> RunConfig:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidArgumentError(
-            f"{path}: cannot read the configuration: {error}; pass a readable file in UTF-8"
-        ) from None
+        raise InvalidArgumentError(f"{path}: cannot read the configuration: {error}; pass a UTF-8 file") from None
     try:
         mapping = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     except (ValueError, RecursionError, yaml.YAMLError) as error:
@@ -105,8 +103,7 @@ def stored_config(config: bytes) -> RunConfig:
 
 
 def with_dp_size(config: RunConfig, dp_size: int) -> RunConfig:
-    """Returns the configuration with another `dp_size`. Raises InvalidArgumentError if other settings conflict with
-    it."""
+    """Returns the configuration with another `dp_size`. Raises InvalidArgumentError for a conflict."""
     if dp_size == config.dp_size:
         return config
     return parse_config(json.loads(config.model_dump_json(exclude_defaults=True)) | {"dp_size": dp_size})
@@ -130,8 +127,7 @@ def _refuse_unknown(mapping: dict[Any, Any], known: Collection[str], section: st
 
 
 def _suggestion(name: Any, known: Collection[str]) -> str:
-    """Returns a clause that suggests the most similar known name; empty if none is similar, or if `renamings` handles
-    the name."""
+    """Returns a clause that suggests the most similar known name; empty if there is none, or `renamings` has one."""
     close = [] if _NAMES.get(name) in known else get_close_matches(str(name)[:64], known, 1, 0.8)
     return f" (did you mean {close[0]}?)" if close else ""
 

@@ -41,9 +41,7 @@ def check(config: RunConfig) -> None:
             f"merge steps; set merge: {modes}, or leave retokenized_tail out"
         )
     if config.loss_reduction == "seq_mean_token_sum_norm" and config.max_seq_len is None:
-        raise InvalidArgumentError(
-            "loss_reduction: seq_mean_token_sum_norm divides by max_seq_len, which is not set; set max_seq_len"
-        )
+        raise InvalidArgumentError("loss_reduction: seq_mean_token_sum_norm needs max_seq_len; set max_seq_len")
     if config.most_samples < config.n_samples_per_prompt:
         raise InvalidArgumentError(
             f"max_samples_per_prompt: {config.max_samples_per_prompt} is less than n_samples_per_prompt: "
@@ -85,8 +83,7 @@ def _check_mini_batches(config: RunConfig) -> None:
             )
     if config.mini_batch_unit == "sequence" and (config.micro_batch.size is None or config.on_misaligned != "pad"):
         raise InvalidArgumentError(
-            "mini_batch_unit: sequence requires micro_batch: {size: ...} and on_misaligned: pad; set both, or use "
-            "mini_batch_unit: prompt"
+            "mini_batch_unit: sequence requires micro_batch: {size: ...} and on_misaligned: pad; set both, or prompt"
         )
 
 
@@ -125,9 +122,7 @@ def _check_balance(config: RunConfig) -> None:
             "size; PaLM, arXiv:2204.02311, appendix B), or balance: tokens"
         )
     if config.flops is not None and config.flops.linear == 0 and config.flops.quadratic == 0:
-        raise InvalidArgumentError(
-            "flops: linear and quadratic are both 0, so every row would cost 0; set at least one"
-        )
+        raise InvalidArgumentError("flops: linear and quadratic are both 0, so every row would cost 0; set one")
 
 
 def _check_columns(config: RunConfig) -> None:
@@ -252,7 +247,7 @@ def _check_tags(config: RunConfig) -> None:
         )
     if len(config.tag_shares) > MOST_TAGS:
         raise InvalidArgumentError(
-            f"tag_shares: {len(config.tag_shares)} tags exceed the limit of {MOST_TAGS}; list fewer tags"
+            f"tag_shares: {len(config.tag_shares)} tags exceed the limit of {MOST_TAGS}; list fewer"
         )
     total = sum((Fraction(repr(share.min)) for share in config.tag_shares.values()), Fraction(0))
     if total > 1:

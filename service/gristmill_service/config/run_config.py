@@ -117,8 +117,7 @@ class TagShare(BaseModel):
     min: Annotated[float, BeforeValidator(_number), Field(gt=0, le=1)]
 
     def groups(self, size: int) -> int:
-        """Returns the minimum number of groups with the tag in a batch of `size` groups, computed in decimal
-        arithmetic: 0.7 of 10 is 7."""
+        """Returns the tag's minimum number of groups in a batch of `size`, in decimal arithmetic: 0.7 of 10 is 7."""
         return _share_of(self.min, size)
 
 

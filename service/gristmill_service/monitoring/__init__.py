@@ -1,4 +1,4 @@
-"""Runs as seen from outside: metrics, health, history and batch views. Nothing here decides for a run."""
+"""Monitoring of runs: metrics, health, history and batch views. Nothing here changes a run."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Document(BaseModel):
-    """The base of all documents that the API answers with."""
+    """The base class of all documents that the API returns."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)

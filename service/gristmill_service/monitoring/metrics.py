@@ -1,9 +1,9 @@
 """The metrics that /metrics exposes; docs/metrics.md lists them, and a test compares the two.
 
-The process's own are in a registry: calls, storage, leases. Those of its runs are read at each scrape: what each run's
-monitor counted, and what its state says. The time that stores take is measured around their calls.
+Metrics of the process (calls, storage, leases) are in a registry. Metrics of runs are read at each scrape, from each
+run's monitor and state. The duration of store calls is measured around them.
 
-Labels are bounded: runs, ranks, and words of ours; never a uid.
+The number of label values is limited: runs, ranks, and fixed words; never a uid.
 """
 
 from __future__ import annotations
@@ -46,21 +46,21 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 RunStats = list[Metric]
-"""A run's metrics, each sample labeled with the run."""
+"""A run's metrics. Each sample has a label with the run's name."""
 
-# From a small call to a wait that lasts as long as the service allows.
+# The buckets range from a small call to the longest wait that the service allows.
 _CALL_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _STORE_SECONDS = (0.0001, 0.0005, 0.0025, 0.01, 0.05, 0.25, 1.0, 5.0, 30.0)
-# A run or a table that is not there is no failure; waits for capacity are the run's own.
+# A missing run or table is not a failure of the store.
 _NO_FAILURE = (NotFoundError, AlreadyExistsError, OwnedElsewhereError)
 _OPERATIONS = ("publish", "plan", "free", "append", "flush", "compact", "get", "replay")
-# Methods of shard stores and run logs, by their operations. Those of run stores return a log, which is measured.
+# The operation of each method of shard stores and run logs. Methods of run stores return a log, which is measured.
 _MEASURED = {**{name: name for name in _OPERATIONS}, "get_all": "get"}
 _OPENS = ("create", "open")
-# A trajectory's rows are superseded or surplus, and a plan's misaligned, never a whole group here.
+# These reasons apply to rows of a trajectory (superseded, surplus) or of a plan (misaligned), not to whole groups.
 _GROUP_REASONS = tuple(reason for reason in REASONS if reason not in ("misaligned", "superseded", "surplus"))
 
-# When a series was created would be a series of its own, twice as many in all.
+# The creation time of each series would double the number of series.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
@@ -68,9 +68,9 @@ disable_created_metrics()  # type: ignore[no-untyped-call]
 class Watched:
     """The sources that each scrape reads.
 
-    runs: the metrics of each run that this process owns. waiting: the number of calls that wait. leases: runs by who
-    owns them. unhealthy_reason: why storage cannot take batches or calls now, empty where it can. room: bytes used and
-    capacity of each store. quotas: the usage of each.
+    runs: the metrics of each run that this process owns. waiting: the number of waiting calls. leases: the number of
+    runs by owner. unhealthy_reason: why storage cannot accept batches or calls now; empty if it can. room: used bytes
+    and capacity of each store. quotas: the usage of each quota.
     """
 
     runs: Callable[[], Iterable[RunStats]]
@@ -82,7 +82,7 @@ class Watched:
 
 
 class Metrics:
-    """The process's metrics. Thread-safe as far as the watched sources are."""
+    """The process's metrics. Thread-safe if the watched sources are."""
 
     def __init__(self) -> None:
         self._registry, self._watched = CollectorRegistry(), list[Watched]()
@@ -106,10 +106,10 @@ class Metrics:
         self._calls.labels(api, call, status).observe(seconds)
 
     def read(self, sees: Callable[[str], bool] = lambda _: True) -> Callable[[], bytes]:
-        """Reads all metrics. Returns a function that writes them in the Prometheus text format: that takes most of the
-        time, and may be called by any thread.
+        """Reads all metrics. Returns a function that formats them as Prometheus text: this takes most of the time, and
+        any thread may call it.
 
-        sees: whether the metrics of a run, by its name, are among them.
+        sees: returns whether to include the metrics of the run with this name.
         """
         metrics = [*self._registry.collect(), *chain.from_iterable(map(_of_process, self._watched))]
         runs = [stats for watched in self._watched for stats in watched.runs()]
@@ -143,7 +143,7 @@ class StoreMetrics:
             buckets=_STORE_SECONDS,
         )
         failed = Counter("gristmill_store_errors", "Failed calls to these stores.", ("operation",), registry=registry)
-        # Looked up once: some calls are made for each request.
+        # Looked up once, because each request makes some of these calls.
         self._observe = {name: seconds.labels(name).observe for name in _OPERATIONS}
         self._fail = {name: failed.labels(name).inc for name in _OPERATIONS}
 
@@ -159,7 +159,7 @@ class StoreMetrics:
         return result
 
     def timed(self, store: T) -> T:
-        """Returns the shard store, run store or run log with its calls measured, and those of the logs it opens."""
+        """Returns the shard store, run store or run log with measured calls, also of the logs that it opens."""
         return cast("T", _Timed(store, self))
 
 
@@ -172,7 +172,7 @@ class _Timed:
         if name in _OPENS:
             return lambda *args: self._metrics.timed(value(*args))
         if name in _MEASURED:
-            # Later accesses find the attribute itself.
+            # Later accesses find the attribute without calling `__getattr__`.
             value = self.__dict__[name] = partial(self._metrics.call, _MEASURED[name], value)
         return value
 
@@ -200,7 +200,7 @@ def _of_process(watched: Watched) -> Iterator[Metric]:
 
 
 def _joined(runs: Iterable[RunStats]) -> Iterable[Metric]:
-    """Joins the metrics of all runs, so that each is exposed once, with the samples of every run."""
+    """Merges the metrics of all runs, so that each metric is exposed once, with the samples of every run."""
     metrics: dict[str, Metric] = {}
     for metric in chain.from_iterable(runs):
         joined = metrics.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
@@ -209,7 +209,7 @@ def _joined(runs: Iterable[RunStats]) -> Iterable[Metric]:
 
 
 def run_stats(run: Run) -> RunStats:
-    """Reads all metrics of the run at one moment: a batch that one counts as published is in the others, too."""
+    """Reads all metrics of the run at one time, so that they are consistent."""
 
     def read(state: State, room: Room) -> tuple[RunFacts, list[Metric]]:
         facts, counted = facts_of(run, state, room), monitor_of(run).metrics
@@ -223,7 +223,7 @@ def run_stats(run: Run) -> RunStats:
     )
     for metric in metrics:
         for sample in metric.samples:
-            # Each sample was created for this scrape and has labels of its own.
+            # Each sample was created for this scrape, so its labels may be changed.
             sample.labels["run"] = run.name
     return metrics
 
@@ -275,13 +275,13 @@ def _of_state(run: Run, state: State, facts: RunFacts, now: float) -> Iterator[M
 
 
 def _oldest_open(state: State, now: float) -> float:
-    """Returns the age of the oldest group that is not complete. now: the run's own time."""
+    """Returns the age of the oldest group that is not complete. now: in the run's time."""
     oldest = next((group for key, group in state.open.items() if key not in state.complete), None)
     return 0.0 if oldest is None else max(0.0, now - oldest.admitted_at)
 
 
 def gauge(name: str, text: str, value: float | Mapping[str, float], label: str = "") -> Metric:
-    """Makes a gauge. value: one number, or numbers by the label's values."""
+    """Creates a gauge. value: one number, or one number per value of the label."""
     if not isinstance(value, Mapping):
         return GaugeMetricFamily(name, text, value)
     metric = GaugeMetricFamily(name, text, labels=(label,))

@@ -1,7 +1,7 @@
 """The pipeline turns steps into a plan and shards.
 
-It is pure: functions from arrays to arrays, without I/O, clock, randomness or global state; the same input gives the
-same bytes. Data flows one way, through one package after another:
+It is pure: functions from arrays to arrays, without I/O, clock, randomness or global state. The same input produces the
+same bytes. Data flows in one direction through the packages:
 
     steps -> rows (validate, filter, merge) -> credit -> scheduling -> layout -> shards
 """
@@ -27,16 +27,17 @@ __all__ = ["BuiltBatch", "build_batch", "plan_batch"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BuiltBatch:
-    """A batch's plan and its shards, which are laid out as they are read.
+    """A batch's plan and its shards, which are laid out when they are read.
 
-    awaits: names of the columns that trainers must write before the batch can be trained: it has forward shards.
-    forms: the layout that columns written for each of the policy's shards must have; empty where none is awaited.
+    awaits: names of the columns that trainers must write before the batch can be trained; if any, the shards are
+        forward shards. forms: the required layout of columns written for each of the policy's shards; empty if no
+        column is awaited.
     """
 
     plan: PlanDocument
     shards: Sequence[Shard]
     stats: Callable[[], Figures]
-    """Computes the figures when it is called: few callers need them."""
+    """Computes the figures, on demand because few callers need them."""
     awaits: frozenset[str] = frozenset()
     forms: Mapping[ShardAddress, ShardForm] = field(default_factory=dict)
 
@@ -56,11 +57,11 @@ def build_batch(
 
     written: all columns that trainers wrote. None while one is missing: the shards are then forward shards, without the
         tensors that depend on missing columns.
-    policy_version: the current one, for staleness; None (offline): the largest in the batch.
-    begun: the number of samples of each group that was begun with one of its own, by round and uid; None (offline):
-        not known.
-    timed: given a stage's name, returns the context that the stage runs within.
-    Raises InvalidArgumentError when the rows break a rule or cannot be aligned.
+    policy_version: the current version, for staleness; None (offline): the largest version in the batch.
+    begun: the number of samples of each group that was begun with its own number, by round and uid; None (offline):
+        unknown.
+    timed: returns the context in which to run the stage with this name.
+    Raises InvalidArgumentError if the rows violate a rule or cannot be aligned.
     """
     scored = score_batch(steps, config, policy_version, timed, begun)
     with timed("schedule"):
@@ -89,7 +90,7 @@ def build_batch(
 
 
 def plan_batch(steps: Steps, config: RunConfig, *, batch: int) -> PlanDocument:
-    """Returns a batch's plan without its shards; the table may have lengths and no tokens."""
+    """Returns a batch's plan without its shards. The table may contain only lengths, without tokens."""
     scored = score_batch(steps, config, None)
     mini_batches = _schedule(scored, config)
     return plan_document(scored, mini_batches, config, batch, None, count_groups(scored, mini_batches, None))

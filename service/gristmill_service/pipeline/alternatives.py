@@ -1,4 +1,4 @@
-"""Computes what a batch would cost under other settings, from its own rows rather than by an estimate."""
+"""Computes the cost of a batch with other settings, exactly, from its rows."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from gristmill_service.pipeline import build_batch, plan_batch
 class BatchCost:
     """The cost of training a batch's policy mini-batches once.
 
-    rows: trained ones, without padding rows. padding_rows: rows that make counts even. tokens: all that go through the
-    model, with padding; None where rows have lengths only. padding_share: padding as a share of `tokens`, 0 to 1, or
-    None. barrier_ratio: the load of the slowest rank of each micro-step over the mean load; 1 where no rank waits.
+    rows: trained rows, without padding rows. padding_rows: rows added for alignment. tokens: all tokens that the model
+    computes, including padding; None if rows have only lengths. padding_share: the share of padding in `tokens`, 0 to
+    1, or None. barrier_ratio: the load of each micro-step's slowest rank, divided by the mean load; 1 if no rank waits.
     """
 
     rows: int
@@ -29,11 +29,10 @@ class BatchCost:
 
 
 def costs(steps: Steps, config: RunConfig) -> Iterator[tuple[str, BatchCost]]:
-    """Yields the batch's cost as configured, under the name "", and then with each setting that might make it cheaper.
+    """Yields the batch's cost as configured, with the name "", and then with each setting that may reduce it.
 
-    A name is what a configuration would say, such as `layout: packed`; one setting differs at a time. Settings that
-    conflict with others or with the rows are left out, and so are settings that change nothing. Plans the batch once
-    for each.
+    A name is the changed setting, such as `layout: packed`; only one setting differs at a time. Omits settings that
+    conflict with others or with the rows, and settings that change nothing. Plans the batch once per setting.
     """
     now = _cost(steps, config)
     yield "", now

@@ -1,7 +1,7 @@
-"""The figures of a batch: the fate of its rows and tokens, and the scores of its groups.
+"""The figures of a batch: the outcomes of its rows and tokens, and the scores of its groups.
 
-One record of sums, so that those of several batches add up: the plan shows some of them, metrics count them, and a
-run's log stores them. Shards contain none.
+They are a record of sums, so that the figures of several batches can be added. The plan shows some of them, metrics
+count them, and a run's log stores them. Shards do not contain them.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ MOST_TAGS = 8
 
 
 class GroupCounts(msgspec.Struct, array_like=True, frozen=True):
-    """Counts of groups. Each trajectory counts once, rows and tokens as often as they are trained in an epoch.
+    """Counts of groups. Each trajectory counts once, and rows and tokens as often as they are trained in an epoch.
 
-    score_sum, reward_sum: of all trajectories. response_tokens: of all their steps. solved: groups with a trajectory
-    that scored above 0. zero_variance: groups of several trajectories with equal scores. padding: tokens of padding
-    within rows. Older logs end with `zero_variance`.
+    score_sum, reward_sum: sums over all trajectories. response_tokens: the sum over all their steps. solved: groups
+    with a trajectory that scored above 0. zero_variance: groups of several trajectories with equal scores. padding:
+    padding tokens within rows. Older logs end with `zero_variance`.
     """
 
     groups: int = 0
@@ -52,7 +52,7 @@ class GroupCounts(msgspec.Struct, array_like=True, frozen=True):
 
     @property
     def means(self) -> dict[str, int | float]:
-        """Means of rewards and lengths, by their names in plans."""
+        """Means of rewards and lengths, by name in plans."""
         return {
             "trajectories": self.trajectories,
             "score_mean": self.score_sum / self.trajectories,
@@ -129,7 +129,7 @@ class Figures(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
         return self.elements - self.distinct
 
     def joined(self, later: Figures) -> Figures:
-        """Returns the figures of both."""
+        """Returns the combined figures of both."""
         sums = {
             name: _sum(getattr(self, name), getattr(later, name))
             for name in self.__struct_fields__
@@ -146,7 +146,7 @@ class Figures(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
 
 
 def most_frequent(tags: Mapping[str, GroupCounts]) -> dict[str, GroupCounts]:
-    """Returns the counts of the tags with most groups."""
+    """Returns the counts of the tags with the most groups."""
     groups = Counter({tag: counts.groups for tag, counts in sorted(tags.items())})
     return {tag: tags[tag] for tag in sorted(dict(groups.most_common(MOST_TAGS)))}
 
@@ -154,7 +154,7 @@ def most_frequent(tags: Mapping[str, GroupCounts]) -> dict[str, GroupCounts]:
 def count_groups(
     scored: ScoredBatch, mini_batches: Sequence[MiniBatchPlan], laid_out: Sequence[Shard] | None
 ) -> tuple[GroupCounts, dict[str, GroupCounts]]:
-    """Counts all groups, and those of each tag if any has one. laid_out: None when only planned."""
+    """Counts all groups, and those of each tag if any group has one. laid_out: None if the batch is only planned."""
     policy = [part for part in mini_batches if part.model == "policy"]
     received, scores, lengths = scored.received, scored.scores, scored.rows.lengths
     if not received.groups:
@@ -199,8 +199,8 @@ def figures(
     counts: tuple[GroupCounts, dict[str, GroupCounts]],
     tokens_submitted: int,
 ) -> Figures:
-    """Returns a batch's figures, without times. counts: of `count_groups`. tokens_submitted: prompt and response tokens
-    of all submitted rows, also of stale groups."""
+    """Returns a batch's figures, without times. counts: the result of `count_groups`. tokens_submitted: prompt and
+    response tokens of all submitted rows, including stale groups."""
     policy = [part for part in mini_batches if part.model == "policy"]
     groups, tags = counts
     steps, rows, staleness = scored.received.steps, scored.rows, scored.staleness
@@ -259,8 +259,8 @@ def _row_padding(scored: ScoredBatch, policy: Sequence[MiniBatchPlan], laid_out:
 
 
 def _causes(scored: ScoredBatch, config: RunConfig) -> dict[str, int]:
-    """Counts steps that joined none by cause: the first token that differs is in the prompt or the response of the step
-    that they are compared with, or their prompt ends too early (`truncated`), or a column differs. The first few of a
+    """Counts steps that joined no other, by cause: the first different token is in the prompt or the response of the
+    compared step, or their prompt ends too early (`truncated`), or a column differs. Only the first such steps of a
     trajectory are examined; `further` counts the others."""
     if not config.merging.joins:
         return {}

@@ -1,6 +1,6 @@
-"""The public document of a plan (specification, section 10), with counts of the rules' cases, and metrics.
+"""The public document of a plan (specification, section 10), with counts of each rule's cases, and metrics.
 
-The document is a contract: `gristmill plan` prints it, stores keep it as JSON, and trainers read it.
+The document is a public format: `gristmill plan` prints it, stores contain it as JSON, and trainers read it.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from gristmill_service.pipeline.scored_batch import ScoredBatch
 class RankDocument:
     """A rank's shard of a mini-batch.
 
-    rows: row indices in micro-batch order, -1 for padding rows. micro_batches: each one's positions in `rows`.
-    shared: with `layout: prefix_tree`, how many first tokens each row shares with the row before it in its micro-batch;
-    plans of other layouts do not have it.
+    rows: row indices in micro-batch order, -1 for padding rows. micro_batches: the positions in `rows` of each.
+    shared: with `layout: prefix_tree`, how many first tokens each row shares with the previous row of its micro-batch;
+    absent with other layouts.
     """
 
     rank: int
@@ -38,7 +38,7 @@ class RankDocument:
 
 @dataclass(frozen=True, slots=True)
 class MiniBatchDocument:
-    """An optimizer step of one model. `start:end` are its rows before any drop; the counts are of its kept rows."""
+    """An optimizer step of one model. `start:end` are its rows before any drop; the counts cover its kept rows."""
 
     model: Model
     index: int
@@ -54,8 +54,8 @@ class MiniBatchDocument:
 
 @dataclass(frozen=True, slots=True)
 class MismatchDocument:
-    """A step that joined none. index: of the first token of its prompt that differs. column: one with `merge: equal`
-    that differs from the step that it would have joined, though no token does; else empty."""
+    """A step that joined no other step. index: the first different token in its prompt. column: the column with `merge:
+    equal` that differs, if no token does; else empty."""
 
     uid: str
     round: int
@@ -67,12 +67,12 @@ class MismatchDocument:
 
 @dataclass(frozen=True, slots=True)
 class PlanDocument:
-    """The plan of a batch: when and where each row trains. Row indices are those after merging.
+    """The plan of a batch: when and where each row trains. Row indices refer to rows after merging.
 
-    dropped_uids: of groups dropped as stale or by alignment. counts: the cases of each rule, by name. metrics: of the
-    policy. merge_mismatches: the first few of each trajectory. tags: the environment or task of each prompt group, in
-    the batch's order, "" if it has none; empty if none has. tag_metrics: by tag. steps: with `merge: tree` the numbers
-    of the steps on each row's path; plans of other modes do not have it.
+    dropped_uids: uids of groups dropped as stale or by alignment. counts: the number of cases of each rule, by name.
+    metrics: the policy's metrics. merge_mismatches: the first ones of each trajectory. tags: the environment or task of
+    each prompt group, in the batch's order, "" for a group without; empty if no group has one. tag_metrics: metrics by
+    tag. steps: with `merge: tree`, the numbers of the steps on each row's path; absent with other modes.
     """
 
     batch: int
@@ -93,7 +93,7 @@ class PlanDocument:
 
 def encode_plan(plan: PlanDocument) -> bytes:
     """Returns the plan as JSON, in UTF-8 and on one line."""
-    # Within a JSON string quotes are escaped, so that no name can look like this.
+    # Quotes in JSON strings are escaped, so no name can contain this text.
     text = msgspec.json.encode(plan).replace(b',"shared":null', b"")
     return text if plan.steps is not None else text.removesuffix(b',"steps":null}') + b"}"
 
@@ -111,8 +111,8 @@ def plan_document(
     laid_out: Sequence[Shard] | None,
     counts: tuple[GroupCounts, dict[str, GroupCounts]],
 ) -> PlanDocument:
-    """Returns the document of a batch. laid_out: its shards, for the cost of padding; None when only planned. counts:
-    of `count_groups`."""
+    """Returns the document of a batch. laid_out: its shards, for the cost of padding; None if it is only planned.
+    counts: the result of `count_groups`."""
     groups, tags = counts
     received = scored.received
     policy = [mini_batch for mini_batch in mini_batches if mini_batch.model == "policy"]
@@ -167,7 +167,7 @@ def _counts(scored: ScoredBatch, dropped: int, config: RunConfig) -> dict[str, i
 
 
 def _accuracy(scored: ScoredBatch, groups: GroupCounts) -> dict[str, int | float]:
-    """Returns means of rewards and lengths, in which each trajectory counts once and padding never."""
+    """Returns means of rewards and lengths. Each trajectory counts once, and padding does not count."""
     if not groups.groups:
         return {}
     staleness = scored.staleness
@@ -197,10 +197,10 @@ def _performance(
     laid_out: Sequence[Shard] | None,
     tokens: int,
 ) -> dict[str, int | float]:
-    """Returns the cost of the policy's shards, padding separately. tokens: of trained rows.
+    """Returns the cost of the policy's shards, with padding listed separately. tokens: the tokens of trained rows.
 
-    The barrier ratio is by FLOPs if the configuration has `flops`, else by tokens. Tokens that rows share count once in
-    loads and padding, and `distinct_tokens` is their number.
+    The barrier ratio is computed from FLOPs if the configuration has `flops`, else from tokens. Shared tokens count
+    once in loads and padding; `distinct_tokens` is the number of tokens without repetition.
     """
     figures: dict[str, int | float] = {"tokens": tokens, "padding_rows": sum(part.padding_rows for part in policy)}
     distinct, shared = tokens, None

@@ -26,7 +26,7 @@ from gristmill_service.pipeline.rows.validate import Received, receive
 
 Stage = Literal["validate", "merge", "advantage", "schedule", "layout", "plan"]
 StageTimer = Callable[[Stage], AbstractContextManager[object]]
-"""Given a stage's name, returns the context that the stage runs within."""
+"""A function of a stage's name. Returns the context in which to run the stage."""
 
 
 def no_timer(_: Stage) -> AbstractContextManager[object]:
@@ -37,11 +37,11 @@ def no_timer(_: Stage) -> AbstractContextManager[object]:
 class ScoredBatch:
     """A batch that is ready to be scheduled, for any number of ranks.
 
-    trained: bool (steps,), False where a filter masks. scores: float64 (trajectories,), without the KL.
-    credit: the advantages; None while a column is missing that they are computed from. loss_tokens: int64 (rows,).
-    row_group_bounds: (groups + 1,) into rows. rows_received: all steps, also those of dropped groups.
-    staleness: (trajectories with a known policy version,) versions behind the current one, of each one's oldest step.
-    stale: (round, uid) of groups dropped as stale. counts: the cases of each rule, by name.
+    trained: bool (steps,), False for steps that a filter masks. scores: float64 (trajectories,), without the KL.
+    credit: the advantages; None while a required column is missing. loss_tokens: int64 (rows,).
+    row_group_bounds: (groups + 1,) row bounds. rows_received: the number of all steps, including dropped groups.
+    staleness: (trajectories with a known policy version,) how many versions the oldest step is behind.
+    stale: (round, uid) of groups dropped as stale. counts: the number of cases of each rule, by name.
     awaits: names of the columns that trainers have not written yet.
     sharing: the tokens that rows share, with `layout: prefix_tree`.
     """
@@ -74,9 +74,9 @@ def score_batch(
     timed: StageTimer = no_timer,
     begun: Mapping[tuple[int, str], int] | None = None,
 ) -> ScoredBatch:
-    """Validates, filters, merges and scores a batch: all that depends neither on ranks nor on trainers.
+    """Validates, filters, merges and scores a batch: the stages that depend neither on ranks nor on trainers.
 
-    policy_version, timed, begun: as `build_batch` takes them.
+    policy_version, timed, begun: see `build_batch`.
     """
     awaits = frozenset(column.name for column in config.written_columns)
     with timed("validate"):
@@ -125,14 +125,14 @@ def _sharing(received: Received, rows: Rows, row_group_bounds: Int64s, config: R
     tokens = received.steps.tokens
     if tokens.total and not tokens.values.size:
         raise InvalidArgumentError(
-            "layout: prefix_tree needs the rows' tokens to find what rows share, and these rows have lengths only; "
-            "give rows with tokens, or another layout"
+            "layout: prefix_tree needs tokens to find shared prefixes, but these rows have only lengths; pass rows "
+            "with tokens, or set another layout"
         )
     return find_sharing(rows, tokens, row_group_bounds)
 
 
 def with_columns(scored: ScoredBatch, extras: Mapping[str, Extra], config: RunConfig) -> ScoredBatch:
-    """Returns the batch with the columns that trainers wrote as values of its steps; none is missing any more."""
+    """Returns the batch with the columns that trainers wrote as values of its steps, so that no column is missing."""
     steps = scored.received.steps
     received = replace(scored.received, steps=replace(steps, extras={**steps.extras, **extras}))
     complete = replace(scored, received=received, awaits=frozenset())
@@ -142,7 +142,7 @@ def with_columns(scored: ScoredBatch, extras: Mapping[str, Extra], config: RunCo
 def _credited(scored: ScoredBatch, config: RunConfig) -> ScoredBatch:
     received, scores = scored.received, scored.scores
     if len(received.steps) > 0 and not received.steps.tokens.values.size:
-        # A lengths file has nothing that advantages could be computed from, and nothing to lay out.
+        # A lengths file contains no data for advantages, and nothing to lay out.
         return replace(scored, credit=Credit(np.zeros(len(scores))))
     result = credit(received, scored.rows, scores, scored.trained, config)
     counts = {} if result.of_tokens is None else {"uncredited_rewards": result.of_tokens.uncredited}
@@ -157,7 +157,7 @@ def _realigned(received: Received, rows: Rows, config: RunConfig) -> dict[str, i
 
 
 def _incomplete(received: Received, config: RunConfig, begun: Mapping[tuple[int, str], int] | None) -> int:
-    """Counts the groups with fewer samples than were wanted."""
+    """Counts the groups with fewer samples than requested."""
     sizes = np.diff(received.group_bounds)
     if begun is None and config.max_samples_per_prompt is not None:
         return 0

@@ -132,9 +132,7 @@ class Background:
             except (GristmillError, OSError) as error:
                 # The call that freed the batch has succeeded, so the error is only logged.
                 failed.append(batch)
-                _log.warning(
-                    "shards could not be removed; trying again later", run=self._name, batch=batch, reason=str(error)
-                )
+                _log.warning("shards not removed; retrying later", run=self._name, batch=batch, reason=str(error))
         self._freed += failed
         self._free_after = self._clock() + 1.0 if failed else 0.0
         self._room.removed()

@@ -143,7 +143,7 @@ class BatchBuilder:
         state = self._writer.state
         progress.batch_state(state, number)
         if number not in state.batches:
-            raise FailedPreconditionError(f"batch {number} is not sealed yet; its rows are not decided")
+            raise FailedPreconditionError(f"batch {number} is not sealed yet, so its rows are not final; retry later")
         picked, token_rewards = _pick(self._writer.rows, state.batches[number]), bool(state.schema.token_rewards)
         # The rows are read from the log, so they must be in it.
         await self._writer.commits.safe()
@@ -236,14 +236,14 @@ class BatchBuilder:
             with self._monitor.timed("publish"):
                 self._writer.check_open(is_internal=True)
                 if not publication.set_running_or_notify_cancel():
-                    raise UnavailableError("the batch was abandoned")
+                    raise UnavailableError("the batch was abandoned, because the run is closing; retry")
                 nbytes = self._store.publish(self._name, job.number, plan, built.shards)
         except (UnavailableError, ResourceExhaustedError):
             raise
         except (MemoryError, OSError) as error:
             # The process is short of memory or threads, which is no reason to drop rows.
             raise UnavailableError(
-                f"this process cannot build the batch now: {type(error).__name__}: {error}"
+                f"this process cannot build the batch now: {type(error).__name__}: {error}; it will retry"
             ) from error
         except Exception as error:  # noqa: BLE001 - whatever went wrong is the batch's reason, not the thread's end
             if not isinstance(error, GristmillError):

@@ -119,4 +119,4 @@ class Commits:
 
 def _lost(error: Exception) -> UnavailableError:
     # A new error for each caller: a shared one would collect the stack frames of all of them.
-    return UnavailableError(f"{error}; the run is being recovered from its store; retry")
+    return UnavailableError(f"{error}; the run is being recovered from its store, so retry")

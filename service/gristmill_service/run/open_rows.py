@@ -29,7 +29,7 @@ async def read_open_row(writer: Writer, log: RunLog, key: GroupKey, sample: int,
         # A row that was removed while it was being read may be wrong.
         writer.check_open()
         if _find(writer.state, key, sample, step).ref != row.ref:
-            raise NotFoundError(f"{row} was sampled again while it was read; ask again")
+            raise NotFoundError(f"{row} was superseded while it was read; retry")
 
 
 def _find(state: State, key: GroupKey, sample: int, step: int) -> StoredRow:
@@ -38,7 +38,7 @@ def _find(state: State, key: GroupKey, sample: int, step: int) -> StoredRow:
         raise NotFoundError(f"{key} is not open: {what_became_of(state, key)}")
     trajectory = group.trajectories.get(sample)
     if trajectory is None or step not in trajectory.rows:
-        raise NotFoundError(f"{key} sample {sample} has no step {step} yet; its samples say which steps came")
+        raise NotFoundError(f"{key} sample {sample} has no step {step} yet; request one of the received steps")
     return trajectory.rows[step]
 
 
@@ -48,5 +48,5 @@ def what_became_of(state: State, key: GroupKey) -> str:
     if outcome is None:
         return "no group of this uid and round was begun"
     if isinstance(outcome, int):
-        return f"it was sealed into batch {outcome}; look at its rows there"
-    return f"it was dropped ({outcome}), and its rows are gone"
+        return f"it was sealed into batch {outcome}; see its rows there"
+    return f"it was dropped ({outcome}), and its rows were removed"

@@ -97,7 +97,7 @@ class PublishedBatches:
         except NotFoundError:
             self._writer.check_open()
             if progress.batch_state(self._writer.state, batch) is BatchState.PENDING:
-                raise UnavailableError(f"run {self._name!r}: batch {batch} is not published yet; ask again") from None
+                raise UnavailableError(f"run {self._name!r}: batch {batch} is not published yet; retry") from None
             raise
 
     def _withdraw(self, batch: int, reason: str) -> None:

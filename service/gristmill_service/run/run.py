@@ -171,9 +171,7 @@ class Run:
         """Checks each row of a request against the rules for single rows. Raises InvalidArgumentError."""
         steps, config = check(sent.steps), self._writer.config
         if len(steps) > _MOST_ROWS:
-            raise TooLargeError(
-                f"the request has {len(steps)} rows, and {_MOST_ROWS} are the most; send several requests"
-            )
+            raise TooLargeError(f"the request has {len(steps)} rows, and the limit is {_MOST_ROWS}; split the request")
         if steps.extras or config.columns:
             check_extras(steps, config.columns, None if sent.prefixes is None else sent.prefixes.lengths)
             check_credit_columns(steps, config)

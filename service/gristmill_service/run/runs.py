@@ -117,10 +117,10 @@ class Runs:
     async def create(self, name: str, config: Mapping[str, Any] | RunConfig) -> tuple[list[str], bool]:
         """Returns warnings about the configuration, and whether this call created the run."""
         if not 1 <= len(name) <= _LONGEST_NAME or not name.isprintable():
-            raise InvalidArgumentError(f"run is {name!r}; a name has 1 to {_LONGEST_NAME} printable characters")
+            raise InvalidArgumentError(f"run name {name!r} is invalid; use 1 to {_LONGEST_NAME} printable characters")
         if "/" in name or name in (".", ".."):
             raise InvalidArgumentError(
-                f"run is {name!r}; a name is part of the path of URLs, so it has no slash and is not '.' or '..'"
+                f"run name {name!r} cannot be part of a URL's path; use a name without a slash, other than '.' and '..'"
             )
         parsed = config if isinstance(config, RunConfig) else parse_config(config)
         self._check_serving()
@@ -129,16 +129,17 @@ class Runs:
         except NotFoundError:
             if (count := len(await self.names())) >= self._max_runs:
                 raise ResourceExhaustedError(
-                    f"there are {count} runs and max_runs allows {self._max_runs}; delete one, or raise the setting"
+                    f"{count} runs exist, and max_runs is {self._max_runs}; delete a run, or raise max_runs"
                 ) from None
             if await finished(self._create(name, parsed)):
                 return warnings_of(parsed), True
             run = await self.get(name)
         if run.is_deleted:
-            raise UnavailableError(f"run {name!r} is being deleted; create it again when that is done")
+            raise UnavailableError(f"run {name!r} is being deleted; retry after it is deleted")
         if parsed not in (run.created_with, run.config):
             raise AlreadyExistsError(
-                f"run {name!r} exists with another configuration: {_difference(run.created_with, parsed)}"
+                f"run {name!r} exists with another configuration: {_difference(run.created_with, parsed)}; choose "
+                "another name"
             )
         return warnings_of(parsed), False
 
@@ -332,7 +333,7 @@ class Runs:
                 self._set_aside(name, error)
                 self._runs.pop(name, None)
                 raise FailedPreconditionError(
-                    f"run {name!r} cannot be read: {error}; restore it where it is stored, or delete the run"
+                    f"run {name!r} cannot be read: {error}; restore its data in the store, or delete the run"
                 ) from error
             _log.info("run restored", run=name, **_holding(run), seconds=round(self._clock() - began, 3))
             asyncio.get_running_loop().create_task(_quietly(asyncio.to_thread(self._shards.sweep, name)))
@@ -397,7 +398,7 @@ class Runs:
         # Another caller may start a new check before this one continues.
         looking = self._looking
         await asyncio.wait([looking], timeout=_PATIENCE_S)
-        silent = f"what stores the runs has not answered for {_PATIENCE_S:g} s"
+        silent = f"the run store has not answered for {_PATIENCE_S:g} s"
         self._store_reason = looking.result() if looking.done() else silent
 
     async def _adopt(self) -> None:
@@ -422,7 +423,7 @@ class Runs:
 
     async def _unknown(self, name: str) -> NotFoundError:
         known = ", ".join([one for one in await self.names() if caller.current().sees(one)][:10]) or "none"
-        return NotFoundError(f"run {name!r} does not exist; create it first (there are: {known})")
+        return NotFoundError(f"run {name!r} does not exist; create it first, or use an existing run: {known}")
 
     def _check_store(self) -> None:
         if reason := self._store.unreachable_reason():
@@ -434,7 +435,7 @@ class Runs:
 
 
 def _shutting_down() -> UnavailableError:
-    return UnavailableError("the service is shutting down; ask again when it is back")
+    return UnavailableError("the service is shutting down; retry after it has restarted")
 
 
 class _NameLock:

@@ -67,9 +67,7 @@ class SentColumns:
         if not new:
             return {}
         if form is None:
-            raise UnavailableError(
-                f"{self._where}: its forward shard is being published again; write the columns when it is"
-            )
+            raise UnavailableError(f"{self._where}: its forward shard is being republished; retry after that")
         values = {place: self._own_values(self._columns[place], form) for place in new}
         for place, column_values in values.items():
 
@@ -99,7 +97,7 @@ class SentColumns:
         for name in sent.tensors:
             if name not in names:
                 raise InvalidArgumentError(
-                    f"{self._where}: {name[:200]!r} is no tensor of this shard; it has {', '.join(names)}"
+                    f"{self._where}: {name[:200]!r} is not a tensor of this shard; write one of {', '.join(names)}"
                 )
         return form.own_values(sent.spec, sent.tensors, self._where)
 
@@ -164,12 +162,12 @@ def _by_column(tensors: Mapping[str, Array], columns: Sequence[ColumnSpec], wher
         if column not in written:
             known = ", ".join(written) or "none"
             raise InvalidArgumentError(
-                f"{where}: {name[:200]!r} belongs to no column that trainers of this run write; these are {known}; "
-                "declare the column with source: trainer"
+                f"{where}: {name[:200]!r} is not in a column that trainers of this run write ({known}); declare the "
+                "column with source: trainer"
             )
         by_column.setdefault(column, {})[name] = tensors[name]
     if not by_column:
-        raise InvalidArgumentError(f"{where}: the request has no tensor; write at least one column")
+        raise InvalidArgumentError(f"{where}: the request contains no tensor; write at least one column")
     return [
         _Sent(written[name], tensors_of_column, _digest(tensors_of_column))
         for name, tensors_of_column in by_column.items()

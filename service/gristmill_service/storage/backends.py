@@ -1,4 +1,4 @@
-"""Opens the stores that a service's settings name. A store's module is imported only if it is used."""
+"""Opens the stores in a service's settings. A store's module is imported only if it is used."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ ReadRoom = Callable[[], dict[str, tuple[int, int]]]
 
 
 class StorageUnreachableError(UnavailableError):
-    """A store of the settings does not answer now, or another process uses it. A retry may help."""
+    """A store does not answer now, or another process uses it. A retry may help."""
 
 
 class Storage:
-    """A service's stores of shards and runs. Closing it closes all that was opened for them.
+    """A service's stores of shards and runs. Closing it closes everything that was opened for them.
 
-    advertise(grpc_address, http_url, secret) publishes the addresses at which other replicas reach this one, and the
-    secret that they present there. room() returns used and total bytes of each bounded storage.
+    advertise(grpc_address, http_url, secret): publishes the addresses at which other replicas reach this process, and
+    the secret that they must send. room(): returns used and total bytes of each limited storage.
     """
 
     def __init__(
@@ -58,10 +58,10 @@ class Storage:
 
 
 def open_storage(settings: Settings) -> Storage:
-    """Opens the stores. Raises StorageUnreachableError if Redis cannot be reached or the journal is locked, and other
-    errors for wrong settings."""
+    """Opens the stores. Raises StorageUnreachableError if Redis is unreachable or the journal is locked, and other
+    errors for invalid settings."""
     with ExitStack() as opened:
-        # Runs first: the journal's lock refuses a second service of the same directory.
+        # Runs are opened first, because the journal's lock rejects a second service with the same directory.
         runs, advertise, room = _RUN_STORES[settings.run_store](settings, opened)
         opened.callback(runs.close)
         shards: ShardStore = import_module(SHARD_STORES[settings.shard_store].module).open_shards(settings, runs)
@@ -70,7 +70,7 @@ def open_storage(settings: Settings) -> Storage:
 
 
 class _OpenRuns(NamedTuple):
-    """advertise, room: as `Storage` has them."""
+    """An opened run store. advertise, room: see `Storage`."""
 
     runs: RunStore
     advertise: Advertise

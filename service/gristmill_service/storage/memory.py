@@ -1,6 +1,6 @@
-"""Stores in the memory of this process: runs that end with it, and shards for tests and machines without shared memory.
+"""Stores in the memory of this process: runs that end with it, and shards for tests or for lack of shared memory.
 
-The run store keeps nothing: it drops appended records, and each run keeps its own rows on the heap.
+The run store retains nothing: it discards appended records, and each run has its own rows on the heap.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from gristmill_service.storage.shard_store import ShardLocation, ShardSource, Sh
 
 
 class MemoryRunStore:
-    """See `gristmill_service.storage.run_store.RunStore`. It lists no run: the process that creates one
-    uses its log until it ends."""
+    """Implements `gristmill_service.storage.run_store.RunStore`. It lists no runs, because a process uses the log of
+    each run that it creates until it ends."""
 
     is_shared = False
 
@@ -51,7 +51,7 @@ class MemoryRunStore:
 
 
 class MemoryRunLog:
-    """See `gristmill_service.storage.run_store.RunLog`. The run keeps its tables."""
+    """Implements `gristmill_service.storage.run_store.RunLog`. The run itself stores its tables."""
 
     reads_rows = is_remote = is_lost = is_long = False
     log_bytes = first_number = 0
@@ -82,7 +82,7 @@ class MemoryRunLog:
         pass
 
     def get(self, number: int) -> Stored:
-        raise NotFoundError(f"table {number} of rows is in the run's memory only")
+        raise NotFoundError(f"table {number} of rows is not stored: it is only in the run's memory")
 
     def get_all(self, numbers: Collection[int]) -> dict[int, Stored]:
         return {number: self.get(number) for number in numbers}
@@ -111,7 +111,7 @@ class _Published:
 
 
 class MemoryShardStore:
-    """See `gristmill_service.storage.shard_store.ShardStore`."""
+    """Implements `gristmill_service.storage.shard_store.ShardStore`."""
 
     is_remote = False
 
@@ -123,7 +123,7 @@ class MemoryShardStore:
         shards, room = list(shards), memory_room()
         if (size := sum(shard.size for shard in shards)) > room.available:
             kind = FailedPreconditionError if size > room.total else ResourceExhaustedError
-            raise kind(f"run {run!r}: batch {batch} has {size} bytes and there is memory for {room.available}")
+            raise kind(f"run {run!r}: batch {batch} has {size} bytes, and {room.available} bytes of memory are free")
         joined = {shard.address: join(shard.iovec()) for shard in shards}
         with self._lock:
             self._batches[run, batch] = _Published(plan, joined)
@@ -140,7 +140,7 @@ class MemoryShardStore:
         return (data[start : start + _PIECE] for start in range(0, len(data), _PIECE))
 
     def read_frames(self, run: str, batch: int, address: ShardAddress) -> None:
-        """Returns None: this store has uncompressed files."""
+        """Returns None, because this store's files are uncompressed."""
 
     def free(self, run: str, batch: int) -> None:
         with self._lock:
@@ -152,7 +152,7 @@ class MemoryShardStore:
                 del self._batches[key]
 
     def sweep(self, run: str) -> None:
-        """Does nothing: leftovers end with their process."""
+        """Does nothing, because leftovers end with their process."""
 
     def close(self) -> None:
         with self._lock:
@@ -162,11 +162,11 @@ class MemoryShardStore:
         with self._lock:
             published = self._batches.get((run, batch))
         if published is None:
-            raise NotFoundError(f"run {run!r}: batch {batch} is not published, or freed already")
+            raise NotFoundError(f"run {run!r}: batch {batch} is not published, or already freed; request another batch")
         return published
 
     def _shard(self, run: str, batch: int, address: ShardAddress) -> bytes:
         shard = self._published(run, batch).shards.get(address)
         if shard is None:
-            raise NotFoundError(f"run {run!r}: batch {batch} has no shard {address.path}")
+            raise NotFoundError(f"run {run!r}: batch {batch} has no shard {address.path}; request a shard of its plan")
         return shard

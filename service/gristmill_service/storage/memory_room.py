@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class MemoryRoom(NamedTuple):
-    """Bytes that are available, and all bytes."""
+    """The available bytes, and the total bytes."""
 
     available: int
     total: int
@@ -22,8 +22,8 @@ UNKNOWN = MemoryRoom(1 << 62, 1 << 62)
 
 
 def memory_room(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> MemoryRoom:
-    """Returns the memory of the machine or the container, whichever is less; memory that the kernel can reclaim, such
-    as file caches, counts as available. cgroup: of version 2, as a container sees its own."""
+    """Returns the memory of the machine or the container, whichever is less. Memory that the kernel can reclaim, such
+    as file caches, counts as available. cgroup: the container's own cgroup, version 2."""
     return _of_machine(proc).within(_of_container(cgroup))
 
 
@@ -36,14 +36,14 @@ def _of_machine(proc: Path) -> MemoryRoom:
 
 def _of_container(cgroup: Path) -> MemoryRoom:
     with suppress(OSError, KeyError, ValueError):
-        # Without a limit the file says "max", which is no number.
+        # Without a limit, the file contains "max", which is not a number.
         most = int((cgroup / "memory.max").read_text())
         used, parts = int((cgroup / "memory.current").read_text()), _numbers(cgroup / "memory.stat")
-        # tmpfs counts as files, but cannot be reclaimed.
+        # tmpfs is counted as files, but cannot be reclaimed.
         return MemoryRoom(max(0, most - used + parts["file"] - parts["shmem"]), most)
     return UNKNOWN
 
 
 def _numbers(path: Path) -> dict[str, int]:
-    """Returns the number in each line, by the word before it."""
+    """Returns the number in each line, by the first word of the line."""
     return {line[0]: int(line[1]) for line in map(str.split, path.read_text().splitlines()) if len(line) > 1}

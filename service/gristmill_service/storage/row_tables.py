@@ -1,7 +1,7 @@
 """Encodes tables of steps: a small description in MessagePack, followed by the raw buffers of the columns.
 
-Little-endian. Buffers of wider numbers come first, so that each is aligned without a gap. Columns that have the default
-in every row, such as a mask of ones, are left out. Reading makes views of the buffers, no copies.
+All numbers are little-endian. Buffers of wider numbers are first, so that each is aligned without a gap. Columns with
+the default in every row, such as a mask of ones, are omitted. Reading creates views of the buffers, without copies.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from gristmill._wire.steps import PLAIN_FIELDS, ROW_FIELDS, TOKEN_FIELDS, Extra,
 from gristmill.errors import InvalidArgumentError, UnavailableError
 
 Stored = Steps | bytes | memoryview
-"""A table as it is stored: as bytes, or decoded."""
+"""A stored table: as bytes, or decoded."""
 
 SIZE_BYTES = 8
-"""The bytes of the number at the begin of a table: the table's size, including this number."""
+"""The size in bytes of the number at the beginning of a table, which is the table's size including this number."""
 
 _ALIGNMENT = 8
 FORMAT = 2
@@ -35,14 +35,14 @@ FORMAT = 2
 
 _HEAD_BYTES = SIZE_BYTES + 4
 
-# Decoded descriptions of columns of at most this many bytes are cached.
+# Decoded column descriptions are cached if they have at most this size.
 _SHORT = 1 << 10
-# A larger table is not encoded to be stored on the heap, because that copies it.
+# A larger table is stored on the heap without encoding, because encoding copies it.
 _COPIED_BYTES = 256 << 10
 
 
 class TableBytes(NamedTuple):
-    """The bytes of a table, as buffers to concatenate. The first one describes the others."""
+    """The bytes of a table, as buffers to concatenate. The first buffer describes the others."""
 
     buffers: Sequence[bytes | memoryview]
     size: int
@@ -54,8 +54,8 @@ class TableBytes(NamedTuple):
 class Column(msgspec.Struct, array_like=True):
     """A ragged column.
 
-    counts: of a declared column, each row's number of values, -1 if the row does not have the column. None: the column
-    has one value per token.
+    counts: for a declared column, each row's number of values; -1 for a row without the column. None if the column has
+    one value per token.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Column(msgspec.Struct, array_like=True):
         return item * prod(self.shape) if self.shape else item
 
     def values(self, data: bytes | memoryview) -> Array:
-        """Views the bytes as values; (n, *shape)."""
+        """Returns a view of the bytes as values; (n, *shape)."""
         dtype = np.dtype(self.dtype)
         values = np.frombuffer(data, dtype) if len(data) else np.empty(0, dtype)
         return values.reshape(-1, *self.shape) if self.shape else values
@@ -98,7 +98,7 @@ def _kind(name: str, dtype: Any) -> Any:
 if TYPE_CHECKING:
     Numbers = Any
 else:
-    # One number per row; None: all rows have the default.
+    # One number per row; None if all rows have the default.
     Numbers = msgspec.defstruct(
         "Numbers",
         [
@@ -112,7 +112,8 @@ else:
 
 
 class Header(msgspec.Struct, array_like=True, gc=False):
-    """strings: one per row, by name; missing ones are empty. columns: encoded, in the order of their buffers."""
+    """The description of a table. strings: one per row, by name; a missing list means empty strings. columns: encoded,
+    in the order of their buffers."""
 
     format: int
     uids: list[str]
@@ -129,7 +130,7 @@ _head = struct.Struct("<QI")
 
 
 class Opened(msgspec.Struct, gc=False):
-    """The description of a table, its columns by name, and the bytes of each. Tables may share columns."""
+    """A table's description, its columns by name, and the bytes of each column. Tables may share columns."""
 
     header: Header
     columns: Mapping[str, Column]
@@ -137,7 +138,7 @@ class Opened(msgspec.Struct, gc=False):
 
 
 class _Size(NamedTuple):
-    """The bytes of a column: per token of the table, per response token, and of declared columns in all."""
+    """The size of a column in bytes: per token, per response token, and in total for a declared column."""
 
     name: str
     of_token: int
@@ -153,7 +154,7 @@ class _Columns(NamedTuple):
 
 
 class OpenedRow(msgspec.Struct, gc=False):
-    """A row of a table: the table's columns, and the row's bytes of each. at: its index in the table."""
+    """A row of a table: the table's columns, and the row's bytes in each. at: the row's index in the table."""
 
     columns: Mapping[str, Column]
     memory: Mapping[str, memoryview]
@@ -172,26 +173,26 @@ def encode(table: Steps) -> TableBytes:
 
 
 def decode(data: bytes | memoryview) -> Steps:
-    """Returns a table that views `data`. Raises InvalidArgumentError for bytes that `encode` cannot have written."""
+    """Returns a table that is a view of `data`. Raises InvalidArgumentError for bytes that are not an encoded table."""
     return _table(_of_bytes(data))
 
 
 def to_stored(table: Steps) -> Stored:
-    """Returns the table as it is stored on the heap: a small one as bytes, which take less memory."""
+    """Returns the form in which to store a table on the heap. A small table is encoded, which takes less memory."""
     return encode(table).joined() if _nbytes(table) <= _COPIED_BYTES else table
 
 
 def opened(stored: Stored) -> Opened:
-    """Opens a table. Raises UnavailableError if its memory was released meanwhile."""
+    """Opens a table. Raises UnavailableError if its memory was released in the meantime."""
     if isinstance(stored, Steps):
         return _of_steps(stored)
     if not int.from_bytes(stored[:SIZE_BYTES], "little"):
-        raise UnavailableError("rows were removed while they were read; retry")
+        raise UnavailableError("rows were removed while they were being read; retry")
     return _of_bytes(stored)
 
 
 def steps_of(stored: Stored) -> Steps:
-    """Decodes a stored table. Raises as `opened` does."""
+    """Decodes a stored table. Raises like `opened`."""
     return stored if isinstance(stored, Steps) else _table(opened(stored))
 
 
@@ -245,7 +246,7 @@ def _of_bytes(data: bytes | memoryview) -> Opened:
     except (msgspec.MsgspecError, struct.error, ValueError, TypeError, OverflowError) as error:
         if isinstance(error, InvalidArgumentError):
             raise
-        raise InvalidArgumentError(f"{len(data)} bytes are no table of rows: {error}") from None
+        raise InvalidArgumentError(f"{len(data)} bytes are not a table of rows: {error}; restore them") from None
 
 
 def _read(data: bytes | memoryview) -> Opened:
@@ -254,8 +255,7 @@ def _read(data: bytes | memoryview) -> Opened:
     header = _decoder.decode(data[_HEAD_BYTES:end])
     if header.format != FORMAT:
         raise InvalidArgumentError(
-            f"a table of rows has format {header.format} and this version reads {FORMAT}; use the gristmill that "
-            "wrote it"
+            f"a table of rows has format {header.format} and this version reads {FORMAT}; use the version that wrote it"
         )
     columns, sizes = _columns_of(bytes(header.columns), len(header.uids))
     _check(header)
@@ -267,13 +267,13 @@ def _read(data: bytes | memoryview) -> Opened:
         begin, at = at, at + of_token * tokens + of_response_token * responses + declared
         memory[name] = view[begin:at]
     if at > len(data):
-        raise ValueError(f"its columns end at {at}")
+        raise ValueError(f"the columns end at byte {at}")
     return Opened(header, columns, memory)
 
 
 def _columns_of(encoded: bytes, rows: int) -> _Columns:
-    """Decodes the columns of a table of `rows` rows. Raises ValueError, or as msgspec does, for invalid ones."""
-    # Most tables of a run have the same columns; long descriptions have counts of rows, which differ by table.
+    """Decodes the columns of a table with `rows` rows. Raises ValueError, or an error of msgspec, for invalid data."""
+    # Most tables of a run have the same columns. Long descriptions contain counts per row, which differ by table.
     return _decoded(encoded, rows) if len(encoded) <= _SHORT else _decoded.__wrapped__(encoded, rows)
 
 
@@ -282,14 +282,14 @@ def _decoded(encoded: bytes, rows: int) -> _Columns:
     columns = _columns_decoder.decode(encoded)
     by_name = {column.name: column for column in columns}
     if len(by_name) < len(columns) or "tokens" not in by_name:
-        raise ValueError("a column is there twice, or there are no tokens")
+        raise ValueError("a column occurs twice, or the tokens are missing")
     for column in columns:
         if column.dtype not in _DTYPES or min(column.shape, default=1) < 1:
             raise ValueError(f"column {column.name!r} has dtype {column.dtype!r} and shape {column.shape}")
         if column.counts is None and column.name not in _BY_TOKEN:
-            raise ValueError(f"{column.name!r} is no column")
+            raise ValueError(f"{column.name!r} is not a column")
         if column.counts is not None and len(column.counts) != rows:
-            raise ValueError(f"column {column.name!r} has counts of {len(column.counts)} rows, and there are {rows}")
+            raise ValueError(f"column {column.name!r} has counts for {len(column.counts)} rows, and there are {rows}")
     return _Columns(by_name, [*map(_size, columns)])
 
 
@@ -301,11 +301,11 @@ def _size(column: Column) -> _Size:
 
 
 def _check(header: Header) -> None:
-    """Raises ValueError for a description that no table has."""
+    """Raises ValueError for an invalid description."""
     numbers, rows = header.numbers, len(header.uids)
     for values in (*msgspec.structs.astuple(numbers), *header.strings.values()):
         if values is not None and len(values) != rows:
-            raise ValueError("a column has not one value per row")
+            raise ValueError("a column does not have one value per row")
     if numbers.prefix_lengths and any(map(gt, numbers.prefix_lengths, numbers.prompt_lengths or repeat(0))):
         raise ValueError("a prefix is longer than its prompt")
 
@@ -342,7 +342,7 @@ def steps_from(
     ragged: Mapping[str, Ragged],
     extras: Mapping[str, Extra],
 ) -> Steps:
-    """Makes a table from columns. numbers: all of `NUMBERS`, and any of `OF_SOME`."""
+    """Creates a table from columns. numbers: all of `NUMBERS`, and any of `OF_SOME`."""
     single: dict[str, Any] = {name: column for name, column in numbers.items() if name != "response_lengths"}
     by_token: dict[str, Any] = {"logprobs": None, "token_rewards": None, **ragged}
     if "loss_mask" not in ragged:

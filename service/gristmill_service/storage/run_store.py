@@ -1,6 +1,6 @@
-"""The contract of run stores, which store configurations, logs of events and tables of rows; shards have their own.
+"""The interface of run stores, which store configurations, logs of events and tables of rows, but not shards.
 
-A run store has a log for each run. It does not interpret events: it stores records in order, and tables by number.
+A run store contains a log per run. It does not interpret events: it stores records in order, and tables by number.
 All implementations pass the same tests.
 """
 
@@ -18,11 +18,11 @@ from gristmill_service.storage.row_tables import Stored
 
 
 class LogLostError(UnavailableError):
-    """The log may differ from what was appended: it has to be closed, opened again and replayed."""
+    """The log may differ from the appended records. Close it, open it again and replay it."""
 
 
 class OwnedElsewhereError(UnavailableError):
-    """Another process owns the run. secret: to present there, with calls that are passed on."""
+    """Another process owns the run. secret: sent to that process with forwarded calls."""
 
     def __init__(
         self, message: str, run: str = "", grpc_address: str = "", http_url: str = "", secret: str = ""
@@ -36,14 +36,14 @@ class FullError(UnavailableError):
 
 
 CheckTable = Callable[[int, Steps], bool]
-"""Takes a table's number and the table; returns whether it is as it was appended."""
+"""A function of a table's number and the table. Returns whether the table is unchanged since it was appended."""
 
 
 class Replay(NamedTuple):
-    """A run's log: a snapshot, None if none was made, and the records that were appended after it.
+    """A run's log: a snapshot (None if there is none) and the records that were appended after it.
 
-    is_short: returns whether the log is, or may be, shorter than was confirmed; known when all records were read.
-    generation: the run's when that was confirmed; 0: not known. The log may have lost that, too.
+    is_short: returns whether confirmed records are, or may be, missing at the end of the log. Call it after all records
+    are read. generation: the run's generation at the last confirmed record; 0: unknown. The log may have lost it, too.
     """
 
     snapshot: bytes | None
@@ -55,130 +55,124 @@ class Replay(NamedTuple):
 class RunLog(Protocol):
     """One run's log and tables of rows.
 
-    Every method may block, and is called from a thread: `append` and `compact` by one thread at a time, `flush` by
-    another one at the same time, `get`, `get_all` and `remove` by any. Properties, `check` and `note_generation`
-    neither
-    block nor lock: the event loop uses them.
+    Methods may block, and are called from threads: `append` and `compact` by one thread at a time, `flush` by another
+    thread at the same time, `get`, `get_all` and `remove` by any thread. Properties, `check` and `note_generation`
+    neither block nor lock, because the event loop uses them.
 
-    Methods raise UnavailableError if the log cannot be written or read for now, or was closed. After a failed `append`
-    or `compact`, the run is opened again from the log, which then decides what happened.
+    Methods raise UnavailableError if the log cannot be written or read now, or was closed. After a failed `append` or
+    `compact`, the run is reopened from the log, which determines whether the operation happened.
     """
 
     config: bytes
-    """The configuration that the run was created with, as JSON."""
+    """The configuration with which the run was created, as JSON."""
 
     run_id: str
-    """Unique: another run of the same name has another one."""
+    """A unique id; another run of the same name has a different id."""
 
     reads_rows: bool
-    """Whether `get` returns appended tables, so that they need not stay in memory."""
+    """Whether `get` returns appended tables, so that they can be released from memory."""
 
     is_remote: bool
-    """Whether `get` takes a round trip: then rows stay in memory, too, until their batch is published."""
+    """Whether `get` takes a round trip. If so, rows also stay in memory until their batch is published."""
 
     @property
     def is_lost(self) -> bool:
-        """Whether another process may own the log by now, or it could not be made durable: it has to be opened
-        again."""
+        """Whether the log must be opened again: another process may own it, or it could not be made durable."""
 
     @property
     def first_number(self) -> int:
-        """The number from which the run numbers its tables: no table ever had it or a larger one. Known when `retain`
-        has returned."""
+        """The first number for new tables: no table ever had this or a larger number. Valid after `retain`."""
 
     def check(self, has_rows: bool = True) -> None:
-        """Raises UnavailableError if an append would be refused now, as with too few replicas. has_rows: whether it has
-        rows, which a full disk refuses first."""
+        """Raises UnavailableError if an append would fail now, for example because of too few replicas. has_rows:
+        whether it contains rows, which are rejected first when the store is nearly full."""
 
     def replay(self) -> Replay:
-        """Reads the log; called once, before anything is appended. Raises InvalidArgumentError if it is damaged, or of
-        a newer format."""
+        """Reads the log. Called once, before any append. Raises InvalidArgumentError if the log is damaged, or of a
+        newer format."""
 
     def note_generation(self, generation: int) -> None:
-        """Notes the run's generation, once the log has it, in stores that record outside of the log what was
-        confirmed."""
+        """Records the run's generation, after it is in the log. For stores that record confirmations outside of it."""
 
     def append(self, record: bytes, tables: Mapping[int, Steps]) -> None:
-        """Appends a record and the tables that it refers to, by their numbers, atomically. Returns when they are as
-        durable as the settings ask. Raises LogLostError if the outcome is not known, or another process owns the log by
-        now."""
+        """Appends a record and the tables that it refers to, by number, atomically. Returns when they are as durable as
+        the settings require. Raises LogLostError if the outcome is unknown, or another process owns the log."""
 
     def sync(self) -> None:
-        """Makes appends durable that `append` left for later; called each second, also while `flush` takes long."""
+        """Makes earlier appends durable. Called every second, also during a long `flush`."""
 
     def flush(self) -> None:
-        """Does what `sync` does, and what else `append` left for later; called about once a second."""
+        """Makes earlier appends durable, and performs other deferred work. Called about once a second."""
 
     @property
     def log_bytes(self) -> int:
-        """Approximately the bytes that a replay reads: the snapshot and the records."""
+        """The approximate number of bytes that a replay reads: the snapshot and the records."""
 
     @property
     def lease(self) -> float | None:
-        """Seconds for which this process still owns the log without renewal; None if it always does."""
+        """Seconds until this process's ownership of the log expires without a renewal; None if it never expires."""
 
     @property
     def is_long(self) -> bool:
-        """Whether a replay takes much longer than it would after `compact`."""
+        """Whether `compact` would make a replay much faster."""
 
     def compact(self, snapshot: bytes) -> None:
-        """Replaces all records so far by a snapshot of the resulting state."""
+        """Replaces all records by a snapshot of the resulting state."""
 
     def get(self, number: int) -> Stored:
-        """Returns a table. Raises NotFoundError for one that was removed or lost."""
+        """Returns a table. Raises NotFoundError if it was removed or lost."""
 
     def get_all(self, numbers: Collection[int]) -> Mapping[int, Stored]:
-        """Returns these tables by their numbers, in few round trips if the store is remote. Raises as `get`."""
+        """Returns these tables by number, in few round trips if the store is remote. Raises like `get`."""
 
     def remove(self, numbers: Collection[int]) -> None:
-        """Removes tables that no record needs any more; called when the record that says so is durable. Never raises: a
-        table that cannot be removed now is removed when the log is opened again."""
+        """Removes tables that no record needs any more. Called after the event that frees them is durable. Never
+        raises: a table that cannot be removed now is removed when the log is opened again."""
 
     def retain(self, numbers: Collection[int], check: CheckTable) -> set[int]:
-        """Removes all tables except these; called once, after `replay`. Returns which of these are lost or fail the
-        check."""
+        """Removes all other tables. Called once, after `replay`. Returns the tables that are lost or fail the check."""
 
     def close(self) -> None:
-        """Releases the run, so that it can be opened again, here or elsewhere. A second call does nothing."""
+        """Releases the run, so that any process can open it. A second call does nothing."""
 
 
 class RunStore(Protocol):
     """A store of all runs. Thread-safe."""
 
     is_shared: bool
-    """Whether other processes use it, too: a run may appear, or this process may come to own it, at any time."""
+    """Whether other processes use the store, too: runs may appear, or change their owner, at any time."""
 
     def names(self) -> list[str]:
-        """Returns the names of all runs, also of runs that `open` refuses. Raises UnavailableError."""
+        """Returns the names of all runs, including those that `open` cannot open. Raises UnavailableError."""
 
     def create(self, name: str, config: bytes) -> RunLog:
-        """Creates a run. Raises AlreadyExistsError if the name is taken, InvalidArgumentError for a configuration that
-        could not be read again, and UnavailableError. After an error there is no such run."""
+        """Creates a run. Raises AlreadyExistsError if the name is in use, InvalidArgumentError for a configuration that
+        cannot be stored exactly, and UnavailableError. After an error, the run does not exist."""
 
     def open(self, name: str) -> RunLog:
-        """Opens a run. Raises NotFoundError if there is none, InvalidArgumentError if it is damaged or of a newer
+        """Opens a run. Raises NotFoundError if it does not exist, InvalidArgumentError if it is damaged or of a newer
         format, OwnedElsewhereError if another process owns it, and UnavailableError."""
 
     def delete(self, name: str) -> None:
-        """Removes all that is stored of a run. Raises UnavailableError."""
+        """Removes all data of a run. Raises UnavailableError."""
 
     def unhealthy_reason(self) -> str:
-        """Returns why nothing can be stored at the moment, for people; empty when it can. Never raises."""
+        """Returns a readable reason why nothing can be stored now; empty if it can. Never raises."""
 
     def unreachable_reason(self) -> str:
-        """Returns why runs cannot even be looked up; empty when they can. Never raises."""
+        """Returns why runs cannot be looked up; empty if they can. Never raises."""
 
     def close(self) -> None: ...
 
 
 def check_config(name: str, config: bytes) -> None:
-    """Raises InvalidArgumentError for a configuration that would differ after it is written and read again."""
+    """Raises InvalidArgumentError for a configuration that would change when it is written and read."""
     try:
-        # The first refuses integers beyond 64 bits, which the second would read as something else.
+        # orjson rejects integers beyond 64 bits, and json reads them exactly.
         orjson.dumps(json.loads(config))
         orjson.loads(config)
     except (ValueError, TypeError) as error:
         raise InvalidArgumentError(
-            f"run {name!r}: its configuration cannot be stored as JSON: {error}; integers have at most 64 bits, and "
-            "numbers are finite"
+            f"run {name!r}: the configuration cannot be stored as JSON: {error}; use finite numbers, and integers of "
+            "at most 64 bits"
         ) from None

@@ -15,17 +15,17 @@ from gristmill_service.storage.shard_store import ShardSource
 def write_shards(
     directory: Path, shards: Iterable[ShardSource], on_written: Callable[[int], None] = lambda size: None
 ) -> dict[ShardAddress, int]:
-    """Writes each shard at its address's path under `directory`; returns their sizes.
+    """Writes each shard to its address's path under `directory`. Returns their sizes.
 
-    on_written: called with the size of each written shard, by either of two threads. Raises as `write_file` does, and
-    may leave some files. All writing has ended when it returns or raises.
+    on_written: called with the size of each written shard, by one of two threads. Raises like `write_file`, and may
+    then leave some files. No thread is still writing when the function returns or raises.
     """
     shards = list(shards)
     for parent in {os.path.dirname(shard.address.path) for shard in shards}:
         (directory / parent).mkdir(mode=0o700)
 
     def write(shard: ShardSource) -> None:
-        # While the kernel copies for one thread, the other computes byte ranges.
+        # One thread computes byte ranges while the kernel copies for the other.
         write_file(f"{directory}/{shard.address.path}", shard.iovec())
         on_written(shard.size)
 
@@ -34,7 +34,7 @@ def write_shards(
 
 
 def write_file(path: Path | str, runs: iovec.Iovec) -> None:
-    """Creates `path`, readable by its owner only, with the ranges' bytes in order.
+    """Creates `path`, readable only by its owner, with the bytes of the ranges in order.
 
     Raises FileExistsError, or OSError if space or permission is missing, and may then leave a partial file.
     """

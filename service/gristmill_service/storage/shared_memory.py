@@ -1,8 +1,8 @@
 """Stores shards as safetensors files on tmpfs, for trainer ranks to map.
 
-A process owns one directory, `gristmill-<user>-<token>`, with a lock file next to it that it locks until it ends.
-Another process of the same user that finds the lock free removes the directory when it starts. Everything is readable
-by its owner only. Files appear by rename and are never written again.
+A process owns one directory, `gristmill-<user>-<token>`, and a lock file next to it, which it locks until it ends. When
+a process of the same user starts, it removes directories whose lock is free. Everything is readable only by its owner.
+Files are created by rename and never changed.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def open_shards(settings: Settings, runs: RunStore) -> ShardStore:
 
 
 class SharedMemoryShardStore:
-    """See `gristmill_service.storage.shard_store.ShardStore`.
+    """Implements `gristmill_service.storage.shard_store.ShardStore`.
 
-    directory: a tmpfs; /dev/shm is the one that every Linux has.
+    directory: a tmpfs; every Linux has /dev/shm.
     """
 
     is_remote = False
@@ -76,13 +76,15 @@ class SharedMemoryShardStore:
             self.free(run, batch)
             with self._lock:
                 if self._closed:
-                    raise UnavailableError(f"run {run!r}: batch {batch} came after the store was closed")
+                    raise UnavailableError(
+                        f"run {run!r}: batch {batch} cannot be published, as its store is closed; restart the service"
+                    )
                 partial.rename(final)
                 self._located[run, batch] = located
         except BaseException as error:
             shutil.rmtree(partial, ignore_errors=True)
             if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-                # Other programs took the free memory meanwhile.
+                # Other programs used the free memory in the meantime.
                 raise self._full(run, batch) from None
             with _explained(partial):
                 raise
@@ -94,26 +96,26 @@ class SharedMemoryShardStore:
             with suppress(FileExistsError):
                 self._root.mkdir(mode=0o700)
             if not _is_ours(self._root.lstat(), stat.S_ISDIR):
-                raise PermissionError(errno.EACCES, "it is another user's, or no directory")
+                raise PermissionError(errno.EACCES, "it belongs to another user, or is not a directory")
 
     def _check_room(self, run: str, batch: int, size: int) -> None:
-        """Refuses a batch that does not fit before anything is written: filling memory would kill other processes."""
+        """Rejects a batch that does not fit before writing, because filling memory would kill other processes."""
         with _explained(self._root):
             system = os.statvfs(self._root)
         tmpfs = MemoryRoom(system.f_bavail * system.f_frsize, system.f_blocks * system.f_frsize)
         room = tmpfs.within(memory_room())
         if size > room.total:
             raise FailedPreconditionError(
-                f"run {run!r}: batch {batch} has {size} bytes and {self._root.parent} has {room.total} in all; give it "
-                "more, lower train_batch_size, or pad less (layout: packed, pad_width: micro_batch)"
+                f"run {run!r}: batch {batch} has {size} bytes, and {self._root.parent} has {room.total} in total; "
+                "enlarge it, lower train_batch_size, or pad less (layout: packed, pad_width: micro_batch)"
             )
         if size > room.available:
             raise self._full(run, batch)
 
     def _full(self, run: str, batch: int) -> ResourceExhaustedError:
         return ResourceExhaustedError(
-            f"run {run!r}: batch {batch} does not fit into {self._root.parent}, which is full; give it more room, or "
-            "lower max_buffered_batches"
+            f"run {run!r}: batch {batch} does not fit into {self._root.parent}, which is full; enlarge it, or lower "
+            "max_buffered_batches"
         )
 
     def plan(self, run: str, batch: int) -> bytes:
@@ -128,30 +130,30 @@ class SharedMemoryShardStore:
     def locate(self, run: str, batch: int, address: ShardAddress) -> ShardLocation:
         location = self._shards(run, batch).get(address)
         if location is None:
-            raise NotFoundError(f"run {run!r}: batch {batch} has no shard {address.path}")
+            raise NotFoundError(f"run {run!r}: batch {batch} has no shard {address.path}; request a shard of its plan")
         return location
 
     def read(self, run: str, batch: int, address: ShardAddress) -> Iterator[bytes]:
-        """Raises ShardsLostError if another program has truncated, extended or removed the file."""
+        """Reads a shard. Raises ShardsLostError if another program has truncated, extended or removed the file."""
         location = self.locate(run, batch, address)
         path = location.shared_memory_path
         assert path is not None
         with _explained(Path(path)):
             try:
-                # Opened here, not at the first piece, so that a batch that is freed meanwhile is read to its end.
+                # Opened before the first piece, so that a batch that is freed in the meantime is read to its end.
                 file = open(path, "rb", buffering=0)  # noqa: SIM115
             except FileNotFoundError:
                 raise self._missing(run, batch, Path(path)) from None
             if (size := os.fstat(file.fileno()).st_size) != location.size:
                 file.close()
                 raise ShardsLostError(
-                    f"run {run!r}: batch {batch}: {path} has {size} bytes and was published with {location.size}: "
-                    "another program wrote to it; retry, the batch is built again"
+                    f"run {run!r}: batch {batch}: {path} has {size} bytes instead of {location.size}, because "
+                    "another program changed it; retry after the batch is rebuilt"
                 )
         return _pieces(file)
 
     def read_frames(self, run: str, batch: int, address: ShardAddress) -> None:
-        """Returns None: this store has uncompressed files."""
+        """Returns None, because this store's files are uncompressed."""
 
     def free(self, run: str, batch: int) -> None:
         path = self._path(run, batch)
@@ -162,14 +164,14 @@ class SharedMemoryShardStore:
             if path.exists():
                 path.rename(freed)
             del self._located[run, batch]
-        # Errors are ignored: another thread may remove the whole run at the same time.
+        # Errors are ignored, because another thread may remove the whole run at the same time.
         shutil.rmtree(freed, ignore_errors=True)
 
     def delete_run(self, run: str) -> None:
         root = self._root / directory_name(run)
         deleted = root.with_name(f".deleted-{secrets.token_hex(8)}")
         with self._lock, _explained(root):
-            # Renamed at once, so that a new run of the name starts without shards.
+            # Renamed first, so that a new run of the same name starts without shards.
             if root.exists():
                 root.rename(deleted)
             for key in [key for key in self._located if key[0] == run]:
@@ -177,7 +179,7 @@ class SharedMemoryShardStore:
         shutil.rmtree(deleted, ignore_errors=True)
 
     def sweep(self, run: str) -> None:
-        """Does nothing: a process removes all files of dead ones when it starts."""
+        """Does nothing, because a process removes all files of dead processes when it starts."""
 
     def close(self) -> None:
         with self._lock:
@@ -198,8 +200,8 @@ class SharedMemoryShardStore:
         if not is_removed:
             return _gone(run, batch)
         return ShardsLostError(
-            f"run {run!r}: batch {batch}: {path} is gone: another program removed it (some systems do when a user logs "
-            "out); retry, the batch is built again"
+            f"run {run!r}: batch {batch}: {path} was removed by another program (some systems do this when a user logs "
+            "out); retry after the batch is rebuilt"
         )
 
     def _shards(self, run: str, batch: int) -> dict[ShardAddress, ShardLocation]:
@@ -211,7 +213,7 @@ class SharedMemoryShardStore:
 
 
 def remove_leftovers(directory: Path, prefix: str) -> None:
-    """Removes the directories of dead processes of this user in `directory`. A living one has its lock."""
+    """Removes the directories of this user's dead processes in `directory`. A live process has locked its lock file."""
     for path in directory.glob(f"{prefix}*.lock"):
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -231,15 +233,14 @@ def remove_leftovers(directory: Path, prefix: str) -> None:
 
 
 def _claim(directory: Path, prefix: str) -> tuple[Path, int]:
-    """Creates a directory for this process, and locks it. The lock file comes first, so that no directory is
-    without."""
+    """Creates and locks a directory for this process. Creates the lock file first, so that every directory has one."""
     while True:
         root = directory / f"{prefix}{os.getpid()}-{secrets.token_hex(4)}"
         lock = _lock_path(root)
         descriptor = os.open(lock, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Another process may have removed the file as a leftover before it was locked.
+            # Another process may have removed the file as a leftover before this process locked it.
             if os.stat(lock).st_ino == os.fstat(descriptor).st_ino:
                 root.mkdir(mode=0o700)
                 return root, descriptor
@@ -249,8 +250,7 @@ def _claim(directory: Path, prefix: str) -> tuple[Path, int]:
 
 
 def _remove(root: Path) -> None:
-    """Removes a directory and then its lock, which stays as long as the directory: without it, a later start would not
-    find the directory."""
+    """Removes a directory and then its lock file, without which a later start would not find the directory."""
     shutil.rmtree(root, ignore_errors=True)
     if not root.exists():
         _lock_path(root).unlink(missing_ok=True)
@@ -277,16 +277,16 @@ def _pieces(file: FileIO) -> Iterator[bytes]:
 
 @contextmanager
 def _explained(path: Path) -> Iterator[None]:
-    """Turns the operating system's errors into UnavailableError, naming the file and the remedy."""
+    """Converts errors of the operating system to UnavailableError that names the file and the remedy."""
     try:
         yield
     except OSError as error:
         if isinstance(error, GristmillError):
             raise
         raise UnavailableError(
-            f"shared memory cannot be used: {path}: {error.strerror}; see that its directory is there and this user's"
+            f"shared memory cannot be used: {path}: {error.strerror}; create the directory as this user"
         ) from error
 
 
 def _gone(run: str, batch: int) -> NotFoundError:
-    return NotFoundError(f"run {run!r}: batch {batch} is not published, or freed already")
+    return NotFoundError(f"run {run!r}: batch {batch} is not published, or already freed; request another batch")

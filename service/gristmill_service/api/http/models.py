@@ -94,8 +94,7 @@ class GroupsBegun(BaseModel):
 
 class Row(BaseModel):
     """One LLM call. Lists of per-token values have one entry per response token. The run's declared columns are
-    additional fields with their names.
-    """
+    additional fields with their names."""
 
     model_config = ConfigDict(extra="allow")
 

@@ -150,16 +150,14 @@ async def batch_picture(
     model: Model = "policy",
     mini_batch: Annotated[int | None, Query(description="Only this one, in finer bars; null: as many as fit.")] = None,
 ) -> Response:
-    """Returns the prompt, observation, trained and padding tokens of each row in a published batch's shards, and the
-    ranks' loads."""
+    """Returns the prompt, observation, trained and padding tokens of rows in a batch's shards, and ranks' loads."""
     view = await views.get(run, batch)
     return await _computed(lambda: view.picture(model, mini_batch))
 
 
 @router.get("/runs/{run}/batches/{batch}/breaks", response_model=BatchBreaks)
 async def batch_breaks(run: RunDep, views: ViewsDep, api: ApiDep, batch: Int64) -> Response:
-    """Returns where merging failed: the token that differs, and its neighbors, as ids, and as text if the service has a
-    tokenizer."""
+    """Returns where merging failed: the different token and its neighbors, as ids, and as text with a tokenizer."""
     view = await views.get(run, batch)
     return await _computed(lambda: _with_texts(view.breaks(), api.token_texts))
 
@@ -209,8 +207,7 @@ async def group_row(
     round: RoundQuery = 0,
     start: StartQuery = 0,
 ) -> OpenRowTokens:
-    """Returns the tokens of a step of a group that is not sealed, 2,000 at a time, and their text if the service has a
-    tokenizer."""
+    """Returns the tokens of a step of an open group, 2,000 at a time, and their text if there is a tokenizer."""
     return _row_with_texts(await groups.row_tokens(run, GroupKey(round, uid), sample, step, start), api.token_texts)
 
 

@@ -57,9 +57,7 @@ class HttpServer:
         has_begun.cancel()
         if self._serving.done():
             failure = self._serving.exception()
-            raise UnavailableError(
-                f"http_address: the HTTP server at {self.url} cannot start: {failure!r}; see the log"
-            )
+            raise UnavailableError(f"http_address: the HTTP server at {self.url} cannot start: {failure!r}; see logs")
 
     def close(self) -> None:
         """Releases the address if the server was never started."""

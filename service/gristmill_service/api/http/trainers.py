@@ -79,9 +79,7 @@ async def get_shard(
     """Returns the location of a shard: the shard at an address, or the next that the rank must acknowledge. Waits until
     it (with `forward`, its forward shard) is published."""
     if batch is None and (epoch is not None or mini_batch is not None):
-        raise InvalidArgumentError(
-            "epoch and mini_batch are positions within a batch, which is not set; set batch, or leave them out"
-        )
+        raise InvalidArgumentError("epoch and mini_batch need batch, which is not set; set batch, or leave them out")
     position = None if batch is None else Position(batch, epoch or 0, mini_batch or 0)
     wanted = ShardQuery(model, rank, position, incarnation, forward)
     return _shard(run, await calls.get_shard(api, slot, run, wanted, wait_s))
@@ -120,8 +118,7 @@ async def write_columns(
     rank: models.Int32,
     incarnation: Annotated[models.Int64, Query(description="The trainer's incarnation, as returned with the shard.")],
 ) -> models.ColumnsWritten:
-    """Writes columns of `source: trainer` for a shard, complete and in the shard's shape. Writing the same bytes again
-    changes nothing."""
+    """Writes columns of `source: trainer` for a shard, in the shard's shape. The same bytes again change nothing."""
     body = await request.body()
     return models.ColumnsWritten(
         lacking=await calls.write_columns(api, run, batch, mini_batch, rank, incarnation, body)
@@ -134,8 +131,7 @@ async def write_columns(
     responses={200: {"content": {"application/x-ndjson": {"schema": {"type": "string"}}}}},
 )
 async def export_batch(run: RunDep, api: ApiDep, batch: models.Int64) -> StreamingResponse:
-    """Returns the rows of a sealed batch as a rollout file (JSON lines), from which `gristmill batch` can rebuild the
-    batch."""
+    """Returns the rows of a sealed batch as a rollout file (JSON lines), from which `gristmill batch` rebuilds it."""
     lines = _lines(calls.export_batch(api, run.name, batch), run.config.columns)
     return StreamingResponse(await _begun(lines), media_type="application/x-ndjson")
 

@@ -16,8 +16,7 @@ from gristmill_service.settings import Settings
 
 
 class WaitingServer:
-    """Listens on the service's HTTP address from the first `report` until `close`, which the service calls before it
-    listens there itself."""
+    """Listens on the service's HTTP address from the first `report` until `close`, after which the service does."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -43,7 +42,7 @@ class WaitingServer:
             server.close()
 
     async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
-        refused = UnavailableError(f"not ready: the service is waiting for its store: {self._reason}; retry")
+        refused = UnavailableError(f"not ready: the service waits for its store: {self._reason}; retry")
         await error_response(refused)(scope, receive, send)
 
 

@@ -56,8 +56,7 @@ class Forwarding:
 
     async def unary(self, path: str, request: bytes, owner: OwnedElsewhereError, context: Any) -> bytes:
         """Returns the answer's bytes. Raises the owner's error as grpc.aio.AioRpcError, and UnavailableError if the
-        process is no longer the owner: a process that lost the run may hang and never answer.
-        """
+        process is no longer the owner: a process that lost the run may hang and never answer."""
         ask = self._channel(owner).unary_unary(path)
         call = ask(request, timeout=_left(context), metadata=_metadata(owner, context))
         answer: asyncio.Future[bytes] = asyncio.ensure_future(call)

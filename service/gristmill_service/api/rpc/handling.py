@@ -147,8 +147,7 @@ async def _refuse_late(context: Any) -> None:
     try:
         await context.abort(
             grpc.StatusCode.DEADLINE_EXCEEDED,
-            f"the request did not arrive within {REQUEST_S:g} s, or other requests needed its capacity; send it "
-            "faster, or retry",
+            f"the request did not arrive within {REQUEST_S:g} s, or others needed its capacity; send faster, or retry",
             (("gristmill-error", "DeadlineExceededError"), *context.trailing_metadata()),
         )
     except (AbortError, UsageError, InternalError):
@@ -343,8 +342,7 @@ def _of_owner(error: Any) -> tuple[grpc.StatusCode, str, tuple[tuple[str, str], 
 
 def machine_of(connection: str) -> str:
     """Returns the machine of a connection's address in gRPC's or HTTP's format: `ipv4:10.0.0.7:51234`,
-    `ipv6:%5B::1%5D:51234`, `unix:` or `10.0.0.7`.
-    """
+    `ipv6:%5B::1%5D:51234`, `unix:` or `10.0.0.7`."""
     kind, _, address = connection.partition(":")
     if kind == "ipv4":
         return address.rpartition(":")[0]

@@ -328,9 +328,7 @@ def _config(config_json: str) -> Any:
         # orjson would convert integers beyond 64 bits to floats, but errors must name the original value.
         return json.loads(config_json)
     except (ValueError, RecursionError) as error:
-        raise InvalidArgumentError(
-            f"config_json is not valid JSON: {error}; send the run's settings as a JSON object"
-        ) from None
+        raise InvalidArgumentError(f"config_json is not valid JSON: {error}; send the settings as an object") from None
 
 
 def _model(number: int) -> Model:
@@ -350,9 +348,7 @@ def _optional_position(message: Any) -> Position | None:
 
 def _dp_size(number: int) -> int:
     if number < 0:
-        raise InvalidArgumentError(
-            f"dp_size {number} is negative; send the trainer's number of data-parallel ranks, or 0 for no change"
-        )
+        raise InvalidArgumentError(f"dp_size {number} is negative; send the number of ranks, or 0 for no change")
     return number
 
 
@@ -375,9 +371,7 @@ def _reward(message: rollout_pb2.Reward) -> RewardUpdate:
 
 def _token_values(values: bytes, key: TrajectoryKey) -> Array:
     if len(values) % 8:
-        raise InvalidArgumentError(
-            f"{key}: token_values has {len(values)} bytes, not a multiple of 8; send one float64 per response token"
-        )
+        raise InvalidArgumentError(f"{key}: token_values has {len(values)} bytes; send one float64 per response token")
     return np.frombuffer(values, np.float64)
 
 

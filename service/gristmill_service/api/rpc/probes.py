@@ -53,9 +53,7 @@ class Health:
         self, api: ApiContext, slot: Slot, request: health_pb2.HealthCheckRequest
     ) -> health_pb2.HealthCheckResponse:
         if request.service not in self._services:
-            raise NotFoundError(
-                f"service {request.service[:100]!r} does not exist; leave it out, or name a gristmill.v1 service"
-            )
+            raise NotFoundError(f"service {request.service[:100]!r} does not exist; leave it out, or name another")
         return self._status(request.service)
 
     async def _watch(self, api: ApiContext, slot: Slot, request: health_pb2.HealthCheckRequest) -> AsyncIterator[bytes]:

@@ -58,8 +58,7 @@ def _options(settings: Settings) -> tuple[tuple[str, int], ...]:
 
 
 class GrpcServer:
-    """Serves gRPC after `start`. Create it on the event loop. The constructor raises UnavailableError if the address is
-    in use."""
+    """Serves gRPC after `start`. Create it on the event loop. Raises UnavailableError if the address is in use."""
 
     def __init__(
         self, api: ApiContext, settings: Settings, certificates: Certificates | None, peers: PeerCertificates | None

@@ -1,7 +1,7 @@
 """The offline commands: `gristmill plan`, `gristmill batch` and `gristmill show`.
 
-Results go to standard output or a directory, progress and messages to standard error. A refusal is one message there
-and exit status 1.
+They write results to standard output or a directory, and progress and messages to standard error. An error is one
+message and exit status 1.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def register(app: typer.Typer) -> None:
 def plan(file: RolloutsArgument, config: ConfigOption) -> None:
     """Print the plan of each batch in FILE, one JSON document per line, and a summary on standard error.
 
-    FILE may also be a lengths file, with prompt_len and response_len in place of tokens, masks and rewards.
+    FILE may also be a lengths file, with prompt_len and response_len instead of tokens, masks and rewards.
 
     Example: gristmill plan rollouts.jsonl --config run.yaml | jq .optimizer_steps
     """
@@ -83,13 +83,15 @@ def plan(file: RolloutsArgument, config: ConfigOption) -> None:
 def batch(
     file: RolloutsArgument,
     config: ConfigOption,
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where batch-00000/ and so on are written.")],
+    out: Annotated[
+        Path, typer.Option("--out", metavar="DIR", help="The directory in which batch-00000/ and so on are written.")
+    ],
 ) -> None:
-    """Make the shards of each batch in FILE, as the service would.
+    """Build the shards of each batch in FILE, like the service.
 
-    Writes DIR/batch-00000/plan.json and next to it MODEL-MINI_BATCH/rank-RANK.safetensors. A batch appears whole or not
-    at all, and nothing is written when any batch of FILE is refused. Prints a summary on standard error, and what the
-    first batch would cost with another balance, layout, padding or merging.
+    Writes DIR/batch-00000/plan.json and next to it MODEL-MINI_BATCH/rank-RANK.safetensors. A batch is written
+    completely or not at all, and nothing is written if any batch of FILE is invalid. Prints a summary on standard
+    error, and the cost of the first batch with other settings of balance, layout, padding and merging.
 
     Example: gristmill batch rollouts.jsonl --config run.yaml --out shards
     """
@@ -98,11 +100,11 @@ def batch(
         _refuse_written(config, settings)
         batches, is_lengths = _read(file, settings)
         if is_lengths:
-            raise InvalidArgumentError(f"{file} is a lengths file: it has no tokens to lay out; use gristmill plan")
+            raise InvalidArgumentError(f"{file} is a lengths file, which has no tokens; use gristmill plan")
         targets = [out / f"batch-{number:05d}" for number in range(len(batches))]
         for target in targets:
             if target.exists():
-                raise InvalidArgumentError(f"{target} exists already; remove it or choose another --out")
+                raise InvalidArgumentError(f"{target} already exists; remove it or set another --out")
         with _bar("Making batches", len(batches), MofNCompleteColumn()) as advance:
             built = list(_build_all(batches, settings, file.name.split(".")[0], advance))
         sizes = [shard.size for one in built for shard in one.shards]
@@ -113,8 +115,10 @@ def batch(
         _summarize([one.plan for one in built], batches[0], settings)
 
 
-def show(directory: Annotated[Path, typer.Argument(metavar="DIR", help="What gristmill batch wrote.")]) -> None:
-    """Show the figures of the shards under DIR: rows, tokens, padding share and loss tokens of each, and by tag.
+def show(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A directory that gristmill batch wrote.")],
+) -> None:
+    """Show rows, tokens, padding share and loss tokens of the shards under DIR, per shard and per tag.
 
     Example: gristmill show shards
     """
@@ -126,12 +130,12 @@ def show(directory: Annotated[Path, typer.Argument(metavar="DIR", help="What gri
 
 
 def _read_settings(path: Path) -> RunConfig:
-    """Reads the run's settings. Raises InvalidArgumentError also for settings that only a service supports."""
+    """Reads the run's settings. Also raises InvalidArgumentError for settings that only a service supports."""
     config = read_config(path)
     if config.zero_variance_filter == "replace":
         raise InvalidArgumentError(
-            f"{path}: zero_variance_filter: replace takes the next group instead of one with equal scores, and a "
-            "file has no next group; use zero_variance_filter: mask, or leave it out"
+            f"{path}: zero_variance_filter: replace replaces a group with equal scores by the next group, and a file "
+            "has no next group; use zero_variance_filter: mask, or leave it out"
         )
     return config
 
@@ -139,8 +143,8 @@ def _read_settings(path: Path) -> RunConfig:
 def _refuse_written(path: Path, config: RunConfig) -> None:
     for column in config.written_columns:
         raise InvalidArgumentError(
-            f"{path}: columns: {column.name} has source: trainer, and no trainer writes it for a file; put it into the "
-            "file, with source: rollout, or use gristmill plan"
+            f"{path}: columns: {column.name} has source: trainer, but for a file no trainer writes it; set source: "
+            "rollout and add the column to the file, or use gristmill plan"
         )
 
 
@@ -177,7 +181,7 @@ def _summarize(plans: Sequence[PlanDocument], first: Steps, config: RunConfig) -
         table.add_column(name, justify="right")
     for setting, cost in costs(first, config):
         table.add_row(f"with {setting}" if setting else "as configured", *_cells(cost))
-    # Wide enough that no column is cut in a pipe or a log.
+    # The width in a pipe or a log, where no column may be cut.
     Console(stderr=True, highlight=False, width=None if messages.is_terminal else 120).print(table)
 
 
@@ -206,23 +210,22 @@ def _cells(cost: BatchCost) -> list[str]:
 def _warn(counts: dict[str, int]) -> None:
     if counts.get("rows_over_max_seq_len"):
         messages.print(
-            f"[yellow]warning:[/] {counts['rows_over_max_seq_len']} rows are longer than max_seq_len; "
-            "nothing is truncated"
+            f"[yellow]warning:[/] {counts['rows_over_max_seq_len']} rows exceed max_seq_len, and are not truncated"
         )
     if counts.get("maxrl_nonpositive_groups"):
         messages.print(
-            f"[yellow]warning:[/] {counts['maxrl_nonpositive_groups']} prompt groups have a mean score that is not "
-            "positive: maxrl reinforces the worse sample there"
+            f"[yellow]warning:[/] {counts['maxrl_nonpositive_groups']} prompt groups have a mean score of 0 or less, "
+            "for which maxrl reinforces the worse samples"
         )
     if counts.get("realigned_tokens"):
         messages.print(
-            f"[yellow]warning:[/] {counts['realigned_tokens']} sampled tokens came back as others (retokenized_tail) "
-            f"and are not trained; {counts['realigned_loss_tokens']} of them had loss_mask 1"
+            f"[yellow]warning:[/] {counts['realigned_tokens']} sampled tokens were retokenized in the next prompt "
+            f"(retokenized_tail) and are not trained; {counts['realigned_loss_tokens']} of them had loss_mask 1"
         )
 
 
 def _write(target: Path, built: BuiltBatch, advance: _Advance) -> None:
-    """Writes the batch directory, complete or not at all."""
+    """Writes the batch directory completely, or not at all."""
     partial = target.with_name(f".{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -237,8 +240,7 @@ def _write(target: Path, built: BuiltBatch, advance: _Advance) -> None:
 
 @contextmanager
 def _bar(label: str, total: int | None, done: ProgressColumn) -> Iterator[_Advance]:
-    """Shows a progress bar on standard error, if that is a terminal. total: None if unknown. Yields a function that
-    advances it."""
+    """Shows a progress bar on a terminal, and yields a function that advances it. total: None if unknown."""
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), done, TimeRemainingColumn())
     with Progress(*columns, console=messages, transient=True, disable=not messages.is_terminal) as bar:
         task = bar.add_task(label, total=total)

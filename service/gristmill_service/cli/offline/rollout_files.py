@@ -1,6 +1,6 @@
-"""Reads rollout files, JSON lines (gzip by extension) and Parquet, as tables of steps, whole batches at a time.
+"""Reads rollout files, JSON lines (gzip by extension) and Parquet, as tables of steps, one table per batch.
 
-A lengths file has `prompt_len, response_len` in place of tokens, masks and rewards; it can only be planned.
+A lengths file contains `prompt_len, response_len` instead of tokens, masks and rewards; it can only be planned.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from gristmill.errors import InvalidArgumentError
 from gristmill_service.config import MOST_TAGS, RunConfig
 
 Progress = Callable[[int], None]
-"""Called with the number of the file's bytes that are read so far."""
+"""A function that is called with the number of bytes read so far."""
 
 _NO_ROW = object()
 _LENGTH_FIELDS = ("prompt_len", "response_len")
@@ -34,14 +34,14 @@ _LENGTH_FIELDS = ("prompt_len", "response_len")
 def read_batches(path: Path, config: RunConfig, progress: Progress) -> tuple[list[Steps], bool]:
     """Returns the file's batches in order, and whether it is a lengths file.
 
-    Raises InvalidArgumentError naming the file and the line or trajectory, also when the prompt groups do not fill
-    whole batches.
+    Raises InvalidArgumentError that names the file and the line or trajectory, also if the prompt groups do not fill
+    complete batches.
     """
     try:
         rows = _read_parquet(path) if path.suffix == ".parquet" else _read_lines(path, progress)
         first = next(rows, _NO_ROW)
         if first is _NO_ROW:
-            raise InvalidArgumentError("has no rows; give one per line")
+            raise InvalidArgumentError("has no rows; write one row per line")
         is_lengths = isinstance(first, Mapping) and not first.keys().isdisjoint(_LENGTH_FIELDS)
         has_versions: list[bool] = []
         every = _noted(_chain(first, rows), has_versions)
@@ -51,9 +51,9 @@ def read_batches(path: Path, config: RunConfig, progress: Progress) -> tuple[lis
     except InvalidArgumentError as error:
         raise InvalidArgumentError(f"{path}: {error}") from None
     except FileNotFoundError:
-        raise InvalidArgumentError(f"{path}: there is no such file; give a file of rollouts") from None
+        raise InvalidArgumentError(f"{path} does not exist; pass a file of rollouts") from None
     except (OSError, EOFError, zlib.error) as error:
-        raise InvalidArgumentError(f"{path}: cannot be read to its end: {error}") from None
+        raise InvalidArgumentError(f"{path}: cannot be read to its end: {error}; restore the file") from None
 
 
 def _rows_table(rows: Iterator[Any], config: RunConfig) -> Steps:
@@ -66,7 +66,7 @@ def _chain(first: Any, rest: Iterator[Any]) -> Iterator[Any]:
 
 
 def _noted(rows: Iterator[Any], has_versions: list[bool]) -> Iterator[Any]:
-    """Yields the rows, and notes of each whether it has versions of tokens."""
+    """Yields the rows, and appends to `has_versions` whether each has policy versions of tokens."""
     for row in rows:
         has_versions.append(isinstance(row, Mapping) and row.get("policy_versions") is not None)
         yield row
@@ -74,7 +74,7 @@ def _noted(rows: Iterator[Any], has_versions: list[bool]) -> Iterator[Any]:
 
 def _read_lines(path: Path, progress: Progress) -> Iterator[Any]:
     with path.open("rb") as raw:
-        # A pipe has no position.
+        # A pipe does not report a position.
         is_file = raw.seekable()
         lines: BinaryIO = gzip.open(raw) if path.suffix == ".gz" else raw  # type: ignore[assignment]  # noqa: SIM115
         for number, line in enumerate(lines, 1):
@@ -90,10 +90,10 @@ def _parse(line: bytes, number: int) -> Any:
     except orjson.JSONDecodeError:
         pass
     try:
-        # The slower parser accepts NaN and Infinity, which are refused later with the trajectory's name.
+        # The slower parser accepts NaN and Infinity. They are rejected later, in an error that names the trajectory.
         return json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise InvalidArgumentError(f"line {number} is not valid JSON ({error}); expected one row per line") from None
+        raise InvalidArgumentError(f"line {number} is not valid JSON ({error}); write one row per line") from None
 
 
 def _read_parquet(path: Path) -> Iterator[dict[str, Any]]:
@@ -101,21 +101,21 @@ def _read_parquet(path: Path) -> Iterator[dict[str, Any]]:
         import pyarrow as pa
         import pyarrow.parquet as pq
     except ImportError:
-        raise InvalidArgumentError("reading Parquet needs pyarrow; pip install 'gristmill[parquet]'") from None
+        raise InvalidArgumentError("Parquet needs pyarrow, not installed; pip install 'gristmill[parquet]'") from None
     try:
         table = pq.read_table(path).combine_chunks()
     except (pa.ArrowInvalid, pa.ArrowException) as error:
-        raise InvalidArgumentError(f"is not a readable Parquet file: {error}") from None
+        raise InvalidArgumentError(f"is not a readable Parquet file: {error}; restore the file") from None
     columns = {name: _column_values(table.column(name), pa) for name in table.column_names}
     for row in range(table.num_rows):
         yield {name: values(row) for name, values in columns.items()}
 
 
 def _column_values(column: Any, pa: Any) -> Callable[[int], Any]:
-    """Returns a function of a row's index: NumPy views of list columns, Python values of others."""
+    """Returns a function that maps a row's index to its value: a NumPy view of a list column, else a Python value."""
     chunk = column.chunk(0) if column.num_chunks else pa.array([], column.type)
     is_flat = _is_list(chunk.type, pa) and not pa.types.is_nested(chunk.type.value_type)
-    # NumPy has NaN in place of a null, which must be refused as a null.
+    # NumPy would replace a null with NaN, but it must be rejected as a null.
     if not is_flat or chunk.values.null_count:
         values: list[Any] = chunk.to_pylist()
         return values.__getitem__
@@ -130,11 +130,9 @@ def _is_list(kind: Any, pa: Any) -> bool:
 
 
 def _lengths_table(rows: Iterator[Any], config: RunConfig) -> Steps:
-    """Returns steps that have lengths and no tokens."""
+    """Returns steps with lengths but without tokens."""
     if config.merging.joins:
-        raise InvalidArgumentError(
-            f"is a lengths file, which has no tokens to compare, and merge is {config.merge}; set merge: none"
-        )
+        raise InvalidArgumentError(f"is a lengths file, without tokens for merge: {config.merge}; set merge: none")
     prompts: list[int] = []
     responses: list[int] = []
 
@@ -145,7 +143,7 @@ def _lengths_table(rows: Iterator[Any], config: RunConfig) -> Steps:
             length = row.get(name)
             if not isinstance(length, int) or isinstance(length, bool) or not 1 <= length < 2**31:
                 where = f"uid {row.get('uid')!r} sample {row.get('sample')}"
-                raise InvalidArgumentError(f"{where}: {name} is {length!r}; expected tokens, at least 1")
+                raise InvalidArgumentError(f"{where}: {name} {length!r} is not a length; write an integer, at least 1")
             lengths.append(length)
         rest = {name: value for name, value in row.items() if name not in _LENGTH_FIELDS}
         return {**rest, "prompt_token_ids": [0], "response_ids": [0], "loss_mask": [1], "reward": 0.0}
@@ -165,15 +163,13 @@ def _lengths_table(rows: Iterator[Any], config: RunConfig) -> Steps:
 def _check_tags(table: Steps) -> None:
     names = set(table.tags or ()) - {""}
     if len(names) > MOST_TAGS:
-        raise InvalidArgumentError(
-            f"has {len(names)} tags, and a run has {MOST_TAGS} at most; a tag names a task, not a prompt"
-        )
+        raise InvalidArgumentError(f"has {len(names)} tags, and the limit is {MOST_TAGS}; use one tag per task")
 
 
 def _split(table: Steps, has_versions: NDArray[np.bool_], config: RunConfig) -> list[Steps]:
     """Splits the rows into batches of `train_batch_size` prompt groups each, in order of first appearance.
 
-    has_versions: bool (rows,). A batch has versions of tokens if one of its own rows has them.
+    has_versions: bool (rows,). A batch has policy versions of tokens if any of its rows has them.
     """
     size = config.train_batch_size
     index: dict[tuple[int, str], int] = {}
@@ -181,8 +177,8 @@ def _split(table: Steps, has_versions: NDArray[np.bool_], config: RunConfig) -> 
     groups = np.fromiter((index.setdefault(key, len(index)) for key in keys), np.int64, len(table))
     if len(index) % size:
         raise InvalidArgumentError(
-            f"has {len(index)} prompt groups, which is {len(index) // size} batches of train_batch_size: {size} and "
-            f"{len(index) % size} more; complete the last batch or change train_batch_size"
+            f"has {len(index)} prompt groups, that is {len(index) // size} batches of train_batch_size: {size} and "
+            f"{len(index) % size} extra groups; complete the last batch or change train_batch_size"
         )
     batches = groups // size
     split = []

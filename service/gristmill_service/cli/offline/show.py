@@ -1,4 +1,4 @@
-"""`gristmill show` prints figures of shards on disk, which it reads as a trainer does, through safetensors."""
+"""`gristmill show` prints figures of shards on disk. It reads them through safetensors, like a trainer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from gristmill_service.cli.terminal import printable
 
 
 class TagFigures(NamedTuple):
-    """Figures of a tag's real rows."""
+    """Figures of the real rows with a tag."""
 
     rows: int
     tokens: int
@@ -33,9 +33,9 @@ class TagFigures(NamedTuple):
 class ShardFigures:
     """The figures of one shard.
 
-    tokens: of real rows. distinct_tokens: the stored ones, fewer where rows share tokens. elements: of all `sequences`
-    tensors, padding included. column_bytes: of declared columns. by_tag: the rows of each tag, "" for rows without;
-    empty where no row has one.
+    tokens: tokens of real rows. distinct_tokens: stored tokens, fewer than `tokens` if rows share tokens. elements:
+    elements of all `sequences` tensors, including padding. column_bytes: bytes of declared columns. by_tag: the rows of
+    each tag, with "" for rows without a tag; empty if no row has a tag.
     """
 
     rows: int
@@ -53,13 +53,11 @@ class ShardFigures:
 
 
 def shard_tables(directory: Path) -> list[Table]:
-    """Returns a table with one line per shard under `directory`, and a total; before it one with one line per tag,
-    where groups have tags. Raises NotFoundError where there is no shard."""
+    """Returns a table with one line per shard under `directory` and a total. If groups have tags, a table with one line
+    per tag precedes it. Raises NotFoundError if there is no shard."""
     paths = sorted(directory.rglob("*.safetensors"))
     if not paths:
-        raise NotFoundError(
-            f"{directory}: no shards (*.safetensors) found; give a directory that gristmill batch wrote"
-        )
+        raise NotFoundError(f"{directory} contains no shards (*.safetensors); pass an output of gristmill batch")
     table = _table("shard", "rows", "padding rows", "tokens", "padding share", "loss tokens")
     figures = [read_figures(path) for path in paths]
     if has_tree := any(shard.distinct_tokens < shard.tokens for shard in figures):
@@ -98,13 +96,13 @@ def _total(shards: Sequence[ShardFigures]) -> ShardFigures:
 
 
 def read_figures(path: Path) -> ShardFigures:
-    """Returns a shard's figures. Raises InvalidArgumentError for a file that is no shard, or only part of one."""
+    """Returns a shard's figures. Raises InvalidArgumentError for a file that is not a shard, or an incomplete one."""
     try:
         with safe_open(path, framework="np") as file:
             names = list(file.keys())
             if "is_padding" not in names or "row" not in names:
                 raise InvalidArgumentError(
-                    f"{path}: is a safetensors file but no gristmill shard (no tensor is_padding)"
+                    f"{path} is not a gristmill shard (no tensor is_padding); pass a file that gristmill batch wrote"
                 )
             padding = file.get_tensor("is_padding").astype(bool)
             metadata = file.metadata()
@@ -131,7 +129,7 @@ def read_figures(path: Path) -> ShardFigures:
     except (SafetensorError, OSError, KeyError, ValueError) as error:
         if isinstance(error, InvalidArgumentError):
             raise
-        raise InvalidArgumentError(f"{path}: is not a whole shard: {error}") from None
+        raise InvalidArgumentError(f"{path} is not a complete shard: {error}; run gristmill batch again") from None
     real = ~padding
     tokens = int(lengths[real].sum())
     by_tag = {}
@@ -152,8 +150,7 @@ def read_figures(path: Path) -> ShardFigures:
 
 
 def _edges(file: Any, prefix: str, names: Sequence[str]) -> Array | None:
-    """Returns where each row's own tokens begin on a token axis, and where the last one's end; None without a token
-    axis."""
+    """Returns where each row's own tokens start on the token axis, and the end of the last; None without one."""
     if f"{prefix}/row_ends" in names:
         return np.append(0, file.get_tensor(f"{prefix}/row_ends") + 1)
     return file.get_tensor(f"{prefix}/cu_seqlens") if f"{prefix}/cu_seqlens" in names else None
@@ -170,7 +167,7 @@ def _row_sums(mask: Array, edges: Array | None) -> Array:
 
 def _nbytes(tensor: Any) -> int:
     """Returns the bytes of a tensor without reading it."""
-    # "BOOL" has no number in it.
+    # "BOOL" contains no number of bits.
     bits = int(re.sub(r"\D", "", tensor.get_dtype()) or 8)
     shape: list[int] = tensor.get_shape()
     return math.prod(shape) * bits // 8

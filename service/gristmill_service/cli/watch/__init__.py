@@ -1,1 +1,1 @@
-"""`gristmill status`, `top` and `tail`: a running service in a terminal, read through its public API alone."""
+"""`gristmill status`, `top` and `tail` show a running service in a terminal. They use only its public API."""

@@ -1,4 +1,4 @@
-"""`gristmill status`, `top` and `tail` on the command line. Heavy modules are imported when they run."""
+"""The commands `gristmill status`, `top` and `tail`. Heavy modules are imported when a command runs."""
 
 from __future__ import annotations
 
@@ -19,21 +19,26 @@ def register(app: typer.Typer) -> None:
 
 
 def status(
-    run: Annotated[str | None, typer.Argument(help="One run, whole; all runs without it.", show_default=False)] = None,
+    run: Annotated[
+        str | None, typer.Argument(help="Show this run in detail; by default all runs.", show_default=False)
+    ] = None,
     address: AddressOption = ADDRESS,
     as_json: JsonOption = False,
     stuck_after_s: Annotated[
         float,
         typer.Option(
-            "--for", min=0.0, metavar="SECONDS", help="Count a run as stuck, too, after this long without an event."
+            "--for",
+            min=0.0,
+            metavar="SECONDS",
+            help="Also report a run as stuck after so many seconds without an event.",
         ),
     ] = 0.0,
 ) -> None:
     """Show the service's runs and their states.
 
-    Exit status 1: a run is failed or stuck, its owner or a replica is unreachable, a replica is not ready, or there is
-    no such run. 2: no replica can be reached. The service reports the state of a run, as on its page and in its
-    metrics; with --for, a run that is not finished also counts as stuck after this long without an event.
+    Exit status 1: a run failed or is stuck, its owner or a replica is unreachable, a replica is not ready, or the run
+    does not exist. 2: no replica is reachable. The states are those on the service's page and in its metrics; with
+    --for, an unfinished run also counts as stuck after so many seconds without an event.
 
     Example: gristmill status --for 300 --json | jq '.runs[].health'
     """
@@ -57,9 +62,9 @@ def top(
         float, typer.Option("--interval", min=0.1, metavar="SECONDS", help="Between snapshots.")
     ] = 1.0,
 ) -> None:
-    """Watch the service's runs, until q or Ctrl-C.
+    """Watch the service's runs until q or Ctrl-C is pressed.
 
-    Without a terminal it prints one snapshot. With --json a terminal gets one object per snapshot.
+    Without a terminal, prints one snapshot. With --json, prints one object per snapshot to a terminal.
     """
     from gristmill_service.cli.watch.top import show_top
 
@@ -75,10 +80,10 @@ def tail(
         float, typer.Option("--interval", min=0.05, metavar="SECONDS", help="Between snapshots.")
     ] = 0.5,
 ) -> None:
-    """Follow a run's events, one per line, from now on, until it is done or deleted, or Ctrl-C is pressed.
+    """Print a run's events from now on, one per line, until the run is done or deleted, or Ctrl-C is pressed.
 
     Prints when batches are sealed, published, acknowledged, committed, freed or failed, which groups are dropped
-    and why, and when the run is stuck. Goes on when the service was unreachable, and says so.
+    and why, and when the run is stuck. Continues after the service was unreachable, and reports that.
 
     Example: gristmill tail my-run --json | jq 'select(.event == "groups dropped")'
     """

@@ -1,5 +1,5 @@
-"""What `status` and `top` print: tables for people, one line per replica and run, or all of one run; and documents
-for programs, plain values with the contract's names."""
+"""Formats the output of `status` and `top`: tables for people, with one line per replica and run or the details of one
+run, and JSON values for programs, with the names of the API."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gristmill_service.cli.watch.service_client import Replica, Run, Snapshot
 
 Json = dict[str, Any]
 
-# The most frequent reasons for which groups were dropped.
+# How many of the most frequent drop reasons are listed.
 _REASONS = 20
 _STYLES = {"finished": "dim", "idle": "dim", "collecting": "green", "training": "green"}
 _SAME = (
@@ -28,7 +28,7 @@ _SAME = (
 
 
 def overview(snapshot: Snapshot, rates: Mapping[str, float] | None = None) -> RenderableType:
-    """Shows all runs, one per line. rates: rows per second of each run, where they are known."""
+    """Shows all runs, one per line. rates: each run's rows per second, if they are known."""
     if not snapshot.runs:
         return Group(_replicas(snapshot.replicas), Text("no runs"))
     table = Table(box=None, header_style="bold", pad_edge=False)
@@ -42,7 +42,7 @@ def overview(snapshot: Snapshot, rates: Mapping[str, float] | None = None) -> Re
         cells = [""] * 9 if run.status is None else _counts(run.status)
         rate = [] if rates is None else [f"{rates[run.name]:,.0f}" if run.name in rates else ""]
         table.add_row(Text(printable(run.name)), _state(run), *cells, *rate)
-    # Why a run will not go on does not fit into its line.
+    # The reason why a run needs intervention does not fit into its line.
     reasons = [
         Text.assemble("\n", (f"{printable(run.name)}: ", "bold"), (printable(run.health.summary), "red"))
         for run in snapshot.runs
@@ -75,7 +75,7 @@ def place_document(position: run_pb2.Position) -> Json:
 
 
 def model_name(number: int) -> str:
-    """`policy` or `critic`."""
+    """Returns `policy` or `critic`."""
     return run_pb2.Model.Name(number).removeprefix("MODEL_").lower()  # type: ignore[arg-type]
 
 
@@ -139,7 +139,7 @@ def _lines(status: run_pb2.RunStatus) -> Iterable[tuple[str, str]]:
         yield f"tag {tag}", counts
     for number, reason in sorted(status.failed_batches.items()):
         yield f"batch {number}", f"failed: {reason}"
-    yield "rows", f"{status.rows_accepted:,} accepted, {status.rows_duplicate:,} sent again"
+    yield "rows", f"{status.rows_accepted:,} accepted, {status.rows_duplicate:,} duplicates"
     yield "stored", f"{decimal(status.row_bytes)} of rows, {decimal(status.shard_bytes)} of shards"
     yield "policy version", f"{status.policy_version}{', finished' if status.finished else ''}"
 
@@ -149,7 +149,7 @@ def _models(status: run_pb2.RunStatus) -> Iterable[Text]:
         ranks = [rank for rank in status.ranks if rank.model == model.model]
         at, size = place(model.committed), counted(len(ranks), "rank")
         progress = f"all before {at} is committed, incarnation {model.incarnation}, {size}"
-        # The others wait for the rank that is furthest behind; of several, the first.
+        # The other ranks wait for the slowest rank; if there are several, the first is shown.
         behind = min(ranks, key=lambda rank: order(rank.next), default=None)
         last = "" if behind is None else f"; the slowest, rank {behind.rank}, is at {place(behind.next)}"
         yield Text.assemble((f"{model_name(model.model)}: ", "bold"), progress, last)

@@ -1,4 +1,4 @@
-"""`gristmill tail` prints a run's events: what changed between two statuses that the service reported."""
+"""`gristmill tail` prints a run's events: the changes between consecutive statuses that the service reports."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from gristmill_service.cli.watch.printed import model_name, order, place, place_
 from gristmill_service.cli.watch.service_client import CANNOT_BE_REACHED, ServiceClient, connect
 
 Change = dict[str, Any]
-"""The name under `event`, and its values."""
+"""An event: its name under the key `event`, and its values."""
 
 Groups = Callable[[], Sequence[run_pb2.GroupStatus]]
 
 
 def show_tail(address: str, run: str, interval_s: float, *, as_json: bool) -> None:
-    """Returns when the run is done, or gone. Raises as `ServiceClient.status` does where the first call fails."""
+    """Prints events until the run is done or deleted. If the first call fails, raises like `ServiceClient.status`."""
     with connect(address, "gristmill tail") as client:
         for change in _follow(client, run, lambda: time.sleep(interval_s)):
             now = datetime.now(UTC)
@@ -60,22 +60,22 @@ def _follow(client: ServiceClient, run: str, pause: Callable[[], None]) -> Itera
 
 
 def _is_done(status: run_pb2.RunStatus) -> bool:
-    """Whether no event will follow, also where the last batch could not be built."""
+    """Whether no event will follow, also if the last batch failed."""
     waiting = status.groups_open + status.groups_complete
     return status.finished and not waiting and status.batches_freed == status.batches_sealed
 
 
 def _groups(client: ServiceClient, run: str) -> Sequence[run_pb2.GroupStatus]:
-    """Returns no group where the service is unreachable by now: the drops are reported all the same."""
+    """Returns the run's groups; none if the service is unreachable, because drops are then reported without uids."""
     with suppress(GristmillError):
         return client.groups(run)
     return ()
 
 
 def changes(before: run_pb2.RunStatus, after: run_pb2.RunStatus, groups: Groups) -> Iterator[Change]:
-    """Yields the changes in causal order. groups: called only where groups were dropped."""
+    """Yields the changes in causal order. groups: called only if groups were dropped."""
     if after.batches_sealed < before.batches_sealed or after.rows_accepted < before.rows_accepted:
-        # The run was deleted, or lost with its process, and created again.
+        # The run was deleted, or lost with its process, and then created again.
         yield {"event": "recreated"}
         before = run_pb2.RunStatus(run=after.run, policy_version=after.policy_version)
     if after.policy_version != before.policy_version:
@@ -86,7 +86,7 @@ def changes(before: run_pb2.RunStatus, after: run_pb2.RunStatus, groups: Groups)
     yield from ({"event": "freed", "batch": number} for number in range(before.batches_freed, after.batches_freed))
     if after.finished and not before.finished:
         yield {"event": "finished"}
-    # A run that failed has an event of its own: the batch that could not be built.
+    # A failed run has a separate event, for the failed batch.
     is_stuck, was_stuck = after.health.state == "stuck", before.health.state == "stuck"
     if is_stuck and not (was_stuck and before.health.summary == after.health.summary):
         yield {"event": "stuck", "reason": after.health.summary}
@@ -99,7 +99,7 @@ def _dropped(before: run_pb2.RunStatus, after: run_pb2.RunStatus, groups: Groups
     more = {reason: count for reason, count in sorted(more.items()) if count > 0}
     listed = groups() if more else ()
     for reason, count in more.items():
-        # Groups are listed in the order of their decisions: the last ones are new.
+        # Groups are listed in the order in which they were dropped, so the last groups are new.
         names = [{"uid": one.uid, "round": one.round} for one in listed if one.reason == reason][-count:]
         yield {"event": "groups dropped", "reason": reason, "count": count, "groups": names}
 
@@ -108,10 +108,10 @@ def _batches(before: run_pb2.RunStatus, after: run_pb2.RunStatus) -> Iterator[Ch
     for number in range(before.batches_sealed, after.batches_sealed):
         yield {"event": "sealed", "batch": number}
     for number in range(max(after.batches_published, after.batches_freed), before.batches_published):
-        # A service that starts again rebuilds them, byte for byte.
+        # A restarted service rebuilds the same batches, byte for byte.
         yield {"event": "rebuilt", "batch": number}
     for number, reason in sorted(after.failed_batches.items()):
-        # It may have failed before, for another dp_size.
+        # The batch may have failed before, for another dp_size.
         if before.failed_batches.get(number) != reason:
             yield {"event": "failed", "batch": number, "reason": reason}
     for number in range(before.batches_published, after.batches_published):
@@ -130,7 +130,7 @@ def _trained(before: run_pb2.RunStatus, after: run_pb2.RunStatus) -> Iterator[Ch
             at = place_document(min(is_at.values(), key=order, default=model.committed))
             yield {"event": "resumed", "model": name, "incarnation": model.incarnation, "position": at}
         else:
-            # Ranks at the same position are one event: a trainer has hundreds of ranks.
+            # Ranks at the same position share an event, because a trainer may have hundreds of ranks.
             moved: defaultdict[tuple[int, int, int], list[int]] = defaultdict(list)
             for rank, position in sorted(is_at.items()):
                 if position != was_at.get(rank, run_pb2.Position()):
@@ -143,7 +143,7 @@ def _trained(before: run_pb2.RunStatus, after: run_pb2.RunStatus) -> Iterator[Ch
 
 
 def sentence(change: Change) -> str:
-    """Returns the change as a line for a terminal."""
+    """Formats the change as a line for a terminal."""
     return printable(_sentence(change))
 
 
@@ -167,7 +167,7 @@ def _sentence(change: Change) -> str:
 
 
 def _ranges(ranks: list[int]) -> str:
-    """0-3,5"""
+    """Formats ranks as ranges, such as `0-3,5`."""
     starts = [rank for last, rank in pairwise([-2, *ranks]) if rank != last + 1]
     ends = [rank for rank, following in pairwise([*ranks, ranks[-1] + 2]) if following != rank + 1]
     return ",".join(f"{start}" if start == end else f"{start}-{end}" for start, end in zip(starts, ends, strict=True))

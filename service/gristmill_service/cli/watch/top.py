@@ -1,4 +1,4 @@
-"""`gristmill top` shows one snapshot after another on a screen of its own."""
+"""`gristmill top` shows snapshots of a service on a full screen."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _RATED = 10
 
 
 def show_top(address: str, interval_s: float, *, as_json: bool) -> None:
-    """Returns when q is pressed. Raises as `ServiceClient.snapshot` does where the first fails; later ones may."""
+    """Shows snapshots until q is pressed. Raises like `ServiceClient.snapshot` if the first one fails."""
     with connect(address, "gristmill top") as client:
         snapshot = client.snapshot()
         if not as_json and sys.stdout.isatty():
@@ -60,7 +60,7 @@ def _watch(recent: deque[Snapshot], client: ServiceClient, interval_s: float) ->
 
 
 def _rates(recent: deque[Snapshot]) -> dict[str, float]:
-    """Returns rows per second of each run, over the snapshots."""
+    """Returns each run's rows per second, averaged over the snapshots."""
     first, last = recent[0], recent[-1]
     if last.at <= first.at:
         return {}
@@ -74,8 +74,8 @@ def _rates(recent: deque[Snapshot]) -> dict[str, float]:
 
 @contextmanager
 def _keys() -> Iterator[Callable[[float], str]]:
-    """Yields a function that waits at most that many seconds for a key, and returns it or an empty string. Ctrl-C still
-    interrupts. Without a terminal on standard input it only waits."""
+    """Yields a function that waits at most n seconds for a key, and returns the key or an empty string. Ctrl-C still
+    interrupts. Without a terminal on standard input, the function only waits."""
     terminals = [0] if os.isatty(0) else []
 
     def pressed(seconds: float) -> str:

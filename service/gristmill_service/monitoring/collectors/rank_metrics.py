@@ -1,8 +1,8 @@
-"""Counts for each rank of a trainer: the shards it pulled, the time it had nothing to train on, and its lag.
+"""Counts per rank of a trainer: the shards that it pulled, the time that it had nothing to train on, and its lag.
 
-Waiting follows from the run's events, not from calls: a rank that prefetches asks long before it needs the answer. A
-rank waits, from its first question on, while it has acknowledged all that is published, more is to come, and its
-trainer is alive: one of the model's ranks, or the controller of all of them, keeps asking.
+Waiting time is computed from the run's events, not from calls, because a rank that prefetches makes its call long
+before it needs the answer. After its first call, a rank waits while it has acknowledged everything that is published,
+the run continues, and its trainer is alive: one of the model's ranks, or their controller, makes calls.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from gristmill_service.run.machine.answers import Position
 from gristmill_service.run.machine.decisions import progress
 from gristmill_service.run.machine.state import State
 
-# A trainer that is alive asks again within this time.
+# A trainer counts as alive for so many seconds after a call.
 ASKS_AGAIN_S = 35.0
 
 
@@ -25,8 +25,8 @@ ASKS_AGAIN_S = 35.0
 class _RankCounts:
     """The counts of a rank.
 
-    pulls, nbytes: the shards whose location it got, and their bytes. waited: seconds, without the current wait, which
-    began at `waits_since`; None while the rank has something to train on.
+    pulls, nbytes: the number of shards whose location it received, and their bytes. waited: seconds, without the
+    current wait, which began at `waits_since`; None while the rank has something to train on.
     """
 
     pulls: int = 0
@@ -37,8 +37,8 @@ class _RankCounts:
 
 
 class RankMetrics:
-    """Called on the event loop, or with the state locked; `waited` also by the builder's thread, which may miss what
-    happens meanwhile."""
+    """The counts of all ranks. Call it on the event loop, or with the state locked; the builder's thread may also call
+    `waited`, and may then miss concurrent updates."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -63,7 +63,7 @@ class RankMetrics:
         self._update(state, model, rank, counts, self._clock())
 
     def update_all(self, state: State) -> None:
-        """Updates all ranks after an event that may concern any of them."""
+        """Updates all ranks after an event that may affect any of them."""
         now = self._clock()
         for model, rank in list(self._counts):
             if rank >= len(state.models[model].next):
@@ -72,13 +72,13 @@ class RankMetrics:
                 self._update(state, model, rank, self._counts[model, rank], now)
 
     def waited(self, model: Model) -> float:
-        """Returns the mean seconds that ranks waited, of the ranks that have requested something."""
+        """Returns the mean waiting time in seconds of the ranks that have made a request."""
         now = self._clock()
         ranks = [counts for (other, _), counts in list(self._counts.items()) if other == model]
         return sum(self._waited(now, model, counts) for counts in ranks) / len(ranks) if ranks else 0.0
 
     def collect(self, state: State) -> Sequence[Metric]:
-        """Returns the metrics of each rank that has asked for something."""
+        """Returns the metrics of each rank that has made a request."""
         labels = ("model", "rank")
         metrics: list[CounterMetricFamily | GaugeMetricFamily] = [
             CounterMetricFamily("gristmill_rank_pulls", "Shards that the rank pulled.", labels=labels),
@@ -113,7 +113,7 @@ class RankMetrics:
             counts.waits_since = now
 
     def _hear(self, model: Model) -> None:
-        """Notes that the model's trainer is alive. While it was gone nobody waited."""
+        """Records that the model's trainer is alive. Time during which it was not alive is not counted as waiting."""
         now = self._clock()
         if now - self._heard.get(model, now) > ASKS_AGAIN_S:
             for (other, _), counts in self._counts.items():
@@ -123,7 +123,7 @@ class RankMetrics:
         self._heard[model] = now
 
     def _waited(self, now: float, model: Model, counts: _RankCounts) -> float:
-        """Returns the seconds of all waits, without those in which the trainer was gone."""
+        """Returns the total waiting time in seconds, without the time during which the trainer was not alive."""
         waited, since = counts.waited, counts.waits_since
         return waited if since is None else waited + max(0.0, min(now, self._heard[model] + ASKS_AGAIN_S) - since)
 
@@ -136,7 +136,7 @@ def _waits(state: State, position: Position) -> bool:
 
 
 def lags(state: State, model: Model) -> list[int]:
-    """Returns by how many shards each rank is behind the furthest one."""
+    """Returns by how many shards each rank is behind the rank that is furthest ahead."""
     places = [progress.next_of(state, model, rank) for rank in range(len(state.models[model].next))]
     furthest, behind = max(places), dict[Position, int]()
     for place in set(places):
@@ -145,7 +145,7 @@ def lags(state: State, model: Model) -> list[int]:
 
 
 def _between(state: State, model: Model, one: Position, other: Position) -> int:
-    """Counts the shards from one position to a later one, between which nothing is freed."""
+    """Counts the shards from one position to a later one. No batch between them may be freed."""
     sizes = {
         number: (batch.mini_batches or {}).get(model, 0)
         for number, batch in state.batches.items()

@@ -1,7 +1,7 @@
-"""The times at which things happened in a run, for people: the run's state has no clock.
+"""Records the times of a run's events, for display, because the run's state contains no times.
 
-Notes the run's events as they are applied. A history is in memory only, bounded, and not part of the run: a process
-that takes over a run begins its own.
+Events are recorded as they are applied. A history is only in memory, limited, and not part of the run: a process that
+takes over a run starts a new history.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from gristmill_service.run.machine.state import State
 
 KEPT_BATCHES = 256
 _KEPT_STEPS = 16_384
-"""Entries of a timeline, of all ranks of a model together."""
+"""The maximum number of entries of a timeline, over all ranks of a model."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchTimes:
-    """The times at which a batch was sealed, published, and freed or failed; None where it is not, or not known.
-    columns: when its forward shards were published, or a column was last written for it. was_published: it was
-    published before the history began, which is `published` then."""
+    """The times at which a batch was sealed, published, and freed or failed; None if it was not, or if unknown.
+    columns: when its forward shards were published, or a column was last written. was_published: whether the batch was
+    published before the history began; then `published` is the beginning of the history."""
 
     sealed: float | None = None
     published: float | None = None
@@ -56,7 +56,7 @@ class BatchTimes:
 
 
 class Passed(NamedTuple):
-    """A rank acknowledged the shard at this position."""
+    """An acknowledgement of the shard at this position by a rank."""
 
     at: float
     position: Position
@@ -66,8 +66,9 @@ class Passed(NamedTuple):
 class RankTimes:
     """The times of a rank.
 
-    next: its position when they were noted. since: when it last acknowledged a shard, or its trainer resumed. pulled:
-    when it last got the location of a shard, None before the first. passed: its last acknowledgements.
+    next: the rank's position when the times were recorded. since: when it last acknowledged a shard, or its trainer
+    resumed. pulled: when it last received the location of a shard; None before the first. passed: its last
+    acknowledgements.
     """
 
     next: Position
@@ -79,14 +80,15 @@ class RankTimes:
 class RunHistory:
     """A run's history. Called on the event loop, or with the state locked; `now` from any thread.
 
-    Times are seconds since 1970 as the process's clock counts them from the history's beginning on: they never go back.
+    Times are seconds since 1970, measured with a monotonic clock from the beginning of the history, so they never
+    decrease.
 
-    began: when the history began. last_event: the time of the run's last event. rows_since: when a row was last
-    accepted. pulling: the models of which a rank has asked for a shard. aborted: how many samples were aborted for each
-    reason, and the last group of them, without surplus ones. retried: how often a later attempt of a sample began.
-    full_since: since when there has been no capacity, None where there is. steps: how many acknowledgements were noted.
-    longest_step: for each model, the longest that a rank took from when it could begin with a shard until it
-    acknowledged it, since the trainer resumed; 0 before the first.
+    began: the beginning of the history. last_event: the time of the run's last event. rows_since: when a row was last
+    accepted. pulling: the models of which a rank has requested a shard. aborted: the number of aborted samples per
+    reason, without surplus samples, and the last group of each. retried: the number of later attempts of samples.
+    full_since: since when the run has had no capacity; None if it has. steps: the number of recorded acknowledgements.
+    longest_step: per model, a rank's longest time from when a shard was available until it acknowledged it, since the
+    trainer resumed; 0 before the first.
     """
 
     def __init__(
@@ -105,14 +107,14 @@ class RunHistory:
 
     @cached_property
     def run_offset(self) -> float:
-        """Seconds between the run's own time and this one."""
+        """The difference in seconds between the history's time and the run's time."""
         return self.now() - self._run_time()
 
     def now(self) -> float:
         return self._clock() + self._offset
 
     def of_batch(self, number: int) -> BatchTimes:
-        """Returns the batch's times, all None where nothing is known."""
+        """Returns the batch's times; all None if they are unknown."""
         return self.batches.get(number, BatchTimes())
 
     def applied(self, event: Event, state: State) -> None:
@@ -146,7 +148,7 @@ class RunHistory:
             ranks[rank].pulled = self.now()
 
     def follow(self, state: State) -> None:
-        """Seeds the history from the state; resets a model's where its number of ranks changed."""
+        """Initializes the history from the state. Resets a model's history if its number of ranks changed."""
         now = self.now()
         if not self.ranks:
             for key, group in state.open.items():
@@ -174,7 +176,7 @@ class RunHistory:
 
     def _acknowledged(self, state: State, model: Model, rank: int, following: Position, now: float) -> None:
         times = self.ranks[model][rank]
-        # The batch at that position may have failed meanwhile.
+        # The batch at that position may have failed in the meantime.
         position = progress.settle(state, model, times.next)
         if position < following:
             times.passed.append(Passed(now, position))

@@ -1,6 +1,6 @@
-"""The counts of a run for metrics, from when this process took it: they begin at 0 with each process.
+"""The counts of a run for metrics. They start at 0 when a process becomes the run's owner.
 
-Nothing is counted twice: neither what a restart replays, nor a batch that is built again.
+Nothing is counted twice: neither events that a restart replays, nor a batch that is rebuilt.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ ROW_KINDS = ("submitted", "merged", "trained", "padding")
 TOKEN_KINDS = (*ROW_KINDS, "loss", "realigned", "distinct")
 STAGES = ("queue", "gather", "validate", "merge", "advantage", "schedule", "layout", "plan", "publish")
 _OUTCOMES = tuple(outcome.name.lower() for outcome in Outcome)
-# By name, without `_total`: the help, the labels, and values that a single label has from the start on, so that the
-# first count of each is an increase.
+# Counters by name, without `_total`: help, labels, and initial values of a single label, so that the first count of
+# each value is visible as an increase.
 _COUNTERS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "gristmill_rows": ("Rows received, by outcome.", ("outcome",), _OUTCOMES),
     "gristmill_tokens": (
@@ -68,14 +68,14 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "gristmill_tag_groups": ("Prompt groups of published batches, by tag.", ("tag",), ()),
     "gristmill_tag_short_batches": ("Batches sealed with fewer groups of a tag than its share.", ("tag",), ()),
 }  # fmt: skip
-# Of the last published batch, or of the last one that had the tag.
+# Gauges of the last published batch, or of the last batch with the tag.
 _GAUGES = {
     "gristmill_padding_share": ("Share of the last published batch that is padding.", "level"),
     "gristmill_tag_score_mean": ("Mean score of trajectories of the last batch with the tag.", "tag"),
     "gristmill_tag_response_length_mean": ("Mean response tokens of the same trajectories.", "tag"),
     "gristmill_tag_padding_share": ("Share of the rows of a tag that is padding, in the last batch with it.", "tag"),
 }
-# From a small batch's stage to what waits for a trainer or a full disk.
+# The buckets range from a stage of a small batch to waiting for a trainer or a full disk.
 _SECONDS = (0.001, 0.005, 0.025, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 _VERSIONS = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 _HISTOGRAMS = {
@@ -83,20 +83,21 @@ _HISTOGRAMS = {
     "gristmill_publish_seconds": ("Seconds from a batch's seal until it was published.", _SECONDS),
     "gristmill_staleness_versions": ("Policy versions that a trained trajectory was behind.", _VERSIONS),
 }
-# Events after which any rank may continue, or have to wait; an acknowledgement concerns one rank only.
+# Events after which any rank may continue or start to wait; an acknowledgement affects only one rank.
 _MOVES_RANKS = frozenset(
     [BatchPublished, BatchWithdrawn, BatchFailed, BatchGivenUp, ModelResumed, Resized, RunFinished]
 )
 
 
 def bounded_reason(reason: str) -> str:
-    """A client's own reason is counted as `aborted`: labels are few."""
+    """Returns the label for a drop reason: `aborted` for a reason from a client, so that the number of labels is
+    limited."""
     return reason if reason in REASONS else "aborted"
 
 
 @dataclass(slots=True)
 class _Build:
-    """A batch between its seal and its publication. figures: set when it is built for the first time."""
+    """A batch that is sealed and not published. figures: set when it is built for the first time."""
 
     sealed_at: float
     is_started: bool = False
@@ -104,8 +105,8 @@ class _Build:
 
 
 class _Spent(NamedTuple):
-    """Seconds since the process took the run. waited: of these, those in which workers waited for capacity, and in
-    which a rank of the policy waited. stages: those in each stage of building batches."""
+    """Seconds since this process became the run's owner. waited: the part during which workers waited for capacity, and
+    during which a rank of the policy waited. stages: the seconds in each stage of building batches."""
 
     passed: float
     workers_waited: float
@@ -114,22 +115,22 @@ class _Spent(NamedTuple):
 
 
 class RunMetrics:
-    """Called on the event loop, or with the state locked; `timed`, `building` and `built` also by the thread that
-    builds the run's batches.
+    """The counts of a run. Call it on the event loop, or with the state locked; the thread that builds the run's
+    batches may also call `timed`, `building` and `built`.
 
-    clock: seconds, as `time.monotonic`. now: the run's own time, in which groups are admitted.
+    clock: returns seconds, like `time.monotonic`. now: returns the run's time, in which groups are admitted.
     """
 
     def __init__(self, clock: Callable[[], float], now: Callable[[], float]) -> None:
         self._clock, self._now, self._began = clock, now, clock()
         self._builds: dict[int, _Build] = {}
-        # How long workers had waited when they last asked for capacity, and since when they wait now: replaced as one.
+        # The waiting time of workers until their last request, and the start of the current wait; replaced together.
         self._throttled: tuple[float, float | None] = (0.0, None)
         self._stage_sums = dict.fromkeys(STAGES, 0.0)
         self._ranks = RankMetrics(clock)
-        # When the last batch was built.
+        # The seconds at the time when the last batch was built.
         self._spent = self._spent_until_now()
-        # The run's own: its series begin and end with it.
+        # A separate registry, so that the series begin and end with the run.
         registry = self._registry = CollectorRegistry()
         self._counters = {
             name: Counter(name, text, labels, registry=registry) for name, (text, labels, _) in _COUNTERS.items()
@@ -156,11 +157,11 @@ class RunMetrics:
         self._stages = {stage: stages.labels(stage) for stage in STAGES}
 
     def run_time(self) -> float:
-        """The run's own time, in seconds."""
+        """The run's time, in seconds."""
         return self._now()
 
     def collect(self, state: State) -> list[Metric]:
-        """Returns all that was counted. state: as it is now, so that it and the counts agree."""
+        """Returns all counts. state: the current state, so that it is consistent with the counts."""
         throttled = CounterMetricFamily(
             "gristmill_throttled_seconds",
             "Seconds during which workers waited for capacity.",
@@ -169,13 +170,13 @@ class RunMetrics:
         return [*self._registry.collect(), throttled, *self._ranks.collect(state)]
 
     def received(self, outcomes: Sequence[Outcome], steps: Steps) -> None:
-        """Counts a request's rows, by what became of them."""
+        """Counts a request's rows by outcome."""
         if not outcomes:
             return
         for name, extra in steps.extras.items():
             self._inc("gristmill_column_bytes", int(extra.row_bytes.sum()), name, "rows")
         first = outcomes[0]
-        # Nearly always all rows of a request have one outcome.
+        # Usually all rows of a request have the same outcome.
         if outcomes.count(first) == len(outcomes):
             self._count_received(first, len(outcomes), sum_of(steps.sequence_lengths))
             return
@@ -189,7 +190,7 @@ class RunMetrics:
 
     @contextmanager
     def timed(self, stage: str) -> Iterator[None]:
-        """Measures its body as a stage of building a batch."""
+        """Measures the `with` block as a stage of building a batch."""
         begin = self._clock()
         try:
             with tracing.span(stage):
@@ -198,15 +199,15 @@ class RunMetrics:
             self._count_stage(stage, self._clock() - begin)
 
     def building(self, batch: int) -> None:
-        """Counts the time that the batch waited for the builder, which begins with it."""
+        """Counts the time that the batch waited for the builder. Called when the builder starts with it."""
         build = self._builds.setdefault(batch, _Build(self._clock()))
         if not build.is_started:
             build.is_started = True
             self._count_stage("queue", self._clock() - build.sealed_at)
 
     def built(self, batch: int, figures: Figures, at: float) -> Figures:
-        """Counts a batch that will be published for the first time. Returns its figures as the log stores them, with
-        the seconds since the batch before. at: now, in seconds since 1970."""
+        """Counts a batch that will be published for the first time. Returns its figures for the log, with the seconds
+        since the previous batch. at: the current time, in seconds since 1970."""
         self._builds.setdefault(batch, _Build(self._clock())).figures = figures
         before, self._spent = self._spent, self._spent_until_now()
         return replace(
@@ -214,7 +215,7 @@ class RunMetrics:
             at=round(at, 1),
             seconds=self._spent.passed - before.passed,
             workers_waited=self._spent.workers_waited - before.workers_waited,
-            # Ranks that are there no more count no longer.
+            # The sum may decrease when ranks are removed.
             ranks_waited=max(0.0, self._spent.ranks_waited - before.ranks_waited),
             stages={stage: round(seconds - before.stages[stage], 4) for stage, seconds in self._spent.stages.items()},
             tags=most_frequent(figures.tags),
@@ -222,7 +223,7 @@ class RunMetrics:
         )
 
     def asked_for_groups(self, found_room: bool) -> None:
-        """Counts a worker's request to begin groups: workers waited between two requests without capacity."""
+        """Counts a worker's request to begin groups. Workers wait between two requests without capacity."""
         self._throttled = self._throttled_until_now(), None if found_room else self._clock()
 
     def asked_for_shard(self, state: State, model: Model, rank: int) -> None:
@@ -232,7 +233,7 @@ class RunMetrics:
         self._ranks.pulled(model, rank, nbytes)
 
     def applied(self, event: Event, state: State, released: int, tokens: Callable[[], int]) -> None:
-        """Counts an event. released, tokens: of the rows that nothing refers to any more."""
+        """Counts an event. released, tokens: the rows that nothing refers to any more, and their tokens."""
         if type(event) is RowsStored and not released:
             # This happens thousands of times a second.
             return

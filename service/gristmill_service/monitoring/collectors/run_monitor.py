@@ -1,4 +1,4 @@
-"""A run's monitor: passes what happens in the run on to its metrics and its history."""
+"""A run's monitor: forwards the run's events to its metrics and its history."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ R = TypeVar("R")
 
 
 def _never_raises(method: Callable[P, R]) -> Callable[P, R | None]:
-    """Logs an error and returns None: a run goes on, whether it can be monitored or not."""
+    """Makes a method log errors and return None, so that a run continues if its monitoring fails."""
 
     @wraps(method)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> R | None:
@@ -45,8 +45,8 @@ def _never_raises(method: Callable[P, R]) -> Callable[P, R | None]:
 class Monitor:
     """See `gristmill_service.run.monitor.RunMonitor`.
 
-    clock: seconds, as `time.monotonic`. now: the run's own time, in which groups are admitted; not called before the
-    first event.
+    clock: returns seconds, like `time.monotonic`. now: returns the run's time, in which groups are admitted; not called
+    before the first event.
     """
 
     def __init__(self, clock: Callable[[], float], now: Callable[[], float]) -> None:
@@ -55,7 +55,7 @@ class Monitor:
 
     @_never_raises
     def applied(self, event: Event, state: State, released: int, tokens: Callable[[], int]) -> None:
-        # Separately counted and noted: neither is lost with the other.
+        # Metrics and history are updated separately, so that an error in one does not affect the other.
         try:
             self.metrics.applied(event, state, released, tokens)
         finally:
@@ -101,7 +101,7 @@ class Monitor:
 
 
 def monitor_of(run: Run) -> Monitor:
-    """Returns the run's monitor. Raises TypeError for a run with a monitor of another kind."""
+    """Returns the run's monitor. Raises TypeError if it is of another class."""
     if not isinstance(run.monitor, Monitor):
         raise TypeError(f"run {run.name!r} has a {type(run.monitor).__name__}; make Runs with Monitor")
     return run.monitor

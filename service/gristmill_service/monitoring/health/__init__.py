@@ -1,1 +1,1 @@
-"""A run's health: one definition for the page, the API, the commands and the metrics."""
+"""A run's health: a single definition for the page, the API, the commands and the metrics."""

@@ -1,6 +1,6 @@
-"""The rules of a run's health: what holds a run up, and how bad that is. docs/page.md has them for users.
+"""The rules of a run's health: what blocks a run, and how severe that is. docs/page.md explains them to users.
 
-A run that waits for rollouts, or whose workers wait for a trainer that trains, is well: that is its pace.
+A run that waits for rollouts is healthy, as is a run whose workers wait for a trainer that trains: this is its pace.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from gristmill_service.run.machine.state import GIVEN_UP
 from gristmill_service.run.machine.status import explained
 
 HealthState = Literal["failed", "stuck", "no trainer", "training", "collecting", "idle", "finished"]
-"""docs/page.md defines them."""
+"""The states of a run's health; docs/page.md defines them."""
 STATES: tuple[HealthState, ...] = get_args(HealthState)
 
 Level = Literal["failed", "stuck", "slow", "note"]
 LEVELS: tuple[Level, ...] = get_args(Level)
-"""Worst first."""
+"""The levels of findings, worst first."""
 
-# For a rank that others have passed: ranks of a model take each step together.
+# The limit for a rank that is behind others, because ranks of a model perform each step together.
 LATE_RANK_S = 60.0
-# For all ranks of a model: multiples of their longest step; before the first step one counts as this long.
+# The limits for all ranks of a model, as multiples of their longest step, and the assumed length before the first step.
 _SLOW_STEPS, _STUCK_STEPS, _FIRST_STEP_S = 3, 10, 180.0
 _SLOW_RANKS_S, _STUCK_RANKS_S = 60.0, 600.0
 _BLOCKED_S = 60.0
@@ -47,10 +47,10 @@ _NAMED_RANKS = 8
 
 
 class Finding(Document):
-    """Something that holds a run up, or a note.
+    """Something that blocks a run, or a note.
 
-    failed: a batch cannot be built. stuck: the run will not go on by itself. slow: something takes longer than it
-    should, and may go on. note: who waits for whom.
+    failed: a batch cannot be built. stuck: the run cannot continue without intervention. slow: something takes longer
+    than expected, and may continue. note: who waits for whom.
     """
 
     level: Level
@@ -71,7 +71,7 @@ class Finding(Document):
 
     @property
     def sentence(self) -> str:
-        """The text with the reason and the remedy."""
+        """The text, the reason and the remedy in one sentence."""
         return "".join([self.text, self.reason and f": {self.reason}", self.remedy and f"; {self.remedy}"])
 
 
@@ -93,7 +93,7 @@ def state_of(facts: RunFacts, findings: Sequence[Finding]) -> HealthState:
     if facts.has_groups:
         return "collecting"
     if facts.held:
-        # All batches are trained, and wait for the trainer's commit.
+        # All batches are trained, and the trainer has not committed them.
         return "training"
     return "finished" if facts.counts.finished else "idle"
 
@@ -119,7 +119,7 @@ def summary_of(facts: RunFacts, state: HealthState, findings: Sequence[Finding])
 
 
 def has_pulled(facts: RunFacts, model: ModelFacts, rank: int) -> bool | None:
-    """Returns whether the rank asked for a shard since its next batch was published; None where that is not known."""
+    """Returns whether the rank requested a shard after its next batch was published; None if unknown."""
     batch, pulled = facts.history.of_batch(model.next[rank].batch), facts.history.ranks[model.model][rank].pulled
     if batch.published is None:
         return None
@@ -129,8 +129,8 @@ def has_pulled(facts: RunFacts, model: ModelFacts, rank: int) -> bool | None:
 
 
 def available(facts: RunFacts, model: ModelFacts, rank: int) -> float:
-    """Returns since when the rank could have begun with its next shard: the one before is acknowledged, and this one is
-    published."""
+    """Returns since when the rank could have started its next shard: since the previous one was acknowledged, and this
+    one published."""
     since = facts.history.ranks[model.model][rank].since
     return max(since, facts.history.of_batch(model.next[rank].batch).published or since)
 
@@ -150,7 +150,7 @@ def _training(facts: RunFacts) -> str:
 
 
 def _failed_batches(facts: RunFacts) -> Iterator[Finding]:
-    """Reports failed batches: a failure is over when a later batch is trained and committed."""
+    """Reports failed batches, until a later batch is trained and committed."""
     committed = min(model.committed for model in facts.models)
     for number, reason in facts.failed.items():
         since = facts.history.of_batch(number).ended
@@ -208,7 +208,7 @@ def _ranks(facts: RunFacts) -> Iterator[Finding]:
 
 
 def _working_ranks(facts: RunFacts, model: ModelFacts, ready: Sequence[int]) -> Iterator[Finding]:
-    """Judges ranks that are at work. ready: the ranks that have a shard to train."""
+    """Reports ranks that are slow or stuck. ready: the ranks that have a shard to train on."""
     least = min(model.next[rank] for rank in ready)
     last = [rank for rank in ready if model.next[rank] == least]
     past = sum(position > least for position in model.next)
@@ -221,7 +221,7 @@ def _working_ranks(facts: RunFacts, model: ModelFacts, ready: Sequence[int]) -> 
             text = f"{_did_not(facts, model, late)}; {others}"
             yield _finding("stuck", text, since, at=least, model=model.model, ranks=late)
         return
-    # The last rank to get here holds up the others, which waited for it before.
+    # The last rank to arrive delays the others, which have waited for it.
     since = max(available(facts, model, rank) for rank in last)
     longest = facts.history.longest_step[model.model]
     pace = longest or _FIRST_STEP_S
@@ -246,7 +246,7 @@ def _waiting_ranks(facts: RunFacts, model: ModelFacts) -> Finding:
 
 
 def _columns(facts: RunFacts) -> Iterator[Finding]:
-    """Judges a batch that waits for columns: its trainer is at work while some arrive."""
+    """Reports a batch that waits for columns. Its trainer counts as working while columns arrive."""
     if facts.awaiting is None:
         return
     since = facts.history.of_batch(facts.awaiting.number).columns
@@ -281,14 +281,14 @@ def _room(facts: RunFacts) -> Iterator[Finding]:
     if has_work or facts.counts.groups_open:
         yield _finding("note", f"workers wait for capacity: {reason}", since)
         return
-    # Nobody can go on: all buffered batches are trained, and no group of the next one may begin.
+    # A deadlock: all buffered batches are trained, and no group of the next batch may begin.
     since = max(since or facts.history.began, facts.history.last_event)
     level: Level = "stuck" if facts.now - since >= _BLOCKED_S else "note"
     yield _finding(level, f"workers wait for capacity, and ranks for a batch: {reason}", since)
 
 
 def _stragglers(facts: RunFacts) -> Iterator[Finding]:
-    """Judges groups that have been open for long: they hold up nobody while ranks have work."""
+    """Reports groups that have been open for long. While ranks have work, these groups delay nobody."""
     now = facts.now
     old = [group for group in facts.open_groups if now - group.since >= _LONG_GROUP_S]
     if not old:
@@ -328,7 +328,7 @@ def _finding(
     ranks: Sequence[int] = (),
     group: OpenGroup | None = None,
 ) -> Finding:
-    """Makes a finding. batch, model, ranks, group: its subject. at: the mini-batch that ranks are to acknowledge."""
+    """Creates a finding. batch, model, ranks, group: its subject. at: the mini-batch that ranks must acknowledge."""
     return Finding(
         level=level,
         text=text[:_LONGEST_TEXT],

@@ -1,7 +1,7 @@
-"""The health of a run: one definition for the page, the API, the commands and the metrics.
+"""The health of a run: a single definition for the page, the API, the commands and the metrics.
 
-Documents have times in seconds since 1970, never ages, so that they stay the same while nothing happens. They are
-bounded: of many groups, batches and ranks they have the oldest, and the number of all.
+Documents contain times in seconds since 1970 instead of ages, so that they do not change while nothing happens. Their
+size is limited: of many groups, batches and ranks, they contain the oldest ones, and the number of all.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from gristmill_service.run.run import Run
 
 SHOWN_RANKS = 128
 _SHOWN_STEPS = 4_000
-"""Entries of a timeline, of all ranks together."""
+"""The maximum number of entries of a timeline, over all ranks."""
 
 
 class TrainingPlace(Document):
-    """A place in a model's training order."""
+    """A position in a model's training order."""
 
     batch: int
     epoch: int
@@ -77,7 +77,7 @@ class ModelHealth(Document):
 
 
 class AbortedSamples(Document):
-    """The samples that were aborted for a reason, as far as they are known. uid, round: the last group of them."""
+    """The known samples that were aborted for a reason. uid, round: the last group with such a sample."""
 
     reason: str
     samples: int
@@ -107,7 +107,7 @@ class RunHealth(RunCounts):
 
 
 class RunSummary(Document):
-    """The summary of a run; only its name where another process owns it. Every process returns every run's health."""
+    """The summary of a run; only its name if another process owns it. Any process returns any run's health."""
 
     run: str
     state: HealthState | None = None
@@ -165,7 +165,7 @@ class Assessment(NamedTuple):
 
 
 def assess(facts: RunFacts) -> Assessment:
-    """Judges a run's health."""
+    """Computes a run's health."""
     findings = findings_of(facts)
     state = state_of(facts, findings)
     return Assessment(facts, state, summary_of(facts, state, findings), findings)
@@ -203,7 +203,7 @@ def health(run: Run) -> RunHealth:
 
 
 def summary(run: Run) -> RunSummary:
-    """Returns the run's line in an overview of all runs."""
+    """Returns the run's entry in the overview of all runs."""
     facts, state, text, findings = assess_run(run)
     return RunSummary(
         **{name: value for name, value in facts.counts if name in RunSummary.model_fields},
@@ -218,10 +218,10 @@ def summary(run: Run) -> RunSummary:
 
 
 def timeline(run: Run, model: Model, back_s: float) -> Timeline:
-    """Returns the acknowledgements of each rank in the last seconds, of an ended run before its end, and the
-    publications of batches.
+    """Returns each rank's acknowledgements and the batches' publications in the last `back_s` seconds, or, for an ended
+    run, before its end.
 
-    Raises InvalidArgumentError where the run has no such model.
+    Raises InvalidArgumentError if the run has no such model.
     """
     history = monitor_of(run).history
 

@@ -1,4 +1,4 @@
-"""The facts of a run at one moment that its health depends on."""
+"""The facts of a run at one time from which its health is computed."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ class RunCounts(Document):
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """A model's progress. next: the position that each rank has to acknowledge next. has_trainer: a trainer has called
-    at least once, as far as the log and this process know."""
+    """A model's progress. next: the position that each rank must acknowledge next. has_trainer: whether a trainer has
+    called at least once, according to the log and this process."""
 
     model: Model
     committed: Position
@@ -86,8 +86,8 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True)
 class AwaitingBatch:
-    """A batch that waits for columns that trainers write. missing: the first shards that lack some, by (mini-batch,
-    rank). lacking, shards: how many lack some, and how many there are."""
+    """A batch that waits for columns that trainers write. missing: the first shards with missing columns, as
+    (mini-batch, rank). lacking, shards: the number of shards with missing columns, and of all shards."""
 
     number: int
     columns: tuple[str, ...]
@@ -98,16 +98,16 @@ class AwaitingBatch:
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """The facts of a run at one moment.
+    """The facts of a run at one time.
 
-    missing_tags: groups of each tag that the next batch lacks (`tag_shares`), complete ones counted.
-    failed: the last batches that could not be built, with the reason. kept: those whose rows are retained for another
+    missing_tags: the number of groups of each tag that the next batch still needs (`tag_shares`).
+    failed: the last failed batches, with the reason. kept: the failed batches whose rows are retained for another
         dp_size.
-    published: the batches that are published, to be trained, and not freed. building: the oldest that is to be built.
-        awaiting: the oldest that waits for columns. held: how many are sealed and not freed.
-    newest: the figures of the batch that was published last, None where they are added up with others'.
-        compares_groups: whether an advantage depends on nothing but the scores of its group.
-    open_groups: the oldest that are not complete. batches: the oldest that are not freed.
+    published: the batches that are published and not freed. building: the oldest batch that is not built. awaiting: the
+        oldest batch that waits for columns. held: the number of batches that are sealed and not freed.
+    newest: the figures of the last published batch; None if they are merged with others. compares_groups: whether an
+        advantage depends only on the scores of its group.
+    open_groups: the oldest groups that are not complete. batches: the oldest batches that are not freed.
     """
 
     run: str
@@ -133,7 +133,7 @@ class RunFacts:
 
     @property
     def ranks_have_work(self) -> bool:
-        """The next shard of some rank is published."""
+        """Whether the next shard of any rank is published."""
         return any(position.batch in self.published for model in self.models for position in model.next)
 
     @property
@@ -142,12 +142,12 @@ class RunFacts:
 
     @property
     def has_groups(self) -> bool:
-        """Some group is open, or complete and not sealed."""
+        """Whether any group is open, or complete and not sealed."""
         return self.counts.groups_open + self.counts.groups_complete > 0
 
 
 def facts_of(run: Run, state: State, room: Room) -> RunFacts:
-    """Reads the facts, which are valid until the run goes on. state: the run's."""
+    """Reads the facts, which are valid until the next event of the run. state: the run's state."""
     history = monitor_of(run).history
     history.follow(state)
     return RunFacts(
@@ -186,9 +186,9 @@ def facts_of(run: Run, state: State, room: Room) -> RunFacts:
 
 
 def next_positions(state: State, model: Model) -> list[Position]:
-    """Returns the position that each rank has to acknowledge next.
+    """Returns the position that each rank must acknowledge next.
 
-    Raises InvalidArgumentError where there is no such model.
+    Raises InvalidArgumentError if the run has no such model.
     """
     model_progress = progress.model_state(state, model)
     # Hundreds of ranks share a few positions.
@@ -197,7 +197,7 @@ def next_positions(state: State, model: Model) -> list[Position]:
 
 
 def seconds(value: float) -> float:
-    """Rounds a time as documents have it."""
+    """Rounds a time in seconds for documents."""
     return round(value, 1)
 
 
@@ -268,7 +268,7 @@ def _batches(state: State, history: RunHistory) -> list[HeldBatch]:
 
 
 def _stage(state: State, number: int, times: BatchTimes) -> tuple[Stage, float | None]:
-    """Returns how far a batch is that is not freed, and since when."""
+    """Returns the stage of a batch that is not freed, and since when it is in that stage."""
     if number in state.failed:
         return "failed", times.ended
     batch = state.batches[number]

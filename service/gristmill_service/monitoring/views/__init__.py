@@ -1,1 +1,1 @@
-"""The documents of the page: a run's history and settings, batches, rows and groups."""
+"""The documents that the page shows: a run's history and settings, batches, rows and groups."""

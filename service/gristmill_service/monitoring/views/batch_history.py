@@ -1,4 +1,4 @@
-"""The history of a run: the figures of its batches, which its log keeps, also those of freed ones."""
+"""The history of a run: the figures of all its batches, including freed ones. They are stored in the run's log."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _DIGITS = 6
 
 
 class GroupFigures(Document):
-    """Figures of groups. Means and shares are null where there are none."""
+    """Figures of groups. Means and shares are null if there are no groups."""
 
     groups: int
     trajectories: int
@@ -29,7 +29,7 @@ class GroupFigures(Document):
 
 
 class BatchFigures(GroupFigures):
-    """Batches `first` to `last`, of which `batches` were published. Counts and seconds are sums over them."""
+    """Figures of batches `first` to `last`, of which `batches` were published. Counts and seconds are summed."""
 
     first: int
     last: int
@@ -70,7 +70,7 @@ class BatchHistory(Document):
 
 
 def batch_history(run: Run, most: int) -> BatchHistory:
-    """Returns figures of all batches of the run, `most` points at most."""
+    """Returns figures of all batches of the run, in at most `most` points."""
     records, failed, kept = run.read(
         lambda state, _: (
             list(state.records),
@@ -92,7 +92,7 @@ def batch_history(run: Run, most: int) -> BatchHistory:
 
 
 def _thinned(records: Sequence[Figures], most: int) -> list[Figures]:
-    """Returns at most that many records, by adding up equally many neighbors."""
+    """Returns at most `most` records, by merging equal numbers of neighbors."""
     step = max(1, -(-len(records) // most))
     parts = (total(records[begin : begin + step]) for begin in range(0, len(records), step))
     return [part for part in parts if part is not None]
@@ -133,5 +133,5 @@ def _ratio(part: float, whole: float) -> float | None:
 
 
 def _short(value: float) -> float:
-    """Rounds to as many digits as a curve needs."""
+    """Rounds a value to the digits that a curve needs."""
     return float(f"{value:.{_DIGITS}g}")

@@ -1,7 +1,7 @@
-"""A batch's rows without their tokens: lengths, where merging broke, scores and advantages.
+"""A batch's rows without their tokens: lengths, merge breaks, scores and advantages.
 
-They are read from the run's own rows, some at a time, when somebody asks. Tokens are not copied: only the few around a
-break are retained, and those of a trajectory until all of it is read.
+They are computed from the run's stored rows on request, in parts. Only the tokens around merge breaks are retained, and
+those of one trajectory until it is read completely.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from gristmill_service.pipeline.rows.merge import merge_rows, visit_loss_tokens
 from gristmill_service.pipeline.rows.validate import Received, receive
 
 KEPT_BREAKS = 200
-"""Breaks that are retained of a batch: thousands of breaks are alike."""
+"""The maximum number of breaks retained per batch, because thousands of breaks are similar."""
 CONTEXT = 6
-"""Tokens that are shown before and after the one that differs."""
+"""The number of tokens shown before and after the token that differs."""
 _LONGEST_UID = 80
 
 _EMPTY = Ragged(np.empty(0, np.int32), np.empty(0, np.int64), np.empty(0, np.int64))
 
 
 class TokenPair(Document):
-    was: int = Field(description="The token in the step that it is compared with; -1: it had ended.")
-    now: int = Field(description="The token in the prompt; -1: it had ended.")
+    was: int = Field(description="The token in the compared step; -1: that step had ended.")
+    now: int = Field(description="The token in the prompt; -1: the prompt had ended.")
     count: int
 
 
@@ -45,25 +45,25 @@ class PrefixBreak(Document):
     round: int
     sample: int
     step: int
-    against: int = Field(
-        description="The step that it is compared with: the one before, or, in a tree, the most similar one."
+    against: int = Field(description="The compared step: the previous step or, in a tree, the most similar one.")
+    index: int = Field(
+        description="The index of the first different token in the step's prompt, or the prompt's length."
     )
-    index: int = Field(description="Of the first token of the step's prompt that differs, or the prompt's length.")
-    before: list[int] = Field(description="Tokens before it, which are the same.")
-    was: list[int] = Field(description="From there on in the step that it is compared with.")
-    now: list[int] = Field(description="From there on in this step's prompt.")
-    column: str = Field(description="The declared column in which the two differ, where no token does; else empty.")
+    before: list[int] = Field(description="The equal tokens before it.")
+    was: list[int] = Field(description="The tokens from there in the compared step.")
+    now: list[int] = Field(description="The tokens from there in this step's prompt.")
+    column: str = Field(description="The declared column in which the steps differ, if no token differs; else empty.")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BatchSummary:
-    """The rows of a batch as the plan numbers them.
+    """The rows of a batch, numbered as in the plan.
 
-    prompts, lengths, trained: (rows,) tokens of the prompt, of the whole row, and
-    those with loss_mask 1. first, last, steps: (rows,) of the steps that it is made of the first and the last, by
-    their own numbers, and how many they are. trajectories: (rows,). scores, responses, advantages:
-    (trajectories,); responses are the tokens of all its steps' responses, advantages None where clients gave one per
-    token. breaks_in_all: steps that joined none; breaks: the first of them; pairs: the tokens that most often differ.
+    prompts, lengths, trained: (rows,) number of tokens in the prompt, in the whole row, and with loss_mask 1.
+    first, last, steps: (rows,) the numbers of the row's first and last step, and how many steps it has.
+    trajectories: (rows,). scores, responses, advantages: (trajectories,); responses is the number of response tokens of
+    all steps; advantages is None if clients sent one per token. breaks_in_all: how many steps joined no other; breaks:
+    the first of these; pairs: the most frequent pairs of different tokens.
     """
 
     received: Received
@@ -83,12 +83,12 @@ class BatchSummary:
 
 
 class BatchReader:
-    """Reads rows one table after another, merges them as the batch's builder does, and retains the tables of the
-    last trajectory alone, of which more may come.
+    """Reads rows table by table, and merges them like the batch's builder. Retains only the tables of the last
+    trajectory, which may be incomplete.
 
-    policy_version: the one under which the batch was sealed.
-    visited, trained: of each visit of a row (`merge.Rows`) the step, among all of the batch, and how many of its tokens
-        the row trains. counts, lengths: of each row its visits and tokens. All in parts, in the batch's order.
+    policy_version: the policy version at which the batch was sealed.
+    visited, trained: for each visit of a row (`merge.Rows`), the step's index in the batch, and how many of its tokens
+        the row trains. counts, lengths: for each row, its visits and tokens. All in parts, in the batch's order.
     """
 
     def __init__(self, config: RunConfig, policy_version: int) -> None:
@@ -117,7 +117,7 @@ class BatchReader:
         self._pending = [table.take(rows[last:])]
 
     def summary(self) -> BatchSummary:
-        """Returns the summary once all of the batch is read."""
+        """Returns the summary. Call it after the whole batch is read."""
         self._end()
         config, received = self._config, receive(concat(self._bare), self._config)
         steps, bounds = received.steps, received.trajectory_bounds
@@ -126,7 +126,7 @@ class BatchReader:
         trained = np.concatenate(self._trained) * filters.trained_steps(received, scores, config)[0][visited]
         begins = np.cumsum(counts) - counts
         first, last = visited[begins], visited[begins + counts - 1]
-        # Advantages of tokens, or with the KL in them, are only in shards: they need declared columns.
+        # Advantages per token, or that include a KL, need declared columns, so they are only in shards.
         is_elsewhere = (
             steps.token_advantages is not None
             or config.kl_in_reward is not None
@@ -150,13 +150,13 @@ class BatchReader:
         )
 
     def _end(self) -> None:
-        """Merges the last trajectory, which is complete."""
+        """Merges the last trajectory, which is now complete."""
         if self._pending:
             self._merge(concat(self._pending))
         self._pending = []
 
     def _merge(self, table: Steps) -> None:
-        """Merges whole trajectories."""
+        """Merges complete trajectories."""
         if not len(table):
             return
         config, received = self._config, receive(table, self._config)

@@ -1,7 +1,7 @@
-"""Pictures of a published batch: its shards row by row, loads, breaks of merging, scores. They are bounded in size:
-a larger one is summed up or cut, and says so.
+"""Views of a published batch: its shards row by row, loads, merge breaks, scores. Their size is limited: a larger view
+is aggregated or truncated, and reports that.
 
-The last batches that were asked for are cached, also when they are freed meanwhile.
+The views of the last requested batches are cached, even after the batches are freed.
 """
 
 from __future__ import annotations
@@ -52,38 +52,38 @@ class BatchPicture(Document):
     metrics: dict[str, float] = Field(description="As in the plan.")
     counts: dict[str, int] = Field(description="As in the plan.")
     mini_batches_in_all: int
-    rows_per_bar: int = Field(description="Rows that are summed up in each bar; there are at most 4,000 bars.")
-    micro_steps_per_cell: int = Field(description="Micro-steps that are summed up in each load.")
+    rows_per_bar: int = Field(description="The number of rows in each bar; there are at most 4,000 bars.")
+    micro_steps_per_cell: int = Field(description="The number of micro-steps in each load.")
     load_unit: str
     mini_batches: list[MiniBatchPicture] = Field(
-        description="As many as have 1,024 shards; ask for the others one by one."
+        description="Mini-batches, up to 1,024 shards; request the others one by one."
     )
     columns: list[str] = Field(description="The declared columns: name, type, shape and scope.")
-    groups: list[str] = Field(description="Their uids, shortened; the first 4,000.")
+    groups: list[str] = Field(description="The uids of the first 4,000 groups, shortened.")
 
 
 class BatchBreaks(Document):
     run: str
     batch: int
     merges: bool = Field(description="Whether the run's merge mode joins steps.")
-    branches: bool = Field(description="Whether a step may join any earlier one, not the one before it alone.")
-    in_all: int = Field(description="Steps that joined none, without each trajectory's first.")
+    branches: bool = Field(description="Whether a step may join any earlier step, not only the previous one.")
+    in_all: int = Field(description="Steps that did not join an earlier step, without each trajectory's first step.")
     rows_received: int
     rows: int
-    pairs: list[TokenPair] = Field(description="The most frequent, at most 10.")
-    breaks: list[PrefixBreak] = Field(description="The first 200.")
+    pairs: list[TokenPair] = Field(description="The most frequent ones, at most 10.")
+    breaks: list[PrefixBreak] = Field(description="The first 200 breaks.")
     texts: dict[int, str] = Field(
-        default={}, description="The text of each of these tokens, where the service has a tokenizer."
+        default={}, description="The text of each of these tokens, if the service has a tokenizer."
     )
 
 
 class GroupScores(Document):
     uid: str
     round: int
-    tag: str = Field(default="", description="Its environment or task.")
+    tag: str = Field(default="", description="The group's environment or task.")
     samples: list[int]
     scores: list[float]
-    advantages: list[float] | None = Field(description="null where clients sent one per token.")
+    advantages: list[float] | None = Field(description="null if clients sent one per token.")
 
 
 class BatchScores(Document):
@@ -96,7 +96,7 @@ class BatchScores(Document):
 
 
 class Histogram(Document):
-    """Counts of trajectories between each low and high, which are equal where there are few different values."""
+    """Counts of trajectories between each low and high, which are equal if there are few different values."""
 
     name: Literal["score", "response tokens", "turns"]
     lows: list[float]
@@ -109,11 +109,11 @@ class BatchDistributions(Document):
     batch: int
     trajectories: int
     histograms: list[Histogram]
-    stop_reasons: dict[str, int] = Field(description="Of last steps, the 20 most frequent.")
+    stop_reasons: dict[str, int] = Field(description="The 20 most frequent stop reasons of last steps.")
 
 
 class BatchView:
-    """One batch: its plan, and its rows without their tokens."""
+    """A batch: its plan, and its rows without tokens."""
 
     def __init__(self, run: str, batch: int, config: RunConfig, plan: PlanDocument, rows: BatchSummary) -> None:
         self._run, self._batch = run, batch
@@ -121,7 +121,7 @@ class BatchView:
         self._bars = ShardBars(rows, config)
 
     def picture(self, model: Model, mini_batch: int | None) -> BatchPicture:
-        """Returns as many mini-batches as fit, or one alone, with finer bars."""
+        """Returns as many mini-batches as fit, or only one, with finer bars."""
         mini_batches = self._mini_batches(model)
         chosen = mini_batches if mini_batch is None else _chosen(mini_batches, model, mini_batch)
         drawn = self._bars.drawn(mini_batches, chosen[: max(1, LARGEST.shards // self._plan.dp_size)])
@@ -163,8 +163,8 @@ class BatchView:
         )
 
     async def tokens(self, run: Run, row: int, start: int) -> RowTokens:
-        """Reads the batch until the row's trajectory. Raises NotFoundError where the batch has no such row, and as
-        `Run.export` does where the rows are freed."""
+        """Reads the batch up to the row's trajectory, and returns the row's tokens. Raises NotFoundError if the batch
+        has no such row, and like `Run.export` if the rows are freed."""
         key, row_of_trajectory = key_of(self._rows, row)
         trajectory = await rows_of(run.export(self._batch), key)
         tokens, mask = await asyncio.to_thread(tokens_of, trajectory, row_of_trajectory, self._config)
@@ -184,7 +184,7 @@ class BatchView:
         )
 
     def distributions(self) -> BatchDistributions:
-        """Returns the distributions of trajectories: scores, lengths, turns, and stop reasons."""
+        """Returns distributions over trajectories: scores, lengths, turns, and stop reasons."""
         received = self._rows.received
         lasts = (received.trajectory_bounds[1:] - 1).tolist()
         reasons = Counter(received.steps.stop_reasons[last] or "unknown" for last in lasts)
@@ -201,7 +201,7 @@ class BatchView:
         )
 
     def scores(self, start: int) -> BatchScores:
-        """Returns the scores of at most 200 groups, from this one on."""
+        """Returns the scores of at most 200 groups, from group `start`."""
         groups = self._rows.received.groups
         first = max(start, 0)
         return BatchScores(
@@ -216,8 +216,8 @@ class BatchView:
     def _mini_batches(self, model: Model) -> list[MiniBatchDocument]:
         if model not in self._config.models:
             raise InvalidArgumentError(
-                f"model is {model} and this run has none; it has {', '.join(self._config.models)} "
-                "(critic_mini_batch_size configures a critic)"
+                f"model {model} does not exist in this run; use {', '.join(self._config.models)}, or set "
+                "critic_mini_batch_size to train a critic"
             )
         return [part for part in self._plan.mini_batches if part.model == model]
 
@@ -236,8 +236,7 @@ class BatchView:
 
 
 class _Key(NamedTuple):
-    """A batch as it was built. run_id: a run of the same name that was created again has another one. dp_size: as of
-    the plan."""
+    """The key of a built batch. run_id: distinguishes runs of the same name. dp_size: that of the plan."""
 
     run_id: str
     batch: int
@@ -245,9 +244,9 @@ class _Key(NamedTuple):
 
 
 class BatchViewCache:
-    """Caches the views of the last batches that were asked for. Keeps no run alive.
+    """Caches the views of the last requested batches. Holds no reference to a run.
 
-    one_by_one: runs their work, so that pictures never take more than one core.
+    one_by_one: computes the views, so that they never use more than one core.
     """
 
     def __init__(self) -> None:
@@ -256,7 +255,7 @@ class BatchViewCache:
         self._views: OrderedDict[_Key, BatchView] = OrderedDict()
 
     async def get(self, run: Run, batch: int) -> BatchView:
-        """Raises as `Run.batch` does, and NotFoundError where the batch is not published yet."""
+        """Returns the view of a batch. Raises like `Run.batch`, and NotFoundError if the batch is not published yet."""
         if view := self._cached(run, batch):
             return view
         async with self._making:
@@ -278,11 +277,11 @@ class BatchViewCache:
         config = run.config
         answer = await run.batch(batch)
         if answer.state not in (BatchState.PUBLISHED, BatchState.FORWARD):
-            raise NotFoundError(f"batch {batch} is not published yet; ask again later")
+            raise NotFoundError(f"batch {batch} is not published yet; retry later")
         plan = await self.one_by_one(decode_plan, answer.plan)
         if plan.dp_size != config.dp_size:
-            # The trainer came back with another number of ranks between the two.
-            raise NotFoundError(f"batch {batch} is being built again for another dp_size; ask again later")
+            # The trainer resumed with another number of ranks between the two reads.
+            raise NotFoundError(f"batch {batch} is being rebuilt for another dp_size; retry later")
         sealed = run.read(lambda state, _: state.batches.get(batch))
         reader = BatchReader(config, 0 if sealed is None else sealed.policy_version)
         async for table in run.export(batch):
@@ -294,8 +293,8 @@ class BatchViewCache:
 def _chosen(mini_batches: list[MiniBatchDocument], model: Model, mini_batch: int) -> list[MiniBatchDocument]:
     if mini_batches and not 0 <= mini_batch < len(mini_batches):
         raise InvalidArgumentError(
-            f"mini_batch is {mini_batch} and the batch has {len(mini_batches)} {model} mini-batches, from 0; ask for "
-            "one"
+            f"mini_batch {mini_batch} does not exist; request one of the batch's {len(mini_batches)} {model} "
+            "mini-batches, numbered from 0"
         )
     return mini_batches[mini_batch : mini_batch + 1]
 

@@ -1,4 +1,4 @@
-"""Prompt groups: a search by uid; the samples of one that is not sealed yet, and the tokens of its rows."""
+"""Prompt groups: search by uid; the samples of a group that is not sealed yet, and the tokens of its rows."""
 
 from __future__ import annotations
 
@@ -32,32 +32,32 @@ class FoundGroup(Document):
     round: int
     tag: str
     state: GroupState
-    batch: int | None = Field(description="The batch that it was sealed into.")
-    reason: str = Field(description="Why it was dropped; empty where it was not.")
+    batch: int | None = Field(description="The batch that contains the group.")
+    reason: str = Field(description="Why the group was dropped; empty if it was not.")
 
 
 class FoundGroups(Document):
     run: str
     in_all: int
-    groups: list[FoundGroup] = Field(description="The first 50; those whose uid is the text itself come first.")
+    groups: list[FoundGroup] = Field(description="The first 50 groups; groups whose uid equals the text come first.")
 
 
 class GroupSample(Document):
-    """A sample of a group. no row: none arrived. open: some rows are missing. aborted: a worker gave it up."""
+    """A sample of a group. no row: no row arrived. open: some rows are missing. aborted: a worker aborted it."""
 
     sample: int
     state: SampleState
-    reason: str = Field(default="", description="Why it was aborted.")
+    reason: str = Field(default="", description="Why the sample was aborted.")
     attempt: int = 0
     rows: int = Field(default=0, description="Steps that arrived.")
-    newest_step: int | None = Field(default=None, description="The last step, by number, that arrived.")
-    missing_step: int | None = Field(default=None, description="The first missing step; null where none is missing.")
-    tokens: int = Field(default=0, description="Tokens of the newest step, its prompt included.")
+    newest_step: int | None = Field(default=None, description="The highest number of a step that arrived.")
+    missing_step: int | None = Field(default=None, description="The first missing step; null if none is missing.")
+    tokens: int = Field(default=0, description="Tokens of the newest step, including its prompt.")
     reward: float | None = Field(default=None, description="Reward of the newest step; null while it is pending.")
 
 
 class GroupSamples(Document):
-    """The samples of a group. complete: how many are complete. in_all: how many there are."""
+    """The samples of a group. complete: the number of complete samples. in_all: the number of all samples."""
 
     run: str
     uid: str
@@ -65,23 +65,25 @@ class GroupSamples(Document):
     tag: str
     complete: int
     in_all: int
-    samples: list[GroupSample] = Field(description="The first 200, ordered by state: incomplete samples come first.")
+    samples: list[GroupSample] = Field(
+        description="The first 200 samples, ordered by state; incomplete samples come first."
+    )
 
 
 class OpenRowTokens(ShownTokens):
-    """A step as it was sent. tokens: from `start` on, at most 2,000. loss_mask: one each, -1 in the prompt."""
+    """A step as it was sent. tokens: at most 2,000, from `start`. loss_mask: one value per token, -1 in the prompt."""
 
     step: int
 
 
 async def group_parts(run: Run) -> AsyncIterator[list[GroupAnswer]]:
-    """Yields every group that was ever admitted, the decided ones first, some at a time: there may be hundreds of
-    thousands, and others are answered in between."""
+    """Yields every group that was ever admitted, in parts: first sealed and dropped groups, then others. There may be
+    hundreds of thousands, so other calls are answered in between."""
     keys = run.read(lambda state, _: [*state.closed, *state.open])
     for begin in range(0, len(keys), _GROUPS_AT_ONCE):
         some = keys[begin : begin + _GROUPS_AT_ONCE]
         answers = run.read(lambda state, _, some=some: _answers(state, some))  # type: ignore[misc]
-        # Waits until all that was read is durable.
+        # Waits until the state that was read is durable.
         await run.policy_version()
         yield answers
 
@@ -98,7 +100,7 @@ def _decided(state: State, key: GroupKey) -> GroupAnswer:
     batch, tag = state.closed[key], state.closed_tags.get(key, "")
     if isinstance(batch, str):
         return GroupAnswer(*key, "dropped", reason=batch, tag=tag)
-    # The rows of a failed batch that are retained may still be built.
+    # A failed batch whose rows are retained may still be built.
     if batch in state.failed and state.is_dropped(batch):
         return GroupAnswer(*key, "dropped", batch, "batch_failed", tag)
     return GroupAnswer(*key, "sealed", batch, tag=tag)
@@ -119,7 +121,7 @@ async def find_groups(run: Run, text: str) -> FoundGroups:
 
 
 def group_samples(run: Run, key: GroupKey) -> GroupSamples:
-    """Raises NotFoundError where no such group is open, or complete and not sealed."""
+    """Returns the samples of a group. Raises NotFoundError unless the group is open, or complete and not sealed."""
 
     def read(state: State) -> GroupSamples:
         group = state.open.get(key)
@@ -140,7 +142,7 @@ def group_samples(run: Run, key: GroupKey) -> GroupSamples:
 
 
 async def row_tokens(run: Run, key: GroupKey, sample: int, step: int, start: int) -> OpenRowTokens:
-    """Raises NotFoundError where the group is not open or the step has not arrived."""
+    """Returns the tokens of a step. Raises NotFoundError if the group is not open or the step has not arrived."""
     row = await run.open_row(key, sample, step)
     prompt = int(row.prompt_lengths[0])
     tokens = row.tokens[0].tolist()
@@ -187,7 +189,7 @@ def _sample(group: Group, sample: int) -> GroupSample:
 
 
 def _missing(trajectory: Trajectory) -> int | None:
-    """Returns the first missing step; None where all up to the last have arrived."""
+    """Returns the first missing step; None if all steps up to the last have arrived."""
     if trajectory.last is not None and len(trajectory.rows) == trajectory.last + 1:
         return None
     return next(step for step in range(len(trajectory.rows) + 1) if step not in trajectory.rows)

@@ -17,35 +17,35 @@ from gristmill_service.off_loop import OneByOne
 from gristmill_service.pipeline.alternatives import costs
 from gristmill_service.run.run import Run
 
-# The rows are read into memory once more, and planned several times.
+# The limit exists because the rows are read into memory again, and planned several times.
 _LARGEST = 1 << 30
 
 
 class Setting(Document):
     name: str
     value: Any
-    default: Any = Field(description="null where the setting has to be given, too.")
+    default: Any = Field(description="null also if the setting is required.")
     is_default: bool
 
 
 class RunSettings(Document):
     run: str
-    settings: list[Setting] = Field(description="All settings; changed ones come first.")
+    settings: list[Setting] = Field(description="All settings; changed settings come first.")
 
 
 class Cost(Document):
-    setting: str = Field(description="The changed setting, as `layout: packed`; empty for the run's own settings.")
+    setting: str = Field(description="The changed setting, such as `layout: packed`; empty for the run's own settings.")
     rows: int
     padding_rows: int
-    tokens: int | None = Field(description="Tokens that go through the model, padding included.")
+    tokens: int | None = Field(description="Tokens that the model computes, including padding.")
     padding_share: float | None
-    barrier_ratio: float = Field(description="The load of the slowest rank of each micro-step, by the mean load.")
+    barrier_ratio: float = Field(description="The load of each micro-step's slowest rank, divided by the mean load.")
 
 
 class BatchCosts(Document):
     run: str
     batch: int
-    costs: list[Cost] = Field(description="As configured, and with each setting that changes something.")
+    costs: list[Cost] = Field(description="The cost as configured, and with each setting that changes it.")
 
 
 def run_settings(run: Run) -> RunSettings:
@@ -58,19 +58,17 @@ def run_settings(run: Run) -> RunSettings:
 
 
 async def batch_costs(run: Run, batch: int, one_by_one: OneByOne) -> BatchCosts:
-    """Plans the batch once for each setting that might make it cheaper, in a thread: seconds for a large one.
+    """Plans the batch once for each setting that may reduce its cost, in a thread. Takes seconds for a large batch.
 
-    Raises FailedPreconditionError for a batch whose rows are freed, and ResourceExhaustedError for one of more
-    than a gigabyte.
+    Raises FailedPreconditionError if the batch's rows are freed, and ResourceExhaustedError if they have more than a
+    gigabyte.
     """
     size = run.read(lambda state, _: state.batches[batch].row_bytes if batch in state.batches else None)
     if size is None:
-        raise FailedPreconditionError(
-            f"batch {batch} is not in store, and freed rows cannot be planned; choose a batch that is not freed"
-        )
+        raise FailedPreconditionError(f"batch {batch} has no stored rows, so it cannot be planned; choose another")
     if size > _LARGEST:
         raise ResourceExhaustedError(
-            f"batch {batch} has {size} bytes of rows, and at most {_LARGEST} are planned while the run trains; "
+            f"batch {batch} has {size} bytes of rows, and the limit is {_LARGEST} while the run trains; "
             "use gristmill export and gristmill plan"
         )
     tables, config = [table async for table in run.export(batch)], run.config

@@ -1,4 +1,4 @@
-"""The bars of a batch's picture: one for each row of a shard, and the loads, one for each micro-step."""
+"""The bars of a batch's picture, one per row of a shard, and the loads, one per micro-step."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from gristmill_service.pipeline.scheduling.balance import loads_of
 
 
 class ShardPicture(Document):
-    """The bars of a shard, in its order, in tokens.
+    """The bars of a shard in its row order, in tokens.
 
-    row, group, sample, first, last, steps: which row each bar is, the first and the last step that it consists of,
-    and their number; -1 for padding rows, null where a bar is several rows.
+    row, group, sample, first, last, steps: the row of each bar, the row's first and last step, and the number of its
+    steps; -1 for padding rows, null if a bar covers several rows.
     """
 
     rows: int
     shared: list[int] = Field(
-        description="With layout prefix_tree the tokens that are stored with the row before, else 0; not counted again."
+        description="With layout prefix_tree, tokens stored with the previous row, not counted again; else 0."
     )
     prompt: list[int]
     observation: list[int] = Field(description="Response tokens with loss_mask 0.")
@@ -51,7 +51,7 @@ class MiniBatchPicture(Document):
 
 
 class Largest(NamedTuple):
-    """The bounds of one picture: about 300 KB."""
+    """The size limits of a picture, which correspond to about 300 KB."""
 
     bars: int
     cells: int
@@ -62,7 +62,7 @@ LARGEST = Largest(bars=4_000, cells=8_000, shards=1_024)
 
 
 class DrawnBars(NamedTuple):
-    """Drawn mini-batches. per_bar: rows that are added up in each bar. per_cell: micro-steps in each load."""
+    """Drawn mini-batches. per_bar: the number of rows in each bar. per_cell: the number of micro-steps in each load."""
 
     per_bar: int
     per_cell: int
@@ -70,8 +70,8 @@ class DrawnBars(NamedTuple):
 
 
 class _Rank(NamedTuple):
-    """A shard: its rows, -1 for padding rows, where its micro-batches begin among them, and the tokens of each row that
-    are stored with the row before it."""
+    """A shard: its rows (-1: padding), the starts of its micro-batches, and the tokens that each row shares with the
+    previous row."""
 
     rows: Int64s
     starts: Int64s
@@ -79,13 +79,13 @@ class _Rank(NamedTuple):
 
 
 class ShardBars:
-    """Arrays of rows have the padding row at -1, so that it needs no case of its own."""
+    """Draws the bars of shards. Arrays of rows contain the padding row at index -1, so it is not a special case."""
 
     def __init__(self, rows: BatchSummary, config: RunConfig) -> None:
         self._rows, self._config = rows, config
         padding_row = config.padding_row_tokens
         observed = rows.lengths - rows.prompts - rows.trained
-        # A padding row is all padding.
+        # A padding row has only padding tokens.
         self._parts = [np.append(values, 0) for values in (rows.prompts, observed, rows.trained)]
         self._lengths = np.append(rows.lengths, padding_row)
         loads = loads_of(rows.lengths, config.flops)
@@ -93,7 +93,7 @@ class ShardBars:
         self._loads = np.append(loads, 0.0)
 
     def drawn(self, mini_batches: Sequence[MiniBatchDocument], chosen: Sequence[MiniBatchDocument]) -> DrawnBars:
-        """Draws mini-batches. mini_batches: all of a model's in the plan; chosen: the ones to draw."""
+        """Draws mini-batches. mini_batches: all of a model's mini-batches in the plan. chosen: those to draw."""
         every = {part.index: [_rank(rank) for rank in part.ranks] for part in mini_batches}
         ranks = [rank for part in chosen for rank in every[part.index]]
         per_bar = _share(sum(len(rank.rows) for rank in ranks), LARGEST.bars)
@@ -124,7 +124,7 @@ class ShardBars:
         loads = self._load_scale * (self._loads[rank.rows] - loads_of(rank.shared, self._config.flops))
         loads = np.add.reduceat(loads, rank.starts) if len(rank.rows) else np.empty(0)
         widths = widths - rank.shared
-        # Shared tokens are a row's first ones, and the row trains none of them.
+        # Shared tokens are a row's first tokens, and the row does not train them.
         observation = observation - np.maximum(rank.shared - prompt, 0)
         prompt = np.maximum(prompt - rank.shared, 0)
         return ShardPicture(
@@ -153,7 +153,7 @@ class ShardBars:
         return {name: np.append(values, -1)[numbers].tolist() for name, values in columns.items()}
 
     def _widths(self, rank: _Rank, part: Sequence[_Rank], every: Sequence[Sequence[_Rank]]) -> Int64s:
-        """Returns the width at which each row is laid out: that of the widest row with which it shares a width."""
+        """Returns the padded width of each row: the width of the widest row that is padded together with it."""
         if self._config.has_token_axis:
             return self._lengths[rank.rows]
         match self._config.pad_width:
@@ -185,7 +185,7 @@ def _share(count: int, most: int) -> int:
 
 
 def _sums(values: NDArray[Any], each: int) -> list[int]:
-    """Adds up each `each` neighbors, to whole numbers."""
+    """Sums every `each` consecutive values, as integers."""
     if not len(values):
         return []
     sums: list[int] = np.round(np.add.reduceat(values, np.arange(0, len(values), each))).astype(np.int64).tolist()

@@ -1,4 +1,4 @@
-"""The tokens of one training row, as they were sampled and merged, and their texts."""
+"""The tokens of one training row, as sampled and merged, and their texts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHOWN_TOKENS = 2_000
 
 
 class ShownTokens(Document):
-    """Tokens of a row, from `start` on, at most 2,000. loss_mask: one for each, -1 in the prompt."""
+    """At most 2,000 tokens of a row, from `start`. loss_mask: one value per token, -1 in the prompt."""
 
     run: str
     uid: str
@@ -31,44 +31,43 @@ class ShownTokens(Document):
     start: int
     tokens: list[int]
     loss_mask: list[int]
-    texts: dict[int, str] = Field(default={}, description="The text of each, where the service has a tokenizer.")
+    texts: dict[int, str] = Field(default={}, description="The text of each token, if the service has a tokenizer.")
 
 
 class RowTokens(ShownTokens):
-    """A training row. tokens: from `start` on, at most 2,000. loss_mask: one each, -1 in the prompt."""
+    """A training row. tokens: at most 2,000, from `start`. loss_mask: one value per token, -1 in the prompt."""
 
     batch: int
-    row: int = Field(description="Its number in the plan.")
+    row: int = Field(description="The row's number in the plan.")
 
 
 def key_of(rows: BatchSummary, row: int) -> tuple[TrajectoryKey, int]:
-    """Returns the row's trajectory, and which of its rows it is.
+    """Returns the row's trajectory, and the row's index in that trajectory.
 
-    Raises NotFoundError where the batch has no such row.
+    Raises NotFoundError if the batch has no such row.
     """
     if not 0 <= row < len(rows.trajectories):
-        raise NotFoundError(f"the batch has no row {row}; it has {len(rows.trajectories)}, from 0")
+        raise NotFoundError(f"the batch has no row {row}; request one of 0..{len(rows.trajectories) - 1}")
     trajectory = int(rows.trajectories[row])
     first = int(np.searchsorted(rows.trajectories, trajectory))
     return rows.received.steps.key(int(rows.received.trajectory_bounds[trajectory])), row - first
 
 
 async def rows_of(tables: AsyncIterator[Steps], key: TrajectoryKey) -> Steps:
-    """Returns the trajectory's rows. tables: the batch's rows in their order, some at a time, read until it ends."""
+    """Returns the trajectory's rows. tables: the batch's rows in order, read until the trajectory ends."""
     parts: list[Steps] = []
     async for table in tables:
         matches = [index for index in range(len(table)) if table.key(index) == key]
         if matches:
             parts.append(table.take(np.array(matches)))
         elif parts:
-            # A batch's trajectories are whole, one after another.
+            # The rows of a trajectory are contiguous in a batch.
             break
     return concat(parts)
 
 
 def tokens_of(trajectory: Steps, row: int, config: RunConfig) -> tuple[list[int], list[int]]:
-    """Returns the tokens of this row of the trajectory, and for each -1 in the prompt, else whether a loss is taken of
-    it there."""
+    """Returns the tokens of this row of the trajectory, and the loss mask of each; -1 in the prompt."""
     received = receive(trajectory, config)
     rows = merge_rows(received, config)
     prompt = int(rows.prompt_lengths[row])
@@ -82,10 +81,10 @@ def tokens_of(trajectory: Steps, row: int, config: RunConfig) -> tuple[list[int]
 
 
 class TokenTexts:
-    """Decodes tokens by a tokenizer of the tokenizers library, read from a file: nothing is downloaded.
+    """Decodes tokens with a tokenizer of the tokenizers library, read from a file. Downloads nothing.
 
-    path: a tokenizer.json, or the directory that has one. Raises InvalidArgumentError where there is none, and where
-    the library is not installed.
+    path: a tokenizer.json, or the directory that contains one. Raises InvalidArgumentError if the file does not exist,
+    or the library is not installed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -93,18 +92,18 @@ class TokenTexts:
             from tokenizers import Tokenizer
         except ImportError:
             raise InvalidArgumentError(
-                f"tokenizer is {path} and the tokenizers library is not installed: pip install 'gristmill[tokenizer]'"
+                f"tokenizer {path} needs tokenizers, which is not installed; pip install 'gristmill[tokenizer]'"
             ) from None
         file = path / "tokenizer.json" if path.is_dir() else path
         try:
             self._tokenizer = Tokenizer.from_file(str(file))
         except Exception as error:  # noqa: BLE001 - the library raises nothing more definite
             raise InvalidArgumentError(
-                f"tokenizer: {file} cannot be read: {error}; give the tokenizer.json of the model that is trained"
+                f"tokenizer: {file} cannot be read: {error}; set it to the tokenizer.json of the trained model"
             ) from None
 
     def of(self, tokens: Iterable[int]) -> dict[int, str]:
-        """Returns the text of each token by itself; tokens that the tokenizer does not know are left out."""
+        """Returns the text of each single token. Omits tokens that are unknown to the tokenizer."""
         size = self._tokenizer.get_vocab_size()
         known = (token for token in tokens if 0 <= token < size)
         return {token: self._tokenizer.decode([token], skip_special_tokens=False) for token in known}

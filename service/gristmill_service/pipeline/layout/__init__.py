@@ -1,1 +1,1 @@
-"""Layout: the tensors of each shard, as runs of memory to be written or sent."""
+"""Layout: the tensors of each shard, as ranges of memory to write or send."""

@@ -1,4 +1,4 @@
-"""Makes the shards of a scheduled batch: their columns, per-row tensors, and metadata, which is JSON in the header."""
+"""Builds the shards of a scheduled batch: columns, per-row tensors, and metadata, which is JSON in the header."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ from gristmill_service.pipeline.scored_batch import ScoredBatch
 def shards(
     scored: ScoredBatch, mini_batches: Sequence[MiniBatchPlan], config: RunConfig, *, run: str, batch: int
 ) -> list[Shard]:
-    """Returns every shard of the batch, policy first, in plan order. No token is copied until a shard is read."""
+    """Returns all shards of the batch, the policy's first, in plan order. Copies no tokens until a shard is read."""
     builder = _ShardBuilder(scored, config, run, batch)
     return [shard for model in config.models for shard in builder.model_shards(model, mini_batches)]
 
 
 class _ShardBuilder:
-    """Builds the shards of one batch, and caches the columns that they share."""
+    """Builds the shards of one batch, and caches their common columns."""
 
     def __init__(self, scored: ScoredBatch, config: RunConfig, run: str, batch: int) -> None:
         self._scored, self._config, self._run, self._batch = scored, config, run, batch
         self._geometry = Geometry(scored.rows, config.padding_row_tokens)
-        # Widths are rounded up; a row never needs a longer run of fill than the widest padded row.
+        # Widths are rounded up. No row needs more fill than the widest padded row.
         self._longest = int(self._geometry.lengths.max()) + config.pad_to_multiple_of
         self._zeros = Region(np.zeros(4 * self._longest, np.uint8))
         self._shared = self._shared_columns()
@@ -80,7 +80,7 @@ class _ShardBuilder:
         ]
 
     def _shared_columns(self) -> list[Column]:
-        """Returns the columns that do not depend on mini-batches: all but the advantages."""
+        """Returns the columns that do not depend on mini-batches: all except the advantages."""
         steps, rows = self._scored.received.steps, self._scored.rows
         geometry, longest, zeros = self._geometry, self._longest, self._zeros
         columns: list[Column] = [Tokens(steps.tokens, longest, self._config.pad_token_id)]
@@ -101,7 +101,7 @@ class _ShardBuilder:
         return columns
 
     def _rewards(self) -> list[Column]:
-        """Returns the column of rewards; none while a KL that belongs in them is missing."""
+        """Returns the column of rewards; empty while the KL that they include is missing."""
         scored, geometry, zeros = self._scored, self._geometry, self._zeros
         if scored.credit is None and reward_columns(self._config):
             return []
@@ -118,8 +118,8 @@ class _ShardBuilder:
     def _advantages(
         self, model: Model, mini_batches: Sequence[MiniBatchPlan], denominators: Sequence[Denominators]
     ) -> list[Column]:
-        """Returns the column of advantages, scaled by the loss reduction for the policy; with those of tokens also that
-        of returns; none while a column is missing that they are computed from."""
+        """Returns the column of advantages, scaled by the loss reduction for the policy, and that of returns if
+        advantages are per token; empty while a required column is missing."""
         if (credit := self._scored.credit) is None:
             return []
         scale = np.ones(len(self._scored.rows))
@@ -149,7 +149,7 @@ class _ShardBuilder:
         return [StepTokens(name, rows.trained(values), self._geometry, self._zeros) for name, values in columns.items()]
 
     def _check_fits(self, advantages: Float64s) -> None:
-        """Refuses an advantage that float32 cannot hold, which finite scores may give if they are far apart."""
+        """Rejects an advantage that exceeds float32, which finite but very different scores may produce."""
         outside = np.flatnonzero(~(np.abs(advantages) <= FLOAT32_MAX))
         if outside.size:
             row = int(outside[0])
@@ -171,7 +171,7 @@ class _ShardBuilder:
         return Denominators(mini_batch, scored.loss_tokens, scored.row_groups, scored.rows.trajectories)
 
     def _per_row_tensors(self) -> dict[int, PerRow]:
-        """Returns every row's integers and flags, the padding row's at -1."""
+        """Returns every row's integers and flags; the padding row is at -1."""
         rows, steps = self._scored.rows, self._scored.received.steps
         integers: dict[str, NDArray[Any]] = {
             "row": np.arange(len(rows)),
@@ -225,7 +225,7 @@ def row_labels(scored: ScoredBatch) -> Labels:
     length of its response, which no mask shows then. (rows + 1,) each, the padding row's last."""
     received, rows = scored.received, scored.rows
     uids = [uid for _, uid in received.groups]
-    # Dropped groups are of the batch, too: a search for one must not find padding.
+    # Includes dropped groups, so that a search for one does not find padding.
     taken = {*uids, *(uid for _, uid in scored.stale)}
     groups = np.append(scored.row_groups, len(uids))
     lasts = np.append(rows.last, len(received.steps))
@@ -241,9 +241,9 @@ def row_labels(scored: ScoredBatch) -> Labels:
 
 
 class Metadata:
-    """Makes the metadata of a model's shards. Per-row values are gathered for all shards at once.
+    """Builds the metadata of a model's shards. Per-row values are gathered for all shards at once.
 
-    placed: (n,) the rows of all shards one after another, -1 for padding rows.
+    placed: (n,) the concatenated rows of all shards, -1 for padding rows.
     """
 
     def __init__(
@@ -259,7 +259,7 @@ class Metadata:
         self._dp_size = _json(config.dp_size)
         self._labels = {name: values[placed].tolist() for name, values in labels.items()}
         self._tokens = {name: values[placed] for name, values in _tokens(denominators, len(labels["uids"])).items()}
-        # JSON by micro-batch bounds, which are the same for most shards of a batch.
+        # Caches JSON by micro-batch bounds, which are equal in most shards of a batch.
         self._micro_batches: dict[bytes, str] = {}
 
     def of(self, address: ShardAddress, rank: RankPlan, begin: int, denominators: Denominators) -> dict[str, str]:
@@ -302,7 +302,7 @@ def _objects(values: Sequence[str]) -> NDArray[np.object_]:
 
 
 def _unused(name: str, taken: set[str]) -> str:
-    """Prefixes a name with underscores until it is not taken."""
+    """Prefixes a name with underscores until it is not in `taken`."""
     while name in taken:
         name = f"_{name}"
     return name

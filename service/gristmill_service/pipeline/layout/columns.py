@@ -1,7 +1,7 @@
 """Columns declare the tensors of a shard: each one's values per token, its scope and its fill.
 
-A column turns rows into byte ranges of the batch's own buffers or of shared constants, so that laying out copies
-nothing and makes no Python object per row. A new column is a new declaration here; no stage knows their names.
+A column converts rows to byte ranges of the batch's buffers or of shared constants, so that laying out copies nothing
+and creates no Python object per row. A new column is a new declaration here; no stage uses their names.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from gristmill_service.pipeline.rows.merge import Rows
 Scope = Literal["sequence", "response"]
 SCOPES: tuple[Scope, Scope] = ("sequence", "response")
 
-# A value that a row repeats is stored this many times, and longer rows refer to the block again. Larger blocks cost
-# page faults, smaller ones more ranges.
+# A value that a row repeats is stored so many times, and longer rows use the block repeatedly. Larger blocks cause more
+# page faults, and smaller blocks more ranges.
 CONSTANTS = 256
 
 
@@ -56,7 +56,7 @@ class Geometry:
 
 @dataclass(slots=True, weakref_slot=True)
 class ByteRanges:
-    """The byte ranges of rows: row i's are `iovec[edges[i]:edges[i + 1]]`. Keeps their memory alive."""
+    """The byte ranges of rows: those of row i are `iovec[edges[i]:edges[i + 1]]`. Keeps their memory alive."""
 
     iovec: Iovec
     edges: Int64s
@@ -67,7 +67,7 @@ class ByteRanges:
         return self.iovec[self.edges[begin] : self.edges[end]]
 
     def without(self, nbytes: Int64s) -> ByteRanges:
-        """Returns the same without the first `nbytes` of each row. nbytes: (rows,), at most the row's bytes."""
+        """Returns the ranges without the first `nbytes` of each row. nbytes: (rows,), at most the row's bytes."""
         lengths = self.iovec[:, 1]
         ends = np.cumsum(lengths)
         cuts = np.append(0, ends)[self.edges[:-1]] + nbytes
@@ -105,12 +105,12 @@ class Placement:
 
     @cached_property
     def lengths(self) -> dict[Scope, Int64s]:
-        """Each row's elements, (n,) per scope."""
+        """The number of each row's elements, (n,) per scope."""
         return {scope: self.geometry.of(scope)[self.rows] for scope in SCOPES}
 
     @cached_property
     def own(self) -> dict[Scope, Int64s]:
-        """How many of these are laid out, always the last ones; (n,) per scope."""
+        """The number of each row's elements that are laid out, which are always the last ones; (n,) per scope."""
         if self.shared is None:
             return self.lengths
         return {
@@ -154,8 +154,8 @@ def safetensors_name(dtype: np.dtype[Any]) -> str:
 class Column(ABC):
     """A tensor with an element per token.
 
-    name, dtype: as in the shard, the dtype as safetensors names it. scope: the whole sequence, or the response only.
-    shape: of one element. itemsize: bytes of one number.
+    name, dtype: those in the shard, with safetensors' name of the dtype. scope: the whole sequence, or only the
+    response. shape: the shape of one element. itemsize: the bytes of one number.
     """
 
     name: str
@@ -169,7 +169,7 @@ class Column(ABC):
         """Returns each row's `lead` elements of fill, followed by its values."""
 
     def laid_out(self, placement: Placement) -> ByteRanges:
-        """Returns the same without the elements that the row before has."""
+        """Returns the ranges without the elements that the previous row contains."""
         ranges, elements = self.ranges(placement), placement.left_out(self.scope)
         return ranges if elements is None else ranges.without(self.itemsize * math.prod(self.shape) * elements)
 
@@ -230,7 +230,7 @@ class StepTokens(Column):
         self.itemsize, self.shape = values.values.itemsize, values.values.shape[1:]
         self._item = item = self.itemsize * math.prod(self.shape)
         self._values, self._zeros = Region(values.values), zeros
-        # Each visit has a range of fill and one of values.
+        # Each visit has a range of fill and a range of values.
         lengths = np.append(values.lengths, 1)
         self._of_visit = _pairs(len(lengths))
         self._of_visit[:, 0] = zeros.ranges(0, item * (geometry.advances - lengths))
@@ -246,7 +246,7 @@ class StepTokens(Column):
 
 
 class StepScalars(Column):
-    """A number per step on its last kept response token, 0 elsewhere: rewards with one number per step.
+    """A number per step at its last kept response token, 0 elsewhere: rewards with one number per step.
 
     values: (visits,). present: bool (visits,), whether the visit has its step's number (`Rows.owns_reward`), as a row's
     last always has.
@@ -260,7 +260,7 @@ class StepScalars(Column):
         self.name = name
         self._values, self._zeros = Region(np.append(values, 0).astype(np.float32)), zeros
         self._advances = geometry.advances
-        # Bits are compared, since -0.0 is a value.
+        # Bits are compared, because -0.0 is a value.
         self._is_set = (self._values.array.view(np.int32) != 0) & np.append(present, True)
 
     def ranges(self, placement: Placement) -> ByteRanges:
@@ -319,7 +319,7 @@ class Positions(Column):
 def _constants(values: NDArray[np.float32], lengths: Int64s) -> tuple[Region, Int64s]:
     """Returns memory that repeats each `values[i]` `lengths[i]` times, `CONSTANTS` times at most, and where each
     begins. Equal neighbors share a block."""
-    # Bits are compared, since -0.0 is not 0.0 here.
+    # Bits are compared, because -0.0 differs from 0.0 here.
     bits = values.view(np.int32)
     first = np.append(True, bits[1:] != bits[:-1])[: len(bits)]
     begins = np.flatnonzero(first)

@@ -1,8 +1,8 @@
 """Byte ranges of memory, as the kernel's `iovec`: an int64 array (ranges, 2) of addresses and lengths in bytes.
 
-`writev` writes a file that is described this way without assembling it, and NumPy makes the description without a
-Python object per range. Its maker keeps the memory alive; addresses only come from `Region`, which checks that every
-range lies within its buffer.
+`writev` writes such a file without assembling it, and NumPy creates the description without a Python object per range.
+The creator of a description must keep the memory alive. Only `Region` creates addresses, and checks that every range
+is within its buffer.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ _view.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
 _view.restype = ctypes.py_object
 _READ = 0x100
 
-# The most ranges that one writev takes on Linux (IOV_MAX).
+# The maximum number of ranges per writev on Linux (IOV_MAX).
 _RANGES_AT_ONCE = 1024
 
-# The bytes of a range's description.
+# The size in bytes of a range's description.
 _RANGE_BYTES = 16
 
 
 class Region:
-    """A buffer from which ranges are cut. It has to live as long as they do."""
+    """A buffer that contains ranges. It must exist as long as they are used."""
 
     def __init__(self, buffer: NDArray[Any] | bytes) -> None:
         array = np.frombuffer(buffer, np.uint8) if isinstance(buffer, bytes) else np.ascontiguousarray(buffer)
         self.array, self._address, self._size = array, int(array.__array_interface__["data"][0]), array.nbytes
 
     def ranges(self, starts: NDArray[np.int64] | int, lengths: NDArray[np.int64]) -> Iovec:
-        """Returns ranges of `lengths` bytes at `starts`. Raises IndexError for one that is not within the buffer."""
+        """Returns ranges of `lengths` bytes at `starts`. Raises IndexError for a range that exceeds the buffer."""
         starts = np.asarray(starts)
         if len(lengths) and (starts.min() < 0 or lengths.min() < 0 or (starts + lengths).max() > self._size):
-            raise IndexError(f"a range lies outside of its buffer of {self._size} bytes")
+            raise IndexError(f"a range is outside of its buffer of {self._size} bytes")
         iovec = np.empty((len(lengths), 2), np.int64)
         np.add(starts, self._address, out=iovec[:, 0])
         iovec[:, 1] = lengths
@@ -65,7 +65,7 @@ def coalesced(iovec: Iovec) -> Iovec:
 
 
 def cut(iovec: Iovec, nbytes: int) -> Iterator[Iovec]:
-    """Yields the ranges in groups of exactly `nbytes` bytes, the last one with the rest."""
+    """Yields the ranges in groups of exactly `nbytes` bytes. The last group contains the rest."""
     ends = np.cumsum(iovec[:, 1])
     done, total = 0, int(ends[-1]) if len(ends) else 0
     while done < total:
@@ -86,13 +86,13 @@ def join(iovec: Iovec) -> bytes:
 
 
 def write(descriptor: int, iovec: Iovec) -> None:
-    """Writes all ranges in order. Blocks, without the interpreter's lock. Raises OSError."""
+    """Writes all ranges in order. Blocks, without holding the GIL. Raises OSError."""
     while len(iovec):
         iovec = _written(descriptor, np.ascontiguousarray(iovec))
 
 
 def _written(descriptor: int, iovec: Iovec) -> Iovec:
-    """Writes the ranges up to a short write. Returns the rest."""
+    """Writes the ranges until a short write. Returns the unwritten rest."""
     address, begins = int(iovec.__array_interface__["data"][0]), np.arange(0, len(iovec), _RANGES_AT_ONCE)
     sizes = np.add.reduceat(iovec[:, 1], begins)
     for begin, size in zip(begins.tolist(), sizes.tolist(), strict=True):
@@ -102,7 +102,7 @@ def _written(descriptor: int, iovec: Iovec) -> Iovec:
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number))
         if written < size:
-            # A signal, or more than 2 GiB at once: rare, so that finding the rest may be slow.
+            # Caused by a signal, or by more than 2 GiB at once. This is rare, so finding the rest may be slow.
             return _rest(iovec[begin:], written)
     return iovec[:0]
 

@@ -1,1 +1,1 @@
-"""Rows as they are received: judged, filtered, and merged where one continues another."""
+"""Processes received rows: validates, filters, and merges rows that continue each other."""

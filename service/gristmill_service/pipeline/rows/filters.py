@@ -1,6 +1,6 @@
-"""Filters exclude steps and groups from training. They see steps as received, so that merging cannot widen a filter.
+"""Excludes steps and groups from training. Filters use the steps as received, so that merging cannot widen a filter.
 
-A masked step stays in the batch with loss_mask 0 and still counts in scores and baselines; a stale group is dropped.
+A masked step remains in the batch with loss_mask 0, and counts in scores and baselines. A stale group is dropped.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gristmill_service.pipeline.rows.validate import Received, receive
 
 
 def trained_steps(received: Received, scores: Float64s, config: RunConfig) -> tuple[NDArray[np.bool_], dict[str, int]]:
-    """Returns which steps keep their loss_mask, bool (steps,), and how many steps or groups each filter masked."""
+    """Returns which steps are not masked, bool (steps,), and how many steps or groups each filter masked."""
     trained = np.ones(len(received.steps), np.bool_)
     counts: dict[str, int] = {}
     if config.overlong_filter:
@@ -53,8 +53,8 @@ def newest_version(steps: Steps) -> int:
 def drop_stale_groups(
     received: Received, config: RunConfig, current: int
 ) -> tuple[Received, list[tuple[int, str]], dict[str, int]]:
-    """Returns the batch without groups that have a trajectory more than `max_staleness` versions behind, under `stale:
-    drop`; the dropped groups; and the number of stale ones. Unknown versions are not stale."""
+    """Drops groups with a trajectory more than `max_staleness` versions behind, if `stale: drop`. Returns the remaining
+    batch, the dropped groups, and the number of stale groups. Unknown versions are not stale."""
     if config.max_staleness is None:
         return received, [], {}
     is_stale = np.zeros(len(received.groups), np.bool_)
@@ -69,8 +69,8 @@ def drop_stale_groups(
 
 
 def mask_stale_tokens(received: Received, config: RunConfig, current: int) -> tuple[Received, dict[str, int]]:
-    """Returns the batch with loss_mask 0 on tokens more than `max_staleness` versions behind, under `stale: mask`, and
-    how many trained tokens those were. Nothing is modified."""
+    """Returns a batch with loss_mask 0 on tokens more than `max_staleness` versions behind, if `stale: mask`, and the
+    number of trained tokens among them. Does not modify its argument."""
     steps = received.steps
     if config.stale != "mask" or not len(steps):
         return received, {}
@@ -81,7 +81,7 @@ def mask_stale_tokens(received: Received, config: RunConfig, current: int) -> tu
 
 
 def fresh_loss_mask(steps: Steps, config: RunConfig, current: int) -> Ragged:
-    """Returns the rows' loss_mask, with 0 on tokens that are too far behind under `stale: mask`."""
+    """Returns the rows' loss_mask, with 0 on stale tokens if `stale: mask`."""
     if config.stale != "mask" or config.max_staleness is None:
         return steps.loss_mask
     versions, mask = versions_of_tokens(steps).compact(), steps.loss_mask.compact()
@@ -95,7 +95,7 @@ def _are_stale(versions: NDArray[np.int32], max_staleness: int, current: int) ->
 
 
 def staleness(received: Received, current: int) -> Int64s:
-    """Returns how many versions each trajectory's oldest step is behind the current one, where its version is known."""
+    """Returns how many versions the oldest step of each trajectory with a known version is behind the current one."""
     versions = received.steps.policy_versions.astype(np.int64)
     if not len(versions):
         return versions

@@ -1,9 +1,9 @@
 """Merges steps of a trajectory that extend each other into one row.
 
-Two steps can be one sequence exactly if the earlier one's tokens are a prefix of the later one's prompt. The merged row
-then has the last step's tokens, with a response that begins where the first step's does: nothing is concatenated, and
-rows are indices. Source: SkyRL #1479. Where several steps continue one, each has a row of its own, and their rows share
-the path to it.
+Two steps can be merged if the tokens of the earlier step are a prefix of the later step's prompt. The merged row then
+consists of the last step's tokens, and its response begins where that of the first step does: nothing is concatenated,
+and rows are indices. Source: SkyRL #1479. If several steps continue the same step, each has a separate row, and these
+rows share the path to it.
 """
 
 from __future__ import annotations
@@ -134,8 +134,8 @@ class Rows:
 
 
 class Merged(NamedTuple):
-    """A batch's rows, the first mismatches of each trajectory, and how many steps joined none because of a column with
-    `merge: equal`; None without such columns."""
+    """A batch's rows, the first mismatches of each trajectory, and how many steps joined no other because of a column
+    with `merge: equal`; None without such columns."""
 
     rows: Rows
     mismatches: list[Mismatch]
@@ -154,7 +154,7 @@ def merge(received: Received, config: RunConfig) -> Merged:
 
 
 def merge_rows(received: Received, config: RunConfig) -> Rows:
-    """Returns the batch's rows alone."""
+    """Returns only the batch's rows."""
     joins, count = find_joins(received, config), len(received.steps)
     if not joins.are_plain:
         return _rows_of_joins(received, joins)
@@ -166,7 +166,7 @@ def merge_rows(received: Received, config: RunConfig) -> Rows:
 def rows_of_paths(
     received: Received, edges: Int64s, path: Int64s, kept: Int64s, shared: Int64s, begins: Int64s | None = None
 ) -> Rows:
-    """Returns the rows of these paths. edges, path, kept, shared: as `Rows` has them, `path` as `steps`.
+    """Returns the rows of these paths. edges, kept, shared: see `Rows`. path: `Rows.steps`.
 
     begins: int64 (visits,), where each visit begins in its row's tokens, not before the end of the visit before it;
         by default where its step's prompt ends.
@@ -188,7 +188,7 @@ def rows_of_paths(
 
 
 def _rows_of_joins(received: Received, joins: Joins) -> Rows:
-    """Returns a row for each step that no other joins: the path to it."""
+    """Returns one row for each step that no other step joins: the path to it."""
     steps = received.steps
     edges, path = _paths(joins.parents)
     prompts, responses = steps.prompt_lengths[path], steps.response_lengths[path]
@@ -201,10 +201,10 @@ def _rows_of_joins(received: Received, joins: Joins) -> Rows:
 
 
 def _paths(parents: Int64s) -> tuple[Int64s, Int64s]:
-    """Returns the paths that end in a step that no other joins, as `Rows` has `edges` and `steps`.
+    """Returns the paths to each step that no other step joins, as `edges` and `steps` of `Rows`.
 
-    The first step that joins another continues its row, and each later one begins a row. Rows are in the order in which
-    they begin.
+    The first step that joins another step continues its row, and each later one begins a new row. Rows are in the order
+    in which they begin.
     """
     steps = np.arange(len(parents))
     joined = np.flatnonzero(parents >= 0)
@@ -220,7 +220,7 @@ def _paths(parents: Int64s) -> tuple[Int64s, Int64s]:
 
 
 def _ancestry(parents: Int64s, ends: Int64s) -> tuple[Int64s, Int64s]:
-    """Returns the paths to these steps, each from one that joins none, as `Rows` has `edges` and `steps`."""
+    """Returns the paths to these steps, each from a step that joins no other, as `edges` and `steps` of `Rows`."""
     rows, at = np.arange(len(ends)), ends
     visits = []
     while len(at):
@@ -242,7 +242,7 @@ def _least_behind(values: Int64s, edges: Int64s) -> Int64s:
 
 
 def _most_before(kept: Int64s, path: Int64s) -> Int64s:
-    """Returns the most that any earlier row kept of each visit's step, but no more than the visit keeps; (visits,)."""
+    """Returns the maximum that an earlier row kept of each visit's step, at most what the visit keeps; (visits,)."""
     order = np.argsort(path, kind="stable")
     by_step, kept_by_step = path[order], kept[order]
     # Offset by step, so that a maximum never carries over to a later one.
@@ -263,7 +263,7 @@ def _reported(received: Received, broken: Int64s) -> list[int]:
 
 
 def _oldest(versions: NDArray[np.int32], begins: Int64s) -> NDArray[np.int32]:
-    """Returns the lowest known policy version of each row's visits; unknown where none is known. begins: (rows,)."""
+    """Returns the lowest known policy version of each row's visits; unknown if none is known. begins: (rows,)."""
     if not len(begins):
         return versions[:0]
     newest = np.iinfo(np.int32).max
@@ -309,8 +309,8 @@ def kept_tokens(rows: Rows, steps: int) -> KeptTokens:
 
 
 def realigned_tokens(rows: Rows, loss_mask: Ragged) -> tuple[int, int]:
-    """Counts the sampled tokens that are in no row, because a later prompt has others in their place, and those of them
-    with loss_mask 1. loss_mask: uint8 (steps,) over the response."""
+    """Counts the sampled tokens that are in no row, because a later prompt contains other tokens instead, and those
+    with loss_mask 1 among them. loss_mask: uint8 (steps,) over the response."""
     most = kept_tokens(rows, len(loss_mask)).most
     lost = Ragged(loss_mask.values, loss_mask.starts + most, loss_mask.lengths - most)
     return lost.total, int(_ones(lost).sum())

@@ -1,4 +1,4 @@
-"""Checks the rules between rows of a batch, and orders them as later stages expect.
+"""Checks the rules between the rows of a batch, and sorts the rows for later stages.
 
 The order is by group (first appearance), then sample, then step. No value is modified.
 """
@@ -25,7 +25,7 @@ class Received:
     trajectory_bounds: (trajectories + 1,), trajectory t is the steps `bounds[t]:bounds[t + 1]`.
     trajectory_groups: (trajectories,), the group of each.
     group_bounds: (groups + 1,), group g is the trajectories `bounds[g]:bounds[g + 1]`.
-    tags: the environment or task of each group, "" where no row has one; empty where none of the batch has.
+    tags: the environment or task of each group, "" for a group without; empty if no group has one.
     """
 
     steps: Steps
@@ -42,9 +42,9 @@ class Received:
 
 
 def receive(steps: Steps, config: RunConfig) -> Received:
-    """Orders and checks a batch.
+    """Sorts and checks a batch.
 
-    Raises InvalidArgumentError naming the trajectory, the field, the value and the remedy.
+    Raises InvalidArgumentError that names the trajectory, the field, the value and the remedy.
     """
     steps, groups, group_of_step = _ordered(steps)
     starts = _trajectory_starts(group_of_step, steps.samples)
@@ -67,7 +67,7 @@ def receive(steps: Steps, config: RunConfig) -> Received:
 
 
 def _group_tags(steps: Steps, group_of_step: Int64s, groups: int) -> list[str]:
-    """Returns each group's tag, "" where no row has one; empty where no group has any. Refuses rows that disagree."""
+    """Returns each group's tag, "" for a group without; empty if no group has one. Rejects groups with two tags."""
     if steps.tags is None:
         return []
     tags = [""] * groups
@@ -75,7 +75,7 @@ def _group_tags(steps: Steps, group_of_step: Int64s, groups: int) -> list[str]:
         known = tags[group]
         if tag and known and tag != known:
             raise InvalidArgumentError(
-                f"{steps.name(row)}: tag is {tag!r}, and the group has {known!r}; give all rows of a group one tag"
+                f"{steps.name(row)}: tag {tag!r} differs from the group's tag {known!r}; use one tag per group"
             )
         tags[group] = known or tag
     return tags if any(tags) else []
@@ -97,7 +97,7 @@ def _groups(steps: Steps) -> tuple[list[tuple[int, str]], Int64s]:
     rounds = steps.rounds
     if not len(rounds) or (rounds == rounds[0]).all():
         return [(int(rounds[0]), uid) for uid in uids], group_of_step
-    # Rounds are int32, so that a round and a uid's number make one int64.
+    # Rounds are int32, so a round and the number of a uid fit into an int64.
     keys, first, inverse = np.unique((group_of_step << 32) + rounds, return_index=True, return_inverse=True)
     appearance = np.argsort(first)
     places = np.empty(len(keys), np.int64)
@@ -106,7 +106,7 @@ def _groups(steps: Steps) -> tuple[list[tuple[int, str]], Int64s]:
 
 
 def _is_ordered(*keys: NDArray[Any]) -> bool:
-    """Returns whether rows are sorted by these keys, the first one first."""
+    """Returns whether rows are sorted by these keys, the first key being the most significant."""
     tied = np.True_
     for key in keys:
         before, after = key[:-1], key[1:]
@@ -129,7 +129,8 @@ def _check_samples(steps: Steps, config: RunConfig) -> None:
     if outside.size:
         row = int(outside[0])
         raise InvalidArgumentError(
-            f"{steps.name(row)}: sample is {steps.samples[row]}, and {sizes_of(config)} allows 0..{samples - 1}"
+            f"{steps.name(row)}: sample {steps.samples[row]} is not in 0..{samples - 1} ({sizes_of(config)}); renumber "
+            "it"
         )
 
 
@@ -143,15 +144,15 @@ def sizes_of(config: RunConfig) -> str:
 
 
 def _check_group_sizes(steps: Steps, bounds: Int64s, group_bounds: Int64s, config: RunConfig) -> None:
-    """Refuses a group with more trajectories than it may have, such as surplus samples."""
+    """Rejects a group with too many trajectories, such as surplus samples."""
     large = np.flatnonzero(np.diff(group_bounds) > config.most_samples)
     if large.size:
         group = int(large[0])
         samples = int(group_bounds[group + 1] - group_bounds[group])
         raise InvalidArgumentError(
-            f"uid {steps.uids[int(bounds[group_bounds[group]])]!r}: the group has {samples} samples, and "
-            f"{config.most_samples} are the most ({sizes_of(config)}); leave the surplus samples out, because rows do "
-            "not say which samples were complete first"
+            f"uid {steps.uids[int(bounds[group_bounds[group]])]!r}: the group has {samples} samples, and the limit is "
+            f"{config.most_samples} ({sizes_of(config)}); leave the surplus samples out, because the file does not "
+            "record which samples completed first"
         )
 
 
@@ -160,7 +161,7 @@ def _check_steps(steps: Steps, bounds: Int64s, config: RunConfig) -> None:
     if not config.step_wise and (lengths > 1).any():
         row = int(bounds[int((lengths > 1).argmax())])
         raise InvalidArgumentError(
-            f"{steps.key(row)}: has {lengths.max()} steps (or the same step twice), and step_wise: false allows one; "
+            f"{steps.key(row)}: has {lengths.max()} steps (or one step twice), and step_wise: false allows one; "
             "set step_wise: true for multi-turn trajectories"
         )
     expected = np.arange(len(steps)) - np.repeat(bounds[:-1], lengths)
@@ -168,36 +169,32 @@ def _check_steps(steps: Steps, bounds: Int64s, config: RunConfig) -> None:
     if wrong.size:
         row = int(wrong[0])
         step = int(steps.steps[row])
-        problem = "is there twice" if step < expected[row] else f"is there and step {expected[row]} is missing"
-        raise InvalidArgumentError(
-            f"{steps.key(row)}: step {step} {problem}; a trajectory has its steps 0..T-1, each once"
-        )
+        problem = "occurs twice" if step < expected[row] else f"is there and step {expected[row]} is missing"
+        raise InvalidArgumentError(f"{steps.key(row)}: step {step} {problem}; number the steps 0..T-1, each once")
     last = np.zeros(len(steps), np.bool_)
     last[bounds[1:] - 1] = True
     wrong = np.flatnonzero(steps.is_last_steps != last)
     if wrong.size:
         row = int(wrong[0])
         problem = "is false on the last step" if last[row] else "is true, and later steps follow"
-        raise InvalidArgumentError(
-            f"{steps.name(row)}: is_last_step {problem}; it marks the last step of a trajectory and no other"
-        )
+        raise InvalidArgumentError(f"{steps.name(row)}: is_last_step {problem}; set it only on the last step")
 
 
 def _check_rewards(steps: Steps) -> None:
     pending = np.flatnonzero(steps.rewards_pending)
     if pending.size:
-        raise InvalidArgumentError(f"{steps.name(int(pending[0]))}: reward is missing; every row needs one")
+        raise InvalidArgumentError(f"{steps.name(int(pending[0]))}: reward is missing; set it in every row")
 
 
 def check_advantage_schema(steps: Steps, config: RunConfig) -> None:
-    """Refuses advantages unless `advantage_estimator` is none, and missing ones if it is; and rows without the
-    log-probabilities that their KL is computed from. steps: at least one row."""
+    """Requires advantages if `advantage_estimator` is none, and rejects them otherwise. Rejects rows without the
+    log-probabilities from which their KL is computed. steps: at least one row."""
     check_rollout_logprobs(steps, config)
     has_advantages = steps.advantages is not None or steps.token_advantages is not None
     if has_advantages != (config.estimator.takes_advantages):
         remedy = "leave it out, or set advantage_estimator: none" if has_advantages else "send one with each row"
         raise InvalidArgumentError(
-            f"{steps.name(0)}: advantage is {'given' if has_advantages else 'missing'} with advantage_estimator: "
+            f"{steps.name(0)}: advantage is {'set' if has_advantages else 'missing'} with advantage_estimator: "
             f"{config.advantage_estimator}; {remedy}"
         )
 
@@ -207,8 +204,8 @@ def check_rollout_logprobs(steps: Steps, config: RunConfig) -> None:
     needs = reference is not None and reference.estimator is not None and config.kl_from == "rollout_logprobs"
     if needs and steps.logprobs is None and steps.tokens.values.size:
         raise InvalidArgumentError(
-            f"{steps.name(0)}: rollout_logprobs is missing, and kl_from: rollout_logprobs takes the KL from it; send "
-            "it, or set kl_from: old_logprobs"
+            f"{steps.name(0)}: rollout_logprobs is missing, but kl_from: rollout_logprobs computes the KL from it; "
+            "send it, or set kl_from: old_logprobs"
         )
 
 
@@ -221,6 +218,6 @@ def _check_advantages(steps: Steps, bounds: Int64s, config: RunConfig) -> None:
         if differs.size:
             row = int(differs[0])
             raise InvalidArgumentError(
-                f"{steps.name(row)}: advantage is {steps.advantages[row]} and {first[row]} on step 0; give the same on "
-                "every step of a trajectory, or one per response token"
+                f"{steps.name(row)}: advantage {steps.advantages[row]} differs from {first[row]} on step 0; send the "
+                "same on every step of a trajectory, or one per response token"
             )

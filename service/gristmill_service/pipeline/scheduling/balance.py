@@ -1,11 +1,11 @@
 """Places rows so that ranks are equally loaded, micro-step by micro-step (`balance: tokens | flops`).
 
-All ranks wait for the slowest of each micro-step, so the cost is the sum over steps of the heaviest micro-batch. The
-longest rows set that time for their step whatever else is in it. So steps are filled from the heaviest down: while one
-row weighs more than an even share of the rest, the step that it dominates is filled up to its weight; the remaining
-rows are spread evenly, heaviest row first to the lightest micro-batch.
+All ranks wait for the slowest rank in each micro-step, so the cost is the sum over steps of the heaviest micro-batch.
+The longest row determines the time of its step. Therefore steps are filled from the heaviest down: while one row weighs
+more than an even share of the rest, the step that it dominates is filled up to its weight. The remaining rows are
+spread evenly, each time the heaviest row to the lightest micro-batch.
 
-Knows rows, loads and capacities only. The number of micro-batches, and their padding, is the caller's.
+Uses only rows, loads and capacities. The caller determines the number of micro-batches and their padding.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from gristmill_service.pipeline.scheduling.plan import MiniBatchPlan, RankPlan
 Loads = NDArray[np.float64]
 SharedLoads = Callable[[RankPlan], Loads]
 
-# Barrier ratio at which no better packing is looked for. First-fit reaches it where there are many steps.
+# The barrier ratio at which the search for a better packing stops. First-fit reaches it if there are many steps.
 _EVEN_ENOUGH = 1.001
 
-# Two plans that differ by less are as even as each other.
+# Plans that differ by less count as equally even.
 _ROUNDING = 1e-12
 
 
 def loads_of(lengths: Int64s, flops: Flops | None) -> Loads:
-    """Returns each row's cost: FLOPs in units of the larger coefficient (so that none overflows), or tokens.
+    """Returns each row's cost: FLOPs in units of the larger coefficient (which avoids overflow), or tokens.
 
     lengths: (rows,) tokens.
     """
@@ -43,11 +43,11 @@ def loads_of(lengths: Int64s, flops: Flops | None) -> Loads:
 
 
 def balanced_by_tokens(lengths: Int64s, loads: Loads, packed: Int64s, cap: int, dp_size: int) -> tuple[Int64s, Int64s]:
-    """Returns each row's rank and micro-step, in as many micro-batches as `packed` has and under its cap.
+    """Returns each row's rank and micro-step, with the number of micro-batches of `packed`, and under its cap.
 
     lengths, loads: (rows,) tokens and their cost, which grows with them and is 0 for padding. packed: (rows,) the
-    micro-batch of each row without balance, a multiple of `dp_size` of them; where the cap leaves no room to place rows
-    by load, these are dealt to the ranks as they are. A row longer than `cap` is alone.
+    micro-batch of each row without balance; their number is a multiple of `dp_size`. If the cap prevents placing rows
+    by load, these micro-batches are assigned to ranks unchanged. A row longer than `cap` is alone.
     """
     micro_batches = int(packed.max()) + 1
     totals = _totals(packed, loads, micro_batches)
@@ -61,8 +61,8 @@ def balanced_by_tokens(lengths: Int64s, loads: Loads, packed: Int64s, cap: int, 
 
 
 def balanced_by_rows(loads: Loads, per_micro_batch: int, dp_size: int) -> tuple[Int64s, Int64s]:
-    """Returns each row's rank and micro-step. Micro-batches have `per_micro_batch` rows; only those of the last step
-    have fewer, the lightest rows, and ranks differ there by one row at most. loads: (rows,)."""
+    """Returns each row's rank and micro-step. Micro-batches have `per_micro_batch` rows, except in the last step, which
+    contains the lightest rows, and where ranks differ by at most one row. loads: (rows,)."""
     steps, short = divmod(len(loads), dp_size * per_micro_batch)
     full = steps * dp_size
     heaviest_first = _heaviest_first(loads)
@@ -79,9 +79,9 @@ def balanced_by_rows(loads: Loads, per_micro_batch: int, dp_size: int) -> tuple[
 
 
 def dealt_in_rows(packed: Int64s, loads: Loads, full: int, dp_size: int) -> tuple[Int64s, Int64s]:
-    """Returns each row's rank and micro-step: micro-batches are dealt by load, the last `dp_size` as the last step.
+    """Returns each row's rank and micro-step. Assigns micro-batches by load, and the last `dp_size` to the last step.
 
-    packed, loads: (rows,) each one's micro-batch, and its load there. full: the number of micro-batches before those.
+    packed, loads: (rows,) each row's micro-batch and load. full: the number of micro-batches before the last step.
     """
     totals = _totals(packed, loads, full + dp_size)
     order = np.append(_heaviest_first(totals[:full]), full + _heaviest_first(totals[full:]))
@@ -90,9 +90,9 @@ def dealt_in_rows(packed: Int64s, loads: Loads, full: int, dp_size: int) -> tupl
 
 
 def shared_loads(sharing: Sharing, flops: Flops | None) -> SharedLoads:
-    """Returns a function that computes the cost that a rank's rows save by tokens that the row before them has.
+    """Returns a function that computes the cost that a rank's rows save by sharing tokens with the previous row.
 
-    `loads_of` gives the cost of a row and of its shared prefix: the rest of the row costs the difference, which
+    `loads_of` returns the cost of a row and of its shared prefix. The rest of the row costs the difference, which
     includes attention to the shared tokens.
     """
     return lambda rank: loads_of(sharing.shared(rank.rows, rank.bounds[:-1]), flops)
@@ -101,9 +101,9 @@ def shared_loads(sharing: Sharing, flops: Flops | None) -> SharedLoads:
 def more_even(
     balanced: tuple[RankPlan, ...], plain: tuple[RankPlan, ...], loads: Loads, shared: SharedLoads | None = None
 ) -> tuple[RankPlan, ...]:
-    """Returns the plan under which ranks wait less: `balanced`, unless `plain` happens to be more even.
+    """Returns the plan with less waiting: `balanced`, unless `plain` happens to be more even.
 
-    loads: (rows,) of the batch. shared: of `shared_loads`.
+    loads: (rows,) of the batch. shared: the function of `shared_loads`.
     """
     padded = np.append(loads, 0.0)
     times = [float(_micro_batch_loads(ranks, padded, shared).max(axis=0).sum()) for ranks in (balanced, plain)]
@@ -111,9 +111,9 @@ def more_even(
 
 
 def barrier_ratio(mini_batches: Iterable[MiniBatchPlan], loads: Loads, shared: SharedLoads | None = None) -> float:
-    """Returns the sum over micro-steps of the slowest rank's load, over a rank's mean load; 1 where no rank waits.
+    """Returns the sum over micro-steps of the slowest rank's load, divided by a rank's mean load; 1 if no rank waits.
 
-    loads: (rows,) of the batch; padding rows cost nothing. shared: of `shared_loads`.
+    loads: (rows,) of the batch; padding rows cost nothing. shared: the function of `shared_loads`.
     """
     slowest = mean = 0.0
     padded = np.append(loads, 0.0)
@@ -131,7 +131,7 @@ def _micro_batch_loads(ranks: Sequence[RankPlan], padded: Loads, shared: SharedL
 
 
 def _slowest(loads: Loads, dp_size: int) -> float:
-    """Returns the sum over micro-steps of the heaviest micro-batch, if equally heavy ones share steps."""
+    """Returns the sum over micro-steps of the heaviest micro-batch, if micro-batches of similar load share steps."""
     return float(np.sort(loads)[::-1][::dp_size].sum())
 
 
@@ -144,8 +144,8 @@ def _heaviest_first(loads: Loads) -> Int64s:
 
 
 def _deal(loads: Loads, order: Int64s, dp_size: int) -> tuple[Int64s, Int64s]:
-    """Returns each micro-batch's rank and step. Each `dp_size` of them, in `order`, are a step, in which heavier ones
-    go to ranks with less load so far."""
+    """Returns each micro-batch's rank and step. Every `dp_size` micro-batches, in `order`, form a step, in which
+    heavier micro-batches are assigned to ranks with less load so far."""
     so_far = [0.0] * dp_size
     ranks: list[int] = []
     for step in loads[order].reshape(-1, dp_size).tolist():
@@ -160,8 +160,8 @@ def _deal(loads: Loads, order: Int64s, dp_size: int) -> tuple[Int64s, Int64s]:
 
 
 def _pack(sizes: Int64s, loads: Loads, room: int, micro_batches: int, per_step: int, least: int) -> Int64s | None:
-    """Returns each row's micro-batch, of `micro_batches`, a multiple of `per_step`: each has at least `least` rows, and
-    at most `room` in the sum of their sizes. None where that leaves too little room to place rows by load.
+    """Returns each row's micro-batch, of `micro_batches`, a multiple of `per_step`. Each has at least `least` rows, and
+    a total size of at most `room`. Returns None if there is too little capacity to place rows by load.
 
     sizes, loads: (rows,), both grow with the row. There are at least `least` rows per micro-batch.
     """
@@ -186,8 +186,8 @@ def _pack(sizes: Int64s, loads: Loads, room: int, micro_batches: int, per_step: 
 
 
 def _fill(rows: _Pool, room: int, micro_batches: int, keep: int, least: int) -> list[list[int]]:
-    """Fills a step with the heaviest rows, and then with rows that fit under the weight of the heaviest. At least
-    `keep` rows are left."""
+    """Fills a step with the heaviest rows, and then with rows that fit under the weight of the heaviest. Leaves at
+    least `keep` rows."""
     step = [[rows.take_heaviest()] for _ in range(micro_batches)]
     level = rows.loads[step[0][0]] + (least - 1) * rows.lightest
     rooms = [room - rows.sizes[micro_batch[0]] for micro_batch in step]
@@ -208,9 +208,9 @@ def _fill(rows: _Pool, room: int, micro_batches: int, keep: int, least: int) -> 
 
 
 def _spread(sizes: Sequence[int], loads: Sequence[float], rooms: Sequence[int]) -> list[int] | None:
-    """Returns each row's micro-batch, heaviest row first: the lightest with room. None if there is none.
+    """Assigns each row, heaviest first, to the lightest micro-batch with capacity. Returns None if there is none.
 
-    Micro-batches without room are set aside until a row comes that fits: rows only get smaller.
+    Micro-batches without capacity are set aside until a row fits, because rows only get smaller.
     """
     room = list(rooms)
     open_ = [(0.0, index) for index in range(len(room))]
@@ -233,9 +233,9 @@ def _spread(sizes: Sequence[int], loads: Sequence[float], rooms: Sequence[int]) 
 
 
 class _Pool:
-    """Rows, lightest first, from which the heaviest below a bound is taken in almost constant time.
+    """Rows, lightest first. Removes the heaviest row below a bound in almost constant time.
 
-    `_below[i]` leads from the i-th lightest to the next that is left (union-find with path halving).
+    `_below[i]` leads from the i-th lightest row to the next remaining one (union-find with path halving).
     """
 
     def __init__(self, sizes: list[int], loads: list[float]) -> None:
@@ -266,7 +266,7 @@ class _Pool:
         return self._take(place) if place else None
 
     def drain(self) -> list[int]:
-        """Returns all rows that are left, heaviest first."""
+        """Returns all remaining rows, heaviest first."""
         return [place - 1 for place in range(len(self.loads), 0, -1) if self._below[place] == place]
 
     def _take(self, place: int) -> int:

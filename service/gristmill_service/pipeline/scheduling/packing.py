@@ -1,9 +1,9 @@
-"""How rows fill micro-batches: first-fit packing under a token cap, splitting until there are enough, and which rows
-share a micro-batch, at what cost.
+"""Packs rows into micro-batches: first-fit under a token cap, splitting until there are enough micro-batches, and the
+cost of rows that share tokens in a micro-batch.
 
-Knows rows and tokens only; `schedule` handles ranks, prompt groups and missing rows. A row counts with all of its
-tokens (`WholeRows`) or, if rows share prefixes, with the tokens that are new in its micro-batch (`SharingRows`): then
-rows that share stay together as far as a cap allows.
+Uses only rows and tokens; `schedule` handles ranks, prompt groups and missing rows. A row counts with all its tokens
+(`WholeRows`) or, if rows share prefixes, with the tokens that are new in its micro-batch (`SharingRows`). Rows that
+share tokens then stay together if the cap allows.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ MicroBatches = Sequence[Sequence[int]]
 
 
 def first_fit(lengths: Sequence[int], cap: int) -> Int64s:
-    """Returns for each row, in order, the first micro-batch that it still fits in; a row over `cap` is alone.
+    """Returns for each row, in order, the first micro-batch in which it fits. A row longer than `cap` is alone.
 
-    Micro-batches are numbered as they are opened, and a row's number depends only on the rows before it: the packing
-    of a prefix is the prefix of the packing. O(rows × log micro-batches).
+    Micro-batches are numbered as they are opened, and a row's number depends only on earlier rows: the packing of a
+    prefix is the prefix of the packing. O(rows × log micro-batches).
     """
     # A tournament tree: room[leaves + slot] is the slot's remaining capacity, every other node the larger of its two
     # children. Unused slots have the full cap, so the leftmost slot that fits may be a new one.
@@ -72,7 +72,7 @@ def first_fit(lengths: Sequence[int], cap: int) -> Int64s:
 
 
 def _doubled(room: Sequence[int], cap: int) -> list[int]:
-    """Returns the tree with its leaves doubled: as many empty ones to the right."""
+    """Returns the tree with twice as many leaves. The new leaves, at the right, are empty."""
     doubled, level = [cap, cap], 1
     while level < len(room):
         doubled += [*room[level : 2 * level], *[cap] * level]
@@ -92,20 +92,20 @@ class WholeRows:
         self._shared_loads: SharedLoads | None = None
 
     def between(self, start: int, end: int) -> Int64s:
-        """Returns the rows `start:end` in the order in which they fill micro-batches."""
+        """Returns the rows `start:end` in the order in which they are packed."""
         return np.arange(start, end)
 
     def first_fit(self, rows: Int64s, cap: int) -> Int64s:
-        """Returns the micro-batch of each of these rows, packed first-fit under a cap of tokens; a row over it is
-        alone. Micro-batches are numbered as they are opened, and the packing of the first groups is the first part of
-        the packing of all."""
+        """Returns the micro-batch of each of these rows, packed first-fit under a token cap; a longer row is alone.
+        Micro-batches are numbered as they are opened. The packing of the first groups is the first part of the packing
+        of all."""
         return first_fit(self._lengths[rows].tolist(), cap)
 
     def split_until(self, micro_batches: MicroBatches, target: int) -> list[list[int]]:
-        """Returns `target` micro-batches, or as many as there can be, by halving the one with the most tokens
-        repeatedly, the later one on a tie.
+        """Returns `target` micro-batches, or as many as possible. Repeatedly halves the micro-batch with the most
+        tokens, the later one on a tie.
 
-        The first half stays in place, the second is appended. Micro-batches that are not halved keep their rows' order.
+        The first half stays in place, and the second is appended. Other micro-batches retain the order of their rows.
         """
 
         def entry(place: int) -> tuple[int, int]:
@@ -127,16 +127,16 @@ class WholeRows:
         return result
 
     def rearranged(self, micro_batches: MicroBatches) -> list[list[int]]:
-        """Returns the same rows in as many micro-batches, from which to balance them."""
+        """Returns the same rows in equally many micro-batches, from which `balanced` starts."""
         return [list(rows) for rows in micro_batches]
 
     def balanced_by_rows(self, rows: Int64s, per_micro_batch: int, dp_size: int) -> tuple[Int64s, Int64s]:
-        """Returns each of these rows' rank and micro-step, by load. All micro-batches but the last have
+        """Returns the rank and micro-step of each of these rows, by load. All micro-batches except the last have
         `per_micro_batch` rows."""
         return balanced_by_rows(self._loads[rows], per_micro_batch, dp_size)
 
     def balanced(self, micro_batches: MicroBatches, cap: int, dp_size: int) -> tuple[RankPlan, ...]:
-        """Places the same rows in as many micro-batches under the cap by load."""
+        """Places the same rows by load in equally many micro-batches, under the cap."""
         unsorted, numbers = _flat(micro_batches)
         by_row = np.argsort(unsorted, kind="stable")
         rows, packed = unsorted[by_row], numbers[by_row]
@@ -146,14 +146,14 @@ class WholeRows:
         return _ranks(rows, rank, step, len(micro_batches), dp_size)
 
     def more_even(self, balanced: tuple[RankPlan, ...], plain: tuple[RankPlan, ...]) -> tuple[RankPlan, ...]:
-        """Returns the plan under which ranks wait less: `balanced`, unless `plain` happens to be more even."""
+        """Returns the plan with less waiting: `balanced`, unless `plain` happens to be more even."""
         return more_even(balanced, plain, self._loads, self._shared_loads)
 
     def _tokens_in(self, rows: Sequence[int]) -> int:
         return sum(map(self._tokens.__getitem__, rows))
 
     def _halve(self, rows: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Puts rows, longest first (in their order on a tie), into the lighter half, the first half on a tie."""
+        """Assigns rows, longest first (on a tie in order), to the half with fewer tokens (on a tie the first)."""
         first: list[int] = []
         second: list[int] = []
         ahead = 0
@@ -168,10 +168,10 @@ class WholeRows:
 
 
 class SharingRows(WholeRows):
-    """Rows of which several may begin with the same tokens, which a micro-batch then has once.
+    """Rows that may begin with the same tokens, which a micro-batch then contains only once.
 
-    They are in the order of `sharing`, in which each shares most with the one before it. A family is a run of rows of
-    which each shares something with the one before: it goes into one micro-batch, where it fits.
+    The rows are in the order of `sharing`, in which each row shares most with the previous one. A family is a run of
+    rows in which each row shares tokens with the previous one. It is placed in one micro-batch if it fits.
     """
 
     def __init__(self, lengths: Int64s, flops: Flops | None, sharing: Sharing) -> None:
@@ -188,7 +188,7 @@ class SharingRows(WholeRows):
         return np.repeat(first_fit(sizes.tolist(), cap), np.diff(np.append(begins, len(rows))))
 
     def rearranged(self, micro_batches: MicroBatches) -> list[list[int]]:
-        """Cuts as few families as possible, whatever equal numbers of rows would ask for."""
+        """Splits as few families as possible, even if micro-batches then have different numbers of rows."""
         real = [row for rows in micro_batches for row in rows if row != PADDING]
         split = self.split_until([real] if real else [], len(micro_batches))
         return split + [[PADDING]] * (len(micro_batches) - len(split))
@@ -202,7 +202,7 @@ class SharingRows(WholeRows):
         return dealt_in_rows(packed, loads, full, dp_size)
 
     def balanced(self, micro_batches: MicroBatches, cap: int, dp_size: int) -> tuple[RankPlan, ...]:
-        """Keeps the rows of a family together that are in one micro-batch."""
+        """Keeps rows of a family together if they are in one micro-batch."""
         rows, numbers = _flat(micro_batches)
         real, shared = rows != PADDING, self._shared(rows, numbers)
         tokens = np.where(real, self._lengths[rows] - shared, 0)
@@ -216,8 +216,8 @@ class SharingRows(WholeRows):
         return _ranks(rows[in_order], rank, step, len(micro_batches), dp_size)
 
     def _shared(self, rows: Int64s, numbers: Int64s | None = None) -> Int64s:
-        """Counts the tokens that each row shares with the one before it in its micro-batch. numbers: each row's
-        micro-batch, ascending; None: all are in one."""
+        """Counts the tokens that each row shares with the previous row in its micro-batch. numbers: each row's
+        micro-batch, ascending; None: all rows are in one micro-batch."""
         begins = np.zeros(1, np.int64) if numbers is None else np.flatnonzero(np.diff(numbers, prepend=-1))
         return self._sharing.shared(rows, begins)
 
@@ -226,7 +226,7 @@ class SharingRows(WholeRows):
         return int((self._lengths[members] - self._shared(members)).sum())
 
     def _halve(self, rows: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Cuts where the larger half is smallest; tokens that both halves then begin with count in each."""
+        """Splits where the larger half is smallest. Tokens at the beginning of both halves count in each."""
         members = np.array(rows)
         shared = self._shared(members)
         first = np.cumsum(self._lengths[members] - shared)
@@ -236,7 +236,7 @@ class SharingRows(WholeRows):
 
 
 def _parts_under(lengths: Int64s, shared: Int64s, cap: int) -> Int64s:
-    """Returns where families begin, and where those with more tokens than the cap are cut."""
+    """Returns where families begin, and where families with more tokens than the cap are split."""
     begins = np.flatnonzero(shared == 0)
     sizes = np.add.reduceat(lengths - shared, begins) if len(begins) else begins
     large = np.flatnonzero(sizes > cap)
@@ -250,10 +250,10 @@ def _parts_under(lengths: Int64s, shared: Int64s, cap: int) -> Int64s:
 
 
 def _cuts(lengths: Sequence[int], shared: Sequence[int], cap: int) -> list[int]:
-    """Returns where to cut a family so that its parts have no more tokens than the cap (unless a part is a single row),
-    and as few tokens as possible are repeated in a second part."""
-    # before: tokens of all rows before each. best: of the best cut of those, the tokens repeated, and the last part's
-    # begin.
+    """Returns where to split a family so that its parts have at most `cap` tokens (except a part with a single row),
+    and as few tokens as possible are repeated."""
+    # before: the tokens of all rows before each row. best: the repeated tokens and the start of the last part, for the
+    # best split of the rows before each row.
     before = [0]
     best = [(0, 0)]
     for row, length in enumerate(lengths):
@@ -272,8 +272,8 @@ def _cuts(lengths: Sequence[int], shared: Sequence[int], cap: int) -> list[int]:
 
 
 def _growing(tokens: Int64s, loads: Loads) -> Int64s:
-    """Returns sizes that are at least the tokens and grow with the loads, which packing by load requires: a few long
-    rows may cost more than many short ones with more tokens."""
+    """Returns sizes that are at least the tokens and grow with the loads, as packing by load requires: a few long rows
+    may cost more than many short rows with more tokens."""
     order = np.argsort(loads, kind="stable")
     most = np.maximum.accumulate(tokens[order])
     grown: Int64s = most[np.searchsorted(loads[order], loads, side="right") - 1]
@@ -281,13 +281,13 @@ def _growing(tokens: Int64s, loads: Loads) -> Int64s:
 
 
 def _flat(micro_batches: MicroBatches) -> tuple[Int64s, Int64s]:
-    """Returns the rows of all micro-batches, one after another, and each row's micro-batch."""
+    """Returns the concatenated rows of all micro-batches, and each row's micro-batch."""
     rows = np.fromiter(chain.from_iterable(micro_batches), dtype=np.int64)
     return rows, np.repeat(np.arange(len(micro_batches)), list(map(len, micro_batches)))
 
 
 def _ranks(rows: Int64s, rank: Int64s, step: Int64s, micro_batches: int, dp_size: int) -> tuple[RankPlan, ...]:
-    """Returns the ranks' plans. Rows of a micro-batch keep their order."""
+    """Returns the ranks' plans. The order of rows within a micro-batch is retained."""
     steps = micro_batches // dp_size
     sizes = np.bincount(rank * steps + step, minlength=micro_batches).reshape(dp_size, steps)
     shards = np.split(rows[np.lexsort((step, rank))], sizes.sum(axis=1).cumsum()[:-1])

@@ -1,7 +1,7 @@
 """The plan of a batch: the mini-batch, rank and micro-batch in which each row trains, and the addresses of its shards.
 
-Indices only, never data: a plan can be shown, stored, and recomputed for another `dp_size`. Row indices mean the
-batch's row order after merging; -1 is a padding row.
+A plan contains only indices, never data, so it can be shown, stored, and recomputed for another `dp_size`. Row indices
+refer to the batch's row order after merging; -1 is a padding row.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class RankPlan:
 class MiniBatchPlan:
     """One optimizer step of one model.
 
-    start, end, kept_end: its rows before any drop are `start:end`, its trained rows `start:kept_end`. groups: the
-    prompt groups of the trained rows, of which some may be in part with `mini_batch_unit: sequence`. dropped_groups:
-    the groups that alignment dropped. Both are ranges of group indices of the batch.
+    start, end, kept_end: its rows before any drop are `start:end`, and its trained rows are `start:kept_end`. groups:
+    the prompt groups of the trained rows; with `mini_batch_unit: sequence`, a group may be only partly in it.
+    dropped_groups: the groups that alignment dropped. Both are ranges of group indices of the batch.
     """
 
     model: Model
@@ -68,7 +68,7 @@ class MiniBatchPlan:
 
 @dataclass(frozen=True, slots=True)
 class ShardAddress:
-    """Names the shard of a rank for one mini-batch of one model, wherever it is laid out, stored or requested."""
+    """Identifies the shard of a rank for one mini-batch of one model."""
 
     model: Model
     mini_batch: int

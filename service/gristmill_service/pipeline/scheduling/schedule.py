@@ -1,8 +1,8 @@
-"""Decides in which mini-batch, on which data-parallel rank and in which micro-batch each row trains.
+"""Assigns each row to a mini-batch, a data-parallel rank and a micro-batch.
 
-Implements sections 5 and 6 of the specification: mini-batch boundaries, padding, alignment, and dropping or refusing
-when micro-batches cannot be aligned. Sees the lengths of rows and, for `layout: prefix_tree`, the tokens that they
-share, never their data; no other layout changes a plan.
+Implements sections 5 and 6 of the specification: mini-batch boundaries, padding, alignment, and dropping or rejecting
+if micro-batches cannot be aligned. Uses the lengths of rows and, for `layout: prefix_tree`, the tokens that they
+share, but no other data; no other layout changes a plan.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Count = TypeVar("Count", int, Int64s)
 
 
 class MisalignedError(InvalidArgumentError):
-    """A mini-batch cannot be aligned for this `dp_size`; for another it may."""
+    """A mini-batch cannot be aligned for this `dp_size`, but possibly for another."""
 
 
 def schedule(
@@ -35,11 +35,11 @@ def schedule(
 ) -> list[MiniBatchPlan]:
     """Returns the mini-batches of one batch: the policy's, then the critic's.
 
-    lengths: (rows,) tokens, prompt and response, of each row in batch order; every one is positive.
+    lengths: (rows,) the tokens (prompt and response) of each row in batch order, at least 1.
     group_bounds: (groups + 1,) row bounds of the prompt groups, from 0 to the number of rows; no group is empty.
     sharing: the tokens that rows share, with `layout: prefix_tree`; caps and loads then count distinct tokens.
 
-    Raises MisalignedError when a mini-batch cannot be aligned and `on_misaligned` forbids padding.
+    Raises MisalignedError if a mini-batch cannot be aligned and `on_misaligned` forbids padding.
     """
     divide = _divide_groups if config.mini_batch_unit == "prompt" else _divide_rows
     parts = chain.from_iterable(divide(group_bounds, model, config) for model in config.models)
@@ -60,8 +60,8 @@ def schedule(
 class _Part:
     """A mini-batch before alignment.
 
-    groups: the groups of its rows. ends: (groups,) its rows up to the end of each. padding: padding rows that fill it
-    up to its size with `mini_batch_unit: sequence`, where no group is ever dropped.
+    groups: the groups of its rows. ends: (groups,) the number of its rows up to the end of each group. padding: the
+    number of padding rows that fill it to its size with `mini_batch_unit: sequence`, which never drops a group.
     """
 
     model: Model
@@ -74,7 +74,7 @@ class _Part:
 
 
 def _divide_groups(group_bounds: Int64s, model: Model, config: RunConfig) -> Iterator[_Part]:
-    """Yields mini-batches of as many whole prompt groups as their size; the last has the rest."""
+    """Yields mini-batches with as many whole prompt groups as their size. The last one contains the rest."""
     groups, size = len(group_bounds) - 1, config.mini_batch_size(model)
     for index, first in enumerate(range(0, groups, size)):
         last = min(first + size, groups)
@@ -84,7 +84,7 @@ def _divide_groups(group_bounds: Int64s, model: Model, config: RunConfig) -> Ite
 
 
 def _divide_rows(group_bounds: Int64s, model: Model, config: RunConfig) -> Iterator[_Part]:
-    """Yields mini-batches of as many rows as their size, with padding rows, which are distributed evenly."""
+    """Yields mini-batches with as many rows as their size, including evenly distributed padding rows."""
     rows, size = int(group_bounds[-1]), config.mini_batch_size(model)
     multiple = lcm(*map(config.mini_batch_size, config.models))
     mini_batches = _ceil_div(rows, multiple) * (multiple // size)
@@ -102,7 +102,7 @@ def _divide_rows(group_bounds: Int64s, model: Model, config: RunConfig) -> Itera
 
 
 def _plan_by_size(part: _Part, batch: WholeRows, config: RunConfig) -> MiniBatchPlan:
-    """Gives every rank as many rows, contiguous unless balanced, in micro-batches of `micro_batch.size`."""
+    """Assigns equally many rows to every rank, contiguous unless balanced, in micro-batches of `micro_batch.size`."""
     per_micro_batch = config.micro_batch.size
     assert per_micro_batch is not None
     multiple = config.align_to // config.dp_size
@@ -126,7 +126,7 @@ def _plan_by_size(part: _Part, batch: WholeRows, config: RunConfig) -> MiniBatch
 
 
 def _filled(rank: RankPlan, per_micro_batch: int) -> RankPlan:
-    """Appends padding rows until the last micro-batch has as many rows as the others."""
+    """Appends padding rows until the last micro-batch is as large as the others."""
     bounds = np.arange(len(rank.bounds), dtype=np.int64) * per_micro_batch
     missing = bounds[-1] - len(rank.rows)
     return RankPlan(np.append(rank.rows, np.full(missing, PADDING)), bounds)
@@ -135,7 +135,7 @@ def _filled(rank: RankPlan, per_micro_batch: int) -> RankPlan:
 def _balanced_rows(
     ordered: Int64s, batch: WholeRows, per_micro_batch: int, bounds: Int64s, dp_size: int
 ) -> tuple[RankPlan, ...]:
-    """Returns the rows placed by load, padding dealt evenly. ordered: the mini-batch's rows; bounds: of every rank."""
+    """Places the rows by load, and padding evenly. ordered: the mini-batch's rows. bounds: the bounds of every rank."""
     rank, step = batch.balanced_by_rows(ordered, per_micro_batch, dp_size)
     rows = np.full((dp_size, bounds[-1]), PADDING, dtype=np.int64)
     real = np.bincount(rank, minlength=dp_size)  # rows of each rank, before padding
@@ -144,7 +144,7 @@ def _balanced_rows(
 
 
 def _plan_by_tokens(part: _Part, batch: WholeRows, cap: int, config: RunConfig) -> MiniBatchPlan:
-    """Packs first-fit under the cap, splits until aligned, and deals micro-batches to ranks in turn or by load."""
+    """Packs first-fit under the cap, splits until aligned, and assigns micro-batches to ranks in turn or by load."""
     ordered = batch.between(part.start, part.end)
     numbers = batch.first_fit(ordered, cap)
     counts = np.maximum.accumulate(numbers)[part.ends - 1] + 1  # micro-batches of each prefix of whole groups
@@ -162,8 +162,8 @@ def _plan_by_tokens(part: _Part, batch: WholeRows, cap: int, config: RunConfig) 
 
 
 def _plan_by_count(part: _Part, batch: WholeRows, count: int, no_cap: int, config: RunConfig) -> MiniBatchPlan:
-    """Gives every rank `count` micro-batches: rows go to the ranks in contiguous chunks, which are cut likewise.
-    no_cap: a number of tokens that no micro-batch exceeds."""
+    """Assigns `count` micro-batches to every rank: splits the rows into contiguous chunks per rank, and each chunk
+    likewise into micro-batches. no_cap: a number of tokens that no micro-batch exceeds."""
     dp_size, ordered = config.dp_size, batch.between(part.start, part.end)
     dealt = [rows for chunk in np.array_split(ordered, dp_size) for rows in np.array_split(chunk, count)]
     micro_batches = [rows.tolist() or [PADDING] for rows in dealt]
@@ -189,7 +189,7 @@ def _misaligned(part: _Part, config: RunConfig) -> str:
     unit = "max_tokens" if config.micro_batch.size is None else "size"
     groups = f" × microbatch_group_size = {config.microbatch_group_size}" if config.vpp_size > 1 else ""
     dropping = (
-        f", nor can they with trailing ones of its {len(part.groups)} prompt groups dropped (at least align_to rows "
+        f", not even after dropping trailing groups of its {len(part.groups)} prompt groups (at least align_to rows "
         "must remain)"
         if config.on_misaligned == "drop_trailing"
         else ""
@@ -203,7 +203,7 @@ def _misaligned(part: _Part, config: RunConfig) -> str:
 
 
 def _rows_of(part: _Part, groups: int) -> int:
-    """Returns how many rows the first `groups` of the mini-batch's groups have."""
+    """Returns the number of rows in the mini-batch's first `groups` groups."""
     return int(part.ends[groups - 1]) if groups else 0
 
 

@@ -39,7 +39,7 @@ def encode_event(event: Event) -> EncodedEvent:
         return type(event).__name__, msgspec.Raw(_encoder.encode(event))
     except (UnicodeEncodeError, OverflowError, TypeError) as error:
         raise InvalidArgumentError(
-            f"the request cannot be written to the run's log: {error}; send valid Unicode and integers of 64 bits"
+            f"the request cannot be written to the run's log: {error}; send valid Unicode, and 64-bit integers"
         ) from None
 
 
@@ -55,7 +55,9 @@ def decode_events(record: bytes) -> list[Event]:
         _check(version)
         return [_decoders[kind].decode(fields) for kind, fields in events]
     except (msgspec.MsgspecError, UnicodeDecodeError, KeyError) as error:
-        raise InvalidArgumentError(f"a record of the run's log cannot be read: {error!r}") from None
+        raise InvalidArgumentError(
+            f"a record of the run's log cannot be read: {error!r}; restore it, or delete the run"
+        ) from None
 
 
 def encode_state(state: State) -> bytes:
@@ -69,12 +71,13 @@ def decode_state(snapshot: bytes) -> State:
         _check(version)
         return _state.decode(fields)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise InvalidArgumentError(f"the snapshot of a run cannot be read: {error}") from None
+        raise InvalidArgumentError(
+            f"the run's snapshot cannot be read: {error}; restore it, or delete the run"
+        ) from None
 
 
 def _check(version: int) -> None:
     if version != FORMAT:
         raise InvalidArgumentError(
-            f"the run's log has format {version} and this version reads {FORMAT}; use the version of gristmill that "
-            "wrote it"
+            f"the run's log has format {version} and this version reads {FORMAT}; use the version that wrote it"
         )

@@ -11,8 +11,8 @@ from gristmill_service.run.machine.decisions import progress
 from gristmill_service.run.machine.events import GroupKey
 from gristmill_service.run.machine.state import GIVEN_UP, State
 
-_KEPT = "its rows are kept: resume with a dp_size that aligns it, or go on and sample its groups again in another round"
-_DROPPED = "its groups are dropped (batch_failed): correct what is wrong and sample them again in another round"
+_KEPT = "its rows are kept; resume with a dp_size that aligns it, or sample its groups again in another round"
+_DROPPED = "its groups are dropped (batch_failed); fix the cause, and sample them again in another round"
 
 
 def status(state: State, run: str, run_id: str, *, config: RunConfig, room: int, duplicates: int) -> RunStatus:

@@ -207,13 +207,12 @@ class _Declared:
             total = self._read(row, length, total)
         if total.tokens < length or total.checksum != self._checksums[row]:
             raise PrefixUnknownError(
-                f"{self._steps.name(row)}: the step before it does not begin with the {length} tokens that were left "
-                "out; send all tokens of the row"
+                f"{self._steps.name(row)}: the previous step does not begin with the {length} omitted tokens; resend"
             )
         if lacks := self._lacking(row) - total.columns:
             raise PrefixUnknownError(
-                f"{self._steps.name(row)}: values of {min(lacks)} were left out, and the step before has none; send "
-                "all values of the row"
+                f"{self._steps.name(row)}: values of {min(lacks)} were omitted, but the previous step has none; send "
+                "them"
             )
         self.parents[row] = parent
         return total
@@ -268,6 +267,4 @@ class _Declared:
         return frozenset(name for name in self._columns[row] if extras[name].values.lengths[row] < full)
 
     def _unknown(self, row: int) -> PrefixUnknownError:
-        return PrefixUnknownError(
-            f"{self._steps.name(row)}: the run does not have the step before it; send all tokens of the row"
-        )
+        return PrefixUnknownError(f"{self._steps.name(row)}: the run does not have the previous step; send all tokens")

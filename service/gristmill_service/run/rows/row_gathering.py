@@ -179,8 +179,8 @@ class _Copying:
         stored = (size := sum(map(len, pieces))) // column.element_bytes
         if stored != count:
             raise InvalidArgumentError(
-                f"the stored rows have {stored} values of {column.name}, and the run's log says {count}: the store "
-                "has lost or changed rows; restore it, or delete the run"
+                f"the stored rows have {stored} values of {column.name} instead of {count}, because the store has "
+                "lost or changed rows; restore it, or delete the run"
             )
         if size < _LEAST_BYTES:
             return column.values(b"".join(pieces))
@@ -293,7 +293,7 @@ def _stand_in(name: str, numbers: dict[str, Array], row: int) -> bytes:
     field = PLAIN.get(name)
     if field is not None and field.fill is not None:
         return np.full(length, field.fill, field.dtype).tobytes()
-    raise InvalidArgumentError(f"some rows have {name} and others do not; all rows of a run have them, or none has")
+    raise InvalidArgumentError(f"some rows have {name} and others do not; send them in all rows of a run, or in none")
 
 
 def _token_rewards(rows: Sequence[OpenedRow], stored: Sequence[StoredRow]) -> Ragged:

@@ -1,1 +1,1 @@
-"""The journal: what lasts of runs, in files of one machine. On disk, or on a tmpfs that outlives the process."""
+"""The journal: stores runs in files of one machine, on disk or on a tmpfs that outlives the process."""

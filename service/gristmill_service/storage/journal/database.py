@@ -6,8 +6,8 @@ snapshot   none or one row: the state after event `number`
 events     the events since then, numbered without gaps
 tables     tables of rows, as `row_tables` encodes them
 
-next_table is a number that no table had when the event was appended, so that none is used twice. SQLite has no
-checksums of contents, so events and snapshots have one; tables are checked by the digests in the events.
+next_table is a number that no table had when the event was appended, so that no number is used twice. SQLite has no
+checksums of contents, so events and snapshots contain one; tables are checked with the digests in the events.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _log = structlog.get_logger(__name__)
 FILE_NAME = "journal.sqlite"
 WAL_NAME = f"{FILE_NAME}-wal"
 FORMAT = 2
-"""Format 1 was not SQLite: see `old_journal`."""
+"""The format that this version writes. Format 1 did not use SQLite: see `old_journal`."""
 
-# A small table costs two pages in the WAL, a large one two system calls per page.
+# A small table needs two pages in the WAL, a large table two system calls per page.
 PAGE_BYTES = 8 << 10
 _PATIENCE_S = 1.0
 _TABLES = (
@@ -48,8 +48,8 @@ _TABLES = (
 
 
 class Description(NamedTuple):
-    """A run, as its database describes it. is_short: whether records may be missing at the end of the log, because the
-    machine died when they were not on the disk."""
+    """The description of a run in its database. is_short: whether records may be missing at the end of the log, because
+    the machine failed before they were on disk."""
 
     run_id: str
     config: bytes
@@ -77,10 +77,10 @@ class Entry(NamedTuple):
 def create(
     directory: Path, name: str, run: Description, snapshot: Entry | None = None, events: Iterable[Entry] = ()
 ) -> None:
-    """Creates a run's database. Returns when it is on the disk. Raises UnavailableError."""
+    """Creates a run's database. Returns when it is on disk. Raises UnavailableError."""
     path = directory / FILE_NAME
     with explained(path):
-        # Created here for its mode, which SQLite gives to the WAL, too.
+        # Creates the file with this mode, which SQLite also uses for the WAL.
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         with closing(connect(path, "FULL")) as database, transaction(database):
             for statement in _TABLES:
@@ -94,7 +94,7 @@ def create(
 
 
 def connect(path: Path, synchronous: Literal["FULL", "NORMAL"], timeout_s: float = _PATIENCE_S) -> sqlite3.Connection:
-    """Opens a database that exists, for one thread at a time. Raises sqlite3.Error."""
+    """Opens an existing database, for use by one thread at a time. Raises sqlite3.Error."""
     uri = f"{path.absolute().as_uri()}?mode=rw"
     database = sqlite3.connect(uri, timeout_s, isolation_level=None, check_same_thread=False, uri=True)
     try:
@@ -114,7 +114,7 @@ def connect(path: Path, synchronous: Literal["FULL", "NORMAL"], timeout_s: float
 
 @contextmanager
 def transaction(database: sqlite3.Connection) -> Iterator[None]:
-    """Commits the statements within, or none of them. Raises sqlite3.Error."""
+    """Commits all statements of the `with` block, or none. Raises sqlite3.Error."""
     database.execute("BEGIN IMMEDIATE")
     try:
         yield
@@ -127,7 +127,7 @@ def transaction(database: sqlite3.Connection) -> Iterator[None]:
 
 def read_description(directory: Path, name: str) -> Description:
     """Checks the database of a run that is not open, without changing it. Raises InvalidArgumentError if it is missing,
-    damaged, another run's, or of a newer format, and UnavailableError."""
+    damaged, of another run, or of a newer format, and UnavailableError."""
     path = directory / FILE_NAME
     with _read_only(path) as database:
         stored_format, stored_name = _identity(database, path)
@@ -143,33 +143,33 @@ def read_description(directory: Path, name: str) -> Description:
             raise damaged(path, problem.splitlines()[-1])
         [[run_id, config, checksum, boot]] = database.execute("SELECT id, config, checksum, boot FROM run").fetchall()
         if checksum != _checksum_of_run(stored_name, run_id, config):
-            raise damaged(path, "the checksum of its configuration does not fit")
+            raise damaged(path, "the checksum of its configuration does not match")
         lost = _transactions_lost(directory)
     is_short = boot is not None and boot != this_boot()
     if lost > 1 and not is_short:
-        raise damaged(directory / WAL_NAME, f"{lost - 1} whole records follow, of which none may be left out")
+        raise damaged(directory / WAL_NAME, f"{lost - 1} complete records follow, which must not be lost")
     if lost:
-        # A single one was never confirmed to anyone.
+        # A single lost transaction was never confirmed.
         _log.warning("torn tail cut", file=str(directory / WAL_NAME), records=lost)
     return Description(run_id, config.encode(), boot, is_short)
 
 
 def read_name(directory: Path) -> str:
-    """Returns the name of a directory's run. Raises as `read_description` does."""
+    """Returns the name of a directory's run. Raises like `read_description`."""
     with _read_only(directory / FILE_NAME) as database:
         return _identity(database, directory / FILE_NAME)[1]
 
 
 @contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """Turns errors of SQLite and of the operating system into UnavailableError, or InvalidArgumentError if the file is
-    damaged, naming the file and the remedy."""
+    """Converts errors of SQLite and the operating system to UnavailableError, or to InvalidArgumentError if the file is
+    damaged. The messages name the file and the remedy."""
     try:
         yield
     except GristmillError:
         raise
     except UnicodeError as error:
-        # Raised by an error message of SQLite that quotes a damaged schema.
+        # sqlite3 raises this if SQLite's error message quotes a damaged schema.
         raise damaged(path, error) from None
     except (sqlite3.Error, OSError) as error:
         if is_full(error):
@@ -178,16 +178,16 @@ def explained(path: Path) -> Iterator[None]:
             raise damaged(path, error) from None
         reason = error.strerror if isinstance(error, OSError) else error
         raise UnavailableError(
-            f"the journal cannot be used: {path}: {reason}; it goes on when the file system works again"
+            f"the journal cannot be used: {path}: {reason}; fix the file system, and the service continues by itself"
         ) from None
 
 
 def damaged(path: Path, reason: object) -> InvalidArgumentError:
-    return InvalidArgumentError(f"{path} is damaged: {reason}; restore it, or remove the run")
+    return InvalidArgumentError(f"{path} is damaged: {reason}; restore it, or delete the run")
 
 
 def misplaced(path: Path, stored_name: str, name: str) -> InvalidArgumentError:
-    return InvalidArgumentError(f"{path} is of run {stored_name!r}, not of {name!r}; move it back, or remove the run")
+    return InvalidArgumentError(f"{path} is of run {stored_name!r}, not of {name!r}; move it back, or delete the run")
 
 
 def is_full(error: sqlite3.Error | OSError) -> bool:
@@ -197,12 +197,12 @@ def is_full(error: sqlite3.Error | OSError) -> bool:
 
 
 def is_passing(error: sqlite3.Error | OSError) -> bool:
-    """Returns whether the cause may pass, such as another program or too few file descriptors."""
+    """Returns whether the error may be temporary, such as a lock by another program or too few file descriptors."""
     return _code(error) in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_CANTOPEN)
 
 
 def sync_file(path: Path) -> None:
-    """Returns when the file's data, or the directory's entries, are on the disk. Raises OSError."""
+    """Syncs the file's data, or the directory's entries, to disk. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fdatasync(descriptor)
@@ -224,10 +224,10 @@ def this_boot() -> str:
 
 @contextmanager
 def _read_only(path: Path) -> Iterator[sqlite3.Connection]:
-    """Opens a database without changing it or its WAL, not even on closing. Raises InvalidArgumentError if it is
+    """Opens a database without changing it or its WAL, even when it is closed. Raises InvalidArgumentError if it is
     missing or damaged, and UnavailableError."""
     if not path.exists():
-        raise InvalidArgumentError(f"{path.parent} has no {path.name}; restore it, or remove the run")
+        raise InvalidArgumentError(f"{path.parent} has no {path.name}; restore it, or delete the run")
     uri = f"{path.absolute().as_uri()}?mode=ro"
     with explained(path), closing(sqlite3.connect(uri, _PATIENCE_S, isolation_level=None, uri=True)) as database:
         database.text_factory = partial(str, encoding="utf-8", errors="replace")
@@ -235,7 +235,7 @@ def _read_only(path: Path) -> Iterator[sqlite3.Connection]:
 
 
 def _identity(database: sqlite3.Connection, path: Path) -> tuple[int, str]:
-    """Returns the format and the run's name, which are at the same place in every format."""
+    """Returns the format and the run's name, which every format stores at the same place."""
     rows = database.execute("SELECT format, name FROM run").fetchall()
     if len(rows) != 1 or [*map(type, rows[0])] != [int, str]:
         raise damaged(path, "it does not describe a run")
@@ -245,17 +245,17 @@ def _identity(database: sqlite3.Connection, path: Path) -> tuple[int, str]:
 def _transactions_lost(directory: Path) -> int:
     """Counts the transactions in the WAL that SQLite ignores because they, or earlier ones, are incomplete.
 
-    A killed process leaves one at most: it writes one after another, each one's committing frame last. See
-    https://sqlite.org/walformat.html.
+    A killed process leaves at most one: it writes one transaction after another, and the committing frame of each last.
+    See https://sqlite.org/walformat.html.
     """
     wal, frame_bytes = directory / WAL_NAME, 24 + PAGE_BYTES
     with wal.open("rb") as file, Path(directory / f"{FILE_NAME}-shm").open("rb") as index:
-        # The number of valid frames, which SQLite has counted.
+        # The number of valid frames, according to SQLite.
         valid = int.from_bytes(os.pread(index.fileno(), 4, 16), sys.byteorder)
         header, first = file.read(32), file.read(16)
         if not first:
             return 0
-        # Frames of an earlier use of the file, which may be behind its end, have other salts.
+        # Frames of an earlier use of the file may follow the last frame. They have other salts.
         salts = header[16:24] if _is_whole(header) else first[8:16]
         starts = range(32 + valid * frame_bytes, wal.stat().st_size, frame_bytes)
         frames = (os.pread(file.fileno(), 16, start) for start in starts)
@@ -263,7 +263,7 @@ def _transactions_lost(directory: Path) -> int:
 
 
 def _is_whole(header: bytes) -> bool:
-    """Returns whether the checksum of a WAL's header is right."""
+    """Returns whether the checksum of a WAL's header matches."""
     first = second = 0
     for one, other in struct.iter_unpack(">II" if header[3:4] == b"\x83" else "<II", header[:24]):
         first = (first + one + second) & 0xFFFFFFFF

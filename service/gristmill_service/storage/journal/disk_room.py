@@ -1,4 +1,5 @@
-"""Watches the space on the journal's file system, and refuses rows before they take what acknowledgements need."""
+"""Monitors the free space of the journal's file system, and rejects rows before they use the space that
+acknowledgements need."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from gristmill_service.storage.run_store import FullError
 
 _log = structlog.get_logger(__name__)
 
-# A file system with less free space than this, or than this part of a small one, counts as full. Rows that were being
-# submitted at that moment may take three quarters of it: the rest is for acknowledgements.
+# A file system with less free space than this, or than this fraction of a small one, counts as full. Rows in progress
+# may then use three quarters of the free space; the rest is for acknowledgements.
 _LEAST_FREE, _LEAST_PART, _KEPT_PART = 16 << 20, 8, 4
 _RESERVE_BYTES, _RESERVE_PART = 4 << 20, 32
 _WAL_BYTES, _WAL_PART = 32 << 20, 16
@@ -25,8 +26,8 @@ class DiskRoom:
     """Tracks how many bytes may still be written to the file system. Thread-safe.
 
     It owns a reserve file, which is deleted when the file system is full, so that acknowledgements, which free rows,
-    can still be logged. Runs report by how much their databases will grow when their WALs are copied to them: rows
-    never get that space, so that a checkpoint, after which the WAL needs none, succeeds.
+    can still be logged. Runs report how much their databases will grow at the next checkpoint. Rows cannot use that
+    space, so that a checkpoint succeeds, after which the WAL needs no space.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -38,21 +39,20 @@ class DiskRoom:
         self._fill_reserve()
 
     def check(self, reusable: int = 0) -> None:
-        """Raises FullError if rows are refused, according to the last measurement; neither blocks nor locks. reusable:
+        """Raises FullError if rows are rejected, according to the last measurement. Neither blocks nor locks. reusable:
         free bytes inside the run's database."""
         if self._is_full(reusable):
             raise full_error(self._directory)
 
     def check_for(self, nbytes: int, reusable: int) -> None:
-        """Raises FullError if `nbytes` of rows, first in a WAL and then in a database, would not leave enough for
-        acknowledgements."""
+        """Raises FullError if `nbytes` of rows, in a WAL and a database, would not leave space for acknowledgements."""
         self._measure()
         if self._free < nbytes + max(0, nbytes - reusable) + self._least // _KEPT_PART:
             self.set_full()
             raise full_error(self._directory)
 
     def note_growth(self, run: Path, nbytes: int) -> None:
-        """Notes the growth of the database in a run's directory with its next checkpoint."""
+        """Records how much the database of a run will grow at its next checkpoint."""
         self._growth[run] = nbytes
 
     def forget(self, run: Path) -> None:
@@ -60,16 +60,16 @@ class DiskRoom:
 
     @property
     def wal_limit(self) -> int:
-        """The bytes in a WAL that make a checkpoint worthwhile."""
+        """The size of a WAL above which a checkpoint is made."""
         return min(_WAL_BYTES, self._total // _WAL_PART)
 
     @property
     def wal_file_limit(self) -> int:
-        """The bytes that a WAL's file may keep for later writes."""
+        """The maximum size of a WAL's file that is retained for later writes."""
         return min(_WAL_FILE_BYTES, max(0, self._free) // _WAL_FILE_PART)
 
     def set_full(self) -> None:
-        """Refuses rows until the next measurement, because a write was refused."""
+        """Rejects rows until the next measurement, because a write failed."""
         self._free = min(self._free, 0)
 
     def give_up_reserve(self) -> None:
@@ -77,8 +77,8 @@ class DiskRoom:
             self._reserve.unlink()
 
     def unhealthy_reason(self, reusable: Collection[int]) -> str:
-        """Returns why rows are refused; empty when they are not. Measures, and refills the reserve if there is space;
-        not thread-safe. reusable: of each run, as `check` takes it."""
+        """Measures, and returns why rows are rejected; empty if they are not. Recreates the reserve if there is space.
+        Not thread-safe. reusable: each run's argument of `check`."""
         self._measure()
         if not self._is_full(0):
             self._fill_reserve()
@@ -113,6 +113,6 @@ class DiskRoom:
 
 def full_error(directory: Path) -> FullError:
     return FullError(
-        f"the journal cannot be written: the file system of {directory} is full; give it more room, or lower "
-        "max_row_bytes or max_buffered_batches; it goes on by itself when there is room"
+        f"the journal cannot be written: the file system of {directory} is full; free or add space, or lower "
+        "max_row_bytes or max_buffered_batches; the service continues by itself when there is space"
     )

@@ -1,4 +1,4 @@
-"""Converts journals of format 1, which had files of their own.
+"""Converts journals of format 1, which did not use SQLite.
 
 run-<name>/run.json            the run's description
 run-<name>/boot-id             the machine's boot, while records may be in its memory only
@@ -26,7 +26,7 @@ _DESCRIPTION = "run.json"
 _LOG_HEADER = b"gristmill log\0\1\0"
 _RECORD, _TABLE = struct.Struct("<IIQ"), struct.Struct("<4sIQ")
 _OFFSET_BITS = 40
-# No old table has such a number: it would be in the two millionth file.
+# A number that no old table has: its file would be the two millionth.
 _NEXT_TABLE = 1 << 61
 
 
@@ -40,21 +40,21 @@ def read_name(directory: Path) -> str:
 
 
 def convert(directory: Path, name: str, draft: Path) -> None:
-    """Creates the database of an old run atomically, in the directory `draft` first. Rows stay in their files until
-    `tables` reads them. Raises InvalidArgumentError if the run is damaged or not this one, and UnavailableError."""
+    """Creates the database of an old run atomically, first in the directory `draft`. Rows stay in their files until
+    `tables` reads them. Raises InvalidArgumentError if the run is damaged or has another name, and UnavailableError."""
     path = directory / database.FILE_NAME
     with explained(directory):
         if not path.exists():
             _create(directory, name, draft)
             (draft / path.name).rename(path)
             database.sync_directory(directory)
-        # run.json is removed last: while it is there, the conversion is tried again.
+        # run.json is removed last: while it exists, the conversion is repeated.
         for left in (*directory.glob("events-*"), directory / "boot-id", directory / _DESCRIPTION):
             left.unlink(missing_ok=True)
 
 
 def tables(directory: Path, numbers: Collection[int]) -> Iterator[tuple[Path, dict[int, memoryview]]]:
-    """Yields each file of rows, and the tables of `numbers` that are in it. Raises UnavailableError."""
+    """Yields each file of rows with the tables of `numbers` that it contains. Raises UnavailableError."""
     for path in sorted(directory.glob("rows-*.seg")):
         with explained(path):
             data = memoryview(path.read_bytes())
@@ -91,27 +91,27 @@ def _description(directory: Path) -> _OldDescription:
 
 
 def _records(directory: Path) -> list[bytes]:
-    """Returns the payloads of the newest log. Raises InvalidArgumentError if it does not end with a whole record."""
+    """Returns the payloads of the newest log. Raises InvalidArgumentError if its last record is incomplete."""
     path = max(directory.glob("events-*.log"), default=None)
     if path is None:
-        raise InvalidArgumentError(f"{directory} has no event log; restore it, or remove the run")
+        raise InvalidArgumentError(f"{directory} has no event log; restore it, or delete the run")
     data, records, at = path.read_bytes(), list[bytes](), len(_LOG_HEADER)
     if data[:at] != _LOG_HEADER:
-        raise damaged(path, "it does not begin as a log")
+        raise damaged(path, "the header of the log is invalid")
     while at < len(data) or not records:
         end = at + _RECORD.size
         length, checksum, number = _RECORD.unpack(data[at:end].ljust(_RECORD.size, b"\0"))
         record = data[end : end + length]
         is_whole = number == len(records) and checksum == zlib.crc32(record, (number + 1) & 0xFFFFFFFF)
         if len(record) < length or not is_whole:
-            raise damaged(path, f"no whole record is at byte {at}; the version that wrote it may be able to go on")
+            raise damaged(path, f"there is no complete record at byte {at}; try the version that wrote it")
         records.append(record)
         at = end + length
     return records
 
 
 def _table_at(data: memoryview, start: int) -> memoryview | None:
-    """Returns the bytes of the table at an offset, None if there is none."""
+    """Returns the bytes of the table at an offset; None if there is none."""
     if start + _TABLE.size > len(data):
         return None
     magic, checksum, size = _TABLE.unpack_from(data, start)

@@ -1,11 +1,10 @@
 """One run's log and tables of rows in a SQLite database, and their durability.
 
-Nothing is removed before the event that allows it is on the disk, because a WAL keeps the order of transactions: a
-power loss leaves a prefix of them, and a table is deleted in a later transaction than its event. Checkpoints keep that
-order,
-too: with `synchronous` NORMAL or FULL, SQLite syncs the WAL before it copies pages from it over older ones of the
-database, and the database before it restarts the WAL. So `fsync: never` uses NORMAL, not OFF: the kernel decides when
-to write the last seconds, but checkpoints are synced.
+Nothing is removed before the event that allows it is on disk. A WAL preserves the order of transactions: after a power
+loss it contains a prefix of them, and a table is deleted in a later transaction than its event. Checkpoints preserve
+that order, too: with `synchronous` NORMAL or FULL, SQLite syncs the WAL before it copies pages from it to the database,
+and syncs the database before it restarts the WAL. Therefore `fsync: never` uses NORMAL, not OFF: the kernel decides
+when to write the last seconds, but checkpoints are synced.
 """
 
 from __future__ import annotations
@@ -32,20 +31,20 @@ _log = structlog.get_logger(__name__)
 
 Fsync = Literal["always", "interval", "never"]
 
-# Shorter logs are not worth a snapshot.
+# A shorter log is not replaced by a snapshot.
 _LEAST_LENGTH = 16 << 20
-# A transaction writes about this many pages to the WAL in addition to its rows.
+# The approximate number of pages that a transaction writes to the WAL in addition to its rows.
 _PAGES_EACH = 3
-# The WAL of an idle run is truncated, unless its file is shorter.
+# The WAL of an idle run is truncated if its file is longer.
 _SHORT_WAL = 1 << 20
-# Appends wait for the last pass of a checkpoint, which copies what they added during the pass before.
+# Appends wait for the last pass of a checkpoint, which copies the pages added during the previous pass.
 _LAST_PASS_BYTES, _MAX_PASSES = 8 << 20, 4
 _DELETED_AT_ONCE = 16
 
 
 class JournalRunLog:
-    """See `gristmill_service.storage.run_store.RunLog`. Any thread may call any method: `flush` syncs, and copies the
-    WAL to the database, while others append and read."""
+    """Implements `gristmill_service.storage.run_store.RunLog`. Any thread may call any method: `flush` syncs, and
+    copies the WAL to the database, while other threads append and read."""
 
     reads_rows, is_remote = True, False
     lease: float | None = None
@@ -56,23 +55,23 @@ class JournalRunLog:
         self._directory, self._path = directory, directory / database.FILE_NAME
         self._wal = directory / database.WAL_NAME
         self._is_short, self._fsync, self._room = run.is_short, fsync, room
-        # Acquired in this order. `_writing` and `_reading` guard the use, and the closing, of their connections.
+        # Acquire locks in this order. `_writing` and `_reading` guard the use and the closing of their connections.
         self._flushing, self._writing, self._reading = threading.Lock(), _FairLock(), _FairLock()
         with explained(self._path), ExitStack() as opened:
             synchronous: Literal["FULL", "NORMAL"] = "FULL" if fsync == "always" else "NORMAL"
             self._writer = opened.enter_context(closing(database.connect(self._path, synchronous)))
             self._reader = opened.enter_context(closing(database.connect(self._path, synchronous)))
-            # A killed process may have left records in the kernel's cache.
+            # Records of a killed process may be only in the kernel's cache.
             database.sync_file(self._wal)
             self._wal_bytes, self._least_bytes = self._wal.stat().st_size, 0
             self._measure()
-            # Damaged data may be text of any bytes.
+            # Damaged text may contain any bytes.
             self._reader.text_factory = bytes
             self._connections = opened.pop_all()
         self.is_lost = self.is_closed = False
-        # first_number: the least that no table had. _number: that of the last event.
+        # first_number: the lowest number that no table had. _number: the number of the last event.
         self._number = self.first_number = self._snapshot_bytes = self.log_bytes = 0
-        # Counts of transactions since the log was opened: all, those on the disk, and those at the last `flush`.
+        # Transactions since the log was opened: all, those on disk, and those at the last `flush`.
         self._commits = self._synced = self._flushed = 0
         self._boot = None if fsync == "always" else database.this_boot()
         self._is_boot_noted = run.boot == self._boot
@@ -93,7 +92,7 @@ class JournalRunLog:
             events = self._entries("SELECT number, next_table, checksum, record FROM events ORDER BY number")
         entries = [*snapshots, *events]
         if broken := [entry.number for entry in entries if not entry.is_whole]:
-            raise database.damaged(self._path, f"the checksum of record {broken[0]} does not fit")
+            raise database.damaged(self._path, f"the checksum of record {broken[0]} does not match")
         before = snapshots[-1].number if snapshots else 0
         self._number = before + len(events)
         if [event.number for event in events] != [*range(before + 1, self._number + 1)]:
@@ -105,7 +104,7 @@ class JournalRunLog:
         return Replay(snapshot, [event.record for event in events], lambda: self._is_short)
 
     def note_generation(self, generation: int) -> None:
-        """Does nothing: nothing outside of the log records what was confirmed."""
+        """Does nothing, because confirmations are only in the log."""
 
     def append(self, record: bytes, tables: Mapping[int, Steps]) -> None:
         encoded = {number: row_tables.encode(table) for number, table in tables.items()}
@@ -127,7 +126,7 @@ class JournalRunLog:
             self._number, self.first_number = event.number, event.next_table
             self.log_bytes += len(record)
             if not self._is_boot_noted:
-                # Before the first record is confirmed that may be lost.
+                # Synced before the first record is confirmed that may be lost.
                 self._sync()
                 self._is_boot_noted = True
 
@@ -145,8 +144,8 @@ class JournalRunLog:
             self._snapshot_bytes = self.log_bytes = len(snapshot)
 
     def sync(self) -> None:
-        """Syncs appends with `fsync: interval`. Takes no lock, so that a checkpoint, which may take seconds, delays no
-        sync: what leaves the WAL is in the database, and synced there."""
+        """Syncs appends with `fsync: interval`. Takes no lock, so that a long checkpoint does not delay it: pages that
+        leave the WAL are synced in the database."""
         if self._fsync == "interval" and self._synced < self._commits and not (self.is_closed or self.is_lost):
             self._sync()
 
@@ -164,7 +163,7 @@ class JournalRunLog:
             if size > (_SHORT_WAL if is_at_rest else max(_SHORT_WAL, self._room.wal_file_limit)):
                 self._checkpoint("TRUNCATE")
             elif self._wal_bytes > self._room.wal_limit:
-                # Reusing the file from its beginning is faster than freeing its pages and allocating new ones.
+                # Reusing the file is faster than freeing its pages and allocating new ones.
                 self._checkpoint("RESTART")
 
     def get(self, number: int) -> bytes:
@@ -177,13 +176,13 @@ class JournalRunLog:
                     return rows
             except (sqlite3.Error, OSError) as error:
                 raise self._lost(error) from None
-        raise NotFoundError(f"table {number} of rows is not in {self._directory}")
+        raise NotFoundError(f"table {number} of rows is missing in {self._directory}; restore it, or delete the run")
 
     def get_all(self, numbers: Collection[int]) -> dict[int, bytes]:
         return {number: self.get(number) for number in numbers}
 
     def remove(self, numbers: Collection[int]) -> None:
-        """The next `flush` deletes them."""
+        """Marks tables as removed. The next `flush` deletes them."""
         self._removed.update(numbers)
 
     def retain(self, numbers: Collection[int], check: CheckTable) -> set[int]:
@@ -198,7 +197,7 @@ class JournalRunLog:
         return {*numbers} - whole
 
     def close(self) -> None:
-        """Syncs, so that a later power loss leaves no doubt. A second call does nothing."""
+        """Syncs, so that a later power loss loses nothing. A second call does nothing."""
         with self._flushing, self._writing, self._reading:
             if self._is_boot_noted and self._boot is not None and not self.is_closed and not self.is_lost:
                 try:
@@ -215,14 +214,14 @@ class JournalRunLog:
         return [*map(Entry._make, self._reader.execute(query))]
 
     def _insert(self, number: int, buffers: Collection[bytes | memoryview], size: int) -> None:
-        # Written in place, without the GIL: a parameter would be copied twice, with the GIL.
+        # Written in place without the GIL; a parameter would be copied twice while holding the GIL.
         self._writer.execute("INSERT INTO tables VALUES (?, zeroblob(?))", (number, size))
         with self._writer.blobopen("tables", "rows", number) as blob:
             for buffer in buffers:
                 blob.write(buffer)
 
     def _commit(self, write: Callable[[], None], nbytes: int) -> None:
-        """Performs a transaction. Raises FullError if nothing was written, and LogLostError if that is not known."""
+        """Performs a transaction. Raises FullError if nothing was written, LogLostError if the outcome is unknown."""
         try:
             try:
                 self._transact(write)
@@ -242,7 +241,7 @@ class JournalRunLog:
     def _transact(self, write: Callable[[], None]) -> None:
         with transaction(self._writer):
             write()
-            # Within the transaction this takes no further locks.
+            # Within the transaction, this takes no additional locks.
             self._measure()
 
     def _sync(self) -> None:
@@ -253,7 +252,7 @@ class JournalRunLog:
             if self.is_closed:
                 # Closing syncs, and removes the WAL.
                 return
-            # The kernel may have dropped data that it could not write, and reports that once.
+            # The kernel may have dropped data that it could not write, and reports this only once.
             raise self._lost(error) from None
         self._synced = commits
 
@@ -273,8 +272,7 @@ class JournalRunLog:
         self._writer.executemany("DELETE FROM tables WHERE number = ?", ([number] for number in numbers))
 
     def _measure(self) -> None:
-        """Measures the free space inside the database, which new rows use first, and the growth that is still to
-        come."""
+        """Measures the free space inside the database, which new rows use first, and the pending growth."""
         [[pages]] = self._writer.execute("PRAGMA page_count").fetchall()
         [[free_pages]] = self._writer.execute("PRAGMA freelist_count").fetchall()
         self.reusable = int(free_pages) * PAGE_BYTES
@@ -283,18 +281,18 @@ class JournalRunLog:
         self._room.note_growth(self._directory, pages * PAGE_BYTES - size)
 
     def _checked_size(self) -> int:
-        """Returns the size of the database's file. Raises OSError if another program cut it: SQLite reads what is
-        missing as zeros."""
-        # Read before the size, which may grow meanwhile, and with it what another thread notes here.
+        """Returns the size of the database's file. Raises OSError if another program truncated it, because SQLite reads
+        the missing part as zeros."""
+        # Read before the size, because another thread may increase both in between.
         least = self._least_bytes
         size = self._path.stat().st_size
         if size < least:
-            raise OSError(f"it was cut from {least} bytes or more to {size}")
+            raise OSError(f"it shrank from at least {least} bytes to {size}")
         return size
 
     def _checkpoint(self, mode: Literal["RESTART", "TRUNCATE"]) -> None:
-        """Copies the WAL to the database, and restarts it. Called with `_flushing`; appends wait for the last pass
-        only. If another program prevents it, the next flush tries again."""
+        """Copies the WAL to the database, and restarts the WAL. Called with `_flushing`. Appends wait only for the last
+        pass. If another program prevents the checkpoint, the next flush retries."""
         try:
             with closing(database.connect(self._path, "NORMAL", timeout_s=0)) as connection:
                 copied = 0
@@ -349,18 +347,18 @@ class JournalRunLog:
     def _check_open(self) -> None:
         if self.is_closed:
             raise UnavailableError(
-                f"the files of {self._directory} were closed, because the run is being deleted or reopened; retry"
+                f"the journal {self._directory} is closed: the run is being deleted or reopened; retry"
             )
         if self.is_lost:
             raise LogLostError(f"the journal {self._directory} is being recovered; retry")
 
     def _lost(self, error: sqlite3.Error | OSError) -> LogLostError:
         self.is_lost = True
-        return LogLostError(f"the journal cannot be used: {self._path}: {error}; it is being recovered")
+        return LogLostError(f"the journal cannot be used: {self._path}: {error}; it is being recovered, so retry")
 
 
 class _FairLock:
-    """A lock that a thread cannot acquire again and again while another one waits for it."""
+    """A lock that a thread cannot acquire repeatedly while another thread waits for it."""
 
     def __init__(self) -> None:
         self._next, self._lock = threading.Lock(), threading.Lock()

@@ -1,4 +1,4 @@
-"""The journal's directory: a lock, and a directory for each run.
+"""The journal's directory: a lock, and one directory per run.
 
 DIR/lock                        locked by the process that uses the directory
 DIR/reserve                     space that is released when the file system is full
@@ -33,27 +33,27 @@ from gristmill_service.storage.run_store import check_config
 
 
 class JournalRunStore:
-    """See `gristmill_service.storage.run_store.RunStore`. One process at a time uses a directory."""
+    """Implements `gristmill_service.storage.run_store.RunStore`. Only one process at a time can use a directory."""
 
     is_shared = False
 
     def __init__(self, directory: Path, fsync: Fsync = "interval") -> None:
-        """Raises InvalidArgumentError if the directory cannot be used, and UnavailableError if another process uses
-        it."""
+        """Raises InvalidArgumentError if the directory cannot be used, and UnavailableError if it is in use."""
         self._directory, self._fsync = directory, fsync
         self._lock_file: int | None = _locked(directory)
         for leftover in (*directory.glob(".creating-*"), *directory.glob(".deleted-*")):
             shutil.rmtree(leftover, ignore_errors=True)
-        # Format 1 had spare files.
+        # Format 1 used spare files.
         for spare in directory.glob(".spare-*"):
             spare.unlink(missing_ok=True)
         self._room = DiskRoom(directory)
-        # Guards renaming of runs' directories and opening of their logs.
+        # Guards the renaming of runs' directories and the opening of their logs.
         self._lock = threading.Lock()
         self._logs: WeakValueDictionary[str, JournalRunLog] = WeakValueDictionary()
 
     def names(self) -> list[str]:
-        """Returns all runs' names. A damaged one has its directory's name if need be, so that `open` can say why."""
+        """Returns all runs' names. If the name of a damaged run is unreadable, returns its directory's name, for which
+        `open` raises the reason."""
         with explained(self._directory):
             names = [_name_of(path) for path in self._directory.iterdir()]
         return sorted(name for name in names if name is not None)
@@ -75,11 +75,11 @@ class JournalRunStore:
                     raise
 
     def open(self, name: str) -> JournalRunLog:
-        """Opens a run. Closes a log of it that is open already."""
+        """Opens a run. Closes the run's log if it is already open."""
         with self._lock:
             path = self._path(name)
             if not path.exists():
-                raise NotFoundError(f"run {name!r} is not in {self._directory}")
+                raise NotFoundError(f"run {name!r} does not exist in {self._directory}; create it first")
             if (before := self._logs.get(name)) is not None:
                 before.close()
             if old_journal.is_old(path):
@@ -88,7 +88,7 @@ class JournalRunStore:
             return self._open(name, path)
 
     def delete(self, name: str) -> None:
-        """Deletes a run. Closes an open log of it before another run can take the directory's name."""
+        """Deletes a run. Closes its open log before another run can use the directory's name."""
         deleted = self._directory / f".deleted-{secrets.token_hex(8)}"
         with self._lock:
             path = self._path(name)
@@ -120,33 +120,33 @@ class JournalRunStore:
 
     def _check_new(self, name: str) -> None:
         if self._path(name).exists():
-            raise AlreadyExistsError(f"run {name!r} exists in {self._directory}")
+            raise AlreadyExistsError(f"run {name!r} already exists in {self._directory}; choose another name")
 
     def _path(self, name: str) -> Path:
-        # A damaged run with a long name is named by its directory.
+        # `names` returns the directory's name for a damaged run with a long name.
         damaged = self._directory / name if is_hash_name(name) else None
         return damaged if damaged and damaged.exists() else self._directory / directory_name(name)
 
 
 def _locked(directory: Path) -> int:
-    """Opens the lock file and locks it, until it is closed."""
+    """Opens and locks the lock file. Closing the file releases the lock."""
     try:
         _make_directory(directory)
         descriptor = os.open(directory / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise InvalidArgumentError(f"journal_dir: cannot use {directory}: {error.strerror}; choose another") from None
+        raise InvalidArgumentError(f"journal_dir: cannot use {directory}: {error.strerror}; set another") from None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
         raise UnavailableError(
-            f"journal_dir: {directory} is in use by another gristmill; stop it, or give each its own directory"
+            f"journal_dir: {directory} is in use by another gristmill; stop it, or set a different directory for each"
         ) from None
     return descriptor
 
 
 def _make_directory(path: Path) -> None:
-    """Creates the directory and missing parents, for their owner only, on the disk."""
+    """Creates the directory and missing parents durably, accessible only by their owner."""
     if path.exists():
         return
     _make_directory(path.parent)
@@ -156,7 +156,7 @@ def _make_directory(path: Path) -> None:
 
 @contextmanager
 def _draft(directory: Path) -> Iterator[Path]:
-    """Creates a directory for incomplete data, and removes it with what was not moved elsewhere."""
+    """Creates a directory for incomplete data. Removes it at the end, with everything that was not moved elsewhere."""
     draft = directory / f".creating-{secrets.token_hex(8)}"
     with explained(draft):
         draft.mkdir(mode=0o700)
@@ -167,8 +167,7 @@ def _draft(directory: Path) -> Iterator[Path]:
 
 
 def _name_of(path: Path) -> str | None:
-    """Returns the name of a directory's run, or the directory's own if that cannot be read; None for other
-    directories."""
+    """Returns the name of a directory's run, or of the directory if that is unreadable; None for other directories."""
     if not is_hash_name(path.name):
         return run_name(path.name)
     try:

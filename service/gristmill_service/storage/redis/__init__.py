@@ -1,1 +1,1 @@
-"""Runs and shards in Redis: one server, a master that sentinels watch, or a cluster."""
+"""Runs and shards in Redis: a single server, a master with sentinels, or a cluster."""

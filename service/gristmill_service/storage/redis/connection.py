@@ -1,8 +1,8 @@
 """Connects to Redis or Valkey: a single server, sentinels or a cluster, plain or over TLS.
 
-Defines the form of `redis_url`, the timeouts, and the translation of Redis' errors. No command is retried here: a
-caller that appends to a log must know when an outcome is unknown (`outcome_unknown`), and retry in a way that is safe.
-Redirects within a cluster are followed, since a node that redirects has not executed the command.
+Defines the form of `redis_url`, the timeouts, and the conversion of Redis' errors. Commands are not retried here: a
+caller that appends to a log must know that an outcome is unknown (`outcome_unknown`), and retry safely. Redirects
+within a cluster are followed, because a node that redirects has not executed the command.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ Address = tuple[str, int]
 
 
 class Sentinels(Sentinel):
-    """Finds the master: asks all sentinels, and believes the newest configuration, because one that is cut off may
-    still name a replaced master. Thread-safe.
+    """Finds the master. Queries all sentinels and uses the newest configuration, because an isolated sentinel may still
+    name a former master. Thread-safe.
 
-    nodes: for each sentinel the clients to try one after another until a login succeeds.
+    nodes: for each sentinel, the clients to try in order until a login succeeds.
     """
 
     def __init__(self, nodes: Sequence[Sequence[redis.Redis]], **options: Any) -> None:
@@ -47,11 +47,11 @@ class Sentinels(Sentinel):
         self._found: Address | redis.RedisError
 
     def discover_master(self, service_name: str) -> Address:
-        """Raises MasterNotFoundError if no sentinel knows a master that is up, and AuthenticationError if all refuse
-        the login."""
+        """Returns the master's address. Raises MasterNotFoundError if no sentinel knows a master that is up, and
+        AuthenticationError if all sentinels reject the login."""
         called_at = time.monotonic()
         with self._lock:
-            # Concurrent new connections share an answer that was requested after all of them had begun.
+            # Concurrent new connections share an answer that was requested after all of them started.
             if self._asked_at < called_at:
                 self._asked_at = time.monotonic()
                 self._found = self._ask_all(service_name)
@@ -77,7 +77,7 @@ class Sentinels(Sentinel):
 
 
 def _ask(clients: list[redis.Redis], service_name: str) -> tuple[int, Address | None]:
-    """Returns the epoch and the address that one sentinel knows; None if the master is down."""
+    """Returns the epoch and the master's address from one sentinel; the address is None if the master is down."""
     for client in clients:
         pipeline: Any = client.pipeline(transaction=False)
         pipeline.execute_command("SENTINEL MASTER", service_name)
@@ -103,32 +103,32 @@ Client = redis.Redis | redis.RedisCluster
 
 CONNECT_TIMEOUT_S = 2.0
 SOCKET_TIMEOUT_S = 5.0
-"""For one read, and for all of one write: keep commands to some MiB, and their blocking below this."""
+"""The timeout of one read, and of one complete write. Commands must have at most some MiB, and block for less."""
 SENTINEL_TIMEOUT_S = 1.0
 
-# More than the service has threads, so that no thread waits for another one's connection.
+# More than the number of the service's threads, so that no thread waits for a connection.
 _MAX_CONNECTIONS = 1024
-# A connection that was idle for longer is checked by PING before a command is sent on it.
+# A connection that was idle for longer is checked with PING before the next command.
 _HEALTH_CHECK_INTERVAL_S = 30
 _KEEPALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
 
 _FORMS = (
     "redis://HOST:PORT[/DB], redis+sentinel://HOST:PORT,HOST:PORT/NAME[/DB] or redis+cluster://HOST:PORT,HOST:PORT; "
-    "rediss in place of redis for TLS"
+    "rediss instead of redis for TLS"
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RedisAddress:
-    """The address and credentials of Redis. Its text has no secrets."""
+    """The address and credentials of Redis. Its string form contains no secrets."""
 
     url: str
-    """One of the forms above, with USER:PASSWORD@ before the first host unless they are given separately."""
+    """One of the forms above, with USER:PASSWORD@ before the first host unless they are set separately."""
     username: str | None = None
     password: str | None = None
-    """From a secret. This and the username take precedence over those of the URL."""
+    """The password. This and the user name take precedence over those in the URL."""
     ca_file: Path | None = None
-    """The authority that signed the server's certificate, if the machine does not trust it already."""
+    """The CA certificate that signed the server's certificate, if the machine does not already trust it."""
 
     def __repr__(self) -> str:
         return f"RedisAddress({self})"
@@ -151,10 +151,10 @@ class _Target:
 
 
 def connect(address: RedisAddress) -> Client:
-    """Returns a thread-safe client, which the caller closes. Replies are bytes.
+    """Returns a thread-safe client, which the caller must close. Replies are bytes.
 
-    Raises InvalidArgumentError for a wrong `redis_url`, UnavailableError if the server cannot be reached, and
-    FailedPreconditionError if it refuses the login.
+    Raises InvalidArgumentError for an invalid `redis_url`, UnavailableError if the server is unreachable, and
+    FailedPreconditionError if it rejects the login.
     """
     target = _parse(address)
     options = _options(target, address.ca_file)
@@ -172,7 +172,7 @@ def connect(address: RedisAddress) -> Client:
 
 @contextmanager
 def translated(where: Client | str, remedy: str = "retry") -> Iterator[None]:
-    """Turns Redis' errors into gristmill's, which name the server and a remedy; the original is the cause.
+    """Converts Redis' errors to gristmill's, which name the server and a remedy. The original error is the cause.
 
     UnavailableError: a retry may help. FailedPreconditionError: the settings or the server must change first.
     """
@@ -183,9 +183,9 @@ def translated(where: Client | str, remedy: str = "retry") -> Iterator[None]:
 
 
 def outcome_unknown(error: BaseException) -> bool:
-    """Returns whether a failed command may have been executed all the same, now or later; True if in doubt.
+    """Returns whether a failed command may nevertheless have been executed, or may be later; True if in doubt.
 
-    For an error of Redis, or its translation, from a command on keys of one slot. A script that failed halfway returned
+    error: an error of Redis, or its conversion, from a command on keys of one slot. A script that fails midway returns
     an error, so its outcome is known.
     """
     cause = error.__cause__ if isinstance(error, GristmillError) else error
@@ -214,34 +214,34 @@ def _parse(address: RedisAddress) -> _Target:
     scheme, separator, rest = address.url.partition("://")
     base, _, kind = scheme.partition("+")
     if not separator or base not in ("redis", "rediss") or kind not in ("", "sentinel", "cluster"):
-        # The URL is not shown: it may contain a password.
-        raise InvalidArgumentError(f"redis_url has no scheme, or an unknown one; expected {_FORMS}")
-    # The last @, so that a password may contain @ / ? and #, at which redis-py's own from_url would cut it.
+        # The URL is not shown, because it may contain a password.
+        raise InvalidArgumentError(f"redis_url has no known scheme; set it to {_FORMS}")
+    # Splits at the last @, so that a password may contain @ / ? and #, where redis-py's from_url would split it.
     userinfo, _, location = rest.rpartition("@")
     username, _, password = userinfo.partition(":")
     hosts, _, path = location.partition("/")
 
     def wrong(reason: str) -> InvalidArgumentError:
-        return InvalidArgumentError(f"redis_url is {address}: {reason}; expected {_FORMS}")
+        return InvalidArgumentError(f"redis_url {address} is invalid: {reason}; set it to {_FORMS}")
 
     if "?" in location or "#" in location:
-        raise wrong("it takes no options after ? or #")
+        raise wrong("options after ? or # are not supported")
     nodes = [_split_node(node, 26379 if kind == "sentinel" else 6379) for node in hosts.split(",")]
     if None in nodes:
-        raise wrong(f"{hosts.split(',')[nodes.index(None)]!r} is no HOST:PORT with a port of 1..65535")
+        raise wrong(f"{hosts.split(',')[nodes.index(None)]!r} is not HOST:PORT with a port of 1..65535")
     if kind == "" and len(nodes) > 1:
-        raise wrong("several hosts are for redis+sentinel:// and redis+cluster://")
+        raise wrong("several hosts are allowed only with redis+sentinel:// and redis+cluster://")
     service, _, database = path.partition("/") if kind == "sentinel" else ("", "", path)
     if kind == "sentinel" and not service:
-        raise wrong("the NAME of the master that the sentinels watch is missing")
+        raise wrong("the NAME of the sentinels' master is missing")
     if database and not (database.isascii() and database.isdigit()):
-        raise wrong(f"{database!r} is no number of a database")
+        raise wrong(f"{database!r} is not the number of a database")
     if kind == "cluster" and int(database or 0) != 0:
         raise wrong("a cluster has only database 0")
     if address.ca_file is not None and base != "rediss":
-        raise InvalidArgumentError(f"redis_ca_file is given but redis_url is {address}; begin it with rediss for TLS")
+        raise InvalidArgumentError(f"redis_ca_file is set, but redis_url {address} is not for TLS; use rediss")
     if address.ca_file is not None and not address.ca_file.is_file():
-        raise InvalidArgumentError(f"redis_ca_file is {address.ca_file}, which is no file; give a PEM file")
+        raise InvalidArgumentError(f"redis_ca_file {address.ca_file} does not exist; set it to a PEM file")
     return _Target(
         kind=cast(Literal["", "sentinel", "cluster"], kind),
         tls=base == "rediss",
@@ -273,7 +273,7 @@ def _options(target: _Target, ca_file: Path | None) -> dict[str, Any]:
         "socket_keepalive_options": _KEEPALIVE,
         "health_check_interval": _HEALTH_CHECK_INTERVAL_S,
         "max_connections": _MAX_CONNECTIONS,
-        # Replies have the same shape with every version of the library and the server.
+        # With this protocol, replies have the same form in all versions of the library and the server.
         "protocol": 2,
         "decode_responses": False,
     }
@@ -294,7 +294,8 @@ def _connect_alone(target: _Target, options: dict[str, Any]) -> redis.Redis:
 
 
 class _Master(redis.Redis):
-    """A client of the master that sentinels name at each new connection. Closing it closes connections to them, too."""
+    """A client of the master, which each new connection requests from the sentinels. Closing it also closes the
+    connections to the sentinels."""
 
     def close(self) -> None:
         super().close()
@@ -304,7 +305,7 @@ class _Master(redis.Redis):
 
 def _connect_master(target: _Target, options: dict[str, Any]) -> redis.Redis:
     without_login = {name: value for name, value in options.items() if name not in ("username", "password")}
-    # Sentinels may need the same password or none, and refuse one that they do not need: each is tried both ways.
+    # Sentinels may need the same password or none, and reject an unneeded password, so both ways are tried.
     ways = [without_login] if target.password is None else [options, without_login]
     timeouts = {"socket_connect_timeout": SENTINEL_TIMEOUT_S, "socket_timeout": SENTINEL_TIMEOUT_S, "retry": _once()}
     nodes = [[redis.Redis(host, port, **way | timeouts) for way in ways] for host, port in target.nodes]
@@ -314,7 +315,8 @@ def _connect_master(target: _Target, options: dict[str, Any]) -> redis.Redis:
 
 
 def watched_master(client: Client) -> tuple[str, int] | None:
-    """Returns the master that the sentinels name now; None without sentinels. Closes connections to a former master.
+    """Returns the current master according to the sentinels; None without sentinels. Closes connections to a former
+    master.
 
     Raises MasterNotFoundError of redis-py.
     """
@@ -326,19 +328,19 @@ def _connect_cluster(target: _Target, options: dict[str, Any]) -> redis.RedisClu
     return redis.RedisCluster(
         startup_nodes=[cast(Any, ClusterNode)(host, port) for host, port in target.nodes],
         retry=_once(),
-        # Each redirection reloads the map of slots.
+        # Each redirect reloads the slot map.
         reinitialize_steps=1,
         **options,
     )
 
 
 def is_full(error: BaseException | None) -> bool:
-    """Returns whether Redis refused a command because its memory is full."""
+    """Returns whether Redis rejected a command because its memory is full."""
     return isinstance(error, exceptions.OutOfMemoryError) or "OOM command not allowed" in str(error)
 
 
 def server_of(client: Client, key: str) -> redis.Redis:
-    """Returns the server that has the key, as far as the client knows."""
+    """Returns the server that has the key, according to the client's slot map."""
     if isinstance(client, redis.RedisCluster):
         return client.get_redis_connection(cast(Any, client).get_node_from_key(key))
     return client
@@ -346,7 +348,7 @@ def server_of(client: Client, key: str) -> redis.Redis:
 
 def _translation(error: Exception, where: Client | str, remedy: str) -> GristmillError:
     place, text = where if isinstance(where, str) else described(where), str(error).removesuffix(".")
-    # In a cluster, only the chain of causes says why no node answered.
+    # In a cluster, only the chain of causes contains the reason why no node answered.
     reasons = [error]
     while isinstance(error, exceptions.RedisClusterException) and (
         reason := reasons[-1].__cause__ or reasons[-1].__context__
@@ -363,29 +365,26 @@ def _translation(error: Exception, where: Client | str, remedy: str) -> Gristmil
     if isinstance(error, _PASSING) or _PASSING_CODES.search(text):
         return UnavailableError(f"Redis at {place}: {text}; {remedy}")
     return FailedPreconditionError(
-        f"Redis at {place} refuses a command: {text}; check the keys under redis_prefix, and that no other program "
-        "writes there"
+        f"Redis at {place} refuses a command: {text}; check the keys under redis_prefix, and make sure that no other "
+        "program writes there"
     )
 
 
 def _refusal(error: Exception, text: str, is_cluster: bool) -> str:
-    """Returns why the server refuses us until something is changed; empty if it does not."""
+    """Returns why the server rejects the client permanently; empty if it does not."""
     if isinstance(error, _REFUSED):
-        return (
-            f"refused the login: {text}; check the username and password of redis_url, or the secret that they come "
-            "from"
-        )
+        return f"refused the login: {text}; check redis_url, or redis_username and redis_password"
     if isinstance(error, exceptions.NoPermissionError) or "The user executing the script can't" in text:
-        return f"forbids a command: {text}; grant it to the user of redis_url by ACL SETUSER"
+        return f"forbids a command: {text}; grant it to the user of redis_url with ACL SETUSER"
     if "CERTIFICATE_VERIFY_FAILED" in text:
         return (
-            f"has a certificate that is not trusted: {text}; give the file of its authority as redis_ca_file, and in "
-            "redis_url the host name that the certificate is for"
+            f"has a certificate that is not trusted: {text}; set redis_ca_file to its CA certificate, and use the "
+            "certificate's host name in redis_url"
         )
     if isinstance(error, exceptions.AskError) and not is_cluster:
-        return "is one node of a cluster; let redis_url begin with redis+cluster://"
+        return "is a node of a cluster; start redis_url with redis+cluster://"
     if "Cluster mode is not enabled" in text:
-        return "is no cluster; let redis_url begin with redis://"
+        return "is not a cluster; start redis_url with redis://"
     return ""
 
 
@@ -403,14 +402,14 @@ _PASSING = (
     exceptions.AskError,
     exceptions.ReadOnlyError,
 )
-# Errors without a class in redis-py, and errors within a script, which are in the middle of the script's error.
+# Errors without a class in redis-py, and errors within a script, which are quoted in the script's error.
 _PASSING_CODES = re.compile(
     r"(?:^|-)(?:MISCONF|NOREPLICAS|BUSY|UNBLOCKED|READONLY|CLUSTERDOWN|TRYAGAIN|MASTERDOWN|LOADING) "
 )
 
 
 def described(client: Client) -> str:
-    """Returns the address that the client connects to, without secrets."""
+    """Returns the address to which the client connects, without secrets."""
     if isinstance(client, redis.RedisCluster):
         return ", ".join(sorted(client.nodes_manager.startup_nodes))
     pool = client.connection_pool

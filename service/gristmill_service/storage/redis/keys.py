@@ -1,7 +1,7 @@
-"""A run's keys in Redis, and the form of values: large ones are cut into pieces, and all end with a checksum.
+"""A run's keys in Redis, and the form of values: large values are split into pieces, and each ends with a checksum.
 
-All keys of a run have one hash tag, so that one server of a cluster has them all: scripts, MGET and UNLINK of a run
-work there as on a single server.
+All keys of a run have the same hash tag, so that one server of a cluster stores them all: scripts, MGET and UNLINK of a
+run work there like on a single server.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gristmill.errors import InvalidArgumentError
 from gristmill_service.storage.redis.connection import Client, server_of
 
 VALUE_BYTES = 8 << 20
-"""The most bytes that one command writes: few enough for a socket's timeout, and for Redis' limit (512 MiB)."""
+"""The maximum number of bytes that one command writes. It respects the socket's timeout and Redis' limit (512 MiB)."""
 KEYS_AT_ONCE = 500
 CRC_BYTES = 4
 
@@ -29,9 +29,8 @@ CRC_BYTES = 4
 class RunKeys:
     """The names of one run's keys, for any run name.
 
-    config: the description that the run was created with. log: the stream of records. head: a hash of mutable fields:
-    `token` and `claim` of the owner, the `last` record that was appended, `generation`, `snapshot`, `reported`. owner:
-    the lease.
+    config: the description of the run from its creation. log: the stream of records. head: a hash of mutable fields:
+    the owner's `token` and `claim`, the `last` appended record, `generation`, `snapshot`, `reported`. owner: the lease.
     """
 
     def __init__(self, prefix: str, run: str) -> None:
@@ -42,18 +41,18 @@ class RunKeys:
         )
 
     def rows(self, run_id: str, number: int) -> str:
-        """A table of rows. run_id: so that a run never finds rows of an earlier run of its name."""
+        """The key of a table of rows. run_id: ensures that a run never finds rows of an earlier run of its name."""
         return f"{self.tag}:rows:{run_id}:{number}"
 
     def snapshot(self, token: str, number: int) -> str:
         return f"{self.tag}:snapshot:{token}:{number}"
 
     def batch(self, number: int) -> str:
-        """A published batch: a hash."""
+        """The key of a published batch, which is a hash."""
         return f"{self.tag}:batch:{number}"
 
     def staged(self, claim: int, nonce: str) -> str:
-        """A batch that is being written. claim: its writer's claim of the run."""
+        """The key of a batch that is being written. claim: its writer's claim of the run."""
         return f"{self.tag}:staged:{claim}:{nonce}"
 
     def parts(self, key: bytes) -> list[str]:
@@ -61,7 +60,7 @@ class RunKeys:
         return key.decode().removeprefix(f"{self.tag}:").split(":")
 
     def scan(self, client: Client, kind: str = "") -> Iterator[bytes]:
-        """Yields the run's keys of a kind, such as "rows:", or all. Scans all keys of the run's server."""
+        """Yields the run's keys of a kind, such as "rows:", or all keys. Scans all keys of the run's server."""
         return scan(server_of(client, self.head), f"{self.tag}:{kind}")
 
 
@@ -80,7 +79,7 @@ def unlink(client: Client, keys: Iterable[str | bytes]) -> int:
 
 
 def sealed(buffers: Iterable[bytes | memoryview]) -> bytes:
-    """Joins buffers to a value that ends with its CRC-32."""
+    """Joins buffers into a value that ends with its CRC-32."""
     buffers, crc = list(buffers), 0
     for buffer in buffers:
         crc = crc32(buffer, crc)
@@ -96,12 +95,12 @@ def unsealed(value: bytes | None) -> memoryview | None:
 
 
 def pieces(key: str, size: int) -> list[str]:
-    """Returns the keys of the pieces of a value of `size` bytes: the first is `key` itself."""
+    """Returns the keys of the pieces of a value of `size` bytes. The first key is `key` itself."""
     return [key, *(f"{key}:{index}" for index in range(1, -(-size // VALUE_BYTES)))]
 
 
 def write_value(client: Client, key: str, value: bytes) -> Sequence[str]:
-    """Writes a value, piece by piece. Returns their keys."""
+    """Writes a value in pieces. Returns the keys of the pieces."""
     names = pieces(key, len(value))
     for index, name in enumerate(names):
         client.set(name, cast(Any, memoryview(value)[index * VALUE_BYTES : (index + 1) * VALUE_BYTES]))
@@ -109,8 +108,7 @@ def write_value(client: Client, key: str, value: bytes) -> Sequence[str]:
 
 
 def read_values(client: Client, names: Sequence[str]) -> list[bytes | None]:
-    """Returns the values of keys of one run, None for missing ones and other types. Ask for at most some MiB at
-    once."""
+    """Returns the values of keys of one run; None for a missing key or another type. Read at most some MiB at once."""
     return cast(list[bytes | None], client.mget(names)) if names else []
 
 
@@ -120,13 +118,13 @@ def damaged(key: str, reason: object) -> InvalidArgumentError:
 
 @contextmanager
 def reading(key: str) -> Iterator[None]:
-    """Turns errors of reading a damaged value into InvalidArgumentError naming the key."""
+    """Converts errors from reading a damaged value to InvalidArgumentError that names the key."""
     try:
         yield
     except redis.ResponseError as error:
         if "WRONGTYPE" not in str(error):
             raise
-        raise damaged(key, "it has another type") from None
+        raise damaged(key, "it is of another type") from None
     except (msgspec.MsgspecError, ValueError, KeyError) as error:
         if isinstance(error, InvalidArgumentError):
             raise

@@ -1,7 +1,7 @@
 """Converts runs of format 1 in Redis when they are opened.
 
-In format 1 the owner's token, the claim and the snapshot had a key each, and keys of rows and shards had no hash tag.
-Records stay as they are; batches are built again.
+In format 1, the owner's token, the claim and the snapshot had separate keys, and keys of rows and shards had no hash
+tag. Records are unchanged; batches are rebuilt.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class _OldSnapshot(msgspec.Struct, frozen=True):
 
 
 def convert(client: Client, log: RedisRunLog, description: bytes) -> None:
-    """Converts a run that this process has claimed. May be repeated, also after an attempt that ended halfway.
+    """Converts a run that this process has claimed. May be repeated, also after an incomplete attempt.
 
-    description: the run's description in this version's format, which marks it as converted.
+    description: the run's description in this version's format, which marks the run as converted.
     """
     keys = log.keys
     fence, claims, snapshot = (f"{keys.tag}:{name}" for name in ("fence", "claims", "snapshot"))
-    # Without its token, a former owner of the older version cannot write any more.
+    # Without the token, a former owner of the older version can no longer write.
     client.unlink(fence)
     with reading(claims):
         before = int(cast(bytes, client.get(claims) or b"0"))
@@ -56,7 +56,7 @@ def convert(client: Client, log: RedisRunLog, description: bytes) -> None:
 
 
 def delete_old(client: Client, keys: RunKeys) -> None:
-    """Removes the keys of a run of format 1 that do not have its hash tag."""
+    """Removes the keys of a run of format 1 that do not have the run's hash tag."""
     for kind in ("rows:", "shard:"):
         unlink(client, scan(client, f"{keys.bare}:{kind}"))
 
@@ -66,7 +66,7 @@ def _move_rows(client: Client, keys: RunKeys, nonce: str) -> None:
         name, _, piece = key.decode().rpartition(":")
         if piece == "0":
             value = b"".join(_pieces(client, name))
-            # An incomplete table stays lost.
+            # An incomplete table is not converted, and counts as lost.
             if len(value) == int.from_bytes(value[:SIZE_BYTES], "little"):
                 write_value(client, keys.rows(nonce, int(name.rpartition(":")[2])), sealed([value]))
 

@@ -1,7 +1,7 @@
 """One run's log in Redis, which is a stream, and its tables of rows.
 
-Only the process that claimed the run last can append: every step names the claim's token. A step whose outcome is
-unknown is repeated, which is safe; if that does not help, the log is lost and has to be opened again.
+Only the process with the latest claim can append, because every step includes the claim's token. A step with an unknown
+outcome is repeated, which is safe. If repetition fails, the log counts as lost and must be opened again.
 """
 
 from __future__ import annotations
@@ -52,21 +52,21 @@ from gristmill_service.storage.run_store import CheckTable, LogLostError, Replay
 _log = structlog.get_logger(__name__)
 
 _SMALL_BYTES = 256 << 10
-# A damaged head may state any size.
+# The limit of a size, because a damaged head may contain any number.
 _MOST_BYTES = 1 << 36
 
 
 class Tables:
-    """The tables of a run. Small ones travel with the record that refers to them, large ones before it. One thread at a
-    time writes, any thread reads and removes.
+    """The tables of a run. Small tables are written with the record that refers to them, large tables before it. One
+    thread at a time writes; any thread reads and removes.
 
-    claim: this process's claim of the run, the upper bits of its tables' numbers.
+    claim: the number of this process's claim, which is in the upper bits of its tables' numbers.
     """
 
     def __init__(self, client: Client, scripts: Scripts, keys: RunKeys, run_id: str, claim: int) -> None:
         self._client, self._scripts, self._claim = client, scripts, claim
         self._name = partial(keys.rows, run_id)
-        # The bytes of each table's value.
+        # The size of each table's value in bytes.
         self._sizes: dict[int, int] = {}
         self._wanted: frozenset[int] | None = None
 
@@ -76,9 +76,8 @@ class Tables:
 
     def write(self, tables: Mapping[int, Steps]) -> tuple[dict[str, bytes], list[str]]:
         """Writes the large tables of an append. Returns the values to write with the record, and the keys that must
-        exist
-        by then: each large table's last, which was written last. Waiting for the record's copies waits for theirs,
-        too."""
+        exist before: the last key of each large table, which is written last. Waiting for the record's copies also
+        waits for the tables' copies."""
         rows, present, left = dict[str, bytes](), list[str](), VALUE_BYTES
         for number, table in tables.items():
             value = sealed(row_tables.encode(table).buffers)
@@ -94,7 +93,7 @@ class Tables:
         return self.get_all([number])[number]
 
     def get_all(self, numbers: Collection[int]) -> dict[int, Stored]:
-        """Raises NotFoundError for a table that is missing or damaged."""
+        """Returns tables by number. Raises NotFoundError if one is missing or damaged."""
         values = dict[str, bytes | None]()
         with translated(self._client):
             for names in self._parcels(numbers):
@@ -102,7 +101,7 @@ class Tables:
         return {number: self._table(number, values) for number in numbers}
 
     def _parcels(self, numbers: Collection[int]) -> Iterator[list[str]]:
-        """Yields the keys of the tables' pieces, for some MiB at a time."""
+        """Yields lists of keys of the tables' pieces, each for at most some MiB."""
         parcel, left = list[str](), VALUE_BYTES
         for number in numbers:
             rest = self._sizes.get(number, 0)
@@ -120,11 +119,11 @@ class Tables:
         parts = [values[name] for name in pieces(self._name(number), self._sizes.get(number, 0))]
         table = unsealed(parts[0] if len(parts) == 1 else b"".join(part or b"" for part in parts))
         if table is None:
-            raise NotFoundError(f"table {number:#x} of rows is not in Redis, or damaged there")
+            raise NotFoundError(f"table {number:#x} of rows is missing or damaged in Redis; restore it")
         return table
 
     def remove(self, numbers: Collection[int]) -> None:
-        """Removes tables. Never raises: keys that cannot be removed now are removed when the run is swept."""
+        """Removes tables. Never raises: keys that cannot be removed now are removed by `sweep`."""
         names = [name for number in numbers for name in pieces(self._name(number), self._sizes.pop(number, 0))]
         try:
             unlink(self._client, names)
@@ -132,8 +131,7 @@ class Tables:
             _log.warning("rows could not be removed", tables=len(numbers), reason=str(error))
 
     def retain(self, numbers: Collection[int]) -> set[int]:
-        """Returns the lost ones of these tables. Reads only their heads: gigabytes would take too long for a
-        takeover."""
+        """Returns the lost tables among these. Reads only their heads, because reading gigabytes would be too slow."""
         names = {self._name(number): number for number in numbers}
         with translated(self._client):
             heads = self._scripts.heads([*names], SIZE_BYTES)
@@ -145,13 +143,13 @@ class Tables:
         return {number for number in numbers if number not in self._sizes}
 
     def is_orphan(self, number: int) -> bool:
-        """Returns whether a table is of an earlier claim, and was not retained when the run was opened."""
+        """Returns whether a table is from an earlier claim, and was not retained when the run was opened."""
         return self._wanted is not None and number < self.first_number and number not in self._wanted
 
 
 _log = structlog.get_logger(__name__)
 
-# An append whose outcome is unknown is asked for again for this long.
+# Seconds for which an append with an unknown outcome is repeated.
 _RETRY_S = 3.0
 _PAUSE_S = 0.1
 _ENTRIES_AT_ONCE = 1000
@@ -159,8 +157,7 @@ _LEAST_LENGTH = 16 << 20
 
 
 class Snapshot(msgspec.Struct, frozen=True):
-    """A snapshot's place. number: of the last record that it includes. name: its first key. size: of its sealed
-    value."""
+    """A snapshot's location. number: the last record that it includes. name: its first key. size: of its value."""
 
     name: str
     number: int
@@ -168,7 +165,7 @@ class Snapshot(msgspec.Struct, frozen=True):
 
     @classmethod
     def decode(cls, value: bytes) -> Self:
-        """Raises ValueError."""
+        """Decodes the description of a snapshot. Raises ValueError."""
         if (content := unsealed(value)) is None:
             raise ValueError("the description of the snapshot is damaged")
         return msgspec.msgpack.decode(content, type=cls)
@@ -182,8 +179,8 @@ class Snapshot(msgspec.Struct, frozen=True):
 
 
 class Acknowledged(NamedTuple):
-    """The last record of a run that a process knows to be in the log. digest: the record's CRC; None: not known.
-    generation: the run's at that time; 0: not known."""
+    """The last record of a run that a process knows to be in the log. digest: the record's CRC; None: unknown.
+    generation: the run's generation at that time; 0: unknown."""
 
     run_id: str
     number: int
@@ -192,10 +189,10 @@ class Acknowledged(NamedTuple):
 
 
 class RedisRunLog:
-    """See `gristmill_service.storage.run_store.RunLog`.
+    """Implements `gristmill_service.storage.run_store.RunLog`.
 
-    before: the last record that this process acknowledged when it owned the run before. compared: reports of former
-    owners that this process has compared with the log, now or then; later ones are added.
+    before: the last record that this process acknowledged in an earlier ownership of the run. compared: the reports of
+    former owners that this process has compared with the log; later reports are added.
     """
 
     reads_rows = is_remote = True
@@ -233,7 +230,7 @@ class RedisRunLog:
 
     @property
     def is_lost(self) -> bool:
-        """Whether another process may own the run by now, or Redis has lost a part of the log."""
+        """Whether another process may own the run, or Redis has lost a part of the log."""
         return self._is_lost or time.monotonic() >= self._owned_until
 
     @property
@@ -242,13 +239,13 @@ class RedisRunLog:
 
     @property
     def reaches(self) -> int:
-        """The number of the last record that the log must have; 0 if all of it was gone."""
+        """The number of the last record that the log must contain; 0 if the whole log was lost."""
         return self._last if self._end else 0
 
     @property
     def acknowledged(self) -> Acknowledged | None:
-        """The last acknowledged record. That of the earlier ownership counts until the log is read and, if it was too
-        short, appended to; a former owner's report that contradicts the log takes precedence."""
+        """The last acknowledged record. Until the log is read and, if it was short, appended to, this is the record
+        from the earlier ownership. A former owner's report that contradicts the log takes precedence."""
         appended = Acknowledged(self.run_id, self._last, self._digest, self._generation) if self._last else None
         return self._reported or self._before or appended
 
@@ -256,12 +253,12 @@ class RedisRunLog:
         self._owned_until = until
 
     def lose(self) -> None:
-        """Marks the log as lost: it has to be opened again."""
+        """Marks the log as lost, so that it must be opened again."""
         self._is_lost = True
 
     def compare(self, report: bytes) -> None:
         """Compares a former owner's report of its last acknowledged record, if any, with the log. If the log lacks the
-        record, it has to be opened again, and is found to be short then."""
+        record, marks the log as lost; opening it again then detects that it is short."""
         if not report:
             return
         with reading(self.keys.head):
@@ -270,7 +267,7 @@ class RedisRunLog:
             return
         with translated(self._client):
             if not self._has(acknowledged):
-                # Checked by an append that is under way.
+                # A running append checks these.
                 self._reported, self._is_lost = acknowledged, True
         self._compared.add(acknowledged)
 
@@ -297,14 +294,14 @@ class RedisRunLog:
                 run=self.keys.log,
                 records_lost=1 if promised is None else promised - self._last,
                 records_left=self._last - 1,
-                reason="Redis lost what it had confirmed, as by a failover; redis_min_replicas prevents that",
+                reason="Redis lost confirmed writes, for example in a failover; set redis_min_replicas to prevent that",
             )
         else:
             self._before = None
         return Replay(snapshot, records, lambda: is_short, self._generation)
 
     def _read_head(self) -> tuple[int | None, bytes | None]:
-        """Returns the number of the last appended record, None if a lost head may have known more; and the snapshot."""
+        """Returns the number of the last appended record (None if the head is lost), and the snapshot."""
         with reading(self.keys.head):
             head = cast(dict[bytes, bytes], self._client.hgetall(self.keys.head))
             self._stored_generation = int(head.get(b"generation", 0))
@@ -314,23 +311,23 @@ class RedisRunLog:
         return promised, None if self._snapshot is None else self._read_snapshot(self._snapshot)
 
     def _read_snapshot(self, snapshot: Snapshot) -> bytes:
-        # Key by key, because each value has some MiB.
+        # Read key by key, because each value has some MiB.
         content = unsealed(b"".join(read_values(self._client, [key])[0] or b"" for key in snapshot.keys))
         if content is None:
             raise damaged(snapshot.name, "the snapshot of the run is missing or incomplete")
         return bytes(content)
 
     def _read_records(self) -> list[bytes]:
-        """Returns the records after the snapshot, and sets `_last`, `_end` and `_digest` to those of the last one."""
+        """Returns the records after the snapshot, and sets `_last`, `_end` and `_digest` from the last record."""
         base = self._last = 1 if self._snapshot is None else self._snapshot.number
         records, start = list[bytes](), f"{base}-0"
         with reading(self.keys.log):
             while entries := self._entries(start, "+"):
                 for name, fields in entries:
-                    # The first may be the last one that the snapshot includes.
+                    # The first entry may be the last record that the snapshot includes.
                     if (number := _number(name)) != base:
                         if number != self._last + 1:
-                            raise damaged(self.keys.log, f"the entry {self._last + 1}-0 is gone")
+                            raise damaged(self.keys.log, f"the entry {self._last + 1}-0 is missing")
                         records.append(self._record(name, fields))
                         self._last, self._digest = number, crc32(records[-1])
                     self._end = f"{number}-0"
@@ -347,11 +344,11 @@ class RedisRunLog:
         if (record := fields.get(b"e")) is None and (content := unsealed(fields.get(b"r"))) is not None:
             record = bytes(content)
         if record is None:
-            raise damaged(self.keys.log, f"the entry {name.decode()} is not what was appended")
+            raise damaged(self.keys.log, f"the entry {name.decode()} was changed")
         return record
 
     def _has_before(self, records: Sequence[bytes]) -> bool:
-        """Returns whether the log has the last record that this process acknowledged when it owned the run before."""
+        """Returns whether the log has the last record that this process acknowledged in an earlier ownership."""
         assert self._before is not None
         _, number, digest, _ = self._before
         at = number - self._last - 1
@@ -376,18 +373,17 @@ class RedisRunLog:
     # --- Writing
 
     def check(self, has_rows: bool = True) -> None:
-        """has_rows: whether rows are to be appended, which must not use the memory that is reserved for ending
-        batches."""
+        """See `RunLog.check`. Rows must not use the memory that is reserved for finishing batches."""
         self._health.check(has_rows)
 
     def note_generation(self, generation: int) -> None:
         self._generation = generation
 
     def sync(self) -> None:
-        """Does nothing: Redis has all that was appended."""
+        """Does nothing, because `append` already stores everything in Redis."""
 
     def flush(self) -> None:
-        """Stores the generation, unless an append has done so."""
+        """Stores the generation, unless an append has stored it."""
         if self._generation != self._stored_generation and not self.is_lost:
             generation = self._generation
             with self._health.noted():
@@ -420,7 +416,7 @@ class RedisRunLog:
                     raise
             if time.monotonic() >= deadline:
                 self._is_lost = True
-                raise LogLostError(f"{reason}; whether the last change was made is not known") from reason
+                raise LogLostError(f"{reason}; it is unknown whether the last change was made, so retry") from reason
             time.sleep(_PAUSE_S)
 
     def compact(self, snapshot: bytes) -> None:
@@ -430,7 +426,7 @@ class RedisRunLog:
             try:
                 write_value(self._client, made.name, value)
             except BaseException:
-                # A full server must not keep a part of it.
+                # A full server must not retain a part of it.
                 with suppress(*REDIS_ERRORS):
                     unlink(self._client, made.keys)
                 raise
@@ -445,11 +441,11 @@ class RedisRunLog:
         self.step(PUBLISH, nonce, more=[staged, batch])
 
     def free(self, batch: str) -> None:
-        """Removes a batch. Raises as `publish`."""
+        """Removes a batch. Raises like `publish`."""
         self.step(FREE, more=[batch])
 
     def step(self, script: Script, *arguments: object, more: Sequence[str] = ()) -> None:
-        """Takes a step (`Scripts.step`). Raises UnavailableError if this process no longer owns the run."""
+        """Performs a step (`Scripts.step`). Raises UnavailableError if this process no longer owns the run."""
         with translated(self._client):
             self._check(self._scripts.step(script, self.keys, self.token, *arguments, more=more))
 
@@ -458,15 +454,15 @@ class RedisRunLog:
             return
         self._is_lost = True
         raise LogLostError(
-            "another replica owns this run by now; retry"
+            "another replica now owns this run; retry"
             if outcome is Outcome.FENCED
-            else f"Redis has lost a part of {self.keys.log}; the service recovers the run from the rest"
+            else f"Redis has lost a part of {self.keys.log}; retry after the service has recovered the run"
         )
 
     # --- The end
 
     def is_orphan(self, kind: str, *name: str) -> bool:
-        """Returns whether a key of the run is of an earlier claim, and nothing refers to it. See `RunKeys.parts`."""
+        """Returns whether a key of the run is from an earlier claim and unreferenced. See `RunKeys.parts`."""
         if kind == "rows":
             return self._tables.is_orphan(int(name[1])) or name[0] != self.run_id
         if kind == "snapshot":
@@ -479,15 +475,15 @@ class RedisRunLog:
             return
         self._is_closed = self._is_lost = True
         self.on_close()
-        # Breaks a reference cycle, so that the log is freed at once.
+        # Breaks a reference cycle, so that the log's memory is released at once.
         self.on_close = lambda: None
         if self._health.unreachable_reason:
-            # Releasing would only time out: the lease expires by itself.
+            # Releasing the lease would only time out, and the lease expires by itself.
             return
         try:
             self._scripts.step(RELEASE, self.keys, self.token)
         except REDIS_ERRORS as error:
-            _log.warning("lease not released; it expires by itself", run=self.keys.log, reason=str(error))
+            _log.warning("lease not released; it will expire", run=self.keys.log, reason=str(error))
 
 
 def _number(entry: bytes) -> int:

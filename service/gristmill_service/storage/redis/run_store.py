@@ -1,8 +1,8 @@
-"""The runs of a service of several processes, in Redis: each run is owned by the process that claimed it.
+"""Stores the runs of a service with several processes in Redis. Each run is owned by the process that claimed it.
 
-A claim is a lease that its owner renews. Any other process that opens the run learns its owner's address; when the
-lease has expired, the first process that opens the run becomes the owner, and Redis refuses the former owner's writes
-by their token.
+A claim is a lease that its owner renews. Another process that opens the run gets its owner's address. After the lease
+has expired, the first process that opens the run becomes the owner, and Redis rejects the former owner's writes because
+of their token.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ from gristmill_service.storage.run_store import LogLostError, OwnedElsewhereErro
 _log = structlog.get_logger(__name__)
 
 FORMAT = 2
-# The owner of a run is cached for this long: a call that reaches the wrong process is refused there.
+# The owner of a run is cached for this time. If the cached owner is wrong, that process refuses the call.
 _OWNER_KNOWN_S = 0.5
-# A former owner repeats its report for this long: Redis may lose a report, and its reader may die.
+# A former owner repeats its report for this time, because Redis may lose a report, and its reader may die.
 _REPORT_S = 30.0
-# Claims are numbered by the second in which they are made, counted from 2020.
+# The number of a claim is at least its time in seconds since 2020.
 _EPOCH = 1_577_836_800
 
 
 class _Description(msgspec.Struct, frozen=True):
-    """A run's description. nonce: distinguishes the run from deleted ones of its name. crc: of the other fields; format
-    1 had none."""
+    """A run's description. nonce: distinguishes the run from deleted runs of its name. crc: the checksum of the other
+    fields; format 1 had none."""
 
     format: int
     nonce: str
@@ -69,10 +69,10 @@ class _Description(msgspec.Struct, frozen=True):
 
 @dataclass
 class _Known:
-    """A process's knowledge of a run, beyond its own claim.
+    """A process's information about a run, in addition to its own claim.
 
-    acknowledged: the last record that it acknowledged when it owned the run. reported, reports_until: its report of
-    that to the owner. compared: reports that it received. elsewhere, elsewhere_until: the cached owner.
+    acknowledged: the last record that the process acknowledged as owner. reported, reports_until: its report of that
+    record to the new owner. compared: the reports that it received. elsewhere, elsewhere_until: the cached owner.
     """
 
     acknowledged: Acknowledged | None = None
@@ -84,9 +84,9 @@ class _Known:
 
 
 class RedisRunStore:
-    """See `gristmill_service.storage.run_store.RunStore`. The caller closes the client.
+    """Implements `gristmill_service.storage.run_store.RunStore`. The caller closes the client.
 
-    lease_s: how long the owner of a run may be silent before another process takes the run over.
+    lease_s: the time without a renewal after which another process may take over a run.
     durability: the copies that a record must have before its append returns.
     """
 
@@ -100,8 +100,7 @@ class RedisRunStore:
         self._known: dict[str, _Known] = {}
 
     def advertise(self, grpc_address: str, http_url: str, secret: str = "") -> None:
-        """Sets this process's address for other processes, and the secret that they present. Runs are claimed from now
-        on."""
+        """Sets this process's address for other processes, and the secret that they send. Enables claiming runs."""
         self._leases.owner = Owner(self._process, grpc_address, http_url, secret)
 
     def names(self) -> list[str]:
@@ -114,13 +113,13 @@ class RedisRunStore:
         check_config(name, config)
         description = _Description.of(secrets.token_hex(8), config.decode())
         with translated(self._client):
-            # The name first: one without a run is harmless, a run without one would be lost.
+            # The name is added first: a name without a run is harmless, but a run without a name would be lost.
             self._client.sadd(self._runs, name)
             outcome = self._scripts.confirmed(CREATE, self._keys(name), msgspec.json.encode(description))
         if outcome is Outcome.EXISTS:
-            raise AlreadyExistsError(f"run {name!r} exists in Redis")
+            raise AlreadyExistsError(f"run {name!r} already exists in Redis; choose another name")
         if outcome is Outcome.UNCONFIRMED:
-            raise UnavailableError(f"{self._health.unconfirmed}: run {name!r} may be gone again; retry")
+            raise UnavailableError(f"{self._health.unconfirmed}: run {name!r} may be lost; retry")
         return self.open(name)
 
     def open(self, name: str) -> RedisRunLog:
@@ -128,7 +127,7 @@ class RedisRunStore:
         keys, token, asked = self._keys(name), secrets.token_hex(8), time.monotonic()
         with translated(self._client):
             claim = self._claim(name, keys, token)
-            # The name is on another node of a cluster, which may have lost it in a failover.
+            # In a cluster, the name is on another node, which may have lost it in a failover.
             self._client.sadd(self._runs, name)
             try:
                 description = self._describe(keys)
@@ -170,7 +169,7 @@ class RedisRunStore:
         with reading(keys.config):
             described = self._client.get(keys.config)
             if described is None:
-                raise damaged(keys.config, "it is gone")
+                raise damaged(keys.config, "it is missing")
             description = msgspec.json.decode(cast(bytes, described), type=_Description)
         if description.format > FORMAT:
             raise InvalidArgumentError(
@@ -178,24 +177,24 @@ class RedisRunStore:
                 "a newer gristmill"
             )
         if description.format != 1 and description != _Description.of(description.nonce, description.config):
-            raise damaged(keys.config, "its checksum is wrong")
+            raise damaged(keys.config, "its checksum does not match")
         return description
 
     def delete(self, name: str) -> None:
-        """Deletes a run, even one that cannot be read. Raises OwnedElsewhereError if another process owns it."""
+        """Deletes a run, even if it cannot be read. Raises OwnedElsewhereError if another process owns it."""
         log, keys, token = self._leases.get(name), self._keys(name), secrets.token_hex(8)
         with translated(self._client):
             if log is None:
-                # A damaged or half deleted run cannot be claimed, but can be deleted.
+                # A damaged or partly deleted run cannot be claimed, but can be deleted.
                 with suppress(NotFoundError, InvalidArgumentError):
                     self._claim(name, keys, token)
             outcome = self._scripts.confirmed(DELETE, keys, token if log is None else log.token)
             if outcome is Outcome.FENCED:
                 if log is not None:
                     log.lose()
-                raise LogLostError(f"another replica owns run {name!r} by now; retry")
+                raise LogLostError(f"another replica now owns run {name!r}; retry")
             if outcome is Outcome.UNCONFIRMED:
-                raise UnavailableError(f"{self._health.unconfirmed}: run {name!r} may come back; delete it again")
+                raise UnavailableError(f"{self._health.unconfirmed}: run {name!r} may reappear; delete it again")
             unlink(self._client, keys.scan(self._client))
             delete_old(self._client, keys)
             self._client.srem(self._runs, name)
@@ -204,13 +203,13 @@ class RedisRunStore:
         self._known.pop(name, None)
 
     def sweep(self, name: str) -> int:
-        """Removes the run's keys that nothing refers to. Returns their number."""
+        """Removes the run's unreferenced keys. Returns their number."""
         log = self.owned(name)
         with translated(self._client):
             return unlink(self._client, (key for key in log.keys.scan(self._client) if _is_orphan(log, key)))
 
     def owned(self, name: str) -> RedisRunLog:
-        """Returns the log of a run that this process owns. Raises UnavailableError if it does not."""
+        """Returns the log of a run that this process owns. Raises UnavailableError if it does not own the run."""
         log = self._leases.get(name)
         if log is None:
             raise LogLostError(f"this process no longer owns run {name!r}; retry")
@@ -223,7 +222,7 @@ class RedisRunStore:
         return self._health.unreachable_reason
 
     def room(self) -> dict[str, tuple[int, int]]:
-        """Returns the used bytes of the fullest server's memory, and its `maxmemory`; nothing if it has none."""
+        """Returns the used memory and `maxmemory` of the fullest server; nothing if it has no limit."""
         return {"redis": self._health.memory} if self._health.memory[1] else {}
 
     def close(self) -> None:
@@ -245,7 +244,7 @@ class RedisRunStore:
             raise UnavailableError(f"run {name!r}: the service is starting; retry")
         claimed = self._scripts.claim(keys, token, owner, self._leases.lease_ms, int(time.time()) - _EPOCH)
         if claimed is None:
-            raise NotFoundError(f"run {name!r} is not in Redis")
+            raise NotFoundError(f"run {name!r} does not exist in Redis; create it first")
         if isinstance(claimed, Owner):
             known = self._known.setdefault(name, _Known())
             known.elsewhere = OwnedElsewhereError(
@@ -257,13 +256,13 @@ class RedisRunStore:
             )
             known.elsewhere_until = time.monotonic() + _OWNER_KNOWN_S
             self._report_acknowledged(known, keys)
-            # A copy: the cached error would keep the frames alive through which it was raised.
+            # A copy, because the cached error would keep the frames of its traceback alive.
             raise copy(known.elsewhere)
         return claimed
 
     def _report_acknowledged(self, known: _Known, keys: RunKeys) -> None:
-        """Reports the last record that this process acknowledged to the run's owner: a log without it was rolled back,
-        which an owner that took the run over after a failover cannot know."""
+        """Reports the last record that this process acknowledged to the run's owner. A log without that record was
+        rolled back, which a new owner cannot detect by itself."""
         if known.acknowledged is None:
             return
         now = time.monotonic()
@@ -282,7 +281,7 @@ def _is_orphan(log: RedisRunLog, key: bytes) -> bool:
     try:
         return log.is_orphan(*log.keys.parts(key))
     except (ValueError, IndexError):
-        # Not a key of gristmill.
+        # The key was not written by gristmill.
         return False
 
 
@@ -293,11 +292,11 @@ _LOOK_S = 0.5
 
 
 class Leases:
-    """The claims of this process, whose leases it renews in the background, where it checks Redis' health, too.
+    """The claims of this process. Renews their leases, and checks Redis' health, in background threads.
 
-    It has threads of its own, so that a lease does not wait behind other tasks: a timer, one for health, and one for
-    each server of Redis that has runs, so that a server that hangs does not cost others their runs. Thread-safe.
-    owner: this process, set once it is reachable.
+    The threads are separate, so that a renewal does not wait for other tasks: a timer, one for health, and one per
+    Redis server with runs, so that a server that hangs affects only its own runs. Thread-safe.
+    owner: this process; set once it is reachable.
     """
 
     def __init__(self, client: Client, scripts: Scripts, health: Health, lease_s: float) -> None:
@@ -320,7 +319,7 @@ class Leases:
         return self._logs.get(name)
 
     def add(self, name: str, log: RedisRunLog, claimed_at: float) -> None:
-        """Adds a claimed run. claimed_at: the time before the claim was requested."""
+        """Adds a claimed run. claimed_at: a time before the claim was requested."""
         log.renewed(claimed_at + self._lease_s)
         self._logs[name] = log
 
@@ -358,7 +357,7 @@ class Leases:
             try:
                 by_server.setdefault(server_of(self._client, log.keys.head), {})[name] = log
             except REDIS_ERRORS as error:
-                # No node of the cluster has it.
+                # No node of the cluster has the run.
                 _log.warning("lease not renewed", run=name, reason=str(error))
         for server, logs in by_server.items():
             self._start(server, partial(self._renew, server, logs))
@@ -382,7 +381,7 @@ class Leases:
                 try:
                     log.compare(answer[1])
                 except GristmillError as error:
-                    _log.warning("a former owner's report was not read", run=name, reason=str(error))
+                    _log.warning("report of a former owner not read", run=name, reason=str(error))
             else:
                 log.lose()
                 is_fenced = answer[0] is Outcome.FENCED
@@ -390,8 +389,8 @@ class Leases:
                 _log.warning(event, run=name)
 
     def _look(self) -> None:
-        """Switches to a new master that the sentinels name, and compares its logs with the leases; checks health."""
-        # Without an answer, the next command reports the error.
+        """Checks health. Switches to a new master named by the sentinels, and checks the logs of leased runs there."""
+        # If the sentinels do not answer, the next command reports the error.
         with suppress(redis.RedisError):
             before, self._master = self._master, watched_master(self._client)
             if before not in (None, self._master):

@@ -1,7 +1,7 @@
 """The atomic steps that change a run in Redis, as Lua scripts.
 
-A step names the run's *token*, which the process that claimed the run last has chosen: with another one, nothing
-happens. So a former owner that wakes up cannot change anything. Every step is idempotent.
+A step includes the run's *token*, which is chosen by the process that claims the run. With another token, a step does
+nothing, so a former owner that wakes up cannot change anything. Every step is idempotent.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from redis.exceptions import AskError, NoScriptError
 from gristmill_service.storage.redis.connection import REDIS_ERRORS, Client, server_of
 from gristmill_service.storage.redis.keys import KEYS_AT_ONCE, RunKeys, damaged, reading
 
-# Shorter than a read from a socket may take.
+# The timeout of WAIT; less than that of a read from a socket.
 _CONFIRM_MS = 1000
 FIRST = "1-0"
-"""The entry with which a log begins, which is no record."""
+"""The first entry of a log, which is not a record."""
 
 
 class Durability(NamedTuple):
-    """The copies of a write that must exist, in addition to the one in its server's memory.
+    """The required copies of a write, in addition to the copy in its server's memory.
 
-    replicas: how many replicas must have it. on_disk: whether they, and the server itself, must have it on disk.
+    replicas: how many replicas must have a copy. on_disk: whether they and the server itself must have it on disk.
     """
 
     replicas: int = 0
@@ -36,15 +36,15 @@ class Durability(NamedTuple):
 
     @property
     def command(self) -> tuple[Any, ...] | None:
-        """The command that waits for the copies of all earlier writes; None if the server alone is enough."""
+        """The command that waits for the copies of all earlier writes; None if the server's copy is sufficient."""
         if self.on_disk:
             return "WAITAOF", 1, self.replicas, _CONFIRM_MS
         return ("WAIT", self.replicas, _CONFIRM_MS) if self.replicas else None
 
     def is_reached(self, copies: Any) -> bool:
-        """Returns whether there are enough copies. copies: the answer to the command."""
+        """Returns whether enough copies exist. copies: the answer to the command."""
         if isinstance(copies, Exception):
-            # A server that refuses it usually refused the write for the same reason.
+            # A server that rejects the command usually rejected the write for the same reason.
             return False
         if self.on_disk:
             return bool(copies[0] >= 1 and copies[1] >= self.replicas)
@@ -59,8 +59,7 @@ SERVER_ALONE = Durability()
 
 
 class Owner(msgspec.Struct, frozen=True):
-    """The process that owns a run, and its addresses. secret: which others present there; empty for an older version
-    without one."""
+    """The process that owns a run, and its addresses. secret: sent by other processes; empty for an older version."""
 
     process: str
     grpc_address: str
@@ -73,16 +72,16 @@ class Outcome(Enum):
 
     DONE = b"done"
     FENCED = b"fenced"
-    """Another process has claimed the run since."""
+    """Another process has claimed the run in the meantime."""
     LOST = b"lost"
-    """The log does not end where its owner left it, or a key that the step needs is gone: Redis has lost data."""
+    """Redis has lost data: the log does not end with the owner's last entry, or a required key is missing."""
     EXISTS = b"exists"
     UNCONFIRMED = b""
-    """It is done on the server, but too few copies are confirmed."""
+    """The step was performed on the server, but too few copies are confirmed."""
 
 
 class Script:
-    """A script's text, and the digest by which a server caches it. Its keys begin with the run's head, log, owner and
+    """A script's text, and the digest by which servers cache it. Its first keys are the run's head, log, owner and
     config."""
 
     def __init__(self, text: str) -> None:
@@ -91,7 +90,7 @@ class Script:
 
 
 def _fenced(text: str) -> Script:
-    """Makes a step that only the run's owner may take, whose token is the first argument."""
+    """Creates a step that only the run's owner may perform. The owner's token is the first argument."""
     fence = "if redis.call('HGET', KEYS[1], 'token') ~= ARGV[1] then return {'fenced'} end"
     return Script(f"{fence}\n{text}\nreturn {{'done'}}\n")
 
@@ -103,9 +102,9 @@ redis.call('HSET', KEYS[1], 'last', '{FIRST}')
 redis.call('XADD', KEYS[2], '{FIRST}', 'e', '')
 return {{'done'}}
 """)
-# A claim has a larger number than all before it, even if a failover lost the last of them: tables of rows are named by
-# it, and their names must never be reused. A lease that cannot be read has no owner, and a claim that cannot be read
-# counts as none.
+# A claim's number is larger than that of all earlier claims, even if a failover lost the last claims: tables of rows
+# are named by it, and their names must never be reused. An unreadable lease has no owner, and an unreadable claim
+# counts as missing.
 _CLAIM = Script("""
 local lease = redis.pcall('GET', KEYS[3])
 local ok, owner = pcall(cjson.decode, type(lease) == 'string' and lease or '')
@@ -120,7 +119,7 @@ redis.call('HSET', KEYS[1], 'token', ARGV[1], 'claim', claim)
 redis.call('SET', KEYS[3], ARGV[3], 'PX', ARGV[4])
 return tonumber(claim)
 """)
-# ARGV: token, owner, milliseconds, the number of the record that the log must have. PEXPIRE works when memory is full.
+# ARGV: token, owner, milliseconds, the number of the record that the log must have. PEXPIRE works if memory is full.
 _RENEW = _fenced("""
 if redis.pcall('GET', KEYS[3]) == ARGV[2] then redis.call('PEXPIRE', KEYS[3], ARGV[3])
 else redis.call('SET', KEYS[3], ARGV[2], 'PX', ARGV[3]) end
@@ -134,9 +133,9 @@ if reported then
 end
 """)
 RELEASE = _fenced("redis.call('DEL', KEYS[3])")
-# KEYS: the rows to write with the record, the keys that must exist. ARGV: token, the entry before, the record's, the
-# record, the generation, the rows. The entry before is empty if the log has no valid one. A repeated append writes
-# again, because only then WAIT waits for it. A log that was found short may have had later entries before.
+# KEYS: the rows to write with the record, the keys that must exist. ARGV: token, the previous entry, the record's
+# entry, the record, the generation, the rows. The previous entry is empty if the log has no valid one. A repeated
+# append writes again, because WAIT waits only for new writes. A short log may have had later entries.
 APPEND = _fenced("""
 local last = redis.call('XREVRANGE', KEYS[2], '+', '-', 'COUNT', 1)[1]
 local at = last and last[1] or ''
@@ -154,12 +153,12 @@ redis.call('HSET', KEYS[1], 'last', ARGV[3], 'generation', ARGV[5])
 """)
 # ARGV: token, a field of the head, its value.
 NOTE = _fenced("redis.call('HSET', KEYS[1], ARGV[2], ARGV[3])")
-# ARGV: token, the entry with which the log begins afterwards, the snapshot's description.
+# ARGV: token, the new first entry of the log, the snapshot's description.
 COMPACT = _fenced("""
 redis.call('HSET', KEYS[1], 'snapshot', ARGV[3])
 redis.call('XTRIM', KEYS[2], 'MINID', ARGV[2])
 """)
-# KEYS: the staged batch, the published one. ARGV: token, the nonce of the staged batch.
+# KEYS: the staged batch, the published batch. ARGV: token, the nonce of the staged batch.
 PUBLISH = _fenced("""
 if redis.call('EXISTS', KEYS[5]) == 1 then
   redis.call('UNLINK', KEYS[6])
@@ -167,8 +166,8 @@ if redis.call('EXISTS', KEYS[5]) == 1 then
 elseif redis.call('HGET', KEYS[6], 'nonce') ~= ARGV[2] then return {'lost'} end
 """)
 FREE = _fenced("redis.call('UNLINK', KEYS[5])")
-# Removes the run's head, without which no step is allowed, and its other keys. The head is written first, because only
-# then WAIT waits for its removal; not if memory is full.
+# Removes the run's head, which every step requires, and its other keys. The head is written first, because WAIT waits
+# only for new writes; the write fails if memory is full.
 DELETE = Script("""
 local token = redis.pcall('HGET', KEYS[1], 'token')
 if type(token) == 'string' and token ~= ARGV[1] then return {'fenced'} end
@@ -192,17 +191,18 @@ return heads
 
 
 class Scripts:
-    """Runs scripts. Raises redis-py's own errors."""
+    """Runs scripts. Raises errors of redis-py."""
 
     def __init__(self, client: Client, durability: Durability) -> None:
         self._client, self._durability = client, durability
 
     def step(self, script: Script, keys: RunKeys, *arguments: Any, more: Sequence[str] = ()) -> Outcome:
-        """Takes a step. more: keys of the run beyond those of all scripts."""
+        """Performs a step. more: keys of the run in addition to those of all scripts."""
         return Outcome(self._run(script, [*_names(keys), *more], *arguments)[0])
 
     def confirmed(self, script: Script, keys: RunKeys, *arguments: Any, more: Sequence[str] = ()) -> Outcome:
-        """Takes a step and waits for its copies, in one round trip: UNCONFIRMED if too few are confirmed in time."""
+        """Performs a step and waits for its copies, in one round trip. Returns UNCONFIRMED if too few copies are
+        confirmed in time."""
         confirm, names = self._durability.command, [*_names(keys), *more]
         if confirm is None:
             return self.step(script, keys, *arguments, more=more)
@@ -212,7 +212,7 @@ class Scripts:
             if not isinstance(answer, NoScriptError):
                 break
         if isinstance(answer, AskError):
-            # Nothing was done there. A repetition waits for the copies.
+            # The step was not performed. A repetition waits for the copies.
             answer, copies = self._run(script, names, *arguments), answer
         if isinstance(answer, Exception):
             raise answer
@@ -221,22 +221,22 @@ class Scripts:
         return outcome if is_reached else Outcome.UNCONFIRMED
 
     def claim(self, keys: RunKeys, token: str, owner: Owner, lease_ms: int, least: int) -> int | Owner | None:
-        """Returns the claim's number, which is at least `least`; the owner if another process owns the run; None if
-        there is no such run. Raises InvalidArgumentError if the run's head is damaged."""
+        """Claims a run. Returns the claim's number, which is at least `least`; the owner if another process owns the
+        run; None if the run does not exist. Raises InvalidArgumentError if the run's head is damaged."""
         lease = msgspec.json.encode(owner)
         answer = self._run(_CLAIM, _names(keys), token, owner.process, lease, lease_ms, least)
         if isinstance(answer, bytes):
             with reading(keys.owner):
                 return msgspec.json.decode(answer, type=Owner)
         if answer < 0:
-            raise damaged(keys.head, "it has another type")
+            raise damaged(keys.head, "it is of another type")
         return int(answer) or None
 
     def renew(
         self, server: redis.Redis, owner: Owner, lease_ms: int, claims: Sequence[tuple[RunKeys, str, int]]
     ) -> list[tuple[Outcome, bytes] | Exception]:
-        """Extends the leases of runs of one server, in one round trip. claims: each run's token, and the record that
-        its log must have. Returns for each the report of a former owner."""
+        """Extends the leases of runs on one server, in one round trip. claims: each run's token, and the record that
+        its log must have. Returns each run's report of a former owner."""
         lease, answers = msgspec.json.encode(owner), list[tuple[Outcome, bytes] | Exception]()
         calls = [(_names(keys), token, lease, lease_ms, last) for keys, token, last in claims]
         commands = [("EVALSHA", _RENEW.digest, len(names), *names, *arguments) for names, *arguments in calls]
@@ -250,7 +250,7 @@ class Scripts:
         return answers
 
     def heads(self, names: Sequence[str], nbytes: int) -> list[tuple[bytes, int]]:
-        """Returns the first bytes and the length of values of one run; empty for missing keys and other types."""
+        """Returns the first bytes and the length of values of one run; empty for missing keys and for other types."""
         return [
             (head, length)
             for at in range(0, len(names), KEYS_AT_ONCE)
@@ -258,7 +258,7 @@ class Scripts:
         ]
 
     def _pipelined(self, server: redis.Redis, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Returns the answers of one of the client's servers, each of which may be an error."""
+        """Sends commands to one of the client's servers. Returns its answers, each of which may be an error."""
         pipeline: Any = server.pipeline(transaction=False)
         for command in commands:
             pipeline.execute_command(*command)
@@ -266,15 +266,15 @@ class Scripts:
             return cast(list[Any], pipeline.execute(raise_on_error=False))
         except (redis.ConnectionError, redis.TimeoutError):
             if isinstance(self._client, redis.RedisCluster):
-                # The client notices failed nodes in its own commands only.
+                # The client detects failed nodes only in its own commands.
                 with suppress(*REDIS_ERRORS):
                     cast(Any, self._client).nodes_manager.initialize()
             raise
 
     def _run(self, script: Script, names: Sequence[str], *arguments: Any) -> Any:
-        """Runs a script by its digest, or by its text if the server does not know it yet.
+        """Runs a script by its digest, or by its text if the server has not cached it.
 
-        redis-py's own Script would load it into every server of a cluster, and wait for one that hangs.
+        The `Script` class of redis-py would load it into every server of a cluster, and wait for a server that hangs.
         """
         try:
             return cast(Any, self._client.evalsha(script.digest, len(names), *names, *arguments))

@@ -1,5 +1,5 @@
-"""Checks Redis' servers: whether they answer, accept writes, and have memory and replicas now, and whether their
-settings could lose confirmed writes."""
+"""Checks Redis' servers: whether they answer, accept writes, and have enough memory and replicas, and whether their
+configuration could lose confirmed writes."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _log = structlog.get_logger(__name__)
 
 MIN_VERSION = (6, 2)
 _WAITAOF_VERSION = (7, 2)
-# Of `maxmemory`. The rest is for batches and acknowledgements, which free memory.
+# The share of `maxmemory` that rows may use. The rest is for batches and acknowledgements, which free memory.
 _FULLEST = 0.9
-# Redis' default. Rows and shards of one batch are often more.
+# Redis' default. The rows and shards of one batch are often larger.
 _DEFAULT_REPLICA_BUFFER = 256 << 20
 _SILENT = (redis.ConnectionError, redis.TimeoutError)
 
@@ -30,8 +30,8 @@ _SILENT = (redis.ConnectionError, redis.TimeoutError)
 class Health:
     """The health of Redis. Thread-safe.
 
-    unhealthy_reason: why something is refused. unreachable_reason: why Redis does not even answer. Empty when all is
-    well. memory: used bytes of the fullest server, and its `maxmemory`, 0 if it has none, at the last check.
+    unhealthy_reason: why some writes are rejected. unreachable_reason: why Redis does not answer. Both are empty if
+    Redis is healthy. memory: used bytes and `maxmemory` (0: no limit) of the fullest server at the last check.
     """
 
     def __init__(self, client: Client, prefix: str, durability: Durability) -> None:
@@ -41,7 +41,7 @@ class Health:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Notes that Redis does not answer, or refuses, until `refresh` finds it healthy."""
+        """Records an error of Redis in the `with` block, until `refresh` finds Redis healthy."""
         try:
             yield
         except UnavailableError as error:
@@ -51,14 +51,14 @@ class Health:
             raise
 
     def check(self, has_rows: bool) -> None:
-        """Raises UnavailableError if too few replicas could acknowledge, or if rows would use the memory that is
-        reserved for ending batches."""
+        """Raises UnavailableError if there are too few replicas, or if rows would use the memory that is reserved for
+        finishing batches."""
         if reason := self._too_few or (has_rows and self._no_room):
             raise UnavailableError(reason)
 
     @property
     def unconfirmed(self) -> str:
-        """Why a write is not acknowledged yet."""
+        """The reason why a write is not acknowledged yet."""
         return f"Redis did not confirm in time that the last change is on {self._durability}"
 
     def refresh(self) -> None:
@@ -73,7 +73,7 @@ class Health:
             return
         try:
             with translated(self._client):
-                # A write: a server that is full, or only a replica, answers everything else.
+                # A full server, or a replica, rejects only writes.
                 self._client.set(self._probe, b"", px=1000)
                 infos = [_info(server) for _, server in _servers(self._client)]
             self.memory = max(map(_memory, infos), key=lambda memory: memory[0] / (memory[1] or 1e18))
@@ -93,12 +93,13 @@ class Health:
 
 
 def _memory(about: dict[str, Any]) -> tuple[int, int]:
-    """Returns the bytes that a server uses, and its limit, 0 if there is none or it is hidden."""
+    """Returns the memory that a server uses, and its limit; 0 if there is no limit, or if it is hidden."""
     return int(about.get("used_memory", 0)), int(about.get("maxmemory", 0))
 
 
 def _replicas(about: dict[str, Any]) -> int:
-    """Returns the number of replicas that follow a server now; many if it is hidden, so that each append finds out."""
+    """Returns the number of replicas that follow a server. If it is hidden, returns many, so that appends detect too
+    few replicas."""
     if not about:
         return 1 << 30
     replicas = [replica for name, replica in about.items() if re.fullmatch(r"slave\d+", name)]
@@ -106,12 +107,12 @@ def _replicas(about: dict[str, Any]) -> int:
 
 
 def _too_few(replicas: int, wanted: int) -> str:
-    """Returns why nothing can be acknowledged; empty if it can."""
+    """Returns why writes cannot be acknowledged; empty if they can."""
     if replicas >= wanted:
         return ""
     return (
-        f"Redis has {replicas} replicas that follow it, and redis_min_replicas is {wanted}: nothing is accepted until "
-        "they are back; start them, or lower the setting"
+        f"Redis has {replicas} replicas that follow it, and redis_min_replicas is {wanted}, so the service accepts "
+        "nothing; start the replicas, or lower redis_min_replicas"
     )
 
 
@@ -120,15 +121,15 @@ def _fullness(used: int, most: int) -> str:
     if not most or used <= _FULLEST * most:
         return ""
     return (
-        f"Redis has used {used} bytes of its maxmemory: {most}, and the rest is for batches that are ending; raise it, "
-        "or lower max_row_bytes or max_buffered_batches; it goes on by itself when batches are committed"
+        f"Redis has used {used} bytes of its maxmemory: {most}, and the rest is reserved for finishing batches; raise "
+        "maxmemory, or lower max_row_bytes or max_buffered_batches; committed batches free memory"
     )
 
 
 def check_server(client: Client, durability: Durability, *, is_thorough: bool = False) -> list[str]:
-    """Returns warnings about settings of the servers that may lose state, as far as they are visible.
+    """Returns warnings about visible settings of the servers that may lose state.
 
-    is_thorough: also about settings that only matter when memory is short, or in a failover. Raises
+    is_thorough: whether to include settings that matter only if memory is short, or in a failover. Raises
     FailedPreconditionError for a server that is too old, or that cannot provide the `durability`.
     """
     findings: dict[str, list[str]] = {}
@@ -145,24 +146,24 @@ def check_server(client: Client, durability: Durability, *, is_thorough: bool = 
 
 def _check_limits(server: redis.Redis, about: dict[str, Any], is_cluster: bool) -> Iterator[str]:
     if about.get("maxmemory") == 0:
-        yield "maxmemory is not set, so that it grows until the machine has none; set it"
+        yield "maxmemory is not set, so Redis may use all memory of the machine; set maxmemory"
     if not int(about.get("connected_slaves", 0)):
         return
     settings = _configuration(server, "min-replicas-to-write") | _configuration(server, "client-output-buffer*")
-    # In a cluster a master that is cut off stops by itself.
+    # In a cluster, an isolated master stops accepting writes by itself.
     if settings.get("min-replicas-to-write") == "0" and not is_cluster:
         yield (
-            "min-replicas-to-write is 0: a master that is cut off from its replicas goes on taking writes, which a "
-            "failover takes back; set it to 1, and min-replicas-max-lag to 3"
+            "min-replicas-to-write is 0, so a master that is cut off from its replicas still accepts writes, which a "
+            "failover discards; set it to 1, and min-replicas-max-lag to 3"
         )
-    # CLASS HARD SOFT SECONDS for each class; 0: no limit.
+    # The value is CLASS HARD SOFT SECONDS for each class; 0: no limit.
     words = settings.get("client-output-buffer-limit", "").split()
     limits = {words[at]: int(words[at + 1]) for at in range(0, len(words) - 3, 4)}
     limit = limits.get("replica", limits.get("slave", 0))
     if 0 < limit <= _DEFAULT_REPLICA_BUFFER:
         yield (
-            f"client-output-buffer-limit cuts off a replica that is {limit >> 20} MiB behind, and everything is copied "
-            "to it again; set that of replicas above the bytes of a batch's rows and shards"
+            f"client-output-buffer-limit disconnects a replica that is {limit >> 20} MiB behind, which causes a full "
+            "resync; set the limit of replicas above the bytes of a batch's rows and shards"
         )
 
 
@@ -170,26 +171,26 @@ def _check(name: str, server: redis.Redis, about: dict[str, Any], durability: Du
     configuration = _configuration(server, "append*")
     _check_version(name, str(about.get("redis_version", "")), durability)
     if about.get("role") == "slave":
-        yield "this is a replica, which refuses writes; let redis_url name the master, or the sentinels"
+        yield "this is a replica, which refuses writes; set redis_url to the master, or to the sentinels"
     policy = about.get("maxmemory_policy", "noeviction")
     if policy != "noeviction":
-        yield f"maxmemory-policy is {policy}: a full server deletes rows and shards; set it to noeviction"
+        yield f"maxmemory-policy is {policy}, so a full server deletes rows and shards; set it to noeviction"
     if configuration.get("appendonly", "yes") == "no":
         if durability.on_disk:
             raise FailedPreconditionError(f"Redis at {name} has appendonly no; set it to yes for redis_wait_aof")
-        yield "appendonly is no: when the server ends, what was accepted since its last snapshot is lost; set it to yes"
+        yield "appendonly is no, so a restart of Redis loses what was accepted since its last snapshot; set it to yes"
     elif configuration.get("appendfsync", "always") != "always" and not durability.on_disk:
         yield (
-            f"appendfsync is {configuration['appendfsync']}: when its machine fails, what was accepted in the last "
-            "second or more is lost; set it to always"
+            f"appendfsync is {configuration['appendfsync']}, so a failure of the machine loses what was accepted in "
+            "the last second or more; set it to always"
         )
     replicas = int(about.get("connected_slaves", 0))
     follow = f"it has {replicas} replica{'s' * (replicas != 1)}"
     if replicas < durability.replicas:
-        yield f"{follow}, and redis_min_replicas is {durability.replicas}: nothing is accepted until there are as many"
+        yield f"{follow}, and redis_min_replicas is {durability.replicas}, so nothing is accepted; start more"
     elif replicas and not durability.replicas:
         yield (
-            f"{follow}, which follow a moment later: a failover may lose what was accepted last; set redis_min_replicas"
+            f"{follow}, which lag a little, so a failover may lose the last accepted changes; set redis_min_replicas"
         )
 
 
@@ -199,7 +200,8 @@ def _check_version(name: str, version: str, durability: Durability) -> None:
     for needed, what in ((MIN_VERSION, "gristmill"), *([(_WAITAOF_VERSION, "redis_wait_aof")] * durability.on_disk)):
         if number < needed:
             raise FailedPreconditionError(
-                f"Redis at {name} is version {version}; {what} needs {'.'.join(map(str, needed))} or later, or Valkey"
+                f"Redis at {name} is version {version}, but {what} needs {'.'.join(map(str, needed))} or later; "
+                "upgrade, or use Valkey"
             )
 
 

@@ -1,7 +1,7 @@
-"""Stores published batches in Redis: each is a hash of the plan and of the shards in zstd frames, with checksums.
+"""Stores published batches in Redis. Each is a hash of the plan and of the shards in zstd frames, with checksums.
 
-A batch is written under a key of its own and then renamed to the batch's key, which replaces an earlier one atomically.
-A process that dies before that leaves a key that the next owner of the run sweeps.
+A batch is written to a temporary key, which is then renamed to the batch's key; this replaces an earlier batch
+atomically. If a process dies before that, the next owner of the run removes the temporary key.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from gristmill_service.storage.shard_store import ShardLocation, ShardsLostError
 _log = structlog.get_logger(__name__)
 
 _FORMAT = 3
-# The limit of a plan's decompressed bytes: a damaged frame may state any size.
+# The limit of a plan's decompressed bytes, because a damaged frame may contain any size.
 _MOST_PLAN_BYTES = 1 << 30
-# One thread compresses while the other one's bytes travel.
+# One thread compresses while the other sends.
 _WRITERS = 2
 
 
@@ -48,20 +48,20 @@ def open_shards(settings: Settings, runs: RunStore) -> ShardStore:
 
 
 class _ReplacedError(UnavailableError):
-    """The batch was published again while it was read."""
+    """The batch was republished while it was read."""
 
 
 class RedisShardStore:
-    """See `gristmill_service.storage.shard_store.ShardStore`. Published batches outlive this process.
+    """Implements `gristmill_service.storage.shard_store.ShardStore`. Published batches outlive this process.
 
-    client: without `decode_responses`; the caller closes it.
+    client: a client without `decode_responses`, which the caller closes.
     """
 
     is_remote = True
 
     def __init__(self, client: Client, runs: RedisRunStore, prefix: str = "gristmill") -> None:
         self._client, self._runs, self._prefix = client, runs, prefix
-        # The keys of failed publications that could not be removed yet.
+        # The keys of failed publications that remain to be removed.
         self._left: set[str] = set()
 
     def publish(self, run: str, batch: int, plan: bytes, shards: Iterable[ShardSource]) -> int:
@@ -80,12 +80,12 @@ class RedisShardStore:
             self._left.add(staged)
             self._remove_left()
             with suppress(GristmillError, *REDIS_ERRORS):
-                # It was published, but the answer was lost.
+                # The batch was published, but the answer was lost.
                 if self._client.hget(place, "nonce") == nonce.encode():
                     owned.free(place)
             if isinstance(error, UnavailableError) and is_full(error.__cause__):
                 raise ResourceExhaustedError(
-                    f"run {run!r}: batch {batch} does not fit into Redis, which is full; raise its maxmemory, or "
+                    f"run {run!r}: batch {batch} does not fit into Redis, which is full; raise maxmemory, or "
                     "lower max_buffered_batches"
                 ) from error
             raise
@@ -128,8 +128,8 @@ class RedisShardStore:
             return (_content(run, batch, frame, FRAME_BYTES) for frame in frames)
 
     def read_frames(self, run: str, batch: int, address: ShardAddress) -> Iterator[bytes]:
-        """Checks each frame. The iterator raises NotFoundError once the batch is freed, and UnavailableError if it is
-        published again meanwhile."""
+        """Yields the checked frames. The iterator raises NotFoundError after the batch is freed, and UnavailableError
+        if the batch is republished in the meantime."""
         name = _name(address)
         nonce, [described, first] = self._read(run, batch, name, f"{name}/0")
         _, frames = _size(run, batch, address, described)
@@ -138,9 +138,7 @@ class RedisShardStore:
             for index in range(1, frames):
                 current, [frame] = self._read(run, batch, f"{name}/{index}")
                 if current != nonce:
-                    raise _ReplacedError(
-                        f"run {run!r}: batch {batch} was published again while it was read; read it again"
-                    )
+                    raise _ReplacedError(f"run {run!r}: batch {batch} was republished while it was read; read it again")
                 yield _whole(run, batch, frame)
 
         return chain([_whole(run, batch, first)], rest()) if frames else iter(())
@@ -156,15 +154,15 @@ class RedisShardStore:
                 unlink(self._client, keys.scan(self._client, kind))
 
     def sweep(self, run: str) -> None:
-        """Also removes rows that no record refers to."""
+        """Removes leftovers of unfinished publications, and rows that no record refers to."""
         if count := self._runs.sweep(run):
             _log.info("leftovers of earlier owners removed", run=run, keys=count)
 
     def close(self) -> None:
-        """Does nothing: published batches stay for other replicas."""
+        """Does nothing, because other replicas need the published batches."""
 
     def _read(self, run: str, batch: int, *fields: str) -> tuple[bytes, list[bytes | None]]:
-        """Returns the batch's current nonce, and the values of these fields, None for missing ones."""
+        """Returns the batch's current nonce, and the values of these fields; None for a missing field."""
         key = RunKeys(self._prefix, run).batch(batch)
         try:
             with translated(self._client):
@@ -172,17 +170,17 @@ class RedisShardStore:
         except FailedPreconditionError as error:
             if "WRONGTYPE" not in str(error):
                 raise
-            raise _lost(run, batch, "it has another type") from error
+            raise _lost(run, batch, "it is of another type") from error
         version, nonce, *values = read
         if all(value is None for value in read):
-            raise NotFoundError(f"run {run!r}: batch {batch} is not published, or freed already")
+            raise NotFoundError(f"run {run!r}: batch {batch} is not published, or already freed; request another batch")
         if version is not None and version.isdigit() and int(version) > _FORMAT:
             raise FailedPreconditionError(
                 f"batch {batch} in Redis has format {int(version)} and this version reads {_FORMAT}; use the gristmill "
                 "that published it, or a newer one"
             )
         if version != b"%d" % _FORMAT or nonce is None:
-            raise _lost(run, batch, "it has another format")
+            raise _lost(run, batch, "it is of another format")
         return nonce, values
 
 
@@ -196,14 +194,14 @@ def _put_in_place(owned: RedisRunLog, staged: str, place: str, nonce: str) -> No
 
 
 def _name(address: ShardAddress) -> str:
-    """Returns the field with a shard's size; the fields of its frames have a number after it."""
+    """Returns the name of the field with a shard's size. The names of its frames' fields have a number appended."""
     return f"{address.model}/{address.mini_batch}/{address.rank}"
 
 
 def _size(run: str, batch: int, address: ShardAddress, described: bytes | None) -> tuple[int, int]:
-    """Returns the bytes of a shard's file, and the number of its frames."""
+    """Returns the size of a shard's file in bytes, and the number of its frames."""
     if described is None:
-        raise NotFoundError(f"run {run!r}: batch {batch} has no shard {address.path}")
+        raise NotFoundError(f"run {run!r}: batch {batch} has no shard {address.path}; request a shard of its plan")
     size, frames = _whole(run, batch, described).split()
     return int(size), int(frames)
 
@@ -225,6 +223,6 @@ def _content(run: str, batch: int, frame: bytes, most_bytes: int) -> bytes:
 
 def _lost(run: str, batch: int, reason: str) -> ShardsLostError:
     return ShardsLostError(
-        f"run {run!r}: Redis has lost a part of batch {batch}, which is built again from its rows: {reason}; retry. "
-        "Redis must not evict keys (maxmemory-policy noeviction), and a failover loses what replicas do not have yet"
+        f"run {run!r}: Redis has lost a part of batch {batch} ({reason}), which is being rebuilt from its rows; retry. "
+        "To prevent this, set maxmemory-policy to noeviction, and redis_min_replicas for failovers"
     )

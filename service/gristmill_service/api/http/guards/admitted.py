@@ -30,8 +30,7 @@ class Admitted:
     """ASGI middleware that takes a slot, and delays errors for a caller that made too many invalid calls."""
 
     def __init__(self, app: ASGIApp, admission: Admission, *, throttles: bool) -> None:
-        """throttles: whether invalid calls are counted; False without tokens, because callers cannot be
-        distinguished."""
+        """throttles: whether invalid calls are counted; False without tokens, as callers are unknown."""
         self._app, self._admission, self._throttles = app, admission, throttles
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -116,8 +116,7 @@ class Bodies:
         """Raises _TooLargeError."""
         if caller.current() is ANYONE and size > _MOST_OF_ANYONE:
             raise _TooLargeError(
-                f"the request exceeds {_MOST_OF_ANYONE} bytes, the limit for a caller without a valid token; send a "
-                "token"
+                f"the request exceeds {_MOST_OF_ANYONE} bytes, the limit for a caller without a valid token; send one"
             )
         try:
             self._refuse_too_large(size)

@@ -81,8 +81,7 @@ class Identified:
         return identity
 
     def _admit(self, scope: Scope, identity: Caller) -> None:
-        """Counts the slot for the caller. Raises ResourceExhaustedError if the caller has too many slots or made too
-        many invalid calls."""
+        """Counts the slot for the caller. Raises ResourceExhaustedError like `Admission.enter` and `check`."""
         address = address_of(scope)
         is_known = identity is not ANYONE and identity is not EVERYONE_IS_ADMIN
         scope[SLOT].move(identity.name if is_known else address)
@@ -107,8 +106,7 @@ def _shown(headers: Headers) -> str | None:
 
 async def authorize(request: Request) -> None:
     """Checks the caller's permission; a dependency of every route. Raises PermissionDeniedError if the caller may not
-    make the call, and ResourceExhaustedError if too many of its calls are in progress.
-    """
+    make the call, and ResourceExhaustedError if too many of its calls are in progress."""
     gate: Gate = request.app.state.api.gate
     call = request.scope["route"].name
     if not gate.is_open:
@@ -127,8 +125,7 @@ async def authorize(request: Request) -> None:
 
 
 def _fields(body: bytes) -> dict[str, object]:
-    """Parses fields like the handlers' models, so that both use the same values. The handler rejects a body that is not
-    an object."""
+    """Parses fields like the handlers' models, so that both use the same values. The handler rejects other bodies."""
     try:
         document = json.loads(body)
     except ValueError:
@@ -137,8 +134,7 @@ def _fields(body: bytes) -> dict[str, object]:
 
 
 def _rank(value: object) -> int | None:
-    """Parses a rank like the handlers, which also accept "+1" and 1.0. Returns None for other values, which the
-    handlers reject."""
+    """Parses a rank like the handlers, which also accept "+1" and 1.0. Returns None if they reject it."""
     try:
         return _RANK.validate_python(value)
     except ValidationError:

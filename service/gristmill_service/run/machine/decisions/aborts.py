@@ -82,7 +82,7 @@ def _timeouts(state: State, config: RunConfig, now: float) -> list[Event]:
 
 def checked_reason(reason: str) -> str:
     """Returns the reason. Raises InvalidArgumentError if it is too long, because groups are counted by reason."""
-    remedy = "give a short name of the problem, because groups are counted by it"
+    remedy = "send a short name of the problem, because groups are counted by it"
     check_length(reason, _LONGEST_REASON, "reason", remedy)
     check_text(reason, "reason")
     return reason or _UNNAMED_REASON
@@ -92,7 +92,5 @@ def _open_group(state: State, key: GroupKey) -> Group | None:
     """Returns the group; None if it is sealed or dropped, so that aborting it changes nothing."""
     group = state.open.get(key)
     if group is None and key not in state.closed:
-        raise NotFoundError(
-            f"{key}: no such group was begun, so there is nothing to abort; check the uid and the round"
-        )
+        raise NotFoundError(f"{key}: the group was never begun, so it cannot be aborted; check the uid and the round")
     return group

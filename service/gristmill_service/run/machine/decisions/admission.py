@@ -103,14 +103,14 @@ def new_groups(round_: int, uids: Sequence[str], n_samples: Sequence[int], tags:
     """Returns the groups that a request names. Raises InvalidArgumentError for invalid names, or too many groups."""
     check_group_count(len(uids))
     if round_ < 0:
-        raise InvalidArgumentError(f"round is {round_}; give 0 or more")
+        raise InvalidArgumentError(f"round {round_} is negative; send 0 or more")
     if "" in uids:
-        raise InvalidArgumentError(f"uids[{list(uids).index('')}] is empty; name each prompt")
+        raise InvalidArgumentError(f"uids[{list(uids).index('')}] is empty; send a non-empty uid for each prompt")
     for uid in uids:
         check_uid(uid)
     for name, values in (("n_samples", n_samples), ("tags", tags)):
         if len(values) not in (0, len(uids)):
-            raise InvalidArgumentError(f"{name} has {len(values)} entries for {len(uids)} uids; give one each, or none")
+            raise InvalidArgumentError(f"{name} has {len(values)} entries for {len(uids)} uids; send one each, or none")
     sizes, names = n_samples or [0] * len(uids), tags or [""] * len(uids)
     return [NewGroup(GroupKey(round_, uid), size, tag) for uid, size, tag in zip(uids, sizes, names, strict=True)]
 
@@ -118,7 +118,7 @@ def new_groups(round_: int, uids: Sequence[str], n_samples: Sequence[int], tags:
 def check_group_count(count: int) -> None:
     """Raises InvalidArgumentError for too many groups in a request."""
     if count > _MOST_GROUPS:
-        raise InvalidArgumentError(f"the call begins {count} groups, and {_MOST_GROUPS} are the most; send fewer")
+        raise InvalidArgumentError(f"the call begins {count} groups, and the limit is {_MOST_GROUPS}; send fewer")
 
 
 def begin_groups(view: View, wanted: Sequence[NewGroup], find_quota: FindQuota | None) -> Decision[Admissions]:
@@ -160,7 +160,7 @@ def begin_groups(view: View, wanted: Sequence[NewGroup], find_quota: FindQuota |
 
 
 def finished() -> FailedPreconditionError:
-    return FailedPreconditionError("the run is finished and takes no more rollouts; create another run")
+    return FailedPreconditionError("the run is finished and accepts no more rollouts; create another run")
 
 
 def check_number_of_new(view: View, rows: Sequence[StoredRow]) -> None:
@@ -169,7 +169,7 @@ def check_number_of_new(view: View, rows: Sequence[StoredRow]) -> None:
     most = view.config.max_buffered_batches * view.config.train_batch_size
     if len(new) > most:
         raise InvalidArgumentError(
-            f"{min(new)}: the request begins {len(new)} prompt groups at once, and max_buffered_batches allows {most}; "
+            f"{min(new)}: the request begins {len(new)} prompt groups, and max_buffered_batches allows {most}; "
             "begin fewer in one request"
         )
 
@@ -202,7 +202,7 @@ class Capacity:
             room = room or room_of_caller(self._view, self._find_quota)
             if not room.groups_of(begins):
                 raise ResourceExhaustedError(
-                    f"{row.group}: no room for another prompt group: {room.reason_for(begins)}", RETRY_AFTER_S
+                    f"{row.group}: no capacity for another prompt group: {room.reason_for(begins)}", RETRY_AFTER_S
                 )
             room = room.less(begins)
         if rows < 0:
@@ -228,7 +228,7 @@ class Capacity:
 
     def _exceeded(self, row: StoredRow, kind: str, left: int, need: int) -> ResourceExhaustedError:
         return ResourceExhaustedError(
-            f"{row}: {max(0, left)} {_QUOTA_WORDS[kind]} are left after the rows before it, and it needs {need}: "
+            f"{row}: needs {need} {_QUOTA_WORDS[kind]}, and {max(0, left)} are left after the rows before it: "
             f"{self._reasons[kind]}",
             RETRY_AFTER_S,
         )
@@ -265,23 +265,23 @@ def room(state: State, config: RunConfig, service_bytes: int) -> Room:
         case "batches":
             reason = (
                 f"max_buffered_batches: {config.max_buffered_batches} batches of train_batch_size: "
-                f"{config.train_batch_size} are stored; the trainer has to commit one, or raise the setting"
+                f"{config.train_batch_size} are stored; wait for the trainer to commit one, or raise the setting"
             )
         case "bytes":
             reason = (
                 f"{state.row_bytes + state.shard_bytes} bytes are stored and {promised - state.row_bytes} reserved of "
-                f"max_buffered_bytes: {config.max_buffered_bytes}; the trainer has to commit a batch, or raise the "
-                "setting"
+                f"max_buffered_bytes: {config.max_buffered_bytes}; wait for the trainer to commit a batch, or raise "
+                "the setting"
             )
         case "service":
             reason = (
                 f"{promised} bytes of rows are stored or reserved of the {max(0, service_bytes)} that the service's "
-                "other runs leave; batches have to be sealed, or raise the service's max_row_bytes"
+                "other runs leave; wait until batches are sealed, or raise the service's max_row_bytes"
             )
         case _:
             reason = (
                 f"max_staleness: {config.max_staleness} at policy version {state.policy_version} allows {batches} "
-                "batches in all; the trainer has to announce a newer version"
+                "batches in total; wait for the trainer to announce a newer version"
             )
     return Room(max(0, bounds[name]), reason, reserved)
 
@@ -311,8 +311,8 @@ def quota_room(quota: Quota) -> Room:
 def _quota_reason(quota: Quota, kind: str, used: int, most: int) -> str:
     setting = quota.setting.format(kind)
     return (
-        f"{quota.whose} {used} {_QUOTA_WORDS[kind]}, where {setting} allows {most}; batches have to be freed or groups "
-        f"aborted, or raise {setting}"
+        f"{quota.whose} {used} {_QUOTA_WORDS[kind]}, and {setting} is {most}; wait until batches are freed, abort "
+        f"groups, or raise {setting}"
     )
 
 
@@ -336,13 +336,13 @@ def bytes_left(state: State, config: RunConfig, service_bytes: int) -> BytesLeft
     of_run, stored = with_overdraft(config.max_buffered_bytes), state.row_bytes
     if of_run <= service_bytes:
         reason = (
-            f"{stored} bytes of rows are stored, and max_buffered_bytes: {config.max_buffered_bytes} is passed by a "
-            "quarter at most; commit a batch, abort groups that will not be complete, or raise the setting"
+            f"{stored} bytes of rows are stored, which may exceed max_buffered_bytes: {config.max_buffered_bytes} by "
+            "at most a quarter; commit a batch, abort groups that will not complete, or raise the setting"
         )
     else:
         reason = (
-            f"{stored} bytes of rows are stored, and the service's other runs leave {service_bytes}; batches have to "
-            "be freed, abort groups that will not be complete, or raise the service's max_row_bytes"
+            f"{stored} bytes of rows are stored, and the service's other runs leave {service_bytes}; wait until "
+            "batches are freed, abort groups that will not complete, or raise the service's max_row_bytes"
         )
     return BytesLeft(max(0, min(of_run, service_bytes) - stored), reason)
 
@@ -368,8 +368,8 @@ def check_sizes(state: State, wanted: Sequence[NewGroup], config: RunConfig) -> 
     for key, samples, _ in wanted:
         if not 0 <= samples <= config.most_samples:
             raise InvalidArgumentError(
-                f"{key}: n_samples is {samples}, and {_most(config)} allows 1..{config.most_samples}; give a number of "
-                "these, give 0 for the run's n_samples_per_prompt, or raise max_samples_per_prompt"
+                f"{key}: n_samples {samples} is outside of 1..{config.most_samples} ({_most(config)}); send a number "
+                "in this range, or 0 for the run's n_samples_per_prompt, or raise max_samples_per_prompt"
             )
         if not samples:
             continue
@@ -377,8 +377,8 @@ def check_sizes(state: State, wanted: Sequence[NewGroup], config: RunConfig) -> 
         known = sizes.setdefault(key, samples) if group is None else group.samples
         if known != samples:
             raise InvalidArgumentError(
-                f"{key}: n_samples is {samples}, and the group was begun with {known}; give the same, or begin it in "
-                "another round"
+                f"{key}: n_samples {samples} differs from {known}, with which the group was begun; send {known}, or "
+                "begin the group in another round"
             )
 
 
@@ -403,7 +403,7 @@ def no_sample(row: StoredRow, group: Group | None, config: RunConfig) -> Invalid
     else:
         allowed_by = f"n_samples_per_prompt: {config.n_samples_per_prompt}{_with_surplus(config.surplus)}"
         if config.most_samples > config.n_samples_per_prompt:
-            allowed_by += " (the group was not begun with n_samples of its own)"
+            allowed_by += ", the run's default"
     return _no_sample(row, row.trajectory.sample, samples_of(group, config), allowed_by)
 
 
@@ -419,7 +419,7 @@ def _with_surplus(surplus: int) -> str:
 
 def _no_sample(row: StoredRow | TrajectoryKey, sample: int, samples: int, allows: str) -> InvalidArgumentError:
     return InvalidArgumentError(
-        f"{row}: sample is {sample}, and {allows} allows 0..{samples - 1}; number samples from 0, or begin the "
+        f"{row}: sample {sample} is outside of 0..{samples - 1} ({allows}); number samples from 0, or begin the "
         "group with more (max_samples_per_prompt)"
     )
 
@@ -455,7 +455,7 @@ class NamedTags:
         known = self.names.get(key) or (group.tag if group else "")
         if known and known != tag:
             raise InvalidArgumentError(
-                f"{what}: tag is {tag!r}, and the group has {known!r}; give all rows of a group one tag, or none"
+                f"{what}: tag {tag!r} differs from the group's tag {known!r}; use one tag per group, or none"
             )
         if not known:
             check_tag(tag, what)
@@ -471,6 +471,6 @@ class NamedTags:
         names = self._state.tags.keys() | self.names.values() | {tag}
         if len(names) > MOST_TAGS:
             raise InvalidArgumentError(
-                f"{what}: the run would have more than {MOST_TAGS} tags ({', '.join(sorted(names)[:5])}, ...); name "
-                "the environment or task by the tag, and not the prompt"
+                f"{what}: the run would have more than {MOST_TAGS} tags ({', '.join(sorted(names)[:5])}, ...); use a "
+                "tag per environment or task, not per prompt"
             )

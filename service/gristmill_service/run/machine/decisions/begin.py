@@ -27,7 +27,7 @@ from gristmill_service.run.machine.state import Decision, State
 def begin(state: State, model: Model, ranks: Sequence[int], run_id: str) -> Decision[Resumed]:
     """Assigns the ranks a new incarnation. The answer has the position of the rank that is furthest behind."""
     if len(set(ranks)) < len(ranks):
-        raise InvalidArgumentError(f"ranks is {list(ranks)}; give each rank once")
+        raise InvalidArgumentError(f"ranks {list(ranks)} contains a rank twice; send each rank once")
     current = model_state(state, model)
     for rank in ranks:
         check_rank(state, model, rank)
@@ -35,9 +35,9 @@ def begin(state: State, model: Model, ranks: Sequence[int], run_id: str) -> Deci
     if reached > standing(state, model, current.committed):
         raise FailedPreconditionError(
             f"{model} rank {', '.join(map(str, ranks))}: an earlier trainer acknowledged what lies before "
-            f"{text_of(reached)}, and committed what lies before {text_of(current.committed)}. Say where this one "
-            "resumes: load_state_dict(state) with the state of its checkpoint, or load_state_dict({}) to train again "
-            "from the last commit"
+            f"{text_of(reached)}, and committed what lies before {text_of(current.committed)}; call "
+            "load_state_dict(state) with the state of a checkpoint to resume there, or load_state_dict({}) to train "
+            "again from the last commit"
         )
     began = RanksBegan(model, tuple(ranks), next_incarnation(state, model))
 

@@ -49,8 +49,8 @@ def unwritten(state: State, number: int, incarnation: int, digests: Mapping[Colu
     """
     if not incarnation:
         raise InvalidArgumentError(
-            "incarnation is 0; columns are written under an incarnation of the trainer; give the one that came with "
-            "the shard"
+            "incarnation is 0, but columns are written under an incarnation of the trainer; send the incarnation that "
+            "was returned with the shard"
         )
     progress.check_incarnation(state, "policy", incarnation)
     progress.batch_state(state, number)
@@ -63,19 +63,18 @@ def unwritten(state: State, number: int, incarnation: int, digests: Mapping[Colu
         count = batch.mini_batches.get("policy", 0)
         if not 0 <= place.mini_batch < count:
             raise InvalidArgumentError(
-                f"batch {number} has {count} policy mini-batches; there is no mini-batch {place.mini_batch}"
+                f"mini-batch {place.mini_batch} does not exist: batch {number} has {count} policy mini-batches; send "
+                f"one of 0..{count - 1}"
             )
     new = [place for place in digests if place not in batch.written]
     for place in digests.keys() - set(new):
         if batch.written[place].digest != digests[place]:
             raise AlreadyExistsError(
-                f"batch {number} mini-batch {place.mini_batch} rank {place.rank}: {place.column} was written before "
-                "with other values; a trainer that was started again has to resume before it writes columns again"
+                f"batch {number} mini-batch {place.mini_batch} rank {place.rank}: {place.column} was already written "
+                "with other values; resume first, if the trainer was restarted"
             )
     if new and not batch.is_published:
-        raise UnavailableError(
-            f"batch {number}: its forward shards are being published again; write the columns when they are"
-        )
+        raise UnavailableError(f"batch {number}: its forward shards are being republished; retry after that")
     if new and not batch.awaits:
-        raise FailedPreconditionError(f"batch {number} has all columns that trainers write; train it")
+        raise FailedPreconditionError(f"batch {number} already has all columns that trainers write; train on it")
     return new

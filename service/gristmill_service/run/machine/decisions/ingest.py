@@ -163,9 +163,7 @@ def _checked_schema(steps: Steps, schema: RowSchema, config: RunConfig) -> RowSc
     """
     check_advantage_schema(steps, config)
     if steps.advantages is not None and steps.token_advantages is not None:
-        raise InvalidArgumentError(
-            f"{steps.name(0)}: advantage is given twice, as one number and per response token; send one of them"
-        )
+        raise InvalidArgumentError(f"{steps.name(0)}: advantage is sent twice, as a number and per token; send one")
     has_advantages = steps.advantages is not None or steps.token_advantages is not None
     kinds = {
         "logprobs": steps.logprobs is not None,
@@ -182,8 +180,8 @@ def _checked_schema(steps: Steps, schema: RowSchema, config: RunConfig) -> RowSc
 
 def _of_other_kind(row: object, name: str, value: bool) -> InvalidArgumentError:
     return InvalidArgumentError(
-        f"{row}: has {ROW_KINDS[name][value]}, and the rows before it in this run have {ROW_KINDS[name][not value]}; "
-        "all rows of a run are alike in this"
+        f"{row}: has {ROW_KINDS[name][value]}, but earlier rows of this run have {ROW_KINDS[name][not value]}; send "
+        "the same in all rows of a run"
     )
 
 
@@ -222,9 +220,7 @@ class _TrajectoryView:
         elif row.attempt < self.attempt:
             return Outcome.SUPERSEDED
         if row.parent is not None and not (row.attempt == self.attempt and self._has(row.step - 1)):
-            raise PrefixUnknownError(
-                f"{row}: the run does not have the step before any more; send all tokens of the row"
-            )
+            raise PrefixUnknownError(f"{row}: the run no longer has the previous step; send all tokens of the row")
         return _ACCEPTED
 
     def add(self, row: StoredRow) -> None:
@@ -244,19 +240,19 @@ class _TrajectoryView:
         if self.last is not None and (row.is_last or row.step > self.last):
             problem = "is_last_step is true" if row.is_last else f"step {row.step} comes after the last step"
             raise InvalidArgumentError(
-                f"{row}: {problem}, and step {self.last} is the last of the trajectory "
-                "already; exactly one step is the last"
+                f"{row}: {problem}, and step {self.last} is already the last of the "
+                "trajectory; set is_last_step on exactly one step"
             )
         if row.is_last and row.step < self.highest:
             raise InvalidArgumentError(
-                f"{row}: is_last_step is true, and step {self.highest} was accepted "
-                "already; the last step has the highest number"
+                f"{row}: is_last_step is true, but step {self.highest} was already "
+                "accepted; set it on the step with the highest number"
             )
         other = next(chain(self.added.values(), self.before.values()))
         if other.advantage != row.advantage:
             raise InvalidArgumentError(
-                f"{row}: advantage is {row.advantage} and {other.advantage} on step "
-                f"{other.step}; give the same on every step of a trajectory, or one per response token"
+                f"{row}: advantage {row.advantage} differs from {other.advantage} on step "
+                f"{other.step}; send the same on every step of a trajectory, or one per response token"
             )
 
 
@@ -264,7 +260,7 @@ def _compared(row: StoredRow, known: StoredRow) -> Outcome:
     """Returns the outcome of a row whose step was accepted before. Raises AlreadyExistsError for other content."""
     if known.digest != row.digest:
         raise AlreadyExistsError(
-            f"{row}: other content was accepted for this step of attempt {row.attempt}; send the same row, or "
+            f"{row}: different content was accepted for this step of attempt {row.attempt}; send the same row, or "
             "sample the trajectory again with a higher attempt"
         )
     return Outcome.DUPLICATE
@@ -290,7 +286,7 @@ class _GroupView:
             raise no_sample(row, self._group, self._config)
         if not self._is_step_wise and (row.step or not row.is_last):
             raise InvalidArgumentError(
-                f"{row}: with step_wise: false a trajectory has one step, which is number 0 and the last; set "
+                f"{row}: with step_wise: false a trajectory has only step 0, which is the last; set "
                 "step_wise: true for trajectories of several turns"
             )
         if self._group is not None and not self._group.takes(sample, row.attempt):

@@ -35,8 +35,8 @@ _INCARNATION_BITS = 20
 def model_state(state: State, model: Model) -> ModelState:
     if model not in state.models:
         raise InvalidArgumentError(
-            f"model is {model} and this run has none; it has {', '.join(state.models)} (critic_mini_batch_size "
-            "configures a critic)"
+            f"model {model} does not exist in this run; use {', '.join(state.models)}, or set critic_mini_batch_size "
+            "to train a critic"
         )
     return state.models[model]
 
@@ -44,7 +44,7 @@ def model_state(state: State, model: Model) -> ModelState:
 def check_rank(state: State, model: Model, rank: int) -> None:
     size = len(model_state(state, model).next)
     if not 0 <= rank < size:
-        raise InvalidArgumentError(f"rank is {rank} and dp_size is {size}; ranks are 0..{size - 1}")
+        raise InvalidArgumentError(f"rank {rank} does not exist with dp_size {size}; use 0..{size - 1}")
 
 
 def check_caller(state: State, model: Model, rank: int, incarnation: int, *, acks: bool = False) -> None:
@@ -55,7 +55,7 @@ def check_caller(state: State, model: Model, rank: int, incarnation: int, *, ack
     own = model_state(state, model)
     began = own.began.get(rank, 0)
     if incarnation and incarnation < began and (acks or incarnation > own.incarnation):
-        raise superseded(model, incarnation, began, f"another trainer of rank {rank} began")
+        raise superseded(model, incarnation, began, f"another trainer of rank {rank} started")
 
 
 def superseded(model: Model, incarnation: int, by: int, why: str) -> StaleIncarnationError:
@@ -73,10 +73,10 @@ def check_incarnation(state: State, model: Model, incarnation: int) -> None:
     if incarnation > current:
         why = "it may be of another run, or of a deleted run of this name"
         if state.generation > 1:
-            why = f"its log was rolled back, and it is in generation {state.generation}"
+            why = f"its log was rolled back (generation {state.generation})"
         raise FailedPreconditionError(
-            f"{model}: this run never gave incarnation {incarnation}, and the current one is {current}: {why}; resume "
-            "first"
+            f"{model}: incarnation {incarnation} is unknown in this run, and the current one is {current}: {why}; "
+            "resume first"
         )
 
 
@@ -89,7 +89,7 @@ def batch_state(state: State, number: int) -> BatchState:
     """Returns the batch's state. Raises BatchFailedError or NotFoundError for a batch that will never be available
     again."""
     if number < 0:
-        raise InvalidArgumentError(f"batch is {number}; batches are numbered from 0")
+        raise InvalidArgumentError(f"batch {number} does not exist; batches are numbered from 0")
     _check_built(state, number)
     batch = state.batches.get(number)
     if batch is not None:
@@ -97,7 +97,7 @@ def batch_state(state: State, number: int) -> BatchState:
             return BatchState.PENDING
         return BatchState.FORWARD if batch.awaits else BatchState.PUBLISHED
     if number < state.batches_sealed:
-        raise NotFoundError(f"batch {number} is freed: every model has committed it; ask for {state.freed} or later")
+        raise NotFoundError(f"batch {number} is freed, as every model committed it; request {state.freed} or later")
     _check_not_rolled_back(state, number)
     return BatchState.END if state.finished and not state.complete else BatchState.PENDING
 
@@ -123,8 +123,8 @@ def _check_mini_batch(state: State, model: Model, position: Position) -> None:
     count = (state.batches[position.batch].mini_batches or {}).get(model, 0)
     if not 0 <= position.mini_batch < count or not 0 <= position.epoch < state.epochs:
         raise InvalidArgumentError(
-            f"batch {position.batch} has {count} {model} mini-batches and {state.epochs} epochs; there is no epoch "
-            f"{position.epoch} mini-batch {position.mini_batch}"
+            f"epoch {position.epoch} mini-batch {position.mini_batch} does not exist: batch {position.batch} has "
+            f"{state.epochs} epochs and {count} {model} mini-batches; numbers start at 0"
         )
 
 
@@ -194,7 +194,7 @@ def _after(state: State, model: Model, rank: int, position: Position) -> Positio
     if position != expected or batch is None or batch.mini_batches is None or batch.awaits:
         awaits = f", and waits for {', '.join(batch.awaits)}" if batch is not None and batch.awaits else ""
         raise FailedPreconditionError(
-            f"{model} rank {rank}: {text_of(position)} cannot be acknowledged, the next is {text_of(expected)}"
+            f"{model} rank {rank}: {text_of(position)} cannot be acknowledged, because the next is {text_of(expected)}"
             + ("" if position != expected else f", which is not published yet{awaits}")
             + "; acknowledge in order"
         )
@@ -215,7 +215,7 @@ def commit(
     check_incarnation(state, model, incarnation)
     own = model_state(state, model)
     if incarnation and not own.has_trainer(incarnation):
-        raise superseded(model, incarnation, own.latest, "other trainers of its ranks began")
+        raise superseded(model, incarnation, own.latest, "other trainers of its ranks started")
     check_exists(state, model, position)
     _check_trained(state, model, position)
     if rank is None:
@@ -231,9 +231,9 @@ def _check_trained(state: State, model: Model, position: Position) -> None:
     reached = max(furthest(state, model), *state.models[model].next)
     if state.generation > 1 and settle(state, model, position) > settle(state, model, reached):
         raise StaleIncarnationError(
-            f"{model}: {text_of(position)} cannot be committed: this run's log was rolled back, and in generation "
-            f"{state.generation} it knows only the training before {text_of(reached)}. The trainer that was ahead is "
-            "superseded: end this process, and resume from a checkpoint at or before that position"
+            f"{model}: {text_of(position)} cannot be committed: this run's log was rolled back, and generation "
+            f"{state.generation} records only the training before {text_of(reached)}, so this trainer is superseded; "
+            "end this process, and resume from a checkpoint at or before that position"
         )
 
 
@@ -255,7 +255,7 @@ def announce(state: State, version: int) -> Decision[None]:
     """Raises the policy version."""
     if version < state.policy_version:
         raise FailedPreconditionError(
-            f"policy version {version} is lower than the current {state.policy_version}; versions never go back"
+            f"policy version {version} is lower than the current {state.policy_version}; announce a higher version"
         )
     return [PolicyVersionAnnounced(version)] if version > state.policy_version else [], lambda _: None
 
@@ -309,9 +309,9 @@ def check_not_ahead(state: State, model: Model, ranks: Collection[int], number: 
     following = max(settle(state, model, next_positions[rank]) for rank in ranks or range(len(next_positions)))
     if number > following.batch:
         raise FailedPreconditionError(
-            f"{model}: batch {number} lies ahead of this run, which knows only the training before "
-            f"{text_of(following)}: its log was rolled back, and it is in generation {state.generation}; resume from a "
-            "checkpoint at or before that position"
+            f"{model}: batch {number} lies ahead of this run, which records only the training before "
+            f"{text_of(following)}: its log was rolled back (generation {state.generation}); resume from a checkpoint "
+            "at or before that position"
         )
 
 
@@ -320,9 +320,8 @@ def _check_not_rolled_back(state: State, number: int) -> None:
     reached = max(model.furthest.batch for model in state.models.values())
     if state.generation > 1 and number > max(state.batches_sealed, reached + 1):
         raise FailedPreconditionError(
-            f"batch {number} lies ahead of this run, which knows batches before {reached} as trained and has sealed "
-            f"{state.batches_sealed}: its log was rolled back, it is in generation {state.generation}; resume from a "
-            "checkpoint"
+            f"batch {number} lies ahead of this run, which has trained the batches before {reached} and sealed "
+            f"{state.batches_sealed}: its log was rolled back (generation {state.generation}); resume from a checkpoint"
         )
 
 
@@ -336,13 +335,13 @@ def check_exists(state: State, model: Model, position: Position) -> None:
     model_state(state, model)
     if min(position) < 0:
         raise InvalidArgumentError(
-            f"{model}: {text_of(position)} is not a valid position: batch, epoch and mini-batch are 0 or more"
+            f"{model}: {text_of(position)} is not a valid position; use a batch, epoch and mini-batch of 0 or more"
         )
     if position > Position(state.batches_sealed):
         why = "it may be of another run"
         if state.generation > 1:
             why = (
-                f"this run's log was rolled back, and it is in generation {state.generation}; resume from a checkpoint "
+                f"this run's log was rolled back (generation {state.generation}); resume from a checkpoint "
                 f"at or before {text_of(furthest(state, model))}, or without one, at the committed position"
             )
         raise FailedPreconditionError(

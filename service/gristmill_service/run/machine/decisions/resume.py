@@ -78,8 +78,8 @@ def resume(
     check_text(checkpoint.run_id, "run_id")
     if checkpoint.run_id not in ("", run_id):
         raise FailedPreconditionError(
-            f"the checkpoint is of another run of this name, run_id {checkpoint.run_id}, and this one has "
-            f"{run_id}: that run was deleted since; start without the checkpoint's state, or restore that run"
+            f"the checkpoint is of another run of this name: its run_id is {checkpoint.run_id}, and this run's is "
+            f"{run_id}, so the other run was deleted; start without the checkpoint's state, or restore that run"
         )
     if rank is not None:
         return _of_rank(state, model, rank, checkpoint, dp_size, run_id)
@@ -103,8 +103,8 @@ def _of_rank(
     if checkpoint.give_up_reason or dp_size not in (0, state.dp_size):
         what = f"dp_size {dp_size}" if dp_size not in (0, state.dp_size) else "give_up_reason"
         raise PermissionDeniedError(
-            f"{model} rank {rank}: {what} concerns all ranks, and this token is for one; resume with a trainer's token "
-            "without a rank"
+            f"{model} rank {rank}: {what} affects all ranks, but this token is for one rank; resume with a trainer's "
+            "token without a rank"
         )
     target = _target(state, model, checkpoint)
     _skipped(state, model, target, checkpoint)
@@ -118,20 +118,19 @@ def _events(state: State, model: Model, checkpoint: Checkpoint, launch: str, dp_
     if launch == current.launch:
         if position is not None and position != current.resumed_at:
             raise FailedPreconditionError(
-                f"{model}: launch {launch!r} resumed at {text_of(current.resumed_at)}, and this rank asks for "
-                f"{text_of(position)}; all ranks load the same checkpoint"
+                f"{model}: launch {launch!r} resumed at {text_of(current.resumed_at)}, but this rank requests "
+                f"{text_of(position)}; load the same checkpoint on all ranks"
             )
         if dp_size != state.dp_size:
             raise FailedPreconditionError(
-                f"{model}: launch {launch!r} resumed with dp_size {state.dp_size}, and this rank asks for {dp_size}; "
-                "all ranks have the same"
+                f"{model}: launch {launch!r} resumed with dp_size {state.dp_size}, but this rank requests {dp_size}; "
+                "use the same on all ranks"
             )
         return []
     if launch in current.superseded:
         # A late rank of an earlier launch must not supersede a later launch.
         raise StaleIncarnationError(
-            f"{model}: launch {launch!r} was superseded by {current.launch!r}: the trainer was started again; end this "
-            "process"
+            f"{model}: launch {launch!r} was superseded by {current.launch!r}, when the trainer restarted; end this"
         )
     target = _target(state, model, checkpoint)
     skipped = _skipped(state, model, target, checkpoint)
@@ -148,8 +147,8 @@ def _target(state: State, model: Model, checkpoint: Checkpoint) -> Position:
     check_exists(state, model, target)
     if target < committed:
         raise FailedPreconditionError(
-            f"{model}: {text_of(target)} lies before the committed {text_of(committed)}, and its data may be "
-            "gone; resume from the newer checkpoint, and commit only what a checkpoint has"
+            f"{model}: {text_of(target)} lies before the committed {text_of(committed)}, so its data may be "
+            "freed; resume from a newer checkpoint, and commit only what a checkpoint includes"
         )
     return target
 
@@ -157,7 +156,7 @@ def _target(state: State, model: Model, checkpoint: Checkpoint) -> Position:
 def _check_launch(launch: str) -> None:
     """Rejects a launch name that is empty or too long, because the run stores every name."""
     if not launch:
-        raise InvalidArgumentError("launch is empty; name this start of the trainer, the same on all its ranks")
+        raise InvalidArgumentError("launch is empty; send an id of this start of the trainer, the same on all ranks")
     subject = f"launch {launch[:50]!r}..."
     check_length(launch, _LONGEST_LAUNCH, subject, "shorten it")
     check_text(launch, "launch")
@@ -220,12 +219,12 @@ def _refusal(state: State, model: Model, target: Position, fits: Position, betwe
     why = ""
     if generation and generation != state.generation:
         why = (
-            f" The checkpoint is of generation {generation} of the run and the run is in generation "
-            f"{state.generation}: its log was rolled back in between."
+            f" The checkpoint is of generation {generation} of the run, and the run is in generation "
+            f"{state.generation}, because its log was rolled back in between."
         )
     return (
-        f"{model}: the checkpoint is at {text_of(target)}, and this run knows only the training before "
-        f"{text_of(fits)}.{why} To resume there would skip accepted rows: {len(between)} sealed batches with {groups} "
-        "groups, and the rest of a batch that was begun. Load a checkpoint at or before that position, or give "
-        "give_up_reason, under which these groups are dropped"
+        f"{model}: the checkpoint is at {text_of(target)}, and this run records only the training before "
+        f"{text_of(fits)}.{why} Resuming there would skip accepted rows: {len(between)} sealed batches with {groups} "
+        "groups, and the rest of a started batch; load a checkpoint at or before that position, or set "
+        "give_up_reason to drop these groups"
     )

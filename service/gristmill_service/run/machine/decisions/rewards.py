@@ -55,18 +55,18 @@ def set_rewards(state: State, updates: Sequence[RewardUpdate], digests: Sequence
 def _checked_schema(row: StoredRow, update: RewardUpdate, schema: RowSchema) -> RowSchema:
     per_token = update.token_values is not None
     if per_token and update.value is not None:
-        raise InvalidArgumentError(f"{row}: reward is given twice, as one number and per response token; send one")
+        raise InvalidArgumentError(f"{row}: reward is sent twice, as one number and per response token; send one")
     if schema.token_rewards is not None and schema.token_rewards != per_token:
         raise InvalidArgumentError(
-            f"{row}: has {ROW_KINDS['token_rewards'][per_token]}, and rows of this run have "
-            f"{ROW_KINDS['token_rewards'][schema.token_rewards]}; give that"
+            f"{row}: has {ROW_KINDS['token_rewards'][per_token]}, but rows of this run have "
+            f"{ROW_KINDS['token_rewards'][schema.token_rewards]}; send the same"
         )
     return replace(schema, token_rewards=per_token)
 
 
 def _check_same(row: StoredRow, known: float, known_digest: bytes, value: float, digest: bytes) -> None:
     if (known, known_digest) != (value, digest):
-        raise AlreadyExistsError(f"{row}: the reward {known} was given before, and now {value}; a reward is given once")
+        raise AlreadyExistsError(f"{row}: the reward {value} differs from {known}, already set; keep that")
 
 
 def _bytes(update: RewardUpdate) -> bytes:
@@ -94,12 +94,12 @@ def _value(row: StoredRow, update: RewardUpdate) -> float:
     """Returns the step's reward, which is the sum of its rewards per token if there are any."""
     if update.token_values is None:
         if update.value is None:
-            raise InvalidArgumentError(f"{row}: reward has no value; give one")
+            raise InvalidArgumentError(f"{row}: reward has no value; send one")
         value = update.value
     elif len(update.token_values) != row.response_length:
         raise InvalidArgumentError(
             f"{row}: reward has {len(update.token_values)} values and response_ids has "
-            f"{row.response_length}; they need one each"
+            f"{row.response_length}; send one per response token"
         )
     else:
         value = exact_sum(update.token_values)
@@ -107,5 +107,5 @@ def _value(row: StoredRow, update: RewardUpdate) -> float:
         most = float(np.abs(update.token_values).max(initial=0.0))
         value = value if most <= FLOAT32_MAX else most
     if not abs(value) <= FLOAT32_MAX:
-        raise InvalidArgumentError(f"{row}: reward is {value}; it must be finite, also as float32")
+        raise InvalidArgumentError(f"{row}: reward {value} is not finite as float32; send a finite number")
     return value

@@ -98,8 +98,8 @@ def seal_batch(state: State, config: RunConfig, number: int | None) -> Decision[
         raise FailedPreconditionError(f"batch {number} cannot be sealed, the next is {following}; seal that")
     if not state.complete:
         raise FailedPreconditionError(
-            f"no prompt group is complete ({len(state.open)} are open), so there is nothing to seal; submit the "
-            "missing steps and rewards, or abort the trajectories that will not end"
+            f"no prompt group is complete ({len(state.open)} are open), so no batch can be sealed; submit the "
+            "missing steps and rewards, or abort the trajectories that will not finish"
         )
     sealed = _seal(state, config, _preferred(_complete_groups(state, config), state, config))
     return [sealed], lambda after: Sealed(number, after.prompts[number])
