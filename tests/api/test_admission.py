@@ -162,7 +162,9 @@ def test_where_no_place_comes_free_the_caller_is_asked_to_retry(monkeypatch: pyt
     async def test() -> None:
         admission = Admission(Limits(requests=1))
         (await reading(admission, "a")).came(LARGE)
-        with pytest.raises(ResourceExhaustedError, match="1 requests are being read or answered, 0 of this caller"):
+        with pytest.raises(
+            ResourceExhaustedError, match=r"1 large requests are being read or answered \(0 of this caller\)"
+        ):
             await reading(admission, "b")
 
     run(test)

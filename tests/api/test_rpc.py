@@ -123,7 +123,7 @@ def test_a_batch_comes_with_the_shard_that_is_wanted_first(grpc_api: GrpcApi, ru
 
 @pytest.mark.parametrize(
     ("shard", "message"),
-    [({"rank": 9}, "rank is 9"), ({"model": run_pb2.MODEL_CRITIC}, "critic"), ({"incarnation": 5}, "incarnation")],
+    [({"rank": 9}, "rank 9"), ({"model": run_pb2.MODEL_CRITIC}, "critic"), ({"incarnation": 5}, "incarnation")],
 )
 def test_a_shard_that_is_wanted_with_its_batch_is_refused_as_if_it_were_asked_for_alone(
     grpc_api: GrpcApi, run_name: str, shard: dict[str, int], message: str

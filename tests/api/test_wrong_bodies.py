@@ -58,7 +58,7 @@ BODIES = {
     ),
     "a boolean for a reward": ("rewards", b'{"rewards":[{' + REWARD + b"true}]}", "body.rewards.0.reward"),
     "unknown settings": ("", b'{"run":"x","config":{' + UNKNOWN + b"}}", "unknown setting field_000000"),
-    "a long name": ("", b'{"config":{},"run":"' + b"x" * (MIB - 50) + b'"}', "run is 'xxx"),
+    "a long name": ("", b'{"config":{},"run":"' + b"x" * (MIB - 50) + b'"}', "run name 'xxx"),
 }
 
 

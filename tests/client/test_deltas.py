@@ -178,7 +178,7 @@ def test_a_turn_that_is_repeated_is_a_duplicate_however_it_comes(
 
 @pytest.mark.parametrize(
     ("length", "checksum", "message"),
-    [(100, 1, "does not begin with the 100 omitted tokens"), (150, 0, "does not begin with the 150 tokens")],
+    [(100, 1, "does not begin with the 100 omitted tokens"), (150, 0, "does not begin with the 150 omitted tokens")],
 )
 def test_a_prefix_that_the_step_before_has_not_is_refused_by_name(
     service: Service, run_name: str, length: int, checksum: int, message: str

@@ -78,7 +78,9 @@ def test_the_later_of_two_trainers_of_a_rank_supersedes_the_earlier(service: Ser
         shard, others = (next(next(iter(one)).mini_batches()) for one in (earlier, other_rank))
         with trainer_of(service, client, 0) as later:
             assert later.position == Position(0)
-            superseded = r"policy: incarnation 2 was superseded by 4: another trainer of rank 0 began; end this process"
+            superseded = (
+                r"policy: incarnation 2 was superseded by 4: another trainer of rank 0 started; end this process"
+            )
             with pytest.raises(StaleIncarnationError, match=superseded):
                 shard.ack()
             with pytest.raises(StaleIncarnationError, match="incarnation 2 was superseded"):

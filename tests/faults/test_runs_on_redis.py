@@ -61,7 +61,8 @@ def test_a_damaged_run_is_set_aside_and_deleted_and_others_go_on(server: RedisSe
     second = join(server.url, "second")
     wait_until(lambda: "a" in second.runs.unreadable, "it is set aside")
     assert (
-        f"{key} in Redis is damaged: it has another type; restore it, or delete the run" in second.runs.unreadable["a"]
+        f"{key} in Redis is damaged: it is of another type; restore it, or delete the run"
+        in second.runs.unreadable["a"]
     )
     with pytest.raises(FailedPreconditionError, match="is damaged"):
         second.runs.get("a")

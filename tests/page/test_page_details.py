@@ -55,7 +55,7 @@ def test_what_other_settings_would_give_is_computed_of_the_batch(client: httpx.C
     assert costs["layout: packed"]["padding_share"] < costs[""]["padding_share"]
     refused = client.get(f"/runs/{run}/batches/7/costs")
     assert refused.status_code == 412
-    assert "batch 7 is not in store" in refused.json()["error"]["message"]
+    assert "batch 7 has no stored rows" in refused.json()["error"]["message"]
 
 
 def test_groups_are_found_by_a_part_of_their_uid(client: httpx.Client, run: str) -> None:

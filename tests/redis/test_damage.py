@@ -174,7 +174,7 @@ def test_an_owner_whose_lease_is_damaged_renews_it(redis_server: RedisServer, jo
 def test_a_damaged_claim_is_rebuilt(store: RedisRunStore, log: RedisRunLog, field: str, value: bytes) -> None:
     store._client.hset(store._keys("run").head, field, value)
     if field == "token":
-        with pytest.raises(LogLostError, match="another replica owns"):
+        with pytest.raises(LogLostError, match="another replica now owns"):
             log.append(b"lost", {})
     log.close()
     again = store.open("run")

@@ -114,7 +114,7 @@ def test_numbers_of_tables_are_not_used_again_though_clocks_differ(store: RedisR
 def test_what_is_damaged_sets_it_aside(store: RedisRunStore, old: Any, name: str) -> None:
     old.unlink(f"{TAG}:{name}")
     old.sadd(f"{TAG}:{name}", "another type")
-    with pytest.raises(InvalidArgumentError, match="is damaged: it has another type; restore it, or delete the run"):
+    with pytest.raises(InvalidArgumentError, match="is damaged: it is of another type; restore it, or delete the run"):
         store.open("run")
     store.delete("run")
     assert keys(store) == set()

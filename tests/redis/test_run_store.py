@@ -212,7 +212,7 @@ class TestOwnership:
         started(log)
         log.append(b"two", {})
 
-        with pytest.raises(LogLostError, match="another replica owns"):
+        with pytest.raises(LogLostError, match="another replica now owns"):
             before.append(b"of the former", {})
         assert before.is_lost
         with pytest.raises(LogLostError):

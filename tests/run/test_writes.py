@@ -130,7 +130,7 @@ class TestWrites:
             first = next(name for name in tensors if name != last)
             bench.run.write(0, 0, 0, 1, {first: tensors.pop(first)})
         held = encode_state(bench.state)
-        message = r"uid 'a' sample 0 step 1: \w+\[1\] is .*, so the KL is inf, .* log-probabilities -2.0 and 800.0"
+        message = r"uid 'a' sample 0 step 1: \w+\[1\] is .*, and the KL is inf, .* log-probabilities -2.0 and 800.0"
         with pytest.raises(InvalidArgumentError, match=message):
             bench.run.write(0, 0, 0, 1, tensors)
         assert encode_state(bench.state) == held
@@ -161,7 +161,9 @@ class TestWrites:
         if theirs < 0:
             assert bench.run.write(0, 0, 0, 1, half) == 6
         else:
-            message = r"old_logprobs\[1\] is -2.0, so the KL is inf, .* log-probabilities -2.0 and 800.0 \(ref_logprobs"
+            message = (
+                r"old_logprobs\[1\] is -2.0, and the KL is inf, .* log-probabilities -2.0 and 800.0 \(ref_logprobs"
+            )
             with pytest.raises(InvalidArgumentError, match=message):
                 bench.run.write(0, 0, 0, 1, half)
             assert len(bench.run.batch(0).awaits) == 7

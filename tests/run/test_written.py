@@ -133,7 +133,7 @@ class TestCompletion:
     def test_what_float32_cannot_hold_in_sums_is_refused_before_it_fails_the_batch(self) -> None:
         # Each token's KL is a number of float32, and their sum is none.
         bench = forwarded(kl_in_reward={"coef": 7e37, "estimator": "k1"})
-        with pytest.raises(InvalidArgumentError, match=r"ref_logprobs\[0\] is .*, so the KL is .*e\+3"):
+        with pytest.raises(InvalidArgumentError, match=r"ref_logprobs\[0\] is .*, and the KL is .*e\+3"):
             write(bench.run, 0, 0)
         values = values_for(shard(bench.run, 0, 0), ("values",))
         with pytest.raises(

@@ -32,7 +32,7 @@ def test_where_the_system_gives_no_threads_the_limit_is_named(monkeypatch: pytes
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", two_threads)
-    with pytest.raises(UnavailableError, match=r"no 3 threads more .*ulimit -u"):
+    with pytest.raises(UnavailableError, match=r"cannot start 3 more threads .*ulimit -u"):
         started_pool(3, "test-pool")
     for thread in started:
         thread.join(20)

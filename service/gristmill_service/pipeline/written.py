@@ -327,7 +327,7 @@ def _tensor(tensors: Mapping[str, Array], name: str, shape: tuple[int, ...], col
     expected = (*shape, *column.value_shape)
     if tensor.shape != expected or tensor.dtype != column.storage:
         raise InvalidArgumentError(
-            f"{where}: {name} is {safetensors_name(tensor.dtype)} {list(tensor.shape)} and the shard needs "
+            f"{where}: {name} is {safetensors_name(tensor.dtype)} {list(tensor.shape)}, but the shard needs "
             f"{safetensors_name(column.storage)} {list(expected)}; write it with that dtype and shape"
         )
     return tensor
