@@ -163,7 +163,7 @@ def serve(**variables: str) -> subprocess.CompletedProcess[str]:
 def test_a_protocol_that_is_not_spoken_is_refused() -> None:
     ended = serve(OTEL_EXPORTER_OTLP_ENDPOINT="http://127.0.0.1:1", OTEL_EXPORTER_OTLP_PROTOCOL="http/protobuf")
     assert ended.returncode == 2
-    assert ended.stderr.startswith("gristmill serve: OTEL_EXPORTER_OTLP_PROTOCOL is 'http/protobuf'")
+    assert ended.stderr.startswith("gristmill serve: OTEL_EXPORTER_OTLP_PROTOCOL 'http/protobuf'")
     assert len(ended.stderr.splitlines()) == 1
 
 
