@@ -36,7 +36,7 @@ def tune_process() -> None:
     # A computing thread yields to the event loop after 0.5 ms instead of Python's 5.
     sys.setswitchinterval(_SWITCH_S)
     # Every row consists of a few small tuples, which live until their batch is freed: frequent collections would
-    # traverse them and find little garbage. One collection of so many objects takes about 3 ms.
+    # traverse them and find little garbage. One collection of this many objects takes about 3 ms.
     gc.set_threshold(*_GC_THRESHOLDS)
 
 

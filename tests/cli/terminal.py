@@ -43,7 +43,7 @@ def environment(**more: str) -> dict[str, str]:
     } | more
 
 
-# Typer's runner makes the commands anew at each call, which takes longer than most of them.
+# Typer's runner makes the commands again at each call, which takes longer than most of them.
 vars(typer.testing)["_get_command"] = cache(typer.main.get_command)
 
 

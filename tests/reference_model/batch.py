@@ -37,7 +37,7 @@ def expected(
 @dataclass
 class Batch:
     """received: rows. stale: uids of groups dropped as stale. rows: merged ones, in order. bounds: of the groups' rows.
-    padding: beside each row in the policy's shards. shares: what the rows of each micro-batch share."""
+    padding: next to each row in the policy's shards. shares: what the rows of each micro-batch share."""
 
     received: list[Row]
     config: Config

@@ -54,8 +54,8 @@ def value(row: Merged, column: Column) -> Any:
     given = [number for number in row.path if name in steps[number]]
     match column["scope"]:
         case "response":
-            found = [None if source is None else at(steps[source[0]], column, source[1]) for source in row.sources]
-            return [fill if one is None else one for one in found]
+            values = [None if source is None else at(steps[source[0]], column, source[1]) for source in row.sources]
+            return [fill if one is None else one for one in values]
         case "token":
             return [_of_token(row, column, place) for place in range(len(row.tokens))]
         case "items" if column.get("merge", "last") == "concat":

@@ -25,7 +25,7 @@ Check = Callable[[list[Row], Config], int]
 
 
 def campaign(check: Check, seed: int, batches: int) -> Iterator[int]:
-    """Compares at least so many batches, and yields how many of them each time."""
+    """Compares at least this number of batches, and yields how many of them each time."""
     done = number = 0
     while done < batches:
         rows, config = drawn(f"{seed}/{number}")

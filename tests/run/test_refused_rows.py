@@ -34,7 +34,7 @@ VERSIONS_BELOW_ALL = -2
 
 @st.composite
 def rows(draw: st.DrawFn) -> Row:
-    """Rows of which some are wrong by themselves, and some beside others."""
+    """Rows of which some are wrong by themselves, and some because of others."""
     return row(
         draw(st.sampled_from("abcd")),
         draw(st.sampled_from([0, 0, 0, 1, 3])),

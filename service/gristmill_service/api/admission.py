@@ -32,8 +32,8 @@ _SHARE = 0.75
 _RETRY_S = 1.0
 _LOOK_S = 0.5
 
-# A caller's invalid calls may use this share of the service's time, and so many seconds at once before the caller is
-# throttled.
+# A caller's invalid calls may use this share of the service's time, and this number of seconds at once before the
+# caller is throttled.
 _WRONG_SHARE, _FREE_S, _MOST_S = 1 / 200, 0.25, 0.5
 # The cost of an invalid call, and of each byte of a large refused call, in seconds.
 _CALL_S, _BYTE_S = 0.5e-3, 1.2e-9

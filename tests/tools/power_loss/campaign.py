@@ -34,10 +34,10 @@ def campaign(
             left = directory / "left"
             part = draw.choice(PARTS)
             disk.write(left, part, draw)
-            found = Image(left, fsync, deepcopy(promised), note.at, tolerance_s).check()
-            if found.wrong:
-                print(f"{fsync}, seed {seed}, change {number}, {part}: {found}", flush=True)
-            findings.add(found)
+            outcome = Image(left, fsync, deepcopy(promised), note.at, tolerance_s).check()
+            if outcome.wrong:
+                print(f"{fsync}, seed {seed}, change {number}, {part}: {outcome}", flush=True)
+            findings.add(outcome)
             shutil.rmtree(left)
     shutil.rmtree(directory)
     return findings

@@ -172,12 +172,12 @@ class ColumnSpec:
         """The column of the index of a step's first value, by which rows have it; 0 for steps without it."""
         return ColumnSpec(start_of(self.name), "int64", "row", merge="last", required=False)
 
-    @property
+    @cached_property
     def values_column(self) -> ColumnSpec:
         """The column by which rows have a ragged column's values: those of the first token, then of the next."""
         return replace(self, scope="items", shape=(), merge="last", partial=False)
 
-    @property
+    @cached_property
     def offsets_column(self) -> ColumnSpec:
         """The column of the index at which each token's values begin in a ragged column, and of the last one's end."""
         return ColumnSpec(of_column(self.name)[0], "int64", "items", merge="last", required=False)

@@ -105,7 +105,7 @@ redis://{{ include "gristmill.name" . }}-redis:6379/0
 {{- end }}
 
 {{/*
-What changes when a secret does that is read only at a start, so that an upgrade starts the pods anew. Takes a dict of
+What changes when a secret does that is read only at a start, so that an upgrade restarts the pods. Takes a dict of
 context and names. Without a cluster, as in `helm template`, there is nothing to look up.
 */}}
 {{- define "gristmill.secretsChecksum" -}}

@@ -30,7 +30,7 @@ def status(
             "--for",
             min=0.0,
             metavar="SECONDS",
-            help="Also report a run as stuck after so many seconds without an event.",
+            help="Also report a run as stuck after this number of seconds without an event.",
         ),
     ] = 0.0,
 ) -> None:
@@ -38,7 +38,7 @@ def status(
 
     Exit status 1: a run failed or is stuck, its owner or a replica is unreachable, a replica is not ready, or the run
     does not exist. 2: no replica is reachable. The states are those on the service's page and in its metrics; with
-    --for, an unfinished run also counts as stuck after so many seconds without an event.
+    --for, an unfinished run also counts as stuck after this number of seconds without an event.
 
     Example: gristmill status --for 300 --json | jq '.runs[].health'
     """

@@ -69,8 +69,8 @@ class ServiceClient:
     def snapshot(self, run: str | None = None, stuck_after_s: float = 0.0) -> Snapshot:
         """Reads all runs, or one.
 
-        stuck_after_s: an unfinished run also counts as stuck after so many seconds without an event; 0: only if the
-        service reports it as stuck.
+        stuck_after_s: an unfinished run also counts as stuck after this number of seconds without an event; 0: only if
+        the service reports it as stuck.
 
         Raises UnavailableError or DeadlineExceededError if no replica answers, and NotFoundError if the run does not
         exist.

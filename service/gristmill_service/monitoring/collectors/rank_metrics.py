@@ -17,7 +17,7 @@ from gristmill_service.run.machine.answers import Position
 from gristmill_service.run.machine.decisions import progress
 from gristmill_service.run.machine.state import State
 
-# A trainer counts as alive for so many seconds after a call.
+# A trainer counts as alive for this number of seconds after a call.
 ASKS_AGAIN_S = 35.0
 
 

@@ -23,8 +23,8 @@ from gristmill_service.pipeline.rows.merge import Rows
 Scope = Literal["sequence", "response"]
 SCOPES: tuple[Scope, Scope] = ("sequence", "response")
 
-# A value that a row repeats is stored so many times, and longer rows use the block repeatedly. Larger blocks cause more
-# page faults, and smaller blocks more ranges.
+# A value that a row repeats is stored this number of times, and longer rows use the block repeatedly. Larger blocks
+# cause more page faults, and smaller blocks more ranges.
 CONSTANTS = 256
 
 
@@ -80,8 +80,8 @@ class ByteRanges:
 class Block:
     """The rows whose tensors are laid out together: a shard's, or those of a micro-batch.
 
-    prefix: of tensor names. begin, end: the range of rows in the placement. widths: per scope the width of the padded
-    tensors; None: packed, one row after another.
+    prefix: the prefix of tensor names. begin, end: the range of rows in the placement. widths: the width of the padded
+    tensors per scope; None: packed, one row after another.
     """
 
     prefix: str

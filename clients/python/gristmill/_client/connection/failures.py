@@ -51,19 +51,24 @@ class Failure:
 
 def failure_of(call: grpc.RpcError, address: str) -> Failure:
     """Translates a gRPC status. The message names the call's id, which is in the service's log, too."""
-    failure = _failure_of(call, address)
-    request_id = getattr(call, "request_id", "")
-    if not request_id:
-        return failure
-    return replace(failure, error=with_message(failure.error, f"{failure.error} (request {request_id})"))
+    return _named(_failure_of(call, address), getattr(call, "request_id", ""))
 
 
 def failure_of_row(row: rollout_pb2.RefusedRow, request_id: str) -> Failure:
     """Translates the refusal of one row. The message names the call's id, as `failure_of` does."""
-    kind, message = _kind(row.type, row.code), f"{row.message} (request {request_id})" if request_id else row.message
+    kind = _kind(row.type, row.code)
     if kind is ResourceExhaustedError:
-        return Failure(ResourceExhaustedError(message, row.retry_after_s), True, row.retry_after_s)
-    return Failure(kind(message))
+        failure = Failure(ResourceExhaustedError(row.message, row.retry_after_s), True, row.retry_after_s)
+    else:
+        failure = Failure(kind(row.message))
+    return _named(failure, request_id)
+
+
+def _named(failure: Failure, request_id: str) -> Failure:
+    """Returns the failure with the call's id, if there is one, at the end of its message."""
+    if not request_id:
+        return failure
+    return replace(failure, error=with_message(failure.error, f"{failure.error} (request {request_id})"))
 
 
 def _kind(name: str, code: str) -> type[GristmillError]:
