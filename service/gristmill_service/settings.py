@@ -413,7 +413,8 @@ def _explain(error: ErrorDetails, flags: Mapping[str, Any], kind: type[BaseSetti
     flag = "--" + name.replace("_", "-")
     variable = kind.model_config.get("env_prefix", "") + name.upper()
     if error["type"] == "missing":
-        return f"{name} is required ({kind.model_fields[name].description}); set {flag} or {variable}"
+        meaning = (kind.model_fields[name].description or "").rstrip(".")
+        return f"{name} is required; set {flag} or {variable}: {meaning}"
     origin = flag if name in flags else variable if os.environ.get(variable) else _file(flags)
     if error["type"] == "extra_forbidden":
         return f"{origin}: unknown setting {name}; expected one of {', '.join(kind.model_fields)}"

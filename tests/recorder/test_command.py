@@ -24,7 +24,7 @@ GRISTMILL = str(Path(sys.executable).with_name("gristmill"))
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
-        ({}, "--upstream or GRISTMILL_RECORD_UPSTREAM is needed: The engine's URL"),
+        ({}, "upstream is required; set --upstream or GRISTMILL_RECORD_UPSTREAM: The engine's URL"),
         ({"upstream": "vllm:8000"}, "--upstream: upstream is 'vllm:8000': expected http://HOST:PORT"),
         ({"upstream": "http://me:secret@vllm"}, "agents' own keys are forwarded to the engine"),
         ({"upstream": "http://vllm:99999"}, "--upstream: upstream is 'http://vllm:99999'"),

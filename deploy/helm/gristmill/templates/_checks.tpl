@@ -4,7 +4,7 @@
 {{- include "gristmill.checkAccess" . -}}
 {{- include "gristmill.checkPod" . -}}
 {{- if gt (int .Values.autoscaling.minReplicas) (int .Values.autoscaling.maxReplicas) }}{{ fail "autoscaling.minReplicas is more than autoscaling.maxReplicas" }}{{ end -}}
-{{- if eq (int .Values.ports.grpc) (int .Values.ports.http) }}{{ fail "ports.grpc and ports.http are the same: give each its own" }}{{ end -}}
+{{- if eq (int .Values.ports.grpc) (int .Values.ports.http) }}{{ fail "ports.grpc and ports.http are the same; set different ports" }}{{ end -}}
 {{- end }}
 
 {{- define "gristmill.checkStore" -}}
@@ -17,27 +17,27 @@
 {{- else -}}
 {{- if and .Values.redis.url .Values.redis.bundled.enabled }}{{ fail "redis.url and redis.bundled.enabled are both set: unset one" }}{{ end -}}
 {{- if and .Values.redis.url .Values.networkPolicy.enabled (not .Values.networkPolicy.egress) }}{{ fail "networkPolicy.egress is empty, so that pods cannot reach redis.url: add a rule for it, or set networkPolicy.enabled: false" }}{{ end -}}
-{{- if and .Values.redis.bundled.enabled .Values.redis.caSecret }}{{ fail "redis.caSecret is for redis.url: the bundled Redis speaks no TLS" }}{{ end -}}
-{{- if and .Values.redis.url .Values.redis.caSecret (not (hasPrefix "rediss" .Values.redis.url)) }}{{ fail "redis.caSecret is for TLS, and redis.url is without: begin it with rediss" }}{{ end -}}
+{{- if and .Values.redis.bundled.enabled .Values.redis.caSecret }}{{ fail "redis.caSecret is for redis.url; the bundled Redis speaks no TLS" }}{{ end -}}
+{{- if and .Values.redis.url .Values.redis.caSecret (not (hasPrefix "rediss" .Values.redis.url)) }}{{ fail "redis.caSecret is for TLS, and redis.url uses none; use rediss:// in redis.url" }}{{ end -}}
 {{- if hasKey .Values.settings "journal_fsync" }}{{ fail "settings.journal_fsync is for store: journal" }}{{ end -}}
 {{- end -}}
 {{- end }}
 
 {{- define "gristmill.checkAccess" -}}
 {{- $access := .Values.access -}}
-{{- if and $access.tokensSecret .Values.monitoring.monitor (not $access.scrapeTokenSecret) }}{{ fail "access.tokensSecret asks Prometheus for a token, too: set access.scrapeTokenSecret, or monitoring.monitor: false" }}{{ end -}}
-{{- if and $access.certificate.issuer (not $access.tlsSecret) }}{{ fail "access.certificate.issuer needs access.tlsSecret: the name of the secret that cert-manager makes" }}{{ end -}}
-{{- if and .Values.settings.proxy_user_header (not $access.tokensSecret) }}{{ fail "settings.proxy_user_header needs access.tokensSecret, which says what the users may do" }}{{ end -}}
-{{- if and .Values.settings.jwks (not $access.tokensSecret) }}{{ fail "settings.jwks needs access.tokensSecret, which says what the tokens' subjects may do" }}{{ end -}}
+{{- if and $access.tokensSecret .Values.monitoring.monitor (not $access.scrapeTokenSecret) }}{{ fail "with access.tokensSecret, Prometheus needs a token too; set access.scrapeTokenSecret, or monitoring.monitor: false" }}{{ end -}}
+{{- if and $access.certificate.issuer (not $access.tlsSecret) }}{{ fail "access.certificate.issuer needs access.tlsSecret: the name of the secret that cert-manager creates" }}{{ end -}}
+{{- if and .Values.settings.proxy_user_header (not $access.tokensSecret) }}{{ fail "settings.proxy_user_header needs access.tokensSecret, which defines what users may do" }}{{ end -}}
+{{- if and .Values.settings.jwks (not $access.tokensSecret) }}{{ fail "settings.jwks needs access.tokensSecret, which defines what the tokens' subjects may do" }}{{ end -}}
 {{- if and (hasPrefix "http" (.Values.settings.jwks | default "")) .Values.networkPolicy.enabled (not .Values.networkPolicy.egress) }}{{ fail "networkPolicy.egress is empty, so that pods cannot reach settings.jwks: add a rule for it, or set networkPolicy.enabled: false" }}{{ end -}}
 {{- end }}
 
 {{- define "gristmill.checkPod" -}}
 {{- $grace := float64 .Values.settings.shutdown_grace_s -}}
-{{- if le (float64 .Values.terminationGracePeriodSeconds) $grace }}{{ fail (printf "terminationGracePeriodSeconds is %d, and settings.shutdown_grace_s %v: give the pod longer, or it is killed while it finishes" (int .Values.terminationGracePeriodSeconds) $grace) }}{{ end -}}
+{{- if le (float64 .Values.terminationGracePeriodSeconds) $grace }}{{ fail (printf "terminationGracePeriodSeconds is %d and settings.shutdown_grace_s is %v; increase terminationGracePeriodSeconds, or the pod is killed while it shuts down" (int .Values.terminationGracePeriodSeconds) $grace) }}{{ end -}}
 {{- $volumes := list "tokens" "tls" "redis-ca" "journal" "shared-memory" -}}
 {{- range .Values.extraVolumes }}
-{{- if has .name $volumes }}{{ fail (printf "extraVolumes: %s is a volume of the chart's own: give it another name" .name) }}{{ end -}}
+{{- if has .name $volumes }}{{ fail (printf "extraVolumes: %s is a volume of the chart itself; use another name" .name) }}{{ end -}}
 {{- $volumes = append $volumes .name -}}
 {{- end -}}
 {{- range .Values.extraVolumeMounts }}{{ if not (has .name $volumes) }}{{ fail (printf "extraVolumeMounts: there is no volume %s: add it to extraVolumes" .name) }}{{ end }}{{ end -}}
@@ -46,7 +46,7 @@
 {{/* The same, for a sidecar in a trainer's pod. */}}
 {{- define "gristmill.checkSidecar" -}}
 {{- $access := .Values.access -}}
-{{- if or $access.tokensSecret $access.tlsSecret $access.scrapeTokenSecret $access.certificate.issuer }}{{ fail "access is for mode: service; a sidecar's network policy keeps everyone else out" }}{{ end -}}
-{{- if or .Values.redis.url .Values.redis.bundled.enabled }}{{ fail "redis is for mode: service; a sidecar keeps its runs in its journal" }}{{ end -}}
+{{- if or $access.tokensSecret $access.tlsSecret $access.scrapeTokenSecret $access.certificate.issuer }}{{ fail "access is for mode: service; the network policy of a sidecar blocks all other pods" }}{{ end -}}
+{{- if or .Values.redis.url .Values.redis.bundled.enabled }}{{ fail "redis is for mode: service; a sidecar stores its runs in its journal" }}{{ end -}}
 {{- if .Values.autoscaling.enabled }}{{ fail "autoscaling is for mode: service" }}{{ end -}}
 {{- end }}

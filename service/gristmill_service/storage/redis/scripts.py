@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from enum import Enum
 from hashlib import sha1
+from itertools import repeat
 from typing import Any, NamedTuple, cast
 
 import msgspec
@@ -239,7 +240,12 @@ class Scripts:
         its log must have. Returns each run's report of a former owner."""
         lease, answers = msgspec.json.encode(owner), list[tuple[Outcome, bytes] | Exception]()
         calls = [(_names(keys), token, lease, lease_ms, last) for keys, token, last in claims]
-        commands = [("EVALSHA", _RENEW.digest, len(names), *names, *arguments) for names, *arguments in calls]
+        # The first call sends the text, so that a server that has not cached the script needs no further round trips.
+        scripts = [("EVAL", _RENEW.text), *repeat(("EVALSHA", _RENEW.digest), len(calls) - 1)]
+        commands = [
+            (*script, len(names), *names, *arguments)
+            for script, (names, *arguments) in zip(scripts, calls, strict=True)
+        ]
         for call, answer in zip(calls, self._pipelined(server, commands), strict=True):
             if isinstance(answer, NoScriptError | AskError):
                 try:
