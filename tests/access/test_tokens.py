@@ -131,8 +131,8 @@ def test_a_token_is_shown_by_no_representation() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"token": "a", "token_file": "b"}, "token and token_file are both given"),
-        ({"cert_file": "a"}, "cert_file and key_file go together"),
+        ({"token": "a", "token_file": "b"}, "token and token_file are both set"),
+        ({"cert_file": "a"}, "only one of cert_file and key_file is set"),
         ({"token": "a\nb"}, "characters that a header cannot contain"),
         ({"token_file": "/nowhere/token"}, "token_file: cannot read /nowhere/token"),
     ],

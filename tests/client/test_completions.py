@@ -151,7 +151,7 @@ def test_a_sampling_mask_is_read_from_answers_and_chunks_and_becomes_the_column_
         ([], None),
         ([("default", 0, 2)], None),
         ([("default", 0, 1), (5, 1, 2)], [-1, 5]),
-        ([("1", 0, 1)], "weight_versions cover 1 of 2 tokens"),
+        ([("1", 0, 1)], "weight_versions covers 1 of 2 tokens"),
         ([("1", 0, 1), ("2", 0, 2)], "a span of 0..2 after 1 of 2 tokens"),
         ([("1", 0, 10**12)], "a span of 0..1000000000000 after 0 of 2"),
     ],
@@ -171,7 +171,7 @@ def test_an_answer_without_token_ids_is_refused_with_the_remedy(engine: Engine) 
     with client_of(engine) as client:
         for stream in (False, True):
             answer = client.chat.completions.create(messages=[user("say hi")], **ASKED, stream=stream)
-            with pytest.raises(InvalidArgumentError, match="token ids; ask the engine for them: return_token_ids"):
+            with pytest.raises(InvalidArgumentError, match=r"token ids; request them: .* by return_token_ids"):
                 sampled(list(answer) if stream else answer)
 
 

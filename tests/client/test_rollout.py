@@ -506,7 +506,7 @@ for use in (client.policy_version, client.flush, lambda: client.trajectory("a", 
     try:
         use()
     except gristmill.FailedPreconditionError as error:
-        assert f"was made in process {made_in} and is used in its fork {os.getpid()}" in str(error)
+        assert f"was created in process {made_in} and is used in its fork {os.getpid()}" in str(error)
         print("refused", flush=True)
 client.close()
 """

@@ -131,7 +131,7 @@ def test_pauses_grow_with_full_jitter_after_what_the_service_asks(attempts: int,
 def test_a_call_ends_with_the_error_of_its_last_attempt() -> None:
     retry = Retry(0.0)
     with pytest.raises(
-        UnavailableError, match=r"away \(gave up after 1 attempts in 0\.0 s; a larger timeout_s tries longer\)"
+        UnavailableError, match=r"away \(gave up after 1 attempts in 0\.0 s; raise timeout_s to retry for longer\)"
     ):
         retry.pause_s(Failure(UnavailableError("away"), True))
     with pytest.raises(NotFoundError, match=r"^gone$"):
@@ -149,7 +149,7 @@ def test_a_call_that_is_tried_for_long_says_once_why(
         retry.pause_s(failure_of(Status("UNAVAILABLE", "away"), "here:1"))
     [message] = [text for text in caplog.messages if "here:1" in text]
     assert message.startswith("here:1: the service cannot be reached (away)")
-    assert message.endswith("; trying again for 54 s more")
+    assert message.endswith("; retrying for 54 s more")
 
 
 def test_what_grpc_raised_is_not_shown_beside_the_error() -> None:

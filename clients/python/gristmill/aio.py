@@ -1,4 +1,4 @@
-"""The asyncio twin of the rollout client: the same calls, awaited, for workers that run many rollouts in one loop."""
+"""The asyncio version of the rollout client: the same calls, awaited, for workers with many rollouts in one loop."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ __all__ = ["AsyncRolloutClient", "AsyncTrajectory"]
 
 
 class AsyncRolloutClient(RolloutCore):
-    """Submits rollouts to one run from one event loop. Its arguments and methods, and their errors, are those of
-    `RolloutClient`. Rows are sent by one task, so that cancelling another one loses none of them.
+    """Submits rollouts to one run from one event loop. It has the same arguments, methods and errors as
+    `RolloutClient`. A background task sends the rows, so that cancelling the calling task loses no row.
 
     async with AsyncRolloutClient("127.0.0.1:50051", run="my-run") as client:
         async with client.trajectory("math/17", sample=0) as trajectory:

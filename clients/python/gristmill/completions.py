@@ -1,23 +1,23 @@
-"""Reads sampled tokens from an engine's answer to a call of the OpenAI API. It does not tokenize: an answer without
-token ids is refused.
+"""Reads sampled tokens from an engine's answer to a call of the OpenAI API. An answer without token ids is refused,
+because this module does not tokenize.
 
-Engines return token ids if a call asks for them:
+Engines return token ids if a call requests them:
 
     vLLM, chat and completions   `return_token_ids: true`, with `logprobs: true` (chat) or `logprobs: 0` (completions)
-    vLLM, responses              `enable_response_messages: true`; it gives no logprobs of all tokens
+    vLLM, responses              `enable_response_messages: true`; it does not return logprobs of all tokens
     SGLang, chat                 `return_input_ids_in_sglext` and `return_output_ids_in_sglext: true`, `logprobs: true`;
                                  or, without streaming, `return_token_ids: true`
     SGLang, completions          `return_token_ids: true`, `logprobs: 1`
 
-A choice's ids are its `token_ids`, which newer versions of SGLang call `response_token_ids` (35225, 38459).
+The ids of a choice are in `token_ids`, which newer versions of SGLang call `response_token_ids` (35225, 38459).
 
-The weights that sampled each token are named by vLLM's `weight_versions` of a choice, with `return_weight_versions:
-true`, and by SGLang's `metadata.weight_versions`, of the first choice. Label the engine's weights by policy version.
+The versions of the weights that sampled each token are in a choice's `weight_versions` (vLLM, `return_weight_versions:
+true`) or in `metadata.weight_versions` (SGLang, first choice only). Label the engine's weights by policy version.
 
-The tokens that top-p and top-k left to sample each token from are a choice's `sampling_mask`, one list per token, which
-vLLM gives with `--return-sampling-mask`.
+The candidates that top-p and top-k left for each token are in a choice's `sampling_mask`, one list per token. vLLM
+returns it if started with `--return-sampling-mask`.
 
-Sources: `entrypoints/openai/{chat_completion,completion,responses}` of vllm-project/vllm (its pull request 22587) and
+Sources: `entrypoints/openai/{chat_completion,completion,responses}` of vllm-project/vllm (pull request 22587) and
 `srt/entrypoints/openai` of sgl-project/sglang (30917 and 34488).
 """
 
@@ -30,21 +30,21 @@ from gristmill.errors import InvalidArgumentError
 
 __all__ = ["HOW_TO_ASK", "ChunkReader", "Sampled", "logprobs_of", "sampled"]
 
-_DIGITS = 10  # 2**31 - 1 has as many.
+_DIGITS = 10  # The digits of 2**31 - 1.
 
 HOW_TO_ASK = (
-    "ask the engine for them: return_token_ids and logprobs with vLLM 0.10.2 or newer, return_input_ids_in_sglext, "
-    "return_output_ids_in_sglext and logprobs with SGLang"
+    "request them: with vLLM 0.10.2 or newer by return_token_ids and logprobs, with SGLang by "
+    "return_input_ids_in_sglext, return_output_ids_in_sglext and logprobs"
 )
 
 
 class Sampled(NamedTuple):
     """One choice of an answer: the tokens that the engine read, and the tokens that it sampled.
 
-    rollout_logprobs: one log-probability per sampled token; None if the answer has none. stop_reason: as the engine
-    names it; "" if it does not. policy_versions: the version of the weights that sampled each token, -1 where their
-    label is no number; None if the answer has no versions, or no numbers. sampling_mask: the tokens from which each
-    token was sampled; None if the answer has none.
+    rollout_logprobs: one log-probability per sampled token; None if the answer has none. stop_reason: the engine's name
+    for it; "" if the answer has none. policy_versions: the version of the weights that sampled each token, -1 where
+    the label is not a number; None if the answer has no numeric labels. sampling_mask: the tokens from which each token
+    was sampled; None if the answer has none.
     """
 
     prompt_token_ids: Sequence[int]
@@ -56,10 +56,10 @@ class Sampled(NamedTuple):
 
 
 def sampled(completion: Any) -> list[Sampled]:
-    """Return the choices of an answer in the order of their index, without those of which nothing was sampled.
+    """Return the choices of an answer in the order of their index, without choices that have no sampled token.
 
     completion: a chat completion, completion or response, as a mapping or an object of the `openai` package; or the
-        chunks of a streamed one, in their order.
+        chunks of a streamed answer, in their order.
 
     Raises InvalidArgumentError if token ids are missing, or if there is not one log-probability per token.
     """
@@ -83,12 +83,12 @@ def sampled(completion: Any) -> list[Sampled]:
         checked = _checked(prompt, response, logprobs, stop, f"choice {index}", spans, mask)
         indexed.append((index, checked))
     if not indexed:
-        raise InvalidArgumentError("the answer has no choices; give a chat completion, a completion or a response")
+        raise InvalidArgumentError("the answer has no choices; pass a chat completion, a completion or a response")
     return [choice for _, choice in sorted(indexed, key=lambda each: each[0]) if choice.response_ids]
 
 
 class ChunkReader:
-    """Collects what training needs from the chunks of a streamed answer."""
+    """Collects the choices of a streamed answer from its chunks."""
 
     def __init__(self) -> None:
         self._prompt: Sequence[int] | None = None
@@ -117,19 +117,19 @@ class ChunkReader:
         return self._prompt is not None or any(choice.prompt is not None for choice in self._choices.values())
 
     def sampled(self) -> list[Sampled]:
-        """Return the choices, like the function `sampled`. Raises InvalidArgumentError also if a choice has not ended,
+        """Return the choices, like the function `sampled`. Also raises InvalidArgumentError if a choice has not ended
         because the stream was cut."""
         choices = []
         for index, choice in sorted(self._choices.items()):
             where = f"choice {index}"
             if choice.stop_reason is None:
-                raise InvalidArgumentError(f"{where} did not end: the stream was cut; repeat the call")
+                raise InvalidArgumentError(f"{where} has no finish_reason: the stream was cut; repeat the call")
             prompt = _first(self._prompt, choice.prompt, self._extension.get("input_ids"))
             response = _first(choice.tokens, _at(self._extension.get("output_ids"), index))
             checked = _checked(prompt, response, choice.logprobs, choice.stop_reason, where, choice.spans, choice.mask)
             choices.append(checked)
         if not choices:
-            raise InvalidArgumentError("the stream has no choices; give the chunks of a completion")
+            raise InvalidArgumentError("the stream has no choices; pass the chunks of a completion")
         return [choice for choice in choices if choice.response_ids]
 
 
@@ -160,7 +160,7 @@ class _Choice:
 
 
 def _ids_of(choice: Mapping[str, Any]) -> Any:
-    """Read the sampled tokens of a choice, or of a chunk of one."""
+    """Read the sampled tokens of a choice, or of a chunk of a choice."""
     return _first(choice.get("token_ids"), choice.get("response_token_ids"))
 
 
@@ -174,14 +174,14 @@ def logprobs_of(logprobs: Mapping[str, Any] | None) -> list[float] | None:
 
 
 def _of_response(answer: Mapping[str, Any]) -> list[Sampled]:
-    """Read the turns of a response, within which vLLM runs its built-in tools: `input_messages` has the prompt of the
-    first turn, and `output_messages` alternates between an output and the next prompt."""
+    """Read the turns of a response. vLLM runs its built-in tools within a response: `input_messages` contains the
+    prompt of the first turn, and `output_messages` alternates between an output and the next prompt."""
     messages = [*(answer.get("input_messages") or ()), *(answer.get("output_messages") or ())]
     tokens = [message.get("tokens") if isinstance(message, Mapping) else None for message in messages]
     if not tokens or len(tokens) % 2 or None in tokens:
         raise InvalidArgumentError(
-            "the response does not have its token ids; set enable_response_messages: true with vLLM, which gives them "
-            "where the model does not speak Harmony, or use chat completions"
+            "the response has no token ids; set enable_response_messages: true with vLLM (for models without the "
+            "Harmony format), or use chat completions"
         )
     status = answer.get("status") or ""
     turns = zip(tokens[::2], tokens[1::2], strict=True)
@@ -205,14 +205,14 @@ def _checked(
 ) -> Sampled:
     if prompt is None or response is None:
         missing = "prompt's" if prompt is None else "response's"
-        raise InvalidArgumentError(f"{where}: the answer does not have the {missing} token ids; {HOW_TO_ASK}")
+        raise InvalidArgumentError(f"{where}: the answer lacks the {missing} token ids; {HOW_TO_ASK}")
     for what, values in (("logprobs", logprobs), ("lists in sampling_mask", mask)):
         if values is not None and len(values) != len(response):
             raise InvalidArgumentError(
-                f"{where}: the answer has {len(values)} {what} for {len(response)} token ids; it needs one each"
+                f"{where}: the answer has {len(values)} {what} for {len(response)} token ids; expected one per token id"
             )
     if not isinstance(stop_reason, str):
-        raise InvalidArgumentError(f"{where}: finish_reason is {stop_reason!r}; it is the name of a reason, or null")
+        raise InvalidArgumentError(f"{where}: finish_reason is {stop_reason!r}; expected a string or null")
     return Sampled(prompt, response, logprobs, stop_reason, _versions(spans, len(response), where), mask)
 
 
@@ -222,23 +222,23 @@ def _spans_of(answer: Mapping[str, Any]) -> Any:
 
 
 def _versions(spans: Sequence[Mapping[str, Any]] | None, count: int, where: str) -> list[int] | None:
-    """Return the version of each sampled token from spans `{version, start, end}`, which follow one another."""
+    """Return the version of each sampled token, from consecutive spans `{version, start, end}`."""
     versions: list[int] = []
     for span in spans or ():
         start, end = span["start"], span["end"]
         if start != len(versions) or not start <= end <= count:
             raise InvalidArgumentError(
-                f"{where}: its weight_versions have a span of {start}..{end} after {len(versions)} of {count} tokens; "
-                "they cover each token once"
+                f"{where}: weight_versions has a span of {start}..{end} after {len(versions)} of {count} tokens; "
+                "expected consecutive spans that cover each token once"
             )
         versions += [_version(span["version"])] * (end - start)
     if spans and len(versions) != count:
-        raise InvalidArgumentError(f"{where}: its weight_versions cover {len(versions)} of {count} tokens")
+        raise InvalidArgumentError(f"{where}: weight_versions covers {len(versions)} of {count} tokens; expected all")
     return versions if any(version >= 0 for version in versions) else None
 
 
 def _version(label: Any) -> int:
-    """Return the policy version that is the label of weights; -1 if the label is no number."""
+    """Return the policy version from a label of weights; -1 if the label is not a number."""
     text = str(label)
     return int(text) if text.isascii() and text.isdecimal() and len(text) < _DIGITS else -1
 
@@ -247,17 +247,17 @@ def _mapping(answer: Any) -> Mapping[str, Any]:
     if isinstance(answer, Mapping):
         return answer
     if _is_model(answer):
-        # SGLang's metadata is no mapping of strings, as the openai package has it.
+        # The openai package declares metadata as a mapping of strings, which SGLang's is not.
         mapping: Mapping[str, Any] = answer.model_dump(warnings=False)
         return mapping
     raise InvalidArgumentError(
-        f"the completion is a {type(answer).__name__}; give an object of the openai package, or the answer as a mapping"
+        f"the completion is a {type(answer).__name__}; pass an object of the openai package, or the answer as a mapping"
     )
 
 
 def _is_model(answer: Any) -> bool:
-    """Return whether the answer is a pydantic model, such as those of the openai package, which iterate over their
-    fields."""
+    """Return whether the answer is a pydantic model, like the classes of the openai package. Iterating over a model
+    yields its fields."""
     return hasattr(answer, "model_dump")
 
 

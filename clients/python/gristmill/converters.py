@@ -1,20 +1,20 @@
-"""Rollouts of other frameworks as rows for `RolloutClient.submit`. No framework is imported.
+"""Converts rollouts of other frameworks to rows for `RolloutClient.submit`, without importing the framework.
 
-`from_skyrl`, `from_verl`, `from_slime`, `from_trl` and `from_trl_async`, `from_prime_rl`: each takes the framework's
-own objects and returns rows: mappings with the field names of a rollouts file, whose values are NumPy arrays, numbers
-and strings. All take these arguments:
+`from_skyrl`, `from_verl`, `from_slime`, `from_trl`, `from_trl_async` and `from_prime_rl` accept the framework's objects
+and return rows: mappings with the field names of a rollouts file. The values are NumPy arrays, numbers and strings. All
+functions have these arguments:
 
-    round: the pass over the prompts; with the uid it names the group.
-    attempt: one more than before if trajectories are sampled again.
-    tags: the environment or task of each row; all rows of a group have the same. Metrics and `tag_shares` are per tag.
-    policy_version: the version that sampled the rows, -1 if unknown; None takes the framework's, if it names one.
-    columns: keys that the run declares as columns; each keeps its name in the row.
+    round: the pass over the prompts. uid and round together identify the group.
+    attempt: the number of this attempt; increase it by one if trajectories are sampled again.
+    tags: the environment or task of each row, equal for all rows of a group. Metrics and `tag_shares` are per tag.
+    policy_version: the version that sampled the rows, -1 if unknown; None: the framework's version, if it reports one.
+    columns: keys that the run declares as columns. They are copied to the row under the same name.
     ignore: keys to leave out although training may need them.
 
-No key is dropped silently: it becomes a field of the row, or is on the list of keys to ignore in the framework's
-module, or is refused until `columns` or `ignore` names it. Ambiguous input is refused too (InvalidArgumentError), with
-key, row and remedy. Pass whole groups: if the framework does not number a prompt's samples, they are numbered in their
-order. Inputs are never modified.
+No key is dropped silently. A key becomes a field of the row, or the framework's module lists it as ignored, or it is
+refused until `columns` or `ignore` contains it. Ambiguous input is refused too: the InvalidArgumentError names the key,
+the row and the remedy. Pass whole groups: if the framework does not number the samples of a prompt, they are numbered
+in their order. Inputs are never modified.
 
     client.submit(from_verl(rollouts))
 """

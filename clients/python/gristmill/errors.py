@@ -1,23 +1,23 @@
-"""The tree of all errors that gristmill raises. The service's storage adds kinds of UnavailableError of its own to it.
+"""All errors that gristmill raises. The service's storage adds subclasses of UnavailableError.
 
     GristmillError
-    ├── InvalidArgumentError (ValueError)       the input is wrong and stays wrong
-    │   ├── UnsupportedError                    understood, but not built: refused rather than half done
-    │   └── TooLargeError                       the service takes smaller requests only: send fewer rows in each
+    ├── InvalidArgumentError (ValueError)       the input is invalid; a retry fails again
+    │   ├── UnsupportedError                    the input is valid, but this version does not support it
+    │   └── TooLargeError                       the request exceeds the service's limit: send fewer rows per request
     ├── NotFoundError (LookupError)             no such run, batch, shard
-    ├── AlreadyExistsError                      the same name or key with other content
-    ├── FailedPreconditionError                 right call, wrong moment: it must not simply be retried
+    ├── AlreadyExistsError                      the name or key exists with different content
+    ├── FailedPreconditionError                 the state does not allow the call: change the state before a retry
     │   ├── StaleIncarnationError               a newer incarnation of the trainer has taken over
-    │   ├── BatchFailedError                    the batch asked for could not be made; says why
-    │   └── PrefixUnknownError                  the service does not have the tokens that rows omit: send them whole
-    ├── UnauthenticatedError                    the service asks for a token, and none or an unknown one was sent
+    │   ├── BatchFailedError                    the requested batch could not be built; the message says why
+    │   └── PrefixUnknownError                  the service does not have the tokens that rows omit: send whole rows
+    ├── UnauthenticatedError                    the service requires a token, and none or an unknown one was sent
     ├── PermissionDeniedError                   the token's roles, runs or rank do not allow the call
     ├── ResourceExhaustedError                  a limit is reached: retry after `retry_after_s`
-    ├── DeadlineExceededError (TimeoutError)    what was waited for did not come in time
-    └── UnavailableError (ConnectionError)      the service cannot be reached or is shutting down: retry
+    ├── DeadlineExceededError (TimeoutError)    the awaited result was not ready in time
+    └── UnavailableError (ConnectionError)      the service is unreachable or shutting down: retry
 
-Each message says what was wrong, where, the value, and what to do. The same class is raised by the pipeline, the
-service and the clients; `code` is the name of the gRPC status that carries it over the wire.
+Each message says what was wrong, where, the value, and what to do. The pipeline, the service and the clients raise the
+same classes. `code` is the name of the gRPC status that stands for the class on the wire.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import ClassVar
 
 
 class GristmillError(Exception):
-    """The base of every error of gristmill."""
+    """The base class of all errors of gristmill."""
 
     code: ClassVar[str] = "INTERNAL"
 
@@ -36,12 +36,12 @@ class InvalidArgumentError(GristmillError, ValueError):
 
 
 class UnsupportedError(InvalidArgumentError):
-    """A setting that the specification names and this version does not offer yet."""
+    """The specification defines the setting, but this version does not support it yet."""
 
 
 class TooLargeError(InvalidArgumentError):
-    """The request is larger than the service takes. The client handles it by sending fewer rows in a message, so that
-    this class is not one of `gristmill`'s names."""
+    """The request is larger than the service allows. The client handles it and sends fewer rows per message, so
+    `gristmill` does not export this class."""
 
 
 class NotFoundError(GristmillError, LookupError):
@@ -61,7 +61,7 @@ class StaleIncarnationError(FailedPreconditionError):
 
 
 class BatchFailedError(FailedPreconditionError):
-    """Batch number `batch` could not be made; the message gives the reason."""
+    """Batch number `batch` could not be built; the message says why."""
 
     def __init__(self, message: str, batch: int = -1) -> None:
         super().__init__(message)
@@ -69,8 +69,8 @@ class BatchFailedError(FailedPreconditionError):
 
 
 class PrefixUnknownError(FailedPreconditionError):
-    """The service does not have the tokens that a client left out. The client handles it by sending the whole rows, so
-    that this class is not one of `gristmill`'s names."""
+    """The service does not have the tokens that a client omitted. The client handles it and sends the whole rows, so
+    `gristmill` does not export this class."""
 
 
 class UnauthenticatedError(GristmillError):
@@ -82,7 +82,7 @@ class PermissionDeniedError(GristmillError):
 
 
 class ResourceExhaustedError(GristmillError):
-    """A limit is reached. Try again after `retry_after_s` seconds; nothing of the call was stored."""
+    """A limit is reached, and the service stored nothing of the call. Retry after `retry_after_s` seconds."""
 
     code = "RESOURCE_EXHAUSTED"
 

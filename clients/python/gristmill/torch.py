@@ -1,6 +1,6 @@
-"""Shards as torch tensors: mapped without a copy, cut into micro-batches, and a model's output taken back to rows.
+"""Shards as torch tensors: mapped without a copy and cut into micro-batches. Also converts a model's output to rows.
 
-Needs PyTorch: `pip install gristmill[torch]`. `TrainerClient` opens shards of a run, `load_shard` a file.
+Needs PyTorch: `pip install gristmill[torch]`. `TrainerClient` opens shards of a run, `load_shard` opens a file.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The inner parts of the clients. Not public."""
+"""The implementation of the clients. Not public."""

@@ -22,8 +22,8 @@ _SAME = (
 class ModelProgress:
     """The progress of one model's training.
 
-    committed: batches before it are freed once all ranks have acknowledged them. incarnation: grows by one with each
-    resume. next: for each rank the next position to acknowledge.
+    committed: the commit position; batches before it are freed after all ranks acknowledged them. incarnation: grows by
+    one with each resume. next: the next position that each rank will acknowledge.
     """
 
     committed: Position
@@ -43,8 +43,8 @@ class TagGroups:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A reason why the run is slow or at a halt. level: failed, stuck, slow or note. for_s: since when, None where that
-    is not known."""
+    """A reason why the run is slow or does not progress. level: failed, stuck, slow or note. for_s: for how many
+    seconds; None if unknown."""
 
     level: str
     text: str
@@ -53,9 +53,9 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class RunHealth:
-    """The service's judgment of a run. state: failed, stuck, no trainer, training, collecting, idle or finished.
-    summary: the state's reason in one sentence. findings: the worst first. still_s: seconds since anything last
-    happened."""
+    """The service's assessment of a run. state: failed, stuck, no trainer, training, collecting, idle or finished.
+    summary: the reason for the state in one sentence. findings: the most severe first. still_s: seconds since the last
+    event."""
 
     state: str
     summary: str
@@ -67,17 +67,17 @@ class RunHealth:
 class RunStatus:
     """The state of a run.
 
-    run_id: distinguishes the run from another one that is created later under its name. generation: grows by one when
-        the service found less of the run than it had acknowledged.
-    config: every setting of the run, defaults filled in by the service.
+    run_id: a unique id. A run that is created later under the same name has another one. generation: grows by one when
+        the service has lost a part of the run that it had acknowledged.
+    config: all settings of the run, with the service's defaults.
     finished: whether `finish` was called.
-    groups_open, groups_complete, groups_room: incomplete groups, complete ones that are not sealed, and how many more
-        are admitted now.
+    groups_open, groups_complete, groups_room: the number of incomplete groups, of complete groups that are not sealed,
+        and of further groups that the service admits now.
     batches_sealed, batches_published, batches_freed: counted from 0; batches_sealed is the number of the next batch.
-    row_bytes, shard_bytes: what the service stores now.
-    groups_dropped: their number by reason.
-    models: the progress of `policy`, and of `critic` where the run has one.
-    failed_batches: why batches could not be made, by number.
+    row_bytes, shard_bytes: the bytes that the service stores now.
+    groups_dropped: the number of dropped groups, by reason.
+    models: the progress of `policy`, and of `critic` if the run has one.
+    failed_batches: why batches could not be built, by batch number.
     tags: the groups of each tag.
     """
 

@@ -1,7 +1,7 @@
-"""Call one replica of a service, and the next one when it cannot serve.
+"""Call one replica of a service, and fail over to the next one if that replica cannot serve.
 
-A client's address may name several replicas. Any of them answers any call, so a client needs only one that is
-reachable. This module owns the connections and chooses the current replica; `retries` decides when a call is repeated.
+A client's address may name several replicas. Each replica answers all calls, so one reachable replica is enough. This
+module owns the connections and chooses the current replica; `retries` decides when a call is repeated.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from gristmill._wire.codecs.submit_codec import MESSAGE_BYTES
 from gristmill.errors import FailedPreconditionError, InvalidArgumentError
 
 REQUEST_ID = "x-request-id"
-"""The metadata key of a call's id, which a failed call's error has as `request_id`."""
+"""The metadata key of a call's id. The error of a failed call has the id as its attribute `request_id`."""
 
 _OPTIONS = (
     ("grpc.max_send_message_length", MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MESSAGE_BYTES),
-    # A pod that was replaced has another address under its name; by default names are resolved each 30 s at most.
+    # The address of a name changes when a pod is replaced. By default gRPC resolves a name at most every 30 s.
     ("grpc.dns_min_time_between_resolutions_ms", 1_000),
-    # By default gRPC waits up to two minutes before it reconnects; a service that is back should be noticed sooner.
+    # By default gRPC waits up to two minutes before it reconnects, which is too long after a restart of the service.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 1_000),
     ("grpc.max_reconnect_backoff_ms", 2_000),
-    # Retries are made in `gristmill._client.connection.retries`, where they see the service's own errors.
+    # `gristmill._client.connection.retries` retries instead, because it also knows the service's errors.
     ("grpc.enable_retries", 0),
-    # Clients of one process do not share a connection, so that a rollout of megabytes does not delay an answer.
+    # Each client has its own connection, so that one client's large rollout does not delay another client's answer.
     ("grpc.use_local_subchannel_pool", 1),
 )
 # The timeout of a keepalive ping has two names: newer versions of gRPC read the second.
@@ -44,8 +44,8 @@ _ALONE = (
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.ping_timeout_ms", 10_000),
 )
-# With several replicas, a replica that hangs is noticed early, also during a long poll without data. The service
-# permits one ping every 2 s.
+# With several replicas, detect a hanging replica early, also during a long poll without data. The service permits one
+# ping every 2 s.
 _AMONG_OTHERS = (
     ("grpc.keepalive_time_ms", 4_000),
     ("grpc.keepalive_timeout_ms", 4_000),
@@ -54,16 +54,16 @@ _AMONG_OTHERS = (
 )
 
 Bind = Callable[[Any], Callable[..., Any]]
-"""Returns a method of the contract on a channel."""
+"""Returns the callable of one gRPC method on a channel."""
 
 Watched = AbstractContextManager[None]
 
 
 class Begun(NamedTuple):
-    """A call under way.
+    """An active call.
 
     answer: waits for the answer and returns it. is_done: returns whether the call has ended. on_done: registers a
-    function that is called, in any thread, when it ends.
+    function to be called, in any thread, when the call ends.
     """
 
     answer: Callable[[], Any]
@@ -72,7 +72,7 @@ class Begun(NamedTuple):
 
 
 _CANNOT_SERVE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
-_EXPECTED = "expected HOST:PORT or unix:/PATH, or several of them, separated by commas"
+_EXPECTED = "expected HOST:PORT or unix:/PATH, or a comma-separated list of these"
 
 
 def addresses_of(address: str) -> tuple[str, ...]:
@@ -97,17 +97,17 @@ def _is_address(part: str) -> bool:
 
 
 def cannot_serve(call: grpc.RpcError) -> bool:
-    """Returns whether the call failed because its replica is unreachable, stopping or hanging. Then another one may
-    answer."""
+    """Returns whether the call failed because its replica is unreachable, stopping or hanging. Another replica may
+    answer then."""
     return call.code() in _CANNOT_SERVE
 
 
 class Replicas:
-    """The replicas of one service; looks like one grpc.Channel to the generated stubs.
+    """The replicas of one service, with the interface of one grpc.Channel for the generated stubs.
 
-    A call goes to the current replica. If a call fails because that replica cannot serve, the next one becomes current.
-    Each client tries replicas in its own random order, so that a thousand clients spread over them, also after one
-    dies. A replica is connected when it is first called.
+    Calls are sent to the current replica. If a call fails because that replica cannot serve, the next replica becomes
+    current. Each client tries replicas in its own random order, so that many clients spread over them, also after a
+    replica fails. The connection to a replica is opened by its first call.
     """
 
     _library: Any
@@ -116,14 +116,14 @@ class Replicas:
         addresses = list(addresses_of(address))
         self.names = ", ".join(addresses)
         self.count = len(addresses)
-        # Not by the module `random`, which many workers seed alike.
+        # Do not use the global generator: many workers seed it with the same value.
         random.SystemRandom().shuffle(addresses)
         self._addresses, self._credentials = addresses, credentials
         self._options = _OPTIONS + (_ALONE if self.count == 1 else _AMONG_OTHERS)
         self._lock = threading.Lock()
         self._made: dict[str, Any] = {}
         self._version = credentials.version()
-        # Channels from before certificates were renewed stay open for the calls that are under way on them.
+        # Channels from before a renewal of certificates stay open for their active calls.
         self._before: list[Any] = []
         self._current_number = 0
         self._id, self._calls = secrets.token_hex(4), itertools.count(1)
@@ -136,11 +136,11 @@ class Replicas:
         return self._streaming(_binder("stream_stream", method, options))
 
     def unary_unary(self, *method: Any, **options: Any) -> Callable[..., Any]:
-        """Returns a method that takes a request and a timeout."""
+        """Returns a callable with the arguments `request` and `timeout`."""
         raise NotImplementedError
 
     def begin(self, *method: Any, **options: Any) -> Callable[..., Begun]:
-        """Returns a method like that of `unary_unary`, except that its call returns at once."""
+        """Returns a callable like that of `unary_unary`, except that it returns before the answer arrives."""
         bind = _binder("unary_unary", method, options)
 
         def call(request: Any, timeout: float) -> Begun:
@@ -158,7 +158,7 @@ class Replicas:
 
     @contextmanager
     def _attempt(self, bind: Bind) -> Iterator[Callable[..., Any]]:
-        """Yields the method of the current replica."""
+        """Yields the callable of the current replica."""
         number, channel = self._current()
         named = self._named()
         with self._watched(number, named):
@@ -183,7 +183,7 @@ class Replicas:
         """Returns the number of the current replica, for `_fail_over`, and its channel."""
         with self._lock:
             if self._is_closed:
-                raise FailedPreconditionError("this client is closed; make another")
+                raise FailedPreconditionError("this client is closed; create another")
             if self._version != (version := self._credentials.version()):
                 self._before += self._made.values()
                 self._made, self._version = {}, version
@@ -193,14 +193,14 @@ class Replicas:
             return self._current_number, self._made[address]
 
     def _fail_over(self, number: int) -> None:
-        """Makes the next replica current, once for all calls that failed on this one. The earlier channel stays open
-        for the calls that are under way on it."""
+        """Makes the next replica current, once for all calls that failed on this one. The old channel stays open for
+        its active calls."""
         with self._lock:
             if number == self._current_number:
                 self._current_number += 1
 
     def take_all(self) -> list[Any]:
-        """Returns all channels, to be closed; no more are made."""
+        """Returns all channels for closing. No channel is created after that."""
         with self._lock:
             self._is_closed = True
             made = [*self._before, *self._made.values()]
@@ -274,5 +274,5 @@ class AsyncChannels(Replicas):
 
 
 def _binder(kind: str, method: tuple[Any, ...], options: dict[str, Any]) -> Bind:
-    """Returns a function that makes a channel's method, once per channel."""
+    """Returns a function that creates the method's callable on a channel, once per channel."""
     return functools.cache(lambda channel: getattr(channel, kind)(*method, **options))

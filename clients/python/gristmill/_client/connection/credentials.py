@@ -1,4 +1,4 @@
-"""A client's token and certificates, and the authorities whose certificates it accepts."""
+"""A client's token and certificates, and the certificate authorities that it trusts."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ import grpc
 from gristmill.errors import InvalidArgumentError
 
 _PREFIX = "GRISTMILL_"
-# Kubernetes changes the tokens of service accounts in their files, about once an hour.
+# Kubernetes replaces the token in a service account's file about once an hour.
 _LOOK_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """The token and certificates of a client. What is not given is taken from the environment.
+    """The token and certificates of a client. The default of each setting is the environment variable in parentheses.
 
     token: sent with every call (GRISTMILL_TOKEN).
     token_file: the file with the token, read again every few seconds (GRISTMILL_TOKEN_FILE). While it cannot be read,
         the previous token stays in use.
-    ca_file: the authority that signed the service's certificate, PEM (GRISTMILL_CA_FILE); connections are encrypted.
-    cert_file, key_file: the client's own certificate, for a service that asks for one (GRISTMILL_CERT_FILE,
+    ca_file: the certificate authority that signed the service's certificate, as PEM (GRISTMILL_CA_FILE). Connections
+        are encrypted.
+    cert_file, key_file: the client's certificate and key, for a service that requires them (GRISTMILL_CERT_FILE,
         GRISTMILL_KEY_FILE).
-    tls: True encrypts connections also without a `ca_file`, and accepts the authorities that gRPC knows
-        (GRISTMILL_TLS=1).
+    tls: True: encrypt connections without a `ca_file`, and trust gRPC's default authorities (GRISTMILL_TLS=1).
 
     Raises InvalidArgumentError if two settings exclude each other, or a file cannot be read.
     """
@@ -43,11 +43,11 @@ class Credentials:
 
     def __post_init__(self) -> None:
         if self.token and self.token_file:
-            raise InvalidArgumentError("token and token_file are both given; give one of them")
+            raise InvalidArgumentError("token and token_file are both set; set only one of them")
         if (self.cert_file is None) != (self.key_file is None):
-            raise InvalidArgumentError("cert_file and key_file go together; give both, or neither")
+            raise InvalidArgumentError("only one of cert_file and key_file is set; set both, or neither")
         if self.token and not _is_header(self.token):
-            raise InvalidArgumentError("token has characters that a header cannot contain; give it as it was printed")
+            raise InvalidArgumentError("token has characters that a header cannot contain; set it exactly as printed")
         self.metadata()
 
     @property
@@ -60,14 +60,14 @@ class Credentials:
         return (("authorization", f"Bearer {token}"),) if token else ()
 
     def channel(self, library: Any, address: str, options: Any) -> Any:
-        """Returns a channel of `grpc` or `grpc.aio`, with the certificates as the files have them now."""
+        """Returns a channel of `grpc` or `grpc.aio`, with the current certificates in the files."""
         if not self.is_encrypted:
             return library.insecure_channel(address, options)
         ca, key, cert = (_bytes(name, getattr(self, name)) for name in ("ca_file", "key_file", "cert_file"))
         return library.secure_channel(address, grpc.ssl_channel_credentials(ca, key, cert), options)
 
     def version(self) -> object:
-        """Returns a value that changes when a file of certificates does; the files are checked every few seconds."""
+        """Returns a value that changes when a certificate file changes. The files are checked every few seconds."""
         version, until = self._read.get("version", (None, 0.0))
         now = time.monotonic()
         if now >= until:
@@ -92,7 +92,7 @@ class Credentials:
         token = (_bytes("token_file", self.token_file) or b"").decode("ascii", "replace").strip()
         if not _is_header(token):
             raise InvalidArgumentError(
-                f"token_file: {self.token_file} has no token; give a file that contains one token and nothing else"
+                f"token_file: {self.token_file} has no token; set a file that contains only a token"
             )
         return token
 
@@ -116,6 +116,4 @@ def _bytes(name: str, path: Path | str | None) -> bytes | None:
     try:
         return None if path is None else Path(path).read_bytes()
     except OSError as error:
-        raise InvalidArgumentError(
-            f"{name}: cannot read {path}: {error.strerror}; give a file that can be read"
-        ) from None
+        raise InvalidArgumentError(f"{name}: cannot read {path}: {error.strerror}; set a readable file") from None

@@ -1,7 +1,7 @@
 """Run a client in threads, where calls block, or in an event loop, where they are awaited.
 
-A client's core is written once, as coroutines. They take from a driver what differs: calls, pauses, a lock, waiting,
-and the worker that sends. With the driver `Blocking` such a coroutine never suspends, so that `block_on` can run it.
+A client's core is written once, as coroutines. The driver implements the operations that differ: calls, pauses, a lock,
+waiting, and the worker that sends. With the driver `Blocking` a coroutine never suspends, so `block_on` can run it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Join = Callable[[], Awaitable[None]]
 
 
 class Signal(Protocol):
-    """Wakes waiting callers when something changed. Acquire the driver's lock to wait and to notify."""
+    """Wakes waiting callers after a change of state. Acquire the driver's lock to wait and to notify."""
 
     async def wait(self, seconds: float | None) -> None:
         """Returns after `notify_all` or after the seconds; it may also return early."""
@@ -31,7 +31,7 @@ class Signal(Protocol):
 
 
 class Driver(Protocol):
-    """What differs between threads and tasks."""
+    """The operations that differ between threads and tasks."""
 
     @property
     def lock(self) -> AbstractContextManager[Any]:
@@ -47,7 +47,7 @@ class Driver(Protocol):
     async def call(self, method: Callable[..., Any], *request: Any, **options: Any) -> Any: ...
 
     def collecting(self, stream: Callable[..., Any]) -> Callable[..., Any]:
-        """Turns a method that streams messages into one that returns a list of them."""
+        """Converts a method that streams messages to a method that returns a list of them."""
 
     async def pause(self, seconds: float, closed: threading.Event) -> None: ...
 
@@ -59,7 +59,7 @@ def block_on(coroutine: Coroutine[Any, Any, T]) -> T:
     except StopIteration as stop:
         result: T = stop.value
         return result
-    raise RuntimeError("a coroutine of a blocking client suspended; its driver has to block instead")
+    raise RuntimeError("a coroutine of a blocking client suspended; its driver must block instead")
 
 
 class Blocking:
@@ -68,7 +68,7 @@ class Blocking:
     channels = Channels
 
     def __init__(self) -> None:
-        # Take the lock itself, not a condition: Ctrl-C within Condition.__enter__ would leave it locked.
+        # Acquire the lock directly, not through a condition: Ctrl-C in Condition.__enter__ would leave it locked.
         self.lock = threading.Lock()
 
     def signal(self) -> Signal:
@@ -103,7 +103,7 @@ class _ThreadSignal:
 
 
 class Awaited:
-    """For the tasks of one event loop. They need no lock, because none is interrupted between two awaits."""
+    """For the tasks of one event loop. They need no lock, because a task is not interrupted between two awaits."""
 
     channels = AsyncChannels
 

@@ -1,4 +1,4 @@
-"""Translate failed calls to errors of gristmill: the class, the message with its remedy, and whether to retry."""
+"""Convert failed calls to errors of gristmill: the class, the message with its remedy, and whether to retry."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ def _classes(base: type[GristmillError]) -> Iterator[type[GristmillError]]:
 
 
 _BY_NAME = {error.__name__: error for error in _classes(errors.GristmillError)}
-# If several classes have one code, the base class.
+# If several classes have the same code, this is the base class.
 _BY_CODE = {error.code: error for error in reversed(_BY_NAME.values())}
-# gRPC's words for an answer in HTTP/1.
+# gRPC's message about an answer in HTTP/1 contains this.
 _HTTP_1 = "http1.x server"
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An attempt that failed.
+    """A failed attempt.
 
     may_retry: whether another attempt may succeed.
-    pushback_s: how long the service asks to wait; None if it does not say.
+    pushback_s: the delay before a retry that the service requests; None if it requests none.
     is_of_replica: whether another replica may answer.
     """
 
@@ -50,12 +50,12 @@ class Failure:
 
 
 def failure_of(call: grpc.RpcError, address: str) -> Failure:
-    """Translates a gRPC status. The message names the call's id, which is in the service's log, too."""
+    """Converts a gRPC status. The message contains the call's id, which the service also logs."""
     return _named(_failure_of(call, address), getattr(call, "request_id", ""))
 
 
 def failure_of_row(row: rollout_pb2.RefusedRow, request_id: str) -> Failure:
-    """Translates the refusal of one row. The message names the call's id, as `failure_of` does."""
+    """Converts the refusal of one row. The message contains the call's id, as in `failure_of`."""
     kind = _kind(row.type, row.code)
     if kind is ResourceExhaustedError:
         failure = Failure(ResourceExhaustedError(row.message, row.retry_after_s), True, row.retry_after_s)
@@ -65,7 +65,7 @@ def failure_of_row(row: rollout_pb2.RefusedRow, request_id: str) -> Failure:
 
 
 def _named(failure: Failure, request_id: str) -> Failure:
-    """Returns the failure with the call's id, if there is one, at the end of its message."""
+    """Appends the call's id, if there is one, to the message of the failure."""
     if not request_id:
         return failure
     return replace(failure, error=with_message(failure.error, f"{failure.error} (request {request_id})"))
@@ -76,17 +76,17 @@ def _kind(name: str, code: str) -> type[GristmillError]:
 
 
 def _failure_of(call: grpc.RpcError, address: str) -> Failure:
-    """Takes the error class from the trailing metadata `gristmill-error`, or else from the status code."""
+    """Determines the error class from the trailing metadata `gristmill-error`, or else from the status code."""
     trailers = {key: value for key, value in call.trailing_metadata() or () if isinstance(value, str)}
     code, details = call.code().name, call.details() or ""
     name = trailers.get("gristmill-error", "")
     if code == "CANCELLED":
-        # A stopping server cancels calls that it has not begun; the client never cancels.
+        # A stopping server cancels calls that it has not started. The client never cancels a call.
         code = "UNAVAILABLE"
     kind = _kind(name, code)
     if code == "RESOURCE_EXHAUSTED" and "larger than max" in details:
-        # gRPC itself refused it.
-        return Failure(TooLargeError(f"{address}: {details}; send less at once, or raise max_message_bytes"))
+        # gRPC refused the message, not the service.
+        return Failure(TooLargeError(f"{address}: {details}; send less per call, or raise max_message_bytes"))
     pushback_s = _pushback_s(trailers)
     may_retry = kind.code in ("UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED") and (pushback_s or 0.0) >= 0.0
     if kind is errors.BatchFailedError:
@@ -95,7 +95,7 @@ def _failure_of(call: grpc.RpcError, address: str) -> Failure:
         return Failure(ResourceExhaustedError(details, max(0.0, pushback_s or 1.0)), may_retry, pushback_s)
     if _HTTP_1 in details:
         return Failure(
-            InvalidArgumentError(f"{address}: the port answers HTTP, not gRPC ({details}); give the gRPC port")
+            InvalidArgumentError(f"{address}: the port answers HTTP, not gRPC ({details}); use the gRPC port")
         )
     if not name:
         details = _of_transport(kind, code, details, address)
@@ -107,14 +107,14 @@ def _failure_of(call: grpc.RpcError, address: str) -> Failure:
 
 def _of_transport(kind: type[GristmillError], code: str, details: str, address: str) -> str:
     if kind is UnavailableError:
-        return f"{address}: the service cannot be reached ({details}); check the address and that it runs"
+        return f"{address}: the service cannot be reached ({details}); check the address, and that the service runs"
     if kind is DeadlineExceededError:
-        return f"{address}: the service did not answer in time ({details}); check that it is not overloaded"
+        return f"{address}: the service did not answer in time ({details}); check whether it is overloaded"
     return f"{address}: {code}: {details}"
 
 
 def _pushback_s(trailers: dict[str, str]) -> float | None:
-    """Reads gRPC's pushback: a negative delay, or one that is not a number, means not to retry."""
+    """Reads gRPC's pushback, a delay. A negative or invalid number means: do not retry."""
     text = trailers.get("grpc-retry-pushback-ms")
     if text is None:
         return None

@@ -9,26 +9,26 @@ import time
 from gristmill._client.connection.failures import Failure, with_message
 
 LONGEST_WAIT_S = 20.0
-"""The longest wait that one call asks for. A longer wait is split into several calls, so that a dead connection is
-noticed."""
+"""The longest wait that one call requests. A longer wait is split into several calls, so that a dead connection is
+detected."""
 
-# An attempt without an answer is repeated after this time; sooner if another replica was not tried yet. Once all were
-# tried, the service itself is slow, and repeating early would not help.
+# The timeout of an attempt; it is shorter while another replica was not tried yet. After all were tried, the service as
+# a whole is slow, and an early retry would not help.
 _ATTEMPT_S, _ATTEMPT_AMONG_OTHERS_S = 20.0, 8.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 5.0
-# After this time a warning says why a call takes so long.
+# After this time, a warning says why a call takes so long.
 _SILENT_S = 5.0
 # The service answers a long poll early if too many callers wait already.
 _EARLY_ANSWER_PAUSE_S = 0.25
-# Separate from the module's generator, so that pauses do not change the numbers of a program that seeds it.
+# Separate from Python's global generator, so that pauses do not change the random numbers of a program that seeds it.
 JITTER = random.Random()
 
 _log = logging.getLogger("gristmill")
 
 
 class Backoff:
-    """Computes the pauses between attempts: exponential with full jitter, added to what the service asks for. With
-    several replicas, a failure of one of them counts only after all were tried.
+    """Computes the pauses between attempts: exponential with full jitter, plus the delay that the service requests.
+    With several replicas, the pause grows only after all of them were tried.
     """
 
     def __init__(self, replicas: int = 1) -> None:
@@ -45,13 +45,13 @@ class Backoff:
         return max(0.0, pushback_s or 0.0) + JITTER.random() * ceiling
 
     def attempt_s(self, left_s: float) -> float:
-        """Returns the timeout of the next attempt. left_s: what is left for all attempts."""
+        """Returns the timeout of the next attempt. left_s: the time that is left for all attempts."""
         are_others_left = self.attempts < self._replicas - 1
         return max(0.05, min(_ATTEMPT_AMONG_OTHERS_S if are_others_left else _ATTEMPT_S, left_s))
 
 
 class Retry:
-    """The attempts at one call, until `timeout_s` is over. With `timeout_s=0` there is one attempt."""
+    """Schedules the attempts at one call until `timeout_s` is over. `timeout_s=0` allows one attempt."""
 
     def __init__(self, timeout_s: float, replicas: int = 1) -> None:
         self._is_only_one = timeout_s == 0
@@ -61,31 +61,31 @@ class Retry:
         self._has_warned = False
 
     def attempt_s(self, wait_s: float) -> float:
-        """Returns the timeout of the next attempt. wait_s: how long the service may wait within it."""
+        """Returns the timeout of the next attempt. wait_s: how long the service may wait before it answers."""
         if self._is_only_one:
             return wait_s + _ATTEMPT_S
         return wait_s + self._backoff.attempt_s(self._deadline - time.monotonic())
 
     def pause_s(self, failure: Failure) -> float:
-        """Returns the seconds until the next attempt. Raises the failure's error if there is none. Logs a warning once
-        if the call takes long."""
+        """Returns the seconds until the next attempt. Raises the failure's error if there is none. Logs one warning if
+        the call takes long."""
         if not failure.may_retry:
-            # The error repeats what gRPC's says.
+            # The error contains the text of gRPC's error, so hide the latter.
             raise failure.error from None
         pause_s = self._backoff.pause_s(failure.pushback_s, is_of_replica=failure.is_of_replica)
         now = time.monotonic()
         if now + pause_s >= self._deadline:
             tried = f"gave up after {self._backoff.attempts} attempts in {now - self._began:.1f} s"
-            message = f"{failure.error} ({tried}; a larger timeout_s tries longer)"
+            message = f"{failure.error} ({tried}; raise timeout_s to retry for longer)"
             raise with_message(failure.error, message) from None
         if not self._has_warned and now - self._began >= _SILENT_S:
             self._has_warned = True
-            _log.warning("%s; trying again for %.0f s more", failure.error, self._deadline - now)
+            _log.warning("%s; retrying for %.0f s more", failure.error, self._deadline - now)
         return pause_s
 
 
 class WaitBudget:
-    """A wait that is split into several calls, in each of which the service waits for a part."""
+    """Splits a long wait into several calls. The service waits for a part of the time in each call."""
 
     def __init__(self, wait_s: float) -> None:
         self._deadline = time.monotonic() + wait_s
@@ -99,7 +99,7 @@ class WaitBudget:
         return time.monotonic() >= self._deadline
 
     def pause_s(self) -> float:
-        """Returns the pause after an answer that is not final, so that a service that answers at once is not called in
-        a loop."""
+        """Returns the pause after an answer that is not final, so that the client does not call a service that answers
+        early in a busy loop."""
         came_early = time.monotonic() - self._asked < self._slice_s
         return _EARLY_ANSWER_PAUSE_S * (0.5 + JITTER.random()) if came_early else 0.0

@@ -1,6 +1,6 @@
 """Connect to the service, and call it with deadlines and retries, blocking or in an event loop.
 
-Knows no call of the contract. Every call may be repeated safely, so all are retried in the same way.
+All calls are idempotent, so they are all retried in the same way.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from gristmill.v1 import rollout_pb2, rollout_pb2_grpc, run_pb2_grpc, trainer_pb
 T = TypeVar("T")
 
 TIMEOUT_S = 120.0
-"""The default time for which a failing call is retried."""
+"""By default, a failing call is retried for this time."""
 
 SUBMIT_ROWS = "/gristmill.v1.RolloutService/SubmitRows"
-"""Takes requests as bytes, which `gristmill._wire.codecs.submit_codec` encodes."""
+"""Called with bytes that `gristmill._wire.codecs.submit_codec` encodes."""
 
 WRITE_COLUMNS = "/gristmill.v1.TrainerService/WriteColumns"
-"""Takes requests as bytes, which `gristmill._wire.codecs.columns_codec` encodes."""
+"""Called with bytes that `gristmill._wire.codecs.columns_codec` encodes."""
 
 
 class ForkGuard:
-    """Remembers the process that made a client: the threads and connections of gRPC do not survive a fork."""
+    """Detects that a client is used in a forked process: gRPC's threads and connections do not survive a fork."""
 
     def __init__(self, name: str) -> None:
         self._name, self._pid = name, os.getpid()
@@ -43,16 +43,16 @@ class ForkGuard:
     def check(self) -> None:
         if not self.is_here():
             raise FailedPreconditionError(
-                f"this {self._name} was made in process {self._pid} and is used in its fork {os.getpid()}, which gRPC "
-                "does not survive; make the client after the fork, or start processes by spawn"
+                f"this {self._name} was created in process {self._pid} and is used in its fork {os.getpid()}, where "
+                "gRPC does not work; create the client after the fork, or start processes with spawn"
             )
 
 
 class Connection:
-    """A connection to the replicas that `address` names, with the contract's three services. It connects with the first
-    call.
+    """A connection to the replicas that `address` names, with stubs of the three gRPC services. The first call opens
+    the connection.
 
-    credentials: None takes those of the environment.
+    credentials: None: from the environment variables.
     """
 
     def __init__(
@@ -77,11 +77,11 @@ class Connection:
     async def ask(
         self, method: Callable[..., Any], request: Any, *, wait_s: float = 0.0, timeout_s: float = -1.0
     ) -> Any:
-        """Makes a call, retrying it for `timeout_s` (by default the connection's) in addition to `wait_s`, and returns
-        its answer.
+        """Makes a call and returns its answer. Retries it for `wait_s` plus `timeout_s`, which is by default the
+        connection's.
 
-        wait_s: how long the service may wait before it answers. `timeout_s=0` makes one attempt. Raises the last
-            attempt's error, of `gristmill.errors`.
+        wait_s: how long the service may wait before it answers. `timeout_s=0` makes one attempt. Raises the error of
+            the last attempt, a class of `gristmill.errors`.
         """
         self.check_usable()
         retry = Retry(self.timeout_s if timeout_s < 0 else timeout_s, self.channels.count)
@@ -93,7 +93,7 @@ class Connection:
             await self.sleep(pause_s)
 
     async def ask_until(self, ask: Callable[[float], Awaitable[T]], is_final: Callable[[T], bool], wait_s: float) -> T:
-        """Calls `ask(seconds that the service may wait)` until its answer is final, or `wait_s` is over. Returns the
+        """Calls `ask(seconds that the service may wait)` until the answer is final or `wait_s` is over. Returns the
         last answer."""
         budget = WaitBudget(wait_s)
         while True:
@@ -104,11 +104,11 @@ class Connection:
 
     @property
     def state(self) -> str:
-        """Describes the connection for a person: its address, and whether it is closed."""
+        """A description for `repr`: the address, and whether the connection is closed."""
         return f"at {self.address}{', closed' if self._closed.is_set() else ''}"
 
     async def sleep(self, seconds: float) -> None:
-        """Pauses. Raises FailedPreconditionError if the client is closed meanwhile."""
+        """Pauses. Raises FailedPreconditionError if the client was closed meanwhile."""
         await self.driver.pause(seconds, self._closed)
         self.check_usable()
 
@@ -118,10 +118,10 @@ class Connection:
             raise self.closed_error()
 
     def closed_error(self) -> FailedPreconditionError:
-        return FailedPreconditionError(f"this {self.owner} is closed; make another")
+        return FailedPreconditionError(f"this {self.owner} is closed; create another")
 
     async def disconnect(self) -> None:
-        """Closes the connection: calls under way end with an error. Idempotent. Does nothing in a forked process."""
+        """Closes the connection. Active calls fail. Idempotent. Does nothing in a forked process."""
         if self.fork_guard.is_here():
             self._closed.set()
             for channel in self.channels.take_all():
