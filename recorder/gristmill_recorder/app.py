@@ -1,4 +1,4 @@
-"""The recorder's HTTP application: route calls by path."""
+"""The recorder's HTTP application: routes calls by path."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from gristmill_recorder.settings import RecorderSettings
 _log = logging.getLogger("gristmill.recorder")
 
 _PASSED_ON = frozenset(("v1/embeddings", "v1/messages/count_tokens", "v1/rerank", "v1/score", "tokenize", "detokenize"))
-"""Calls that sample nothing. The engine answers them, unrecorded, and every GET below `v1/models`."""
+"""Calls that sample no tokens. They are forwarded and not recorded, like every GET of `v1/models` and below."""
 _MODELS = "v1/models"
 _REASON_LENGTH = 200
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
@@ -32,7 +32,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class RecorderApp:
-    """Routes calls. is_ready: False once the recorder is stopping."""
+    """Routes calls by path. is_ready: False once the recorder is stopping."""
 
     def __init__(self, settings: RecorderSettings, runs: Runs, engine: Engine, metrics: Metrics) -> None:
         self._settings, self._runs, self._engine, self._metrics = settings, runs, engine, metrics
@@ -50,8 +50,8 @@ class RecorderApp:
             return await self._route(request)
         except RefusalError as refusal:
             self._metrics.refused.labels(type(refusal).__name__).inc()
-            # What callers send may have ends of lines, and codes that a terminal obeys.
-            _log.info("refused %r: %s", request.path[:500], ascii(str(refusal))[1:-1])
+            # Text from callers may contain line breaks and terminal control codes.
+            _log.info("call refused: %r: %s", request.path[:500], ascii(str(refusal))[1:-1])
             return web.Response(status=refusal.status, body=orjson.dumps(refusal.body), headers=refusal.headers)
 
     async def _route(self, request: web.Request) -> web.StreamResponse:
@@ -74,8 +74,8 @@ class RecorderApp:
         if is_of_models or (request.method == "POST" and rest in _PASSED_ON):
             return await self._pass_on(request, rest)
         raise UnknownPath(
-            f"{request.method} {path}: unknown path; recorded are POST {', '.join(FORMS)}, passed on "
-            f"{', '.join(sorted(_PASSED_ON))} and GET {_MODELS}, and a trajectory ends by POST .../finish or .../abort"
+            f"{request.method} {path}: unknown path; the recorder records POST {', '.join(FORMS)}, forwards POST "
+            f"{', '.join(sorted(_PASSED_ON))} and GET {_MODELS}, and ends a trajectory at POST .../finish or .../abort"
         )
 
     async def _finish(self, request: web.Request, name: TrajectoryName) -> web.Response:
@@ -92,7 +92,7 @@ class RecorderApp:
 
     async def _abort(self, request: web.Request, name: TrajectoryName) -> web.Response:
         document = await read_document(request) if request.can_read_body else {}
-        reason = _only(document, "reason") or "aborted by its agent"
+        reason = _only(document, "reason") or "aborted by the agent"
         try:
             await self._runs.abort(name, str(reason)[:_REASON_LENGTH])
         except GristmillError as error:
@@ -118,8 +118,8 @@ class RecorderApp:
 
 
 def _is_below(parent: str, path: str) -> bool:
-    """Returns whether a raw path leads below its parent for every server: some resolve `..`, also where it is
-    escaped."""
+    """Returns whether every server resolves the raw path to one below `parent`: some servers resolve `..`, even if it
+    is escaped."""
     steps = unquote(path).replace("\\", "/").split("/")
     return path.startswith(f"{parent}/") and not {".", ".."}.intersection(steps)
 
@@ -127,16 +127,16 @@ def _is_below(parent: str, path: str) -> bool:
 def _named(name: TrajectoryName | None) -> TrajectoryName:
     if name is None:
         raise WrongCall(
-            "the call names no trajectory; its base URL ends with /runs/RUN/uid/UID/sample/N/v1, or it has the headers "
-            "x-gristmill-run, x-gristmill-uid and x-gristmill-sample"
+            "the call names no trajectory; use a base URL that ends with /runs/RUN/uid/UID/sample/N/v1, or set the "
+            "headers x-gristmill-run, x-gristmill-uid and x-gristmill-sample"
         )
     return name
 
 
 def _only(document: dict[str, object], name: str) -> object:
-    """Returns the value of the only field that the document may have."""
+    """Returns the value of the only field that the document may contain. Raises WrongCall for other fields."""
     if unknown := sorted(document.keys() - {name}):
-        raise WrongCall(f"unknown field {unknown[0]}; the only one is {name}")
+        raise WrongCall(f"unknown field {unknown[0]}; the only allowed field is {name}")
     return document.get(name)
 
 
@@ -144,5 +144,5 @@ def _reward(value: object) -> float | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= _FLOAT32_MAX:
-        raise WrongCall(f"reward is {value!r}; give one number within float32, or none for one that comes later")
+        raise WrongCall(f"reward is {value!r}; send a number in the float32 range, or omit reward and set it later")
     return float(value)

@@ -1,4 +1,4 @@
-"""Answer the calls that are recorded: ask the engine, record what it sampled, then answer the agent.
+"""Answers the calls that are recorded: calls the engine, records the sampled tokens, then answers the agent.
 
 The last byte of an answer is sent only after its tokens are in the journal.
 """
@@ -42,7 +42,7 @@ FORMS: dict[str, Callable[[Document, Asking], Form]] = {
     "v1/responses": ResponsesForm,
     "v1/messages": MessagesForm,
 }
-"""The forms of calls by path."""
+"""The form of each recorded call, by path."""
 
 
 class Calls:
@@ -52,7 +52,7 @@ class Calls:
         self._under_way = 0
 
     async def answer(self, request: web.BaseRequest, name: TrajectoryName, path: str) -> web.StreamResponse:
-        """Answers a call. Raises RefusalError if it cannot; then nothing was recorded."""
+        """Answers a call, and records it. If it raises RefusalError, nothing was recorded."""
         began = time.perf_counter()
         with self._counted(), self._runs.recording(name).calling() as recording:
             document = await read_document(request)
@@ -75,7 +75,7 @@ class Calls:
         try:
             await exchange.run(self._engine)
         except (asyncio.CancelledError, AgentGoneError) as error:
-            # Agents' libraries close the connection at the event that ends a stream, before its last byte.
+            # Clients close the connection after the event that ends a stream, before its last byte.
             if not exchange.is_recorded:
                 self._metrics.cut.labels("agent").inc()
                 if isinstance(error, asyncio.CancelledError):
@@ -84,19 +84,22 @@ class Calls:
             self._metrics.cut.labels("engine").inc()
             if not exchange.response.prepared:
                 raise
-            # The agent sees what it would see without a recorder: an answer without an end.
+            # As without a recorder, the agent sees an incomplete answer.
             if request.transport is not None:
                 request.transport.abort()
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
-        """Counts a call as under way within the block. Raises Busy if a limit is reached."""
+        """Counts a call as in progress within the block. Raises Busy if a limit is reached."""
         settings, metrics = self._settings, self._metrics
         if self._under_way >= settings.max_calls:
-            raise Busy(f"{self._under_way} calls are under way; try again later, or raise --max-calls")
+            raise Busy(
+                f"{self._under_way} calls are in progress, which is the limit --max-calls; retry, or raise --max-calls"
+            )
         if metrics.row_bytes.total >= settings.max_row_bytes:
             raise Busy(
-                "too many steps wait for the service; check that it runs and has capacity, or raise --max-row-bytes"
+                f"{metrics.row_bytes.total} bytes of steps wait for the service, where --max-row-bytes is "
+                f"{settings.max_row_bytes:d}; check that the service runs and has capacity, or raise --max-row-bytes"
             )
         self._under_way += 1
         metrics.under_way.set(self._under_way)
@@ -108,14 +111,14 @@ class Calls:
 
 
 async def read_document(request: web.BaseRequest) -> Document:
-    """Reads the body as a JSON object. Raises WrongCall and TooLarge."""
+    """Reads the request body as a JSON object. Raises WrongCall and TooLarge."""
     body = await read_body(request)
     try:
         document = orjson.loads(body)
     except orjson.JSONDecodeError as error:
         raise WrongCall(f"the request is not JSON: {error}; send a JSON object") from None
     if not isinstance(document, dict):
-        raise WrongCall(f"the request is a {type(document).__name__}; give a JSON object")
+        raise WrongCall(f"the request is a {type(document).__name__}; send a JSON object")
     return document
 
 
@@ -127,20 +130,20 @@ async def read_body(request: web.BaseRequest) -> bytes:
 
 
 def _version(request: web.BaseRequest, announced: int) -> int:
-    """Returns the policy version that samples the call: the agent's header, or the last that the trainer announced."""
+    """Returns the policy version of the call: from the agent's header, or the last one that the trainer announced."""
     text = request.headers.get(VERSION)
     if text is None:
         return announced
     if (version := int32_of(text)) is None:
-        raise WrongCall(f"{VERSION} is {text[:20]!r}; give a number from 0 to {INT32_MAX}")
+        raise WrongCall(f"{VERSION} is {text[:20]!r}; set it to a number from 0 to {INT32_MAX}")
     return version
 
 
 Record = Callable[[Sequence[Sampled]], None]
-"""Records samples. When it returns, they survive the process."""
+"""Records samples. When it returns, the samples survive a crash of the process."""
 
 _STREAM = "text/event-stream"
-_REMEDY = "the recorder asks for what it needs: check --engine, and that the engine's version gives token ids"
+_REMEDY = "check --engine, and that this version of the engine returns token ids"
 
 
 class AgentGoneError(Exception):
@@ -148,8 +151,11 @@ class AgentGoneError(Exception):
 
 
 class Exchange:
-    """One call. engine_s: seconds spent waiting for the engine. is_recorded: whether its tokens are in the journal.
-    most_bytes: limit of an answer, or a stream's event."""
+    """One call and its answer.
+
+    engine_s: seconds spent waiting for the engine. is_recorded: whether the sampled tokens are in the journal.
+    most_bytes: the limit of an answer, or of one event of a stream.
+    """
 
     def __init__(self, request: web.BaseRequest, form: Form, record: Record, most_bytes: int) -> None:
         self._request, self._form, self._record, self._most_bytes = request, form, record, most_bytes
@@ -158,20 +164,21 @@ class Exchange:
         self.is_recorded = False
 
     async def run(self, engine: Engine) -> None:
-        """Answers the agent. The handler returns `response` in any case, also if it was sent already.
+        """Calls the engine, records the tokens, and answers the agent. The handler must return `response` afterwards,
+        even if it is sent already.
 
-        Raises AgentGoneError and RefusalError, without recording anything. Once parts of a stream were sent, it raises
-        only EngineAway and EngineSlow of the refusals: others are reported within the stream.
+        Raises AgentGoneError or RefusalError; then nothing was recorded. After a part of a stream was sent, the only
+        refusals raised are EngineAway and EngineSlow; others are sent as an event of the stream.
         """
         headers = request_headers(self._request)
         if key := headers.pop("x-api-key", None):
-            # Anthropic's libraries send the key here; engines read it where OpenAI's libraries send it.
+            # Anthropic's clients send the key in this header; engines read it from `authorization`.
             headers.setdefault("authorization", f"Bearer {key}")
         headers["content-type"] = "application/json"
         try:
             body = orjson.dumps(self._form.request)
         except TypeError as error:
-            raise WrongCall(f"the request cannot be written as JSON again: {error}; nest it less deeply") from None
+            raise WrongCall(f"the request cannot be encoded as JSON: {error}; nest it less deeply") from None
         asked = time.perf_counter()
         async with engine.call("POST", self._form.path, query_of(self._request), headers, body) as answer:
             self.engine_s += time.perf_counter() - asked
@@ -179,7 +186,8 @@ class Exchange:
                 self.response = await unchanged(answer)
             elif (encoding := answer.headers.get("content-encoding", "identity")) != "identity":
                 raise NotRecorded(
-                    f"the engine's answer is encoded as {encoding} which the call does not accept; check the engine"
+                    f"the engine's answer has content-encoding {encoding}, which the recorder does not accept; disable "
+                    "compression in the engine and in proxies in front of it"
                 )
             elif answer.content_type == _STREAM:
                 await self._stream(answer)
@@ -191,16 +199,18 @@ class Exchange:
         async for part in self._parts(answer):
             body += part
             if len(body) > self._most_bytes:
-                raise NotRecorded(f"the engine's answer has more than {self._most_bytes} bytes; raise --max-body-bytes")
+                raise NotRecorded(
+                    f"the engine's answer is larger than --max-body-bytes, {self._most_bytes}; raise --max-body-bytes"
+                )
         with _recordable():
             document = orjson.loads(body)
             samples = sampled(document)
             answered = orjson.dumps(self._form.whole(document))
-            # Recorded last: an answer that fails before must not be recorded.
+            # Recorded last: an answer that cannot be converted must not be recorded.
             self._record(samples)
             self.is_recorded = True
         self.response = web.Response(body=answered, headers=answer_headers(answer))
-        # Sent here, not when the handler returns, so that the call is counted after its answer.
+        # Sent here, not when the handler returns, so that metrics count the call after its answer was sent.
         await self._write_eof()
 
     async def _stream(self, answer: ClientResponse) -> None:
@@ -214,29 +224,30 @@ class Exchange:
         await self._write_eof()
 
     async def _events(self, answer: ClientResponse, stream: Stream) -> None:
-        """Forwards events. Those from the completing one on are held back until the answer is recorded."""
-        splitter, held, is_ended = EventSplitter(self._most_bytes), bytearray(), False
+        """Forwards events. Buffers the event that completes the answer, and later ones, until the answer is
+        recorded."""
+        splitter, buffered, is_ended = EventSplitter(self._most_bytes), bytearray(), False
         async for received in self._parts(answer):
             ready = bytearray()
             for event in splitter.feed(received):
                 with _recordable():
                     part = stream.read(event)
-                (held if stream.is_complete else ready).extend(part)
+                (buffered if stream.is_complete else ready).extend(part)
             await self._write(ready)
             if stream.is_over and stream.is_complete and not is_ended:
                 is_ended = True
-                await self._end(stream, held)
+                await self._end(stream, buffered)
         if not is_ended:
-            await self._end(stream, held)
+            await self._end(stream, buffered)
 
-    async def _end(self, stream: Stream, held: bytearray) -> None:
+    async def _end(self, stream: Stream, buffered: bytearray) -> None:
         if not stream.has_failed:
             if not stream.is_complete:
-                raise EngineAway("the engine ended its stream before the answer was complete; make the call again")
+                raise EngineAway("the engine ended its stream before the answer was complete; retry the call")
             with _recordable():
                 self._record(stream.sampled())
                 self.is_recorded = True
-        await self._write(held)
+        await self._write(buffered)
 
     async def _parts(self, answer: ClientResponse) -> AsyncIterator[bytes]:
         asked = time.perf_counter()
@@ -272,7 +283,7 @@ async def unchanged(answer: ClientResponse) -> web.Response:
 
 @contextmanager
 def _recordable() -> Iterator[None]:
-    """Raises NotRecorded if the engine's answer cannot be read within the block."""
+    """Raises NotRecorded if the block cannot parse or record the engine's answer."""
     try:
         yield
     except InvalidArgumentError as error:
@@ -281,5 +292,5 @@ def _recordable() -> Iterator[None]:
         raise NotRecorded(str(error)) from None
     except (orjson.JSONDecodeError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise NotRecorded(
-            f"the engine's answer does not follow its API: {type(error).__name__}: {error}; check --upstream"
+            f"the engine's answer is invalid: {type(error).__name__}: {error}; check that --upstream is its URL"
         ) from None

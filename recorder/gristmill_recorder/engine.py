@@ -1,4 +1,4 @@
-"""Call the engine over HTTP, and stream its answers."""
+"""Calls the engine over HTTP, and streams its answers."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from gristmill_recorder.names import HEADER
 from gristmill_recorder.refusals import EngineAway, EngineSlow
 from gristmill_recorder.settings import RecorderSettings
 
-# Engines close connections that are idle for 5 s, uvicorn's default. A connection about to be closed is not used.
+# Engines close connections that are idle for 5 s, uvicorn's default. Do not reuse a connection about to be closed.
 _KEEPALIVE_S = 3.0
 _MAX_HEADER_BYTES = 64 << 10
-# Headers of one connection (RFC 9110, 7.6.1), and the length, which is that of the body sent on.
+# Hop-by-hop headers (RFC 9110, 7.6.1), and content-length, which is set again for the forwarded body.
 _HOP_BY_HOP = frozenset(
     (
         *("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer"),
@@ -28,7 +28,7 @@ _NOT_FORWARDED = _HOP_BY_HOP | {"host", "accept-encoding", "content-encoding", "
 
 
 class Engine:
-    """Sends each call once: agents' libraries retry by themselves, and see the engine's own errors."""
+    """Sends calls to the engine, each once: the agent's client retries, and receives the engine's own errors."""
 
     def __init__(self, settings: RecorderSettings) -> None:
         self._url, self._silence_s = settings.upstream, settings.silence_timeout_s
@@ -47,9 +47,11 @@ class Engine:
     async def call(
         self, method: str, path: str, query: str, headers: MutableMapping[str, str], body: bytes | None
     ) -> AsyncIterator[ClientResponse]:
-        """Yields the engine's answer, whose body is read within the block. Leaving the block earlier cuts the call.
+        """Sends a call and yields the engine's answer. Read its body within the block; leaving the block earlier
+        cancels the call.
 
-        path, query: as the agent wrote them. Raises EngineAway and EngineSlow, also while the body is read.
+        path, query: as the agent sent them, still escaped. Raises EngineAway and EngineSlow, also while the body is
+        read.
         """
         url = URL(f"{self._url}/{path}{'?' if query else ''}{query}", encoded=True)
         try:
@@ -57,23 +59,25 @@ class Engine:
                 yield answer
         except TimeoutError:
             raise EngineSlow(
-                f"the engine at {self._url} did not answer, or was silent for {self._silence_s:g} s; check whether it "
-                "is overloaded, or raise --silence-timeout-s"
+                f"the engine at {self._url} did not accept the connection, or sent nothing for {self._silence_s:g} s; "
+                "check whether it is overloaded, or raise --connect-timeout-s or --silence-timeout-s"
             ) from None
         except (ClientError, ConnectionError) as error:
-            raise EngineAway(f"the engine at {self._url} cannot be reached: {error}; check that it runs") from None
+            raise EngineAway(
+                f"the engine at {self._url} cannot be reached: {error}; check that it runs, and check --upstream"
+            ) from None
 
     async def close(self) -> None:
         await self._session.close()
 
 
 def query_of(request: BaseRequest) -> str:
-    """Returns a call's query as the agent wrote it. Decoded, it could end the line that the engine reads."""
+    """Returns a call's query, still escaped: decoded, it could contain a line break and inject a header."""
     return request.raw_path.partition("?")[2]
 
 
 def request_headers(request: BaseRequest) -> MutableMapping[str, str]:
-    """Returns the headers of an agent's call that are forwarded to the engine, its key among them."""
+    """Returns the headers of an agent's call that are forwarded to the engine, including its key."""
     headers = _without(request.headers, _NOT_FORWARDED)
     for name in {name for name in headers if name.lower().startswith(HEADER)}:
         headers.popall(name, None)
@@ -86,6 +90,6 @@ def answer_headers(answer: ClientResponse) -> MutableMapping[str, str]:
 
 
 def _without(headers: CIMultiDictProxy[str], names: frozenset[str]) -> CIMultiDict[str]:
-    """Returns the headers without these, and without those that `Connection` names: they are of one connection."""
+    """Returns the headers without `names`, and without the hop-by-hop headers that `Connection` lists."""
     listed = {name.strip().lower() for value in headers.getall("connection", ()) for name in value.split(",")}
     return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in names | listed)

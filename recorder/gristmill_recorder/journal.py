@@ -1,8 +1,8 @@
-"""Store recorded steps in a file until the service has them.
+"""Stores recorded steps in a file until the service has acknowledged them.
 
-The file is an SQLite database in WAL mode. When a method returns, its change is in the operating system's memory, which
-survives the process. `sync`, called each second in its own thread, writes changes to the disk: if the machine dies, at
-most a second is lost. No change waits for the disk.
+The file is an SQLite database in WAL mode. When a method returns, its change is in the page cache of the operating
+system, and survives a crash of the process. `sync`, called every second in a thread, writes changes to the disk: if the
+machine fails, at most one second of changes is lost. No change waits for the disk.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ CREATE TABLE steps (
     PRIMARY KEY (trajectory, step)
 );
 """
-# A prompt is stored as the number of tokens shared with the step before, and the rest: a conversation is stored once.
+# A prompt is stored as the number of tokens shared with the previous step, and the remaining tokens. So the tokens of a
+# conversation are stored once.
 _STEPS = (
     "SELECT step, shared, rest, response, logprobs, stop_reason, policy_version, policy_versions, is_masked, note "
     "FROM steps WHERE trajectory = ? ORDER BY step"
@@ -54,11 +55,11 @@ _STEPS = (
 
 @dataclass(slots=True)
 class Row:
-    """A step, stored until the service has it.
+    """A step, stored until the service has acknowledged it.
 
     prompt, response: int32 token ids. logprobs: float32, one per response token; None if rows have none.
-    policy_versions: int32, one per response token; None if `policy_version` is that of all. reward: None is pending.
-    is_last: whether the trajectory ends with this step. is_masked, note: as `Sampling` has them.
+    policy_versions: int32, one per response token; None if `policy_version` applies to all. reward: None while it is
+    pending. is_last: whether the trajectory ends with this step. is_masked, note: see `Sampling`.
     """
 
     step: int
@@ -83,9 +84,9 @@ class Row:
         *,
         has_logprobs: bool,
     ) -> Row:
-        """Makes a step of a sample. Raises InvalidArgumentError for invalid token ids or logprobs.
+        """Builds a step from a sample. Raises InvalidArgumentError for invalid token ids or logprobs.
 
-        policy_version: of all tokens, if the sample has no versions of its own.
+        policy_version: the version of all tokens, unless the sample contains versions.
         """
         logprobs = versions = None
         try:
@@ -95,15 +96,17 @@ class Row:
             if choice.policy_versions is not None:
                 versions = _numbers("i", choice.policy_versions)
         except (TypeError, OverflowError, struct.error) as error:
-            raise InvalidArgumentError(f"the answer's token ids or logprobs are no such numbers: {error}") from None
+            raise InvalidArgumentError(
+                f"the answer's token ids or logprobs are invalid: {error}; check --engine"
+            ) from None
         if not len(prompt) or min(prompt.min(), response.min()) < 0:
             raise InvalidArgumentError(
-                "the answer has an empty prompt, or token ids below 0; check the engine's version"
+                "the answer contains no prompt tokens, or negative token ids; check the engine's version"
             )
         if has_logprobs and (logprobs is None or len(logprobs) != len(response) or not np.isfinite(logprobs).all()):
             raise InvalidArgumentError(
-                "the answer does not have one finite logprob a token; start the recorder with --no-logprobs if the "
-                "engine gives none"
+                "the answer does not contain one finite logprob per token; start the recorder with --no-logprobs if "
+                "the engine returns none"
             )
         if versions is not None and (versions == versions[0]).all():
             policy_version, versions = int(versions[0]), None
@@ -121,7 +124,7 @@ class Row:
         return common if common < len(self.prompt) else common + _common(self.response, prompt[common:])
 
     def fields(self, name: TrajectoryName) -> dict[str, Any]:
-        """Returns the row to submit. The response is trained; everything else is in the prompt."""
+        """Returns the row to submit. The loss mask of the response is 1, or 0 if the step is masked."""
         fields = {
             "uid": name.uid,
             "round": name.round,
@@ -148,9 +151,9 @@ class Row:
 class Entry:
     """A trajectory in the journal.
 
-    id: 0 until the first step is written. next_step: the number of steps. delivered: how many of them the service has
-    acknowledged; rows: the others. is_ended, reward: set by its end. outcome: its result, "" while it is open; an open
-    one that has an outcome is still to be aborted in the service.
+    id: 0 until the first step is written. next_step: the number of steps. delivered: the number of steps that the
+    service has acknowledged. rows: the steps to deliver. is_ended, reward: set when the trajectory ends. outcome: the
+    result, "" while the trajectory is open; an open trajectory with an outcome must still be aborted in the service.
     """
 
     name: TrajectoryName
@@ -164,11 +167,11 @@ class Entry:
 
 
 class Journal:
-    """For one thread, except `sync`. One process at a time can open it."""
+    """The journal file. Use it from one thread, except `sync`. Only one process at a time can open it."""
 
     def __init__(self, path: Path) -> None:
-        """Opens the journal. Raises UnavailableError if the file cannot be opened or locked, InvalidArgumentError if it
-        is not a journal; the file is unchanged then."""
+        """Opens or creates the journal. Raises UnavailableError if the file cannot be opened or locked, and
+        InvalidArgumentError, without changing the file, if it is not a journal."""
         with ExitStack() as opened:
             opened.enter_context(_locked(path))
             try:
@@ -179,11 +182,11 @@ class Journal:
                 _tune(self._disk, "FULL")
                 _make_tables(self._database)
             except sqlite3.Error as error:
-                raise InvalidArgumentError(f"journal: {path} cannot be read: {error}; choose another file") from None
+                raise InvalidArgumentError(f"journal: cannot read {path}: {error}; choose another file") from None
             self._opened = opened.pop_all()
 
     def find(self, name: TrajectoryName) -> Entry | None:
-        """Returns the trajectory without its rows."""
+        """Returns the trajectory without its rows, or None."""
         records = self._database.execute(
             f"{_FIND} WHERE run = ? AND uid = ? AND sample = ? AND round = ? AND attempt = ?", name
         )
@@ -191,7 +194,7 @@ class Journal:
         return None if record is None else _entry(record)
 
     def open(self) -> Iterator[Entry]:
-        """Yields the trajectories that are not closed, with the rows that are not delivered."""
+        """Yields the open trajectories, with the rows to deliver."""
         for record in self._database.execute(f"{_FIND} WHERE closed_at IS NULL ORDER BY id").fetchall():
             entry = _entry(record)
             before: Row | None = None
@@ -202,48 +205,50 @@ class Journal:
             yield entry
 
     def append(self, entry: Entry, rows: Sequence[Row], before: Row | None) -> None:
-        """Appends the next steps of a trajectory, all or none, and updates the entry's `id` and `next_step`.
+        """Appends the next steps of a trajectory, all or none, and updates `id` and `next_step` of the entry.
 
-        before: the step before them, if any.
+        before: the previous step, if any.
         """
-        # An answer waits for this: one statement needs no transaction.
+        # An answer waits for this method, and a single statement needs no transaction.
         is_single = entry.id and len(rows) == 1
-        with self._kept() if is_single else self._changing():
-            id_ = entry.id or self._make(entry.name)
+        with self._writing() if is_single else self._transaction():
+            id_ = entry.id or self._insert(entry.name)
             records = _records(id_, rows, before)
             self._database.executemany("INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", records)
         entry.id, entry.next_step = id_, rows[-1].step + 1
 
-    def _make(self, name: TrajectoryName) -> int:
-        made = self._database.execute(
+    def _insert(self, name: TrajectoryName) -> int:
+        inserted = self._database.execute(
             "INSERT INTO trajectories (run, uid, sample, round, attempt) VALUES (?, ?, ?, ?, ?)", name
         )
-        assert made.lastrowid is not None
-        return made.lastrowid
+        assert inserted.lastrowid is not None
+        return inserted.lastrowid
 
     def deliver(self, entry: Entry) -> None:
-        """Stores the entry's `delivered`, so that a restart does not deliver these steps again."""
-        with self._kept():
+        """Stores `delivered` of the entry, so that these steps are not delivered again after a restart."""
+        with self._writing():
             self._database.execute("UPDATE trajectories SET delivered = ? WHERE id = ?", (entry.delivered, entry.id))
 
     def end(self, trajectory: int, reward: float | None) -> None:
-        """Stores that the trajectory has ended."""
-        with self._changing():
+        """Stores that the trajectory has ended, and its reward."""
+        with self._transaction():
             self._database.execute(
                 "UPDATE trajectories SET is_ended = 1, reward = ? WHERE id = ?", (reward, trajectory)
             )
 
     def abort(self, entry: Entry) -> None:
-        """Stores the entry's outcome, without its steps: it stays open until the service has aborted it."""
-        with self._changing():
-            id_ = entry.id or self._make(entry.name)
+        """Stores `outcome` of the entry and deletes its steps. The trajectory stays open until the service has aborted
+        it."""
+        with self._transaction():
+            id_ = entry.id or self._insert(entry.name)
             self._database.execute("UPDATE trajectories SET outcome = ? WHERE id = ?", (entry.outcome, id_))
             self._database.execute("DELETE FROM steps WHERE trajectory = ?", (id_,))
         entry.id, entry.next_step = id_, 0
 
     def close_trajectory(self, trajectory: int, outcome: str, *, keeps_rows: bool) -> None:
-        """Stores the outcome of a trajectory. keeps_rows: keep its steps for inspection until `forget`."""
-        with self._changing():
+        """Closes a trajectory and stores its outcome. keeps_rows: whether its steps stay for inspection until
+        `forget`."""
+        with self._transaction():
             self._database.execute(
                 "UPDATE trajectories SET outcome = ?, closed_at = ?, next_step = "
                 "(SELECT coalesce(max(step) + 1, 0) FROM steps WHERE trajectory = id) WHERE id = ?",
@@ -253,15 +258,15 @@ class Journal:
                 self._database.execute("DELETE FROM steps WHERE trajectory = ?", (trajectory,))
 
     def forget(self, before: float) -> None:
-        """Removes the trajectories that were closed before this time."""
-        with self._changing():
+        """Deletes the trajectories that were closed before this time, in Unix seconds."""
+        with self._transaction():
             self._database.execute(
                 "DELETE FROM steps WHERE trajectory IN (SELECT id FROM trajectories WHERE closed_at < ?)", (before,)
             )
             self._database.execute("DELETE FROM trajectories WHERE closed_at < ?", (before,))
 
     def sync(self) -> None:
-        """Writes all changes to the disk. May be called in another thread; changes do not wait for it."""
+        """Writes all changes to the disk. Can be called in another thread; writers do not wait for it."""
         self._disk.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
 
     def close(self) -> None:
@@ -269,28 +274,27 @@ class Journal:
         self._opened.close()
 
     @contextmanager
-    def _changing(self) -> Iterator[None]:
-        """Runs several statements as one transaction. Raises FailedPreconditionError like `_kept`."""
-        with self._kept():
+    def _transaction(self) -> Iterator[None]:
+        """Runs the block as one transaction. Raises FailedPreconditionError like `_writing`."""
+        with self._writing():
             self._database.execute("BEGIN")
             yield
             self._database.execute("COMMIT")
 
     @contextmanager
-    def _kept(self) -> Iterator[None]:
-        """Raises FailedPreconditionError if a change within the block cannot be written; then none of it was."""
+    def _writing(self) -> Iterator[None]:
+        """Raises FailedPreconditionError if the block cannot write its changes; then it wrote none of them."""
         try:
             yield
         except sqlite3.Error as error:
             if self._database.in_transaction:
                 self._database.execute("ROLLBACK")
             raise FailedPreconditionError(
-                f"the journal cannot be written: {error}; free space on its disk: a call that is not "
-                "recorded is not answered"
+                f"the journal cannot be written, so the call is not answered: {error}; free space on the journal's disk"
             ) from None
 
 
-# next_step is stored when the steps are removed; until then it is read from them.
+# next_step is stored when the steps are deleted; before, it is computed from them.
 _FIND = (
     "SELECT id, run, uid, sample, round, attempt, "
     "max(next_step, (SELECT coalesce(max(step) + 1, 0) FROM steps WHERE trajectory = id)), "
@@ -308,12 +312,12 @@ def _locked(path: Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UnavailableError(f"journal: another recorder uses {path}; give each a journal of its own") from None
+            raise UnavailableError(f"journal: another recorder uses {path}; set another --journal") from None
         yield
 
 
 def _connect(path: Path) -> sqlite3.Connection:
-    # It has prompts and responses. SQLite gives its other files the same mode.
+    # The file contains prompts and responses. SQLite creates its other files with the same mode.
     os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
     return sqlite3.connect(path, isolation_level=None, check_same_thread=False)
 
@@ -328,7 +332,7 @@ def _check_layout(database: sqlite3.Connection, path: Path) -> None:
     is_empty = not database.execute("SELECT 1 FROM sqlite_master").fetchone()
     if layout != _LAYOUT and not (is_empty and layout == 0):
         raise InvalidArgumentError(
-            f"journal: {path} has the layout {layout} and this version reads {_LAYOUT}; choose another file"
+            f"journal: {path} has layout {layout}, and this version reads layout {_LAYOUT}; choose another file"
         )
 
 
@@ -364,13 +368,13 @@ def _row(record: tuple[Any, ...], before: Row | None) -> Row:
 
 
 def _numbers(code: str, values: Sequence[float]) -> NDArray[Any]:
-    """Converts values to int32 (code "i") or float32 ("f"). Raises struct.error and OverflowError for other values,
-    where NumPy would cut 1.5 to 1."""
+    """Converts values to int32 (code "i") or float32 ("f"). Raises struct.error or OverflowError for other values;
+    NumPy would truncate 1.5 to 1."""
     return np.frombuffer(struct.pack(f"{len(values)}{code}", *values), np.dtype(code))
 
 
 def _common(first: NDArray[np.int32], second: NDArray[np.int32]) -> int:
-    """Returns the length of the common prefix."""
+    """Returns the length of the common prefix of two arrays."""
     length = min(len(first), len(second))
     differs = first[:length] != second[:length]
     return int(differs.argmax()) if differs.any() else length

@@ -13,13 +13,13 @@ _CALLS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 
 
 class RowBytes:
-    """total: bytes of the steps that the service does not have yet."""
+    """total: bytes of the steps that the service has not acknowledged yet."""
 
     total = 0
 
 
 class Metrics:
-    """docs/recorder.md describes each."""
+    """All metrics of a recorder. docs/recorder.md describes each."""
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
@@ -30,18 +30,18 @@ class Metrics:
         self.calls = Counter(name("calls"), "Answered calls by API and status.", ("api", "status"), registry=registry)
         self.call_seconds = Histogram(
             name("call_seconds"),
-            "From a call to its answer's last byte.",
+            "Seconds from a call to the last byte of its answer.",
             ("api",),
             buckets=_CALLS,
             registry=registry,
         )
         self.added_seconds = Histogram(
-            name("added_seconds"), "The recorder's share of this time.", ("api",), buckets=_ADDED, registry=registry
+            name("added_seconds"), "The recorder's share of call_seconds.", ("api",), buckets=_ADDED, registry=registry
         )
         self.journal_seconds = Histogram(
-            name("journal_seconds"), "Time of one append to the journal.", buckets=_ADDED, registry=registry
+            name("journal_seconds"), "Seconds of one append to the journal.", buckets=_ADDED, registry=registry
         )
-        self.under_way = Gauge(name("calls_under_way"), "Calls that are not answered yet.", registry=registry)
+        self.under_way = Gauge(name("calls_under_way"), "Calls in progress.", registry=registry)
         self.cut = Counter(
             name("cut_calls"),
             "Calls whose connection was lost before they were recorded, by side.",
@@ -60,12 +60,14 @@ class Metrics:
             registry=registry,
         )
         self.row_bytes = RowBytes()
-        held = Gauge(name("row_bytes"), "Bytes of steps that the service does not have yet.", registry=registry)
-        held.set_function(lambda: self.row_bytes.total)
-        self.open = Gauge(name("open_trajectories"), "Trajectories that are being recorded.", registry=registry)
+        undelivered = Gauge(
+            name("row_bytes"), "Bytes of steps that the service has not acknowledged yet.", registry=registry
+        )
+        undelivered.set_function(lambda: self.row_bytes.total)
+        self.open = Gauge(name("open_trajectories"), "Trajectories that are not closed.", registry=registry)
         self.policy_version = Gauge(
             name("policy_version"),
-            "The last version that the trainer announced, as known to the recorder.",
+            "The last policy version that the recorder received from the service.",
             ("run",),
             registry=registry,
         )
@@ -74,7 +76,7 @@ class Metrics:
         )
         self.delivery_failures = Counter(
             name("delivery_failures"),
-            "Submissions that the service refused, by code.",
+            "Failed submissions to the service, by status code.",
             ("code",),
             registry=registry,
         )

@@ -1,4 +1,4 @@
-"""Read the trajectory of a call from its URL or its headers."""
+"""Reads the trajectory of a call from its URL or its headers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ INT32_MAX = 2**31 - 1
 
 
 class TrajectoryName(NamedTuple):
-    """A trajectory of a run. attempt: increased by one when it is sampled again."""
+    """The name of a trajectory. attempt: the agent increases it by one when it samples the trajectory again."""
 
     run: str
     uid: str
@@ -33,10 +33,10 @@ class TrajectoryName(NamedTuple):
 def split(path: str, headers: Mapping[str, str]) -> tuple[TrajectoryName | None, str]:
     """Returns the trajectory that a call names, or None, and the rest of its path, such as `v1/chat/completions`.
 
-    path: the raw path with its escapes: a uid may contain a `/` as `%2F`. It begins with `/runs/RUN/uid/UID/sample/N`,
-        and may continue with `/round/N` and `/attempt/N`. Without these, the headers `x-gristmill-run`, `-uid`,
-        `-sample`, `-round` and `-attempt` are read.
-    Raises InvalidArgumentError naming the invalid part.
+    path: the raw path, still escaped: a uid may contain a `/` as `%2F`. It begins with `/runs/RUN/uid/UID/sample/N`,
+        and may continue with `/round/N` and `/attempt/N`. If it names no trajectory, the headers `x-gristmill-run`,
+        `-uid`, `-sample`, `-round` and `-attempt` are read.
+    Raises InvalidArgumentError, which names the invalid part.
     """
     values: dict[str, str] = {}
     parts = path.lstrip("/").split("/")
@@ -54,7 +54,7 @@ def _name(values: Mapping[str, str]) -> TrajectoryName:
     for key in ("runs", "uid", "sample"):
         if not values.get(key):
             raise InvalidArgumentError(
-                f"the call names no {key.removesuffix('s')}; give a base URL that ends as in {_EXAMPLE}, or the "
+                f"the call names no {key.removesuffix('s')}; use a base URL that ends like {_EXAMPLE}, or set the "
                 f"headers {HEADER}run, {HEADER}uid and {HEADER}sample"
             )
     numbers = {key: _number(key, values.get(key, "0")) for key in _NUMBERS}
@@ -63,12 +63,12 @@ def _name(values: Mapping[str, str]) -> TrajectoryName:
 
 def _number(key: str, text: str) -> int:
     if (number := int32_of(text)) is None:
-        raise InvalidArgumentError(f"{key} is {text[:20]!r}; give a number from 0 on, as in {_EXAMPLE}")
+        raise InvalidArgumentError(f"{key} is {text[:20]!r}; use a number from 0 to {INT32_MAX}, as in {_EXAMPLE}")
     return number
 
 
 def int32_of(text: str) -> int | None:
-    """Returns the number from 0 to INT32_MAX that a caller wrote in digits; None where it is none."""
+    """Parses a number from 0 to INT32_MAX, written in digits. Returns None for any other text."""
     if not (text.isascii() and text.isdigit() and len(text) <= len(str(INT32_MAX))):
         return None
     return number if (number := int(text)) <= INT32_MAX else None

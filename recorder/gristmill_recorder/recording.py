@@ -1,7 +1,7 @@
-"""Record one trajectory: number its steps, append them to the journal, and deliver them to the service in order.
+"""Records one trajectory: numbers its steps, appends them to the journal, and delivers them to the service in order.
 
-The newest step is held back until another one follows or the trajectory ends, because a row says whether it is the
-last one. A background task of the trajectory delivers the others.
+A row states whether it is the last of its trajectory. So the newest step is delivered only when another one follows or
+the trajectory ends. A background task per trajectory delivers the steps.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ _log = logging.getLogger("gristmill.recorder")
 _MAX_ROWS = 64
 _PAUSE_S = 1.0
 _WAIT_S = 30.0
-# Other errors pass: the service is unreachable, or has no capacity.
+# Other errors are temporary: the service is unreachable, or has no capacity.
 _LASTING = (AlreadyExistsError, FailedPreconditionError, InvalidArgumentError, NotFoundError)
 _OVER = {
-    RowOutcome.SEALED: "sealed: its group went into a batch without it",
-    RowOutcome.DROPPED: "dropped: its group or trajectory was dropped or aborted",
-    RowOutcome.SUPERSEDED: "superseded: a higher attempt of it exists",
+    RowOutcome.SEALED: "sealed: its group is in a sealed batch, without this trajectory",
+    RowOutcome.DROPPED: "dropped: its group was dropped, or it was aborted",
+    RowOutcome.SUPERSEDED: "superseded: the service has a higher attempt",
 }
 ACCEPTED, ABORTED, REFUSED = "accepted", "aborted", "refused"
 
 
 class Recording:
-    """A trajectory. For one event loop. on_closed: called when everything is delivered or given up."""
+    """A trajectory. Use it on one event loop. on_closed: called when all steps are delivered, or dropped."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class Recording:
 
     @property
     def outcome(self) -> str:
-        """The result of the trajectory, "" while it is open."""
+        """The result of the trajectory; "" while it is open."""
         return self._entry.outcome
 
     @property
@@ -75,7 +75,7 @@ class Recording:
 
     @contextmanager
     def calling(self) -> Iterator[Recording]:
-        """Marks a call as under way within the block. Raises TrajectoryOver if the trajectory is closed."""
+        """Counts a call as in progress within the block. Raises TrajectoryOver if the trajectory is closed."""
         self._check_open()
         self.calls += 1
         try:
@@ -106,20 +106,20 @@ class Recording:
             self._journal.append(self._entry, rows, self._waiting[-1] if self._waiting else None)
         self._waiting += rows
         self._metrics.recorded(rows, sampling.odd)
-        # Delivered later: the answer waits for this method.
+        # The answer waits for this method, so delivery starts later.
         asyncio.get_running_loop().call_soon(self.deliver)
 
     async def finish(self, reward: float | None, wait_s: float) -> None:
-        """Ends the trajectory with its last step's reward, or None if `set_reward` sets it later. Idempotent.
+        """Ends the trajectory. Idempotent. reward: of its last step; None if `set_reward` sets it later.
 
-        Returns when the service has the trajectory, or after wait_s; then it is delivered later. Raises Conflict if the
-        trajectory ended with another reward, or calls are under way.
+        Returns when the service has the whole trajectory, or after wait_s seconds; then the remaining steps are
+        delivered later. Raises Conflict if the trajectory ended with another reward, or calls are in progress.
         """
         if self._entry.is_ended:
             check_same_end(self._entry, reward)
         else:
             if self.calls:
-                raise CallsUnderWay(f"{self.name}: {self.calls} calls are under way; finish it after their answers")
+                raise CallsUnderWay(f"{self.name}: {self.calls} calls are in progress; finish it after their answers")
             self._journal.end(self._entry.id, reward)
             self._entry.is_ended, self._entry.reward = True, reward
             self.deliver()
@@ -127,39 +127,39 @@ class Recording:
             await asyncio.wait_for(self._over.wait(), wait_s)
 
     def check_not_ended(self) -> None:
-        """Raises Conflict if the trajectory has ended, so that only the service can abort it."""
+        """Raises Conflict if the trajectory has ended: then only the service can abort it."""
         if self._entry.is_ended:
-            raise Conflict(f"{self.name}: it has ended with {self.steps} steps; abort it in the service")
+            raise Conflict(f"{self.name}: it has ended with {self.steps} steps; call abort_trajectory of a client")
 
-    def give_up(self) -> None:
-        """Stops recording and delivering the trajectory."""
+    def close_aborted(self) -> None:
+        """Closes the trajectory after the service has aborted it."""
         self._close(ABORTED)
 
     def abort_later(self, reason: str) -> None:
-        """Stops recording the trajectory, and aborts it in the service in the background. Idempotent."""
+        """Stops recording the trajectory, and aborts it in the service by a background task. Idempotent."""
         self._entry.outcome = f"{ABORTED}: {reason}"
         self._journal.abort(self._entry)
         self._clear()
         self.deliver()
 
     async def stop(self) -> None:
-        """Stops the delivery. Other rows stay in the journal."""
+        """Stops the delivery. Undelivered rows stay in the journal."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait((self._task,))
 
     def is_abandoned(self, since: float) -> bool:
-        """Whether the agent was silent since then, although the trajectory has not ended."""
+        """Returns whether the trajectory is open and had no call since this monotonic time."""
         return not (self.calls or self._entry.is_ended or self.outcome) and self.used_at < since
 
     @property
     def is_idle(self) -> bool:
-        """Whether everything that can be delivered is delivered."""
+        """Whether no delivery is in progress."""
         return self._task is None
 
     def _check_open(self) -> None:
         if self._entry.is_ended:
-            raise TrajectoryOver(f"{self.name}: it has ended; sample it again as the next attempt (.../attempt/N/v1)")
+            raise TrajectoryOver(f"{self.name}: it has ended; sample it again with the next attempt (.../attempt/N/v1)")
         if self._entry.outcome:
             raise over(self._entry)
 
@@ -172,7 +172,7 @@ class Recording:
         return rows
 
     def deliver(self) -> None:
-        """Starts the delivery in the background, if there is anything to deliver."""
+        """Starts a background task that delivers the due rows or the abort, if there are any."""
         if self._task is None and (self._due() or self.outcome):
             self._task = asyncio.create_task(self._send(), name=f"deliver {self.name}")
 
@@ -188,11 +188,11 @@ class Recording:
             await (self._send_abort() if self.outcome else self._send_rows(self._due()))
         except _LASTING as error:
             self._metrics.delivery_failures.labels(error.code).inc()
-            _log.error("%s: refused by the service: %s", self.name, error)
+            _log.error("%s: steps refused by the service: %s", self.name, error)
             self._close(f"{REFUSED}: {error}")
         except GristmillError as error:
             self._metrics.delivery_failures.labels(error.code).inc()
-            _log.warning("%s: cannot be delivered yet: %s", self.name, error)
+            _log.warning("%s: delivery failed, will be retried: %s", self.name, error)
             await asyncio.sleep(_PAUSE_S)
 
     async def _send_abort(self) -> None:
@@ -224,7 +224,7 @@ class Recording:
         try:
             self._journal.deliver(self._entry)
         except FailedPreconditionError as error:
-            # After a restart they are delivered again, as duplicates.
+            # After a restart these steps are delivered again, as duplicates.
             _log.error("%s: delivery not journaled: %s", self.name, error)
 
     def _close(self, outcome: str) -> None:
@@ -234,7 +234,7 @@ class Recording:
             if self._entry.id:
                 self._journal.close_trajectory(self._entry.id, outcome, keeps_rows=outcome.startswith(REFUSED))
         except FailedPreconditionError as error:
-            # After a restart it is delivered again, as a duplicate.
+            # After a restart the trajectory is delivered again, as a duplicate.
             _log.error("%s: outcome not journaled: %s", self.name, error)
         self._entry.outcome = outcome
         self._clear()
@@ -249,13 +249,15 @@ class Recording:
 
 
 def over(entry: Entry) -> TrajectoryOver:
-    """Returns the refusal of calls of a closed trajectory."""
+    """Returns the error of calls of a closed trajectory."""
     if entry.is_ended and entry.outcome == ACCEPTED:
-        return TrajectoryOver(f"{entry.name}: it has ended; sample it again as the next attempt (.../attempt/N/v1)")
-    return TrajectoryOver(f"{entry.name}: it is closed, {entry.outcome}; stop working on it")
+        return TrajectoryOver(f"{entry.name}: it has ended; sample it again with the next attempt (.../attempt/N/v1)")
+    return TrajectoryOver(f"{entry.name}: it is closed: {entry.outcome}; stop this agent")
 
 
 def check_same_end(entry: Entry, reward: float | None) -> None:
-    """Raises Conflict if a trajectory has ended with another reward."""
+    """Raises Conflict if the trajectory has ended with another reward."""
     if entry.reward != reward:
-        raise Conflict(f"{entry.name}: it has ended with the reward {entry.reward}, and now {reward}; it ends once")
+        raise Conflict(
+            f"{entry.name}: reward is {reward}, but it has ended with reward {entry.reward}; finish it only once"
+        )

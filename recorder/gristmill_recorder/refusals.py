@@ -1,4 +1,4 @@
-"""The recorder's own error answers, in the form that agents' libraries read, with the problem and the remedy."""
+"""The recorder's own error answers, in the format that OpenAI's and Anthropic's clients parse."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import orjson
 
 
 class RefusalError(Exception):
-    """A call that the recorder refuses. Agents' libraries retry if there is a `retry_after_s`."""
+    """Refuses a call. The message names the problem and the remedy. Clients retry if `retry_after_s` is set."""
 
     status: ClassVar[int] = 400
     kind: ClassVar[str] = "invalid_request_error"
@@ -21,17 +21,17 @@ class RefusalError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The document. OpenAI's and Anthropic's libraries read different parts of it."""
+        """The error as JSON. OpenAI's and Anthropic's clients read different fields of it."""
         error = {"message": str(self), "type": self.kind, "param": None, "code": f"gristmill_{type(self).__name__}"}
         return {"type": "error", "error": error}
 
     def event(self) -> bytes:
-        """The event that replaces the rest of a stream. Both libraries raise it."""
+        """Returns the event that ends a stream with this error. Both clients raise it as an exception."""
         return b"event: error\ndata: " + orjson.dumps(self.body) + b"\n\n"
 
 
 class WrongCall(RefusalError):  # noqa: N818 - the name is a code in the answer
-    """The call cannot be recorded, so that it would not be trained."""
+    """The call is invalid, or cannot be recorded, so that it could not be trained."""
 
 
 class UnknownPath(RefusalError):  # noqa: N818
@@ -45,7 +45,7 @@ class Busy(RefusalError):  # noqa: N818
 
 
 class Conflict(RefusalError):  # noqa: N818
-    """The end of a trajectory contradicts what was recorded."""
+    """The end of a trajectory contradicts its recorded state."""
 
     status = 409
 
@@ -55,7 +55,7 @@ class CallsUnderWay(Conflict):
 
 
 class TrajectoryOver(RefusalError):  # noqa: N818
-    """The trajectory has ended or was dropped; further calls are useless."""
+    """The trajectory has ended or was dropped, and accepts no more calls."""
 
     status = 410
 

@@ -1,4 +1,4 @@
-"""The runs of a recorder, and their open trajectories."""
+"""Manages the runs of a recorder, and their open trajectories."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _UNKNOWN_VERSION = -1
 
 
 class Run:
-    """A run. policy_version: the last one that the trainer announced, -1 while it is unknown."""
+    """A run. policy_version: the last one that the trainer announced; -1 while it is unknown."""
 
     def __init__(self, name: str, client: AsyncRolloutClient, metrics: Metrics) -> None:
         self.name, self.client = name, client
@@ -41,25 +41,25 @@ class Run:
         self._metrics = metrics
         self._is_known = False
         self._patient_until = 0.0
-        self._learning: asyncio.Task[None] | None = None
+        self._checking: asyncio.Task[None] | None = None
         self._watch: asyncio.Task[None] | None = None
 
     async def check(self) -> None:
-        """Returns when the service has confirmed that the run accepts steps, or did not answer within a few seconds;
-        steps wait for it then. Raises WrongCall if the run does not accept them."""
+        """Checks that the run accepts steps. If the service does not answer within two seconds, returns too, and steps
+        wait in the journal. Raises WrongCall if the run does not accept steps."""
         if self._is_known:
             return
-        if self._learning is None:
+        if self._checking is None:
             self._patient_until = time.monotonic() + _PATIENCE_S
-            self._learning = asyncio.create_task(self._learn(), name=f"learn of {self.name}")
-        learning = self._learning
-        await asyncio.wait((learning,), timeout=max(0.0, self._patient_until - time.monotonic()))
-        if learning.done():
-            # The run may be created before the next call.
-            self._learning = None
-            learning.result()
+            self._checking = asyncio.create_task(self._check_status(), name=f"check run {self.name}")
+        checking = self._checking
+        await asyncio.wait((checking,), timeout=max(0.0, self._patient_until - time.monotonic()))
+        if checking.done():
+            # Check again at the next call: the run may be created by then.
+            self._checking = None
+            checking.result()
 
-    async def _learn(self) -> None:
+    async def _check_status(self) -> None:
         while True:
             try:
                 status = await self.client.status()
@@ -67,12 +67,15 @@ class Run:
             except NotFoundError as error:
                 raise WrongCall(f"{error}; create the run before its agents start") from None
             except (PermissionDeniedError, UnauthenticatedError) as error:
-                raise WrongCall(f"the recorder's token is not permitted for run {self.name!r}: {error}") from None
+                raise WrongCall(f"the service refused the recorder's token for run {self.name!r}: {error}") from None
             except GristmillError as error:
-                _log.warning("run %r: recorded steps wait for the service: %s", self.name, error)
+                _log.warning("run %r: service unreachable, steps stay in the journal: %s", self.name, error)
                 await asyncio.sleep(_PAUSE_S)
         if not status.config["step_wise"]:
-            raise WrongCall(f"run {self.name!r} has no steps; create it with step_wise: true, and merge: tree")
+            raise WrongCall(
+                f"run {self.name!r} has step_wise: false and does not accept steps; create it with step_wise: true "
+                "and merge: tree"
+            )
         self._announced(status.policy_version)
         self._is_known = True
         self._watch = asyncio.create_task(self._follow_versions(), name=f"versions of {self.name}")
@@ -84,7 +87,7 @@ class Run:
             except DeadlineExceededError:
                 continue
             except GristmillError as error:
-                _log.info("run %r: policy version unknown: %s", self.name, error)
+                _log.info("run %r: policy version not updated, will be retried: %s", self.name, error)
                 await asyncio.sleep(_PAUSE_S)
 
     def _announced(self, version: int) -> None:
@@ -92,7 +95,7 @@ class Run:
         self._metrics.policy_version.labels(self.name).set(version)
 
     async def close(self) -> None:
-        for task in (self._learning, self._watch):
+        for task in (self._checking, self._watch):
             if task is not None:
                 task.cancel()
                 await asyncio.wait((task,))
@@ -101,14 +104,14 @@ class Run:
 
 
 class Ended(NamedTuple):
-    """An ended trajectory. outcome: "" while the service does not have all of its steps."""
+    """An ended trajectory. outcome: "" until the service has acknowledged all of its steps."""
 
     steps: int
     outcome: str
 
 
 class Runs:
-    """All runs of a recorder. For one event loop."""
+    """All runs of a recorder. Use it on one event loop."""
 
     def __init__(self, address: str, journal: Journal, metrics: Metrics) -> None:
         self._address, self._journal, self._metrics = address, journal, metrics
@@ -116,7 +119,7 @@ class Runs:
         self._open: dict[TrajectoryName, Recording] = {}
 
     def resume(self) -> int:
-        """Continues the open trajectories of the journal. Returns their number."""
+        """Resumes the open trajectories of the journal. Returns their number."""
         for entry in self._journal.open():
             self._add(entry).deliver()
         return len(self._open)
@@ -128,62 +131,63 @@ class Runs:
         return self._runs[name]
 
     def recording(self, name: TrajectoryName) -> Recording:
-        """Returns the trajectory, and starts it with its first call. Raises TrajectoryOver if it is closed."""
-        if (known := self._open.get(name)) is not None:
-            return known
+        """Returns the open trajectory, and opens it if it is new. Raises TrajectoryOver if it is closed."""
+        if (recording := self._open.get(name)) is not None:
+            return recording
         if (entry := self._journal.find(name)) is not None:
             raise over(entry)
         return self._add(Entry(name))
 
     async def finish(self, name: TrajectoryName, reward: float | None, wait_s: float) -> Ended:
-        """Like `Recording.finish`. Raises Conflict also if no call was recorded, or the service refused the steps."""
-        if (known := self._open.get(name)) is not None and known.steps:
-            await known.finish(reward, wait_s)
-            ended = Ended(known.steps, known.outcome)
+        """Ends a trajectory like `Recording.finish`. Raises Conflict also if no call was recorded, or the service
+        refused the steps."""
+        if (recording := self._open.get(name)) is not None and recording.steps:
+            await recording.finish(reward, wait_s)
+            ended = Ended(recording.steps, recording.outcome)
         elif (entry := self._journal.find(name)) is not None:
             if entry.is_ended:
                 check_same_end(entry, reward)
             ended = Ended(entry.next_step, entry.outcome)
         else:
-            raise Conflict(f"{name}: no call was recorded; abort it")
+            raise Conflict(f"{name}: no call was recorded; make a call first, or abort it")
         if ended.outcome.startswith(REFUSED):
             raise Conflict(f"{name}: {ended.outcome}")
         return ended
 
     async def abort(self, name: TrajectoryName, reason: str) -> None:
-        """Aborts the trajectory, here and in the service, where its group continues without it. Idempotent.
+        """Aborts the trajectory, here and in the service; its group continues without it. Idempotent.
 
-        If the service is unreachable, or its group has not begun and waits for capacity, the abort waits in the
-        journal. Raises WrongCall if the run does not exist, Conflict if the trajectory has ended.
+        If the service is unreachable, or does not have the group yet, the abort waits in the journal. Raises WrongCall
+        if the run does not exist, Conflict if the trajectory has ended.
         """
-        if (known := self._open.get(name)) is not None:
-            known.check_not_ended()
+        if (recording := self._open.get(name)) is not None:
+            recording.check_not_ended()
         run = self.run(name.run)
         await run.check()
         try:
             await run.client.abort_trajectory(name.uid, name.sample, round=name.round, reason=reason)
         except (NotFoundError, UnavailableError):
-            # Without the abort, the group would wait for this sample later.
-            if known is None and self._journal.find(name) is None:
-                known = self._add(Entry(name))
-            if known is not None:
-                known.abort_later(reason)
+            # Retried, because otherwise the group would wait for this sample later.
+            if recording is None and self._journal.find(name) is None:
+                recording = self._add(Entry(name))
+            if recording is not None:
+                recording.abort_later(reason)
         else:
-            if known is not None:
-                known.give_up()
+            if recording is not None:
+                recording.close_aborted()
 
     async def abandon(self, idle_s: float) -> None:
-        """Aborts trajectories that are silent for idle_s: their groups would wait for them forever."""
+        """Aborts open trajectories without a call for idle_s seconds: their groups would wait for them forever."""
         late = time.monotonic() - idle_s
         for recording in [open_ for open_ in self._open.values() if open_.is_abandoned(late)]:
-            _log.warning("%s: aborted after %g s without a call or an end", recording.name, idle_s)
+            _log.warning("%s: idle trajectory aborted after %g s", recording.name, idle_s)
             try:
-                await self.abort(recording.name, f"the agent was silent for {idle_s:g} s")
+                await self.abort(recording.name, f"the agent made no call for {idle_s:g} s")
             except GristmillError as error:
-                _log.warning("%s: could not be aborted in the service: %s", recording.name, error)
+                _log.warning("%s: abort failed: %s", recording.name, error)
 
     async def close(self, grace_s: float) -> None:
-        """Delivers steps for at most grace_s. The others stay in the journal."""
+        """Delivers steps for at most grace_s seconds. Undelivered steps stay in the journal."""
         end = time.monotonic() + grace_s
         while time.monotonic() < end and not all(recording.is_idle for recording in self._open.values()):
             await asyncio.sleep(0.02)
@@ -199,7 +203,7 @@ class Runs:
         return recording
 
     def _forget(self, recording: Recording) -> None:
-        # A new recording may have the name by now.
+        # A newer recording may have this name.
         if self._open.get(recording.name) is recording:
             del self._open[recording.name]
         self._metrics.open.set(len(self._open))

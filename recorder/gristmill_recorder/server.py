@@ -1,4 +1,4 @@
-"""Run a recorder in this process until a signal asks it to stop."""
+"""Runs a recorder in this process until a signal stops it."""
 
 from __future__ import annotations
 
@@ -23,40 +23,41 @@ from gristmill_recorder.settings import RecorderSettings
 _log = logging.getLogger("gristmill.recorder")
 
 _SYNC_S = 1.0
-_UPKEEP_S = 60.0
+_BACKGROUND_S = 60.0
 
 
 class _InOneLine(logging.Filter):
-    """Logs a request that is no HTTP in one line: callers may send any number."""
+    """Logs a malformed HTTP request as one line of level info, without a traceback: callers may send many."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
         if isinstance(error, HttpProcessingError):
-            record.msg, record.args, record.exc_info = "refused what is no HTTP: %r", (error.message[:200],), None
+            record.msg, record.args, record.exc_info = "HTTP request malformed: %r", (error.message[:200],), None
             record.levelno, record.levelname = logging.INFO, "INFO"
         return True
 
 
 async def serve(settings: RecorderSettings) -> None:
-    """Answers agents until SIGTERM or SIGINT; a second signal ends the process at once.
+    """Serves agents until SIGTERM or SIGINT; a second signal ends the process at once.
 
-    Before it returns, it answers the calls under way and delivers steps, within the grace. The others stay in the
-    journal for the next start. Raises GristmillError if the journal or the address cannot be opened.
+    Before it returns, it answers the calls in progress and delivers steps, for at most `shutdown_grace_s`. Undelivered
+    steps stay in the journal until the next start. Raises GristmillError if the journal cannot be opened, or the
+    address cannot be bound.
     """
-    asked = _stop_asked()
-    # Report a wrong address or certificate of the service now, not with the first call.
+    stopped = _stop_event()
+    # Report an invalid address or certificate of the service now, not at the first call.
     await AsyncRolloutClient(settings.address, "any").close()
     journal, metrics = Journal(settings.journal), Metrics()
     runs = Runs(settings.address, journal, metrics)
     engine = Engine(settings)
     app = RecorderApp(settings, runs, engine, metrics)
     if left := runs.resume():
-        _log.info("%d trajectories continue", left)
-    tasks = [asyncio.create_task(_sync(journal)), asyncio.create_task(_run_upkeep(runs, journal, settings))]
+        _log.info("%d open trajectories resumed from the journal", left)
+    tasks = [asyncio.create_task(_sync(journal)), asyncio.create_task(_expire(runs, journal, settings))]
     try:
         runner = await _listening(app, settings)
         print(f"gristmill record is ready: {_url(settings, runner)} in front of {settings.upstream}", flush=True)
-        await asked.wait()
+        await stopped.wait()
         app.is_ready = False
         end = time.monotonic() + settings.shutdown_grace_s
         await runner.cleanup()
@@ -82,7 +83,7 @@ async def _listening(app: RecorderApp, settings: RecorderSettings) -> web.AppRun
         await runner.cleanup()
         raise UnavailableError(
             f"http_address: cannot listen on {settings.http_address}: {error.strerror}; stop the program that uses it, "
-            "or choose another"
+            "or set another --http-address"
         ) from None
     return runner
 
@@ -91,17 +92,18 @@ def _url(settings: RecorderSettings, runner: web.AppRunner) -> str:
     return f"http://{settings.http_address.rpartition(':')[0]}:{runner.addresses[0][1]}"
 
 
-def _stop_asked() -> asyncio.Event:
-    asked, loop = asyncio.Event(), asyncio.get_running_loop()
+def _stop_event() -> asyncio.Event:
+    """Returns an event that SIGTERM and SIGINT set. A second signal ends the process."""
+    stopped, loop = asyncio.Event(), asyncio.get_running_loop()
 
     def stop(number: int) -> None:
-        if asked.is_set():
+        if stopped.is_set():
             os._exit(128 + number)
-        asked.set()
+        stopped.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop, number)
-    return asked
+    return stopped
 
 
 async def _sync(journal: Journal) -> None:
@@ -110,8 +112,9 @@ async def _sync(journal: Journal) -> None:
         await asyncio.to_thread(journal.sync)
 
 
-async def _run_upkeep(runs: Runs, journal: Journal, settings: RecorderSettings) -> None:
+async def _expire(runs: Runs, journal: Journal, settings: RecorderSettings) -> None:
+    """Regularly deletes old closed trajectories, and aborts idle ones."""
     while True:
         journal.forget(time.time() - settings.keep_closed_s)
         await runs.abandon(settings.idle_abort_s)
-        await asyncio.sleep(min(_UPKEEP_S, settings.idle_abort_s))
+        await asyncio.sleep(min(_BACKGROUND_S, settings.idle_abort_s))

@@ -1,4 +1,4 @@
-"""A recorder's settings: their names, defaults and checks."""
+"""The settings of a recorder: names, defaults and checks."""
 
 from __future__ import annotations
 
@@ -14,71 +14,78 @@ ENVIRONMENT_PREFIX = "GRISTMILL_RECORD_"
 
 
 class RecorderSettings(BaseSettings):
-    """A setting that is not an argument is taken from the environment, with the prefix before its name."""
+    """The settings of a recorder. A setting without an argument is read from the environment variable with the prefix
+    and its name."""
 
     model_config = SettingsConfigDict(
         extra="forbid", frozen=True, allow_inf_nan=False, env_prefix=ENVIRONMENT_PREFIX, env_ignore_empty=True
     )
 
     upstream: str = Field(description="The engine's URL, without the /v1: http://vllm:8000.")
-    engine: Literal["vllm", "sglang"] = Field("vllm", description="The engine's API for token ids.")
+    engine: Literal["vllm", "sglang"] = Field("vllm", description="The engine, whose API returns the token ids.")
     address: str = Field(
-        "127.0.0.1:50051", description="The service: HOST:PORT or unix:/PATH, or several replicas, separated by commas."
+        "127.0.0.1:50051",
+        description="The service's address: HOST:PORT, unix:/PATH, or addresses of replicas separated by commas.",
     )
-    http_address: str = Field("127.0.0.1:8090", description="HOST:PORT for the agents; port 0 picks a free one.")
+    http_address: str = Field(
+        "127.0.0.1:8090", description="HOST:PORT on which the recorder serves agents; port 0 picks a free port."
+    )
     insecure: bool = Field(
         False,
-        description="Listen beyond this machine. Everyone who can reach the port can record and end trajectories.",
+        description="Allow an http_address beyond this machine. Anyone who can reach it can record and end "
+        "trajectories.",
     )
     journal: Path = Field(
         Path("gristmill-record.sqlite3"),
-        description="The file that stores answers until the service has them, on a disk of this machine.",
+        description="The file that stores steps until the service has them. It must be on a local disk.",
     )
     logprobs: bool = Field(
-        True, description="Whether rows have logprobs: all rows of a run have them, or none. /v1/responses has none."
+        True,
+        description="Whether rows have logprobs: all rows of a run have them, or none. /v1/responses returns none.",
     )
     trainer_temperature: float | None = Field(
         None,
         gt=0,
-        description="The temperature of the trainer's logprobs. Steps that were sampled in another way (another "
-        "temperature, top-p, penalties, a grammar) are not trained (loss_mask 0). None: all steps are trained.",
+        description="The temperature at which the trainer computes logprobs. Steps with other sampling settings "
+        "(temperature, top-p, penalties, a grammar) get loss_mask 0. None: all steps are trained.",
     )
     sampling_column: bool = Field(
-        False, description="Whether rows have their sampling settings in the column `sampling`, which the run declares."
+        False,
+        description="Whether rows contain their sampling settings in the column `sampling`. The run must declare it.",
     )
     max_body_bytes: ByteSize = Field(
-        ByteSize(64 << 20), gt=0, description="Limit of a request, and of an answer (64MiB, or bytes)."
+        ByteSize(64 << 20), gt=0, description="Limit of a request, and of an answer, in bytes or as 64MiB."
     )
-    max_calls: PositiveInt = Field(4096, description="Limit of calls under way; beyond it agents must retry.")
+    max_calls: PositiveInt = Field(4096, description="Limit of concurrent calls. Further calls must be retried.")
     max_row_bytes: ByteSize = Field(
         ByteSize(4 << 30),
         gt=0,
-        description="Limit of the steps that wait for the service; beyond it agents must retry.",
+        description="Limit of steps that wait for the service, in bytes. Further calls must be retried.",
     )
-    connect_timeout_s: float = Field(10.0, gt=0, description="Seconds for a connection to the engine.")
+    connect_timeout_s: float = Field(10.0, gt=0, description="Seconds for opening a connection to the engine.")
     silence_timeout_s: float = Field(
-        1800.0, gt=0, description="Seconds that the engine may be silent before or within an answer."
+        1800.0, gt=0, description="Seconds without a byte from the engine after which a call fails."
     )
     finish_wait_s: float = Field(
         30.0,
         ge=0,
-        description="Seconds that finish waits for the service; the end is stored and delivered in any case.",
+        description="Seconds that finish waits for the service. The end is journaled, and delivered later if needed.",
     )
     idle_abort_s: float = Field(
-        21600.0, gt=0, description="Abort a trajectory after this many seconds without a call or an end."
+        21600.0, gt=0, description="Seconds without a call after which an open trajectory is aborted."
     )
     keep_closed_s: float = Field(
         86400.0,
         gt=0,
-        description="Seconds that the journal stores the outcome of a trajectory, so that finish may be repeated.",
+        description="Seconds that the journal stores a closed trajectory's outcome, so that finish can be retried.",
     )
     shutdown_grace_s: float = Field(
-        30.0, ge=0, description="Seconds after SIGTERM for calls under way and for delivering steps."
+        30.0, ge=0, description="Seconds after SIGTERM for finishing calls and delivering steps."
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
-        "info", description="The least level that is logged."
+        "info", description="The lowest level that is logged."
     )
-    log_format: Literal["human", "json"] = Field("human", description="human, or json, one object per line.")
+    log_format: Literal["human", "json"] = Field("human", description="human, or json: one object per line.")
 
     @field_validator("upstream")
     @classmethod
@@ -88,7 +95,8 @@ class RecorderSettings(BaseSettings):
         where = urlsplit(upstream)
         if not where.hostname or "@" in where.netloc or where.port == 0 or where.query or where.fragment:
             raise ValueError(
-                "expected http://HOST:PORT or https://HOST alone: agents' own keys are forwarded to the engine"
+                "expected http://HOST:PORT or https://HOST without credentials or a query: the agents' own keys are "
+                "forwarded to the engine"
             )
         return upstream.rstrip("/").removesuffix("/v1")
 
@@ -97,7 +105,7 @@ class RecorderSettings(BaseSettings):
     def _check_http_address(cls, address: str) -> str:
         host, _, port = address.rpartition(":")
         if not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
-            raise ValueError("expected HOST:PORT with a port of 0..65535")
+            raise ValueError("expected HOST:PORT with a port from 0 to 65535")
         return address
 
     @model_validator(mode="after")
@@ -105,8 +113,8 @@ class RecorderSettings(BaseSettings):
         host = self.http_address.rpartition(":")[0].strip("[]")
         if not self.insecure and not _is_of_this_machine(host):
             raise ValueError(
-                f"http_address: {self.http_address} is reached from other machines, and a recorder does not check who "
-                "calls; give insecure if the network keeps everyone else out"
+                f"http_address {self.http_address} can be reached from other machines, and a recorder does not "
+                "authenticate callers; set --insecure if the network keeps everyone else out"
             )
         return self
 

@@ -31,7 +31,7 @@ GRISTMILL = str(Path(sys.executable).with_name("gristmill"))
         ({"http_address": "8090"}, "--http-address: http_address is '8090': expected HOST:PORT"),
         (
             {"http_address": "0.0.0.0:0", "upstream": "http://vllm"},
-            "http_address: 0.0.0.0:0 is reached from other machines",
+            "http_address 0.0.0.0:0 can be reached from other machines",
         ),
     ],
 )
@@ -75,4 +75,4 @@ def test_it_shows_the_service_the_token_of_its_environment(
     assert bytes(trained(service.grpc_address, "mine")[0].trained[:-1]) == b"hi"
     document = {"model": "toy", "messages": [{"role": "user", "content": "say hi"}]}
     status, answer = post(f"{recorder.base('others')}/v1/chat/completions", document)
-    assert (status, "token is not permitted for run 'others'" in answer["error"]["message"]) == (400, True)
+    assert (status, "refused the recorder's token for run 'others'" in answer["error"]["message"]) == (400, True)

@@ -73,7 +73,7 @@ def test_a_library_tries_again_by_itself_and_the_last_answer_counts_once(
     [
         ({"echo": True}, "echo is set"),
         ({"use_beam_search": True}, "use_beam_search is set"),
-        ({"include_reasoning": False}, "would hide token ids"),
+        ({"include_reasoning": False}, "would omit token ids"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "records only tokens"),
     ],
 )
@@ -142,7 +142,7 @@ def test_a_trajectory_does_not_end_while_calls_are_under_way(recorder: Recorder,
         while not recorder.metric("calls_under_way"):
             time.sleep(0.01)
         status, message = refusal(post(f"{recorder.base(run)}/finish", {"reward": 1.0}))
-        assert (status, "1 calls are under way" in message) == (409, True)
+        assert (status, "1 calls are in progress" in message) == (409, True)
         engine.let_go.add(run)
         late.result()
     assert recorder.finish(run)["steps"] == 2
@@ -154,8 +154,8 @@ def test_an_end_may_be_repeated_and_calls_after_it_are_refused(recorder: Recorde
         ended = {"steps": 1, "outcome": "accepted"}
         assert recorder.finish(run, 0.5) == recorder.finish(run, 0.5) == ended
         status, message = refusal(post(f"{recorder.base(run)}/finish", {"reward": 0.75}))
-        assert (status, "the reward 0.5, and now 0.75" in message) == (409, True)
-        with pytest.raises(openai.APIStatusError, match="sample it again as the next attempt") as raised:
+        assert (status, "reward is 0.75, but it has ended with reward 0.5" in message) == (409, True)
+        with pytest.raises(openai.APIStatusError, match="sample it again with the next attempt") as raised:
             client.chat.completions.create(**body("say more"))
     assert raised.value.status_code == 410
 
@@ -170,7 +170,7 @@ def test_a_trajectory_that_the_service_has_no_use_for_tells_its_agent_to_stop(
         while (answer := chat(recorder, run, body("say three")))[0] == 200:
             pass
     assert answer[0] == 410
-    assert "it is closed, dropped" in answer[1]["error"]["message"]
+    assert "it is closed: dropped" in answer[1]["error"]["message"]
     assert post(f"{recorder.base(run)}/finish", {"reward": 1.0})[1]["outcome"].startswith("dropped")
 
 
@@ -224,11 +224,11 @@ def test_a_run_that_cannot_take_steps_is_refused_before_the_engine_is_asked(
         ("/v1/chat/completions", {}, 400, "the call names no trajectory"),
         ("/runs/r/uid/a/v1/chat/completions", {}, 400, "names no sample"),
         ("/runs/r/uid/a/sample/x/v1/chat/completions", {}, 400, "sample is 'x'"),
-        ("/runs/r/uid/a/sample/0/v1/images/generations", {}, 404, "recorded are POST v1/chat/completions"),
+        ("/runs/r/uid/a/sample/0/v1/images/generations", {}, 404, "records POST v1/chat/completions"),
         ("/runs/r/uid/a/sample/0/finish", {"reward": "high"}, 400, "reward is 'high'"),
         ("/runs/r/uid/a/sample/0/finish", {"reward": 1e39}, 400, "reward is 1e+39"),
         ("/runs/r/uid/a/sample/0/finish", {"score": 1}, 400, "unknown field score"),
-        ("/runs/r/uid/a/sample/0/finish", [1], 400, "give a JSON object"),
+        ("/runs/r/uid/a/sample/0/finish", [1], 400, "send a JSON object"),
     ],
 )
 def test_a_wrong_call_is_refused_with_what_is_expected(
@@ -267,7 +267,7 @@ def test_a_version_of_thousands_of_digits_is_refused(recorder: Recorder, run: st
     headers = {"x-gristmill-policy-version": "9" * 5000}
     path = f"{recorder.url}/runs/{run}/uid/a/sample/0/v1/chat/completions"
     answer = refusal(post(path, {"model": "toy", "messages": [{"role": "user", "content": "hi"}]}, headers))
-    assert (answer[0], "give a number from 0 to 2147483647" in answer[1]) == (400, True), answer
+    assert (answer[0], "set it to a number from 0 to 2147483647" in answer[1]) == (400, True), answer
 
 
 def test_limits_refuse_and_say_which(start_recorder: StartRecorder, service: Service, run: str) -> None:

@@ -28,7 +28,7 @@ def test_it_does_not_matter_where_a_stream_was_cut(blocks: list[list[str]], newl
 
 def test_an_event_without_an_end_is_refused() -> None:
     splitter = EventSplitter(10)
-    with pytest.raises(NotRecorded, match="more than 10 bytes; raise --max-body-bytes"):
+    with pytest.raises(NotRecorded, match="larger than --max-body-bytes, 10; raise --max-body-bytes"):
         list(splitter.feed(b"data: 0123456789"))
 
 

@@ -112,14 +112,14 @@ def test_only_its_owner_reads_it(journal: Journal, tmp_path: Path) -> None:
 
 
 def test_it_belongs_to_one_recorder(journal: Journal, tmp_path: Path) -> None:
-    with pytest.raises(UnavailableError, match=r"another recorder uses .* give each a journal of its own"):
+    with pytest.raises(UnavailableError, match=r"another recorder uses .* set another --journal"):
         Journal(tmp_path / "journal.sqlite3")
 
 
 def test_a_change_that_the_disk_refuses_changes_nothing(journal: Journal, tmp_path: Path) -> None:
     begun = Entry(NAME)
     journal.append(begun, [row(0)], None)
-    with pytest.raises(FailedPreconditionError, match="a call that is not recorded is not answered"):
+    with pytest.raises(FailedPreconditionError, match="so the call is not answered"):
         # A step number that is there is refused as a full disk would be.
         journal.append(begun, [row(1), row(0)], row(0))
     (entry,) = journal.open()

@@ -126,8 +126,8 @@ def test_errors_reach_the_library_as_its_own(recorder: Recorder, run: str, strea
         ({"messages": [user([{"type": "tool_result", "content": [{"type": "image"}]}])]}, "records only tokens"),
         ({"messages": [user([{"type": "thing"}])]}, "a part of type thing"),
         ({"messages": 3}, "does not follow Anthropic's API"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "give an input_schema"),
-        ({"tool_choice": {"type": "some"}}, "tool_choice has the type 'some'"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "set input_schema"),
+        ({"tool_choice": {"type": "some"}}, "tool_choice.type is 'some'"),
     ],
 )
 def test_what_no_chat_completion_has_is_refused(

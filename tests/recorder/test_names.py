@@ -38,7 +38,7 @@ def test_a_path_wins_over_headers_and_may_name_nothing() -> None:
     [
         ("/runs/a/sample/0/v1", "names no uid"),
         ("/uid/a/sample/0/v1", "names no run"),
-        ("/runs/a/uid/b/sample/-1/v1", "sample is '-1'; give a number from 0 on"),
+        ("/runs/a/uid/b/sample/-1/v1", "sample is '-1'; use a number from 0 to 2147483647"),
         ("/runs/a/uid/b/sample/0/round/x/v1", "round is 'x'"),
         ("/runs/a/uid/b/sample/2147483648/v1", "sample is '2147483648'"),
     ],

@@ -1,1 +1,1 @@
-"""What agents ask and engines answer: each API's form of a call."""
+"""The forms: how the requests and answers of each API are translated and read."""

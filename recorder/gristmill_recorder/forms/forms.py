@@ -1,6 +1,6 @@
-"""Translate calls and answers, so that the engine returns token ids and the agent gets the answer without them.
+"""Translates requests, so that the engine returns token ids, and removes these from the answers for agents.
 
-A form is made from one call, knows its API, and reads its answer, whole or streamed.
+A form belongs to one call. It implements the call's API, and reads the answer, whole or streamed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ _END_LENGTH = 4
 _MEDIA = ("image", "audio", "video", "file")
 _IDS, _VERSIONS, _ROUTES = "return_token_ids", "return_weight_versions", "return_routed_experts"
 _SGLANG_IDS = ("return_input_ids_in_sglext", "return_output_ids_in_sglext")
-# Parts of answers that an agent gets only if it asked for them. A server's flag may add routes to every answer.
+# Fields of answers that an agent gets only if its request set the flag named here. SGLang can be started with a flag
+# that adds routed experts to every answer.
 _ASKED_BY = {
     **dict.fromkeys(("token_ids", "response_token_ids", "prompt_token_ids"), _IDS),
     **dict(zip(("input_ids", "output_ids"), _SGLANG_IDS, strict=True)),
@@ -36,7 +37,7 @@ _ASKED_BY = {
 class Event(NamedTuple):
     """A server-sent event (https://html.spec.whatwg.org/multipage/server-sent-events.html).
 
-    raw: all of it, with the empty line at its end. data: its `data` lines, joined.
+    raw: the whole event, including the empty line at its end. data: its `data` lines, joined.
     """
 
     raw: bytes
@@ -44,15 +45,15 @@ class Event(NamedTuple):
 
 
 class EventSplitter:
-    """Splits a stream into events of at most most_bytes each."""
+    """Splits a stream into events. Raises NotRecorded for an event of more than most_bytes."""
 
     def __init__(self, most_bytes: int) -> None:
         self._rest = bytearray()
         self._most_bytes = most_bytes
 
     def feed(self, received: bytes) -> Iterator[Event]:
-        """Yields the events that these bytes complete."""
-        # An event may arrive in a thousand parts: do not search the earlier ones for its end again.
+        """Adds received bytes. Yields the events that are complete now."""
+        # An event may arrive in a thousand parts: do not search earlier parts again.
         seen, start = max(0, len(self._rest) - _END_LENGTH), 0
         self._rest += received
         for end in _END.finditer(self._rest, seen):
@@ -60,7 +61,10 @@ class EventSplitter:
             start = end.end()
         del self._rest[:start]
         if len(self._rest) > self._most_bytes:
-            raise NotRecorded(f"the engine sent an event of more than {self._most_bytes} bytes; raise --max-body-bytes")
+            raise NotRecorded(
+                f"an event of the engine's stream is larger than --max-body-bytes, {self._most_bytes}; raise "
+                "--max-body-bytes"
+            )
 
 
 def _event(raw: bytes) -> Event:
@@ -71,18 +75,18 @@ def _event(raw: bytes) -> Event:
 
 
 class Asking(NamedTuple):
-    """What the recorder asks of the engine."""
+    """The data that the recorder requests. engine: selects the API for token ids. logprobs: whether to request them."""
 
     engine: Literal["vllm", "sglang"]
     logprobs: bool
 
 
 class Stream(Protocol):
-    """A streamed answer, read event by event."""
+    """Reads a streamed answer event by event."""
 
     @property
     def is_complete(self) -> bool:
-        """Whether every choice has ended. From here on events are held back until the answer is recorded."""
+        """Whether every choice has ended. From then on, events are buffered until the answer is recorded."""
 
     @property
     def is_over(self) -> bool:
@@ -90,17 +94,17 @@ class Stream(Protocol):
 
     @property
     def has_failed(self) -> bool:
-        """Whether the engine reported an error, so that there is nothing to record."""
+        """Whether the engine reported an error. Then nothing is recorded."""
 
     def read(self, event: Event) -> bytes:
-        """Returns what the agent gets for the event. Raises InvalidArgumentError if token ids are missing."""
+        """Returns the bytes to send to the agent. Raises InvalidArgumentError if token ids are missing."""
 
     def sampled(self) -> list[Sampled]:
-        """Returns the samples. Raises InvalidArgumentError like `gristmill.completions.sampled`."""
+        """Returns the sampled choices. Raises InvalidArgumentError like `gristmill.completions.sampled`."""
 
 
 class Form(Protocol):
-    """A call. api: its name in metrics. path: its path at the engine."""
+    """A call. api: its label in metrics. path: its path at the engine."""
 
     api: str
     path: str
@@ -110,24 +114,24 @@ class Form(Protocol):
         """The request body for the engine."""
 
     def whole(self, answer: Document) -> Document:
-        """Returns what the agent gets for an answer that is not streamed. It may change the answer in place."""
+        """Converts an answer that is not streamed into the answer for the agent. May change it in place."""
 
     def stream(self) -> Stream: ...
 
 
 class ChatForm:
-    """`/v1/chat/completions` and `/v1/completions`. Raises WrongCall for calls that cannot be recorded as sampled."""
+    """A call of `/v1/chat/completions` or `/v1/completions`. Raises WrongCall if its answer could not be recorded."""
 
     def __init__(self, api: str, document: Document, asking: Asking) -> None:
         self.api, self.path = api, f"v1/{api}"
         self._document, self._asking = document, asking
         self._is_chat = api == "chat/completions"
-        _refuse(document, "use_beam_search", "its tokens are searched for, not sampled")
-        _refuse(document, "echo", "the prompt would count as sampled")
+        _refuse(document, "use_beam_search", "beam search does not sample tokens")
+        _refuse(document, "echo", "the prompt would be recorded as sampled")
         if document.get("include_reasoning") is False:
-            raise WrongCall("include_reasoning is false, so that the engine would hide token ids; leave it out")
+            raise WrongCall("include_reasoning is false, and the engine would omit token ids; omit include_reasoning")
         refuse_media(document.get("messages"))
-        _refuse(document, "prompt_embeds", "they have no token ids")
+        _refuse(document, "prompt_embeds", "embeddings have no token ids")
         self.choices = _count(document.get("n")) * (1 if self._is_chat else _prompts(document.get("prompt")))
         self._keeps_logprobs = _wants_logprobs(document)
         self._hidden = [part for part, asked in _ASKED_BY.items() if not document.get(asked)]
@@ -143,7 +147,7 @@ class ChatForm:
         if not is_sglang:
             more[_VERSIONS] = True
         if self._asking.logprobs and not self._keeps_logprobs:
-            # The logprob of the sampled token alone; SGLang takes 0 for none.
+            # Request the logprob of the sampled token only. SGLang takes 0 to mean no logprobs.
             more["logprobs"] = True if self._is_chat else int(is_sglang)
         return {**self._document, **more}
 
@@ -155,7 +159,7 @@ class ChatForm:
         return ChatStream(self)
 
     def strip_chunk(self, chunk: Document) -> Document | None:
-        """Returns the agent's part of a chunk, or None if it has none."""
+        """Removes the recorder's fields from a chunk. Returns None if nothing is left for the agent."""
         had_extension = "sglext" in chunk
         self._strip(chunk)
         is_empty = had_extension and "sglext" not in chunk and not chunk.get("choices") and not chunk.get("usage")
@@ -163,7 +167,7 @@ class ChatForm:
 
     @property
     def comes_first(self) -> bool:
-        """Whether a stream's first chunk has the prompt's token ids, as with vLLM."""
+        """Whether the first chunk of a stream contains the prompt's token ids, as with vLLM."""
         return self._asking.engine == "vllm"
 
     def _strip(self, answer: Document) -> None:
@@ -178,7 +182,7 @@ class ChatForm:
 
 
 class ChatStream:
-    """The chunks of a completion."""
+    """Reads the chunks of a completion."""
 
     def __init__(self, form: ChatForm) -> None:
         self._form, self._reader = form, ChunkReader()
@@ -200,7 +204,7 @@ class ChatStream:
         return b"" if kept is None else b"data: " + orjson.dumps(kept) + b"\n\n"
 
     def read_chunk(self, event: Event) -> Document | None:
-        """Returns the event's chunk, or None if it has none."""
+        """Reads the event's chunk, and returns it; None if the event contains none, or an error."""
         if event.data == DONE:
             self.is_over = True
         if not event.data.startswith(b"{"):
@@ -213,22 +217,22 @@ class ChatStream:
         if self._is_first and chunk.get("choices"):
             self._is_first = False
             if not self._reader.has_prompt:
-                raise InvalidArgumentError("the stream's first chunk does not have the prompt's token ids")
+                raise InvalidArgumentError("the first chunk of the stream does not contain the prompt's token ids")
         return chunk
 
 
 class ResponsesForm:
-    """`/v1/responses`, for which vLLM returns token ids, but not all logprobs."""
+    """A call of `/v1/responses`. vLLM returns token ids for it, but not all logprobs."""
 
     api, path = "responses", "v1/responses"
 
     def __init__(self, document: Document, asking: Asking) -> None:
         if asking.engine != "vllm" or asking.logprobs:
             raise WrongCall(
-                "an answer of /v1/responses does not have the logprobs of all its tokens; use chat completions, or "
-                "start the recorder with --no-logprobs and --engine vllm"
+                "answers of /v1/responses do not contain the logprobs of all tokens; use chat completions, or start "
+                "the recorder with --no-logprobs and --engine vllm"
             )
-        _refuse(document, "background", "its answer cannot be recorded")
+        _refuse(document, "background", "the answer of a background call cannot be recorded")
         if not isinstance(items := document.get("input"), str):
             refuse_media(items)
         self._document, self._keeps = document, bool(document.get("enable_response_messages"))
@@ -248,7 +252,7 @@ class ResponsesForm:
 
 
 class ResponseStream:
-    """The events of a response. The last one has the whole response."""
+    """Reads the events of a response. The last event contains the whole response."""
 
     def __init__(self, form: ResponsesForm) -> None:
         self._form, self._answer = form, dict[str, Any]()
@@ -275,21 +279,21 @@ class ResponseStream:
 
 
 def refuse_media(items: Any) -> None:
-    """Raises WrongCall for images, audio and files: the row would be trained without them."""
+    """Raises WrongCall for images, audio, video and files: the row would be trained without them."""
     for item in items if isinstance(items, list) else ():
         content = item.get("content") if isinstance(item, dict) else None
         for part in content if isinstance(content, list) else ():
             kind = str(part.get("type", "")) if isinstance(part, dict) else ""
             if any(medium in kind for medium in _MEDIA):
                 raise WrongCall(
-                    f"a message has a part of type {kind}, but the recorder records only tokens; submit such "
-                    "rows by the client, with columns for their images"
+                    f"a message contains a part of type {kind}, but the recorder records only tokens; submit these "
+                    "rows with a client, and declare columns for the images"
                 )
 
 
 def _refuse(document: Document, name: str, reason: str) -> None:
     if document.get(name):
-        raise WrongCall(f"{name} is set: {reason}; leave it out")
+        raise WrongCall(f"{name} is set, but {reason}; omit {name}")
 
 
 def _wants_logprobs(document: Document) -> bool:
@@ -298,10 +302,10 @@ def _wants_logprobs(document: Document) -> bool:
 
 
 def _count(n: Any) -> int:
-    """Returns the number of choices. The engine refuses a value that is not a number."""
+    """Returns the number of choices per prompt. The engine refuses an invalid n."""
     return n if isinstance(n, int) and n > 0 else 1
 
 
 def _prompts(prompt: Any) -> int:
-    """Returns the number of prompts in one call of `/v1/completions`."""
+    """Returns the number of prompts in a call of `/v1/completions`."""
     return len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1

@@ -1,6 +1,6 @@
-"""Translate Anthropic's `/v1/messages` into chat completions, and the answers back.
+"""Translates Anthropic's `/v1/messages` into chat completions, and the answers back.
 
-Engines return no token ids for messages, and translate them into chat completions themselves. This module does it like
+Engines translate messages into chat completions too, but return no token ids for them. This module translates like
 vLLM's `entrypoints/anthropic/serving.py`, so that prompts are the same (https://docs.anthropic.com/en/api/messages).
 """
 
@@ -18,20 +18,23 @@ from gristmill_recorder.refusals import WrongCall
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _SAME = ("model", "max_tokens", "temperature", "top_p", "top_k", "chat_template_kwargs")
-# Claude Code's header has a number that changes with each request: no prompt would extend the one before.
+# Claude Code sends this text with a number that changes with each request. It is removed, because otherwise no prompt
+# would extend the previous one.
 _BILLING = "x-anthropic-billing-header"
 _JSON = "output_config"
 _STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
 
 
 class MessagesForm(ChatForm):
-    """A call. Raises WrongCall for fields without a counterpart in a chat completion."""
+    """A call of `/v1/messages`. Raises WrongCall for fields without a counterpart in a chat completion."""
 
     def __init__(self, document: Document, asking: Asking) -> None:
         try:
             chat = _chat_of(document)
         except (AttributeError, KeyError, TypeError) as error:
-            raise WrongCall(f"the call does not follow Anthropic's API: {type(error).__name__}: {error}") from None
+            raise WrongCall(
+                f"the call does not follow Anthropic's API: {type(error).__name__}: {error}; correct this field"
+            ) from None
         super().__init__("chat/completions", chat, asking)
         self.api = "messages"
 
@@ -63,7 +66,7 @@ def _chat_of(document: Document) -> Document:
 
 
 def _system(document: Document) -> Iterator[Document]:
-    """Yields one message of all system texts."""
+    """Yields one system message with all system texts, or nothing."""
     contents = [document.get("system") or (), *(m["content"] for m in document.get("messages") or () if _is_system(m))]
     parts = [part for content in contents for part in _texts(content) if not part.startswith(_BILLING)]
     if parts:
@@ -99,7 +102,7 @@ def _assistant(blocks: Any) -> Document:
         message["content"] = texts[0] if len(texts) == 1 else [{"type": "text", "text": text} for text in texts]
     thoughts = [block["thinking"] for block in blocks if block.get("type") == "thinking" and block.get("thinking")]
     if thoughts:
-        # vLLM calls it `reasoning`, but accepts this name, too.
+        # vLLM's own name is `reasoning`, but it also accepts this one.
         message["reasoning_content"] = "".join(thoughts)
     calls = [_call(block) for block in blocks if block.get("type") == "tool_use"]
     if calls:
@@ -113,7 +116,7 @@ def _call(block: Mapping[str, Any]) -> Document:
 
 
 def _user(blocks: Any) -> Iterator[Document]:
-    """Yields the results of tools, each as a message, and then the text."""
+    """Yields each tool result as a message, and then the text as another."""
     for block in blocks:
         kind = block.get("type")
         if kind == "tool_result":
@@ -121,7 +124,9 @@ def _user(blocks: Any) -> Iterator[Document]:
             said = "\n".join(_texts(block.get("content") or ""))
             yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": said}
         elif kind != "text":
-            raise WrongCall(f"a message has a part of type {kind}, which chat completions do not have; leave it out")
+            raise WrongCall(
+                f"a message contains a part of type {kind}, which chat completions do not have; omit this part"
+            )
     if texts := _texts(blocks):
         yield {
             "role": "user",
@@ -132,8 +137,8 @@ def _user(blocks: Any) -> Iterator[Document]:
 def _tool(tool: Mapping[str, Any]) -> Document:
     if "input_schema" not in tool:
         raise WrongCall(
-            f"tool {tool.get('name')!r} is one of Anthropic's own tools, which the engine does not have; give an "
-            "input_schema"
+            f"tool {tool.get('name')!r} has no input_schema: it is one of Anthropic's own tools, which the engine does "
+            "not provide; set input_schema, or omit the tool"
         )
     function = {"name": tool.get("name"), "description": tool.get("description"), "parameters": tool["input_schema"]}
     return {"type": "function", "function": function}
@@ -144,7 +149,7 @@ def _tool_choice(choice: Mapping[str, Any]) -> Any:
     if kind == "tool":
         return {"type": "function", "function": {"name": choice.get("name")}}
     if kind not in _CHOICES:
-        raise WrongCall(f"tool_choice has the type {kind!r}; known are tool, {', '.join(_CHOICES)}")
+        raise WrongCall(f"tool_choice.type is {kind!r}; expected one of tool, {', '.join(_CHOICES)}")
     return _CHOICES[kind]
 
 
@@ -161,7 +166,7 @@ def _output(config: Mapping[str, Any]) -> Document:
 
 
 def message_of(completion: Document) -> Document:
-    """Translates a chat completion of one choice."""
+    """Translates a chat completion with one choice into a message."""
     (choice,) = completion["choices"]
     usage = completion.get("usage") or {}
     return {
@@ -186,12 +191,12 @@ def _blocks(message: Mapping[str, Any]) -> Iterator[Document]:
 
 
 def _thought(part: Mapping[str, Any]) -> str:
-    """Returns the reasoning, for which vLLM and SGLang have different names."""
+    """Returns the reasoning text. vLLM and SGLang use different field names for it."""
     return part.get("reasoning") or part.get("reasoning_content") or ""
 
 
 def _input(arguments: str) -> Document:
-    """Parses a tool's arguments. What is not a JSON object is passed on as text."""
+    """Parses a tool's arguments. If they are not a JSON object, returns them as text in the field `invalid_json`."""
     try:
         parsed = orjson.loads(arguments or "{}")
     except orjson.JSONDecodeError:
@@ -200,7 +205,7 @@ def _input(arguments: str) -> Document:
 
 
 def _stop(finish: str | None, sequence: Any) -> Document:
-    """Returns why the answer ended, with the stop sequence that the engine names."""
+    """Returns the stop reason, and the stop sequence if the engine names one."""
     if finish == "stop" and isinstance(sequence, str):
         return {"stop_reason": "stop_sequence", "stop_sequence": sequence}
     return {"stop_reason": _STOPS.get(finish or "stop", "end_turn"), "stop_sequence": None}
@@ -286,7 +291,7 @@ def _event_of(kind: str, **content: Any) -> bytes:
 
 
 def _failure(event: Event) -> bytes:
-    """Translates the engine's error to the form that Anthropic's libraries read."""
+    """Translates the engine's error into the format that Anthropic's clients parse."""
     content = orjson.loads(event.data)
     error = content.get("error") if isinstance(content.get("error"), dict) else content
     message = str(error.get("message", "the engine failed"))

@@ -1,4 +1,4 @@
-"""Read from a call how its tokens are sampled, and what of it a trainer cannot reproduce."""
+"""Reads the sampling settings of a call, and finds those that a trainer cannot reproduce."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import orjson
 
 _SETS = ("allowed_token_ids", "bad_words", "custom_logit_processor", "logit_bias", "min_new_tokens", "min_tokens")
-# By setting, the values that change nothing. vLLM and SGLang have the same names.
+# The values of each setting that leave the distribution unchanged. vLLM and SGLang use the same names.
 _PLAIN: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("temperature", "top_p", "repetition_penalty"), (1,)),
     **dict.fromkeys(("min_p", "presence_penalty", "frequency_penalty"), (0,)),
@@ -22,11 +22,11 @@ _GRAMMARS = (
 
 
 class Sampling(NamedTuple):
-    """How the tokens of a call are sampled.
+    """The sampling settings of a call.
 
-    odd: names of the settings that a trainer cannot reproduce, which computes logprobs at one temperature alone.
-    is_masked: whether the steps are not trained. note: the settings as a line of JSON; None if rows have no column for
-    it.
+    odd: the names of the settings that a trainer cannot reproduce: it computes logprobs at one temperature, without
+    other settings. is_masked: whether the steps get loss mask 0. note: the settings as one line of JSON; None if the
+    rows have no column `sampling`.
     """
 
     odd: tuple[str, ...] = ()
@@ -35,7 +35,7 @@ class Sampling(NamedTuple):
 
     @classmethod
     def of(cls, request: dict[str, Any], temperature: float | None, *, has_note: bool) -> Sampling:
-        """Reads a request for the engine. temperature: the trainer's; None masks nothing."""
+        """Reads the settings of a request to the engine. temperature: the trainer's; None: mask no steps."""
         settings = dict(_settings(request))
         odd = set(settings) - {"temperature"}
         if settings.get("temperature", 1) != (1 if temperature is None else temperature):
@@ -48,7 +48,7 @@ PLAIN = Sampling()
 
 
 def _settings(request: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yields the settings that change the distribution, numbers with their values."""
+    """Yields the settings that change the distribution. The value of a setting that is not a number is True."""
     for name, plain in _PLAIN.items():
         if (value := request.get(name)) is not None and value not in plain:
             yield name, value if isinstance(value, (int, float)) else True
@@ -65,7 +65,7 @@ def _has_grammar(request: dict[str, Any]) -> bool:
     choice = request.get("tool_choice")
     if choice == "required" or isinstance(choice, dict):
         return True
-    # Engines hold calls of such tools to their schema, if their parser has one.
+    # Engines constrain the calls of strict tools to their schema, if the engine's tool parser supports it.
     tools = request.get("tools") if choice != "none" else None
     listed = tools if isinstance(tools, list) else ()
     return any(_get(tool, "strict") or _get(_get(tool, "function"), "strict") for tool in listed)
