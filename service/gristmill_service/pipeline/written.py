@@ -1,10 +1,10 @@
-"""Columns that trainers write back (specification, section 11): from a shard's tensors to values of steps.
+"""Converts columns that trainers write back (specification, section 11) from tensors of shards to values of steps.
 
-A column is written for all rows of a shard, shaped as a tensor of the shard would be. Only the rows' own values are
-stored, in the shard's order, without padding. Once every shard is written, the batch's steps get the values as if
-rollout workers had sent them: each response token that of the row that trains it, each row its number.
-Values that would fail the whole batch later are refused at once: values that are not finite and, if credit is computed
-from them, values whose sums, or whose KL with the other log-probability, may exceed float32.
+A trainer writes a column for all rows of a shard, in the shape of a tensor of the shard. Only the rows' own values are
+stored, in the shard's order, without padding. When every shard is written, the batch's steps get the values as if
+rollout workers had sent them: a response token gets the value of the row that trains it.
+Values that would fail the whole batch later are refused when they are written: values that are not finite and, if
+credit is computed from them, values whose sums, or whose KL with the other log-probability, may exceed float32.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from gristmill_service.pipeline.scored_batch import ScoredBatch
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WrittenRows:
-    """A shard's real rows, one after another, against which written values are checked.
+    """The real rows of a shard, in order, against which written values are checked.
 
-    uids, samples, lasts: each row's trajectory and last step. ends: int64 (rows,), the ends of responses in tokens.
-    trained: bool (tokens,), whether this row trains the token; empty unless a KL is subtracted from rewards.
-    given: the log-probabilities for the KL that rollouts sent, by name; (tokens,).
+    uids, samples, lasts: the trajectory and last step of each row. ends: int64 (rows,), the end of each response among
+    the concatenated responses, in tokens. trained: bool (tokens,), whether this row trains the token; empty unless a KL
+    is subtracted from rewards. given: log-probabilities for the KL that rollout workers sent, by name; (tokens,).
     """
 
     uids: Sequence[str]
@@ -51,8 +51,8 @@ class WrittenRows:
     ) -> None:
         """Refuses values of a column that would fail the batch.
 
-        values: the rows' own. other: returns the values that were written of another column, or None.
-        Raises InvalidArgumentError naming the row, the column, the value and the remedy.
+        values: the rows' own values. other: returns the values written for another column, or None.
+        Raises InvalidArgumentError, which names the row, the column, the value and the remedy.
         """
         if not column.allow_nonfinite and not is_finite(values):
             at = next(at for at, one in enumerate(values) if not is_finite(np.atleast_1d(one)))
@@ -86,7 +86,7 @@ class WrittenRows:
             values if name == column.name else self.given[name] if name in self.given else other(name) for name in pair
         )
         if ours is None or theirs is None or _surely_fits(ours, theirs, reference):
-            # If one is missing, they are checked when it is written.
+            # If one of the two is missing, they are checked when it is written.
             return
         excess = excessive_kl(ours, theirs, self.trained, reference)
         if excess is not None:
@@ -94,14 +94,14 @@ class WrittenRows:
             raise InvalidArgumentError(f"{where}: {self._name(column, at)} is {values[at]}, and the KL is {message}")
 
     def _name(self, column: ColumnSpec, at: int) -> str:
-        """Names a value by its row and its index in the row's response."""
+        """Returns the name of a value in messages: its row, column, and index in the row's response."""
         row = at if column.scope == "row" else int(np.searchsorted(self.ends, at, side="right"))
         place = "" if column.scope == "row" else f"[{at - (int(self.ends[row - 1]) if row else 0)}]"
         return f"uid {self.uids[row]!r} sample {self.samples[row]} step {self.lasts[row]}: {column.name}{place}"
 
 
 def _surely_fits(ours: Array, theirs: Array, reference: KlInReward) -> bool:
-    """Returns whether even the largest possible difference has a KL that is small enough."""
+    """Returns whether the KL fits float32 even for the largest possible difference."""
     assert reference.estimator is not None, "checked by the caller"
     furthest = np.float64(largest(ours) + largest(theirs))
     with np.errstate(over="ignore", invalid="ignore"):
@@ -135,10 +135,10 @@ def written_rows(rows: Int64s, scored: ScoredBatch, config: RunConfig) -> Writte
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepPlaces:
-    """The tokens that some rows train, as runs of consecutive ones, in the order of the rows.
+    """The tokens that some rows train, as runs of consecutive tokens, in the order of the rows.
 
-    total: the rows' response tokens. in_rows, in_steps, counts: int64, each run's begin among the rows' response tokens
-    and among the steps', and its tokens. steps: int64, each run's step.
+    total: the number of response tokens of the rows. in_rows, in_steps: int64, the begin of each run among the response
+    tokens of the rows, and of the steps. counts: int64, the tokens of each run. steps: int64, the step of each run.
     """
 
     total: int
@@ -149,9 +149,9 @@ class StepPlaces:
 
     @classmethod
     def of(cls, order: Int64s, rows: Rows, responses: Int64s) -> StepPlaces:
-        """order: the rows, one after another. responses: int64 (steps,), tokens of each step's response."""
+        """order: the rows, in order. responses: int64 (steps,), the number of response tokens of each step."""
         lengths = rows.response_lengths[order]
-        # The begin of each row's tokens; arbitrary for other rows, whose visits count 0 tokens.
+        # The begin of each row's tokens. It is arbitrary for rows not in `order`; their visits count 0 tokens.
         begins, is_placed = np.zeros(len(rows), np.int64), np.zeros(len(rows), np.bool_)
         begins[order], is_placed[order] = starts_of(lengths), True
         counts = np.where(rows.per_visit(is_placed), rows.kept - rows.shared, 0)
@@ -163,16 +163,16 @@ class StepPlaces:
         return cls(int(lengths.sum()), in_rows[runs], in_steps, counts[runs], steps)
 
     def standing(self, values: Ragged) -> Array:
-        """Returns the steps' values at the rows' tokens, 0 where the row does not train them; (total,)."""
+        """Returns the steps' values at the rows' tokens; 0 for tokens that the row does not train; (total,)."""
         compact = values.compact().values
         of_rows = np.zeros((self.total, *compact.shape[1:]), compact.dtype)
         copy_runs(of_rows, self.in_rows, compact, self.in_steps, self.counts)
         return of_rows
 
     def per_token(self, of_steps: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Returns each step's flag at the tokens that rows train, False elsewhere; (total,)."""
+        """Returns each step's flag at the tokens that rows train; False for all other tokens; (total,)."""
         ends = self.in_rows + self.counts
-        # Alternately tokens before a run and the run's, and then the tokens behind the last run.
+        # Alternately the number of tokens before a run and in the run. The tokens after the last run follow below.
         lengths = np.stack([self.in_rows - np.append(0, ends[:-1])[: len(ends)], self.counts], axis=1).ravel()
         flags = np.stack([np.zeros(len(ends), np.bool_), of_steps[self.steps]], axis=1).ravel()
         behind = self.total - int(lengths.sum())
@@ -180,7 +180,7 @@ class StepPlaces:
 
 
 def copy_runs(into: Array, places: Int64s, values: Array, starts: Int64s, counts: Int64s) -> None:
-    """Copies runs of values: `counts` each, from `starts` in `values` to `places` in `into`."""
+    """Copies runs of values, of `counts` values each, from `starts` in `values` to `places` in `into`."""
     if not len(counts):
         return
     goes_on = (places[1:] == (places + counts)[:-1]) & (starts[1:] == (starts + counts)[:-1])
@@ -191,12 +191,12 @@ def copy_runs(into: Array, places: Int64s, values: Array, starts: Int64s, counts
 
 
 Written = Mapping[ShardAddress, Mapping[str, Array]]
-"""For each of the policy's shards, by column, the rows' own values, concatenated; (n, *shape)."""
+"""The rows' own values of each written column of each policy shard, concatenated; (n, *shape)."""
 
 
 class FormBlock(NamedTuple):
-    """A tensor of a shard's responses. prefix: of its name. begin, end: its rows. shape: the leading dimensions, rows
-    and width, or tokens."""
+    """A tensor of a shard's responses. prefix: of its name. begin, end: its range of rows. shape: the leading
+    dimensions: rows and width, or tokens."""
 
     prefix: str
     begin: int
@@ -208,9 +208,10 @@ class FormBlock(NamedTuple):
 class ShardForm:
     """The positions of responses in a shard's tensors.
 
-    blocks: in the order of the rows. leads, lengths: int64 (rows,) elements before each row's own, and its own.
-    elsewhere: int64 (rows,), the tokens of each response that it shares with the row before it, which has their values:
-    zeros take their place. is_real: bool (rows,), False for padding rows. rows: the data of the others.
+    blocks: in the order of the rows. leads: int64 (rows,), the elements before each row's own elements. lengths: int64
+    (rows,), its own elements. elsewhere: int64 (rows,), the response tokens that each row shares with the previous row;
+    their values are stored there, and zeros replace them here. is_real: bool (rows,), False for padding rows. rows: the
+    data of the real rows.
     """
 
     blocks: Sequence[FormBlock]
@@ -221,10 +222,10 @@ class ShardForm:
     rows: WrittenRows
 
     def own_values(self, column: ColumnSpec, tensors: Mapping[str, Array], where: str) -> Array:
-        """Returns the rows' own values of a column as it was written; (n, *shape), a view if possible.
+        """Returns the rows' own values of a written column; (n, *shape), a view if possible.
 
-        tensors: by their names in a shard. Raises InvalidArgumentError naming the tensor, and its actual and expected
-        shape.
+        tensors: the written tensors, by their names in a shard. Raises InvalidArgumentError, which names the tensor and
+        its actual and expected shape.
         """
         if column.scope == "row":
             values: Array = _tensor(tensors, column.name, (len(self.is_real),), column, where)[self.is_real]
@@ -278,8 +279,8 @@ def form_of(shard: Shard, scored: ScoredBatch, config: RunConfig) -> ShardForm:
 def values_of_steps(
     written: Written, rows: Rows, received: Received, mini_batches: Sequence[MiniBatchPlan], config: RunConfig
 ) -> dict[str, Extra]:
-    """Returns the written columns as values of steps, the inverse of `StepPlaces.standing`. Steps get zeros if their
-    rows are in no shard because alignment dropped their groups."""
+    """Returns the written columns as values of steps, the inverse of `StepPlaces.standing`. A step whose rows are in no
+    shard, because alignment dropped its group, gets zeros."""
     placed = {
         ShardAddress("policy", part.index, rank): plan.rows[plan.rows >= 0]
         for part in mini_batches
@@ -300,8 +301,8 @@ def values_of_steps(
 
 
 def _of_rows(column: ColumnSpec, parts: Sequence[Array], placed: Sequence[Int64s], rows: Rows, steps: int) -> Extra:
-    """Gives a row's number to the last step of its path, and 0 to the others. parts: of each shard, whose rows are
-    `placed`."""
+    """Assigns the value of each row to the last step of its path, and 0 to other steps. parts: the values of each
+    shard. placed: the rows of each shard."""
     of_steps = np.zeros((steps, *column.value_shape), column.storage)
     for values, order in zip(parts, placed, strict=True):
         of_steps[rows.last[order]] = values
@@ -309,8 +310,8 @@ def _of_rows(column: ColumnSpec, parts: Sequence[Array], placed: Sequence[Int64s
 
 
 def _of_responses(column: ColumnSpec, parts: Sequence[Array], places: StepPlaces, responses: Int64s) -> Extra:
-    """Gives each token the value of the row that trains it. parts: of each shard, in the order of `places`. responses:
-    int64 (steps,), tokens of each step's response."""
+    """Assigns to each token the value of the row that trains it. parts: the values of each shard, in the order of
+    `places`. responses: int64 (steps,), the number of response tokens of each step."""
     of_steps = np.zeros((int(responses.sum()), *column.value_shape), column.storage)
     begin = 0
     for values in parts:

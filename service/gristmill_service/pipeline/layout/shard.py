@@ -1,8 +1,8 @@
-"""Lays out shards from a plan and columns, each as a safetensors file described by ranges of memory.
+"""Lays out shards from a plan and columns. Each shard is a safetensors file, described by ranges of memory.
 
-A shard is never assembled: its `iovec` names slices of the batch's own buffers and of constants, in file order. The
-same input gives the same bytes. Layouts: `left_padded` (SkyRL #1285), `packed`, and `prefix_tree`, which is packed
-without the tokens that a row shares with the row before it.
+A shard is never copied together: its `iovec` lists slices of the batch's buffers and of constants, in file order. The
+same input gives the same bytes. Layouts: `left_padded` (SkyRL #1285), `packed`, and `prefix_tree`, which is packed and
+omits the tokens that a row shares with the previous row.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from gristmill_service.pipeline.rows.sharing import Sharing
 from gristmill_service.pipeline.scheduling.plan import MiniBatchPlan, ShardAddress
 
 ITEMSIZES = (8, 4, 2, 1)
-"""The order of tensors in a file, by the bytes of their numbers, so that each is aligned."""
+"""Tensors are ordered in a file by the size of their values in bytes, so that each tensor is aligned."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PerRow:
-    """Tensors of one dtype with a value per row. values: (names, rows + 1), the padding row's last."""
+    """Tensors of one dtype with one value per row. values: (names, rows + 1); the last is the padding row's value."""
 
     names: Sequence[str]
     values: NDArray[Any]
@@ -50,9 +50,10 @@ class PerRow:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorGroup:
-    """The tensors whose numbers have one size, for all rows of all shards of a model, in file order.
+    """The tensors with values of one size, for all rows of all shards of a model, in file order.
 
-    dtype, per_row: of values per row, (names, n). columns, ranges: of elements per token. tensors: all others.
+    dtype, per_row: the tensors with one value per row, (names, n). columns, ranges: the tensors with values per token.
+    tensors: all other tensors.
     """
 
     itemsize: int
@@ -65,7 +66,7 @@ class TensorGroup:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Placed:
-    """The tensors of a model's shards, grouped by the size of their numbers."""
+    """The tensors of a model's shards, grouped by the size of their values."""
 
     placement: Placement
     groups: Sequence[TensorGroup]
@@ -73,9 +74,9 @@ class Placed:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shard:
-    """One shard's file: its own bytes (header, per-row tensors), and blocks of placed tensors.
+    """The file of one shard: its own bytes (header, tensors per row), and blocks of placed tensors.
 
-    own, cuts: of each group, the bytes before its tensors per token, and the tensors after those.
+    own: for each group, the bytes before its tensors per token. cuts: for each group, the tensors after them.
     """
 
     address: ShardAddress
@@ -85,7 +86,7 @@ class Shard:
     placed: Placed
     size: int
     sequence_elements: int
-    """The elements of all `sequences` tensors, padding included."""
+    """The number of elements of all `sequences` tensors, including padding."""
 
     def iovec(self) -> Iovec:
         ranges = []
@@ -97,7 +98,7 @@ class Shard:
 
     @property
     def column_bytes(self) -> dict[str, int]:
-        """The bytes of each declared column in the file."""
+        """The size of each declared column in the file, in bytes."""
         nbytes: dict[str, int] = {}
         for group, cuts in zip(self.placed.groups, self.cuts, strict=True):
             for column, ranges in zip(group.columns, group.ranges, strict=True):
@@ -109,7 +110,7 @@ class Shard:
 
 
 class Layout:
-    """Lays out the shards of one model's mini-batches, in plan order. begins: the first row of each in the
+    """Lays out the shards of one model's mini-batches, in plan order. begins: the first row of each shard in the
     placement."""
 
     def __init__(
@@ -133,15 +134,15 @@ class Layout:
 
     @property
     def tree_columns(self) -> list[Column]:
-        """The columns that describe an axis on which rows share tokens; none where they share none."""
+        """The columns that describe an axis on which rows share tokens; empty if rows share no tokens."""
         if self._branches is None or self.placement.shared is None:
             return []
         return tree_columns(self._branches, self.placement.shared)
 
     def place(self, columns: Sequence[Column], per_row: Mapping[int, PerRow], tensors: Sequence[ShardTensor]) -> Placed:
-        """Places each tensor for all rows of all shards at once: a shard is a slice of them.
+        """Places each tensor for all rows of all shards at once, so that a shard is a slice of every tensor.
 
-        per_row: by the size of its numbers.
+        per_row: tensors with one value per row, by the size of their values.
         """
 
         def group(itemsize: int) -> TensorGroup:
@@ -159,7 +160,7 @@ class Layout:
         return Placed(self.placement, used)
 
     def shard(self, index: int, address: ShardAddress, placed: Placed, metadata: dict[str, str]) -> Shard:
-        """Returns shard number `index` in plan order. placed: the result of `place`. metadata: JSON by name."""
+        """Returns shard number `index`, in plan order. placed: the result of `place`. metadata: JSON texts by name."""
         blocks = self._blocks[index]
         begin, end = blocks[0].begin, blocks[-1].end
         axes = [self._axis(block) for block in blocks]
@@ -183,7 +184,7 @@ class Layout:
         )
 
     def _axis(self, block: Block) -> dict[str, NDArray[np.int32]]:
-        """Returns the tensors that describe the positions of rows on a token axis; none without such an axis."""
+        """Returns the tensors that describe the positions of rows on a token axis; empty for padded rows."""
         if block.widths is not None:
             return {}
         if self._branches is not None:
@@ -192,7 +193,7 @@ class Layout:
         return {"cu_seqlens": (ends[block.begin : block.end + 1] - ends[block.begin]).astype(np.int32)}
 
     def _elements(self, block: Block, scope: Scope) -> int:
-        """Counts a tensor's values. A packed one has one per token, whatever its scope."""
+        """Returns the number of values of a tensor. A packed tensor has one value per token in every scope."""
         if block.widths is None:
             return int(self._token_ends[block.end] - self._token_ends[block.begin])
         return block.widths[scope] * (block.end - block.begin)
@@ -244,7 +245,7 @@ _NO_VALUES = PerRow((), np.empty((0, 1), np.uint8))
 def _blocks(
     mini_batches: Sequence[MiniBatchPlan], placed: Int64s, geometry: Geometry, config: RunConfig
 ) -> list[list[Block]]:
-    """Returns each shard's blocks, in plan order. placed: the rows of all of them."""
+    """Returns the blocks of each shard, in plan order. placed: the rows of all shards."""
     ranks = [rank for mini_batch in mini_batches for rank in mini_batch.ranks]
     own_micro_batches = config.has_token_axis or config.pad_width == "micro_batch"
     bounds = [rank.bounds if own_micro_batches else np.array([0, len(rank.rows)]) for rank in ranks]
@@ -267,10 +268,10 @@ def _widths(
     geometry: Geometry,
     config: RunConfig,
 ) -> Iterator[dict[Scope, int] | None]:
-    """Yields each block's widths, in order: that of the longest row, padding rows included, of its micro-batch,
-    mini-batch or batch, as `pad_width` says.
+    """Yields the widths of each block, in order: the length of the longest row, including padding rows, of the
+    micro-batch, mini-batch or batch, according to `pad_width`. Yields None for packed blocks.
 
-    edges: per shard the begins of its blocks among the placed rows, and the end of the last one.
+    edges: for each shard, the begins of its blocks among the placed rows, and the end of the last block.
     """
     counts = np.array([len(of_shard) - 1 for of_shard in edges])
     if config.has_token_axis:
@@ -291,7 +292,8 @@ def _widths(
 
 
 def _leads(rows: Int64s, blocks: Sequence[Block], scope: Scope, geometry: Geometry) -> Int64s:
-    """Counts the elements before each row's own: padding, or, if packed, the prompt before a response's column."""
+    """Returns the number of elements before each row's own elements: padding, or the prompt in a packed column of
+    scope response."""
     lengths = geometry.of(scope)[rows]
     counts = [block.end - block.begin for block in blocks]
     if any(block.widths is None for block in blocks):

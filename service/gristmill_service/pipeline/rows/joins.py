@@ -1,7 +1,8 @@
-"""Finds the earlier step that each step continues: the one whose sequence (prompt + response) its prompt begins with.
+"""Finds the earlier step that each step joins, which means continues: the prompt begins with the sequence (prompt +
+response) of the earlier step.
 
-Most steps extend the one before them, which one pass over the batch finds. The others are searched for, step by step,
-among the earlier ones of their trajectory.
+Most steps extend the previous step; one pass over the batch finds these. For each other step, the earlier steps of its
+trajectory are searched.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ _COMPARED_FIRST, _COMPARED_NEXT = 1 << 7, 1 << 14
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Joins:
-    """The step that each step joins.
+    """The step that each step joins, called its parent.
 
-    parents: int64 (steps,), the earlier step of its trajectory that it continues; -1 where it joins none.
-    commons: int64 (steps,), how many tokens of the parent's sequence its prompt begins with: all of them, or fewer
-        where their tail was tokenized again. 0 where it joins none.
-    are_plain: whether every step that joins one joins all of the step directly before it.
+    parents: int64 (steps,), the parent, which is an earlier step of the trajectory; -1 if the step joins none.
+    commons: int64 (steps,), the number of tokens that the prompt has in common with the parent's sequence: all of the
+        sequence, or fewer tokens if its tail was retokenized; 0 if the step joins none.
+    are_plain: whether all parents are the previous step, with all of its tokens in common.
     """
 
     parents: Int64s
@@ -40,12 +41,12 @@ class Joins:
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """A step that joined none.
+    """A step that joins none, and the reason.
 
-    before: the number of the step that it is compared with: the one before it, or, if the mode branches, the one with
+    before: the number of the step that it is compared with: the previous step, or, if the mode branches, the step with
         the longest common prefix.
-    index: of the first token of its prompt that differs, or the prompt's length if it merely ends too early.
-    column: the declared column in which the two differ, if no token does.
+    index: the index of the first token of its prompt that differs; the prompt's length if the prompt is too short.
+    column: the declared column in which the two steps differ, if no token differs.
     """
 
     trajectory: int
@@ -65,14 +66,14 @@ def _none(received: Received, config: RunConfig) -> Joins:
 
 
 def _before(received: Received, config: RunConfig) -> Joins:
-    """Joins a step to the one directly before it, or to none."""
+    """Joins each step to the previous step, or to none."""
     settled = joins_before(received, config.columns)
     return _searched(received, settled, config) if config.retokenized_tail else _plain(received, settled)
 
 
 def _any_earlier(received: Received, config: RunConfig) -> Joins:
-    """Joins a step to the earlier one that shares the longest prefix with its prompt: of several to the shortest, of
-    which least is cut, and of these to the latest."""
+    """Joins each step to the earlier step that has the longest prefix in common with its prompt. If there are several,
+    joins it to the shortest, of which the fewest tokens are cut, and of several shortest to the latest."""
     return _searched(received, joins_before(received, config.columns) & ~_behind_longer(received), config)
 
 
@@ -81,17 +82,18 @@ _MODES: dict[str, Callable[[Received, RunConfig], Joins]] = {"none": _none, "pre
 
 
 def _plain(received: Received, settled: NDArray[np.bool_]) -> Joins:
-    """Returns joins of the settled steps, each with the one before it, and of no others. settled: bool (steps,)."""
+    """Joins each settled step to the previous step, and the others to none. settled: bool (steps,)."""
     parents = np.where(settled, np.arange(len(settled)) - 1, NONE)
     commons = np.where(settled, np.roll(received.steps.tokens.lengths, 1), 0)
     return Joins(parents, commons, are_plain=True)
 
 
 def _searched(received: Received, settled: NDArray[np.bool_], config: RunConfig) -> Joins:
-    """Returns the joins of the settled steps, each with the one before it, and searches for those of the others.
+    """Joins each settled step to the previous step, and searches a parent for each of the others.
 
-    A prompt must contain all of a sequence but its last `retokenized_tail` tokens, and all of the prompt with which
-    that path begins, which is the row's. No column with `merge: equal` may differ.
+    The prompt must begin with the parent's sequence, of which the last `retokenized_tail` tokens may differ, but not
+    the tokens of the prompt of the path's first step, which becomes the prompt of the row. No column with
+    `merge: equal` may differ.
     """
     steps, plain = received.steps, _plain(received, settled)
     parents, commons, bounds = plain.parents, plain.commons, received.trajectory_bounds
@@ -107,8 +109,8 @@ def _searched(received: Received, settled: NDArray[np.bool_], config: RunConfig)
 
 
 def joins_before(received: Received, columns: Sequence[ColumnSpec]) -> NDArray[np.bool_]:
-    """Returns which steps have a prompt that begins with all of the step before them, and no column with `merge: equal`
-    that differs from it; bool (steps,)."""
+    """Returns for each step whether its prompt begins with the whole previous step, and no column with `merge: equal`
+    differs; bool (steps,)."""
     steps = received.steps
     fits = np.zeros(len(steps), np.bool_)
     fits[1:] = steps.tokens.lengths[:-1] <= steps.prompt_lengths[1:]
@@ -121,11 +123,11 @@ def joins_before(received: Received, columns: Sequence[ColumnSpec]) -> NDArray[n
 
 
 def differing(columns: Sequence[ColumnSpec], steps: Steps, before: int, step: int, common: int) -> str:
-    """Returns the first column with `merge: equal` in which a step differs from an earlier one that it would join;
-    empty where there is none.
+    """Returns the first column with `merge: equal` in which a step differs from an earlier step that it would join; ""
+    if no column differs.
 
-    Compares values of rows, those of the first `common` tokens, and items, of which the later step may have more. Of a
-    partial column, compares tokens for which both steps gave a value.
+    Compares values per row, values of the first `common` tokens, and items, of which the later step may have more. For
+    a partial column, compares only tokens for which both steps have a value.
     """
     for column in columns:
         if column.merge == "equal" and column.scope != "response" and (extra := steps.extras.get(column.name)):
@@ -134,7 +136,7 @@ def differing(columns: Sequence[ColumnSpec], steps: Steps, before: int, step: in
                 one, other = _given_by_both(column, steps, before, step, common)
             elif column.scope == "token":
                 one = one[:common]
-            # A NaN, which some columns allow, equals itself here.
+            # NaN, which some columns allow, equals NaN here.
             same = np.array_equal(one, other[: len(one)], equal_nan=one.dtype.kind == "f")
             if (extra.given[before] != extra.given[step] and not column.partial) or not same:
                 return column.name
@@ -142,8 +144,8 @@ def differing(columns: Sequence[ColumnSpec], steps: Steps, before: int, step: in
 
 
 def _given_by_both(column: ColumnSpec, steps: Steps, before: int, step: int, common: int) -> tuple[Array, Array]:
-    """Returns the values of a partial or ragged column at those of the first `common` tokens for which both steps gave
-    some; of a ragged one, the number of each token's, then the values."""
+    """Returns the values of a partial or ragged column in both steps, for those of the first `common` tokens that have
+    a value in both. For a ragged column, returns the number of values per token, followed by the values."""
     both, starts = (before, step), starts_of(column, steps.part(slice(before, step + 1)))
     one, other = (steps.extras[column.name].values[each] for each in both)
     first, second = int(starts[0]), int(starts[-1])
@@ -168,14 +170,14 @@ def _lists(values: Array, offsets: Array) -> Array:
 
 
 def extends(tokens: Ragged, fits: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Returns which rows begin with the whole row before them; bool (rows,).
+    """Returns for each row whether it begins with the whole previous row; bool (rows,).
 
-    fits: bool (rows,), the rows to examine; none is shorter than the one before it, and the first is not among them.
+    fits: bool (rows,), the rows to examine. None of them is shorter than the previous row; the first is False.
 
-    Rows that begin at one address have the same tokens and are not compared. All others are, from the last row to the
-    first: each with the longest row known to extend the one after it, because if that does not begin with it, the one
-    after does not either. So one row of a whole trajectory is copied into bytes, whose `startswith` is a memcmp, and
-    all others are read once, in place.
+    A row that starts at the same address as the previous row extends it, and needs no comparison. The other rows are
+    examined from the last to the first. In a chain of rows that extend each other, every row is a prefix of the last,
+    longest row. So each previous row is compared with this longest row: only one row per chain is copied to bytes,
+    whose `startswith` is a memcmp, and all others are read once, in place.
     """
     if not fits.any():
         return np.zeros(len(tokens), np.bool_)
@@ -197,8 +199,9 @@ def extends(tokens: Ragged, fits: NDArray[np.bool_]) -> NDArray[np.bool_]:
 
 
 def _behind_longer(received: Received) -> NDArray[np.bool_]:
-    """Returns which steps have an earlier one in their trajectory that is longer than the one before them; bool
-    (steps,). A shorter one cannot share a longer prefix with a prompt that contains all of the step before it."""
+    """Returns for each step whether its trajectory has an earlier step that is longer than the previous step; bool
+    (steps,). If none is longer, no earlier step can have a longer prefix in common than a previous step that the prompt
+    contains as a whole."""
     lengths = received.steps.tokens.lengths
     is_behind = np.zeros(len(lengths), np.bool_)
     # Offset by trajectory, so that a maximum never carries over from an earlier one.
@@ -208,19 +211,19 @@ def _behind_longer(received: Received) -> NDArray[np.bool_]:
 
 
 class _Search:
-    """Compares the steps of one trajectory. Steps are numbered within it, and arrays are (steps,).
+    """Searches joins within one trajectory. Steps are numbered within it, and arrays are (steps,).
 
-    steps: the batch's. span: the trajectory's range of them.
+    steps: the steps of the batch. span: the range of the trajectory among them.
     """
 
     def __init__(self, steps: Steps, span: slice, config: RunConfig) -> None:
         self._steps, self._first, self._config = steps, span.start, config
         self._tokens, self._prompts = steps.tokens.take(span), steps.prompt_lengths[span]
-        # The length of the prompt with which each step's path begins: its own, until it joins another.
+        # The length of the prompt of the first step of each step's path: its own prompt until it joins another step.
         self._roots = self._prompts.copy()
 
     def joins(self, parents: Int64s, commons: Int64s, is_open: NDArray[np.bool_]) -> Joins:
-        """Searches for the joins of the open steps. parents, commons: of settled steps; they are not changed."""
+        """Searches the joins of the open steps. parents, commons: those of the settled steps; not modified."""
         parents, commons = parents.copy(), commons.copy()
         for step in range(1, len(parents)):
             if is_open[step]:
@@ -230,7 +233,7 @@ class _Search:
         return Joins(parents, commons)
 
     def _join(self, step: int, earliest: int) -> tuple[int, int]:
-        """Returns the step that a step joins, `earliest` or later, and the number of tokens in common."""
+        """Returns the step that a step joins, and the number of common tokens. Considers steps from `earliest` on."""
         prompt = self._tokens[step][: self._prompts[step]]
         best_common, best_length, best = 0, 0, NONE
         for other, length, needed in self._candidates(step, earliest):
@@ -246,8 +249,8 @@ class _Search:
         return differing(self._config.columns, self._steps, self._first + other, self._first + step, common) != ""
 
     def _candidates(self, step: int, earliest: int) -> list[tuple[int, int, int]]:
-        """Returns the steps that this one may join, longest first: number, length, and tokens that it must share.
-        The last of those tokens is the same in the prompt."""
+        """Returns the steps that a step may join, longest first: the number, the length, and how many tokens must be in
+        common. The last of these tokens is already compared."""
         starts, lengths = self._tokens.starts[earliest:step], self._tokens.lengths[earliest:step]
         needed = np.maximum(lengths - self._config.retokenized_tail, self._roots[earliest:step])
         fits = np.flatnonzero(needed <= self._prompts[step])
@@ -258,12 +261,12 @@ class _Search:
 
 
 def breaks(received: Received, begins: Int64s) -> Int64s:
-    """Returns the steps that joined none, except the first of each trajectory; ascending.
+    """Returns the steps that join none, except the first step of each trajectory, in ascending order.
 
-    begins: the first steps of the paths of rows, each once or more.
+    begins: the first steps of the rows' paths; a step may occur several times.
     """
     if len(begins) < len(received.trajectory_bounds):
-        # One per trajectory.
+        # Only the first step of each trajectory begins a path.
         return np.empty(0, np.int64)
     is_break = np.zeros(len(received.steps), np.bool_)
     is_break[begins] = True
@@ -272,10 +275,10 @@ def breaks(received: Received, begins: Int64s) -> Int64s:
 
 
 def mismatch(received: Received, step: int, roots: Int64s, config: RunConfig) -> Mismatch:
-    """Returns how a step that joined none differs from the step that it is compared with: the one that its tokens alone
-    would have let it join, or else the one with the longest common prefix.
+    """Returns why a step joins none. Compares it with the step that it could join if columns were ignored, or else with
+    the step with the longest common prefix.
 
-    step: in the batch. roots: int64 (steps,), as `Rows.roots` gives them.
+    step: its index in the batch. roots: int64 (steps,), see `Rows.roots`.
     """
     steps, trajectory = received.steps, int(np.searchsorted(received.trajectory_bounds, step, "right")) - 1
     first = int(received.trajectory_bounds[trajectory])
@@ -297,7 +300,7 @@ def mismatch(received: Received, step: int, roots: Int64s, config: RunConfig) ->
 
 
 def common_prefix(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
-    """Returns the length of the common prefix. Reads little of long sequences that differ early."""
+    """Returns the length of the common prefix. Compares in blocks, and so stops early at an early difference."""
     shorter, begin, size = min(len(one), len(other)), 0, _COMPARED_FIRST
     while begin < shorter:
         end = min(begin + size, shorter)
