@@ -180,18 +180,31 @@ def scores(rows: list[Row], mode: str) -> dict[tuple[str, int], float]:
 
 def advantages(rows: list[Row], config: dict[str, Any]) -> dict[tuple[str, int], float]:
     by_key = scores(rows, config["trajectory_score"])
+    tokens = dict.fromkeys(by_key, 0)
+    for row in rows:
+        tokens[row["uid"], row["sample"]] += sum(row["loss_mask"])
     result = {}
     for key, score in by_key.items():
-        group = [value for (uid, _), value in by_key.items() if uid == key[0]]
-        result[key] = _advantage(score, group, config)
+        members = [member for member in by_key if member[0] == key[0]]
+        group = [by_key[member] for member in members]
+        batch = list(by_key.values()) if config.get("grpo_std_over") == "batch" else group
+        result[key] = _advantage(score, group, [tokens[member] for member in members], batch, config)
     return result
 
 
-def _advantage(score: float, group: list[float], config: dict[str, Any]) -> float:
+def _std(values: list[float]) -> float:
+    mean = math.fsum(values) / len(values)
+    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
+
+
+def _advantage(
+    score: float, group: list[float], tokens: list[int], batch: list[float], config: dict[str, Any]
+) -> float:
+    """batch: the scores over which `grpo` takes the standard deviation."""
     estimator, lone = config["advantage_estimator"], config["n_samples_per_prompt"] == 1
     epsilon = config.get("grpo_epsilon", 1e-6)
     if len(group) == 1:
-        if not lone or estimator == "rloo":
+        if not lone or estimator in ("rloo", "opo", "passk"):
             return 0.0
         return score / (1 + epsilon) if estimator == "grpo" and config["grpo_norm_by_std"] else score
     if len(set(group)) == 1:
@@ -199,8 +212,15 @@ def _advantage(score: float, group: list[float], config: dict[str, Any]) -> floa
     mean = sum(group) / len(group)
     match estimator:
         case "grpo":
-            std = (sum((value - mean) ** 2 for value in group) / (len(group) - 1)) ** 0.5
-            return (score - mean) / (std + epsilon) if config["grpo_norm_by_std"] else score - mean
+            return (score - mean) / (_std(batch) + epsilon) if config["grpo_norm_by_std"] else score - mean
+        case "opo":
+            weights = tokens if any(tokens) else [1] * len(group)
+            weighted = sum(weight * value for weight, value in zip(weights, group, strict=True))
+            return score - weighted / sum(weights)
+        case "passk":
+            first, second = sorted(group, reverse=True)[:2]
+            lead = first - second if score == first else 0.0
+            return lead / (_std(group) + epsilon) if config["grpo_norm_by_std"] else lead
         case "rloo":
             return score - (sum(group) - score) / (len(group) - 1)
         case _:

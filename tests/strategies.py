@@ -107,7 +107,8 @@ def settings_for(draw: st.DrawFn, /, rows: list[Row], *, samples: int = 3, **fix
         "step_wise": True,
         "merge": draw(st.sampled_from(list(MERGE_MODES))),
         "trajectory_score": draw(st.sampled_from(["last_step", "sum"])),
-        "advantage_estimator": draw(st.sampled_from(["grpo", "rloo", "maxrl"])),
+        "advantage_estimator": draw(st.sampled_from(["grpo", "rloo", "maxrl", "opo", "passk"])),
+        "grpo_std_over": draw(st.sampled_from(["group", "batch"])),
         "grpo_norm_by_std": draw(st.booleans()),
         "grpo_epsilon": draw(st.sampled_from([1e-6, 1e-4, 0.5])),
         "loss_reduction": draw(

@@ -54,6 +54,7 @@ def test_defaults_are_those_of_the_specification() -> None:
         advantage_estimator="grpo",
         grpo_norm_by_std=True,
         grpo_epsilon=1e-6,
+        grpo_std_over="group",
         gamma=1.0,
         whiten="none",
         kl_in_reward=None,
@@ -196,6 +197,8 @@ def test_a_required_setting_that_is_missing_is_named(name: str) -> None:
         ({"ppo_mini_batch_size": 8}, "rename ppo_mini_batch_size to policy_mini_batch_size; expected one of"),
         ({"whiten": "group"}, "whiten: input should be 'batch', 'mini_batch' or 'none', got 'group'"),
         ({"grpo_epsilon": 0}, "grpo_epsilon: input should be greater than 0, got 0"),
+        ({"grpo_std_over": "prompt"}, "grpo_std_over: input should be 'group' or 'batch', got 'prompt'"),
+        ({"advantage_estimator": "pass@k"}, "advantage_estimator: input should be 'grpo', .*'opo', 'passk'"),
         ({"kl_from": "logprobs"}, "kl_from: input should be 'old_logprobs' or 'rollout_logprobs', got 'logprobs'"),
         ({"kl_in_reward": {"estimator": "k1"}}, "kl_in_reward.coef is required"),
         ({"kl_in_reward": {"coef": -1, "estimator": "k1"}}, "kl_in_reward.coef: .* greater than or equal to 0"),
@@ -472,6 +475,16 @@ def test_a_missing_file_is_refused_with_its_name(tmp_path: Path) -> None:
         ({"lambda": 0.9}, ["lambda: 0.9 has no effect: it is read with advantage_estimator: gae alone"]),
         ({"whiten": "batch"}, ["whiten: batch has no effect: it is read with advantage_estimator: gae or reinforce++"]),
         ({"grpo_epsilon": 1e-4, "advantage_estimator": "rloo"}, ["grpo_epsilon: 0.0001 has no effect"]),
+        ({"grpo_epsilon": 1e-4, "advantage_estimator": "passk"}, []),
+        ({"grpo_std_over": "batch"}, []),
+        (
+            {"grpo_std_over": "batch", "advantage_estimator": "opo"},
+            ["grpo_std_over: batch has no effect: it is read with advantage_estimator: grpo alone"],
+        ),
+        (
+            {"grpo_std_over": "batch", "grpo_norm_by_std": False},
+            ["grpo_std_over: batch has no effect: it is read with grpo_norm_by_std: true alone"],
+        ),
         (
             {"kl_from": "rollout_logprobs"},
             ["kl_from: rollout_logprobs has no effect: it is read only with kl_in_reward"],

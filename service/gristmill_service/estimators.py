@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,15 +38,30 @@ class Settings(Protocol):
     @property
     def grpo_epsilon(self) -> float: ...
     @property
+    def grpo_std_over(self) -> Literal["group", "batch"]: ...
+    @property
     def gamma(self) -> float: ...
     @property
     def lambda_(self) -> float: ...
 
 
+class Groups(NamedTuple):
+    """Prompt groups of one size.
+
+    scores, tokens: float64 (..., trajectories of each), each trajectory's score and its number of trained tokens.
+    batch_std: the standard deviation of all scores of the batch, with n - 1; read with `grpo_std_over: batch`.
+    """
+
+    scores: Float64s
+    tokens: Float64s
+    batch_std: float = 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class Estimator:
-    """settings: names of the settings that only this estimator reads. columns: the response columns that it needs,
-    which the run has to declare.
+    """An entry of the table.
+
+    settings: the settings that not every estimator reads. columns: the response columns that the run must declare.
     """
 
     name: str
@@ -61,75 +76,119 @@ class Estimator:
 
 @dataclass(frozen=True, slots=True)
 class GroupEstimator(Estimator):
-    """compute: returns the advantages of groups of two or more trajectories with different scores; float64
-    (..., trajectories of each), like the scores. of_one: the same for groups of one, in runs of such groups; (..., 1).
+    """Computes one advantage per trajectory from its prompt group.
+
+    compute: returns the advantages of groups of two or more trajectories with different scores; float64 (groups,
+    trajectories of each), like the scores. of_one: the same for groups of one in runs with one sample per prompt;
+    (..., 1), from scores of this shape.
     """
 
-    compute: Callable[[Float64s, Settings], Float64s] = lambda scores, settings: scores.copy()
+    compute: Callable[[Groups, Settings], Float64s] = lambda groups, settings: groups.scores.copy()
     of_one: Callable[[Float64s, Settings], Float64s] = lambda scores, settings: np.zeros(scores.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class TokenEstimator(Estimator):
-    """compute(settings, bounds, rewards, *columns) returns the advantages and returns of trained tokens, which may be
-    the same array; float64 (trained tokens,), like rewards and each column. bounds: int64 (trajectories + 1,):
-    trajectory t has the tokens `bounds[t]:bounds[t + 1]`. The caller refuses overflow."""
+    """Computes an advantage and a return for each trained token.
+
+    compute(settings, bounds, rewards, *columns): returns both, possibly as the same array; float64 (trained tokens,),
+    like rewards and each column. bounds: int64 (trajectories + 1,): trajectory t has the tokens
+    `bounds[t]:bounds[t + 1]`. The caller rejects overflow.
+    """
 
     compute: Callable[..., tuple[Float64s, Float64s]] = lambda settings, bounds, rewards: (rewards, rewards)
 
 
 def flat(scores: Float64s) -> NDArray[np.bool_]:
-    """Returns whether each group has two or more trajectories with equal scores. scores: (..., trajectories of each);
-    the
-    result: (...).
+    """Returns whether each group has two or more trajectories, all with equal scores.
+
+    scores: (..., trajectories of each). The result: (...).
     """
     equal: NDArray[np.bool_] = (scores == scores[..., :1]).all(axis=-1)
     return equal if scores.shape[-1] > 1 else np.zeros_like(equal)
 
 
-def group_advantages(estimator: GroupEstimator, scores: Float64s, settings: Settings) -> Float64s:
-    """Returns one advantage per trajectory, for prompt groups of one size. scores, result: (..., trajectories of each).
+def group_advantages(estimator: GroupEstimator, groups: Groups, settings: Settings) -> Float64s:
+    """Returns one advantage per trajectory, for prompt groups of one size; (..., trajectories of each).
 
     Equal scores give exactly 0 by comparison; arithmetic would leave 1e-10 even in float64. A group of one that remains
-    of several samples has no baseline and gets 0. A group's result does not depend on other groups.
+    of several samples has no baseline and gets 0. Except for `batch_std`, a group's result does not depend on others.
     """
+    scores = groups.scores
     if scores.shape[-1] == 1:
         return np.zeros(scores.shape) if settings.n_samples_per_prompt > 1 else estimator.of_one(scores, settings)
     result = np.zeros(scores.shape)
     differ = ~flat(scores)
-    result[differ] = estimator.compute(scores[differ], settings)
+    compared = Groups(scores[differ], groups.tokens[differ], groups.batch_std)
+    result[differ] = estimator.compute(compared, settings)
     return result
 
 
-def _grpo(scores: Float64s, settings: Settings) -> Float64s:
-    """Centered scores over their standard deviation: Shao et al. 2024 (DeepSeekMath, outcome supervision)."""
-    centered: Float64s = scores - scores.mean(axis=-1, keepdims=True)
+def _grpo(groups: Groups, settings: Settings) -> Float64s:
+    """Centered scores over their standard deviation: Shao et al. 2024, arXiv:2402.03300 (outcome supervision).
+
+    `grpo_std_over: batch` divides by that of the whole batch, as TRL does with `scale_rewards: batch`;
+    `grpo_norm_by_std: false` does not divide, as Dr. GRPO: Liu et al. 2025, arXiv:2503.20783.
+    """
+    centered: Float64s = groups.scores - groups.scores.mean(axis=-1, keepdims=True)
     if not settings.grpo_norm_by_std:
         return centered
-    std = np.sqrt((centered * centered).sum(axis=-1, keepdims=True) / (scores.shape[-1] - 1))
+    std = groups.batch_std if settings.grpo_std_over == "batch" else _std(centered)
     normed: Float64s = centered / (std + settings.grpo_epsilon)
     return normed
+
+
+def _std(centered: Float64s) -> Float64s:
+    """Returns the standard deviation of each group, with n - 1; (..., 1)."""
+    std: Float64s = np.sqrt((centered * centered).sum(axis=-1, keepdims=True) / (centered.shape[-1] - 1))
+    return std
 
 
 def _grpo_of_one(scores: Float64s, settings: Settings) -> Float64s:
     return scores / (1.0 + settings.grpo_epsilon) if settings.grpo_norm_by_std else scores.copy()
 
 
-def _rloo(scores: Float64s, settings: Settings) -> Float64s:
-    """Scores less the mean of the others': Ahmadian et al. 2024."""
+def _rloo(groups: Groups, _: Settings) -> Float64s:
+    """Scores less the mean of the others': Ahmadian et al. 2024, arXiv:2402.14740."""
+    scores = groups.scores
     others: Float64s = (scores.sum(axis=-1, keepdims=True) - scores) / (scores.shape[-1] - 1)
     return scores - others
 
 
-def _maxrl(scores: Float64s, settings: Settings) -> Float64s:
+def _maxrl(groups: Groups, _: Settings) -> Float64s:
     """Centered scores over their mean."""
-    mean = scores.mean(axis=-1, keepdims=True)
-    relative: Float64s = (scores - mean) / (mean + MAXRL_EPSILON)
+    mean = groups.scores.mean(axis=-1, keepdims=True)
+    relative: Float64s = (groups.scores - mean) / (mean + MAXRL_EPSILON)
     return relative
 
 
+def _opo(groups: Groups, _: Settings) -> Float64s:
+    """Scores less their mean weighted by trained tokens: Hao et al. 2025, arXiv:2505.23585, and verl's `opo`.
+
+    The plain mean if no trajectory of the group has a trained token.
+    """
+    tokens = groups.tokens
+    weights = np.where(tokens.any(axis=-1, keepdims=True), tokens, 1.0)
+    baseline = (weights * groups.scores).sum(axis=-1, keepdims=True) / weights.sum(axis=-1, keepdims=True)
+    centered: Float64s = groups.scores - baseline
+    return centered
+
+
+def _passk(groups: Groups, settings: Settings) -> Float64s:
+    """The best trajectory's lead over the second best, 0 for all others: arXiv:2503.19595, and verl's `grpo_passk`.
+
+    The lead is divided by the group's standard deviation unless `grpo_norm_by_std: false`.
+    """
+    scores = groups.scores
+    second, first = np.moveaxis(np.sort(scores, axis=-1)[..., -2:], -1, 0)
+    lead = (first - second)[..., np.newaxis]
+    if settings.grpo_norm_by_std:
+        lead /= _std(scores - scores.mean(axis=-1, keepdims=True)) + settings.grpo_epsilon
+    return np.where(scores == first[..., np.newaxis], lead, 0.0)
+
+
 def _gae(settings: Settings, bounds: Int64s, rewards: Float64s, values: Float64s) -> tuple[Float64s, Float64s]:
-    """Generalised Advantage Estimation: Schulman et al. 2016, arXiv:1506.02438, equations 11, 12 and 16.
+    """Generalized Advantage Estimation: Schulman et al. 2016, arXiv:1506.02438, equations 11, 12 and 16.
 
     δ = r + γV' - V, A = δ + γλA', where V' and A' are those of the trajectory's next trained token, 0 after its last;
     the return is A + V. Nothing is whitened.
@@ -228,9 +287,11 @@ def _join_pieces(sums: Float64s, powers: Float64s) -> None:
 ESTIMATORS: dict[str, Estimator] = {
     estimator.name: estimator
     for estimator in (
-        GroupEstimator("grpo", ("grpo_epsilon",), compute=_grpo, of_one=_grpo_of_one),
+        GroupEstimator("grpo", ("grpo_epsilon", "grpo_std_over"), compute=_grpo, of_one=_grpo_of_one),
         GroupEstimator("rloo", compute=_rloo),
         GroupEstimator("maxrl", compute=_maxrl, of_one=lambda scores, settings: scores.copy()),
+        GroupEstimator("opo", compute=_opo),
+        GroupEstimator("passk", ("grpo_epsilon",), compute=_passk),
         Estimator("none"),
         TokenEstimator("gae", ("gamma", "lambda", "whiten"), ("values",), _gae),
         TokenEstimator("reinforce++", ("gamma", "whiten"), compute=_reinforce_plus_plus),

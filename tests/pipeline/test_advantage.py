@@ -14,7 +14,7 @@ from gristmill._wire.rows import from_rows
 from gristmill.errors import InvalidArgumentError
 from gristmill_service import estimators
 from gristmill_service.config import RunConfig, parse_config
-from gristmill_service.estimators import Float64s, GroupEstimator
+from gristmill_service.estimators import Float64s, GroupEstimator, Groups
 from gristmill_service.pipeline import build_batch
 from gristmill_service.pipeline.credit.advantage import trajectory_scores
 from gristmill_service.pipeline.scored_batch import score_batch
@@ -26,9 +26,12 @@ def config(estimator: str, n: int = 4, **more: Any) -> RunConfig:
     return parse_config(make_config(n_samples_per_prompt=n, advantage_estimator=estimator, step_wise=False) | more)
 
 
-def group_advantages(scores: Float64s, settings: RunConfig) -> Float64s:
+def group_advantages(
+    scores: Float64s, settings: RunConfig, tokens: Float64s | None = None, batch_std: float = 1.0
+) -> Float64s:
     assert isinstance(settings.estimator, GroupEstimator)
-    return estimators.group_advantages(settings.estimator, scores, settings)
+    groups = Groups(scores, np.ones(scores.shape) if tokens is None else tokens, batch_std)
+    return estimators.group_advantages(settings.estimator, groups, settings)
 
 
 ESTIMATORS = [name for name, one in estimators.ESTIMATORS.items() if isinstance(one, GroupEstimator)]
@@ -61,6 +64,69 @@ def test_maxrl_divides_by_the_mean() -> None:
     np.testing.assert_allclose(advantages, np.array([-0.5, 0.5]) / (0.5 + 1e-6))
 
 
+def advantages_of(groups: list[list[float]], **more: Any) -> list[float]:
+    """Advantages of a batch whose trajectories have these scores and one trained token each."""
+    rows = [
+        make_row(uid=f"p{group}", sample=sample, prompt=[1], response=[2], reward=score)
+        for group, scores in enumerate(groups)
+        for sample, score in enumerate(scores)
+    ]
+    estimator = more.pop("advantage_estimator", "grpo")
+    settings = config(estimator, max(map(len, groups)), train_batch_size=len(groups), policy_mini_batch_size=1, **more)
+    credit = score_batch(from_rows(rows, step_wise=False), settings, None).credit
+    assert credit is not None
+    advantages: list[float] = credit.advantages.tolist()
+    return advantages
+
+
+def test_grpo_may_divide_by_the_standard_deviation_of_all_scores_of_the_batch() -> None:
+    std = math.sqrt((3 * 0.25**2 + 0.75**2 * 1) / 3)
+    assert advantages_of([[0.0, 0.0], [0.0, 1.0]], grpo_std_over="batch") == pytest.approx(
+        [0.0, 0.0, -0.5 / (std + 1e-6), 0.5 / (std + 1e-6)]
+    )
+
+
+def test_the_standard_deviation_of_the_batch_has_the_same_bits_in_any_order_of_its_groups() -> None:
+    groups = [[0.1 * group, 0.7, 1 / (group + 3)] for group in range(20)]
+    advantages = advantages_of(groups, grpo_std_over="batch")
+    assert advantages_of(groups[::-1], grpo_std_over="batch") == [
+        advantage for at in range(57, -1, -3) for advantage in advantages[at : at + 3]
+    ]
+
+
+def test_opo_subtracts_the_mean_weighted_by_trained_tokens() -> None:
+    scores, tokens = np.array([0.0, 1.0, 1.0]), np.array([2.0, 1.0, 0.0])
+    assert group_advantages(scores, config("opo", 3), tokens) == pytest.approx([-1 / 3, 2 / 3, 2 / 3])
+
+
+def test_opo_subtracts_the_plain_mean_where_nothing_is_trained() -> None:
+    assert group_advantages(np.array([0.0, 1.0]), config("opo", 2), np.zeros(2)).tolist() == [-0.5, 0.5]
+
+
+def test_opo_counts_no_token_that_is_an_observation_or_masked_by_a_filter() -> None:
+    rows = [
+        make_row(sample=0, prompt=[1], response=[2, 3, 4], loss_mask=[1, 0, 1], reward=1.0),
+        make_row(sample=1, prompt=[1], response=[2, 3], reward=0.0),
+        make_row(sample=2, prompt=[1], response=[2] * 9, loss_mask=[1] * 9, reward=5.0, stop_reason="length"),
+    ]
+    settings = config("opo", 3, overlong_filter=["length"])
+    credit = score_batch(from_rows(rows, step_wise=False), settings, None).credit
+    assert credit is not None
+    assert credit.advantages.tolist() == [0.5, -0.5, 4.5]
+
+
+@pytest.mark.parametrize(
+    ("scores", "lead"), [([1.0, 4.0, 2.0], 2.0), ([3.0, 3.0, 1.0], 0.0), ([-1.0, -5.0, -5.0], 4.0)]
+)
+@pytest.mark.parametrize("is_normed", [True, False])
+def test_passk_credits_the_best_of_a_group_with_its_lead_over_the_second_best(
+    scores: list[float], lead: float, is_normed: bool
+) -> None:
+    advantages = group_advantages(np.array(scores), config("passk", 3, grpo_norm_by_std=is_normed))
+    by = float(np.std(scores, ddof=1)) + 1e-6 if is_normed else 1.0
+    assert advantages == pytest.approx([lead / by if score == max(scores) else 0.0 for score in scores])
+
+
 @pytest.mark.parametrize(
     ("estimator", "more", "expected"),
     [
@@ -68,6 +134,9 @@ def test_maxrl_divides_by_the_mean() -> None:
         ("grpo", {"grpo_norm_by_std": False}, 0.8),
         ("rloo", {}, 0.0),
         ("maxrl", {}, 0.8),
+        ("grpo", {"grpo_std_over": "batch"}, 0.8 / (1 + 1e-6)),
+        ("opo", {}, 0.0),
+        ("passk", {}, 0.0),
     ],
 )
 def test_a_run_with_one_sample_a_prompt_has_groups_of_one(

@@ -173,6 +173,16 @@ def test_what_is_not_finite_on_padding_does_not_matter() -> None:
         ({"columns": [column("values"), column("score", scope="row", merge="sum")]}, "leave merge out"),
         ({"columns": [column("values"), column("score", required=False)]}, "leave required out"),
         ({"on_misaligned": "drop_trailing", "whiten": "batch"}, "not written for dropped groups"),
+        (
+            {
+                "on_misaligned": "drop_trailing",
+                "advantage_estimator": "grpo",
+                "grpo_std_over": "batch",
+                "kl_in_reward": {"coef": 0.1, "column": "kl"},
+                "columns": [column("kl", scope="row")],
+            },
+            "not written for dropped groups, whose scores grpo_std_over: batch needs; use grpo_std_over: group",
+        ),
     ],
 )
 def test_what_cannot_be_written_is_refused_with_the_configuration(settings: dict[str, Any], message: str) -> None:

@@ -38,12 +38,20 @@ def as_list(reward: Any) -> list[float]:
     return reward if isinstance(reward, list) else [reward]
 
 
-def group_advantages(scores: list[float], config: Config) -> list[float]:
-    """Of an outcome estimator, for the trajectories of one prompt group."""
+def std(values: list[float]) -> float:
+    """With n - 1; 0 for one value."""
+    exact = [Fraction(one) for one in values]
+    mean = sum(exact) / len(exact)
+    return math.sqrt(sum((one - mean) ** 2 for one in exact) / max(1, len(exact) - 1))
+
+
+def group_advantages(scores: list[float], tokens: list[int], batch: list[float], config: Config) -> list[float]:
+    """Of an outcome estimator, for the trajectories of one prompt group. tokens: how many of each are trained. batch:
+    the scores of all groups."""
     estimator, epsilon = config["advantage_estimator"], config["grpo_epsilon"]
     is_normed = config["grpo_norm_by_std"]
     if len(scores) == 1:
-        if config["n_samples_per_prompt"] > 1 or estimator == "rloo":
+        if config["n_samples_per_prompt"] > 1 or estimator in ("rloo", "opo", "passk"):
             return [0.0]
         return [scores[0] / (1 + epsilon) if estimator == "grpo" and is_normed else scores[0]]
     if all_equal(scores):
@@ -51,8 +59,16 @@ def group_advantages(scores: list[float], config: Config) -> list[float]:
     count, exact = len(scores), [Fraction(one) for one in scores]
     mean = sum(exact) / count
     if estimator == "grpo":
-        std = math.sqrt(sum((one - mean) ** 2 for one in exact) / (count - 1))
-        return [float(one - mean) / ((std + epsilon) if is_normed else 1.0) for one in exact]
+        by = std(batch if config["grpo_std_over"] == "batch" else scores) + epsilon if is_normed else 1.0
+        return [float(one - mean) / by for one in exact]
+    if estimator == "opo":
+        weights = tokens if any(tokens) else [1] * count
+        weighted = sum(weight * one for weight, one in zip(weights, exact, strict=True)) / sum(weights)
+        return [float(one - weighted) for one in exact]
+    if estimator == "passk":
+        first, second = sorted(exact, reverse=True)[:2]
+        lead = float(first - second) / (std(scores) + epsilon if is_normed else 1.0)
+        return [lead if one == first else 0.0 for one in exact]
     if estimator == "rloo":
         return [float(one - (sum(exact) - one) / (count - 1)) for one in exact]
     return [float((one - mean) / (mean + Fraction(1e-6))) for one in exact]
@@ -78,7 +94,8 @@ def credit(groups: list[Group], rows: list[list[Merged]], config: Config) -> Cre
     trajectories = [one for group in groups for one in group.trajectories]
     kl, estimator = config["kl_in_reward"], config["advantage_estimator"]
     result = Credit([], [], [])
-    scores = []
+    scores: list[float] = []
+    tokens: list[int] = []
     for one, of_one in zip(trajectories, rows, strict=True):
         kept = [source for row in of_one for source in row.sources if source is not None]
         rewards = [_placed(step, number, of_one) for number, step in enumerate(one.steps)]
@@ -92,6 +109,7 @@ def credit(groups: list[Group], rows: list[list[Merged]], config: Config) -> Cre
         if kl is not None and "column" in kl:
             sums = [float32(step[kl["column"]]) for step in one.steps]
         scores.append(one.score - (kl["coef"] * exact_sum(sums) if kl else 0.0))
+        tokens.append(len(trained))
         result.rewards.append(rewards)
         if estimator in PER_TOKEN:
             credits, uncredited = _of_tokens(one, trained, rewards, config)
@@ -99,8 +117,8 @@ def credit(groups: list[Group], rows: list[list[Merged]], config: Config) -> Cre
             result.uncredited += uncredited
     if estimator not in (*PER_TOKEN, "none"):
         for group in groups:
-            own, scores = scores[: len(group.trajectories)], scores[len(group.trajectories) :]
-            result.advantages += group_advantages(own, config)
+            own = slice(len(result.advantages), len(result.advantages) + len(group.trajectories))
+            result.advantages += group_advantages(scores[own], tokens[own], scores, config)
     return result
 
 

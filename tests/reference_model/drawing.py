@@ -52,7 +52,10 @@ def _config(random: Random) -> Config:
         "update_epochs_per_batch": some([1, 1, 2]),
         "step_wise": maybe(0.85),
         "trajectory_score": some(["last_step", "sum"]),
-        "advantage_estimator": some(["grpo", "grpo", "rloo", "maxrl", "none", "gae", "reinforce++"]),
+        "advantage_estimator": some(
+            ["grpo", "grpo", "grpo", "rloo", "maxrl", "opo", "passk", "none", "gae", "reinforce++"]
+        ),
+        "grpo_std_over": some(["group", "group", "batch"]),
         "grpo_norm_by_std": maybe(0.7),
         "grpo_epsilon": some([1e-6, 1e-4, 0.5]),
         "loss_reduction": some(

@@ -156,12 +156,18 @@ def _check_columns(config: RunConfig) -> None:
 
 
 def _check_written(config: RunConfig) -> None:
-    """Rejects written columns that whitening needs for groups that alignment drops: dropped groups have no shard."""
-    if config.on_misaligned == "drop_trailing" and config.whiten == "batch" and config.written_columns:
+    """Rejects written columns that are needed of groups that alignment drops: dropped groups have no shard."""
+    if config.on_misaligned != "drop_trailing" or not config.written_columns:
+        return
+    needs, remedy = "", ""
+    if config.whiten == "batch":
+        needs, remedy = "whose tokens whiten: batch needs", "whiten: mini_batch"
+    elif config.grpo_std_over == "batch" and config.kl_in_reward is not None:
+        needs, remedy = "whose scores grpo_std_over: batch needs", "grpo_std_over: group"
+    if needs:
         raise InvalidArgumentError(
             f"columns: {config.written_columns[0].name} has source: trainer, so with on_misaligned: drop_trailing it "
-            "is not written for dropped groups, whose tokens whiten: batch needs; use whiten: mini_batch, or "
-            "on_misaligned: pad"
+            f"is not written for dropped groups, {needs}; use {remedy}, or on_misaligned: pad"
         )
 
 
@@ -295,6 +301,8 @@ def _without_effect(config: RunConfig) -> Iterator[str]:
         if estimators and config.advantage_estimator not in estimators and value != setting.default:
             by = " or ".join(estimators)
             yield f"{name}: {value} has no effect: it is read with advantage_estimator: {by} alone"
+    if config.grpo_std_over == "batch" and not config.grpo_norm_by_std:
+        yield "grpo_std_over: batch has no effect: it is read with grpo_norm_by_std: true alone"
     kl = config.kl_in_reward
     if config.kl_from != SETTINGS["kl_from"].default and (kl is None or kl.estimator is None):
         yield f"kl_from: {config.kl_from} has no effect: it is read only with kl_in_reward: {{estimator: ...}}"

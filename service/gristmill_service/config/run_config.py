@@ -160,6 +160,7 @@ class RunConfig(BaseModel):
     advantage_estimator: EstimatorName = "grpo"
     grpo_norm_by_std: bool = True
     grpo_epsilon: Epsilon = 1e-6
+    grpo_std_over: Literal["group", "batch"] = "group"
     gamma: Discount = 1.0
     lambda_: Discount = Field(default=1.0, alias="lambda")
     whiten: Literal["batch", "mini_batch", "none"] = "none"

@@ -144,7 +144,7 @@ def _credited(scored: ScoredBatch, config: RunConfig) -> ScoredBatch:
     if len(received.steps) > 0 and not received.steps.tokens.values.size:
         # A lengths file contains no data for advantages, and nothing to lay out.
         return replace(scored, credit=Credit(np.zeros(len(scores))))
-    result = credit(received, scored.rows, scores, scored.trained, config)
+    result = credit(received, scored.rows, scores, scored.trained, scored.loss_tokens, config)
     counts = {} if result.of_tokens is None else {"uncredited_rewards": result.of_tokens.uncredited}
     return replace(scored, credit=result, counts=scored.counts | counts)
 

@@ -132,18 +132,21 @@ class BatchReader:
             or config.kl_in_reward is not None
             or isinstance(config.estimator, TokenEstimator)
         )
+        trained = np.add.reduceat(trained, begins) if len(begins) else trained
+        trajectories = received.trajectory_of_step[first]
+        tokens = advantage.trajectory_tokens(trajectories, trained, len(scores))
         return BatchSummary(
             received=received,
             prompts=steps.prompt_lengths[first],
             lengths=np.concatenate(self._lengths),
-            trained=np.add.reduceat(trained, begins) if len(begins) else trained,
+            trained=trained,
             first=steps.steps[first],
             last=steps.steps[last],
             steps=counts,
-            trajectories=received.trajectory_of_step[first],
+            trajectories=trajectories,
             scores=scores,
             responses=np.concatenate(self._responses),
-            advantages=None if is_elsewhere else advantage.advantages(received, scores, config),
+            advantages=None if is_elsewhere else advantage.advantages(received, scores, tokens, config),
             breaks_in_all=self._breaks_in_all,
             breaks=self._breaks,
             pairs=[TokenPair(was=was, now=now, count=count) for (was, now), count in self._pairs.most_common(10)],

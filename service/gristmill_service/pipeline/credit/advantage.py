@@ -13,7 +13,7 @@ import numpy as np
 
 from gristmill._wire.columns import Int64s, Ragged
 from gristmill_service.config import RunConfig
-from gristmill_service.estimators import Float64s, GroupEstimator, flat, group_advantages
+from gristmill_service.estimators import Float64s, GroupEstimator, Groups, flat, group_advantages
 from gristmill_service.pipeline.rows.validate import Received
 from gristmill_service.pipeline.scheduling.plan import MiniBatchPlan
 
@@ -59,19 +59,40 @@ def by_size(group_bounds: Int64s) -> Iterator[tuple[Int64s, Int64s]]:
         yield groups, group_bounds[groups][:, np.newaxis] + np.arange(size)
 
 
-def advantages(received: Received, scores: Float64s, config: RunConfig) -> Float64s:
+def trajectory_tokens(row_trajectories: Int64s, loss_tokens: Int64s, trajectories: int) -> Float64s:
+    """Returns how many tokens of each trajectory are trained, without those that a filter masks; float64
+    (trajectories,).
+
+    row_trajectories: int64 (rows,), the trajectory of each row. loss_tokens: `row_loss_tokens`.
+    """
+    tokens: Float64s = np.bincount(row_trajectories, loss_tokens, trajectories).astype(np.float64)
+    return tokens
+
+
+def advantages(received: Received, scores: Float64s, tokens: Float64s, config: RunConfig) -> Float64s:
     """Returns one advantage per trajectory: computed, or, with `advantage_estimator: none`, as clients sent it.
 
-    Zeros if clients sent advantages per token, which are laid out as a column.
+    Zeros if clients sent advantages per token, which are laid out as a column. tokens: `trajectory_tokens`.
     """
     result = np.zeros(len(scores))
     estimator = config.estimator
     if not isinstance(estimator, GroupEstimator):
         sent = received.steps.advantages
         return result if sent is None else sent[received.trajectory_bounds[:-1]]
+    batch_std = _exact_std(scores) if config.grpo_std_over == "batch" else 0.0
     for _, trajectories in by_size(received.group_bounds):
-        result[trajectories] = group_advantages(estimator, scores[trajectories], config)
+        groups = Groups(scores[trajectories], tokens[trajectories], batch_std)
+        result[trajectories] = group_advantages(estimator, groups, config)
     return result
+
+
+def _exact_std(numbers: Float64s) -> float:
+    """Returns the standard deviation with n - 1, 0 for fewer than two numbers. Both sums are correctly rounded, so that
+    the order of the batch does not matter."""
+    if len(numbers) < 2:
+        return 0.0
+    mean = math.fsum(numbers) / len(numbers)
+    return math.sqrt(math.fsum((numbers - mean) ** 2) / (len(numbers) - 1))
 
 
 class Denominators:

@@ -124,20 +124,29 @@ class Credit:
     token_rewards: Ragged | None = None
 
 
-def credit(received: Received, rows: Rows, scores: Float64s, trained: NDArray[np.bool_], config: RunConfig) -> Credit:
+def credit(
+    received: Received,
+    rows: Rows,
+    scores: Float64s,
+    trained: NDArray[np.bool_],
+    loss_tokens: Int64s,
+    config: RunConfig,
+) -> Credit:
     """Computes the credit of a batch.
 
-    scores: float64 (trajectories,), without the KL. trained: bool (steps,), False where a filter masks.
+    scores: float64 (trajectories,), without the KL. trained: bool (steps,), False where a filter masks. loss_tokens:
+    `row_loss_tokens`.
     Raises InvalidArgumentError naming a trajectory or token whose numbers float32 cannot hold.
     """
     per_token = isinstance(config.estimator, TokenEstimator)
     reference = config.kl_in_reward
+    lengths = advantage.trajectory_tokens(rows.trajectories, loss_tokens, len(scores))
     if reference is None and not per_token:
-        return Credit(advantage.advantages(received, scores, config))
+        return Credit(advantage.advantages(received, scores, lengths, config))
     if reference is not None and reference.column is not None:
         sums = kl.kl_of_steps(received, reference.column)
         changed = kl.kl_in_scores(received, scores, sums, reference.coef)
-        return Credit(advantage.advantages(received, changed, config))
+        return Credit(advantage.advantages(received, changed, lengths, config))
     kept = kept_tokens(rows, len(trained))
     numbers = _Numbers(trained_tokens(received, trained, kept.most), kept, config)
     numbers.compute()
@@ -145,7 +154,7 @@ def credit(received: Received, rows: Rows, scores: Float64s, trained: NDArray[np
         return Credit(np.zeros(len(scores)), numbers.of_tokens(), numbers.token_rewards)
     assert reference is not None, "without a KL there is nothing to do"
     changed = kl.kl_in_scores(received, scores, numbers.kl_sums, reference.coef)
-    return Credit(advantage.advantages(received, changed, config), token_rewards=numbers.token_rewards)
+    return Credit(advantage.advantages(received, changed, lengths, config), token_rewards=numbers.token_rewards)
 
 
 class _Numbers:

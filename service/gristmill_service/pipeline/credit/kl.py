@@ -1,8 +1,8 @@
 """The KL of the policy against a reference as part of the reward (`kl_in_reward`).
 
-Estimators with credit per token subtract it from each trained token's reward; `grpo`, `rloo` and `maxrl` subtract the
-sum over a trajectory's trained tokens from its score. All arithmetic is float64.
-Columns that credit is computed from are checked when rows arrive: a row that would fail its whole batch is refused.
+Estimators with credit per token subtract it from each trained token's reward; estimators of groups subtract the sum
+over a trajectory's trained tokens from its score. All arithmetic is float64. Columns that credit is computed from are
+checked when rows arrive: a row that would fail its whole batch is refused.
 """
 
 from __future__ import annotations
