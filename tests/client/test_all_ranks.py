@@ -171,7 +171,7 @@ def test_ranks_that_a_crash_left_apart_go_on_from_the_first_that_is_not_acknowle
 def test_a_controller_comes_back_with_other_ranks(service: Service, client: RolloutClient) -> None:
     roll_out(client, "ab")
     with TrainerClient(service.grpc_address, client.run, ranks="all", dp_size=4) as trainer:
-        with pytest.raises(InvalidArgumentError, match="has dp_size 2 and this trainer 4"):
+        with pytest.raises(InvalidArgumentError, match="dp_size is 2, but 4 in this trainer"):
             next(iter(trainer))
         trainer.load_state_dict({})
         batch = next(iter(trainer))
@@ -239,11 +239,11 @@ def test_iterating_a_batch_gives_its_mini_batches(client: RolloutClient, trainer
 @pytest.mark.parametrize(
     ("which", "message"),
     [
-        ({}, "rank is None and ranks is None; give rank=N"),
-        ({"rank": 0, "ranks": "all"}, "rank is 0 and ranks is all; give rank=N"),
-        ({"ranks": "some"}, "ranks is 'some'; give a range, or 'all'"),
-        ({"ranks": range(0, 4, 2)}, "give a range of one rank or more, one after the other"),
-        ({"ranks": range(0)}, "give a range of one rank or more, one after the other"),
+        ({}, "rank is None and ranks is None; set rank=N"),
+        ({"rank": 0, "ranks": "all"}, "rank is 0 and ranks is all; set rank=N"),
+        ({"ranks": "some"}, "ranks is 'some'; set a range, or 'all'"),
+        ({"ranks": range(0, 4, 2)}, "set a range with step 1 that is not empty"),
+        ({"ranks": range(0)}, "set a range with step 1 that is not empty"),
     ],
 )
 def test_a_client_is_told_its_ranks_in_one_way(service: Service, which: dict[str, Any], message: str) -> None:
@@ -255,6 +255,6 @@ def test_ranks_that_the_run_does_not_have_are_refused(service: Service, client: 
     roll_out(client, "ab")
     with (
         TrainerClient(service.grpc_address, client.run, ranks=range(1, 3)) as trainer,
-        pytest.raises(InvalidArgumentError, match=r"ranks is range\(1, 3\); dp_size is 2"),
+        pytest.raises(InvalidArgumentError, match=r"ranks is range\(1, 3\); expected ranks below dp_size=2"),
     ):
         _ = trainer.position

@@ -243,9 +243,9 @@ def test_a_column_that_nobody_declared_cannot_be_wanted(service: Service, run_na
     with RolloutClient(service.grpc_address, run_name) as client:
         client.create_run(CONFIG)
     trainer = TrainerClient(service.grpc_address, run_name, 0, columns=["values"])
-    with pytest.raises(InvalidArgumentError, match="columns names 'values', and the run declares routed_experts, "):
+    with pytest.raises(InvalidArgumentError, match="columns contains 'values', but the run declares routed_experts, "):
         next(iter(trainer))
-    with pytest.raises(InvalidArgumentError, match=r"columns is 'difficulty'; give a list of names"):
+    with pytest.raises(InvalidArgumentError, match=r"columns is 'difficulty'; pass a list of names"):
         TrainerClient(service.grpc_address, run_name, 0, columns="difficulty")
 
 

@@ -66,7 +66,7 @@ def test_a_trainer_comes_back_with_other_ranks_and_goes_on_where_its_checkpoint_
     state = pair[0].state_dict()
     pair[0].commit()
 
-    with pytest.raises(InvalidArgumentError, match=r"has dp_size 2 and this trainer 1; .*load_state_dict"):
+    with pytest.raises(InvalidArgumentError, match=r"dp_size is 2, but 1 in this trainer; .*load_state_dict"):
         TrainerClient(service.grpc_address, run_name, 0, dp_size=1).state_dict()
     with TrainerClient(service.grpc_address, run_name, 0, dp_size=1) as alone:
         alone.load_state_dict(state)

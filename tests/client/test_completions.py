@@ -233,5 +233,5 @@ def test_recorded_calls_are_trained_where_the_assistant_spoke(
 def test_a_completion_in_which_nothing_was_sampled_is_refused(service: Service, run_name: str) -> None:
     with RolloutClient(service.grpc_address, run_name) as rollouts:
         trajectory = rollouts.trajectory("a", 0)
-        with pytest.raises(InvalidArgumentError, match="the engine sampled nothing"):
+        with pytest.raises(InvalidArgumentError, match="the completion has no sampled tokens"):
             trajectory.record({"prompt_token_ids": [1], "choices": [{"token_ids": [], "finish_reason": "stop"}]})

@@ -57,7 +57,7 @@ def test_who_neither_created_the_run_nor_gives_columns_learns_from_the_first_ref
 def test_columns_that_are_no_mapping_are_refused_by_what_they_are(client: Any, columns: Any) -> None:
     client.create_run(declaring(ids("int16")))
     kind = type(columns).__name__
-    with pytest.raises(InvalidArgumentError, match=f"uid 'a' sample 0: columns is a {kind}; give a mapping"):
+    with pytest.raises(InvalidArgumentError, match=f"uid 'a' sample 0: columns is a {kind}; pass a mapping"):
         client.trajectory("a", 0).step([1], [7], columns=columns)
 
 

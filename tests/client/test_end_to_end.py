@@ -129,7 +129,7 @@ def test_a_batch_left_before_its_end_is_not_skipped_silently(client: RolloutClie
     batches = iter(trainer)
     next(batches)
     with pytest.raises(
-        FailedPreconditionError, match=r"the loop left batch 0 at batch 0 epoch 0 mini-batch 0; train its"
+        FailedPreconditionError, match=r"the loop left batch 0 at batch 0 epoch 0 mini-batch 0; iterate its"
     ):
         next(batches)
 

@@ -60,5 +60,5 @@ def test_a_single_rank_needs_nobody_to_agree_with() -> None:
 
 
 def test_several_ranks_need_torch_distributed_or_a_name() -> None:
-    with pytest.raises(InvalidArgumentError, match="launch is not given, and dp_size is 3 without torch"):
+    with pytest.raises(InvalidArgumentError, match="launch is not set, and dp_size is 3 without torch"):
         make_launch_id(3)

@@ -52,7 +52,7 @@ def test_the_prefix_may_be_another(service: Service, run_name: str) -> None:
     with RolloutClient(service.grpc_address, run_name) as client:
         fill(client)
     with TrainerClient(service.grpc_address, run_name, rank=0) as trainer:
-        with pytest.raises(FailedPreconditionError, match="has given no batch yet; call metrics"):
+        with pytest.raises(FailedPreconditionError, match="has no batch yet; call metrics"):
             trainer.metrics()
         next(iter(trainer))
         assert trainer.metrics(prefix="")["rows"] == 2

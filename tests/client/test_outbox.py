@@ -91,7 +91,7 @@ def test_a_row_that_no_message_can_hold_is_refused_by_name() -> None:
     big = from_rows([row | {"loss_mask": np.ones(len(tokens), np.uint8)}], step_wise=False)
     outbox = Outbox(LIMITS, 10.0)
     with pytest.raises(
-        InvalidArgumentError, match=r"uid 'a' sample 2 step 0: the row has \d+ bytes and a message at most"
+        InvalidArgumentError, match=r"uid 'a' sample 2 step 0: the row has \d+ bytes, and the limit of a message is"
     ):
         outbox.add(big, Delivery(), 0.0)
     assert outbox.due_in(0.0) is None
@@ -167,7 +167,7 @@ def test_one_error_tells_of_many_trajectories() -> None:
     error = outbox.take_errors()
     assert isinstance(error, NotFoundError)
     assert str(error) == (
-        "rows were not taken of uid 'a' sample 0; uid 'b' sample 0; uid 'c' sample 0; and 2 more trajectories: "
+        "rows were not accepted: uid 'a' sample 0; uid 'b' sample 0; uid 'c' sample 0; and 2 more trajectories: "
         "no such run"
     )
 

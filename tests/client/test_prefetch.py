@@ -187,7 +187,7 @@ def test_what_is_trained_is_the_same_however_much_is_opened_ahead(
 
 
 def test_a_number_of_shards_ahead_that_is_none_is_refused(service: Service, run_name: str) -> None:
-    with pytest.raises(InvalidArgumentError, match="prefetch is -1; give how many shards to open ahead, 0 for none"):
+    with pytest.raises(InvalidArgumentError, match="prefetch is -1; set the number of shards to open ahead, 0 or"):
         TrainerClient(service.grpc_address, run_name, 0, prefetch=-1)
 
 

@@ -138,18 +138,18 @@ def test_several_ranks_without_a_common_launch_are_told_how_to_give_one(
     service: Service, client: RolloutClient
 ) -> None:
     client.create_run(CONFIG | {"dp_size": 2})
-    with trainer_of(service, client) as trainer, pytest.raises(InvalidArgumentError, match="launch is not given"):
+    with trainer_of(service, client) as trainer, pytest.raises(InvalidArgumentError, match="launch is not set"):
         trainer.load_state_dict({})
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"run": "other"}, "state: run is 'other' and this trainer's is"),
+        ({"run": "other"}, "state: run is 'other', but '.*' in this trainer"),
         ({"model": "critic"}, "state: model is 'critic'"),
-        ({"version": 3}, "state: version is 3 and this gristmill reads 1, 2"),
+        ({"version": 3}, "state: version is 3; expected one of 1, 2"),
         ({"run_id": None}, "state: run_id is None and generation"),
-        ({"epoch": None}, "no position in"),
+        ({"epoch": None}, "has no position"),
     ],
 )
 def test_a_state_of_something_else_is_refused(
@@ -166,8 +166,8 @@ def test_a_state_of_something_else_is_refused(
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"dp_size": 4}, "has dp_size 1 and this trainer 4"),
-        ({"rank": 1}, r"rank is 1; with dp_size 1 it is 0\.\.0"),
+        ({"dp_size": 4}, "dp_size is 1, but 4 in this trainer"),
+        ({"rank": 1}, r"rank is 1 and dp_size is 1; expected 0\.\.0"),
         ({"rank": -1}, "rank is -1"),
         ({"model": "critic"}, "has no critic; create it with critic_mini_batch_size"),
     ],
@@ -183,7 +183,7 @@ def test_a_trainer_that_does_not_fit_the_run_is_refused(
 def test_an_unknown_run_and_model_are_refused(service: Service, client: RolloutClient, trainer: TrainerClient) -> None:
     with pytest.raises(NotFoundError, match=client.run):
         next(iter(trainer))
-    with pytest.raises(InvalidArgumentError, match="model is 'reward'; known are policy, critic"):
+    with pytest.raises(InvalidArgumentError, match="model is 'reward'; expected one of policy, critic"):
         trainer_of(service, client, model="reward")
 
 

@@ -98,14 +98,14 @@ def test_a_forgotten_client_logs_what_it_could_not_send(caplog: pytest.LogCaptur
     step(client, "a")
     del client
     gc.collect()
-    assert "a RolloutClient was not closed: rows were not taken of uid 'a' sample 0" in caplog.text
+    assert "a RolloutClient was not closed: rows were not accepted: uid 'a' sample 0" in caplog.text
 
 
 def test_an_answer_that_does_not_fit_the_rows_is_told(
     faulty: FaultyService, client: RolloutClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(faulty, "_keep", lambda rows: [])
-    with pytest.raises(GristmillError, match="the service answered 0 outcomes for 1 rows"):
+    with pytest.raises(GristmillError, match="the service returned 0 outcomes for 1 rows"):
         client.submit([row("a")])
 
 
@@ -291,7 +291,7 @@ def test_rows_that_cannot_be_delivered_in_time_are_told_of_by_name(faulty: Fault
         faulty.before.extend([unavailable] * 1000)
         client = connect(address, "run", timeout_s=0.3)
         step(client, "a", 3)
-        with pytest.raises(UnavailableError, match=r"rows were not taken of uid 'a' sample 3: .*restarting.*gave up"):
+        with pytest.raises(UnavailableError, match=r"rows were not accepted: uid 'a' sample 3: .*restarting.*gave up"):
             client.flush()
         client.close()
     assert not faulty.rows
@@ -330,7 +330,7 @@ def test_messages_smaller_than_the_service_takes_are_found(faulty: FaultyService
     with serving(faulty, max_message_bytes=20_000) as address, connect(address, "run") as client:
         outcomes = client.submit([row(f"u{index}", prompt_token_ids=[1] * 1000) for index in range(20)])
         assert outcomes == [RowOutcome.ACCEPTED] * 20
-        with pytest.raises(InvalidArgumentError, match=r"rows were not taken|larger than max"):
+        with pytest.raises(InvalidArgumentError, match=r"were not accepted|larger than max"):
             client.submit([row("big", prompt_token_ids=[1] * 10_000)])
 
 
@@ -375,7 +375,7 @@ def test_an_exception_aborts_the_trajectory_with_its_reason(faulty: FaultyServic
 
 
 def test_a_block_that_forgets_the_last_step_is_an_error(faulty: FaultyService, client: RolloutClient) -> None:
-    without = pytest.raises(FailedPreconditionError, match="after 1 steps without a last one")
+    without = pytest.raises(FailedPreconditionError, match="after 1 steps without a last step")
     with without, client.trajectory("a", 0) as trajectory:
         trajectory.step([1], [2])
     assert faulty.dropped_uids == {"a"}
@@ -389,7 +389,7 @@ def test_giving_up_on_purpose_is_not(faulty: FaultyService, client: RolloutClien
 
 def test_steps_after_the_last_are_refused(client: RolloutClient) -> None:
     trajectory, _ = step(client, "a")
-    with pytest.raises(FailedPreconditionError, match="uid 'a' sample 0: the trajectory has ended with step 0"):
+    with pytest.raises(FailedPreconditionError, match="uid 'a' sample 0: the trajectory ended with step 0"):
         trajectory.step([1], [2])
 
 
@@ -421,7 +421,7 @@ def test_an_observation_is_refused_by_name(client: RolloutClient, observation: l
 
 
 def test_what_has_no_step_yet_cannot_be_extended(client: RolloutClient) -> None:
-    with pytest.raises(FailedPreconditionError, match=r"begin with step\(prompt_token_ids, response_ids\)"):
+    with pytest.raises(FailedPreconditionError, match=r"its first step with step\(prompt_token_ids, response_ids\)"):
         client.trajectory("a", 0).extend([4], [5])
 
 
@@ -452,7 +452,7 @@ def test_a_tensor_that_numpy_cannot_read_is_refused_by_name(client: RolloutClien
 
 
 def test_a_reward_of_the_wrong_form_names_the_setting(client: RolloutClient) -> None:
-    with pytest.raises(InvalidArgumentError, match=r"reward is one per token .*token_rewards=False"):
+    with pytest.raises(InvalidArgumentError, match=r"reward is one per token, .*token_rewards=False"):
         client.trajectory("a", 0).step([1], [2], reward=[1.0])
 
 
@@ -490,7 +490,7 @@ def test_an_exception_in_the_block_is_not_masked_by_closing(faulty: FaultyServic
     faulty.refused_uids["a"] = NotFoundError("no run 'run'")
     with serving(faulty) as address, pytest.raises(ZeroDivisionError) as caught:
         work(address)
-    assert re.search("closing the (Async)?RolloutClient: rows were not taken of uid 'a'", caught.value.__notes__[0])
+    assert re.search("closing the (Async)?RolloutClient: rows were not accepted: uid 'a'", caught.value.__notes__[0])
 
 
 # In an interpreter of its own: forking this one would disturb the gRPC servers and loops of other tests.

@@ -162,7 +162,7 @@ def test_an_attempt_that_comes_too_late_is_refused_where_it_steps(client: Rollou
     client.trajectory("p0", 1).step([1], [2], reward=0.0, is_last_step=True)
     client.flush()
     for again in (client.trajectory("p0", 0), client.trajectory("p0", 0, attempt=0)):
-        with pytest.raises(FailedPreconditionError, match=r"sample 0: attempt \d comes too late.*sealed"):
+        with pytest.raises(FailedPreconditionError, match=r"sample 0: attempt \d is too late.*sealed"):
             again.step([1], [2], reward=0.0, is_last_step=True)
 
 
@@ -210,7 +210,7 @@ def test_groups_of_their_own_size_go_on_without_what_comes_late(service: Service
         client.create_run(CONFIG | {"max_samples_per_prompt": 3, "surplus": 1, "update_epochs_per_batch": 1})
         with pytest.raises(InvalidArgumentError, match=r"uid 'a': n_samples 9 is outside of 1\.\.3"):
             client.begin_groups(["a"], n_samples=9)
-        with pytest.raises(InvalidArgumentError, match=r"uid 'a': n_samples is 'many'; give how many"):
+        with pytest.raises(InvalidArgumentError, match=r"uid 'a': n_samples is 'many'; set the number"):
             client.begin_groups(["a"], n_samples="many")
         assert client.begin_groups(["a", "b"], n_samples={"a": 3}) == ["a", "b"]
         late = client.trajectory("a", 0, policy_version=3)
@@ -233,7 +233,7 @@ def test_groups_of_their_own_size_go_on_without_what_comes_late(service: Service
 def test_a_batch_has_its_share_of_each_task(service: Service, run_name: str, face: str) -> None:
     with connecting(face) as connect, connect(service.grpc_address, run_name, timeout_s=20) as client:
         client.create_run(CONFIG | {"tag_shares": {"math": {"min": 0.5}}, "tag_timeout_s": 60})
-        with pytest.raises(InvalidArgumentError, match="uid 'a': tag is 7; name the environment or task with a string"):
+        with pytest.raises(InvalidArgumentError, match="uid 'a': tag is 7; set a string that names the environment or"):
             client.begin_groups(["a"], tag=7)
         assert client.begin_groups(["a", "b", "c"], tag={"a": "code", "b": "code"}) == ["a", "b", "c"]
         for uid in "ab":
@@ -294,7 +294,7 @@ def test_rows_of_a_group_without_room_wait_until_there_is_and_a_long_wait_is_log
         pytest.raises(ResourceExhaustedError, match=r"uid 'p4' .*no capacity for .*gave up after 2\.5 s"),
     ):
         hasty.submit([{"uid": "p4", "sample": 0, "prompt_token_ids": [1], "response_ids": [1], "loss_mask": [1]}])
-    (warning,) = [text for text in caplog.messages if "rows wait for" in text]
+    (warning,) = [text for text in caplog.messages if "rows have waited for" in text]
     assert "no capacity for" in warning
 
 

@@ -170,7 +170,7 @@ def test_a_critic_in_a_process_of_its_own_reads_the_policys_shards_and_writes_it
         shard.ack()
     batch = next(iter(critic))
     assert not batch.awaits
-    with pytest.raises(InvalidArgumentError, match="write columns for the policy's shards of this run"):
+    with pytest.raises(InvalidArgumentError, match="write columns for policy shards of this run"):
         critic.write(next(batch.forward()), {"values": []})
     for shard in batch.mini_batches():
         check(shard)
@@ -192,7 +192,7 @@ def test_a_trainer_that_is_started_again_writes_anew(service: Service, run_name:
         first.write(shard, computed(shard))
     batch = next(iter(second))
     assert len(batch.awaits) == 4
-    with pytest.raises(InvalidArgumentError, match="is one of 2 ranks, and the trainer has 1 since it resumed"):
+    with pytest.raises(InvalidArgumentError, match="is for dp_size 2, but the trainer resumed with 1"):
         second.write(shard, computed(shard))
     for shard in batch.forward():
         assert shard.metadata["dp_size"] == 1
@@ -218,7 +218,7 @@ def test_a_rank_that_waits_for_what_it_wrote_is_told_that_it_is_lost_and_writes_
     # As where the store has lost the written columns of the first batch.
     service.runs.get(run_name)._execute(lambda view: ([ColumnsDropped(0), BatchWithdrawn(0)], lambda after: None))
     with pytest.raises(
-        FailedPreconditionError, match=r"batch 0 mini-batch 0 rank 0: \w+ was written, and the service's"
+        FailedPreconditionError, match=r"batch 0 mini-batch 0 rank 0: \w+ was written, but the service's"
     ):
         next(training)
     batch = next(iter(trainer))
@@ -249,13 +249,13 @@ def test_a_rank_that_wants_some_columns_reads_forward_shards_without_those_that_
     ("settings", "columns", "message"),
     [
         ({}, {"advantages": torch.zeros(1)}, "'advantages' is not a column that trainers write"),
-        ({}, {"verdict": torch.zeros(2)}, "verdict has torch.float32 values and its column declares int16"),
-        ({}, {"values": "words"}, "values is no tensor or array"),
+        ({}, {"verdict": torch.zeros(2)}, "verdict has torch.float32 values, but the column declares int16"),
+        ({}, {"values": "words"}, "values is not a tensor or array"),
         ({}, {"values": [torch.zeros(1, 4)] * 3}, "a sequence of 3 and the shard has 2 micro-batches"),
         ({}, {"values": torch.zeros(2, 9)}, r"values is F32 \[2, 9\], but the shard needs F32 \[2, 4\]"),
         ({}, {"values": torch.full((2, 4), torch.nan)}, r"step 1: values\[0\] is not finite"),
-        ({}, {"values": [torch.zeros(1, 4), torch.zeros(1, 6)]}, "cannot be joined"),
-        ({"layout": "packed"}, {"values": torch.zeros(2, 4)}, "give a list with one for each"),
+        ({}, {"values": [torch.zeros(1, 4), torch.zeros(1, 6)]}, "cannot be concatenated"),
+        ({"layout": "packed"}, {"values": torch.zeros(2, 4)}, "pass a list with one tensor per micro-batch"),
     ],
 )
 def test_what_cannot_be_a_shards_column_is_refused(
@@ -271,6 +271,6 @@ def test_what_cannot_be_a_shards_column_is_refused(
     shard = next(next(iter(trainer)).forward())
     with pytest.raises(InvalidArgumentError, match=message):
         trainer.write(shard, columns)
-    with pytest.raises(InvalidArgumentError, match="columns is a list; give a mapping"):
+    with pytest.raises(InvalidArgumentError, match="columns is a list; pass a mapping"):
         trainer.write(shard, [columns])  # type: ignore[arg-type]
     assert len(service.runs.get(run_name).batch(0).awaits) == 8

@@ -1,1 +1,1 @@
-"""The clients of rollout workers, and what they hand over. Not public."""
+"""The clients of rollout workers, and the rows that they submit. Not public."""

@@ -1,4 +1,4 @@
-"""Warns of steps for a group that a client did not begin, though it began others: its uid is probably misspelled."""
+"""Warns of a step for a group that the client did not begin, if it began others: the uid is probably misspelled."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable
 _log = logging.getLogger("gristmill")
 
 _LIMIT = 100_000
-"""Of groups remembered, some 10 MB. A client that began more gives no warning: it would have forgotten some."""
+"""The most groups that are recorded, about 10 MB. A client that begins more groups logs no warning."""
 
 
 class BegunGroups:
@@ -26,12 +26,12 @@ class BegunGroups:
             self._stop()
 
     def check(self, round_: int, uid: str) -> None:
-        """Logs a warning, once for a client, if the client began groups but not this one."""
+        """Logs a warning, once per client, if the client began groups but not this one."""
         if self._warns and self._keys and (round_, uid) not in self._keys:
             _log.warning(
                 "run %r: this client begins groups, but did not begin uid %r of round %d: the first step begins its "
-                "group, whether or not there is capacity, and a batch may wait for its other samples. Is the uid "
-                "misspelled? Otherwise give it to begin_groups first",
+                "group even if there is no capacity, and a batch may wait for its other samples; correct the uid if "
+                "it is misspelled, or pass it to begin_groups first",
                 self._run,
                 uid,
                 round_,

@@ -1,4 +1,4 @@
-"""The columns that a run declares, as far as its workers know. A run may be deleted and created again with others."""
+"""A client's copy of the columns that the run declares. The run may be deleted and created again with other columns."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ T = TypeVar("T")
 class Declared(NamedTuple):
     """The columns that a run declares.
 
-    shared: the names of those whose values a step may omit because the step before has them. covered: the names of
-    partial ones of which a merged row has the first value of a token, so that later ones need not be sent.
+    shared: names of columns whose values a step may omit if the previous step has them. covered: names of partial
+    columns for which a merged row keeps the first value of each token, so that later values need not be sent.
     """
 
     columns: Sequence[ColumnSpec] = ()
@@ -27,10 +27,10 @@ class Declared(NamedTuple):
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Declared:
         columns = specs_of(config.get("columns", ()))
-        # If a step does not merge with a step that it extends, its row needs all values itself.
+        # If a step is not merged with the step that it extends, its row needs all values itself.
         merge = "none" if any(column.merge == "equal" for column in columns) else config.get("merge", "none")
         shared = (column.name for column in columns if merge != "none" and column.is_shared)
-        # In a tree, a step may join another than the one before.
+        # In a tree, a step may extend another step than the previous one.
         of_first = (column for column in columns if column.partial and column.takes_first and not column.is_ragged)
         covered = (column.name for column in of_first if merge == "prefix")
         return cls(columns, frozenset(shared), frozenset(covered))
@@ -43,8 +43,8 @@ class Declared(NamedTuple):
 
 
 class DeclaredColumns:
-    """Reads the run's declared columns when rows have any, and again when rows do not fit them: a worker that has no
-    columns and did not create the run need not wait for the service.
+    """Requests the run's declared columns when rows have columns, and again when rows do not fit them. A worker without
+    columns does not wait for the service.
 
     ask: returns the run's state. share: called with the names of shared columns.
     """
@@ -55,10 +55,10 @@ class DeclaredColumns:
         self._was_refused = False
 
     async def used(self, column_names: Collection[str], make: Callable[[Declared], T]) -> T:
-        """Calls `make` with the declared columns and returns its result. If `make` refuses the rows, it is called again
-        if the run has other columns by now.
+        """Calls `make` with the declared columns and returns its result. If `make` refuses the rows, and the run has
+        other columns by now, calls `make` again with them.
 
-        column_names: those of the rows.
+        column_names: the columns of the rows.
         """
         declared = await self._of(column_names)
         try:
@@ -77,23 +77,23 @@ class DeclaredColumns:
         return self._known
 
     def created(self, config: Mapping[str, Any]) -> None:
-        """Takes the columns from a configuration with which the run was created."""
+        """Reads the columns from the configuration with which the run was created."""
         self._know(Declared.of(config))
 
     def deleted(self) -> None:
-        """Forgets the columns: another run of the name may declare others."""
+        """Forgets the columns, because a later run of this name may declare others."""
         self._know(Declared())
         self._known = None
 
     async def _changed_from(self, before: Declared) -> Declared | None:
-        """Reads the columns again. Returns None if they are the same, or cannot be read."""
+        """Requests the columns again. Returns None if they are unchanged, or the request failed."""
         with suppress(GristmillError):
             declared = await self._asked()
             return None if declared == before else declared
         return None
 
     def forget_if_refused(self, error: GristmillError) -> None:
-        """Forgets the columns if the service refused rows: they may be those of an earlier run of the name."""
+        """Forgets the columns if the service refused rows: the columns may be of an earlier run of this name."""
         if isinstance(error, InvalidArgumentError):
             self._known, self._was_refused = None, True
 
@@ -107,11 +107,11 @@ class DeclaredColumns:
 
 
 def checked_names(columns: Any, where: object) -> Mapping[str, Any]:
-    """Returns a step's columns, values by name. Raises InvalidArgumentError unless they are a mapping."""
+    """Returns a step's columns as a mapping from names to values. Raises InvalidArgumentError for another type."""
     if columns is None:
         return {}
     if not isinstance(columns, Mapping):
         raise InvalidArgumentError(
-            f"{where}: columns is a {type(columns).__name__}; give a mapping from the columns' names to their values"
+            f"{where}: columns is a {type(columns).__name__}; pass a mapping from column names to values"
         )
     return columns

@@ -1,4 +1,4 @@
-"""Rows that are being delivered, and their outcomes. The outbox decides which are sent when."""
+"""Rows that are being delivered, and their outcomes. The outbox schedules them."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ class RowOutcome(enum.Enum):
     """The service's answer for one row."""
 
     ACCEPTED = 1
-    """The service stored it: it will be in exactly one batch, or be dropped once, for a recorded reason."""
+    """The service stored the row. It will be in exactly one batch, or be dropped once, for a recorded reason."""
     DUPLICATE = 2
     """The same row was accepted before."""
     SEALED = 3
-    """Its group was sealed into a batch before the row arrived."""
+    """The row's group was sealed into a batch before the row arrived."""
     DROPPED = 4
-    """Its group or trajectory was dropped or aborted before the row arrived."""
+    """The row's group or trajectory was dropped or aborted before the row arrived."""
     SUPERSEDED = 5
-    """A higher attempt of its trajectory exists."""
+    """A higher attempt of the row's trajectory exists."""
 
     @property
     def is_stored(self) -> bool:
-        """Whether the service has the row. If not, further steps of the trajectory are useless."""
+        """Whether the service has the row. If not, it drops further steps of the trajectory."""
         return self in (RowOutcome.ACCEPTED, RowOutcome.DUPLICATE)
 
 
@@ -51,9 +51,9 @@ class Delivery:
     """The outcomes of the rows of one trajectory, or of one submission.
 
     outcomes: one per row, in the order in which rows were added; None while pending, and after a failure.
-    pending: the number of rows that have neither outcome nor error yet.
-    is_kept: whether the service kept all rows so far.
-    failures: the errors of rows that were not accepted, by trajectory.
+    pending: the number of rows without an outcome or error.
+    is_kept: whether the service stored all rows so far.
+    failures: the errors of rows that were not delivered, by trajectory.
     """
 
     outcomes: list[RowOutcome | None] = field(default_factory=list)
@@ -63,8 +63,8 @@ class Delivery:
 
 
 class Prefix(NamedTuple):
-    """The first tokens of a row that are not sent: their number, their CRC-32, and the columns that are left out with
-    them."""
+    """The first tokens of a row, which are not sent: their number, their CRC-32, and the columns whose values for these
+    tokens are not sent either."""
 
     length: int = 0
     checksum: int = 0
@@ -79,8 +79,8 @@ WHOLE = Prefix()
 class PendingRow:
     """A row without an outcome.
 
-    expires: the time at which delivery is given up; the first attempt sets it. prefix: what need not be sent; None if
-        the encoder has to find out. refusal: why the service has not accepted it so far, if it answered.
+    expires: the time after which delivery is not retried; set by the first attempt. prefix: the tokens that need not be
+        sent; None if the encoder must determine them. refusal: the service's last error for this row, if it answered.
     """
 
     table: Steps
@@ -102,7 +102,7 @@ class PendingRow:
 
 
 def tables_of(entries: Sequence[PendingRow]) -> list[Steps]:
-    """Returns the rows of these entries, in order, as tables."""
+    """Returns the rows of the entries, in order, as tables."""
     parts: list[tuple[Steps, list[int]]] = []
     for entry in entries:
         if parts and parts[-1][0] is entry.table:
@@ -113,10 +113,10 @@ def tables_of(entries: Sequence[PendingRow]) -> list[Steps]:
 
 
 def outcomes_of(response: rollout_pb2.SubmitRowsResponse, entries: Sequence[PendingRow]) -> list[RowOutcome | Failure]:
-    """Reads the outcomes, and why rows were refused. Raises GristmillError unless there is one per row."""
+    """Reads the outcomes, and the errors of refused rows. Raises GristmillError unless there is one outcome per row."""
     if len(response.outcomes) != len(entries):
         raise GristmillError(
-            f"the service answered {len(response.outcomes)} outcomes for {len(entries)} rows; check its version"
+            f"the service returned {len(response.outcomes)} outcomes for {len(entries)} rows; check its version"
         )
     refused = {row.row: failure_of_row(row, response.request_id) for row in response.refused}
     return [
@@ -126,7 +126,7 @@ def outcomes_of(response: rollout_pb2.SubmitRowsResponse, entries: Sequence[Pend
 
 
 def form_of(table: Steps) -> Form:
-    """Returns which optional columns the table has. Rows of different forms cannot share a message."""
+    """Returns which optional fields the table has. Rows of different forms cannot share a message."""
     return (table.advantages is not None, *(getattr(table, one.name) is not None for one in TOKEN_FIELDS))
 
 
@@ -142,10 +142,10 @@ def row_sizes(table: Steps) -> Int64s:
 
 
 def error_of(failures: dict[TrajectoryKey, GristmillError]) -> GristmillError:
-    """Combines failures: returns an error of the first one's class that names the trajectories."""
+    """Combines failures to one error, of the class of the first failure. Its message names the trajectories."""
     first = next(iter(failures.values()))
     names = [str(key) for key in failures]
     listed = "; ".join(names[:_NAMES_IN_MESSAGE])
     if len(names) > _NAMES_IN_MESSAGE:
         listed += f"; and {len(names) - _NAMES_IN_MESSAGE} more trajectories"
-    return with_message(first, f"rows were not taken of {listed}: {first}")
+    return with_message(first, f"rows were not accepted: {listed}: {first}")

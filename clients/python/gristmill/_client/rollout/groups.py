@@ -13,13 +13,13 @@ class GroupState(StrEnum):
     """The progress of a prompt group."""
 
     OPEN = "open"
-    """Admitted, and samples are missing."""
+    """The group was admitted, and samples are missing."""
     COMPLETE = "complete"
-    """Every sample has its last step and its reward; the group is not part of a batch yet."""
+    """Every sample has its last step and its reward. The group is not part of a batch yet."""
     SEALED = "sealed"
-    """Part of a batch."""
+    """The group is part of a batch."""
     DROPPED = "dropped"
-    """Given up; `Group.reason` says why."""
+    """The group was dropped; `Group.reason` says why."""
 
 
 _STATES: dict[int, GroupState] = {
@@ -33,8 +33,8 @@ _STATES: dict[int, GroupState] = {
 class Group(NamedTuple):
     """A prompt group that was admitted to a run.
 
-    batch: the batch it was sealed into; None if it was not. reason: why it was dropped; empty if it was not. tag: its
-    environment or task; empty if it has none.
+    batch: the number of the group's batch; None if it is not sealed. reason: why the group was dropped; empty if it was
+    not. tag: the group's environment or task; empty if it has none.
     """
 
     uid: str
@@ -46,7 +46,7 @@ class Group(NamedTuple):
 
     @property
     def is_consumed(self) -> bool:
-        """Whether the group is in a batch or dropped, so that it need not be sampled again."""
+        """Whether the group is in a batch or was dropped, so that it need not be sampled again."""
         return self.state in (GroupState.SEALED, GroupState.DROPPED)
 
 

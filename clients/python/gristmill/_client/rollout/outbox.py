@@ -1,8 +1,8 @@
-"""Rows on their way to the service: which are sent next, which are repeated and when, and the outcome of each.
+"""Schedules rows: decides which rows are sent next, which are sent again and when, and records the outcome of each.
 
-A state machine without threads, clock or I/O. The sender drives it: it sends the `next_message`, and reports the result
-by `on_outcomes` or `on_failure`. Several messages may be under way at a time, but only one per trajectory, so that its
-rows arrive in order; after a failure, only one in all until a message succeeds. Every row ends with an outcome or an
+A state machine without threads, clock or I/O. The sender drives it: it sends `next_message`, and reports the result to
+`on_outcomes` or `on_failure`. Several messages may be in flight at a time, but only one per trajectory, so that its
+rows arrive in order. After a failure, only one message is in flight until one succeeds. Every row gets an outcome or an
 error.
 """
 
@@ -39,11 +39,11 @@ from gristmill.errors import (
     TooLargeError,
 )
 
-# A message is a little more than its rows' buffers.
+# A message is slightly larger than the buffers of its rows.
 _MESSAGE_RESERVE = 64 << 10
-# Looking up a member of an enum calls a Python function.
+# A constant, because looking up an enum member is slow.
 _ACCEPTED = RowOutcome.ACCEPTED
-# The number of rows that are searched for one whose trajectory has no message under way.
+# The number of rows that are searched for a row whose trajectory has no message in flight.
 _LOOK_AHEAD = 64
 
 
@@ -58,7 +58,7 @@ class _Parked:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The limits of a message, how long a row waits for others to share it, and how many messages may be queued."""
+    """Limits of one message, how long a row waits for others to share it, and the maximum number of queued messages."""
 
     message_rows: int
     message_bytes: int
@@ -87,20 +87,20 @@ class Outbox:
     # For producers.
 
     def _check_sizes(self, table: Steps) -> Int64s:
-        """Returns the bytes of each row on the wire. Raises InvalidArgumentError for a row that no message can hold."""
+        """Returns the bytes of each row on the wire. Raises InvalidArgumentError for a row that exceeds a message."""
         sizes = row_sizes(table)
         most = MESSAGE_BYTES - _MESSAGE_RESERVE
         if len(sizes) and int(sizes.max()) > most:
             row = int(sizes.argmax())
             raise InvalidArgumentError(
-                f"{table.name(row)}: the row has {sizes[row]} bytes and a message at most {most}; shorten its prompt, "
-                "response or columns"
+                f"{table.name(row)}: the row has {sizes[row]} bytes, and the limit of a message is {most}; shorten its "
+                "prompt, response or columns"
             )
         return sizes
 
     def has_room(self, table: Steps) -> bool:
-        """Returns whether the rows may be added now. Not while the service has no capacity for one of their groups:
-        this paces producers that are ahead of the trainer, and no others."""
+        """Returns whether the rows may be added now. Returns False while the service has no capacity for one of their
+        groups, which throttles only the producers that are ahead of the trainer."""
         many = self._limits.queue_messages
         if len(self._fresh) >= many * self._limits.message_rows:
             return False
@@ -109,7 +109,7 @@ class Outbox:
         return not self._parked or not any(table.key(row)[:2] in self._parked for row in range(len(table)))
 
     def add(self, table: Steps, delivery: Delivery, now: float, prefix: Prefix | None = None) -> bool:
-        """Appends the rows. Returns whether the sender has to check for a due message. prefix: as in `PendingRow`."""
+        """Appends the rows. Returns whether the sender must check for a due message. prefix: as in `PendingRow`."""
         form, sizes, was_empty = form_of(table), self._check_sizes(table).tolist(), not self._fresh
         keys = made_of(TrajectoryKey, table.rounds.tolist(), table.uids, table.samples.tolist())
         first, index = self._last_number + 1, len(delivery.outcomes)
@@ -130,7 +130,7 @@ class Outbox:
         return len(self._pending)
 
     def flush(self) -> int:
-        """Makes all queued rows due at once. Returns the number of the last row, for `is_concluded`."""
+        """Makes all queued rows due now. Returns the number of the last row, for `is_concluded`."""
         self._urgent_number = self._last_number
         return self._last_number
 
@@ -139,24 +139,24 @@ class Outbox:
         return not self._pending or next(iter(self._pending)) > number
 
     def is_sending(self, is_meant: Callable[[TrajectoryKey], bool]) -> bool:
-        """Returns whether rows of the matching trajectories have neither outcome nor error yet."""
+        """Returns whether a row of the matching trajectories has no outcome or error yet."""
         return any(is_meant(entry.key) for entry in self._pending.values())
 
     def withdraw(self, is_meant: Callable[[TrajectoryKey], bool]) -> None:
-        """Drops the rows of the matching trajectories that are not being sent at this moment."""
+        """Drops the rows of the matching trajectories that are not being sent now."""
         withdrawn = self._extract(lambda entry: is_meant(entry.key))
         for entry in withdrawn:
             self._conclude(entry, RowOutcome.DROPPED)
         self._release(withdrawn)
 
     def take_error(self, delivery: Delivery) -> GristmillError | None:
-        """Returns the error of the delivery's rows, if any. `take_errors` then leaves it out: each error is raised
+        """Returns the error of the delivery's rows, if any. `take_errors` then omits it, so that each error is raised
         once."""
         self._unreported.pop(id(delivery), None)
         return error_of(delivery.failures) if delivery.failures else None
 
     def take_errors(self) -> GristmillError | None:
-        """Returns one error for all deliveries whose errors nobody has taken yet, if any."""
+        """Returns one error for all deliveries whose errors were not returned yet; None if there are none."""
         failures = {key: error for delivery in self._unreported.values() for key, error in delivery.failures.items()}
         self._unreported.clear()
         return error_of(failures) if failures else None
@@ -164,8 +164,8 @@ class Outbox:
     # For the sender.
 
     def next_message(self, now: float) -> list[PendingRow]:
-        """Returns the rows of the next message, all of one form; none if no message is due, or it must wait for an
-        answer."""
+        """Returns the rows of the next message, all of one form. Returns no rows if no message is due, or if the next
+        message must wait for an answer."""
         if now < self._pause_until or self._is_blocked():
             return []
         entries = self._again.popleft() if self._again else self._take_parked(now) or self._take_fresh(now)
@@ -182,8 +182,8 @@ class Outbox:
         return self._outage.attempt_s(min(entry.expires for entry in entries) - now)
 
     def due_in(self, now: float) -> float | None:
-        """Returns the seconds until the next message is due; None if there is none, or none before an answer
-        arrives."""
+        """Returns the seconds until the next message is due; None if there is no message, or if it must wait for an
+        answer."""
         if self._is_blocked():
             return None
         times = [parked.not_before for parked in self._parked.values()]
@@ -195,8 +195,8 @@ class Outbox:
         return None if soonest == inf else max(soonest, self._pause_until) - now
 
     def on_outcomes(self, entries: Sequence[PendingRow], outcomes: Sequence[RowOutcome | Failure], now: float) -> None:
-        """Takes the service's answer to a message: the outcome of each row, or why it was refused. Refused rows are
-        given up, or wait with their group if there is no capacity."""
+        """Handles the service's answer to a message, which is an outcome or an error for each row. Refused rows fail,
+        or are parked with their group if the service has no capacity."""
         self._returned(entries)
         self._outage = Backoff(self._replicas)
         refused: dict[tuple[object, ...], tuple[list[PendingRow], Failure]] = {}
@@ -211,8 +211,8 @@ class Outbox:
                 self._park(left, failure, now)
 
     def on_failure(self, entries: list[PendingRow], failure: Failure, now: float) -> None:
-        """Takes the failure of a message, of which the service stored nothing: repeats it later, or gives its rows
-        up."""
+        """Handles the failure of a message, of which the service stored nothing: sends the rows again later, or fails
+        them."""
         self._returned(entries)
         if isinstance(failure.error, PrefixUnknownError) and any(entry.prefix != WHOLE for entry in entries):
             for entry in entries:
@@ -226,14 +226,14 @@ class Outbox:
             self._again.appendleft(left)
 
     def _left(self, entries: list[PendingRow], failure: Failure, now: float) -> list[PendingRow]:
-        """Returns the rows that are sent again after this failure. Gives the others up."""
+        """Returns the rows that are sent again after this failure, and fails the others."""
         error = reason = failure.error
         expired = [entry for entry in entries if entry.expires <= now]
         if not failure.may_retry:
             self._fail(entries, error)
         elif expired:
             if isinstance(error, DeadlineExceededError):
-                # The last attempt is cut short by the rows' own timeout: an earlier answer says why.
+                # The rows' timeout ended the last attempt. The error of an earlier answer says more.
                 reason = next((entry.refusal for entry in expired if entry.refusal), error)
             self._fail(expired, with_message(reason, f"{reason} (gave up after {self._timeout_s:g} s)"))
         if not isinstance(error, DeadlineExceededError):
@@ -242,7 +242,7 @@ class Outbox:
         return [entry for entry in entries if entry.number in self._pending]
 
     def _fail(self, entries: Sequence[PendingRow], error: GristmillError) -> None:
-        """Gives up the rows, and later rows of their trajectories, which are useless without them."""
+        """Fails the rows, and later rows of their trajectories, which are useless without them."""
         lost = {(entry.key, id(entry.delivery)) for entry in entries}
         followers = self._extract(lambda entry: (entry.key, id(entry.delivery)) in lost)
         for entry in (*entries, *followers):
@@ -253,7 +253,7 @@ class Outbox:
         self._release(entries)
 
     def _is_blocked(self) -> bool:
-        """Returns whether the next message has to wait for the answer to one that is under way."""
+        """Returns whether the next message must wait for the answer to a message in flight."""
         if not self._messages:
             return False
         if self._again or self._parked:
@@ -261,7 +261,7 @@ class Outbox:
         return bool(self._fresh) and self._first_free() is None
 
     def _first_free(self) -> PendingRow | None:
-        """Returns the first queued row whose trajectory has no message under way, of those searched."""
+        """Returns the first queued row whose trajectory has no message in flight, among the first _LOOK_AHEAD rows."""
         return next((entry for entry in islice(self._fresh, _LOOK_AHEAD) if entry.key not in self._being_sent), None)
 
     def _returned(self, entries: Sequence[PendingRow]) -> None:
@@ -274,7 +274,7 @@ class Outbox:
             return []
         if not (self._is_full() or self._is_urgent(first) or first.added + self._limits.linger_s <= now):
             return []
-        # Rows of trajectories with a message under way stay queued, so that each trajectory keeps its order.
+        # Rows of trajectories with a message in flight stay queued, so that the rows of a trajectory stay in order.
         passed = list[PendingRow]()
         while self._fresh[0].key in self._being_sent:
             passed.append(self._fresh.popleft())
@@ -291,7 +291,7 @@ class Outbox:
         return []
 
     def _fill(self, source: deque[PendingRow]) -> list[PendingRow]:
-        """Takes as many rows of one form as fit into a message; at least one."""
+        """Removes and returns as many rows of one form as fit into a message, at least one."""
         taken, room = [source.popleft()], self._limits.message_bytes
         room -= taken[0].size
         while source and len(taken) < self._limits.message_rows:
@@ -318,7 +318,7 @@ class Outbox:
         group = entries[0].group
         parked = self._parked.setdefault(group, _Parked(deque(), Backoff()))
         waiting = (*entries, *parked.entries, *self._extract(lambda entry: entry.group == group, parked=False))
-        # Of a message that was too large, the second half is queued behind rows that are parked.
+        # If a message was too large, its second half may arrive here after rows that follow it.
         parked.entries = deque(sorted(waiting, key=lambda entry: entry.number))
         for entry in parked.entries:
             entry.expires = min(entry.expires, now + self._timeout_s)
@@ -326,12 +326,12 @@ class Outbox:
 
     @staticmethod
     def _next_attempt(entries: Sequence[PendingRow], backoff: Backoff, failure: Failure, now: float) -> float:
-        """Returns the time of the next attempt; the last one is made when the first of the rows expires."""
+        """Returns the time of the next attempt. The last attempt is made when the first row expires."""
         pause_s = backoff.pause_s(failure.pushback_s, is_of_replica=failure.is_of_replica)
         return min(now + pause_s, min(entry.expires for entry in entries))
 
     def _release(self, entries: Iterable[PendingRow]) -> None:
-        """Queues the rows of parked groups again, after rows of these groups were accepted or gave up."""
+        """Queues the rows of parked groups again, after rows of these groups were accepted or failed."""
         if self._parked:
             for group in {entry.group for entry in entries} & self._parked.keys():
                 rest = self._parked.pop(group).entries
@@ -366,6 +366,6 @@ class Outbox:
 
 
 def _left_of_table(source: deque[PendingRow]) -> int:
-    """Returns the bytes of the first queued rows that are of one table."""
+    """Returns the total bytes of the rows at the front of the queue that are of the first row's table."""
     table = source[0].table
     return sum(entry.size for entry in takewhile(lambda entry: entry.table is table, source))

@@ -1,7 +1,7 @@
-"""Leave out the tokens of a row that the service has already: a turn begins with those of the step before.
+"""Omit the tokens of a row that the service already has, because a turn's prompt begins with the previous step.
 
-A conversation of T turns crosses the wire once, not T / 2 times. A service that does not have the step before, as after
-a failover, refuses the rows, and they are sent whole.
+A conversation of T turns is then sent once, not T / 2 times. A service that does not have the previous step, for
+example after a failover, refuses the rows, and the client sends them whole.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from gristmill._wire.codecs.row_codec import Prefixes
 from gristmill._wire.columns import Int64s, bytes_of
 from gristmill._wire.steps import Steps, TrajectoryKey
 
-# A shorter prefix is not worth its length and checksum.
+# A shorter prefix saves less than its length and checksum cost.
 _LEAST_TOKENS = 16
-# Limit of the last steps of trajectories that come by `submit`. Beyond it, the next turns of the oldest are sent whole.
+# The memory limit for last steps of trajectories whose rows are sent by `submit`. Beyond it, the oldest are forgotten.
 _MOST_BYTES = 256 << 20
 
 
 class LastStep(NamedTuple):
-    """The step of a trajectory that was handed over last.
+    """The last step of a trajectory so far.
 
-    tokens: int32, its prompt and response; checksum: their CRC-32. columns: the shared declared columns that it has.
+    tokens: int32, the step's prompt and response; checksum: their CRC-32. columns: the step's shared declared columns.
     """
 
     attempt: int
@@ -40,10 +40,10 @@ class LastStep(NamedTuple):
 
 
 def follow(before: LastStep | None, table: Steps, row: int, shared: frozenset[str]) -> tuple[Prefix, LastStep | None]:
-    """Returns what a row need not send because the step before it has the same, and the row as the new last step.
+    """Returns the prefix of the row that the previous step also has, and the row as the new last step.
 
-    before: the last step of the row's trajectory, if known. shared: declared columns whose values are left out with
-    their tokens (`ColumnSpec.is_shared`). The new last step is None after the end of the trajectory.
+    before: the last step of the row's trajectory, if known. shared: declared columns whose values are omitted together
+    with their tokens (`ColumnSpec.is_shared`). The new last step is None if the trajectory ends with this row.
     """
     step, attempt, tokens = int(table.steps[row]), int(table.attempts[row]), table.tokens[row]
     columns = frozenset(name for name in shared & table.extras.keys() if table.extras[name].given[row])
@@ -52,7 +52,7 @@ def follow(before: LastStep | None, table: Steps, row: int, shared: frozenset[st
     if before is not None and (before.attempt, before.step) == (attempt, step - 1):
         length = _common(before.tokens, tokens[: int(table.prompt_lengths[row])])
         if length == len(before.tokens):
-            # The service merges the two steps to one row, with the values of the first step.
+            # The service merges the two steps into one row, with the values of the first step.
             checksum, left_out = before.checksum, columns & before.columns
         elif length:
             checksum = zlib.crc32(bytes_of(tokens[:length]))
@@ -60,13 +60,13 @@ def follow(before: LastStep | None, table: Steps, row: int, shared: frozenset[st
     if table.is_last_steps[row]:
         return prefix, None
     if 2 * tokens.nbytes < table.tokens.values.nbytes:
-        # A view would keep all of a large table in memory.
+        # A view would keep the whole table in memory.
         tokens = tokens.copy()
     return prefix, LastStep(attempt, step, tokens, zlib.crc32(bytes_of(tokens[length:]), checksum), columns)
 
 
 class _LastSteps:
-    """The last steps of trajectories whose rows come by `submit`, by key. For one thread."""
+    """The last steps of trajectories whose rows are sent by `submit`, by key. For one thread."""
 
     def __init__(self, most_bytes: int) -> None:
         self._steps: dict[TrajectoryKey, LastStep] = {}
@@ -85,7 +85,7 @@ class _LastSteps:
 
 
 class RequestEncoder:
-    """Encodes rows as requests to a run, without what the service has. Called by the sender's worker alone."""
+    """Encodes rows as requests to a run, without tokens that the service has. Only the sender's worker calls it."""
 
     def __init__(self, run: str, compresses: bool, most_bytes: int = _MOST_BYTES) -> None:
         self.run = run
@@ -94,7 +94,7 @@ class RequestEncoder:
         self._shared: frozenset[str] = frozenset()
 
     def share(self, columns: frozenset[str]) -> None:
-        """Sets the declared columns whose values are left out with their tokens (`ColumnSpec.is_shared`)."""
+        """Sets the declared columns whose values are omitted together with their tokens (`ColumnSpec.is_shared`)."""
         self._shared = columns
 
     def encode(self, entries: Sequence[PendingRow]) -> bytes:
@@ -107,7 +107,7 @@ class RequestEncoder:
         return submit_codec.compressed(request) if self._compresses else request
 
     def _find_prefixes(self, entries: Sequence[PendingRow]) -> None:
-        """Sets the prefix of rows whose trajectory is not known to the client, once per row."""
+        """Sets the prefix of rows that have none yet, which are rows sent by `submit`."""
         table: Steps | None = None
         for entry in entries:
             if entry.table is not table:
@@ -124,7 +124,7 @@ class RequestEncoder:
 
 
 def _complete(entry: PendingRow) -> None:
-    """Adds the values that a row shares with the step before, unless their tokens are left out."""
+    """Adds the values that a row shares with the previous step, unless their tokens are omitted."""
     extras, prefix = entry.table.extras, entry.prefix or WHOLE
     incomplete = {name: extra for name, extra in extras.items() if extra.before}
     if any(name not in prefix.columns or extra.left_out != prefix.length for name, extra in incomplete.items()):
@@ -133,7 +133,7 @@ def _complete(entry: PendingRow) -> None:
 
 
 def _left_out(entries: Sequence[PendingRow]) -> tuple[Prefixes | None, dict[str, Int64s]]:
-    """Returns the entries' prefixes, or None if all are whole, and how many values of each column they leave out."""
+    """Returns the entries' prefixes (None if all are whole), and how many values each entry omits, by column."""
     prefixes = [entry.prefix or WHOLE for entry in entries]
     if prefixes.count(WHOLE) == len(prefixes):
         return None, {}
@@ -147,7 +147,7 @@ def _left_out(entries: Sequence[PendingRow]) -> tuple[Prefixes | None, dict[str,
 
 
 def _values_left(entry: PendingRow, prefix: Prefix, name: str) -> int:
-    """Returns how many of the row's own values are not sent."""
+    """Returns how many values that the row stores itself are not sent."""
     if name not in prefix.columns:
         return 0
     return 0 if entry.table.extras[name].before else prefix.length

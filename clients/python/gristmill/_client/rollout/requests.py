@@ -1,4 +1,4 @@
-"""Make the requests of rollout calls, and read their answers. Makes no calls."""
+"""Builds the requests of rollout calls, and reads their answers. Makes no calls."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ _log = logging.getLogger("gristmill")
 
 _T = TypeVar("_T")
 
-# Seconds between two warnings about a wait for capacity. Shorter waits are normal: they pace producers.
+# Seconds between two warnings about a wait for capacity. Shorter waits are normal: they throttle producers.
 ROOM_NOTICE_S = 30.0
 
 _FINISHED = {rollout_pb2.GROUP_ADMISSION_SEALED, rollout_pb2.GROUP_ADMISSION_DROPPED}
 
-# The time that a row waits for others to share its message; in seconds.
+# The seconds that a row waits for others to share its message.
 _LINGER_S = 0.003
 
 
 def limits(max_batch_rows: int, max_batch_bytes: int) -> Limits:
     if max_batch_rows < 1:
-        raise InvalidArgumentError(f"max_batch_rows is {max_batch_rows}; a message has at least one row")
+        raise InvalidArgumentError(f"max_batch_rows is {max_batch_rows}; expected 1 or more")
     if not 1 <= max_batch_bytes <= MESSAGE_BYTES // 2:
         raise InvalidArgumentError(f"max_batch_bytes is {max_batch_bytes}; expected 1 to {MESSAGE_BYTES // 2}")
     return Limits(max_batch_rows, max_batch_bytes, _LINGER_S)
@@ -44,23 +44,23 @@ def limits(max_batch_rows: int, max_batch_bytes: int) -> Limits:
 
 def encoder(run: str, compression: str | None) -> RequestEncoder:
     if compression not in (None, "zstd"):
-        raise InvalidArgumentError(f"compression is {compression!r}; known are None and 'zstd'")
+        raise InvalidArgumentError(f"compression is {compression!r}; expected None or 'zstd'")
     if compression:
         submit_codec.check_zstd()
     return RequestEncoder(check_run(run), compression is not None)
 
 
 def tables(rows: ValueColumns, limits: Limits) -> Iterator[Steps]:
-    """Cuts the rows into tables that fill one message each, including their names."""
+    """Splits the rows into tables. Each table, with its names, fits into one message."""
     return rows.tables(limits.message_rows, limits.message_bytes * 7 // 8)
 
 
 def listed(rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Returns the rows as a list. Raises InvalidArgumentError for a single mapping, such as a whole generator
-    output."""
+    """Returns the rows as a list. Raises InvalidArgumentError for a single mapping, such as a generator output of
+    SkyRL."""
     if isinstance(rows, Mapping):
         raise InvalidArgumentError(
-            f"rows is one {type(rows).__name__}; give a list of rows. A generator output of SkyRL is converted by "
+            f"rows is one {type(rows).__name__}; pass a list of rows, or for a generator output of SkyRL "
             "gristmill.converters.from_skyrl(output)"
         )
     return list(rows)
@@ -68,13 +68,13 @@ def listed(rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 def check_run(run: str) -> str:
     if not isinstance(run, str) or not run:
-        raise InvalidArgumentError(f"run is {run!r}; name the run with a string that is not empty")
+        raise InvalidArgumentError(f"run is {run!r}; set the run's name, a string that is not empty")
     return run
 
 
 def create_run(run: str, config: Mapping[str, Any]) -> run_pb2.CreateRunRequest:
     if not isinstance(config, Mapping):
-        raise InvalidArgumentError(f"run {run!r}: config is a {type(config).__name__}; give a mapping of settings")
+        raise InvalidArgumentError(f"run {run!r}: config is a {type(config).__name__}; pass a mapping of settings")
     try:
         return run_pb2.CreateRunRequest(run=run, config_json=json.dumps(dict(config), allow_nan=False))
     except (TypeError, ValueError) as error:
@@ -89,41 +89,41 @@ def begin_groups(
     tag: str | Mapping[str, str] | None,
 ) -> rollout_pb2.BeginGroupsRequest:
     if isinstance(uids, str):
-        raise InvalidArgumentError(f"uids is the string {uids!r}; give a list of strings")
+        raise InvalidArgumentError(f"uids is the string {uids!r}; pass a list of strings")
     if not isinstance(uids, Iterable):
-        raise InvalidArgumentError(f"uids is {uids!r}; give a list of strings")
+        raise InvalidArgumentError(f"uids is {uids!r}; pass a list of strings")
     sizes = _one_each(uids, n_samples, 0)
     for uid, size in zip(uids, sizes, strict=False):
         if isinstance(size, bool) or not hasattr(size, "__index__") or not 0 <= size <= INT32_MAX:
-            raise InvalidArgumentError(f"uid {uid!r}: n_samples is {size!r}; give how many samples make the group")
+            raise InvalidArgumentError(f"uid {uid!r}: n_samples is {size!r}; set the number of samples of the group")
     tags = _one_each(uids, tag, "")
     for uid, name in zip(uids, tags, strict=False):
         if not isinstance(name, str):
-            raise InvalidArgumentError(f"uid {uid!r}: tag is {name!r}; name the environment or task with a string")
+            raise InvalidArgumentError(f"uid {uid!r}: tag is {name!r}; set a string that names the environment or task")
         check_tag(name, f"uid {uid!r}")
     try:
         return rollout_pb2.BeginGroupsRequest(run=run, round=round_, uids=uids, n_samples=sizes, tags=tags)
     except (TypeError, ValueError) as error:
         raise InvalidArgumentError(
-            f"uids is {uids!r:.200} and round is {round_!r}: {error}; give a list of strings, and an integer of 32 bits"
+            f"uids is {uids!r:.200} and round is {round_!r}: {error}; pass a list of strings, and a 32-bit integer"
         ) from None
 
 
 def _one_each(uids: Sequence[str], values: _T | Mapping[str, _T] | None, default: _T) -> list[_T]:
-    """Returns one value per uid, from a value for all groups or from values by uid; an empty list for None."""
+    """Returns one value per uid. values: one value for all groups, or values by uid; None: an empty list."""
     if values is None:
         return []
     return [values.get(uid, default) if isinstance(values, Mapping) else values for uid in uids]
 
 
 def admitted(request: rollout_pb2.BeginGroupsRequest, answer: rollout_pb2.BeginGroupsResponse) -> list[str]:
-    """Returns the uids that may be rolled out. Logs a warning with the reason if all of them are finished already."""
+    """Returns the admitted uids. Logs a warning with the reason if all groups are finished already."""
     if answer.admissions and _FINISHED.issuperset(answer.admissions):
         sealed = sum(state == rollout_pb2.GROUP_ADMISSION_SEALED for state in answer.admissions)
         _log.warning(
             "run %r: no group of uid %r and others (%d in all) was begun: %d are already in batches, and %d were "
-            "dropped. The service does not accept rows of them again. Give other uids. For another pass over the same "
-            "uids, in a run that is not finished, give round=%d to begin_groups and trajectory. Or delete the run "
+            "dropped, and the service does not accept their rows again; pass other uids; or, for another pass over the "
+            "same uids in a run that is not finished, pass round=%d to begin_groups and trajectory; or delete the run "
             "(delete_run) and create it again",
             request.run,
             request.uids[0],
@@ -137,7 +137,7 @@ def admitted(request: rollout_pb2.BeginGroupsRequest, answer: rollout_pb2.BeginG
 
 
 def waits_for_room(answer: rollout_pb2.BeginGroupsResponse) -> bool:
-    """Returns whether no group is admitted now, although one may be later."""
+    """Returns whether no group is admitted now, but a group may be admitted later."""
     states = set(answer.admissions)
     admits = rollout_pb2.GROUP_ADMISSION_ADMITTED in states
     return not admits and rollout_pb2.GROUP_ADMISSION_NO_ROOM in states
@@ -188,7 +188,7 @@ def trajectory_key(key: TrajectoryKey) -> rollout_pb2.TrajectoryKey:
         return rollout_pb2.TrajectoryKey(uid=key.uid, round=key.round, sample=key.sample)
     except (TypeError, ValueError):
         raise InvalidArgumentError(
-            f"uid is {key.uid!r}, sample {key.sample!r} and round {key.round!r}; give a string and two integers"
+            f"uid is {key.uid!r}, sample {key.sample!r} and round {key.round!r}; pass a string and two integers"
         ) from None
 
 
@@ -197,5 +197,5 @@ def wait_of(wait_s: float | None) -> float:
     if wait_s is None:
         return inf
     if not wait_s >= 0:
-        raise InvalidArgumentError(f"wait_s is {wait_s}; give the seconds to wait, 0 or more, or None for no limit")
+        raise InvalidArgumentError(f"wait_s is {wait_s}; set 0 or more seconds, or None for no limit")
     return wait_s

@@ -1,7 +1,7 @@
-"""The calls of rollout workers, written once as coroutines: `AsyncRolloutClient` awaits them, `RolloutClient` runs
-them.
+"""The calls of rollout workers, written once as coroutines. Callers of `AsyncRolloutClient` await them; `RolloutClient`
+runs them.
 
-Owns the order of calls and their waits; `outbox` has the rules of batching. `RolloutClient` documents each call.
+This module orders calls and waits; `outbox` batches rows. `RolloutClient` documents each call.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class RolloutCore:
         self._encoder = encoder
         self._declared = DeclaredColumns(self.status, encoder.share)
         self.sender = Sender(connection, encoder, limits)
-        # Of trajectories that this client aborted.
+        # The next attempt of each trajectory that this client aborted.
         self._next_attempts: dict[TrajectoryKey, int] = {}
         self._begun = BegunGroups(self.run)
 
@@ -84,8 +84,8 @@ class RolloutCore:
         )
         if version < at_least:
             raise DeadlineExceededError(
-                f"run {self.run!r}: the policy version is {version} after {timeout_s:g} s, not {at_least}; wait "
-                "longer, or check that the trainer announces its versions"
+                f"run {self.run!r}: the policy version is {version} after {timeout_s:g} s, not {at_least}; raise "
+                "timeout_s, or check that the trainer announces its versions"
             )
         return version
 
@@ -176,11 +176,11 @@ class RolloutCore:
         return await self._abort(TrajectoryKey(round, uid, sample), None, reason)
 
     async def _abort(self, key: TrajectoryKey, attempt: int | None, reason: str) -> bool:
-        """Aborts a trajectory, any attempt of it where None is given. It is sampled again as the next attempt."""
+        """Aborts this attempt of a trajectory; None: any attempt. The next sampling is the next attempt."""
         following = self._next_attempts.get(key, 0)
         self._next_attempts[key] = following + 1 if attempt is None else max(following, attempt + 1)
         self.sender.withdraw(lambda other: other == key)
-        # Wait for all rows of the group: the service may not know the group before.
+        # Wait for all rows of the group, because the service may not know the group until they arrive.
         await self.sender.wait_for(lambda other: other[:2] == key[:2])
         request = requests.abort_trajectory(self.run, key, reason, attempt)
         return bool((await self._connection.ask(self._connection.rollouts.AbortTrajectories, request)).changed)

@@ -1,4 +1,4 @@
-"""Send a client's rows with one worker. Callers add rows and wait for the worker's progress."""
+"""Sends a client's rows with one worker. Callers add rows and wait for the worker's progress."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ from gristmill.errors import GristmillError
 _log = logging.getLogger("gristmill")
 
 SILENT_S = 5.0
-"""Rows that wait longer for the service are logged, with the reason."""
+"""After this time, a warning says why rows wait for the service."""
 NOTICE_S = 30.0
-"""The shortest time between two such warnings."""
+"""The minimum time between two such warnings."""
 
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """A message under way: its rows, and the call."""
+    """A message in flight: its rows, and the call."""
 
     entries: list[PendingRow]
     begun: Begun
 
 
-# The worker encodes and sends the next messages while the service reads the first.
+# The number of messages in flight: the worker encodes and sends the next ones while the service reads the first.
 _MAX_CALLS = 3
-# A smaller request takes less time than starting a call in the background and returning to it.
+# A smaller request is sent faster by a blocking call than by a call in the background.
 _LARGE_BYTES = 1 << 20
 
 
 class Sender:
-    """Owns the outbox and the lock around it. As thread-safe as the connection's driver.
+    """Owns the outbox and its lock. As thread-safe as the connection's driver.
 
-    The worker starts with the first rows. A caller that is interrupted while it waits leaves its rows to the worker:
-    they are sent all the same, and `flush` reports their errors.
+    The worker starts with the first rows. If a waiting caller is interrupted, the worker still sends its rows, and
+    `flush` reports their errors.
     """
 
     def __init__(self, connection: Connection, encoder: RequestEncoder, limits: Limits) -> None:
@@ -59,16 +59,16 @@ class Sender:
         self._lock = self._driver.lock
         self._work: Signal = self._driver.signal()
         self._progress: Signal = self._driver.signal()
-        # Apart from progress, so that a message that is sent does not wake the callers that wait for its answer.
+        # Separate from `_progress`, so that sending a message does not wake the callers that wait for its answer.
         self._capacity: Signal = self._driver.signal()
         self._join_worker: Join | None = None
         self._closing = False
         self._warned = -inf
 
     async def submit(self, tables: Iterable[Steps]) -> Delivery:
-        """Returns when every row of the tables has an outcome or an error.
+        """Adds the rows of the tables, and returns when each has an outcome or an error.
 
-        If the tables themselves raise an error, it waits for the rows before it first.
+        If iterating the tables raises an error, it first waits for the rows before the error.
         """
         delivery = Delivery()
         try:
@@ -82,7 +82,7 @@ class Sender:
         return delivery
 
     async def put(self, table: Steps, delivery: Delivery, prefix: Prefix) -> None:
-        """Adds the rows of a trajectory, and waits only while too many are pending. prefix: what need not be sent."""
+        """Adds a trajectory's rows. Waits only if too many rows are pending. prefix: tokens that need not be sent."""
         if await self._add(table, delivery, prefix):
             self._wake_worker()
 
@@ -92,13 +92,13 @@ class Sender:
         await self._until(lambda: not self._outbox.is_sending(is_meant))
 
     def withdraw(self, is_meant: Callable[[TrajectoryKey], bool]) -> None:
-        """Removes the rows of the matching trajectories that are not under way. Their outcome is DROPPED."""
+        """Removes the rows of the matching trajectories that are not being sent. Their outcome is DROPPED."""
         with self._lock:
             self._outbox.withdraw(is_meant)
             self._notify()
 
     async def flush(self) -> None:
-        """Returns when all rows added so far have an outcome. Raises errors of rows that no caller has taken yet."""
+        """Returns when all rows added so far have an outcome or an error. Raises errors that were not raised before."""
         last = self._send_now()
         await self._until(lambda: self._outbox.is_concluded(last))
         with self._lock:
@@ -107,14 +107,14 @@ class Sender:
             raise error
 
     def take_error(self, delivery: Delivery) -> GristmillError | None:
-        """Returns the error of a delivery's rows, if any. The caller raises it, so that `flush` does not."""
+        """Returns the error of a delivery's rows, if any. The caller must raise it, because `flush` then does not."""
         if not delivery.failures:
             return None
         with self._lock:
             return self._outbox.take_error(delivery)
 
     async def close(self) -> None:
-        """Ends the worker when all rows are sent or have failed. Idempotent; no rows may be added afterwards."""
+        """Stops the worker after all rows were sent or have failed. Idempotent. No rows may be added afterwards."""
         with self._lock:
             self._closing = True
             self._outbox.flush()
@@ -123,7 +123,7 @@ class Sender:
             await self._join_worker()
 
     async def _add(self, table: Steps, delivery: Delivery, prefix: Prefix | None = None) -> bool:
-        """Adds the rows when the outbox has capacity. Returns whether the worker has to look at them."""
+        """Waits for capacity in the outbox and adds the rows. Returns whether the worker must be woken."""
         self._connection.check_usable()
         while True:
             with self._lock:
@@ -135,13 +135,13 @@ class Sender:
                 await self._capacity.wait(None)
 
     async def _until(self, is_done: Callable[[], bool]) -> None:
-        """Returns when the condition is true. Tests it with the lock held."""
+        """Returns when the condition is true. Acquires the lock to test it."""
         with self._lock:
             while not is_done():
                 await self._progress.wait(None)
 
     def _send_now(self) -> int:
-        """Makes all rows due. Returns the number of the last one."""
+        """Makes all rows due now. Returns the number of the last row."""
         with self._lock:
             last = self._outbox.flush()
         if self._outbox.pending_rows:
@@ -149,7 +149,7 @@ class Sender:
         return last
 
     def _notify(self) -> None:
-        """Wakes callers and the worker. Call it with the lock held."""
+        """Wakes callers and the worker. The caller must hold the lock."""
         self._progress.notify_all()
         self._capacity.notify_all()
         self._work.notify_all()
@@ -163,7 +163,7 @@ class Sender:
     # The worker.
 
     async def _send_all(self) -> None:
-        """Sends rows until the client is closed and none are pending."""
+        """Sends rows until the client is closed and no rows are pending."""
         calls = deque[_Call]()
         try:
             while True:
@@ -180,7 +180,7 @@ class Sender:
                 _log.error("%d rows of run %r were not delivered: the client was not closed", lost, self._encoder.run)
 
     async def _step(self, calls: deque[_Call]) -> None:
-        """Handles answers that have arrived, and sends the next message; if there is none, waits for either."""
+        """Handles answers that have arrived, and sends the next message. If none is due, waits for one or an answer."""
         while calls and calls[0].begun.is_done():
             await self._finish(calls.popleft())
         entries: list[PendingRow] = []
@@ -197,7 +197,7 @@ class Sender:
                     await self._work.wait(pause_s)
 
     async def _begin(self, entries: list[PendingRow], calls: deque[_Call]) -> None:
-        """Sends a message: a large one in the background, while the next is encoded; a small one is faster without."""
+        """Sends a message. A large one is sent in the background, so that the next can be encoded meanwhile."""
 
         async def send() -> Any:
             request = self._encoder.encode(entries)
@@ -243,8 +243,8 @@ class Sender:
             self._notify()
 
     def _log_wait(self, entry: PendingRow, failure: Failure, now: float) -> None:
-        """Logs why a row waits, if it has waited for long."""
+        """Logs why a row waits, if it has waited for a long time."""
         waited_s = now - entry.added
         if failure.may_retry and waited_s >= SILENT_S and now - self._warned >= NOTICE_S:
             self._warned = now
-            _log.warning("run %r: rows wait for %.0f s now: %s", self._encoder.run, waited_s, failure.error)
+            _log.warning("run %r: rows have waited for %.0f s: %s", self._encoder.run, waited_s, failure.error)

@@ -1,4 +1,4 @@
-"""Make the rows of one trajectory: number the steps, check the rewards' form, and leave out what the last step has."""
+"""Builds the rows of one trajectory: numbers the steps, checks the rewards, and omits values that the last step has."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from gristmill.errors import FailedPreconditionError, InvalidArgumentError
 
 
 class Step(NamedTuple):
-    """A step of a trajectory: a table of one row, and what need not be sent of it. last: the step as the last one.
-    covered: for how many first tokens it or steps before it gave values, by partial column."""
+    """A step of a trajectory: a table of one row, and the prefix that need not be sent. last: the step as the new last
+    step. covered: for each partial column, how many first tokens have values in this or an earlier step."""
 
     table: Steps
     prefix: Prefix
@@ -31,7 +31,7 @@ class Step(NamedTuple):
 
 
 class StepWriter:
-    """Makes the rows of one trajectory, in step order. Pure. Owns the trajectory's last step."""
+    """Builds the rows of one trajectory, in step order. Makes no calls. Stores the trajectory's last step."""
 
     def __init__(self, key: TrajectoryKey, attempt: int, policy_version: int, token_rewards: bool) -> None:
         self.key = key
@@ -59,10 +59,10 @@ class StepWriter:
         covered: frozenset[str],
         **fields: Any,
     ) -> Step:
-        """Returns the next step. Call `written` when it is handed over.
+        """Returns the next step. Call `written` after the step was queued.
 
-        columns: values of declared columns by name. shared, covered: as in `Declared`; their values are left out with
-        tokens for which earlier steps gave them. fields: other fields by their names in a rollouts file.
+        columns: values of declared columns by name. shared, covered: as in `Declared`; their values are omitted for
+        tokens that have them from earlier steps. fields: other fields by their names in a rollouts file.
         """
         self._check_goes_on()
         where = f"{self.key} step {self.next_step}"
@@ -82,7 +82,7 @@ class StepWriter:
         }
         if clash := sorted(columns.keys() & row.keys()):
             raise InvalidArgumentError(
-                f"{where}: columns has {clash[0]}, which is a field of the step; give it as the argument {clash[0]}"
+                f"{where}: columns has {clash[0]}, which is a field of the step; pass it as the argument {clash[0]}"
             )
         table, ends = from_rows([row]), dict[str, int]()
         if columns:
@@ -94,16 +94,16 @@ class StepWriter:
         else:
             check_extras(table, declared)
         if self._token_rewards and table.token_rewards is None:
-            # The reward is pending. The zeros do not count; they declare that the run's rewards are one per token.
+            # The reward is pending. The zeros are placeholders; they show that the run has one reward per token.
             table = replace(table, token_rewards=Ragged.from_lengths(np.zeros(length), table.response_lengths))
         return Step(table, *follow(self._last, table, 0, shared), ends)
 
     def extended(self, observation_ids: Any) -> Array:
-        """Returns all tokens so far, followed by the observation's; int32."""
+        """Returns all tokens so far, followed by the tokens of the observation; int32."""
         self._check_goes_on()
         if self._last is None:
             raise FailedPreconditionError(
-                f"{self.key}: the trajectory has no step yet that could be extended; begin with "
+                f"{self.key}: the trajectory has no step to extend; add its first step with "
                 "step(prompt_token_ids, response_ids)"
             )
         where = f"{self.key} step {self.next_step}"
@@ -113,15 +113,15 @@ class StepWriter:
     def _check_goes_on(self) -> None:
         if self.is_ended:
             raise FailedPreconditionError(
-                f"{self.key}: the trajectory has ended with step {self.next_step - 1}; sample it again as another "
-                "attempt, or start another trajectory"
+                f"{self.key}: the trajectory ended with step {self.next_step - 1}; sample it again as another attempt, "
+                "or start another trajectory"
             )
 
     def _with_columns(
         self, table: Steps, row: Mapping[str, Any], declared: Sequence[ColumnSpec], shared: frozenset[str]
     ) -> Steps:
-        """Returns the table with the row's declared columns. Shared values that the last step has are not copied: such
-        columns may be hundreds of times as large as their tokens."""
+        """Returns the table with the row's declared columns. Shared values that the last step has are not copied,
+        because a column may be hundreds of times as large as its tokens."""
         kept = self._kept(table, row, shared) if self._last is not None else {}
         count = 0 if self._last is None or not kept else len(self._last.tokens)
         new = extras_of({**row, **{name: row[name][count:] for name in kept}}, declared)
@@ -130,7 +130,7 @@ class StepWriter:
         return check_extras(replace(table, extras=extras), declared, np.array([count]))
 
     def _kept(self, table: Steps, row: Mapping[str, Any], shared: frozenset[str]) -> dict[str, Extra]:
-        """Returns the last step's shared columns that this row has too."""
+        """Returns the last step's shared columns that this row also has."""
         return {
             name: self._last_extras[name]
             for name in shared & self._last_extras.keys() & row.keys()
@@ -138,39 +138,39 @@ class StepWriter:
         }
 
     def _extends_last(self, table: Steps) -> bool:
-        """Returns whether the row's prompt begins with all of the last step."""
+        """Returns whether the row's prompt begins with all tokens of the last step."""
         if self._last is None:
             return False
         prompt = table.tokens[0][: table.prompt_lengths[0]]
         return np.array_equal(self._last.tokens, prompt[: len(self._last.tokens)])
 
     def written(self, step: Step) -> None:
-        """Makes the step the last one: the next one follows it."""
+        """Records the step as the last one. The next step follows it."""
         self.next_step += 1
         self.is_ended, self._last, self._last_extras = step.last is None, step.last, step.table.extras
         self._covered = step.covered
 
     def _version(self, version: int | None, of_tokens: Any) -> int:
-        """Returns the row's policy version. If tokens have their own versions, the reader takes the oldest."""
+        """Returns the row's policy version. If tokens have their own versions, the row reader uses the oldest."""
         if version is None:
             return self.policy_version if of_tokens is None else UNKNOWN
         return version
 
     def _reward(self, reward: Any, length: int, is_last_step: bool, where: str) -> Any:
-        """Returns the row's reward. None is pending for the last step, and 0 for earlier ones."""
+        """Returns the row's reward. None means pending for the last step, and 0 for earlier steps."""
         if reward is None:
             return None if is_last_step else (np.zeros(length) if self._token_rewards else 0.0)
         if is_vector(reward) != self._token_rewards:
             has, needs = ("one per token", "one number") if is_vector(reward) else ("one number", "one per token")
             raise InvalidArgumentError(
-                f"{where}: reward is {has} and the client was made for {needs} "
-                f"(token_rewards={self._token_rewards}); all rows of a run use the one or the other"
+                f"{where}: reward is {has}, and the client expects {needs} (token_rewards={self._token_rewards}); pass "
+                f"{needs}, or change token_rewards for all rows of the run"
             )
         return reward
 
 
 def _only_new(columns: Mapping[str, Any], covered: frozenset[str], ends: Mapping[str, int]) -> dict[str, Any]:
-    """Returns the covered columns that repeat values of earlier steps, without these."""
+    """Returns the covered columns that repeat values of earlier steps, without the repeated values."""
     new: dict[str, Any] = {}
     for name in covered & columns.keys():
         values, start = columns[name], columns.get(start_of(name), 0)
@@ -181,7 +181,7 @@ def _only_new(columns: Mapping[str, Any], covered: frozenset[str], ends: Mapping
 
 
 def _cover(ends: dict[str, int], table: Steps, covered: frozenset[str]) -> None:
-    """Extends, by column, the number of first tokens for which the row or a step before it gave values."""
+    """Updates `ends`: for each column, how many first tokens have values in this row or an earlier step."""
     for name in covered & table.extras.keys():
         start = table.extras.get(start_of(name))
         first = int(start.values.values[0]) if start is not None else 0
@@ -190,7 +190,7 @@ def _cover(ends: dict[str, int], table: Steps, covered: frozenset[str]) -> None:
 
 
 def _has_values(values: Any, count: int) -> bool:
-    """Whether there are this many values, which can be sliced. Others are refused when all of them are read."""
+    """Whether there are `count` values that can be sliced. Other values are refused later, when they are read."""
     try:
         return len(values) == count and len(values[:0]) == 0
     except (TypeError, KeyError, RuntimeError):
@@ -210,5 +210,5 @@ def plain(values: Any, name: str, where: str) -> Any:
     except (TypeError, RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise InvalidArgumentError(
-            f"{where}: {name} cannot be read as an array: {reason} Give .detach().cpu().float() or .tolist()"
+            f"{where}: {name} cannot be read as an array: {reason}; pass .detach().cpu().float() or .tolist()"
         ) from None

@@ -1,4 +1,4 @@
-"""A trajectory, whose steps are handed over one by one. The client owns the thread and the connection.
+"""A trajectory, to which steps are added one by one. The client owns the thread and the connection.
 
 `Trajectory` is `AsyncTrajectory` with calls that block.
 """
@@ -19,12 +19,12 @@ from gristmill._wire.steps import TrajectoryKey
 from gristmill.completions import sampled
 from gristmill.errors import FailedPreconditionError, GristmillError, InvalidArgumentError, NotFoundError
 
-# The service counts aborts by their reason, which therefore has to be short.
+# The service counts aborts by reason, so a reason must be short.
 _REASON_LENGTH = 200
 
 
 class StepFields(TypedDict, total=False):
-    """The fields that a step may have in addition to its tokens; `Trajectory.step` describes them."""
+    """The optional fields of a step; `Trajectory.step` describes them."""
 
     loss_mask: Any
     rollout_logprobs: Any
@@ -38,8 +38,8 @@ class StepFields(TypedDict, total=False):
 
 
 class AsyncTrajectory:
-    """Like `Trajectory`, awaited; made by `AsyncRolloutClient.trajectory`. An asynchronous context manager, for one
-    task."""
+    """The asyncio version of `Trajectory`, created by `AsyncRolloutClient.trajectory`. An asynchronous context manager.
+    For one task."""
 
     def __init__(
         self,
@@ -115,16 +115,16 @@ class AsyncTrajectory:
         return not self.is_dropped
 
     async def _check_takes_part(self) -> None:
-        """Waits for the outcome of the first step, and raises FailedPreconditionError if it is not kept: a trajectory
-        that is sampled again may come too late, and its only step may be the last."""
+        """Waits for the outcome of the first step, and raises FailedPreconditionError if the service did not store it.
+        A trajectory that is sampled again may be too late, and may have no other step that would report it."""
         await self._sender.wait_for(lambda key: key == self.key)
         self._raise_failure()
         if self.is_dropped:
             outcome = self._delivery.outcomes[0]
             raise FailedPreconditionError(
-                f"{self.key}: attempt {self._writer.attempt} comes too late: its first step is "
+                f"{self.key}: attempt {self._writer.attempt} is too late: its first step is "
                 f"{outcome.name.lower() if outcome else 'dropped'}, because its group is in a batch, dropped or "
-                "complete without it, or this attempt was aborted or superseded; go on with other prompts"
+                "complete without it, or this attempt was aborted or superseded; continue with other prompts"
             )
 
     def _raise_failure(self) -> None:
@@ -146,7 +146,7 @@ class AsyncTrajectory:
     ) -> bool:
         choices = sampled(completion)
         if not choices:
-            raise InvalidArgumentError(f"{self.key}: the engine sampled nothing in this completion; leave it out")
+            raise InvalidArgumentError(f"{self.key}: the completion has no sampled tokens; skip it")
         for number, choice in enumerate(choices, 1):
             ends = number == len(choices)
             await self.step(
@@ -179,8 +179,8 @@ class AsyncTrajectory:
         if error is None:
             await self.abort("ended without a last step")
             raise FailedPreconditionError(
-                f"{self.key}: the block ended after {self._writer.next_step} steps without a last one, so that the "
-                "trajectory was aborted; give is_last_step=True with the last step, or call abort(reason) to abort it "
+                f"{self.key}: the block ended after {self._writer.next_step} steps without a last step, so the "
+                "trajectory was aborted; pass is_last_step=True with the last step, or call abort(reason) to abort it "
                 "on purpose"
             )
         try:
@@ -190,11 +190,11 @@ class AsyncTrajectory:
 
 
 class Trajectory:
-    """A trajectory that is being rolled out; made by `RolloutClient.trajectory`. For one thread at a time.
+    """A trajectory that is being rolled out, created by `RolloutClient.trajectory`. For one thread at a time.
 
-    As a context manager, it is aborted if the block raises, with the exception as the reason. If the block ends without
-    a last step, it is aborted, too, and FailedPreconditionError is raised, because its group would wait for it forever.
-    Call `abort` to give up on purpose.
+    As a context manager, it aborts the trajectory if the block raises, with the exception as the reason. If the block
+    ends without a last step, it also aborts the trajectory, because its group would wait forever, and raises
+    FailedPreconditionError. Call `abort` to abort on purpose.
     """
 
     def __init__(self, awaited: AsyncTrajectory) -> None:
@@ -209,8 +209,8 @@ class Trajectory:
 
     @property
     def is_dropped(self) -> bool:
-        """Whether the service drops further steps: the trajectory's group was dropped, aborted, or sealed without it,
-        or a higher attempt supersedes it. Makes no call."""
+        """Whether the service drops further steps, because the trajectory's group was dropped, aborted, or sealed
+        without it, or a higher attempt supersedes it. Makes no call."""
         return self._awaited.is_dropped
 
     def step(
@@ -228,28 +228,28 @@ class Trajectory:
         advantage: Any = None,
         columns: Mapping[str, Any] | None = None,
     ) -> bool:
-        """Hands over the next step. Returns False if the trajectory `is_dropped`: then stop working on it.
+        """Adds the next step. Returns False if the trajectory `is_dropped`; then stop sampling it.
 
-        Arrays may be lists, NumPy arrays or CPU tensors. They are copied, so that the caller may change them
-        afterwards.
-        loss_mask: 0 or 1 for each response token; all 1 by default.
-        reward: one number, or one per response token if the client was made with `token_rewards`. By default 0 before
-            the last step; on the last step the reward is then pending until `RolloutClient.set_reward`.
-        policy_version: the version that sampled the step, if it is not the trajectory's.
+        Arrays may be lists, NumPy arrays or CPU tensors. They are copied, so the caller may change them afterwards.
+        loss_mask: 0 or 1 for each response token; by default all 1.
+        reward: one number, or one per response token if the client has `token_rewards`. The default is 0 before the
+            last step; on the last step the reward is pending until `RolloutClient.set_reward`.
+        policy_version: the version that sampled the step, if it differs from the trajectory's.
         policy_versions: a version for each response token, -1 if unknown, for weights that changed during the step.
-        columns: values of the run's declared columns, by name, each of its declared scope. The first step that has any
-            asks the service which columns are declared, unless this client created the run.
+        columns: values of the run's declared columns, by name, in the shape of the declared scope. The first step with
+            columns requests the declared columns from the service, unless this client created the run.
 
         Does not wait for the service: a thread sends rows within milliseconds, and `flush` waits for them. Blocks only
         while too many rows are pending, or the service has no capacity for the trajectory's group. Raises
-        InvalidArgumentError naming the field; the step may then be corrected and given again. Raises the error of an
-        earlier step that the service refused; the trajectory is then lost. The first step of a trajectory that is
-        sampled again waits, and raises FailedPreconditionError if the attempt comes too late.
+        InvalidArgumentError that names the field; correct the step and add it again. Raises the error of an earlier
+        step that the service refused; the trajectory is then lost. The first step of a trajectory that is sampled again
+        waits for its outcome, and raises FailedPreconditionError if the attempt is too late.
 
             with client.trajectory("math/17", sample=0, policy_version=4) as trajectory:
                 while not done:
-                    prompt, response = sample(conversation) done, score = environment.act(response) if not
-                    trajectory.step(prompt, response, reward=score, is_last_step=done):
+                    prompt, response = sample(conversation)
+                    done, score = environment.act(response)
+                    if not trajectory.step(prompt, response, reward=score, is_last_step=done):
                         break
         """
         return block_on(
@@ -269,9 +269,9 @@ class Trajectory:
         )
 
     def extend(self, observation_ids: Any, response_ids: Any, **fields: Unpack[StepFields]) -> bool:
-        """Hands over the next step, whose prompt is all tokens so far and then `observation_ids`.
+        """Adds the next step. Its prompt is all tokens so far, followed by `observation_ids`.
 
-        observation_ids: what the environment, a tool or the user added; may be empty. fields: like those of `step`.
+        observation_ids: the tokens that the environment, a tool or the user added; may be empty. fields: as in `step`.
             Raises FailedPreconditionError before the first step, and the errors of `step`.
         """
         return block_on(self._awaited.extend(observation_ids, response_ids, **fields))
@@ -285,24 +285,24 @@ class Trajectory:
         policy_version: int | None = None,
         sampling_mask: str | None = None,
     ) -> bool:
-        """Hands over an engine's answer, with one step for each choice. Returns False if the trajectory `is_dropped`.
+        """Adds an engine's answer, with one step per choice. Returns False if the trajectory `is_dropped`.
 
         completion: a chat completion, completion or response with its token ids, as an object of the `openai` package,
-            a mapping, or the list of a stream's chunks; `gristmill.completions` describes what to ask the engine for.
-            Its sampled tokens are trained. Its prompt is context: messages of tools and users, and answers of other
-            calls.
+            a mapping, or the list of a stream's chunks; `gristmill.completions` says how to request token ids. Its
+            sampled tokens are trained. Its prompt is context: messages of tools and users, and answers of other calls.
         reward, is_last_step: of the last choice; otherwise as for `step`.
-        policy_version: by default that of each token, if the engine reports it, else as for `step`.
-        sampling_mask: the column for the tokens from which the engine sampled each token, if the answer has them; it is
-            declared with scope `response` and shape `[null]`.
+        policy_version: by default the version of each token if the engine reports it, else as for `step`.
+        sampling_mask: the column that stores from which tokens the engine sampled each token, if the answer has them.
+            Declare it with scope `response` and shape `[null]`.
 
-        Give calls in the order in which they were answered. With `merge: tree`, parallel calls, several choices,
-        sub-agents and shortened histories become a tree. Raises the errors of `step`, and InvalidArgumentError for a
-        completion without token ids.
+        Record calls in the order of their answers. With `merge: tree`, parallel calls, several choices, sub-agents and
+        shortened histories become a tree. Raises the errors of `step`, and InvalidArgumentError for a completion
+        without token ids.
 
             completion = engine.chat.completions.create(
                 model=model, messages=messages, logprobs=True, extra_body={"return_token_ids": True}
-            ) trajectory.record(completion)
+            )
+            trajectory.record(completion)
         """
         return block_on(
             self._awaited.record(

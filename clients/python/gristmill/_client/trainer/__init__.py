@@ -1,1 +1,1 @@
-"""The clients of trainers, and what they pull and write back. Not public."""
+"""The client of trainers: reads batches and writes columns back. Not public."""

@@ -25,7 +25,7 @@ METRICS_PREFIX = "gristmill/"
 
 
 class Plan(dict[str, Any]):
-    """The mapping that `gristmill plan` prints; its repr is one line."""
+    """A batch's plan, as `gristmill plan` prints it. Its repr is one line."""
 
     def __repr__(self) -> str:
         sizes = f"{_some(self['prompts'], 'prompt')}, {_some(self['rows'], 'row')}"
@@ -39,8 +39,8 @@ def _some(count: int, word: str) -> str:
 
 
 def batch_metrics(plan: Mapping[str, Any], waited_s: float, prefix: str) -> dict[str, float]:
-    """Return a batch's metrics in one flat dictionary, as experiment trackers take them. waited_s: how long the trainer
-    waited for the batch."""
+    """Return a batch's metrics in one flat dictionary, for experiment trackers. waited_s: how long the trainer waited
+    for the batch."""
     whole = {name: plan[name] for name in ("batch", "prompts", "rows_received", "rows", "optimizer_steps")}
     counts = {f"counts/{name}": count for name, count in plan["counts"].items()}
     tags = {
@@ -66,14 +66,14 @@ class Source(Protocol[S_co]):
 
 
 class Batch(Generic[S]):
-    """A published batch, or one that waits for columns; made by iterating a `TrainerClient`.
+    """A batch that is published, or that waits for columns. Iterating a `TrainerClient` yields batches.
 
-    Its methods yield a `Shard` for each mini-batch if the client has one rank, else a `MiniBatch` with the shards of
-    all of the client's ranks.
+    The methods yield a `Shard` for each mini-batch if the client has one rank, else a `MiniBatch` with the shards of
+    all ranks of the client.
 
-    number: from 0. plan: which rows train when and where, as `gristmill plan` prints it.
-    awaits: names of the columns that trainers still had to write when the batch was given, for each shard of
-        `forward()`, with `TrainerClient.write`. `mini_batches()` waits for them.
+    number: from 0. plan: which rows are trained when and by which rank, as `gristmill plan` prints it.
+    awaits: names of the columns that were still missing when the client received the batch. Write them for each shard
+        of `forward()` with `TrainerClient.write`. `mini_batches()` waits for them.
     """
 
     def __init__(
@@ -104,12 +104,12 @@ class Batch(Generic[S]):
         return self._count * self._epochs
 
     def __iter__(self) -> Iterator[S]:
-        """Iterates `mini_batches()`."""
+        """Yield the mini-batches, like `mini_batches()`."""
         return self.mini_batches()
 
     def mini_batches(self) -> Iterator[S]:
-        """Yield the mini-batches in training order, epoch after epoch, from the trainer's position on: after a resume
-        in the middle of a batch, only those not trained yet. Acknowledge each with its `ack`."""
+        """Yield the mini-batches in training order, epoch after epoch, starting at the trainer's position. After a
+        resume, this omits mini-batches that are trained already. Acknowledge each with its `ack`."""
         order = self._order()
         with self._ahead():
             for index, position in enumerate(order[:-1]):
@@ -120,26 +120,26 @@ class Batch(Generic[S]):
                     del mini_batch
 
     def forward(self) -> Iterator[S]:
-        """Yield each mini-batch of the batch once, in plan order, for values that must be computed before the first
-        optimizer step. They cannot be acknowledged, and may be read again afterwards.
+        """Yield each mini-batch of the batch once, in plan order, to compute values before the first optimizer step.
+        These mini-batches cannot be acknowledged. They may be read again later.
 
             old = {shard.position.mini_batch: [old_logprobs(micro) for micro in shard.micro_batches()]
                    for shard in batch.forward()}
 
-        While the batch waits for columns, yields its forward shards: without the columns, and without advantages,
+        While the batch waits for columns, this yields forward shards: without these columns, and without advantages,
         returns and rewards that depend on them.
         """
-        # Training follows; it reads other shards if columns have to be written first.
+        # Training follows. It reads other shards if columns must be written first.
         return self._once(forward=bool(self.awaits), then=[] if self.awaits else [self._source.position])
 
     def epoch(self) -> Iterator[S]:
-        """Yield each mini-batch of the batch once, in plan order, with all that training needs, for a trainer that
-        repeats epochs itself and then calls the batch's `ack`. Waits until awaited columns are written."""
+        """Yield each mini-batch of the batch once, in plan order, for a trainer that repeats epochs itself and then
+        calls the batch's `ack`. Waits until awaited columns are written."""
         return self._once(forward=False, then=[])
 
     def ack(self) -> None:
-        """Acknowledge every mini-batch of every epoch: the trainer continues with the next batch. Idempotent; errors
-        are those of `Shard.ack`."""
+        """Acknowledge every mini-batch of every epoch, so that the trainer continues with the next batch. Idempotent.
+        Raises the errors of `Shard.ack`."""
         for position, following in pairwise(self._order()):
             if position >= self._source.position:
                 self._source.ack(position, following)
@@ -157,14 +157,14 @@ class Batch(Generic[S]):
         return [Position(self.number, epoch, index) for index in range(self._count)]
 
     def _order(self) -> list[Position]:
-        """Return the positions of the batch, and the one after it."""
+        """Return the positions of the batch, followed by the position after the batch."""
         positions = [position for epoch in range(self._epochs) for position in self._epoch(epoch)]
         return [*positions, Position(self.number + 1)]
 
     @contextmanager
     def _ahead(self) -> Iterator[None]:
-        """Release the shards that were opened ahead if the caller stops iterating, because it may continue at any
-        position, even as another incarnation of the trainer."""
+        """Release shards that were opened ahead if the caller stops iterating, because the caller may continue at
+        another position or as another incarnation of the trainer."""
         try:
             yield
         except GeneratorExit:

@@ -47,31 +47,30 @@ class TrainerOptions(TypedDict, total=False):
 
 
 class TrainerClient(Generic[S]):
-    """Reads a run's batches for one or several data-parallel ranks: gives their shards as torch tensors, acknowledges
+    """Reads a run's batches for one or several data-parallel ranks: returns their shards as torch tensors, acknowledges
     them, and resumes after a restart.
 
     address, run: as for RolloutClient; separate several replicas by commas. The run must exist before the first call.
-    rank: the data-parallel rank of this process, from 0. Batches give a `Shard` for each mini-batch.
+    rank: the data-parallel rank of this process, from 0. Batches yield a `Shard` for each mini-batch.
     ranks: instead of `rank`, for a controller that distributes work to several ranks: a range, or "all" for every rank
-        of the run. Batches give a `MiniBatch` for each mini-batch, with the shard of each rank in `shards[rank]`; it is
-        acknowledged for all of them. If a crash left ranks at different mini-batches, they continue from the first
-        one that not all of them acknowledged.
-    dp_size: if given, it must equal the run's, so that a trainer of another size does not start by mistake. To resume
-        with another number of ranks, call `load_state_dict`.
-    model: `policy`, or `critic` if the run has one; each has an order of its own.
-    device, dtypes: the device and dtypes to which tensors are converted when they are used, such as `device="cuda"` and
-        `dtypes={"tokens": torch.int64, "masks": torch.int64, "loss_mask": torch.float32}`: by kind (also `floats`), or
-        by the name of a tensor or a declared column. By default tensors are as the mapped file has them.
-    auto_commit: whether an acknowledgement also commits. Keep it True without checkpoints; with them, pass False and
+        of the run. Batches yield a `MiniBatch` for each mini-batch, with the shard of each rank in `shards[rank]`. It
+        is acknowledged for all ranks. If a crash left ranks at different mini-batches, all continue at the first
+        mini-batch that a rank has not acknowledged.
+    dp_size: if set, it must equal the run's `dp_size`, so that a trainer of another size does not start by mistake. To
+        resume with another number of ranks, call `load_state_dict`.
+    model: `policy`, or `critic` if the run has one. Each model has its own training order.
+    device, dtypes: the device and dtypes to which tensors are converted at first use, for example `device="cuda"` and
+        `dtypes={"tokens": torch.int64, "masks": torch.int64, "loss_mask": torch.float32}`. Keys of `dtypes` are kinds
+        (also `floats`), or names of tensors or declared columns. By default, tensors are not converted.
+    auto_commit: whether an acknowledgement also commits. Use True without checkpoints. With checkpoints, pass False and
         call `commit` after each.
-    acks: False for all but one of the processes of a data-parallel rank (tensor, pipeline, context parallel):
-        they read the same shards and call `ack` likewise, which then changes only their own position.
-    prefetch: the number of shards to open in the background while one is trained, including the first of the next
-        batch if it is published already. Each is in memory, unless it is mapped. 0 opens each on demand.
-    columns: the declared columns to read; None: all. No byte of the others is streamed, copied or converted.
+    acks: set it to False in all but one process of a data-parallel rank (tensor, pipeline, context parallel). These
+        processes read the same shards, and their `ack` changes only their own position.
+    prefetch: the number of shards to open in the background during training, including the first shard of the next
+        batch if that is published. Opened shards are in memory, unless they are mapped. 0 opens each shard on demand.
+    columns: the declared columns to read; None: all. Other columns are not streamed, copied or converted.
     timeout_s: how long to retry a call while the service is unreachable. Waiting for a batch has no limit.
-    credentials: the token and certificates of calls (`gristmill.Credentials`). None: those of the environment
-        variables, if any is set.
+    credentials: the token and certificates (`gristmill.Credentials`). None: from the environment variables, if set.
 
     Worked example, for one rank:
 
@@ -94,19 +93,19 @@ class TrainerClient(Generic[S]):
                 workers.train([(shard["sequences"], shard["advantages"]) for shard in mini_batch.shards.values()])
                 mini_batch.ack()
 
-    A trainer that goes through mini-batches and epochs itself takes `list(batch.epoch())`, and calls `batch.ack()`.
+    A trainer that iterates over mini-batches and epochs itself uses `list(batch.epoch())`, and calls `batch.ack()`.
 
     **The loss.** With a `loss_reduction`, advantages are scaled over the whole mini-batch, so that
-    `sum(loss of a token * advantage)`, summed over tokens, micro-batches *and ranks*, is the reduction. A trainer whose
-    ranks *average* gradients (DDP, FSDP) divides by dp_size once too often: multiply its loss by `dp_size`. One that
-    sums gradients does not. KL and entropy terms find the denominators in `shard.metadata["loss_denominators"]`.
+    `sum(loss of a token * advantage)`, summed over tokens, micro-batches *and ranks*, is the reduction. If ranks
+    *average* gradients (DDP, FSDP), multiply the loss by `dp_size` to undo the division. If ranks sum gradients, do
+    not. The denominators for KL and entropy terms are in `shard.metadata["loss_denominators"]`.
 
-    **Without checkpoints** an acknowledgement commits at once: after a crash the run continues after the last
-    acknowledged mini-batch, and mini-batches whose optimizer steps were lost are not trained again.
+    **Without checkpoints**, an acknowledgement commits immediately. After a crash the run continues after the last
+    acknowledged mini-batch, and mini-batches with lost optimizer steps are not trained again.
 
-    **With checkpoints**, save `state_dict()` with the weights, `commit()` when they are safe, and after a restart
-    `load_state_dict(state)` on all ranks before the first batch. The surviving weights have then trained every
-    mini-batch exactly once.
+    **With checkpoints**, save `state_dict()` with the weights, and call `commit()` when they are saved. After a
+    restart, call `load_state_dict(state)` on all ranks before the first batch. The restored weights are then trained on
+    every mini-batch exactly once.
     """
 
     @overload
@@ -143,11 +142,11 @@ class TrainerClient(Generic[S]):
         credentials: Credentials | None = None,
     ) -> None:
         if model not in MODELS:
-            raise InvalidArgumentError(f"model is {model!r}; known are {', '.join(MODELS)}")
+            raise InvalidArgumentError(f"model is {model!r}; expected one of {', '.join(MODELS)}")
         if prefetch < 0:
-            raise InvalidArgumentError(f"prefetch is {prefetch}; give how many shards to open ahead, 0 for none")
+            raise InvalidArgumentError(f"prefetch is {prefetch}; set the number of shards to open ahead, 0 or more")
         if isinstance(columns, str):
-            raise InvalidArgumentError(f"columns is {columns!r}; give a list of names, as [{columns!r}]")
+            raise InvalidArgumentError(f"columns is {columns!r}; pass a list of names: [{columns!r}]")
         self.run, self.model = check_run(run), model
         self._ranks = Ranks.of(rank, ranks)
         self._transport = Transport(address, timeout_s, "TrainerClient", credentials)
@@ -174,7 +173,7 @@ class TrainerClient(Generic[S]):
             ahead=prefetch,
             position=lambda: self.position,
         )
-        # The plan of the batch that was given last, and how many seconds the trainer waited for it.
+        # The plan of the last batch, and the seconds that the trainer waited for it.
         self._last_batch: tuple[dict[str, Any], float] | None = None
 
     def __repr__(self) -> str:
@@ -193,23 +192,23 @@ class TrainerClient(Generic[S]):
 
     @property
     def position(self) -> Position:
-        """Return the position of the next mini-batch to train, after the last acknowledged one. Asks the service when
-        first used.
+        """Return the position of the next mini-batch to train, which follows the last acknowledged one. The first use
+        requests it from the service.
 
-        The first use begins the ranks' training: trainers of these ranks that began before are superseded.
+        The first use also begins the ranks' training, and supersedes trainers that began to train these ranks earlier.
 
-        Raises NotFoundError if the run does not exist, and InvalidArgumentError if it has another `dp_size`, no such
-        rank, or no such model. Raises FailedPreconditionError if an earlier trainer acknowledged mini-batches that it
-        did not commit: call `load_state_dict` first.
+        Raises NotFoundError if the run does not exist, and InvalidArgumentError if the run has another `dp_size`, or
+        does not have the rank or the model. Raises FailedPreconditionError if an earlier trainer acknowledged
+        mini-batches that it did not commit; call `load_state_dict` first.
         """
         return self._order.position
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in training and the identity of the run as plain values, to be saved together with the
+        """Return the position in training and the identity of the run as plain values. Save them together with the
         weights in the trainer's checkpoint.
 
-        `run_id` distinguishes the run from one that is created later under its name. `generation` grows each time that
-        the service has lost acknowledged data of the run, as after a failover of Redis that lost the last writes.
+        `run_id` distinguishes the run from a run that is created later under the same name. `generation` grows each
+        time the service has lost acknowledged data of the run, for example by a failover of Redis.
         """
         return self._order.state_dict()
 
@@ -220,51 +219,50 @@ class TrainerClient(Generic[S]):
         with the state of the same checkpoint, before its first batch. Calls of processes that were started earlier
         then fail with StaleIncarnationError.
 
-        If `dp_size` (of the constructor) is not the run's, the service plans mini-batches that not all ranks have
-        acknowledged again for the new size, from the same rows.
+        If the client's `dp_size` differs from the run's, the service plans the mini-batches that not all ranks have
+        acknowledged again, for the new size and from the same rows.
 
-        Call `commit` once all ranks have loaded: if the crash came between saving and `commit`, the batches before
-        the state's position are still stored, and may use the run's whole capacity.
+        Call `commit` after all ranks have loaded. If the crash happened between saving and `commit`, the batches before
+        the state's position are still stored, and may use the whole capacity of the run.
 
-        state: from `state_dict`. Without a checkpoint give `{}`: all ranks continue at the committed position, also
-            if a crash left them at different mini-batches. A state of an earlier gristmill, which does not name the
-            run's identity, is not checked against it.
-        launch: a name of this start of the trainer, the same on all its ranks and never used before. By default rank 0
-            chooses it and torch.distributed broadcasts it (a collective call of every process); with dp_size 1 it is
-            random; otherwise the call is refused.
-        give_up_reason: continue from a state that is ahead of what the run has acknowledged: the prompt groups in
-            between are dropped and counted under this reason. Give it once, after you read what would be lost.
+        state: from `state_dict`. Without a checkpoint pass `{}`: all ranks continue at the committed position, even if
+            a crash left them at different mini-batches. A state of an early version does not contain the run's
+            identity, which is then not checked.
+        launch: a name of this start of the trainer, the same on all ranks and never used before. By default rank 0
+            chooses it and torch.distributed broadcasts it (a collective call of every process). With dp_size 1 it is
+            random. Otherwise `launch` is required.
+        give_up_reason: allows a state that is ahead of the run's acknowledged position. The prompt groups in between
+            are dropped and counted under this reason. Pass it once, after you have read what would be lost.
 
-        Raises InvalidArgumentError for a state of another run's name, model or version. Raises FailedPreconditionError
-        if the state's position is freed already (committed by a later checkpoint); if the state is of an earlier run,
-        which was deleted and created again under the name: load `{}` to start the new one; and if it is ahead of
-        what the run has acknowledged, so that accepted rows would be skipped. The message then says what would be lost
-        and which position fits: load the checkpoint of that position, or give `give_up_reason`.
+        Raises InvalidArgumentError for a state of another run, model or version. Raises FailedPreconditionError if the
+        state's position is freed already (committed by a later checkpoint), or if the state is of an earlier run of
+        this name, which was deleted; load `{}` to start the new run. Also raises it if the state is ahead of the run's
+        acknowledged position, so that accepted rows would be skipped. The message then says what would be lost and
+        which position fits: load the checkpoint of that position, or pass `give_up_reason`.
         """
         self._order.resume(state, launch, give_up_reason)
 
     def commit(self, state: Mapping[str, Any] | None = None) -> None:
-        """Commit: a checkpoint has all training before its position, so that batches before it are freed once every
-        rank has acknowledged them. Idempotent; any rank may call it, one is enough, unless tokens are bound to ranks:
-        then each calls it.
+        """Commit a position, because a checkpoint contains all training before it. The service frees the batches before
+        it after every rank has acknowledged them. Idempotent. One rank calls it; if tokens are bound to ranks, each
+        rank calls it.
 
         state: the checkpoint's `state_dict`, if training has continued since; by default the current position.
         """
         self._order.commit(state)
 
     def ack(self, position: Position, following: Position) -> None:
-        """Acknowledge a mini-batch, opened or not; `Shard.ack` and `Batch.ack` call this.
+        """Acknowledge a mini-batch, even if it was not opened. `Shard.ack` and `Batch.ack` call this method.
 
-        following: the position after it. Errors are those of `Shard.ack`.
+        following: the position after it. Raises the errors of `Shard.ack`.
         """
         self._order.ack(position, following)
 
     def announce_policy_version(self, version: int, *, keep_later: bool = False) -> None:
-        """Announce the policy version that rollout workers can sample from, once its weights can be loaded. Idempotent;
-        one rank calls it.
+        """Announce a policy version to rollout workers, after its weights can be loaded. Idempotent. One rank calls it.
 
-        keep_later: do nothing if a later version was announced, as when a trainer resumes from an earlier checkpoint
-            and makes versions again. Otherwise FailedPreconditionError is raised, because versions never go back.
+        keep_later: do nothing if a later version was announced, for example when a trainer resumes from an earlier
+            checkpoint. Otherwise FailedPreconditionError is raised, because versions never decrease.
         """
         if keep_later and version <= self._announced_version():
             return
@@ -281,31 +279,31 @@ class TrainerClient(Generic[S]):
     # Batches.
 
     def __iter__(self) -> Iterator[Batch[S]]:
-        """Yield batches from the ranks' position on, until the run is finished. Waits for each without limit.
+        """Yield batches, starting at the ranks' position, until the run is finished. Waits for each without limit.
 
-        Raises BatchFailedError with the reason for a batch that could not be made. Iterating again continues after it,
-        and frees its rows. A batch that could not be aligned may be possible with another `dp_size`: its rows stay
-        until then. (A batch that failed before this trainer started is skipped; `load_state_dict` logs a warning.)
-        Raises FailedPreconditionError if the next batch is requested before all of this one is acknowledged.
+        Raises BatchFailedError with the reason if a batch could not be built. Iterating again continues with the next
+        batch, and frees the rows of the failed one. If a batch could not be aligned, you can resume with another
+        `dp_size` instead. (A batch that failed before this trainer started is skipped; `load_state_dict` logs a
+        warning.) Raises FailedPreconditionError if the next batch is requested before this one is fully acknowledged.
         """
         while (batch := self._next_batch()) is not None:
             yield batch
             if not len(batch):
-                # Nothing of it is for this model.
+                # The batch has no mini-batch for this model.
                 self._order.skip_to(batch.number + 1)
             elif self.position.batch == batch.number:
                 raise FailedPreconditionError(
-                    f"{self._order.name}: the loop left batch {batch.number} at {self.position}; train its "
+                    f"{self._order.name}: the loop left batch {batch.number} at {self.position}; iterate its "
                     "mini_batches() to the end and ack() each"
                 )
 
     def metrics(self, prefix: str = METRICS_PREFIX) -> dict[str, float]:
-        """Return the metrics of the batch that was given last, for an experiment tracker: numbers by name.
+        """Return the metrics of the last batch that the loop received, for an experiment tracker: numbers by name.
 
-        The names are `batch`, `prompts`, `rows_received`, `rows` (after merging), `optimizer_steps`, `waited_s` (from
-        the request for the batch until its arrival), those of the plan's `metrics`, such as `score_mean`, `pass_at_n`,
-        `padding_share` and `staleness_mean`, those of its `counts` as `counts/NAME`, and of each tag as
-        `tags/TAG/NAME`; each after the prefix. All ranks have the same except for `waited_s`, so that one logs them.
+        Each name begins with the prefix. The names are `batch`, `prompts`, `rows_received`, `rows` (after merging),
+        `optimizer_steps`, `waited_s` (the time that the trainer waited for the batch), the plan's `metrics` such as
+        `score_mean`, `pass_at_n`, `padding_share` and `staleness_mean`, its `counts` as `counts/NAME`, and the metrics
+        of each tag as `tags/TAG/NAME`. All values except `waited_s` are equal on all ranks, so one rank can log them.
 
             for batch in trainer:
                 wandb.log(trainer.metrics(), step=batch.number)
@@ -314,7 +312,7 @@ class TrainerClient(Generic[S]):
         """
         if self._last_batch is None:
             raise FailedPreconditionError(
-                f"{self._order.name}: the trainer has given no batch yet; call metrics() inside `for batch in trainer`"
+                f"{self._order.name}: the trainer has no batch yet; call metrics() inside `for batch in trainer`"
             )
         return batch_metrics(*self._last_batch, prefix)
 
@@ -356,8 +354,8 @@ class TrainerClient(Generic[S]):
         return response
 
     def _first_shard(self) -> trainer_pb2.GetShardRequest | None:
-        """Return the request for the first shard, which the answer for its batch then includes; None with several
-        ranks, because each has a shard of its own."""
+        """Return the request for the first shard, which the answer for its batch then includes. Return None if there
+        are several ranks, because each has its own shard."""
         wanted = self._wanted(self.position, forward=False)
         return self._reader.request(wanted, wanted.ranks[0]) if len(wanted.ranks) == 1 else None
 
@@ -365,13 +363,13 @@ class TrainerClient(Generic[S]):
 
     def open_shard(self, position: Position, *, forward: bool = False) -> S:
         """Open any mini-batch of the training order: map it if the service's shared memory is on this machine, else
-        stream it. May be repeated until its batch is freed. The shard cannot be acknowledged.
+        stream it. May be repeated until the batch is freed. The shard cannot be acknowledged.
 
-        Waits for a batch that is not later than the client's own: a restarted service rebuilds what it had published.
+        Waits for a batch up to the client's current one, because a restarted service rebuilds published batches.
         forward: whether to accept the forward shard while the batch waits for columns.
 
-        Raises NotFoundError for a batch that is freed, BatchFailedError for one that could not be made, and
-        FailedPreconditionError for a later batch that is not published yet, or whose columns were lost.
+        Raises NotFoundError if the batch is freed, BatchFailedError if it could not be built, and
+        FailedPreconditionError if it is a later batch that is not published yet, or its columns were lost.
         """
         return self._open(position, forward=forward)
 
@@ -400,26 +398,26 @@ class TrainerClient(Generic[S]):
         return Wanted(position, self._order.ranks, forward, self._order.incarnation)
 
     def _expect(self, positions: Iterable[Position], *, forward: bool = False) -> None:
-        """Open the next shards in the background, in this order, at most `prefetch` of them; release all others that
-        were opened ahead.
+        """Open the next shards in the background, in this order, at most `prefetch` of them. Release all other shards
+        that were opened ahead.
 
-        Errors found here are raised when the shard is opened, except transient ones, which are tried again.
+        Errors are raised when the shard is opened. Transient errors are retried.
         """
         self._reader.expect(self._wanted(position, forward) for position in positions)
 
     def write(self, shard: Shard, columns: Mapping[str, Any]) -> None:
-        """Write columns of `source: trainer` for a shard of `batch.forward()`. Once every shard of every rank has
-        every column, the batch is complete, and `mini_batches()` yields it.
+        """Write columns of `source: trainer` for a shard of `batch.forward()`. After all columns were written for every
+        shard of every rank, `mini_batches()` yields the batch.
 
-        columns: by name a tensor in the shape of the shard's `response_mask` (scope `row`: one value per row), or a
-            list with one for each micro-batch. Values on padding, prompts and padding rows are ignored.
+        columns: for each name a tensor in the shape of the shard's `response_mask` (scope `row`: one value per row), or
+            a list with one tensor per micro-batch. Values for padding, prompts and padding rows are ignored.
 
             for shard in batch.forward():
                 trainer.write(shard, {"values": [critic(micro) for micro in shard.micro_batches()]})
 
-        Idempotent. Does nothing for a shard that is no forward shard, because it has its columns. Raises
+        Idempotent. Does nothing if the shard is not a forward shard, because it already has its columns. Raises
         AlreadyExistsError if this incarnation wrote other values before (after `load_state_dict` all columns are
-        written again), and StaleIncarnationError.
+        written again), and StaleIncarnationError if a newer incarnation exists.
         """
         self._transport.check_usable()
         written = self._columns.written
@@ -430,9 +428,9 @@ class TrainerClient(Generic[S]):
             self._reader.kept.wrote(request, name)
 
     def rows(self, batch: int) -> list[dict[str, Any]]:
-        """Return the rows of a sealed batch as they were submitted, in the batch's order, each as `submit` takes it, so
-        that a restarted trainer need not sample them again. Raises NotFoundError for a batch that is freed, and
-        FailedPreconditionError for one that is not sealed yet.
+        """Return the rows of a sealed batch in the form in which `submit` accepts them, in the batch's order, so that a
+        restarted trainer need not sample them again. Raises NotFoundError if the batch is freed, and
+        FailedPreconditionError if it is not sealed yet.
         """
         request = trainer_pb2.ExportBatchRequest(run=self.run, batch=batch)
         pages = self._transport.call(
@@ -443,7 +441,7 @@ class TrainerClient(Generic[S]):
     # The end.
 
     def close(self) -> None:
-        """Close the connection and stop opening shards ahead. Shards that were given stay valid. Idempotent."""
+        """Close the connection and stop opening shards ahead. Shards that are in use stay valid. Idempotent."""
         self._transport.close()
         self._reader.close()
 

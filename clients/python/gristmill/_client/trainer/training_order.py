@@ -1,4 +1,4 @@
-"""The position of one client's ranks in a run's training order: resuming, acknowledging, committing."""
+"""Tracks the position of a client's ranks in the run's training order: resumes, acknowledges and commits."""
 
 from __future__ import annotations
 
@@ -21,58 +21,58 @@ _log = logging.getLogger("gristmill")
 
 _STATE_VERSION = 2
 _KNOWN_STATE_VERSIONS = (1, 2)
-"""Version 1 does not name the run's identity, which is then not checked."""
+"""Version 1 does not contain the run's identity, which is then not checked."""
 _LAUNCH_BYTES = 16
 
 
 class Ranks(NamedTuple):
-    """The ranks that a client trains: one, a range of them, or all."""
+    """The ranks that a client trains: one rank, a range, or all."""
 
     chosen: int | range | Literal["all"]
 
     @classmethod
     def of(cls, rank: int | None, ranks: range | Literal["all"] | None) -> Ranks:
-        """Check the constructor's arguments. Raises InvalidArgumentError unless exactly one of them is given."""
+        """Check the constructor's arguments. Raises InvalidArgumentError unless exactly one of them is set."""
         if (rank is None) == (ranks is None):
             raise InvalidArgumentError(
-                f"rank is {rank} and ranks is {ranks}; give rank=N for one data-parallel rank, ranks=range(...) for "
+                f"rank is {rank} and ranks is {ranks}; set rank=N for one data-parallel rank, ranks=range(...) for "
                 "several, or ranks='all'"
             )
         chosen = rank if ranks is None else ranks
         if chosen != "all" and not isinstance(chosen, (int, range)):
-            raise InvalidArgumentError(f"ranks is {chosen!r}; give a range, or 'all'")
+            raise InvalidArgumentError(f"ranks is {chosen!r}; set a range, or 'all'")
         if isinstance(chosen, range) and (chosen.step != 1 or not chosen):
-            raise InvalidArgumentError(f"ranks is {chosen}; give a range of one rank or more, one after the other")
+            raise InvalidArgumentError(f"ranks is {chosen}; set a range with step 1 that is not empty")
         return cls(chosen)
 
     @property
     def is_one(self) -> bool:
-        """Return whether the client has one rank, so that it gives shards instead of mini-batches."""
+        """Return whether the client has one rank and therefore yields shards instead of mini-batches."""
         return isinstance(self.chosen, int)
 
     def of_run(self, run: str, dp_size: int) -> range:
-        """Return the ranks as a range. Raises InvalidArgumentError if the run does not have them."""
+        """Return the ranks as a range. Raises InvalidArgumentError if the run does not have these ranks."""
         if isinstance(self.chosen, int):
             if not 0 <= self.chosen < dp_size:
                 raise InvalidArgumentError(
-                    f"run {run!r}: rank is {self.chosen}; with dp_size {dp_size} it is 0..{dp_size - 1}"
+                    f"run {run!r}: rank is {self.chosen} and dp_size is {dp_size}; expected 0..{dp_size - 1}"
                 )
             return range(self.chosen, self.chosen + 1)
         if self.chosen == "all":
             return range(dp_size)
         if not 0 <= self.chosen.start < self.chosen.stop <= dp_size:
-            raise InvalidArgumentError(f"run {run!r}: ranks is {self.chosen}; dp_size is {dp_size}")
+            raise InvalidArgumentError(f"run {run!r}: ranks is {self.chosen}; expected ranks below dp_size={dp_size}")
         return self.chosen
 
     def __str__(self) -> str:
-        """The ranks as errors name them, after the run."""
+        """The ranks in the form that follows the run's name in error messages."""
         if isinstance(self.chosen, int):
             return f" rank {self.chosen}"
         return "" if self.chosen == "all" else f" ranks {self.chosen.start}..{self.chosen.stop - 1}"
 
 
 class Checkpoint(NamedTuple):
-    """A position and the run that it is in, as stored in a trainer's checkpoint.
+    """A position and the identity of its run, as stored in a trainer's checkpoint.
 
     run_id, generation: as in `RunStatus`; empty and 0 if unknown.
     """
@@ -88,36 +88,36 @@ class Checkpoint(NamedTuple):
 
     @classmethod
     def of(cls, state: Mapping[str, Any], run: str, model: str) -> Checkpoint:
-        """Read a state. Raises InvalidArgumentError if it is of another run's name, model or version, or damaged."""
+        """Read a state. Raises InvalidArgumentError if it is damaged, or is of another run, model or version."""
         if state.get("version") not in _KNOWN_STATE_VERSIONS:
             known = ", ".join(map(str, _KNOWN_STATE_VERSIONS))
-            raise InvalidArgumentError(f"state: version is {state.get('version')!r} and this gristmill reads {known}")
+            raise InvalidArgumentError(f"state: version is {state.get('version')!r}; expected one of {known}")
         for name, value in {"run": run, "model": model}.items():
             if state.get(name) != value:
                 raise InvalidArgumentError(
-                    f"state: {name} is {state.get(name)!r} and this trainer's is {value!r}; load the state that this "
+                    f"state: {name} is {state.get(name)!r}, but {value!r} in this trainer; load the state that this "
                     "trainer saved"
                 )
         run_id, generation = state.get("run_id", ""), state.get("generation", 0)
         if not isinstance(run_id, str) or not isinstance(generation, int):
             raise InvalidArgumentError(
-                f"state: run_id is {run_id!r} and generation {generation!r}; give what state_dict returned"
+                f"state: run_id is {run_id!r} and generation is {generation!r}; pass the value of state_dict()"
             )
         try:
             position = Position(*(int(state[name]) for name in Position._fields))
         except (KeyError, TypeError, ValueError):
             raise InvalidArgumentError(
-                f"state: no position in {dict(state)!r}; give what state_dict returned"
+                f"state: {dict(state)!r} has no position; pass the value of state_dict()"
             ) from None
         return cls(position, run_id, generation)
 
 
 class TrainingOrder:
-    """Tracks the position of some ranks of one model, as the service has it.
+    """Tracks the service's position for some ranks of one model.
 
-    dp_size: the number of ranks that the trainer expects, None for any. on_read: called with the declared columns
-    whenever the run was read. on_resume: called when the ranks have resumed: shards that were opened before are of
-    another incarnation, and may be cut for another dp_size.
+    dp_size: the number of ranks that the trainer expects, None for any. on_read: called with the declared columns each
+    time the run was read. on_resume: called after the ranks have resumed, because shards that were opened before are of
+    another incarnation, and may be planned for another dp_size.
     """
 
     def __init__(
@@ -142,9 +142,9 @@ class TrainingOrder:
         self._expected_dp_size, self._auto_commit = dp_size, auto_commit
         self._on_read, self._on_resume = on_read, on_resume
         self._position: Position | None = None
-        # The batch whose failure was raised last.
+        # The batch of the last BatchFailedError.
         self._failed: int | None = None
-        # A position in the last failed batch that the ranks stepped over, until it is acknowledged.
+        # The position in a failed batch that the ranks skipped and must still acknowledge.
         self._stepped_over: Position | None = None
         self._run_id, self._generation = "", 0
 
@@ -153,19 +153,18 @@ class TrainingOrder:
 
     @property
     def position(self) -> Position:
-        """Return the next position to train. Asks the service when first used."""
+        """Return the next position to train. The first use requests it from the service."""
         if self._position is None:
             self._position = self._start()
         return self._position
 
     def _start(self) -> Position:
-        """Check the run against what these ranks expect; return the position of the rank that is furthest behind."""
+        """Check that the run fits these ranks, and return the position of the rank that is furthest behind."""
         status = self._read_run(None)
         if self._expected_dp_size not in (None, self.dp_size):
             raise InvalidArgumentError(
-                f"run {self.run!r} has dp_size {self.dp_size} and this trainer {self._expected_dp_size}; create the "
-                "run with the trainer's dp_size, or call load_state_dict first: the service then builds the run's "
-                "batches for that many ranks"
+                f"run {self.run!r}: dp_size is {self.dp_size}, but {self._expected_dp_size} in this trainer; create "
+                "the run with this dp_size, or call load_state_dict to build the run's batches for it"
             )
         self.ranks = self._chosen_ranks.of_run(self.run, self.dp_size)
         self._run_id, self._generation = status.run_id, status.generation
@@ -179,14 +178,14 @@ class TrainingOrder:
         return furthest_behind
 
     def _begin(self) -> Position:
-        """Begin the ranks' training: trainers of them that began earlier get StaleIncarnationError from now on."""
+        """Begin the ranks' training. Trainers that began to train them earlier now get StaleIncarnationError."""
         request = trainer_pb2.ResumeRequest(run=self.run, model=MODELS[self.model], ranks=self.ranks)
         response = self._transport.call(self._transport.trainers.Resume, request)
         self.incarnation, self._generation = response.incarnation, response.generation
         return Position.of(response.position)
 
     def _read_run(self, dp_size: int | None) -> RunStatus:
-        """Read the run's state. dp_size: the number of ranks that the run is about to get; None: its own."""
+        """Read the run's state. dp_size: the number of ranks that the run will have; None: its current number."""
         answer: run_pb2.GetRunResponse = self._transport.call(
             self._transport.runs.GetRun, run_pb2.GetRunRequest(run=self.run)
         )
@@ -203,7 +202,7 @@ class TrainingOrder:
     def resume(self, state: Mapping[str, Any], launch: str | None, give_up_reason: str | None) -> None:
         """Move the model's ranks to the state's position, as a new incarnation. launch: None generates a name."""
         if give_up_reason == "":
-            raise InvalidArgumentError("give_up_reason is empty; name the reason under which the groups are counted")
+            raise InvalidArgumentError("give_up_reason is empty; set the reason under which dropped groups are counted")
         saved = Checkpoint.of(state, self.run, self.model) if state else None
         self._read_run(self._expected_dp_size)
         self.ranks = self._chosen_ranks.of_run(self.run, self.dp_size)
@@ -221,8 +220,8 @@ class TrainingOrder:
         resumed = Position.of(response.position)
         if saved is not None and resumed != saved.position:
             raise FailedPreconditionError(
-                f"{self.name}: another rank of this launch resumed at {resumed} and this one's state is "
-                f"{saved.position}; load the state of the same checkpoint on all ranks"
+                f"{self.name}: the state's position is {saved.position}, but another rank of this launch resumed at "
+                f"{resumed}; load the state of the same checkpoint on all ranks"
             )
         self._position, self.incarnation = resumed, response.incarnation
         self._failed = self._stepped_over = None
@@ -242,21 +241,22 @@ class TrainingOrder:
         self._follow(self._transport.call(self._transport.trainers.Commit, request).generation)
 
     def _follow(self, generation: int) -> None:
-        """Remember the generation in which the run stored the ranks' position, for their next checkpoints."""
+        """Record the generation in which the run stored the ranks' position, for the next checkpoints."""
         self._generation = max(self._generation, generation)
 
     # Progress.
 
     def ack(self, position: Position, following: Position) -> None:
-        """Acknowledge a mini-batch; `following` is the position after it. Does nothing if it was done before."""
+        """Acknowledge a mini-batch. following: the position after it. Does nothing if it is acknowledged already."""
         if position < self.position:
             return
         if not self.acks and position > self.position:
             raise FailedPreconditionError(
-                f"{self.name}: {position} cannot be acknowledged, the next is {self.position}; acknowledge in order"
+                f"{self.name}: {position} cannot be acknowledged, because the next is {self.position}; acknowledge in "
+                "order"
             )
         self._send_acks(position)
-        # Not the service's next position, which skips failed batches: iterating raises their errors.
+        # Do not use the service's next position. It skips failed batches, but iterating must raise their errors.
         self._position = following
 
     def _send_acks(self, position: Position) -> None:
@@ -272,16 +272,16 @@ class TrainingOrder:
             self._follow(self._transport.call(self._transport.trainers.Acknowledge, request).generation)
 
     def skip_to(self, batch: int) -> None:
-        """Continue with this batch; the batches before it have no mini-batch of this model."""
+        """Continue with this batch, because the batches before it have no mini-batch of this model."""
         self._position = Position(batch)
 
     def failed(self, batch: int) -> None:
-        """Note that the batch's failure is raised now: the next `step_over_failed` continues after it."""
+        """Record that the batch's failure is being raised. The next `step_over_failed` continues after the batch."""
         self._failed = batch
 
     def step_over_failed(self) -> None:
-        """Continue after a batch whose failure was raised, and acknowledge it: the service keeps the rows of a failed
-        batch until all ranks have done so."""
+        """Continue after a failed batch if its error was raised. Acknowledge the batch, because the service stores the
+        rows of a failed batch until all ranks have acknowledged it."""
         if self._failed == self.position.batch:
             self._step_over(self._failed)
         if self._stepped_over is not None:
@@ -289,9 +289,8 @@ class TrainingOrder:
             self._stepped_over = None
 
     def _step_over_all(self, failed: Mapping[int, str]) -> None:
-        """Skip the failed batches at the position. A failure is raised once: a trainer that it ends, and that is
-        restarted, would get the same error forever. A batch that failed for another dp_size is not in `failed` any
-        more, because it is built again."""
+        """Skip failed batches at the position, so that a restarted trainer does not get the same error again. A batch
+        that failed for another dp_size is not in `failed`, because the service builds it again."""
         while (number := self.position.batch) in failed:
             _log.warning("run %r: batch %d failed, and the trainer skips it: %s", self.run, number, failed[number])
             self._step_over(number)
@@ -301,24 +300,24 @@ class TrainingOrder:
 
 
 def make_launch_id(dp_size: int) -> str:
-    """Return a random name for one start of a trainer, the same on all of its ranks. If torch.distributed is
-    initialized, rank 0 broadcasts it in a collective call of every process.
+    """Return a random name for one start of a trainer, equal on all ranks. If torch.distributed is initialized, rank 0
+    broadcasts the name in a collective call of every process.
 
-    Raises InvalidArgumentError if there are several ranks and no way to agree.
+    Raises InvalidArgumentError if there are several ranks without torch.distributed.
     """
     if distributed.is_available() and distributed.is_initialized():
         return _broadcast_id()
     if dp_size == 1:
         return secrets.token_hex(_LAUNCH_BYTES)
     raise InvalidArgumentError(
-        f"launch is not given, and dp_size is {dp_size} without torch.distributed; give a name that is the same on all "
-        "ranks of this start and on no other (the job's id and restart count, for instance), or initialize "
-        "torch.distributed first"
+        f"launch is not set, and dp_size is {dp_size} without torch.distributed; set launch to the same name on all "
+        "ranks of this start and to another name at each start (for example the job's id and restart count), or "
+        "initialize torch.distributed first"
     )
 
 
 def _broadcast_id() -> str:
-    """Broadcast rank 0's name, as bytes: broadcast_object_list would unpickle them."""
+    """Broadcast rank 0's name as bytes, because broadcast_object_list would unpickle data."""
     device = "cuda" if distributed.get_backend() == "nccl" else "cpu"
     name = torch.tensor(list(secrets.token_bytes(_LAUNCH_BYTES)), dtype=torch.uint8, device=device)
     distributed.broadcast(name, src=0)

@@ -1,4 +1,4 @@
-"""Columns that a trainer writes back: the requests that write them, and whether the service still has them."""
+"""Columns that a trainer writes back: builds the requests, and checks whether the service still has the columns."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ def write_requests(
     shard: Shard, values: Mapping[str, Any], written: Mapping[str, ColumnSpec], run: str, incarnation: int, dp_size: int
 ) -> Iterator[tuple[str, trainer_pb2.WriteColumnsRequest, bytes]]:
     """Yield a request for each column to write for a shard: the column's name, the request without its tensors, and the
-    encoded request with them. Yields none for a shard that has its columns.
+    encoded request with its tensors. Yields nothing for a shard that already has its columns.
 
     written: the columns that trainers of the run write. dp_size: the trainer's current number of ranks. Raises
     InvalidArgumentError naming the column.
     """
     if not isinstance(values, Mapping):
         raise InvalidArgumentError(
-            f"run {run!r}: columns is a {type(values).__name__}; give a mapping from the columns' names to their values"
+            f"run {run!r}: columns is a {type(values).__name__}; pass a mapping from column names to values"
         )
     metadata = shard.metadata
     if (metadata["run"], metadata["model"]) != (run, "policy"):
         raise InvalidArgumentError(
-            f"run {run!r}: the shard is of the {metadata['model']} of run {metadata['run']!r}; write columns for the "
-            "policy's shards of this run, and read these with another TrainerClient (acks=False)"
+            f"run {run!r}: the shard is of model {metadata['model']} and run {metadata['run']!r}; write columns for "
+            "policy shards of this run, which another TrainerClient (acks=False) can read"
         )
     if metadata["dp_size"] != dp_size:
         raise InvalidArgumentError(
-            f"run {run!r}: the shard is one of {metadata['dp_size']} ranks, and the trainer has {dp_size} since it "
-            "resumed; iterate the trainer again, and write columns for the shards that it then gives"
+            f"run {run!r}: the shard is for dp_size {metadata['dp_size']}, but the trainer resumed with {dp_size}; "
+            "iterate the trainer again, and write columns for the new shards"
         )
     for name in values:
         if name not in written:
             known = ", ".join(written) or "none"
             raise InvalidArgumentError(
-                f"run {run!r}: {name!r} is not a column that trainers write; these are {known}; declare it with "
+                f"run {run!r}: {name!r} is not a column that trainers write; expected one of {known}; declare it with "
                 "source: trainer"
             )
     for name, column_values in values.items() if shard.is_forward else ():
@@ -59,10 +59,10 @@ def write_requests(
 
 
 def _tensors(shard: Shard, column: ColumnSpec, values: Any) -> dict[str, Array]:
-    """Return the column's tensors under the names that they have in a shard.
+    """Return the column's tensors by their names in a shard.
 
-    values: a tensor or array of the whole shard, or a sequence with one for each micro-batch.
-    Raises InvalidArgumentError for other values; the service checks shapes.
+    values: a tensor or array for the whole shard, or a sequence with one for each micro-batch.
+    Raises InvalidArgumentError for other values. The service checks shapes.
     """
     count = len(shard.metadata["micro_batches"])
     pieces = list(values) if isinstance(values, Sequence) else [values]
@@ -70,20 +70,20 @@ def _tensors(shard: Shard, column: ColumnSpec, values: Any) -> dict[str, Array]:
     if isinstance(values, Sequence) and len(pieces) != count:
         raise InvalidArgumentError(
             f"{shard.position}: {column.name} is a sequence of {len(pieces)} and the shard has {count} micro-batches; "
-            "give a tensor for each, or one for the whole shard"
+            "pass one tensor per micro-batch, or one for the whole shard"
         )
     if column.scope == "response" and shard.is_per_micro_batch:
         if len(arrays) != count:
             raise InvalidArgumentError(
-                f"{shard.position}: {column.name} is one tensor, and each of the shard's {count} micro-batches has "
-                "tensors of its own; give a list with one for each"
+                f"{shard.position}: {column.name} is one tensor, but each of the shard's {count} micro-batches has its "
+                "own tensors; pass a list with one tensor per micro-batch"
             )
         return {f"micro_batch_{index:03d}/{column.name}": array for index, array in enumerate(arrays)}
     try:
         return {column.name: arrays[0] if len(arrays) == 1 else np.concatenate(arrays)}
     except ValueError as error:
         raise InvalidArgumentError(
-            f"{shard.position}: {column.name} cannot be joined from its micro-batches: {error}"
+            f"{shard.position}: {column.name} cannot be concatenated from its micro-batches: {error}"
         ) from None
 
 
@@ -93,13 +93,13 @@ def _array(column: ColumnSpec, values: Any) -> Array:
         tensor = torch.as_tensor(values).detach()
     except (TypeError, ValueError, RuntimeError) as error:
         raise InvalidArgumentError(
-            f"{column.name} is no tensor or array: {error}; give numbers as a tensor or an array"
+            f"{column.name} is not a tensor or array: {error}; pass numbers as a tensor or an array"
         ) from None
     wanted: torch.dtype = getattr(torch, column.dtype)
     if tensor.dtype != wanted:
         if not (column.is_float and tensor.is_floating_point()) and not torch.can_cast(tensor.dtype, wanted):
             raise InvalidArgumentError(
-                f"{column.name} has {tensor.dtype} values and its column declares {column.dtype}; convert the values"
+                f"{column.name} has {tensor.dtype} values, but the column declares {column.dtype}; convert the values"
             )
         tensor = tensor.to(wanted)
     tensor = tensor.cpu().contiguous()
@@ -109,8 +109,7 @@ def _array(column: ColumnSpec, values: Any) -> Array:
 
 
 class KeptColumns:
-    """Records the columns of its batch that a trainer knows to be stored: if the store loses them, only the trainer can
-    write them again."""
+    """Records which columns of a batch are stored. If the store loses one, only the trainer can write it again."""
 
     def __init__(self) -> None:
         self._batch = -1
@@ -121,7 +120,7 @@ class KeptColumns:
         self._written.add((request.mini_batch, request.rank, column))
 
     def completed(self, batch: int) -> None:
-        """Record that the batch has all columns that it waited for."""
+        """Record that the batch has all columns for which it waited."""
         self._at(batch)
         self._is_complete = True
 
@@ -133,15 +132,15 @@ class KeptColumns:
         return batch == self._batch
 
     def check(self, run: str, ranks: Collection[int], awaits: Iterable[trainer_pb2.AwaitedColumn]) -> None:
-        """Raise FailedPreconditionError if the batch waits for columns that these ranks have stored already."""
+        """Raise FailedPreconditionError if the batch waits for columns that these ranks have already written."""
         for place in awaits:
             is_own = self._is_complete and place.rank in ranks
             if is_own or (place.mini_batch, place.rank, place.column) in self._written:
                 self.forget()
                 raise FailedPreconditionError(
                     f"run {run!r}: batch {self._batch} mini-batch {place.mini_batch} rank {place.rank}: {place.column} "
-                    "was written, and the service's store has lost it; iterate the trainer again, and write what the "
-                    "batch awaits"
+                    "was written, but the service's store has lost it; iterate the trainer again, and write the "
+                    "columns in batch.awaits"
                 )
 
     def _at(self, batch: int) -> None:

@@ -1,1 +1,1 @@
-"""Shards as a trainer opens them: mapped or streamed, some ahead of their use."""
+"""Opens a trainer's shards: mapped or streamed, some ahead of their use."""

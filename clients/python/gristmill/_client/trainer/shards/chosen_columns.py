@@ -24,26 +24,26 @@ class ChosenColumns:
         self._unwanted: frozenset[str] = frozenset()
 
     def declare(self, columns: Sequence[ColumnSpec]) -> None:
-        """Set the run's declared columns. Raises InvalidArgumentError if one to read is not among them."""
+        """Set the run's declared columns. Raises InvalidArgumentError if a column to read is not declared."""
         self.written = by_name(column for column in columns if column.source == "trainer")
         if self._names is None:
             return
         declared = by_name(columns)
         if unknown := [name for name in self._names if name not in declared]:
             raise InvalidArgumentError(
-                f"run {self._run!r}: columns names {unknown[0]!r}, and the run declares "
-                f"{', '.join(declared) or 'none'}; name declared columns only"
+                f"run {self._run!r}: columns contains {unknown[0]!r}, but the run declares "
+                f"{', '.join(declared) or 'none'}; pass only declared columns"
             )
         others = (column for column in columns if column.name not in self._names)
         self._unwanted = frozenset(name for column in others for name in tensor_names(column))
 
     def of(self, is_forward: bool) -> Sequence[str] | None:
-        """Return the names to request of a shard; a forward shard does not have the columns that trainers write. None:
-        all."""
+        """Return the columns to request for a shard; None: all. A forward shard does not have the columns that trainers
+        write."""
         if self._names is None or not is_forward:
             return self._names
         return [name for name in self._names if name not in self.written]
 
     def among(self, tensors: Tensors) -> Tensors:
-        """Return the tensors without those of unwanted columns."""
+        """Return the tensors without the tensors of unwanted columns."""
         return {name: raw for name, raw in tensors.items() if name.rpartition("/")[2] not in self._unwanted}

@@ -1,4 +1,4 @@
-"""Loads values before they are requested, in a thread that lives only while there is something to load."""
+"""Loads values before they are requested, in a thread that runs only while there are values to load."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class _Ticket(Generic[V]):
 class Prefetch(Generic[K, V]):
     """Loads at most `ahead` values in the background and stores them until they are taken. Thread-safe.
 
-    load(key, is_wanted): returns the value of this key; None if it cannot be loaded ahead, which is no error. While it
-        waits, it must give up once `is_wanted()` is False.
+    load(key, is_wanted): returns the value of the key, or None if it cannot be loaded ahead, which is not an error. It
+        must stop waiting when `is_wanted()` becomes False.
     """
 
     def __init__(self, load: Load[K, V], ahead: int) -> None:
@@ -39,7 +39,7 @@ class Prefetch(Generic[K, V]):
         self._is_loading = False
 
     def expect(self, keys: Iterable[K]) -> None:
-        """Load the keys that will be taken next, in order. Everything else that was loaded is dropped."""
+        """Load the values that will be taken next, in this order. Drop all other values that were loaded."""
         with self._lock:
             earlier, self._tickets = self._tickets, {}
             for key in islice(keys, self._ahead):
@@ -52,8 +52,8 @@ class Prefetch(Generic[K, V]):
                 self._thread.start()
 
     def take(self, key: K) -> V | None:
-        """Return the value that was loaded ahead, waiting while it is loading; None if it was not. Raises the error of
-        loading it, once."""
+        """Return the value that was loaded ahead, and wait while it is loading; None if it was not loaded. Raises the
+        error of loading, once."""
         with self._lock:
             ticket = self._tickets.pop(key, None)
             if ticket is None or not ticket.has_begun:
@@ -64,7 +64,7 @@ class Prefetch(Generic[K, V]):
         return ticket.value
 
     def close(self) -> None:
-        """Drop everything, and return when the thread has ended: the caller must have made its current load end."""
+        """Drop all values, and wait for the thread to end. The caller must end the thread's current load first."""
         self.expect(())
         if self._thread is not None:
             self._thread.join()
@@ -81,7 +81,7 @@ class Prefetch(Generic[K, V]):
                 ticket = self._tickets[waiting[0]]
                 ticket.has_begun = True
             self._fill(waiting[0], ticket)
-            # This thread must not keep the value alive after it was taken.
+            # This thread must not keep a reference to the value after it was taken.
             del ticket
 
     def _fill(self, key: K, ticket: _Ticket[V]) -> None:

@@ -1,5 +1,5 @@
-"""Gets a shard's tensors: maps the service's shared memory if it is on this machine, else streams the bytes, compressed
-if the service has them compressed."""
+"""Gets a shard's tensors: maps the service's shared memory if it is on this machine, else streams the bytes, in the
+compressed form if the service has it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _READ_SHARD = "/gristmill.v1.TrainerService/ReadShard"
 
 
 class Opened(NamedTuple):
-    """A shard's tensors, and the copies of them to the device that were started."""
+    """A shard's tensors, and their copies to the device that were started."""
 
     tensors: Tensors
     metadata: dict[str, Any]
@@ -37,12 +37,12 @@ class Opened(NamedTuple):
 
 
 class ReplacedError(UnavailableError):
-    """The batch was published again between locating the shard and reading it."""
+    """The batch was published again after the shard was located and before it was read."""
 
 
 def map_published(address: ShardAddress, path: str, size: int) -> tuple[Tensors, dict[str, Any]] | None:
-    """Map the shard's file and return its tensors; None if the file does not exist or is another shard's, because the
-    service's memory is not on this machine or the batch was just freed."""
+    """Map the shard's file and return its tensors. Return None if the file does not exist or contains another shard,
+    because the service's memory is not on this machine or the batch was just freed."""
     if not path or not is_mappable(path, size):
         return None
     try:
@@ -55,10 +55,10 @@ def map_published(address: ShardAddress, path: str, size: int) -> tuple[Tensors,
 def stream(
     transport: Transport, address: ShardAddress, size: int, columns: Sequence[str] | None = None
 ) -> tuple[Tensors, dict[str, Any]]:
-    """Copy a shard over the connection; block until the file's `size` bytes have arrived. A stream that breaks is
+    """Copy a shard over the connection, and block until the file's `size` bytes have arrived. A broken stream is
     repeated from its start, by another replica if there is one. columns: the declared columns to read; None: all.
 
-    Raises the call's error, such as NotFoundError if the batch is freed.
+    Raises the call's error, for example NotFoundError if the batch is freed.
     """
     request: trainer_pb2.ReadShardRequest = address.request()
     request.accepts_zstd = is_available()
@@ -69,8 +69,8 @@ def stream(
     try:
         data = transport.call(read, request, wait_s=wait_s)
     except DamagedFrameError:
-        # The service sends compressed frames without reading them. To send them uncompressed it decompresses them, and
-        # rebuilds the batch if they are damaged.
+        # The service sends compressed frames unread. Request them uncompressed, so that the service decompresses them
+        # and rebuilds the batch if they are damaged.
         request.accepts_zstd = False
         data = transport.call(read, request, wait_s=wait_s)
     return parse_shard(data, str(address))
@@ -78,7 +78,7 @@ def stream(
 
 def _read(transport: Transport, address: ShardAddress, size: int, request: Any, timeout: float) -> NDArray[np.uint8]:
     """Return the file's bytes. Raises UnavailableError if the service sends more or fewer than `size`."""
-    # Without a deserializer, because `piece_of` reads the messages' bytes.
+    # No deserializer, because `piece_of` reads the bytes of the messages.
     serialize = trainer_pb2.ReadShardRequest.SerializeToString
     read = transport.channels.unary_stream(_READ_SHARD, request_serializer=serialize)
     data: NDArray[np.uint8] = np.empty(size, np.uint8)
@@ -90,12 +90,12 @@ def _read(transport: Transport, address: ShardAddress, size: int, request: Any, 
         target[received : received + len(content)] = content[: max(0, size - received)]
         received += len(content)
     if request.chooses_columns and received <= size:
-        # The size without the other columns is not known beforehand.
+        # The size of the chosen columns alone is not known beforehand.
         return data[:received]
     if received != size and received == _file_size(data[:received]):
-        raise ReplacedError(f"{address}: received {received} bytes instead of {size}: it was published again")
+        raise ReplacedError(f"{address}: received {received} bytes instead of {size}: the batch was published again")
     if received != size:
-        raise UnavailableError(f"{address}: received {received} bytes instead of {size}; read it again")
+        raise UnavailableError(f"{address}: received {received} bytes instead of {size}; read the shard again")
     return data
 
 

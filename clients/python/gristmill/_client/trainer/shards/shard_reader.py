@@ -1,4 +1,4 @@
-"""Opens shards, mapped or streamed, some ahead of their use. Does not own the position in the training order."""
+"""Opens shards, mapped or streamed, some ahead of their use. The caller owns the position in the training order."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _WITHDRAWN_PAUSE_S = 0.1
 
 
 class Wanted(NamedTuple):
-    """Names the shards of a mini-batch for some ranks, or their forward shards while its batch waits for columns.
+    """Identifies the shards of a mini-batch for some ranks, or their forward shards while its batch waits for columns.
 
-    incarnation: the trainer's; shards of an earlier one may be cut for another dp_size.
+    incarnation: the trainer's incarnation. Shards of an earlier one may be planned for another dp_size.
     """
 
     position: Position
@@ -42,8 +42,8 @@ class ShardReader:
     """Opens the shards of one model of a run.
 
     convert: starts copying shards that are opened ahead to the device. columns: the declared columns to read.
-    ahead: how many mini-batches are opened in the background. position: returns the trainer's position.
-    kept: the columns that the trainer knows to be stored.
+    ahead: the number of mini-batches to open in the background. position: returns the trainer's position.
+    kept: records which columns the trainer has stored.
     """
 
     def __init__(
@@ -66,9 +66,9 @@ class ShardReader:
     def open(self, wanted: Wanted) -> list[Opened]:
         """Return one shard per rank, which may have been opened ahead.
 
-        Waits for a batch that is not later than the trainer's own. Raises NotFoundError for one that is freed,
-        BatchFailedError for one that could not be made, and FailedPreconditionError for a later one that is not
-        published yet, or whose columns the trainer has to write again.
+        Waits for a batch up to the trainer's current one. Raises NotFoundError if the batch is freed, BatchFailedError
+        if it could not be built, and FailedPreconditionError if it is a later batch that is not published yet, or if
+        the trainer must write its columns again.
         """
         self._transport.check_usable()
         opened = self._prefetch.take(_in_any_epoch(wanted)) or self._open(wanted)
@@ -77,11 +77,11 @@ class ShardReader:
         return opened
 
     def use_answer(self, wanted: Wanted, answer: trainer_pb2.GetShardResponse) -> None:
-        """Use the answer when the shard of one rank is opened, instead of asking the service where it is."""
+        """Store the service's answer to `request`, so that opening this shard does not request it again."""
         self._answer = wanted, answer
 
     def request(self, wanted: Wanted, rank: int, wait_s: float = 0.0) -> trainer_pb2.GetShardRequest:
-        """Return the request that asks where the rank's shard is."""
+        """Return the request for the location of the rank's shard."""
         return trainer_pb2.GetShardRequest(
             run=self._run,
             model=MODELS[self._model],
@@ -93,12 +93,12 @@ class ShardReader:
         )
 
     def expect(self, wanted: Iterable[Wanted]) -> None:
-        """Open the next shards in the background, in this order; drop all others that were opened ahead."""
+        """Open the next shards in the background, in this order. Drop all other shards that were opened ahead."""
         if self._transport.fork_guard.is_here():
             self._prefetch.expect(map(_in_any_epoch, wanted))
 
     def close(self) -> None:
-        """Stop opening shards; returns when the thread has ended. Close the transport first."""
+        """Stop opening shards, and wait for the thread to end. Close the transport first."""
         if self._transport.fork_guard.is_here():
             self._prefetch.close()
 
@@ -111,7 +111,7 @@ class ShardReader:
             return None
         except GristmillError:
             if is_next_batch:
-                # Not published yet, or no batch at all: iterating the trainer raises the right error.
+                # The batch is not published yet, or does not exist. Iterating the trainer raises the right error.
                 return None
             raise
         return [shard._replace(copies=self._convert.begin(shard.tensors)) for shard in opened]
@@ -130,14 +130,14 @@ class ShardReader:
                 columns = self._columns.of(is_forward)
                 tensors, metadata = mapped or stream(self._transport, address, answer.size_bytes, columns)
             except (NotFoundError, ReplacedError):
-                # Withdrawn since the answer, or freed: the next answer says which.
+                # The shard was withdrawn or freed since the answer. The next answer says which.
                 self._transport.pause(_WITHDRAWN_PAUSE_S)
                 continue
             return Opened(self._columns.among(tensors), metadata, is_mapped=mapped is not None, is_forward=is_forward)
 
     def _find_shard(self, wanted: Wanted, rank: int, is_wanted: Callable[[], bool]) -> trainer_pb2.GetShardResponse:
         if (known := self._answer) is not None and known[0] == wanted:
-            # Used once: if the shard has moved since, the service must be asked again.
+            # Use the answer once. If the shard has moved since, it must be requested again.
             self._answer = None
             if known[1].state == trainer_pb2.BATCH_STATE_PUBLISHED:
                 return known[1]
@@ -149,7 +149,7 @@ class ShardReader:
         )
         if answer.state not in (trainer_pb2.BATCH_STATE_PUBLISHED, trainer_pb2.BATCH_STATE_FORWARD):
             raise FailedPreconditionError(
-                f"run {self._run!r}: {position} is not published; iterate the trainer to wait"
+                f"run {self._run!r}: {position} is not published yet; iterate the trainer to wait for it"
             )
         return answer
 
@@ -162,7 +162,7 @@ class ShardReader:
         return response
 
     def _check_kept(self, wanted: Wanted) -> None:
-        """Raise if the store lost a column that this trainer wrote, because waiting for it would never end."""
+        """Raise an error if the store lost a column that this trainer wrote, because the wait for it would not end."""
         batch = wanted.position.batch
         if self.kept.knows(batch):
             request = trainer_pb2.GetBatchRequest(run=self._run, batch=batch, ranks=wanted.ranks)
@@ -171,5 +171,5 @@ class ShardReader:
 
 
 def _in_any_epoch(wanted: Wanted) -> Wanted:
-    """A mini-batch has the same shards in every epoch."""
+    """Return the key of epoch 0, because a mini-batch has the same shards in every epoch."""
     return wanted._replace(position=wanted.position._replace(epoch=0))
