@@ -41,6 +41,13 @@ def kl_of_column(**more: Any) -> dict[str, Any]:
     return {"kl_in_reward": {"coef": 0.1, "column": "kl"}, "columns": [column]}
 
 
+def lambda_of_column(source: str, **more: Any) -> dict[str, Any]:
+    """A λ that a column has for each step."""
+    values = {"name": "values", "scope": "response", "dtype": "float32"}
+    column = {"name": "trust", "scope": "row", "dtype": "float32", "source": source, **more}
+    return {"advantage_estimator": "gae", "lambda": {"column": "trust"}, "columns": [values, column]}
+
+
 def test_defaults_are_those_of_the_specification() -> None:
     config = parse_config(GOOD)
     assert config == RunConfig(
@@ -56,6 +63,7 @@ def test_defaults_are_those_of_the_specification() -> None:
         grpo_epsilon=1e-6,
         grpo_std_over="group",
         gamma=1.0,
+        critic_lambda=None,
         whiten="none",
         kl_in_reward=None,
         kl_from="old_logprobs",
@@ -193,13 +201,26 @@ def test_a_required_setting_that_is_missing_is_named(name: str) -> None:
         ({"gamma": 1.5}, "gamma: input should be less than or equal to 1, got 1.5"),
         ({"gamma": -0.1}, "gamma: input should be greater than or equal to 0, got -0.1"),
         ({"lambda": 2}, "lambda: input should be less than or equal to 1, got 2"),
-        ({"lambda_": 1}, "unknown setting lambda_; rename lambda_ to lambda; expected one of .* gamma, lambda, whiten"),
+        (
+            {"lambda_": 1},
+            "unknown setting lambda_; rename lambda_ to lambda; expected one of .* gamma, lambda, critic_lambda",
+        ),
         ({"ppo_mini_batch_size": 8}, "rename ppo_mini_batch_size to policy_mini_batch_size; expected one of"),
         ({"whiten": "group"}, "whiten: input should be 'batch', 'mini_batch' or 'none', got 'group'"),
         ({"grpo_epsilon": 0}, "grpo_epsilon: input should be greater than 0, got 0"),
         ({"grpo_std_over": "prompt"}, "grpo_std_over: input should be 'group' or 'batch', got 'prompt'"),
         ({"advantage_estimator": "pass@k"}, "advantage_estimator: input should be 'grpo', .*'opo', 'passk'"),
         ({"kl_from": "logprobs"}, "kl_from: input should be 'old_logprobs' or 'rollout_logprobs', got 'logprobs'"),
+        ({"lambda": {"length_adaptive": 0}}, "lambda.length_adaptive: input should be greater than 0, got 0"),
+        ({"lambda": {"alpha": 0.05}}, "unknown setting lambda.alpha; expected one of length_adaptive, column"),
+        ({"lambda": {}}, "lambda: needs exactly one rule; set {length_adaptive: ...}, {column: ...}, or a number"),
+        ({"lambda": {"length_adaptive": 0.1, "column": "trust"}}, "lambda: needs exactly one rule"),
+        (
+            lambda_of_column("trainer"),
+            "columns: trust has source: trainer, so it has one value per row, .*; leave source out",
+        ),
+        (lambda_of_column("rollout", scope="response"), "columns: trust has scope: response, .* set scope: row"),
+        ({"critic_lambda": 1.5}, "critic_lambda: input should be less than or equal to 1, got 1.5"),
         ({"kl_in_reward": {"estimator": "k1"}}, "kl_in_reward.coef is required"),
         ({"kl_in_reward": {"coef": -1, "estimator": "k1"}}, "kl_in_reward.coef: .* greater than or equal to 0"),
         ({"kl_in_reward": {"coef": 0.1, "estimator": "k4"}}, "kl_in_reward.estimator: .* got 'k4'"),
@@ -473,6 +494,7 @@ def test_a_missing_file_is_refused_with_its_name(tmp_path: Path) -> None:
         ({"grpo_epsilon": 1e-4}, []),
         ({"gamma": 0.9}, ["gamma: 0.9 has no effect: it is read with advantage_estimator: gae or reinforce++ alone"]),
         ({"lambda": 0.9}, ["lambda: 0.9 has no effect: it is read with advantage_estimator: gae alone"]),
+        ({"critic_lambda": 1.0}, ["critic_lambda: 1.0 has no effect: it is read with advantage_estimator: gae alone"]),
         ({"whiten": "batch"}, ["whiten: batch has no effect: it is read with advantage_estimator: gae or reinforce++"]),
         ({"grpo_epsilon": 1e-4, "advantage_estimator": "rloo"}, ["grpo_epsilon: 0.0001 has no effect"]),
         ({"grpo_epsilon": 1e-4, "advantage_estimator": "passk"}, []),
@@ -501,6 +523,13 @@ def test_lambda_has_its_own_name_wherever_a_configuration_is_stored_or_sent() ->
     config = parse_config(GOOD | {"lambda": 0.95})
     assert config.lambda_ == config.model_dump()["lambda"] == json.loads(config.model_dump_json())["lambda"] == 0.95
     assert with_dp_size(config, 2).lambda_ == 0.95
+
+
+def test_a_rule_for_lambda_is_kept_where_a_configuration_is_stored_or_sent() -> None:
+    config = parse_config(GOOD | lambda_of_column("rollout"))
+    assert with_dp_size(with_dp_size(config, 2), 1) == config
+    assert config.lambda_column == "trust"
+    assert parse_config(GOOD | {"lambda": {"column": "trust"}}).lambda_column is None
 
 
 def test_numbers_that_yaml_takes_for_text_are_read(tmp_path: Path) -> None:

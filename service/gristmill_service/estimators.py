@@ -28,6 +28,13 @@ PIECE = 1024
 """Longer trajectories are summed in pieces of this many tokens, all pieces of a batch at the same time."""
 
 
+class LambdaRule(Protocol):
+    """A rule for the λ of `gae`: `length_adaptive` is a coefficient; None: λ is read from a column."""
+
+    @property
+    def length_adaptive(self) -> float | None: ...
+
+
 class Settings(Protocol):
     """The settings that estimators read."""
 
@@ -42,7 +49,9 @@ class Settings(Protocol):
     @property
     def gamma(self) -> float: ...
     @property
-    def lambda_(self) -> float: ...
+    def lambda_(self) -> float | LambdaRule: ...
+    @property
+    def critic_lambda(self) -> float | None: ...
 
 
 class Groups(NamedTuple):
@@ -187,18 +196,37 @@ def _passk(groups: Groups, settings: Settings) -> Float64s:
     return np.where(scores == first[..., np.newaxis], lead, 0.0)
 
 
-def _gae(settings: Settings, bounds: Int64s, rewards: Float64s, values: Float64s) -> tuple[Float64s, Float64s]:
+def _gae(
+    settings: Settings, bounds: Int64s, rewards: Float64s, values: Float64s, lambdas: Float64s | None = None
+) -> tuple[Float64s, Float64s]:
     """Generalized Advantage Estimation: Schulman et al. 2016, arXiv:1506.02438, equations 11, 12 and 16.
 
     δ = r + γV' - V, A = δ + γλA', where V' and A' are those of the trajectory's next trained token, 0 after its last;
-    the return is A + V. Nothing is whitened.
+    the return is A + V. With `critic_lambda`, the return is computed with that λ instead: VAPO, Yue et al. 2025,
+    arXiv:2504.05118, decoupled GAE. lambdas: the λ of each trained token, where it is read from a column.
     """
     advantages = _next(values, bounds)
     advantages *= settings.gamma
     advantages += rewards
     advantages -= values
-    _sum_up(advantages, bounds, settings.gamma * settings.lambda_)
-    return advantages, advantages + values
+    returns = advantages if settings.critic_lambda is None else advantages.copy()
+    _sum_up(advantages, bounds, settings.gamma * _lambda(settings.lambda_, bounds, lambdas))
+    if settings.critic_lambda is not None:
+        _sum_up(returns, bounds, settings.gamma * settings.critic_lambda)
+    return advantages, returns + values
+
+
+def _lambda(rule: float | LambdaRule, bounds: Int64s, lambdas: Float64s | None) -> float | Float64s:
+    """Returns λ, or that of each trained token. `length_adaptive: α` is max(0, 1 - 1/(α·n)) for a trajectory of n
+    trained tokens: VAPO, arXiv:2504.05118, equation 7, where the sum of λ's powers is then about α·n."""
+    if isinstance(rule, float):
+        return rule
+    if rule.length_adaptive is None:
+        assert lambdas is not None, "the configuration declares the column"
+        return lambdas
+    lengths = np.diff(bounds)
+    adaptive: Float64s = np.maximum(0.0, 1 - 1 / (rule.length_adaptive * np.maximum(1, lengths)))
+    return np.repeat(adaptive, lengths)
 
 
 def _reinforce_plus_plus(settings: Settings, bounds: Int64s, rewards: Float64s) -> tuple[Float64s, Float64s]:
@@ -208,11 +236,11 @@ def _reinforce_plus_plus(settings: Settings, bounds: Int64s, rewards: Float64s) 
     return returns, returns
 
 
-def discounted_sums(numbers: Float64s, bounds: Int64s, decay: float) -> Float64s:
+def discounted_sums(numbers: Float64s, bounds: Int64s, decay: float | Float64s) -> Float64s:
     """Returns S = x + decay · S', where S' is that of the run's next number, 0 after the last; float64 like `numbers`.
 
     bounds: int64 (runs + 1,): run r has the numbers `bounds[r]:bounds[r + 1]`. A run's result does not depend on
-        others.
+        others. decay: of all numbers, or of each.
 
     Runs are cut into pieces, from their ends. The sums of all pieces are extended by one number at a time, from the
     last to the first, with one operation for all; then each piece of a run gets its share of the sum after it. The
@@ -231,20 +259,21 @@ def _next(numbers: Float64s, bounds: Int64s) -> Float64s:
     return following
 
 
-def _sum_up(sums: Float64s, bounds: Int64s, decay: float) -> None:
-    """Replaces numbers by their discounted sums."""
-    if decay == 0 or not len(sums):
+def _sum_up(sums: Float64s, bounds: Int64s, decay: float | Float64s) -> None:
+    """Replaces numbers by their discounted sums. decay: of all numbers, or of each."""
+    is_constant = isinstance(decay, float)
+    if not len(sums) or (is_constant and decay == 0):
         return
-    if decay == 1:
+    if is_constant and decay == 1:
         _add_up_pieces(sums, bounds)
     else:
         _sum_pieces(sums, bounds, decay)
-    powers = decay ** np.arange(PIECE, 0, -1.0)
     for run in np.flatnonzero(np.diff(bounds) > PIECE).tolist():
-        _join_pieces(sums[bounds[run] : bounds[run + 1]], powers)
+        part = slice(bounds[run], bounds[run + 1])
+        _join_pieces(sums[part], decay if isinstance(decay, float) else decay[part])
 
 
-def _sum_pieces(sums: Float64s, bounds: Int64s, decay: float) -> None:
+def _sum_pieces(sums: Float64s, bounds: Int64s, decay: float | Float64s) -> None:
     """Replaces numbers by their discounted sums within each piece."""
     lengths = np.diff(bounds)
     counts = -(-lengths // PIECE)
@@ -258,7 +287,7 @@ def _sum_pieces(sums: Float64s, bounds: Int64s, decay: float) -> None:
     carried = np.zeros(len(at))
     for count in active.tolist():
         places, carry = at[:count], carried[:count]
-        carry *= decay
+        carry *= decay if isinstance(decay, float) else decay[places]
         carry += sums[places]
         sums[places] = carry
         places -= 1
@@ -274,14 +303,16 @@ def _add_up_pieces(sums: Float64s, bounds: Int64s) -> None:
     sums += 0.0
 
 
-def _join_pieces(sums: Float64s, powers: Float64s) -> None:
-    """Adds to each piece of a run its share of the sum after it, the last piece first, in place.
-
-    powers: of the decay, (PIECE,), in descending order.
-    """
+def _join_pieces(sums: Float64s, decay: float | Float64s) -> None:
+    """Adds to each piece of a run its share of the sum after it, the last piece first, in place."""
+    powers: Float64s = decay ** np.arange(PIECE, 0, -1.0) if isinstance(decay, float) else np.empty(0)
     for end in range(len(sums) - PIECE, 0, -PIECE):
         begin = max(0, end - PIECE)
-        sums[begin:end] += powers[begin - end :] * sums[end]
+        if isinstance(decay, float):
+            shares = powers[begin - end :]
+        else:
+            shares = np.multiply.accumulate(decay[begin:end][::-1])[::-1]
+        sums[begin:end] += shares * sums[end]
 
 
 ESTIMATORS: dict[str, Estimator] = {
@@ -293,7 +324,7 @@ ESTIMATORS: dict[str, Estimator] = {
         GroupEstimator("opo", compute=_opo),
         GroupEstimator("passk", ("grpo_epsilon",), compute=_passk),
         Estimator("none"),
-        TokenEstimator("gae", ("gamma", "lambda", "whiten"), ("values",), _gae),
+        TokenEstimator("gae", ("gamma", "lambda", "critic_lambda", "whiten"), ("values",), _gae),
         TokenEstimator("reinforce++", ("gamma", "whiten"), compute=_reinforce_plus_plus),
     )
 }

@@ -21,8 +21,9 @@ def problems(messages: Iterable[str]) -> str:
 
 
 def place(item: Any) -> str:
-    """Returns where in the input a pydantic error is, such as `micro_batch.size`."""
-    return ".".join(part if part.isprintable() and len(part) <= 100 else shown(part) for part in map(str, item["loc"]))
+    """Returns where in the input a pydantic error is, such as `micro_batch.size`. Omits the blank tags of unions."""
+    parts = filter(str.strip, map(str, item["loc"]))
+    return ".".join(part if part.isprintable() and len(part) <= 100 else shown(part) for part in parts)
 
 
 def complaint(item: Any) -> str:

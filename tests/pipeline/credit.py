@@ -44,9 +44,16 @@ DISCOUNTS = st.sampled_from([0.0, 1.0, 0.5, 0.95, 1e-5]) | st.floats(0, 1)
 
 
 def gae(
-    tokens: TrainedTokens, rewards: Float64s, values: Float64s, gamma: float, lambda_: float
+    tokens: TrainedTokens,
+    rewards: Float64s,
+    values: Float64s,
+    gamma: float,
+    lambda_: Any,
+    *lambdas: Float64s,
+    critic: float | None = None,
 ) -> tuple[Float64s, Float64s]:
-    return _token_advantages("gae", tokens, gamma, lambda_, rewards, values)
+    """lambda_: the setting `lambda`. lambdas: the λ of each token, if a column has it. critic: `critic_lambda`."""
+    return _token_advantages("gae", tokens, gamma, lambda_, rewards, values, *lambdas, critic=critic)
 
 
 def reinforce_plus_plus(tokens: TrainedTokens, rewards: Float64s, gamma: float) -> tuple[Float64s, Float64s]:
@@ -54,14 +61,16 @@ def reinforce_plus_plus(tokens: TrainedTokens, rewards: Float64s, gamma: float) 
 
 
 def _token_advantages(
-    name: str, tokens: TrainedTokens, gamma: float, lambda_: float, *numbers: Float64s
+    name: str, tokens: TrainedTokens, gamma: float, lambda_: Any, *numbers: Float64s, critic: float | None = None
 ) -> tuple[Float64s, Float64s]:
     estimator = ESTIMATORS[name]
     assert isinstance(estimator, TokenEstimator)
-    return token_advantages(estimator, tokens, config_of(1, gamma=gamma, **{"lambda": lambda_}), *numbers)
+    settings = config_of(1, gamma=gamma, critic_lambda=critic, **{"lambda": lambda_})
+    return token_advantages(estimator, tokens, settings, *numbers)
 
 
 def config_of(groups: int, **settings: Any) -> RunConfig:
+    """Not of one estimator: it declares no columns."""
     return parse_config(make_config(train_batch_size=groups, policy_mini_batch_size=groups) | settings)
 
 
@@ -113,13 +122,14 @@ def rewarded(trajectory: Trajectory) -> tuple[list[Token], list[float]]:
     return trained, lost
 
 
-def naive_gae(trajectory: Trajectory, gamma: float, lambda_: float) -> tuple[list[float], list[float]]:
-    """Advantages and returns of the trained tokens, from the last to the first."""
+def naive_gae(trajectory: Trajectory, gamma: float, lambda_: float | list[float]) -> tuple[list[float], list[float]]:
+    """Advantages and returns of the trained tokens, from the last to the first. lambda_: of all, or of each."""
     trained, _ = rewarded(trajectory)
     advantages: list[float] = []
     advantage = value = 0.0
-    for token in reversed(trained):
-        advantage = token.reward + gamma * value - token.value + gamma * lambda_ * advantage
+    each = lambda_ if isinstance(lambda_, list) else [lambda_] * len(trained)
+    for token, of_token in zip(reversed(trained), reversed(each), strict=True):
+        advantage = token.reward + gamma * value - token.value + gamma * of_token * advantage
         value = token.value
         advantages.insert(0, advantage)
     return advantages, [advantage + token.value for advantage, token in zip(advantages, trained, strict=True)]

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from gristmill._wire.columns import Ragged
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.estimators import PIECE, Float64s, discounted_sums
 from gristmill_service.pipeline.credit import assignment
@@ -49,7 +50,7 @@ def credited(tokens: TrainedTokens) -> Float64s:
 
 
 def gae_of(
-    batch: list[Trajectory], gamma: float, lambda_: float, *, scalar: bool = False
+    batch: list[Trajectory], gamma: float, lambda_: Any, *, scalar: bool = False
 ) -> tuple[TrainedTokens, Float64s, Float64s]:
     tokens = tokens_of(batch, scalar=scalar)
     return tokens, *gae(tokens, credited(tokens), tokens.take(column(batch, "value")), gamma, lambda_)
@@ -72,6 +73,54 @@ def test_reinforce_plus_plus_is_the_return_to_go_of_the_rewards(batch: list[Traj
     expected = credit.joined([credit.naive_returns(trajectory, gamma) for trajectory in batch])
     assert_close(returns, expected)
     assert advantages.tobytes() == returns.tobytes()
+
+
+@given(BATCHES, DISCOUNTS, st.sampled_from([0.05, 0.5, 1.0, 3.0]))
+def test_a_length_adaptive_lambda_is_that_of_the_trajectorys_number_of_trained_tokens(
+    batch: list[Trajectory], gamma: float, alpha: float
+) -> None:
+    _, advantages, _ = gae_of(batch, gamma, {"length_adaptive": alpha})
+    counts = [len(credit.rewarded(trajectory)[0]) for trajectory in batch]
+    lambdas = [max(0.0, 1 - 1 / (alpha * max(1, count))) for count in counts]
+    expected = [credit.naive_gae(one, gamma, of_one)[0] for one, of_one in zip(batch, lambdas, strict=True)]
+    assert_close(advantages, credit.joined(expected))
+
+
+def test_a_length_adaptive_lambda_by_hand() -> None:
+    """Four trained tokens and α = 0.5: λ = 1 - 1/(0.5 · 4) = 0.5."""
+    steps = [[Token(), Token(mask=0), Token()], [Token(), Token(reward=8.0)]]
+    _, advantages, returns = gae_of([steps], 1.0, {"length_adaptive": 0.5})
+    assert (advantages.tolist(), returns.tolist()) == ([1.0, 2.0, 4.0, 8.0], [1.0, 2.0, 4.0, 8.0])
+
+
+@given(BATCHES, DISCOUNTS, DISCOUNTS, DISCOUNTS)
+def test_with_critic_lambda_returns_are_those_of_a_second_pass(
+    batch: list[Trajectory], gamma: float, lambda_: float, critic: float
+) -> None:
+    tokens = tokens_of(batch)
+    advantages, returns = gae(
+        tokens, credited(tokens), tokens.take(column(batch, "value")), gamma, lambda_, critic=critic
+    )
+    assert advantages.tobytes() == gae_of(batch, gamma, lambda_)[1].tobytes()
+    assert returns.tobytes() == gae_of(batch, gamma, critic)[2].tobytes()
+
+
+@given(BATCHES, DISCOUNTS, st.integers(0, 9))
+def test_lambda_may_be_a_column_with_a_number_for_each_step(batch: list[Trajectory], gamma: float, seed: int) -> None:
+    tokens, random = tokens_of(batch), np.random.default_rng(seed)
+    of_steps = [[float(one) for one in random.choice([0.0, 0.5, 1.0], len(steps))] for steps in batch]
+    numbers = [np.array([one], np.float32) for steps in of_steps for one in steps]
+    lambdas = tokens.of_steps(Ragged.from_arrays(numbers, np.float32))
+    advantages, _ = gae(
+        tokens, credited(tokens), tokens.take(column(batch, "value")), gamma, {"column": "trust"}, lambdas
+    )
+    expected = [
+        credit.naive_gae(
+            steps, gamma, [one for one, step in zip(own, steps, strict=True) for token in step if token.mask]
+        )[0]
+        for own, steps in zip(of_steps, batch, strict=True)
+    ]
+    assert_close(advantages, credit.joined(expected))
 
 
 # Merging.
@@ -241,12 +290,12 @@ def test_whitening_is_finite_whatever_float32_holds(advantages: Float64s) -> Non
 # Sums.
 
 
-def plain_sums(numbers: Float64s, bounds: NDArray[np.int64], decay: float) -> Float64s:
-    sums = np.zeros_like(numbers)
+def plain_sums(numbers: Float64s, bounds: NDArray[np.int64], decay: float | Float64s) -> Float64s:
+    sums, decays = np.zeros_like(numbers), np.broadcast_to(decay, numbers.shape)
     for begin, end in pairwise(bounds.tolist()):
         following = 0.0
         for place in range(end - 1, begin - 1, -1):
-            sums[place] = following = numbers[place] + decay * following
+            sums[place] = following = numbers[place] + decays[place] * following
     return sums
 
 
@@ -270,6 +319,14 @@ def test_sums_of_long_runs_are_those_of_the_plain_loop(lengths: list[int], decay
         )
         if end - begin <= PIECE:
             assert actual[begin:end].tobytes() == expected[begin:end].tobytes()
+
+
+@given(LENGTHS, st.integers(0, 9))
+def test_each_number_may_have_a_decay_of_its_own(lengths: list[int], seed: int) -> None:
+    bounds, random = np.append(0, np.cumsum(lengths, dtype=np.int64)), np.random.default_rng(seed)
+    numbers, decays = random.normal(size=bounds[-1]), random.choice([0.0, 0.5, 0.999, 1.0], bounds[-1])
+    actual = discounted_sums(numbers, bounds, decays)
+    np.testing.assert_allclose(actual, plain_sums(numbers, bounds, decays), rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.parametrize("decay", [1.0, 0.999])

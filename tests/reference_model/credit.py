@@ -164,19 +164,31 @@ def _of_tokens(
                 earned[last] += reward
             else:
                 uncredited += reward != 0
-    gamma, lambda_ = config["gamma"], config["lambda"]
+    gamma, critic = config["gamma"], config["critic_lambda"]
     credits: dict[Token, tuple[float, float]] = {}
-    advantage = value_after = 0.0
+    advantage = target = value_after = 0.0
     for token in reversed(trained):
         if config["advantage_estimator"] == "gae":
             value = float32(one.steps[token[0]]["values"][token[1]])
-            advantage = earned[token] + gamma * value_after - value + gamma * lambda_ * advantage
+            delta = earned[token] + gamma * value_after - value
+            lambda_ = _lambda(one.steps[token[0]], len(trained), config)
+            advantage = delta + gamma * lambda_ * advantage
+            target = delta + gamma * (lambda_ if critic is None else critic) * target
             value_after = value
-            credits[token] = advantage, advantage + value
+            credits[token] = advantage, target + value
         else:
             advantage = earned[token] + gamma * advantage
             credits[token] = advantage, advantage
     return credits, uncredited
+
+
+def _lambda(step: Row, trained: int, config: Config) -> float:
+    rule = config["lambda"]
+    if not isinstance(rule, dict):
+        return float(rule)
+    if "column" in rule:
+        return float32(step[rule["column"]])
+    return max(0.0, 1 - 1 / (float(rule["length_adaptive"]) * trained))
 
 
 def whitened(advantages: list[float]) -> list[float]:

@@ -119,7 +119,11 @@ def _credit(random: Random, config: Config) -> None:
     if estimator in ("gae", "reinforce++"):
         config |= {"gamma": some([1.0, 0.9, 0.0]), "whiten": some(["none", "batch", "mini_batch"])}
     if estimator == "gae":
-        config |= {"lambda": some([1.0, 0.95]), "columns": [_response_column("values")]}
+        config |= {"lambda": some([1.0, 0.95, {"length_adaptive": some([0.2, 1.0])}, {"column": "trust"}])}
+        config |= {"critic_lambda": some([None, None, 1.0, 0.9]), "columns": [_response_column("values")]}
+        if config["lambda"] == {"column": "trust"}:
+            merge = some(["first", "last", "sum"])
+            config["columns"].append({"name": "trust", "dtype": "float32", "scope": "row", "merge": merge})
     if random.random() < 0.4 and estimator != "none":
         if random.random() < 0.3 and estimator != "gae" and estimator != "reinforce++":
             config["kl_in_reward"] = {"coef": some([0.0, 1.0, 0.1]), "column": "kl_sum"}
@@ -237,7 +241,9 @@ def _values(random: Random, config: Config, row: Row) -> Row:
         if not column.get("required", True) and random.random() < 0.25:
             continue
         one: Callable[[], float] = partial(random.randint, 0, 1 if column["dtype"] == "bool" else 40)
-        if not column["name"].startswith("x"):
+        if column["name"] == "trust":
+            one = partial(random.choice, [0.0, 0.25, 1.0])
+        elif not column["name"].startswith("x"):
             one = partial(_eighths, random)
         elif column.get("merge") == "equal":
             one = partial(_maybe, random, 0.05)

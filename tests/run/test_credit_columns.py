@@ -9,6 +9,7 @@ import pytest
 from gristmill._wire.codecs.row_codec import Sent
 from gristmill._wire.rows import from_rows
 from gristmill.errors import InvalidArgumentError
+from gristmill_service.pipeline.rows.validate import receive
 from tests.run.harness import Bench, group_rows
 
 COLUMNS = [
@@ -41,3 +42,17 @@ def test_what_float32_cannot_hold_is_refused(change: dict[str, float], message: 
     with pytest.raises(InvalidArgumentError, match=f"uid 'a' sample 0 step 0: {message}"):
         bench.run.checked(Sent(table(GOOD | change), None))
     bench.run.submit(bench.run.checked(Sent(table(GOOD), None)))
+
+
+@pytest.mark.parametrize("bad", [-0.5, 1.5])
+def test_a_lambda_outside_of_0_to_1_is_refused_by_a_service_and_offline(bad: float) -> None:
+    trust = {"name": "trust", "dtype": "float32", "scope": "row"}
+    settings: dict[str, Any] = {"advantage_estimator": "gae", "lambda": {"column": "trust"}}
+    bench = Bench(columns=[COLUMNS[0], trust], **settings)
+    rows = [row | {"values": [0.5] * len(row["response_ids"]), "trust": bad} for row in group_rows("a")]
+    table = from_rows(rows, columns=bench.run.config.columns)
+    message = f"uid 'a' sample 0 step 0: trust is {bad}, and lambda reads it; send a number from 0 to 1"
+    with pytest.raises(InvalidArgumentError, match=message):
+        bench.run.checked(Sent(table, None))
+    with pytest.raises(InvalidArgumentError, match=message):
+        receive(table, bench.run.config)

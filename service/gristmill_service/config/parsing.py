@@ -20,6 +20,7 @@ from gristmill_service.config.run_config import (
     SETTINGS,
     Flops,
     KlInReward,
+    LambdaRule,
     MicroBatch,
     RunConfig,
     TagShare,
@@ -48,7 +49,12 @@ def renamings(unknown: Iterable[Any], known: Collection[str]) -> str:
     return "".join(f"; rename {name} to {_NAMES[name]}" for name in unknown if _NAMES.get(name) in known)
 
 
-_SECTIONS: dict[str, type[BaseModel]] = {"micro_batch": MicroBatch, "flops": Flops, "kl_in_reward": KlInReward}
+_SECTIONS: dict[str, type[BaseModel]] = {
+    "micro_batch": MicroBatch,
+    "flops": Flops,
+    "kl_in_reward": KlInReward,
+    "lambda": LambdaRule,
+}
 
 
 def parse_config(mapping: object, source: str = "configuration") -> RunConfig:

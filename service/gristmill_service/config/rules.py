@@ -132,6 +132,7 @@ def _check_columns(config: RunConfig) -> None:
         _check_declared(
             config, name, "response", f"advantage_estimator: {config.advantage_estimator} is computed from it"
         )
+    _check_lambda(config)
     if kl is None:
         return
     if (kl.estimator is None) == (kl.column is None):
@@ -153,6 +154,23 @@ def _check_columns(config: RunConfig) -> None:
     needed = ["ref_logprobs"] if config.kl_from == "rollout_logprobs" else ["ref_logprobs", config.kl_from]
     for name in needed:
         _check_declared(config, name, "response", f"kl_in_reward: {kl.estimator} is computed from it")
+
+
+def _check_lambda(config: RunConfig) -> None:
+    rule = config.lambda_
+    if isinstance(rule, float):
+        return
+    if (rule.length_adaptive is None) == (rule.column is None):
+        raise InvalidArgumentError(
+            "lambda: needs exactly one rule; set {length_adaptive: ...}, {column: ...}, or a number from 0 to 1"
+        )
+    if (name := config.lambda_column) is not None:
+        _check_declared(config, name, "row", "lambda reads each step's λ from it")
+        if any(column.name == name for column in config.written_columns):
+            raise InvalidArgumentError(
+                f"columns: {name} has source: trainer, so it has one value per row, and lambda reads one per step, "
+                "whatever rows the steps became; leave source out, so that rollouts send it"
+            )
 
 
 def _check_written(config: RunConfig) -> None:

@@ -8,7 +8,17 @@ from functools import lru_cache
 from math import ceil
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, FailFast, Field, NonNegativeFloat
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    FailFast,
+    Field,
+    NonNegativeFloat,
+)
+from pydantic import Tag as UnionTag
 from pydantic_core import PydanticCustomError
 
 from gristmill._wire.column_spec import ColumnSpec
@@ -137,6 +147,23 @@ class KlInReward(BaseModel):
     column: ColumnName | None = None
 
 
+class LambdaRule(BaseModel):
+    """The λ of `gae`, by exactly one rule: `length_adaptive` (α: max(0, 1 - 1/(α·n)) for a trajectory of n trained
+    tokens) or `column` (a row column with the λ of each step)."""
+
+    model_config = _STRICT
+
+    length_adaptive: Epsilon | None = None
+    column: ColumnName | None = None
+
+
+# The tags of this union are blank, so that messages do not show them.
+Lambda = Annotated[
+    Annotated[Discount, UnionTag("")] | Annotated[LambdaRule, UnionTag(" ")],
+    Discriminator(lambda value: " " if isinstance(value, dict | LambdaRule) else ""),
+]
+
+
 def _filter_mode(value: object) -> object:
     """Reads YAML's `true` as `mask` and `false` as off."""
     return {True: "mask", False: None}[value] if isinstance(value, bool) else value
@@ -162,7 +189,8 @@ class RunConfig(BaseModel):
     grpo_epsilon: Epsilon = 1e-6
     grpo_std_over: Literal["group", "batch"] = "group"
     gamma: Discount = 1.0
-    lambda_: Discount = Field(default=1.0, alias="lambda")
+    lambda_: Lambda = Field(default=1.0, alias="lambda")
+    critic_lambda: Discount | None = None
     whiten: Literal["batch", "mini_batch", "none"] = "none"
     kl_in_reward: KlInReward | None = None
     kl_from: Literal["old_logprobs", "rollout_logprobs"] = "old_logprobs"
@@ -198,6 +226,12 @@ class RunConfig(BaseModel):
     @property
     def estimator(self) -> Estimator:
         return ESTIMATORS[self.advantage_estimator]
+
+    @property
+    def lambda_column(self) -> str | None:
+        """The row column from which the estimator reads each step's λ."""
+        reads = "lambda" in self.estimator.settings
+        return self.lambda_.column if reads and isinstance(self.lambda_, LambdaRule) else None
 
     @property
     def merging(self) -> MergeMode:

@@ -207,7 +207,9 @@ class _Numbers:
     def _credit(self, estimator: TokenEstimator, part: Part, rewards: Float64s) -> int:
         tokens = part.tokens
         credited, uncredited = credited_rewards(tokens, rewards)
-        columns = (tokens.take(_column(tokens.steps, name)) for name in estimator.columns)
+        columns = [tokens.take(_column(tokens.steps, name)) for name in estimator.columns]
+        if (name := self._config.lambda_column) is not None:
+            columns.append(tokens.of_steps(_column(tokens.steps, name)))
         advantages, returns = token_advantages(estimator, tokens, self._config, credited, *columns)
         self._advantages[part.trained] = advantages
         tokens.put(returns, self._returns[part.responses])

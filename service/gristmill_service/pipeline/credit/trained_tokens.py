@@ -85,6 +85,10 @@ class TrainedTokens:
         """Returns the numbers of a response column at the trained tokens; other values are not read."""
         return self.of(column.compact().values).astype(np.float64)
 
+    def of_steps(self, column: Ragged) -> Float64s:
+        """Returns the number of a row column at each trained token: that of the step that sampled it."""
+        return np.repeat(column.compact().values.astype(np.float64), np.diff(self.step_bounds))
+
     def response(self, numbers: Float64s, name: str, remedy: str = SCALE_DOWN) -> Ragged:
         """Returns a float32 response column of the steps with these numbers, and 0 where nothing is trained."""
         self.check(numbers, name, remedy)

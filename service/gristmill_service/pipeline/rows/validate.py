@@ -56,6 +56,7 @@ def receive(steps: Steps, config: RunConfig) -> Received:
     _check_steps(steps, bounds, config)
     _check_rewards(steps)
     _check_advantages(steps, bounds, config)
+    check_lambda(steps, config)
     return Received(
         steps=steps,
         groups=groups,
@@ -206,6 +207,20 @@ def check_rollout_logprobs(steps: Steps, config: RunConfig) -> None:
         raise InvalidArgumentError(
             f"{steps.name(0)}: rollout_logprobs is missing, but kl_from: rollout_logprobs computes the KL from it; "
             "send it, or set kl_from: old_logprobs"
+        )
+
+
+def check_lambda(steps: Steps, config: RunConfig) -> None:
+    """Rejects rows with a λ outside of 0..1, if the estimator reads λ from a column."""
+    name = config.lambda_column
+    if name is None or name not in steps.extras:
+        return
+    values = steps.extras[name].values.compact().values
+    outside = np.flatnonzero(~((values >= 0) & (values <= 1)))
+    if outside.size:
+        row = int(outside[0])
+        raise InvalidArgumentError(
+            f"{steps.name(row)}: {name} is {values[row]}, and lambda reads it; send a number from 0 to 1"
         )
 
 
