@@ -198,7 +198,7 @@ def test_the_page_has_no_tensor_that_a_client_does_not_know() -> None:
 def test_padding_rows_have_what_the_page_says() -> None:
     tensors = load(shards()["policy 3"])
     at = len(tensors["row"]) - 1
-    for line in tables("tensor", "dtype", "shape", "holds", "padding rows"):
+    for line in tables("tensor", "dtype", "shape", "content", "padding rows"):
         assert tensors[line["tensor"]][at] == int(line["padding rows"])
     assert not tensors["loss_mask"][at].any()
     assert tensors["attention_mask"][at].sum() == 2
@@ -214,7 +214,7 @@ def test_tensors_that_are_there_only_sometimes_are_marked_so(changes: dict[str, 
     columns = [*columns_of(layout), column("values", "rollout")]
     config = SETTINGS | {"advantage_estimator": "grpo", "columns": columns} | changes
     left = {name.rpartition("/")[2] for data in files(built(plain, config)).values() for name in entries(data)}
-    absent = {line["tensor"] for line in tensors_listed() if line["holds"].startswith("only ")}
+    absent = {line["tensor"] for line in tensors_listed() if line["content"].startswith("only ")}
     assert absent == documented(layout).keys() - left
 
 
@@ -232,7 +232,7 @@ def test_a_forward_shard_lacks_what_the_page_says(changes: dict[str, Any]) -> No
 def test_all_metadata_is_on_the_page(tmp_path: Path) -> None:
     page = {name for line in tables("name") for name in re.findall(r"\w+", line["name"])}
     of = "of `loss_denominators`"
-    divisors = {name: line["is"] for line in tables(of) for name in re.findall(r"\w+", line[of])}
+    divisors = {name: line["meaning"] for line in tables(of) for name in re.findall(r"\w+", line[of])}
     for data in [*shards().values(), *shards(layout="prefix_tree").values()]:
         actual = metadata(data, tmp_path)
         assert actual.keys() | {"response_lengths"} == page
@@ -242,5 +242,5 @@ def test_all_metadata_is_on_the_page(tmp_path: Path) -> None:
         for name, description in divisors.items():
             value = actual["loss_denominators"][name]
             assert (
-                (len(value) == count) if description.startswith("one number for each row") else isinstance(value, int)
+                (len(value) == count) if description.startswith("one number per row") else isinstance(value, int)
             )
