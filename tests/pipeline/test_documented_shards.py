@@ -241,6 +241,4 @@ def test_all_metadata_is_on_the_page(tmp_path: Path) -> None:
         count = len(actual["uids"])
         for name, description in divisors.items():
             value = actual["loss_denominators"][name]
-            assert (
-                (len(value) == count) if description.startswith("one number per row") else isinstance(value, int)
-            )
+            assert (len(value) == count) if description.startswith("one number per row") else isinstance(value, int)
