@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+import shutil
 import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -324,6 +326,47 @@ def test_a_node_of_a_cluster_that_hangs_takes_only_its_own_runs_with_it(tmp_path
             assert [name for name in kept if claimed[name].is_lost] == []
         finally:
             hangs.resume()
+
+
+def test_where_one_node_of_a_cluster_loses_its_last_writes_its_runs_alone_are_rolled_back(
+    tmp_path: Path, join: Join
+) -> None:
+    arguments = ["cluster-require-full-coverage no"]
+    with RedisCluster(tmp_path / "cluster", arguments=arguments, appendonly="always") as cluster:
+        one = join(cluster.url, "one")
+        names = [f"run-{number}" for number in range(12)]
+        for name in names:
+            one.runs.create(name, CREATED)
+            one.runs.get(name).submit(table(*group_rows("a")))
+        wait_until(lambda: all(published(one, name, 0) for name in names), "they are made")
+        node = cluster.nodes[2]
+        hurt = {name for name in names if cluster.node_of(one.run_store._keys(name).log.encode()) is node}
+        assert 0 < len(hurt) < len(names)
+        saved = tmp_path / "saved"
+        shutil.copytree(node.directory, saved)
+        for name in names:
+            one.runs.get(name).submit(table(*group_rows("b")))
+        wait_until(lambda: all(published(one, name, 1) for name in names), "they are made")
+        node.kill()
+        # As a replica that had not received the last writes when it took over.
+        shutil.rmtree(node.directory)
+        shutil.copytree(saved, node.directory)
+        node.start()
+
+        def submit(name: str) -> bool:
+            with suppress(UnavailableError, LogLostError):
+                one.runs.get(name).submit(table(*group_rows("c")))
+                return True
+            return False
+
+        for name in names:
+            wait_until(partial(submit, name), f"{name} accepts rows")
+        status = {name: one.runs.get(name).status() for name in names}
+        assert {name for name in names if status[name].generation == 2} == hurt
+        assert all(status[name].generation == 1 for name in names if name not in hurt)
+        wait_until(
+            lambda: all(published(one, name, 1 if name in hurt else 2) for name in names), "the next batches are made"
+        )
 
 
 def test_a_run_recovered_again_and_again_leaves_no_thread_and_no_connection(server: RedisServer, join: Join) -> None:
