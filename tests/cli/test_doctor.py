@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from gristmill_service.cli import checks
@@ -100,6 +103,18 @@ def test_a_clock_that_differs_is_reported_with_its_direction() -> None:
     behind = checks.clock("host:8080", -42.0)
     assert "42 s behind this machine's" in behind.state
     assert "NTP" in behind.remedy
+
+
+def test_a_busy_server_that_sends_an_earlier_date_once_has_no_wrong_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    ages = [30.0, 0.0]
+
+    def answer(client: httpx.Client, url: str) -> httpx.Response:
+        date = format_datetime(datetime.now(UTC) - timedelta(seconds=ages.pop(0)), usegmt=True)
+        return httpx.Response(200, headers={"date": date})
+
+    monkeypatch.setattr(httpx.Client, "get", answer)
+    assert [check.is_well for check in checks.over_http("host:8080")] == [True, True]
+    assert not ages
 
 
 @pytest.mark.parametrize("version", ["", "9.9.9"])

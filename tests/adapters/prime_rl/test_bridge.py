@@ -118,7 +118,7 @@ def test_a_trainer_that_goes_back_to_its_checkpoint_is_given_the_same_steps_agai
     if is_cleaned:
         # As prime-rl's launcher does before it resumes.
         for step in (2, 3, 4):
-            for kind in ("rollouts", "broadcasts"):
+            for kind in ("batches", "broadcasts"):
                 shutil.rmtree(trainer.output_dir / f"{kind}/step_{step}", ignore_errors=True)
     again.broadcast()
     for _ in range(3):
@@ -134,7 +134,7 @@ def test_a_file_that_was_removed_before_the_trainer_read_it_is_written_again(
     roll_out(rollouts, 2)
     bridge()
     eventually(trainer.is_given_a_step)
-    written = trainer.output_dir / "rollouts"
+    written = trainer.output_dir / "batches"
 
     def is_removed() -> bool:
         """The bridge may write in there at the same moment."""
@@ -171,9 +171,9 @@ def test_without_checkpoints_a_trainer_that_begins_from_nothing_is_given_what_is
     trainer.train()
     eventually(lambda: committed(rollouts) == Position(0, 0, 1))
     # As prime-rl's launcher does before it begins from nothing.
-    for kind in ("rollouts", "broadcasts"):
+    for kind in ("batches", "broadcasts"):
         shutil.rmtree(trainer.output_dir / kind)
-    eventually(rank_file(trainer.output_dir, 1, 0).exists)
+    eventually(rank_file(trainer.output_dir / "batches", 1, 0).exists)
     again = Trainer(trainer.output_dir, 2)
     for _ in range(3):
         again.train()
@@ -272,7 +272,7 @@ def test_a_file_appears_whole(rollouts: RolloutClient, bridge: Start, trainer: T
     roll_out(rollouts, 2)
     bridge()
     eventually(trainer.is_given_a_step)
-    assert sorted(path.name for path in Path(trainer.output_dir / "rollouts/step_1").iterdir()) == [
+    assert sorted(path.name for path in Path(trainer.output_dir / "batches/step_1").iterdir()) == [
         "rank_0.bin",
         "rank_1.bin",
     ]

@@ -97,12 +97,46 @@ def test_what_prime_rl_cannot_train_is_refused_naming_the_remedy() -> None:
         Encoding(pad_to_multiple_of=0)
 
 
+def test_sampling_masks_are_counts_per_token_and_ids() -> None:
+    """At the position of its field in `MicroBatch`, which prime-rl 0.8.0 does not read."""
+    column = {"name": "sampling_mask", "dtype": "int32", "scope": "response", "shape": [None]}
+    sent = [
+        row | {"sampling_mask": [[token, 7] if at % 2 else [] for at, token in enumerate(row["response_ids"])]}
+        for row in rows(with_columns=False)
+    ]
+    shard = shards(sent, columns=[column])[0]
+    encoded = Encoding(pad_to_multiple_of=16).encode(shard)
+    micro, fields = decoded(Encoding(pad_to_multiple_of=16), shard)[0], msgspec.msgpack.decode(encoded)[0]
+    ids, counts = (np.frombuffer(part, "<i4").tolist() for part in fields[16])
+    assert len(counts) == len(micro.input_ids)
+    assert len(counts) % 16 == 0
+    lists, at = [], 0
+    for count in counts:
+        lists.append(ids[at : at + count])
+        at += count
+    assert at == len(ids)
+    trained = [(token, kept) for token, mask, kept in zip(micro.input_ids, micro.loss_mask, lists, strict=True) if mask]
+    given = [
+        (token, kept)
+        for row in sent
+        for token, mask, kept in zip(row["response_ids"], row["loss_mask"], row["sampling_mask"], strict=True)
+        if mask
+    ]
+    assert trained == given[: len(trained)]
+    assert any(kept for _, kept in trained)
+    assert not any(kept for mask, kept in zip(micro.loss_mask, lists, strict=True) if not mask)
+
+
 @pytest.mark.parametrize(
     ("column", "reason"),
     [
         ({"name": "pixel_values", "scope": "items"}, "pixel_values has scope items, as images have"),
-        ({"name": "ref_logprobs", "scope": "token"}, "declare scope response, and a shape of 0 axes"),
-        ({"name": "routed_experts", "scope": "token", "shape": [4]}, "declare scope token, and a shape of 2 axes"),
+        ({"name": "ref_logprobs", "scope": "token"}, r"declare scope response, and shape \[\]"),
+        (
+            {"name": "routed_experts", "scope": "token", "shape": [4]},
+            r"declare scope token, and shape \[layers, top_k\]",
+        ),
+        ({"name": "sampling_mask", "scope": "response", "shape": [4]}, r"declare scope response, and shape \[null\]"),
         ({"name": "ce_weights", "scope": "response", "fill": 1}, "with which prime-rl would train prompts"),
     ],
 )

@@ -51,7 +51,9 @@ def upstream(rank: int) -> Iterator[SimpleNamespace]:
 @pytest.fixture(params=["filesystem", "zmq"])
 def wire(request: pytest.FixtureRequest, port: int, tmp_path: Path) -> Iterator[tuple[Transport, Any]]:  # noqa: F811
     """A transport, and prime-rl's settings of it."""
-    transport: Transport = Files(tmp_path, DP_SIZE) if request.param == "filesystem" else Zmq(HOST, port, DP_SIZE)
+    transport: Transport = (
+        Files(tmp_path, DP_SIZE, tmp_path / "rollouts") if request.param == "filesystem" else Zmq(HOST, port, DP_SIZE)
+    )
     yield transport, SimpleNamespace(type=request.param, host=HOST, port=port, hwm=10)
     transport.close()
 

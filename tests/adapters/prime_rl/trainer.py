@@ -1,5 +1,5 @@
 """Replaces prime-rl's trainer: what it reads and writes in its run directory, in the order of
-`src/prime_rl/trainer/rl/train.py` (prime-rl 0.8.0). Its weights are the list of what it has trained.
+`src/prime_rl/trainer/rl/train.py` (prime-rl after 0.8.0). Its weights are the list of what it has trained.
 
 As a process, which resumes from the newest checkpoint:
 
@@ -61,7 +61,7 @@ class Trainer:
             )
 
     def _files(self) -> list[Path]:
-        step = self.output_dir / f"rollouts/step_{self.step + 1}"
+        step = self.output_dir / f"batches/step_{self.step + 1}"
         return [step / f"rank_{rank}.bin" for rank in range(self._dp_size)]
 
     def _touch(self, name: str) -> None:

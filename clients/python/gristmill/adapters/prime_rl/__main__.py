@@ -20,7 +20,7 @@ def main() -> int:
         transport = (
             Zmq(options.host, options.port, options.dp_size, processes_per_rank=options.processes_per_rank)
             if options.transport == "zmq"
-            else Files(output_dir, options.dp_size)
+            else Files(output_dir, options.dp_size, options.batch_dir)
         )
         bridge = Bridge(
             Gristmill.of_flags(options),
@@ -50,6 +50,12 @@ def _options() -> argparse.Namespace:
     add("--output-dir", required=True, type=Path, help="prime-rl's run directory, its trainer's output_dir")
     add("--dp-size", required=True, type=int, help="prime-rl's data-parallel ranks")
     add("--transport", choices=("filesystem", "zmq"), default="filesystem", help="prime-rl's rollout_transport.type")
+    add(
+        "--batch-dir",
+        type=Path,
+        help="where the trainer reads steps, with filesystem; OUTPUT_DIR/batches unless given, as prime-rl expects "
+        "after 0.8.0; for 0.8.0 OUTPUT_DIR/rollouts",
+    )
     add("--host", default="127.0.0.1", help="the address to listen at, with zmq")
     add("--port", type=int, default=5555, help="the first of two ports, with zmq; prime-rl's rollout_transport.port")
     add("--processes-per-rank", type=int, default=1, help="the trainer's world size over its dp size, with zmq")

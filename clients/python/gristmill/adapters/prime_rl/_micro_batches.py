@@ -1,8 +1,11 @@
-"""prime-rl's micro-batches, encoded as in `src/prime_rl/transports/rollouts/types.py` of prime-rl 0.8.0."""
+"""prime-rl's micro-batches, encoded as in `src/prime_rl/transports/batch/types.py`.
+
+prime-rl 0.8.0 has the file in `transports/rollouts`. Newer versions append fields, which 0.8.0 ignores.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -20,7 +23,8 @@ STREAMS = ("ref_logprobs", "rl_weights", "ce_weights", "ref_kl_weights")
 """Columns of scope `response` of which prime-rl takes a number for each token."""
 TEMPERATURES = "temperatures"
 ROUTED_EXPERTS = "routed_experts"
-COLUMNS = (*STREAMS, TEMPERATURES, ROUTED_EXPERTS)
+SAMPLING_MASK = "sampling_mask"
+COLUMNS = (*STREAMS, TEMPERATURES, ROUTED_EXPERTS, SAMPLING_MASK)
 """The declared columns that reach prime-rl's trainer."""
 
 _AGGREGATE = "all"
@@ -34,6 +38,13 @@ class RoutedExperts(msgspec.Struct, array_like=True, gc=False, omit_defaults=Tru
     data: bytes
     shape: list[int]
     dtype: str
+
+
+class SamplingMask(msgspec.Struct, array_like=True, gc=False):
+    """The token ids that the sampler kept, of all tokens one after another, and how many each token has: int32."""
+
+    ids: bytes
+    counts: bytes
 
 
 class MicroBatch(msgspec.Struct, array_like=True, gc=False, omit_defaults=True):
@@ -54,11 +65,17 @@ class MicroBatch(msgspec.Struct, array_like=True, gc=False, omit_defaults=True):
     ref_logprobs: list[float] | None = None
     routed_experts: RoutedExperts | None = None
     # For images, which are not supported.
-    mm_kwargs: dict[str, Any] | None = None
-    mm_token_type_ids: list[int] | None = None
+    mm_refs: None = None
+    mm_token_type_ids: None = None
     rl_weights: list[float] | None = None
     ce_weights: list[float] | None = None
     ref_kl_weights: list[float] | None = None
+
+
+class MaskedMicroBatch(MicroBatch, array_like=True, gc=False, omit_defaults=True):
+    """A micro-batch with the field that versions after 0.8.0 append."""
+
+    sampling_mask: SamplingMask | None = None
 
 
 @dataclass(frozen=True)
@@ -111,7 +128,8 @@ class Encoding:
             return values + [fill] * padding
 
         streams: dict[str, Any] = {name: padded(rows[name].tolist(), 0.0) for name in STREAMS if name in rows}
-        return MicroBatch(
+        masks: dict[str, Any] = {SAMPLING_MASK: _sampling_mask(rows, padding)} if SAMPLING_MASK in rows else {}
+        return (MaskedMicroBatch if masks else MicroBatch)(
             input_ids=padded(rows["sequences"].tolist(), _PADDING_TOKEN),
             loss_mask=padded(rows["loss_mask"].bool().tolist(), False),
             advantages=padded(rows["advantages"].tolist(), 0.0),
@@ -123,6 +141,7 @@ class Encoding:
             seq_lens=list(lengths),
             routed_experts=_routed_experts(rows, padding),
             **streams,
+            **masks,
         )
 
     def _temperatures(self, rows: Rows, edges: list[int], where: str) -> list[float]:
@@ -168,10 +187,10 @@ def check_columns(columns: Iterable[Mapping[str, Any]]) -> None:
                 "on every rank, which this bridge does not do; leave the column out"
             )
         form = _FORMS.get(name)
-        if form is not None and (scope not in form.scopes or len(shape) != form.axes):
+        if form is not None and (scope not in form.scopes or not form.fits(shape)):
             raise InvalidArgumentError(
                 f"columns: {name} of scope {scope} and shape {list(shape)} does not fit prime-rl; declare scope "
-                f"{' or '.join(form.scopes)}, and a shape of {form.axes} axes"
+                f"{' or '.join(form.scopes)}, and shape {form.shape}"
             )
         if name in _LOSS_WEIGHTS and column.get("fill", 0):
             raise InvalidArgumentError(
@@ -182,13 +201,18 @@ def check_columns(columns: Iterable[Mapping[str, Any]]) -> None:
 
 class _Form(NamedTuple):
     scopes: tuple[str, ...]
+    shape: str = "[]"
     axes: int = 0
+
+    def fits(self, shape: Sequence[int | None]) -> bool:
+        return len(shape) == self.axes and (None in shape) == ("null" in self.shape)
 
 
 _FORMS = {
     **dict.fromkeys(STREAMS, _Form(("response",))),
     TEMPERATURES: _Form(("response", "row")),
-    ROUTED_EXPERTS: _Form(("token",), 2),
+    ROUTED_EXPERTS: _Form(("token",), "[layers, top_k]", 2),
+    SAMPLING_MASK: _Form(("response",), "[null]", 1),
 }
 _LOSS_WEIGHTS = ("ce_weights", "ref_kl_weights")
 """The weights whose losses have no other mask."""
@@ -203,6 +227,12 @@ def _routed_experts(rows: Rows, padding: int) -> RoutedExperts | None:
     shape = [len(experts) + padding, *experts.shape[1:]]
     row_bytes = experts.itemsize * experts[:1].size
     return RoutedExperts(experts.tobytes() + bytes(padding * row_bytes), shape, experts.dtype.name)
+
+
+def _sampling_mask(rows: Rows, padding: int) -> SamplingMask:
+    ids = rows[SAMPLING_MASK].numpy()
+    counts = np.pad(np.diff(rows[f"{SAMPLING_MASK}_offsets"].numpy()), (0, padding))
+    return SamplingMask(ids.astype("<i4").tobytes(), counts.astype("<i4").tobytes())
 
 
 def _check_env_name(name: str) -> None:

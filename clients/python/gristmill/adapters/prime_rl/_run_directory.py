@@ -42,14 +42,14 @@ class Steps:
         return written
 
 
-def rank_file(output_dir: Path, step: int, rank: int) -> Path:
+def rank_file(batch_dir: Path, step: int, rank: int) -> Path:
     """Return the path at which prime-rl's filesystem transport looks for a rank's step."""
-    return output_dir / "rollouts" / f"step_{step}" / f"rank_{rank}.bin"
+    return batch_dir / f"step_{step}" / f"rank_{rank}.bin"
 
 
-def rank_files(output_dir: Path, after: int) -> list[Path]:
+def rank_files(batch_dir: Path, after: int) -> list[Path]:
     """Return the existing files of the steps after one."""
-    return [path for step, path in _in_steps(output_dir / "rollouts", "rank_*.bin") if step > after]
+    return [path for step, path in _in_steps(batch_dir, "rank_*.bin") if step > after]
 
 
 def _in_steps(directory: Path, name: str) -> Iterator[tuple[int, Path]]:

@@ -43,18 +43,19 @@ class Transport(Protocol):
 
 
 class Files:
-    """prime-rl's `filesystem` transport: `rollouts/step_N/rank_R.bin` in its run directory.
+    """prime-rl's `filesystem` transport: `batches/step_N/rank_R.bin` in its run directory.
 
     A file is written atomically, and stays.
+    batch_dir: the directory of the steps, output_dir / "batches" unless given. prime-rl 0.8.0 reads "rollouts".
     """
 
     keeps_steps = True
 
-    def __init__(self, output_dir: Path, dp_size: int) -> None:
-        self._output_dir, self._dp_size = output_dir, dp_size
+    def __init__(self, output_dir: Path, dp_size: int, batch_dir: Path | None = None) -> None:
+        self._batch_dir, self._dp_size = batch_dir or output_dir / "batches", dp_size
 
     def begin(self, is_stopped: Callable[[], bool]) -> None:
-        pass
+        _log.info("steps are written to %s; prime-rl 0.8.0 reads rollouts, newer versions batches", self._batch_dir)
 
     def send(self, step: int, ranks: Sequence[bytes]) -> None:
         for path, data in zip(self._paths(step), ranks, strict=True):
@@ -67,7 +68,7 @@ class Files:
         return not all(path.exists() for path in self._paths(step))
 
     def forget(self, after: int) -> None:
-        for path in rank_files(self._output_dir, after):
+        for path in rank_files(self._batch_dir, after):
             path.unlink(missing_ok=True)
 
     def has_trainer_restarted(self) -> bool:
@@ -77,7 +78,7 @@ class Files:
         pass
 
     def _paths(self, step: int) -> list[Path]:
-        return [rank_file(self._output_dir, step, rank) for rank in range(self._dp_size)]
+        return [rank_file(self._batch_dir, step, rank) for rank in range(self._dp_size)]
 
 
 class Zmq:
