@@ -21,34 +21,34 @@ GOOD: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("column", "message"),
     [
-        (7, "got 7; declare each by a mapping with name, dtype and scope"),
-        ({"name": "x"}, "dtype and scope must be given"),
-        ({"name": "x", "dtype": "int16", "scope": "token", "size": 3}, "unknown setting 'size'; known are name, dtype"),
-        ({"name": "Routes", "dtype": "int16", "scope": "token"}, "a name has 1 to 63 of a-z"),
+        (7, "7 is not a mapping; declare a mapping with name, dtype and scope"),
+        ({"name": "x"}, "dtype and scope must be set"),
+        ({"name": "x", "dtype": "int16", "scope": "token", "size": 3}, "unknown setting 'size'; expected name, dtype"),
+        ({"name": "Routes", "dtype": "int16", "scope": "token"}, "a name must be 1 to 63 of a-z"),
         ({"name": "loss_mask", "dtype": "int16", "scope": "token"}, "is the name of a built-in column"),
         ({"name": "env_metrics", "dtype": "int16", "scope": "row"}, "is the name of a built-in column"),
         (
             {"name": "row_offsets", "dtype": "int64", "scope": "row"},
-            "its tensors would have a name of the built-in column row; choose",
+            "a tensor would have the name of the built-in column row; choose",
         ),
         (
             {"name": "rewards_given", "dtype": "uint8", "scope": "row"},
-            "its tensors would have a name of the built-in column rewards",
+            "a tensor would have the name of the built-in column rewards",
         ),
-        ({"name": "x", "dtype": "int4", "scope": "token"}, "dtype is 'int4'; it is one of bool, uint8"),
-        ({"name": "x", "dtype": "int16", "scope": "step"}, "scope is 'step'; it is one of row, response"),
-        ({"name": "x", "dtype": "int16", "scope": "row", "merge": "concat"}, "merge is 'concat'; it is one of last"),
-        ({"name": "x", "dtype": "int16", "scope": "row", "shape": [0]}, "each size is an integer, at least 1"),
-        ({"name": "x", "dtype": "int16", "scope": "row", "shape": 3}, "it is a list of sizes, as"),
-        ({"name": "x", "dtype": "int64", "scope": "row", "shape": [1 << 23]}, "at most 16777216"),
-        ({"name": "x", "dtype": "float32", "scope": "token", "shape": [1 << 15]}, "131072 bytes; at most 65536"),
+        ({"name": "x", "dtype": "int4", "scope": "token"}, "dtype is 'int4'; expected one of bool, uint8"),
+        ({"name": "x", "dtype": "int16", "scope": "step"}, "scope is 'step'; expected one of row, response"),
+        ({"name": "x", "dtype": "int16", "scope": "row", "merge": "concat"}, "merge is 'concat'; expected one of last"),
+        ({"name": "x", "dtype": "int16", "scope": "row", "shape": [0]}, "set sizes from 1 to"),
+        ({"name": "x", "dtype": "int16", "scope": "row", "shape": 3}, "set a list of sizes, like"),
+        ({"name": "x", "dtype": "int64", "scope": "row", "shape": [1 << 23]}, "the limits are 16777216"),
+        ({"name": "x", "dtype": "float32", "scope": "token", "shape": [1 << 15]}, "131072 bytes; the limits are 65536"),
         (
             {"name": "x", "dtype": "int8", "scope": "row", "shape": [4097], "merge": "sum"},
-            "one value of shape .4097. has 4097 bytes, and merge: sum adds values of at most 4096",
+            "one value of shape .4097. has 4097 bytes, and the limit for merge: sum is 4096",
         ),
         (
             {"name": "x", "dtype": "int16", "scope": "token", "shape": [4096], "fill": -1},
-            "has 8192 bytes, and values of more than 4096 bytes are filled with 0 only; leave fill out",
+            "has 8192 bytes, and values of more than 4096 bytes can only be filled with 0; omit fill",
         ),
         ({"name": "x", "dtype": "int8", "scope": "row", "fill": 128}, "fill is 128, which int8 cannot represent"),
         ({"name": "x", "dtype": "int8", "scope": "row", "fill": 10**400}, "fill is 1000000.* int8 cannot represent"),
@@ -61,20 +61,19 @@ GOOD: dict[str, Any] = {
         ({"name": "x", "dtype": "bfloat16", "scope": "row", "fill": 3.4e38}, "which bfloat16 cannot represent"),
         (
             {"name": "x", "dtype": "float32", "scope": "row", "fill": float("nan"), "allow_nonfinite": True},
-            "fill is nan, which JSON cannot express; give a finite number",
+            "fill is nan, which JSON cannot express; set a finite number",
         ),
-        ({"name": "x", "dtype": "int8", "scope": "row", "required": 1}, "required is 1; it is true or false"),
-        ({"name": "x", "dtype": "bool", "scope": "row", "merge": "sum"}, "merge: sum adds numbers"),
+        ({"name": "x", "dtype": "int8", "scope": "row", "required": 1}, "required is 1; set true or false"),
+        ({"name": "x", "dtype": "bool", "scope": "row", "merge": "sum"}, "merge is sum, which adds numbers"),
         ({"name": "x", "dtype": "int8", "scope": "items", "source": "trainer"}, "set scope: row or response"),
         (
             {"name": "x", "dtype": "int8", "scope": "token", "shape": [None, 2]},
-            "or the shape is .null., for any number",
+            "or .null. for any number",
         ),
         *(
             (
                 {"name": "x", "dtype": "int8", "scope": "token", "shape": [None], **more},
-                "shape is .null., any number of values per token, which only columns of rollouts with scope token or "
-                "response have; tokens without values have none, so that fill is left out",
+                "shape is .null., which requires source: rollout, scope token or response, and no fill; change these",
             )
             for more in ({"scope": "row"}, {"scope": "items"}, {"scope": "response", "source": "trainer"}, {"fill": 1})
         ),
@@ -97,7 +96,7 @@ def test_columns_whose_tensors_would_have_one_name_are_refused(scope: str) -> No
         {"name": "pixels", "dtype": "uint8", "scope": scope},
         {"name": "pixels_offsets", "dtype": "int64", "scope": "row"},
     ]
-    with pytest.raises(InvalidArgumentError, match="two of them would have a tensor pixels_offsets; rename one"):
+    with pytest.raises(InvalidArgumentError, match="two columns would have a tensor pixels_offsets; rename one"):
         parse_config(GOOD | {"columns": columns})
     with pytest.raises(InvalidArgumentError, match="expected a list of columns, got dict"):
         parse_config(GOOD | {"columns": {}})

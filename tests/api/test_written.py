@@ -70,12 +70,12 @@ def test_the_same_bytes_again_are_no_error_and_others_are_one(api: Api, run: str
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
-        (b"", "0 bytes are no safetensors file of columns"),
-        (b"\xff" * 20, "20 bytes are no safetensors file"),
-        (save({"values": np.zeros(3, np.float32)})[:-1], "no safetensors file of columns"),
+        (b"", "0 bytes are not a safetensors file of columns"),
+        (b"\xff" * 20, "20 bytes are not a safetensors file"),
+        (save({"values": np.zeros(3, np.float32)})[:-1], "not a safetensors file of columns"),
         (save({"values": np.zeros((1, 1), np.float32)}), "values is F32"),
         (save({"rewards": np.zeros((1, 1), np.float32)}), "'rewards' is not in a column that trainers"),
-        (save({"values": np.zeros((1, 1), np.uint32)}), "dtype 'U32', which no column has"),
+        (save({"values": np.zeros((1, 1), np.uint32)}), "dtype 'U32', which columns do not support"),
     ],
 )
 def test_what_is_no_file_of_columns_is_refused_with_the_reason(
@@ -110,6 +110,6 @@ def test_a_shard_that_there_is_not_is_refused(api: Api, run: str, place: Any, in
 
 def test_rows_that_bring_such_a_column_are_refused(http_api: HttpApi, run_name: str) -> None:
     http_api.create(run_name, {**CONFIG, "advantage_estimator": "gae", "columns": COLUMNS})
-    with pytest.raises(Refused, match="values is given, and the trainer writes it") as refused:
+    with pytest.raises(Refused, match="values was sent, but the trainer writes it") as refused:
         http_api.submit(run_name, [{**one, "values": [0.5, 0.5]} for one in group("c")])
     assert refused.value.code == "INVALID_ARGUMENT"

@@ -298,14 +298,14 @@ def test_http_takes_and_gives_columns_as_grpc_does(service: Service, run_name: s
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"routed_experts": [[[1, 2, 3], [4, 5, 6]]]}, "routed_experts has 1 values and 3 are needed"),
+        ({"routed_experts": [[[1, 2, 3], [4, 5, 6]]]}, "routed_experts has 1 values; send 3"),
         ({"routed_experts": None}, "column 'routed_experts' is missing; every row needs it"),
-        ({"difficulty": [1.0]}, r"difficulty has values of shape \[1\] and its column declares \[\]"),
+        ({"difficulty": [1.0]}, r"difficulty has values of shape \[1\], but the column declares \[\]"),
         (
             {"routes": experts(0, 2).tolist(), "routes_start": 2},
-            r"2 values from index 2 \(routes_start\), and .* 3 prompt",
+            r"2 values from index 2 \(routes_start\), but .* 3 prompt",
         ),
-        ({"color": 3}, "unknown field color; known are .* declare others as columns of the run"),
+        ({"color": 3}, "unknown field color; expected .* declare other fields as columns of the run"),
     ],
 )
 def test_rows_that_are_not_as_declared_are_refused_and_nothing_is_kept(
@@ -349,11 +349,11 @@ def test_what_another_client_sends_wrongly_is_refused_by_the_service(service: Se
         rows.columns.append(rows.columns[0])
         rows.column_values.append(rows.column_values[0])
 
-    assert "has float16 values of shape [2, 3] and its column declares int16" in refused(set_dtype)
-    assert "has 35 bytes and its counts ask for 36" in refused(cut)
-    assert "uid 'a' sample 0 step 0: routed_experts has 2 values and 3 are needed" in refused(recount)
+    assert "has float16 values of shape [2, 3], but the column declares int16" in refused(set_dtype)
+    assert "has 35 bytes, but its counts need 36" in refused(cut)
+    assert "uid 'a' sample 0 step 0: routed_experts has 2 values; send 3" in refused(recount)
     assert "column 'paths' is not declared by the run" in refused(rename)
-    assert "columns has 4 entries and column_values 3" in refused(lambda rows: rows.column_values.pop())
+    assert "columns has 4 entries, but column_values has 3" in refused(lambda rows: rows.column_values.pop())
     assert "is sent twice" in refused(repeat)
     assert service.runs.get(run_name).status().rows_accepted == 0
 

@@ -410,7 +410,10 @@ def test_a_trajectory_is_extended_by_what_is_new(faulty: FaultyService, client: 
 
 @pytest.mark.parametrize(
     ("observation", "message"),
-    [([-1], r"step 1: observation_ids\[0\] is -1"), (["a"], "step 1: observation_ids has strings; give token ids")],
+    [
+        ([-1], r"step 1: observation_ids\[0\] is -1"),
+        (["a"], "step 1: observation_ids contains strings; pass token ids"),
+    ],
 )
 def test_an_observation_is_refused_by_name(client: RolloutClient, observation: list[Any], message: str) -> None:
     trajectory = client.trajectory("a", 0)

@@ -214,7 +214,7 @@ def test_groups_of_their_own_size_go_on_without_what_comes_late(service: Service
             client.begin_groups(["a"], n_samples="many")
         assert client.begin_groups(["a", "b"], n_samples={"a": 3}) == ["a", "b"]
         late = client.trajectory("a", 0, policy_version=3)
-        with pytest.raises(InvalidArgumentError, match="policy_versions has 1 values and response_ids has 2"):
+        with pytest.raises(InvalidArgumentError, match="policy_versions has 1 values, but response_ids has 2"):
             late.step([1], [2, 3], policy_versions=[4])
         late.step([1], [2], policy_versions=[4])
         for uid, samples in (("a", (3, 1, 2)), ("b", (0, 1))):

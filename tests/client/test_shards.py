@@ -361,7 +361,7 @@ def test_mapping_copies_nothing_and_takes_under_a_millisecond_at_any_size(tmp_pa
 )
 def test_a_truncated_or_foreign_file_is_refused_by_name(path: Path, spoil: Callable[[bytes], bytes]) -> None:
     path.write_bytes(spoil(path.read_bytes()))
-    with pytest.raises(InvalidArgumentError, match=r"rank-000\.safetensors .*(is no shard|is not a whole shard)"):
+    with pytest.raises(InvalidArgumentError, match=r"rank-000\.safetensors .*(is not a shard|is not a whole shard)"):
         load_shard(path)
     with pytest.raises(InvalidArgumentError, match="over the wire"):
         parse_shard(np.fromfile(path, np.uint8), "over the wire")
@@ -409,7 +409,7 @@ def test_a_message_of_a_newer_service_is_read() -> None:
 
 @pytest.mark.parametrize("spoil", [lambda message: message[:-1], lambda message: b"\x0a", lambda message: b"\x0a\xff"])
 def test_bytes_that_are_no_message_are_refused(spoil: Callable[[bytes], bytes]) -> None:
-    with pytest.raises(InvalidArgumentError, match=r"is no ReadShardResponse: .*; read the shard again"):
+    with pytest.raises(InvalidArgumentError, match=r"is not a ReadShardResponse: .*; read the shard again"):
         piece_of(spoil(message_of(b"abc", is_zstd=False)))
 
 

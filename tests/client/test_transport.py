@@ -266,7 +266,7 @@ def test_a_frame_that_does_not_fit_has_the_shard_asked_for_as_it_is(bomb: bytes)
 
 
 def test_bytes_that_are_no_shard_are_an_error(read: Read) -> None:
-    with pytest.raises(InvalidArgumentError, match="is no shard of gristmill"):
+    with pytest.raises(InvalidArgumentError, match="is not a shard of gristmill"):
         read(100, [b"x" * 100])
 
 

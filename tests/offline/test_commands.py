@@ -239,8 +239,8 @@ def test_a_lengths_file_is_not_planned_as_a_prefix_tree(config: Path, tmp_path: 
     [
         (b"", "has no rows"),
         (b'{"uid": "a", "sample"', "line 1 is not valid JSON"),
-        (b"[1, 2]\n", "row 0 is a list; give a list of dicts, one per row"),
-        (b"null\n[1]\n", "row 0 is a NoneType; give a list of dicts, one per row"),
+        (b"[1, 2]\n", "row 0 is a list; pass a list of dicts, one per row"),
+        (b"null\n[1]\n", "row 0 is a NoneType; pass a list of dicts, one per row"),
         (b"[" * 200_000, "line 1 is not valid JSON"),
         (b'{"a":' * 200_000, "line 1 is not valid JSON"),
         (b'{"uid": ' + b"1" * 5000 + b"}", "line 1 is not valid JSON"),

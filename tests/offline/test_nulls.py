@@ -60,4 +60,4 @@ def test_a_null_in_a_list_is_refused_by_its_place(
         pq.write_table(pa.Table.from_pylist(rows), file)
     with pytest.raises(InvalidArgumentError) as refused:
         read_batches(file, CONFIG, lambda position: None)
-    assert f"uid 'a' sample 0: {name}{place} is null; give a number" in str(refused.value)
+    assert f"uid 'a' sample 0: {name}{place} is null; pass a number" in str(refused.value)

@@ -248,18 +248,18 @@ def test_a_step_of_which_nothing_stands_may_have_its_values_with_the_step_before
 @pytest.mark.parametrize(
     ("column", "values", "message"),
     [
-        ({"dtype": "int16", "scope": "token"}, [1, 2, 3], r"uid 'a' sample 0 step 0: x has 3 values and 2 are needed"),
-        ({"dtype": "int16", "scope": "response"}, [1, 2], r"x has 2 values and 1 are needed, one per response token"),
-        ({"dtype": "int16", "scope": "token", "shape": [2]}, [1, 2], r"x has values of shape \[\] .* declares \[2\]"),
-        ({"dtype": "int8", "scope": "row"}, 200, r"x\[0\] is 200, and its column's dtype int8 has the range -128..127"),
-        ({"dtype": "int8", "scope": "row"}, 0.5, r"x has float64 values and its column declares int8"),
-        ({"dtype": "bool", "scope": "row"}, 2, r"x has int64 values and its column declares bool"),
+        ({"dtype": "int16", "scope": "token"}, [1, 2, 3], r"uid 'a' sample 0 step 0: x has 3 values; send 2"),
+        ({"dtype": "int16", "scope": "response"}, [1, 2], r"x has 2 values; send 1, one per response token"),
+        ({"dtype": "int16", "scope": "token", "shape": [2]}, [1, 2], r"x has values of shape \[\], .* declares \[2\]"),
+        ({"dtype": "int8", "scope": "row"}, 200, r"x\[0\] is 200, but the column's dtype int8 has the range -128..127"),
+        ({"dtype": "int8", "scope": "row"}, 0.5, r"x has float64 values, but the column declares int8"),
+        ({"dtype": "bool", "scope": "row"}, 2, r"x has int64 values, but the column declares bool"),
         ({"dtype": "float16", "scope": "row"}, 1e9, r"x\[0\] is not finite as float16; .* allow_nonfinite: true"),
         ({"dtype": "bfloat16", "scope": "row"}, float("nan"), r"x\[0\] is not finite"),
-        ({"dtype": "float32", "scope": "items", "shape": [2]}, [[1, 2], [3]], r"x is no array of numbers"),
-        ({"dtype": "float32", "scope": "row"}, "much", r"x is no array of numbers"),
+        ({"dtype": "float32", "scope": "items", "shape": [2]}, [[1, 2], [3]], r"x is not an array of numbers"),
+        ({"dtype": "float32", "scope": "row"}, "much", r"x is not an array of numbers"),
         *(
-            ({"dtype": "float32", "scope": "row"}, torch.ones((), dtype=dtype, device="meta"), r"x cannot .* Give .cpu")
+            ({"dtype": "float32", "scope": "row"}, torch.ones((), dtype=dtype, device="meta"), r"x cannot .* pass .cpu")
             for dtype in (torch.float32, torch.bfloat16)
         ),
         ({"dtype": "float32", "scope": "row"}, None, r"column 'x' is missing; every row needs it"),
@@ -278,7 +278,7 @@ def test_a_tensor_of_a_graph_is_read(dtype: torch.dtype) -> None:
 
 
 def test_a_column_that_is_not_declared_is_refused_with_those_that_are() -> None:
-    with pytest.raises(InvalidArgumentError, match=r"unknown field x; known are .* declare others as columns"):
+    with pytest.raises(InvalidArgumentError, match=r"unknown field x; expected .* declare other fields as columns"):
         from_rows(two_steps(1, 2))
 
 

@@ -122,16 +122,19 @@ def test_lists_are_given_one_by_one_or_as_values_and_offsets(values: Row) -> Non
         ({}, "column 'mask' is missing; every row needs it"),
         (
             {"mask": [7, 8, 9]},
-            "mask is no list of lists, one per token; give that, or all values in one list and mask_o",
+            "mask is not a list of lists; pass one list per token, or all values in one list and mask_o",
         ),
-        ({"mask": [[7], [8]]}, "mask has values of 2 tokens, and the step has 3 response tokens; give a list for each"),
-        ({"mask": [[7], [8], ["x"]]}, "mask is no array of numbers"),
+        (
+            {"mask": [[7], [8]]},
+            "mask has values of 2 tokens, but the step has 3 response tokens; send one list per token",
+        ),
+        ({"mask": [[7], [8], ["x"]]}, "mask is not an array of numbers"),
         ({"mask": [[7], [8], [2**40]]}, "dtype int32 has the range"),
-        ({"mask": [7], "mask_offsets": [0, 1, 1]}, "mask has values of 2 tokens, and the step has 3"),
+        ({"mask": [7], "mask_offsets": [0, 1, 1]}, "mask has values of 2 tokens, but the step has 3"),
         *(
             (
                 {"mask": [7], "mask_offsets": offsets},
-                "mask_offsets does not divide the 1 values of mask; give the index",
+                "mask_offsets does not split the 1 values of mask by token; send the start",
             )
             for offsets in ([0, 1, 1, 2], [1, 1, 1, 1], [0, 1, 0, 1], [0, 2**63 - 1, -2, 1], [])
         ),
@@ -145,8 +148,8 @@ def test_lists_that_are_not_as_declared_are_refused(values: Row, message: str) -
 
 def test_offsets_without_values_and_values_beyond_the_tokens_are_refused() -> None:
     optional, partial = specs_of([MASK | {"required": False}]), specs_of([MASK | {"partial": True}])
-    with pytest.raises(InvalidArgumentError, match="mask_offsets is given and mask is not; give both, or mask as one"):
+    with pytest.raises(InvalidArgumentError, match="mask_offsets was sent without mask; send both, or mask as one"):
         check_extras(from_rows([ONE_STEP | {"mask_offsets": [0]}], columns=optional), optional)
     late = ONE_STEP | {"mask": [[7], [8]], "mask_start": 2}
-    with pytest.raises(InvalidArgumentError, match=r"mask has 2 values from index 2 \(mask_start\), and .* 3"):
+    with pytest.raises(InvalidArgumentError, match=r"mask has 2 values from index 2 \(mask_start\), but .* 3"):
         check_extras(from_rows([late], columns=partial), partial)

@@ -65,11 +65,11 @@ class TestRows:
     @pytest.mark.parametrize(
         ("fields", "message"),
         [
-            ({"policy_versions": [1]}, "policy_versions has 1 values and response_ids has 2"),
-            ({"policy_versions": [1, -2]}, r"policy_versions\[1\] is -2; each is at least -1"),
-            ({"policy_versions": [1, 2**31]}, r"policy_versions\[1\] is 2147483648; .* in 32 bits"),
+            ({"policy_versions": [1]}, "policy_versions has 1 values, but response_ids has 2"),
+            ({"policy_versions": [1, -2]}, r"policy_versions\[1\] is -2; it must be at least -1"),
+            ({"policy_versions": [1, 2**31]}, r"policy_versions\[1\] is 2147483648; it must be -1 .* or 0"),
             ({"policy_versions": [1.5, 2]}, "policy_versions has float64 values"),
-            ({"policy_versions": [2, 3], "policy_version": 1}, "policy_version is 1, and the oldest .* is 2; leave"),
+            ({"policy_versions": [2, 3], "policy_version": 1}, "policy_version is 1, but the oldest .* is 2; omit"),
         ],
     )
     def test_wrong_versions_are_refused_with_the_trajectory(self, fields: Row, message: str) -> None:

@@ -168,10 +168,10 @@ def test_what_is_not_finite_on_padding_does_not_matter() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"columns": [column("values", scope="token")]}, "one value for each row or response token"),
-        ({"columns": [column("values", merge="equal")]}, "leave merge out"),
-        ({"columns": [column("values"), column("score", scope="row", merge="sum")]}, "leave merge out"),
-        ({"columns": [column("values"), column("score", required=False)]}, "leave required out"),
+        ({"columns": [column("values", scope="token")]}, "one value per row or response token"),
+        ({"columns": [column("values", merge="equal")]}, "omit merge"),
+        ({"columns": [column("values"), column("score", scope="row", merge="sum")]}, "omit merge"),
+        ({"columns": [column("values"), column("score", required=False)]}, "omit required"),
         ({"on_misaligned": "drop_trailing", "whiten": "batch"}, "not written for dropped groups"),
         (
             {

@@ -218,7 +218,7 @@ class TestResuming:
             bench.run.resume("policy", Checkpoint(Position(3)), "launch")
         with pytest.raises(InvalidArgumentError, match="launch is empty"):
             bench.run.resume("policy", Checkpoint(None), "")
-        with pytest.raises(InvalidArgumentError, match=r"launch 'xx.* has 1001 characters, and 1000 are the most"):
+        with pytest.raises(InvalidArgumentError, match=r"launch 'xx.* has 1001 characters, and the limit is 1000"):
             bench.run.resume("policy", Checkpoint(None), "x" * 1001)
         assert bench.run.resume("policy", Checkpoint(None), "launch").position == Position(1)
 

@@ -42,5 +42,5 @@ def test_rows_by_group_are_all_rows_in_their_order(named: list[tuple[int, str, i
 
 def test_named_tuples_are_made_of_a_column_for_each_of_their_fields() -> None:
     assert made_of(RowRef, [7, 7], range(2)) == [RowRef(7, 0), RowRef(7, 1)]
-    with pytest.raises(AssertionError, match="a field that is left out would not get its default"):
+    with pytest.raises(AssertionError, match="an omitted field would not get its default"):
         made_of(RowRef, [7, 7])

@@ -70,7 +70,7 @@ class TestNaming:
             begin(bench, b="code", a="code")
         with pytest.raises(InvalidArgumentError, match="tags has 1 entries for 2 uids"):
             bench.run.begin_groups(0, ["a", "b"], (), ["math"])
-        with pytest.raises(InvalidArgumentError, match="uid 'c': tag has 101 characters, and 100 are the most"):
+        with pytest.raises(InvalidArgumentError, match="uid 'c': tag has 101 characters, and the limit is 100"):
             begin(bench, c="x" * 101)
         assert tags(bench) == {"a": "math"}
 

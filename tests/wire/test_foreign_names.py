@@ -43,31 +43,30 @@ def refused(row: dict[str, Any]) -> str:
 )
 def test_a_row_with_another_name_gets_the_right_one(theirs: str, ours: str) -> None:
     row = {name: value for name, value in ROW.items() if name != ours} | {theirs: ROW.get(ours, "math")}
-    assert f"unknown field {theirs}; give {theirs} as {ours}; known are " in refused(row)
+    assert f"unknown field {theirs}; rename {theirs} to {ours}; expected " in refused(row)
 
 
 @pytest.mark.parametrize("theirs", ["old_log_probs", "logprobs", "rollout_log_probs", "sampling_per_token_logps"])
 def test_log_probabilities_of_the_sampler_have_one_name(theirs: str) -> None:
-    assert f"give {theirs} as rollout_logprobs" in refused(ROW | {theirs: [0.0]})
+    assert f"rename {theirs} to rollout_logprobs" in refused(ROW | {theirs: [0.0]})
 
 
 def test_all_names_of_a_row_are_named_at_once() -> None:
     row = {"uid": "a", "sample": 0, "prompts": [1], "responses": [2], "response_mask": [1], "attention_mask": [1, 1]}
     message = refused(row)
-    assert "; leave attention_mask out, the service computes it" in message
+    assert "; omit attention_mask, because the service computes it" in message
     assert (
-        "; give prompts as prompt_token_ids; give response_mask as loss_mask; give responses as response_ids" in message
+        "; rename prompts to prompt_token_ids; rename response_mask to loss_mask; rename responses to response_ids"
+        in message
     )
 
 
 def test_prompt_and_response_in_one_are_to_be_cut() -> None:
-    assert "give the prompt of input_ids as prompt_token_ids and the rest as response_ids" in refused(
-        ROW | {"input_ids": [1, 2, 3]}
-    )
+    assert "split input_ids into prompt_token_ids and response_ids" in refused(ROW | {"input_ids": [1, 2, 3]})
 
 
 def test_a_field_that_is_there_already_is_not_proposed_again() -> None:
-    assert "unknown field responses; known are" in refused(ROW | {"responses": [3]})
+    assert "unknown field responses; expected" in refused(ROW | {"responses": [3]})
 
 
 def test_many_foreign_names_make_no_long_message() -> None:
@@ -77,7 +76,7 @@ def test_many_foreign_names_make_no_long_message() -> None:
 
 def test_a_generator_output_has_names_of_its_own() -> None:
     for theirs, ours in (("response_mask", "loss_masks"), ("loss_mask", "loss_masks"), ("scores", "rewards")):
-        with pytest.raises(InvalidArgumentError, match=f"unknown key {theirs}; give {theirs} as {ours}"):
+        with pytest.raises(InvalidArgumentError, match=f"unknown key {theirs}; rename {theirs} to {ours}"):
             from_skyrl(OUTPUT | {theirs: [[1]]})
-    with pytest.raises(InvalidArgumentError, match=r"response_ids is missing.*; give responses as response_ids"):
+    with pytest.raises(InvalidArgumentError, match=r"response_ids is missing.*; rename responses to response_ids"):
         from_skyrl({"prompt_token_ids": [[1]], "responses": [[2]]})

@@ -122,10 +122,10 @@ def test_samples_of_one_prompt_convert_it_once(conversions: list[int]) -> None:
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        ([1, 2, 4, "x"], r"prompt_token_ids\[3\] is a string; give token ids, tokenizer\(...\).input_ids"),
+        ([1, 2, 4, "x"], r"prompt_token_ids\[3\] is a string; pass token ids: tokenizer\(...\).input_ids"),
         ([1, 2, 4, -5], r"step 1: prompt_token_ids\[3\] is -5"),
         ([1, 2, 4, 2**31], r"step 1: prompt_token_ids\[3\] is 2147483648"),
-        ([1, 2, 4, [5]], r"prompt_token_ids\[3\] is a list; give"),
+        ([1, 2, 4, [5]], r"prompt_token_ids\[3\] is a list; pass"),
     ],
 )
 def test_bad_tokens_after_known_ones_are_refused_by_name(prompt: list[Any], message: str) -> None:

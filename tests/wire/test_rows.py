@@ -41,18 +41,18 @@ def table(*rows: Row, **kwargs: Any) -> Steps:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"loss_mask": [1, 0, 1]}, "loss_mask has 3 values and response_ids has 2"),
-        ({"rollout_logprobs": [-1.0]}, "rollout_logprobs has 1 values and response_ids has 2"),
-        ({"reward": [1.0, 2.0, 3.0]}, "reward has 3 values and response_ids has 2"),
-        ({"advantage": [1.0]}, "advantage has 1 values and response_ids has 2"),
+        ({"loss_mask": [1, 0, 1]}, "loss_mask has 3 values, but response_ids has 2"),
+        ({"rollout_logprobs": [-1.0]}, "rollout_logprobs has 1 values, but response_ids has 2"),
+        ({"reward": [1.0, 2.0, 3.0]}, "reward has 3 values, but response_ids has 2"),
+        ({"advantage": [1.0]}, "advantage has 1 values, but response_ids has 2"),
         ({"prompt_token_ids": []}, "prompt_token_ids is empty"),
         ({"response_ids": [], "loss_mask": []}, "response_ids is empty"),
         ({"prompt_token_ids": [1, -7, 3]}, r"prompt_token_ids\[1\] is -7"),
         ({"response_ids": [4, 2**31]}, rf"response_ids\[1\] is {2**31}"),
         ({"response_ids": np.array([4, -1], np.int32)}, r"response_ids\[1\] is -1"),
         ({"response_ids": [4.5, 5.0]}, "response_ids has float64 values"),
-        ({"response_ids": [[4], [5]]}, "response_ids has lists; give the token ids of one row"),
-        ({"response_ids": "45"}, r"response_ids is a string; give token ids, tokenizer\(...\).input_ids"),
+        ({"response_ids": [[4], [5]]}, "response_ids contains lists; pass the token ids of one row"),
+        ({"response_ids": "45"}, r"response_ids is a string; pass token ids: tokenizer\(...\).input_ids"),
         ({"loss_mask": [1, 2]}, r"loss_mask\[1\] is 2"),
         ({"loss_mask": [0.5, 1]}, r"loss_mask\[0\] is 0.5"),
         ({"reward": float("nan")}, "reward is nan"),
@@ -60,7 +60,7 @@ def table(*rows: Row, **kwargs: Any) -> Steps:
         ({"reward": [0.0, float("nan")]}, r"reward\[1\] is nan"),
         ({"rollout_logprobs": [-1.0, float("-inf")]}, r"rollout_logprobs\[1\] is -inf"),
         ({"advantage": float("nan")}, "advantage is nan"),
-        ({"reward": 1e39}, r"reward is 1e\+39; it must be finite, also as float32"),
+        ({"reward": 1e39}, r"reward is 1e\+39; it must be finite in float32"),
         ({"reward": 10**400}, "reward is inf"),
         ({"reward": [0.0, -1e39]}, r"reward\[1\] is -1e\+39"),
         ({"advantage": 1e39}, r"advantage is 1e\+39"),
@@ -74,16 +74,16 @@ def table(*rows: Row, **kwargs: Any) -> Steps:
         ({"uid": 17}, "uid is 17; expected a string"),
         ({"loss_mask": None}, "loss_mask is missing"),
         ({"step": None}, "step is missing"),
-        ({"rewards": 1.0}, "unknown field rewards; known are"),
-        ({"response_ids": ["a", "b"]}, r"response_ids has strings; give token ids, tokenizer\(...\).input_ids"),
-        ({"response_ids": np.array([[4, 5]])}, r"response_ids has shape \(1, 2\); give the token ids of one row"),
-        ({"prompt_token_ids": {"input_ids": [1, 2]}}, "prompt_token_ids is a mapping; give token ids"),
-        ({"prompt_token_ids": [{"role": "user"}]}, "prompt_token_ids has mappings; give token ids"),
-        ({"prompt_token_ids": 5}, "prompt_token_ids is 5; give token ids"),
-        ({"loss_mask": ["1", "0"]}, "loss_mask has strings; give 0 or 1 for each response token"),
-        ({"rollout_logprobs": [{7: -0.1}, {8: -0.2}]}, "rollout_logprobs has mappings; give the log-probability"),
-        ({"reward": ["1", "0"]}, "reward has strings; give one number, or one per response token"),
-        ({"response_ids": [2**70, 1]}, "response_ids has numbers that do not fit 64 bits; give token ids"),
+        ({"rewards": 1.0}, "unknown field rewards; expected"),
+        ({"response_ids": ["a", "b"]}, r"response_ids contains strings; pass token ids: tokenizer\(...\).input_ids"),
+        ({"response_ids": np.array([[4, 5]])}, r"response_ids has shape \(1, 2\); pass the token ids of one row"),
+        ({"prompt_token_ids": {"input_ids": [1, 2]}}, "prompt_token_ids is a mapping; pass token ids"),
+        ({"prompt_token_ids": [{"role": "user"}]}, "prompt_token_ids contains mappings; pass token ids"),
+        ({"prompt_token_ids": 5}, "prompt_token_ids is 5; pass token ids"),
+        ({"loss_mask": ["1", "0"]}, "loss_mask contains strings; pass 0 or 1 for each response token"),
+        ({"rollout_logprobs": [{7: -0.1}, {8: -0.2}]}, "rollout_logprobs contains mappings; pass the log-probability"),
+        ({"reward": ["1", "0"]}, "reward contains strings; pass one number, or one per response token"),
+        ({"response_ids": [2**70, 1]}, "response_ids contains numbers that do not fit 64 bits; pass token ids"),
     ],
 )
 def test_a_wrong_row_is_refused_naming_the_trajectory_the_field_and_the_value(
@@ -106,7 +106,7 @@ def test_an_empty_uid_is_refused() -> None:
 
 
 def test_a_row_that_is_no_mapping_is_refused() -> None:
-    with pytest.raises(InvalidArgumentError, match="row 1 is a list; give a list of dicts, one per row"):
+    with pytest.raises(InvalidArgumentError, match="row 1 is a list; pass a list of dicts, one per row"):
         from_rows([ROW, [1, 2]])  # type: ignore[list-item]
 
 
@@ -118,7 +118,7 @@ def test_step_and_is_last_step_may_be_absent_without_step_wise() -> None:
 
 @pytest.mark.parametrize("name", ["rollout_logprobs", "reward"])
 def test_rows_that_mix_having_a_column_and_not_are_refused(name: str) -> None:
-    with pytest.raises(InvalidArgumentError, match="give it in all rows, or in none"):
+    with pytest.raises(InvalidArgumentError, match="set it in all rows, or in none"):
         table({"sample": 0, name: [-1.0, -2.0]}, {"sample": 1})
 
 
@@ -178,14 +178,14 @@ def assert_same(one: Steps, other: Steps) -> None:
 
 
 def test_joining_tables_of_which_one_lacks_logprobs_is_refused() -> None:
-    with pytest.raises(InvalidArgumentError, match=r"logprobs: .* has them and .* does not"):
+    with pytest.raises(InvalidArgumentError, match=r"logprobs: .* has them, but .* does not"):
         concat([table({"rollout_logprobs": [-1.0, -1.0]}), table({"sample": 1})])
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"tokens": b"\0" * 8}, "tokens has 8 bytes and the rows' lengths ask for 20"),
+        ({"tokens": b"\0" * 8}, "tokens has 8 bytes, but the rows' lengths need 20"),
         ({"tokens": b""}, "tokens is empty"),
         ({"loss_mask": b"\1"}, "loss_mask has 1 bytes"),
         ({"loss_mask": b"\1\7"}, r"loss_mask\[1\] is 7"),

@@ -110,7 +110,7 @@ def test_a_prefix_lies_within_its_prompt(length: int) -> None:
                                       "loss_mask": [1], "reward": 0.0}], step_wise=False))  # fmt: skip
     rows.prefix_lengths.append(length)
     rows.prefix_checksums.append(0)
-    with pytest.raises(InvalidArgumentError, match=rf"prefix_lengths\[0\] is {length} and the prompt has 3 tokens"):
+    with pytest.raises(InvalidArgumentError, match=rf"prefix_lengths\[0\] is {length}, but the prompt has 3 tokens"):
         Submission(rollout_pb2.SubmitRowsRequest(rows=rows).SerializeToString()).rows()
 
 
@@ -153,15 +153,15 @@ def frame_of(size: int, *, has_size: bool = True) -> bytes:
 def test_a_frame_that_would_fill_the_memory_is_refused_before_it_does() -> None:
     bomb = frame_of(100 << 20)
     assert len(bomb) < 20_000
-    with pytest.raises(InvalidArgumentError, match=r"104857600 bytes uncompressed and max_message_bytes is 1048576"):
+    with pytest.raises(InvalidArgumentError, match=r"104857600 bytes, and max_message_bytes is 1048576"):
         Submission(bomb, most_bytes=1 << 20)
-    with pytest.raises(InvalidArgumentError, match="does not say how large its content is"):
+    with pytest.raises(InvalidArgumentError, match="does not contain its content size"):
         Submission(frame_of(100, has_size=False))
 
 
 @pytest.mark.parametrize("frame", [b"no frame", frame_of(1000)[6:-5]])
 def test_what_is_no_frame_is_refused(frame: bytes) -> None:
-    with pytest.raises(InvalidArgumentError, match="bytes are not a frame of zstd"):
+    with pytest.raises(InvalidArgumentError, match="bytes are not a zstd frame"):
         Submission(rollout_pb2.SubmitRowsRequest(zstd=frame).SerializeToString())
 
 

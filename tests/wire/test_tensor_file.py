@@ -71,7 +71,7 @@ def of_header(header: object, body: bytes = b"") -> bytes:
     ],
 )
 def test_what_is_no_such_file_is_refused(data: bytes) -> None:
-    with pytest.raises(InvalidArgumentError, match="no safetensors file of columns"):
+    with pytest.raises(InvalidArgumentError, match="not a safetensors file of columns"):
         tensor_file.decode(data)
 
 

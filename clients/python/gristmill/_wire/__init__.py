@@ -1,1 +1,1 @@
-"""Columns, rows and their encoding, which clients and the service share. Not public."""
+"""Columns, rows and their encoding, shared by the clients and the service. Not public."""

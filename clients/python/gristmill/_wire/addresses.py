@@ -1,6 +1,6 @@
 """Addresses of shards, and the headers of their files.
 
-Shards are safetensors files. `gristmill.torch` makes tensors of their data.
+Shards are safetensors files. `gristmill.torch` reads their tensors.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from gristmill.v1 import run_pb2, trainer_pb2
 
 MODELS: dict[str, Any] = {"policy": run_pb2.MODEL_POLICY, "critic": run_pb2.MODEL_CRITIC}
 
-# The file's first 8 bytes are the length of the header, which may have 100 MB.
+# The first 8 bytes of a file are the length of its header. The limit of safetensors is 100 MB.
 _LENGTH_BYTES = 8
 _LONGEST_HEADER = 100_000_000
 
@@ -42,7 +42,7 @@ class Position(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ShardAddress:
-    """Names the shard that a rank trains on in one mini-batch of one model."""
+    """Identifies the shard that a rank trains in one mini-batch of one model."""
 
     run: str
     model: str
@@ -56,13 +56,13 @@ class ShardAddress:
         )
 
     def is_of(self, metadata: dict[str, Any]) -> bool:
-        """Returns whether this metadata is that of the addressed shard."""
+        """Returns whether the metadata is of the addressed shard."""
         names = ("run", "model", "rank", "batch", "mini_batch")
         return all(metadata.get(name) == getattr(self, name) for name in names)
 
 
 def is_mappable(path: str, size: int) -> bool:
-    """Returns whether this machine has the service's shared memory: a readable file of this size is at the path."""
+    """Returns whether the service's shared memory is on this machine: the path is a readable file of this size."""
     try:
         status = os.stat(path)
     except (OSError, ValueError):
@@ -71,10 +71,10 @@ def is_mappable(path: str, size: int) -> bool:
 
 
 class Header(NamedTuple):
-    """A shard file's header.
+    """The header of a shard file.
 
-    metadata: each value read as JSON. entries: the dtype, shape and data_offsets of each tensor. size: its bytes;
-        offsets count from its end.
+    metadata: the values are parsed from JSON. entries: the dtype, shape and data_offsets of each tensor. size: the
+        bytes of the header; data_offsets are relative to its end.
     """
 
     metadata: dict[str, Any]
@@ -83,16 +83,16 @@ class Header(NamedTuple):
 
 
 def read_header(file: IO[bytes], size: int, where: str) -> Header:
-    """Reads the header of a file of `size` bytes. Raises InvalidArgumentError if the file is no shard."""
+    """Reads the header of a file of `size` bytes. Raises InvalidArgumentError if the file is not a shard."""
     try:
         length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
         if not 2 <= length <= min(size - _LENGTH_BYTES, _LONGEST_HEADER):
-            raise ValueError(f"its header would have {length} bytes")
+            raise ValueError(f"the length of its header is {length}")
         entries = json.loads(file.read(length))
         metadata = {name: json.loads(value) for name, value in entries.pop("__metadata__", {}).items()}
         if "micro_batches" not in metadata:
-            raise ValueError("it does not say micro_batches")
+            raise ValueError("its metadata has no micro_batches")
     except (ValueError, AttributeError, TypeError) as error:
-        message = f"{where} ({size} bytes) is no shard of gristmill: {error}; write it again"
+        message = f"{where} ({size} bytes) is not a shard of gristmill: {error}; write it again"
         raise InvalidArgumentError(message) from None
     return Header(metadata, entries, _LENGTH_BYTES + length)

@@ -1,7 +1,7 @@
 """The declared columns of a run (specification, section 8): their settings, and the conversion of their values.
 
-Values are arrays whose first axis counts elements: rows, tokens or items. NumPy has no bfloat16: its bits are stored as
-uint16, a type that no column can be declared with.
+The first axis of an array of values counts elements: rows, tokens or items. NumPy has no bfloat16, so its bits are
+stored as uint16, which a column cannot declare.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ DTYPES: tuple[ColumnDtype, ...] = get_args(ColumnDtype)
 MOST_COLUMNS = 64
 MOST_AXES = 8
 MOST_ELEMENT_BYTES = 1 << 24
-# Padding needs values, too: a few tokens must not take gigabytes.
+# Padding tokens also have values, so a token's values must be small.
 MOST_TOKEN_BYTES = 1 << 16
 MOST_REPEATED_BYTES = 1 << 12
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,62}")
@@ -44,7 +44,7 @@ _MERGES: dict[ColumnScope, tuple[ColumnMerge, ...]] = {
     "token": ("first", "last", "equal"),
     "items": ("last", "concat", "equal"),
 }
-"""The ways to make a row's values from those of merged steps; the first is the default."""
+"""How a merged row gets its values from its steps, by scope. The first way is the default."""
 
 SHARD_TENSORS = (
     *("sequences", "attention_mask", "position_ids", "response_mask", "loss_mask", "rewards", "advantages", "returns"),
@@ -64,7 +64,7 @@ BUILT_IN = frozenset(
         *("env_metrics", "trajectory_generation_times", "trajectory_time_splits"),
     )
 )
-"""Names that no column may have: fields of rows and of generator outputs, and tensors of shards."""
+"""Names that a column must not have: fields of rows and of generator outputs, and tensors of shards."""
 
 
 @dataclass(frozen=True)
@@ -72,12 +72,12 @@ class ColumnSpec:
     """A declared column.
 
     scope: whether there is one value per step (`row`), per response token (`response`), per prompt and response token
-    (`token`), or any number per step (`items`). shape: of one value. fill: the value of padding and absent values.
-    merge: how a merged row gets its values from its steps; empty for the scope's default. partial: whether a step may
-    have values for some of its tokens only, from the index in the column's `start_column` on.
+    (`token`), or any number per step (`items`). shape: the shape of one value. fill: the value of padding and of absent
+    values. merge: how a merged row gets its values from its steps; empty: the scope's default. partial: whether a step
+    may have values for only some of its tokens, beginning at the index in the column's `start_column`.
 
-    A ragged column, of shape (None,), has any number of values per token. Rows have it as its `values_column`, the
-    values of all tokens one after another, and its `offsets_column`.
+    A ragged column has shape (None,), which means any number of values per token. Rows store it as two columns: its
+    `values_column` with the concatenated values of all tokens, and its `offsets_column`.
     """
 
     name: str
@@ -93,24 +93,24 @@ class ColumnSpec:
 
     @classmethod
     def of(cls, declaration: object) -> ColumnSpec:
-        """Reads a column of a configuration. Raises InvalidArgumentError naming the setting and the remedy."""
+        """Reads a column of a configuration. Raises InvalidArgumentError that names the setting and the remedy."""
         if isinstance(declaration, cls):
             return declaration
         if not isinstance(declaration, Mapping):
             raise InvalidArgumentError(
-                f"columns: got {declaration!r:.200}; declare each by a mapping with name, dtype and scope"
+                f"columns: {declaration!r:.200} is not a mapping; declare a mapping with name, dtype and scope"
             )
         known = [field.name for field in fields(cls)]
         where = f"columns: {declaration.get('name', '')!r:.80}"
         for name in declaration:
             if name not in known:
-                raise InvalidArgumentError(f"{where}: unknown setting {name!r:.80}; known are {', '.join(known)}")
+                raise InvalidArgumentError(f"{where}: unknown setting {name!r:.80}; expected {', '.join(known)}")
         missing = [name for name in known[:3] if name not in declaration]
         if missing:
-            raise InvalidArgumentError(f"{where}: {' and '.join(missing)} must be given")
+            raise InvalidArgumentError(f"{where}: {' and '.join(missing)} must be set")
         shape = declaration.get("shape", ())
         if not isinstance(shape, list | tuple):
-            raise InvalidArgumentError(f"{where}: shape is {shape!r:.80}; it is a list of sizes, as [48, 8]")
+            raise InvalidArgumentError(f"{where}: shape is {shape!r:.80}; set a list of sizes, like [48, 8]")
         column = cls(**{**declaration, "shape": tuple(shape)})
         column._check()
         # A negative zero is stored as 0.
@@ -141,56 +141,56 @@ class ColumnSpec:
 
     @property
     def is_ragged(self) -> bool:
-        """Whether each token has any number of values."""
+        """Whether the number of values varies by token."""
         return self.shape == (None,)
 
     @property
     def value_shape(self) -> tuple[int, ...]:
-        """The shape of one value; of a ragged column, of one of a token's values."""
+        """The shape of one value. In a ragged column, this is one of several values of a token."""
         return tuple(size for size in self.shape if size is not None)
 
     @cached_property
     def fill_value(self) -> Array:
-        """The fill in the storage type; ()."""
+        """The fill in the storage type, as an array of shape ()."""
         value: Array = _as_dtype(np.array([self.fill]), self)[0]
         return value
 
     @cached_property
     def is_shared(self) -> bool:
-        """Whether a step has the same values as the step before for their common first tokens, so that they need not be
-        sent again.
+        """Whether a step and the previous step have the same values for their common first tokens, which then need not
+        be sent again.
         """
         return self.takes_first and self.source == "rollout" and not self.partial and not self.is_ragged
 
     @property
     def takes_first(self) -> bool:
-        """Whether a token of a merged row has the value of the first of its steps."""
+        """Whether a token of a merged row has the value of the first step that contains the token."""
         return self.scope == "token" and self.merge == "first"
 
     @property
     def start_column(self) -> ColumnSpec:
-        """The column of the index of a step's first value, by which rows have it; 0 for steps without it."""
+        """The column in which rows store the token index of a step's first value. Steps without it begin at 0."""
         return ColumnSpec(start_of(self.name), "int64", "row", merge="last", required=False)
 
     @cached_property
     def values_column(self) -> ColumnSpec:
-        """The column by which rows have a ragged column's values: those of the first token, then of the next."""
+        """The column in which rows store the values of a ragged column, concatenated token by token."""
         return replace(self, scope="items", shape=(), merge="last", partial=False)
 
     @cached_property
     def offsets_column(self) -> ColumnSpec:
-        """The column of the index at which each token's values begin in a ragged column, and of the last one's end."""
+        """The column in which rows store the start of each token's values in a ragged column, followed by the end."""
         return ColumnSpec(of_column(self.name)[0], "int64", "items", merge="last", required=False)
 
     def empty(self) -> Array:
-        """Returns an array of no values; (0, *value_shape)."""
+        """Returns an empty array of shape (0, *value_shape)."""
         return np.empty((0, *self.value_shape), self.storage)
 
     def array(self, values: Any, where: str) -> Array:
-        """Converts values, lists or arrays of a fitting type, to the storage type; (n, *shape). A column of scope `row`
-        takes one value, which becomes (1, *shape).
+        """Converts lists or arrays of a compatible type to the storage type; (n, *shape). For scope `row`, `values` is
+        one value, which becomes (1, *shape).
 
-        Raises InvalidArgumentError naming both shapes or types.
+        Raises InvalidArgumentError that names both shapes or types.
         """
         array = _plain_array(values, self, where)
         if self.scope == "row":
@@ -200,7 +200,7 @@ class ColumnSpec:
         if not array.ndim or array.shape[1:] != self.shape:
             actual = list(array.shape[1:]) if array.ndim else "of a single number"
             raise InvalidArgumentError(
-                f"{where}: {self.name} has values of shape {actual} and its column declares {list(self.shape)}; give "
+                f"{where}: {self.name} has values of shape {actual}, but the column declares {list(self.shape)}; pass "
                 f"{_OF_SCOPE[self.scope]}"
             )
         if array.dtype == self.storage:
@@ -211,12 +211,12 @@ class ColumnSpec:
     def _check(self) -> None:
         where = f"columns: {self.name!r:.80}"
         if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
-            raise InvalidArgumentError(f"{where}: a name has 1 to 63 of a-z, 0-9 and _, and begins with a letter")
+            raise InvalidArgumentError(f"{where}: a name must be 1 to 63 of a-z, 0-9 and _, and begin with a letter")
         if self.name in BUILT_IN:
-            raise InvalidArgumentError(f"{where}: is the name of a built-in column; choose another")
+            raise InvalidArgumentError(f"{where}: is the name of a built-in column; choose another name")
         if taken := next((name for name in BUILT_IN if self.name in of_column(name)), None):
             raise InvalidArgumentError(
-                f"{where}: its tensors would have a name of the built-in column {taken}; choose another name"
+                f"{where}: a tensor would have the name of the built-in column {taken}; choose another name"
             )
         for name, allowed in (
             ("dtype", DTYPES),
@@ -230,73 +230,73 @@ class ColumnSpec:
             type(size) is not int or not 1 <= size <= MOST_ELEMENT_BYTES for size in self.shape if not self.is_ragged
         ):
             raise InvalidArgumentError(
-                f"{where}: shape is {list(self.shape)}; each size is an integer, at least 1 and at most "
-                f"{MOST_ELEMENT_BYTES}, or the shape is [null], for any number of values per token"
+                f"{where}: shape is {list(self.shape)}; set sizes from 1 to {MOST_ELEMENT_BYTES}, or [null] for any "
+                "number of values per token"
             )
         most = MOST_TOKEN_BYTES if self.scope in ("token", "response") else MOST_ELEMENT_BYTES
         if len(self.shape) > MOST_AXES or self.element_bytes > most:
             raise InvalidArgumentError(
-                f"{where}: one value of shape {list(self.shape)} has {self.element_bytes} bytes; at most "
-                f"{most}, and at most {MOST_AXES} axes, are possible"
+                f"{where}: one value of shape {list(self.shape)} has {self.element_bytes} bytes; the limits are "
+                f"{most} bytes and {MOST_AXES} axes"
             )
         if self.element_bytes > MOST_REPEATED_BYTES:
             self._check_repeated(where)
         for name in ("required", "allow_nonfinite", "partial"):
             if not isinstance(getattr(self, name), bool):
-                raise InvalidArgumentError(f"{where}: {name} is {getattr(self, name)!r:.80}; it is true or false")
+                raise InvalidArgumentError(f"{where}: {name} is {getattr(self, name)!r:.80}; set true or false")
         self._check_fill(where)
         if self.merge == "sum" and self.dtype == "bool":
             raise InvalidArgumentError(
-                f"{where}: merge: sum adds numbers, and the dtype is bool; use another dtype or merge"
+                f"{where}: merge is sum, which adds numbers, but dtype is bool; use another dtype or merge"
             )
         if self.partial and (self.scope not in ("token", "response") or self.source == "trainer"):
             raise InvalidArgumentError(
-                f"{where}: partial is true, and only columns of rollouts with scope token or response may be partial; "
-                "leave partial out"
+                f"{where}: partial is true, but only columns of source: rollout and scope token or response may be "
+                "partial; omit partial"
             )
         if self.is_ragged and (self.scope not in ("token", "response") or self.source == "trainer" or self.fill):
             raise InvalidArgumentError(
-                f"{where}: shape is [null], any number of values per token, which only columns of rollouts with scope "
-                "token or response have; tokens without values have none, so that fill is left out"
+                f"{where}: shape is [null], which requires source: rollout, scope token or response, and no fill; "
+                "change these settings, or set the sizes in shape"
             )
         if self.source == "trainer":
             self._check_written(where)
 
     def _check_repeated(self, where: str) -> None:
-        """Refuses settings for which large values would have to be computed or copied many times."""
+        """Refuses settings that require computing or copying large values many times."""
         size = f"one value of shape {list(self.shape)} has {self.element_bytes} bytes"
         if self.merge == "sum":
             raise InvalidArgumentError(
-                f"{where}: {size}, and merge: sum adds values of at most {MOST_REPEATED_BYTES}; use last or first"
+                f"{where}: {size}, and the limit for merge: sum is {MOST_REPEATED_BYTES}; use last or first"
             )
         if self.fill and self.scope in ("token", "response"):
             raise InvalidArgumentError(
-                f"{where}: {size}, and values of more than {MOST_REPEATED_BYTES} bytes are filled with 0 only; leave "
-                "fill out"
+                f"{where}: {size}, and values of more than {MOST_REPEATED_BYTES} bytes can only be filled with 0; omit "
+                "fill"
             )
 
     def _check_written(self, where: str) -> None:
         if self.scope not in ("row", "response"):
             raise InvalidArgumentError(
-                f"{where}: with source: trainer a column has one value for each row or response token; set scope: row "
-                "or response"
+                f"{where}: source is trainer, which requires one value per row or response token; set scope: row or "
+                "response"
             )
         if self.merge not in ("", _MERGES[self.scope][0]):
             raise InvalidArgumentError(
-                f"{where}: merge is {self.merge}, and rows are merged before trainers write a column (source: "
-                "trainer); leave merge out"
+                f"{where}: merge is {self.merge}, but rows are merged before trainers write a column (source: "
+                "trainer); omit merge"
             )
         if not self.required:
             raise InvalidArgumentError(
-                f"{where}: required is false, and a batch always waits for columns that trainers write (source: "
-                "trainer); leave required out"
+                f"{where}: required is false, but a batch always waits for columns that trainers write (source: "
+                "trainer); omit required"
             )
 
     def _check_fill(self, where: str) -> None:
         if (isinstance(self.fill, bool) and self.dtype != "bool") or not isinstance(self.fill, bool | int | float):
-            raise InvalidArgumentError(f"{where}: fill is {self.fill!r:.80}; it is a number")
+            raise InvalidArgumentError(f"{where}: fill is {self.fill!r:.80}; set a number")
         if isinstance(self.fill, float) and not math.isfinite(self.fill):
-            raise InvalidArgumentError(f"{where}: fill is {self.fill}, which JSON cannot express; give a finite number")
+            raise InvalidArgumentError(f"{where}: fill is {self.fill}, which JSON cannot express; set a finite number")
         try:
             # JSON and YAML do not distinguish 1 from 1.0.
             is_whole = not self.is_float and float(self.fill).is_integer()
@@ -321,13 +321,13 @@ def specs_of(declarations: Iterable[object]) -> tuple[ColumnSpec, ...]:
     """Reads all columns of a configuration, and checks them together. Raises InvalidArgumentError."""
     columns = tuple(map(ColumnSpec.of, declarations))
     if len(columns) > MOST_COLUMNS:
-        raise InvalidArgumentError(f"columns: {len(columns)} are declared; at most {MOST_COLUMNS} are possible")
+        raise InvalidArgumentError(f"columns: {len(columns)} are declared; the limit is {MOST_COLUMNS}")
     names: set[str] = set()
     for column in columns:
-        # Also names that this column does not use: readers of shards find a column's tensors by their names.
+        # Also check names that this column does not use, because readers of shards find tensors by name.
         for name in (column.name, *of_column(column.name), start_of(column.name)):
             if name in names:
-                raise InvalidArgumentError(f"columns: two of them would have a tensor {name}; rename one")
+                raise InvalidArgumentError(f"columns: two columns would have a tensor {name}; rename one")
             names.add(name)
     return columns
 
@@ -340,19 +340,19 @@ def tensor_names(column: ColumnSpec) -> list[str]:
 
 
 def of_column(name: str) -> tuple[str, str]:
-    """Returns the names of a column's further tensors: the offsets of rows' items or of tokens' values, and which rows
-    have the column."""
+    """Returns the names of a column's additional tensors: the offsets of items or of tokens' values, and the flags of
+    rows that have the column."""
     return f"{name}_offsets", f"{name}_given"
 
 
 def start_of(name: str) -> str:
-    """Returns the name by which rows give the index of their first value of a partial column."""
+    """Returns the name of the field with the index of a row's first value of a partial column."""
     return f"{name}_start"
 
 
 def row_columns(columns: Sequence[ColumnSpec]) -> tuple[ColumnSpec, ...]:
-    """Returns the columns that rows have: the declared ones, ragged ones as values and offsets, and the starts of those
-    that are partial."""
+    """Returns the columns that rows store: the declared columns (ragged ones as values and offsets), and the starts of
+    partial columns."""
     return (
         *(column.values_column if column.is_ragged else column for column in columns),
         *(column.offsets_column for column in columns if column.is_ragged),
@@ -366,7 +366,7 @@ def by_name(columns: Iterable[ColumnSpec]) -> dict[str, ColumnSpec]:
 
 def _check_choice(where: str, name: str, value: object, allowed: Sequence[str]) -> None:
     if not isinstance(value, str) or value not in allowed:
-        raise InvalidArgumentError(f"{where}: {name} is {value!r:.80}; it is one of {', '.join(allowed)}")
+        raise InvalidArgumentError(f"{where}: {name} is {value!r:.80}; expected one of {', '.join(allowed)}")
 
 
 def _plain_array(values: Any, column: ColumnSpec, where: str) -> Array:
@@ -383,13 +383,13 @@ def _plain_array(values: Any, column: ColumnSpec, where: str) -> Array:
         if hasattr(values, "__array__"):
             reason = str(error).splitlines()[0]
             raise InvalidArgumentError(
-                f"{where}: {column.name} cannot be read as an array: {reason} Give .cpu() or .tolist()"
+                f"{where}: {column.name} cannot be read as an array ({reason}); pass .cpu() or .tolist()"
             ) from None
         array = np.empty(0, object)
     if array.dtype.kind not in "biuf":
         check_no_null(values, column.name, where)
         raise InvalidArgumentError(
-            f"{where}: {column.name} is no array of numbers, all of one shape; give {_OF_SCOPE[column.scope]}"
+            f"{where}: {column.name} is not an array of numbers of one shape; pass {_OF_SCOPE[column.scope]}"
         )
     return array
 
@@ -404,7 +404,7 @@ def _bits_of(values: Any) -> Array:
 
 
 def _check_kind(values: Array, column: ColumnSpec, where: str) -> None:
-    """Refuses values that the column's type cannot represent: fractions as integers, integers outside its range."""
+    """Refuses values that the column's type cannot represent: fractions in integer columns, integers out of range."""
     kind = values.dtype.kind
     if column.is_float:
         if kind in "iuf":
@@ -419,11 +419,11 @@ def _check_kind(values: Array, column: ColumnSpec, where: str) -> None:
             return
         bad = tuple(int(index) for index in np.argwhere(outside)[0])
         raise InvalidArgumentError(
-            f"{where}: {column.name}{list(bad)} is {values[bad]}, and its column's dtype {column.dtype} has the range "
-            f"{limits.min}..{limits.max}"
+            f"{where}: {column.name}{list(bad)} is {values[bad]}, but the column's dtype {column.dtype} has the range "
+            f"{limits.min}..{limits.max}; declare a larger dtype"
         )
     raise InvalidArgumentError(
-        f"{where}: {column.name} has {values.dtype.name} values and its column declares {column.dtype}"
+        f"{where}: {column.name} has {values.dtype.name} values, but the column declares {column.dtype}; convert them"
     )
 
 
@@ -454,10 +454,10 @@ def from_bfloat16(bits: Array) -> Array:
 
 
 def is_finite(values: Array) -> bool:
-    """Returns whether all values, as they are stored, are finite."""
+    """Returns whether all values are finite. values: in the storage type."""
     if values.dtype == BFLOAT16:
         return not bool(((values & 0x7F80) == 0x7F80).any())
     if values.dtype.kind != "f" or not values.size:
         return True
-    # Without temporaries: the minimum or maximum is not finite if any value is not.
+    # This needs no temporary array: the minimum or maximum is not finite if any value is not.
     return math.isfinite(float(values.min())) and math.isfinite(float(values.max()))

@@ -1,7 +1,7 @@
 """Ragged columns, which store all token data.
 
-A ragged column has one flat buffer and, for each row, the start and the number of its values. Rows can be reordered,
-selected and shared without moving a value. Nothing here copies token data unless its docstring says so.
+A ragged column has one flat buffer, and the start and the number of values of each row. Rows can be reordered, selected
+and shared without moving values. Functions of this module copy token data only if their docstring says so.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class Ragged:
 
     @classmethod
     def from_lengths(cls, values: Array, lengths: Int64s) -> Ragged:
-        """Makes a column of rows that are adjacent in `values`."""
+        """Returns a column of rows that are adjacent in `values`."""
         return cls(values, starts_of(lengths), lengths)
 
     @classmethod
     def from_arrays(cls, arrays: Sequence[Array], dtype: Any) -> Ragged:
-        """Copies arrays, one per row, to one buffer."""
+        """Copies one array per row to one buffer."""
         values = np.concatenate(arrays, dtype=dtype, casting="same_kind") if arrays else np.empty(0, dtype)
         return cls.from_lengths(values, lengths_of(arrays))
 
@@ -53,11 +53,11 @@ class Ragged:
         return sum_of(self.lengths)
 
     def take(self, rows: Any) -> Ragged:
-        """Returns the rows at these indices (or slice); values are shared."""
+        """Returns the rows at these indices, or of this slice. Values are shared."""
         return Ragged(self.values, self.starts[rows], self.lengths[rows])
 
     def part(self, rows: slice) -> Ragged:
-        """Returns the rows of a slice with step 1. If they are adjacent, the result keeps only their values alive."""
+        """Returns the rows of a slice with step 1. If they are adjacent, the result references only their values."""
         starts, lengths = self.starts[rows], self.lengths[rows]
         first = int(starts[0]) if len(starts) else 0
         if not np.array_equal(starts - first, starts_of(lengths)):
@@ -73,7 +73,7 @@ class Ragged:
         ]
 
     def memory(self) -> list[memoryview]:
-        """Returns a memoryview of each row; values must be single numbers."""
+        """Returns a memoryview of each row. Values must be scalars."""
         data = np.ascontiguousarray(self.values).data
         return [
             data[start : start + length]
@@ -85,7 +85,7 @@ class Ragged:
         return len(self.values) == self.total and _are_equal(self.starts, starts_of(self.lengths))
 
     def compact(self) -> Ragged:
-        """Returns a column whose rows are adjacent: itself if they are already, else a copy."""
+        """Returns a column with adjacent rows: itself if they are already adjacent, else a copy."""
         return self if self.is_compact() else Ragged.from_arrays(self.arrays(), self.values.dtype)
 
     def row_sums(self) -> NDArray[np.float64]:
@@ -94,9 +94,9 @@ class Ragged:
 
 
 def exact_sum(values: Array) -> float:
-    """Returns the correctly rounded sum in float64, which does not depend on the order of values, nor on zeros.
+    """Returns the correctly rounded sum in float64, which is independent of the order of values and of zeros.
 
-    Not finite if a value is not.
+    The sum is not finite if a value is not.
     """
     terms = values[values != 0].tolist()
     try:
@@ -106,7 +106,7 @@ def exact_sum(values: Array) -> float:
 
 
 FEW_ROWS = 32
-"""Up to this many rows, Python's numbers are faster than NumPy, whose calls take microseconds each."""
+"""Up to this many rows, plain Python is faster than NumPy, because each NumPy call takes microseconds."""
 
 
 def least(column: Array) -> Any:
@@ -134,7 +134,7 @@ def _are_equal(one: Int64s, other: Int64s) -> bool:
 
 
 def lengths_of(values: Sequence[Sized]) -> Int64s:
-    """Returns the length of each; int64 (n,)."""
+    """Returns the length of each value; int64 (n,)."""
     return np.fromiter(map(len, values), np.int64, len(values))
 
 

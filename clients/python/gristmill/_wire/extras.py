@@ -1,7 +1,7 @@
-"""Check rows' values of declared columns, and complete values that a row omits because an earlier step has them.
+"""Checks values of declared columns, and adds values that a row omits because the previous step has them.
 
-A row may omit values of a shared `token` column (`ColumnSpec.is_shared`) for the tokens that its step has in common
-with the step before. They are stored once, with that step.
+A row may omit values of a shared `token` column (`ColumnSpec.is_shared`) for the first tokens that its step has in
+common with the previous step. These values are stored only with the previous step.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from gristmill.errors import InvalidArgumentError
 
 
 def check_extras(table: Steps, columns: Sequence[ColumnSpec], prefix_lengths: Int64s | None = None) -> Steps:
-    """Returns the table if its rows have the declared columns, each as it is declared.
+    """Returns the table if the columns of its rows are as declared.
 
     prefix_lengths: (rows,) how many first tokens of each row were not sent.
-    Raises InvalidArgumentError naming the first offending trajectory, the column, both sizes or types, and the remedy.
+    Raises InvalidArgumentError that names the first invalid row, the column, both sizes or types, and the remedy.
     """
     ragged, columns = [column for column in columns if column.is_ragged], row_columns(columns)
     declared = by_name(columns)
@@ -29,8 +29,8 @@ def check_extras(table: Steps, columns: Sequence[ColumnSpec], prefix_lengths: In
         if name not in declared and len(table):
             known = ", ".join(declared) or "none"
             raise InvalidArgumentError(
-                f"{table.name(_first(extra.given))}: column {name!r:.80} is not declared by the run, which has "
-                f"{known}; declare it in columns, or leave it out"
+                f"{table.name(_first(extra.given))}: column {name!r:.80} is not declared by the run, which declares "
+                f"{known}; declare it in columns, or omit it"
             )
     for column in columns:
         if column.source == "trainer":
@@ -45,7 +45,7 @@ def check_extras(table: Steps, columns: Sequence[ColumnSpec], prefix_lengths: In
 
 
 def left_out(table: Steps, column: ColumnSpec) -> Int64s:
-    """Returns for how many of its first tokens each row omits its values; int64 (rows,)."""
+    """Returns for how many first tokens each row omits its values; int64 (rows,)."""
     return left_out_of(column, table.extras[column.name], table)
 
 
@@ -64,7 +64,7 @@ def starts_of(column: ColumnSpec, table: Steps) -> Int64s:
 
 
 def made_whole(table: Steps, columns: Iterable[ColumnSpec]) -> Steps:
-    """Completes the rows' values. The table has whole trajectories, each in step order."""
+    """Adds the omitted values. The table must contain whole trajectories, each in step order."""
     changed = {}
     for column in columns:
         if column.name in table.extras and (missing := left_out(table, column)).any():
@@ -79,8 +79,8 @@ def _check_absent(table: Steps, column: ColumnSpec) -> None:
     extra = table.extras.get(column.name)
     if extra is not None and extra.given.any():
         raise InvalidArgumentError(
-            f"{table.name(_first(extra.given))}: {column.name} is given, and the trainer writes it (source: trainer); "
-            "leave it out, or declare source: rollout"
+            f"{table.name(_first(extra.given))}: {column.name} was sent, but the trainer writes it (source: trainer); "
+            "omit it, or declare source: rollout"
         )
 
 
@@ -89,8 +89,8 @@ def _check_extra(table: Steps, column: ColumnSpec, extra: Extra, prefix_lengths:
     if values.dtype != column.storage or values.shape[1:] != column.value_shape:
         dtype = "bfloat16" if values.dtype == BFLOAT16 else values.dtype.name
         raise InvalidArgumentError(
-            f"{table.name(0)}: {column.name} has {dtype} values of shape {list(values.shape[1:])} and its column "
-            f"declares {column.dtype} of shape {list(column.shape)}; send what it declares"
+            f"{table.name(0)}: {column.name} has {dtype} values of shape {list(values.shape[1:])}, but the column "
+            f"declares {column.dtype} of shape {list(column.shape)}; send values as declared"
         )
     if column.required and not extra.given.all():
         raise _missing(table, _first(~extra.given), column)
@@ -99,7 +99,7 @@ def _check_extra(table: Steps, column: ColumnSpec, extra: Extra, prefix_lengths:
         row = next(row for row, one in enumerate(extra.values.arrays()) if not is_finite(one))
         at = next(at for at, one in enumerate(extra.values[row]) if not is_finite(np.atleast_1d(one)))
         raise InvalidArgumentError(
-            f"{table.name(row)}: {column.name}[{at}] is not finite as {column.dtype}; give a finite value within "
+            f"{table.name(row)}: {column.name}[{at}] is not finite as {column.dtype}; send a finite value within "
             "its range, or declare allow_nonfinite: true"
         )
 
@@ -118,8 +118,8 @@ def _check_counts(table: Steps, column: ColumnSpec, extra: Extra, prefix_lengths
         row = _first(wrong)
         count_of = {"row": "row", "response": "response token", "token": "prompt and response token"}
         raise InvalidArgumentError(
-            f"{table.name(row)}: {column.name} has {extra.values.lengths[row]} values and {expected[row]} are needed, "
-            f"one per {count_of[column.scope]}" + ("" if column.scope == "row" else "; or declare partial: true")
+            f"{table.name(row)}: {column.name} has {extra.values.lengths[row]} values; send {expected[row]}, "
+            f"one per {count_of[column.scope]}" + ("" if column.scope == "row" else ", or declare partial: true")
         )
 
 
@@ -131,14 +131,14 @@ def _needed(table: Steps, column: ColumnSpec) -> Int64s:
 
 
 def _check_ragged(table: Steps, column: ColumnSpec) -> None:
-    """Refuses offsets of a ragged column that do not divide its values among the row's tokens."""
+    """Refuses offsets of a ragged column that do not assign its values to the row's tokens."""
     nothing = no_extra(len(table), column.empty())
     values, offsets = (table.extras.get(one.name, nothing) for one in (column.values_column, column.offsets_column))
     if (values.given != offsets.given).any():
         row, names = _first(values.given != offsets.given), (column.name, column.offsets_column.name)
         has, lacks = names if values.given[row] else names[::-1]
         raise InvalidArgumentError(
-            f"{table.name(row)}: {has} is given and {lacks} is not; give both, or {column.name} as one list per token"
+            f"{table.name(row)}: {has} was sent without {lacks}; send both, or {column.name} as one list per token"
         )
     given, counts, tokens = values.given, offsets.values.lengths - 1, _needed(table, column)
     totals = values.values.lengths.tolist()
@@ -146,23 +146,23 @@ def _check_ragged(table: Steps, column: ColumnSpec) -> None:
         of_row = offsets.values[row]
         if not len(of_row) or of_row[0] or of_row[-1] != totals[row] or (of_row[1:] < of_row[:-1]).any():
             raise InvalidArgumentError(
-                f"{table.name(row)}: {column.offsets_column.name} does not divide the {totals[row]} values of "
-                f"{column.name}; give the index at which each token's begin, from 0 on, and the end of the last one's"
+                f"{table.name(row)}: {column.offsets_column.name} does not split the {totals[row]} values of "
+                f"{column.name} by token; send the start of each token's values, beginning with 0, then the end"
             )
     if column.partial:
         _check_starts(table, column, given, counts, tokens)
     elif (wrong := given & (counts != tokens)).any():
         row = _first(wrong)
         raise InvalidArgumentError(
-            f"{table.name(row)}: {column.name} has values of {counts[row]} tokens, and the step has {tokens[row]} "
-            f"{_TOKENS_OF[column.scope]}; give a list for each, or declare partial: true"
+            f"{table.name(row)}: {column.name} has values of {counts[row]} tokens, but the step has {tokens[row]} "
+            f"{_TOKENS_OF[column.scope]}; send one list per token, or declare partial: true"
         )
 
 
 def _check_starts(table: Steps, column: ColumnSpec, given: Array, counts: Int64s, tokens: Int64s) -> None:
     """Refuses values of a partial column outside the row's tokens.
 
-    given: bool (rows,). counts, tokens: int64 (rows,), for how many tokens each row has values, and how many it has.
+    given: bool (rows,). counts, tokens: int64 (rows,), each row's number of tokens with values, and of all tokens.
     """
     starts = starts_of(column, table)
     wrong = given & ((starts < 0) | (starts > tokens - counts))
@@ -170,8 +170,8 @@ def _check_starts(table: Steps, column: ColumnSpec, given: Array, counts: Int64s
         row = _first(wrong)
         raise InvalidArgumentError(
             f"{table.name(row)}: {column.name} has {counts[row]} values from index {starts[row]} "
-            f"({start_of(column.name)}), and the step has {tokens[row]} {_TOKENS_OF[column.scope]}; give at most one "
-            "for each, and the index of the first"
+            f"({start_of(column.name)}), but the step has {tokens[row]} {_TOKENS_OF[column.scope]}; send at most one "
+            "value per token, and the index of the first token with a value"
         )
 
 

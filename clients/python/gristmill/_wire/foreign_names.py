@@ -1,4 +1,4 @@
-"""Other frameworks' names of the fields of rows, so that errors can name the field to use."""
+"""Maps other frameworks' names of row fields to gristmill's names, for error messages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _OURS = {
     "tag": "tags data_source env_class env_name env_id",
 }
 _NAMES = {foreign: ours for ours, names in _OURS.items() for foreign in names.split()}
-# Names of prompt and response together.
+# Names of a field with the prompt and the response.
 _WHOLE = frozenset({"input_ids", "tokens", "token_ids", "sequences"})
 _MADE_HERE = frozenset({"attention_mask", "position_ids", "returns"})
 
@@ -32,9 +32,9 @@ _MADE_HERE = frozenset({"attention_mask", "position_ids", "returns"})
 def renamings(
     unknown: Iterable[str], present: Collection[str], known: Collection[str], plurals: Mapping[str, str] | None = None
 ) -> str:
-    """Returns the remedies for unknown fields whose names other frameworks use, each after a semicolon.
+    """Returns remedies for unknown fields that have names of other frameworks. Each remedy begins with a semicolon.
 
-    present: all fields of the row. known: the fields that rows may have. plurals: names to use instead of the row's.
+    present: all fields of the row. known: the fields that rows may have. plurals: names to suggest instead of fields.
     """
     plurals = plurals or {}
     hints = []
@@ -42,9 +42,9 @@ def renamings(
         ours = plurals.get(name) or _NAMES.get(name, "")
         ours = plurals.get(ours, ours)
         if ours in known and ours not in present:
-            hints.append(f"; give {name} as {ours}")
+            hints.append(f"; rename {name} to {ours}")
         elif name in _WHOLE:
-            hints.append(f"; give the prompt of {name} as prompt_token_ids and the rest as response_ids")
+            hints.append(f"; split {name} into prompt_token_ids and response_ids")
         elif name in _MADE_HERE:
-            hints.append(f"; leave {name} out, the service computes it")
+            hints.append(f"; omit {name}, because the service computes it")
     return "".join(hints[:_MOST])

@@ -1,6 +1,6 @@
-"""Convert lists of numbers to arrays, as fast as the standard library allows, and each token of a trajectory once.
+"""Converts lists of numbers to arrays, as fast as the standard library allows, and each token of a trajectory once.
 
-A conversion returns None if it meets anything unusual; `gristmill._wire.tables` then converts or refuses the value.
+A conversion returns None for an unusual value; `gristmill._wire.tables` then converts or refuses the value.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from gristmill.errors import InvalidArgumentError
 
 _INT32 = np.dtype(np.int32)
 _AT_ONCE = 2048
-"""Values to convert at a time: few enough to stay in the processor's cache, enough to outweigh the call."""
+"""Values to convert per call: few enough for the processor's cache, and enough to outweigh the cost of a call."""
 _MOST_PIECES = 16
 _SHORT = 256
-"""Lists of more values are converted one by one."""
+"""Longer lists are converted one by one."""
 
 
 def from_list(values: list[Any], dtype: np.dtype[Any]) -> Array | None:
-    """Converts a list to an array of int32, uint8, float32 or float64. Returns None if a value does not fit, or the
-    first is a bool.
+    """Converts a list to an array of int32, uint8, float32 or float64. Returns None if a value does not fit, or if the
+    first value is a bool.
 
-    Nearly twice as fast as NumPy, which first searches for a type; for masks ten times.
+    Nearly twice as fast as NumPy, which first determines a common type; ten times as fast for masks.
     """
     if not values:
         return np.empty(0, dtype)
@@ -42,7 +42,7 @@ def from_list(values: list[Any], dtype: np.dtype[Any]) -> Array | None:
 
 def joined(lists: list[list[Any]], dtype: np.dtype[Any]) -> Array | None:
     """Converts all lists to one array, like `from_list`. Returns None if a value does not fit, or if the lists are
-    long: only for short ones, one call for many is faster than a call for each."""
+    long, because one call for many lists is faster only for short lists."""
     if sum(map(len, lists)) > _SHORT * len(lists):
         return None
     try:
@@ -54,11 +54,11 @@ def joined(lists: list[list[Any]], dtype: np.dtype[Any]) -> Array | None:
 
 
 def _some_at_once(lists: list[list[Any]]) -> Iterator[list[Any]]:
-    """Yields the lists' values, about `_AT_ONCE` at a time. Raises TypeError if a list begins with a bool."""
+    """Yields the values of the lists, about `_AT_ONCE` at a time. Raises TypeError if a list begins with a bool."""
     some: list[Any] = []
     for values in lists:
         if values and isinstance(values[0], bool):
-            raise TypeError("true and false are no numbers")
+            raise TypeError("true and false are not numbers")
         some += values
         if len(some) >= _AT_ONCE:
             yield some
@@ -71,9 +71,9 @@ def _packed(values: list[Any], dtype: np.dtype[Any]) -> bytes:
 
 
 def check_no_null(values: Any, name: str, where: str) -> None:
-    """Raises InvalidArgumentError naming the first null entry, also of nested lists."""
+    """Raises InvalidArgumentError that names the first null entry. Also searches nested lists."""
     if place := _null_in(values):
-        raise InvalidArgumentError(f"{where}: {name}{place} is null; give a number")
+        raise InvalidArgumentError(f"{where}: {name}{place} is null; pass a number")
 
 
 def _null_in(values: Any) -> str:
@@ -97,9 +97,9 @@ Pieces = list[Array]
 class ConvertedTokens:
     """Converts the token lists of a table's rows, each token once.
 
-    A prompt that begins with the same objects as its trajectory's last step, or as the first prompt of another sample,
-    is compared with it, which takes a third of the time of a conversion. Equal numbers that are other objects are
-    converted, which takes no longer than a comparison. The lists must not change meanwhile.
+    If a prompt begins with the same objects as its trajectory's last step, or as the first prompt of another sample, it
+    is compared instead of converted, which takes a third of the time. Equal numbers that are different objects are
+    converted, because comparing them is not faster. The lists must not change meanwhile.
     """
 
     def __init__(self) -> None:
@@ -107,7 +107,7 @@ class ConvertedTokens:
         self._prompts: dict[str, tuple[list[Any], Pieces]] = {}
 
     def prompt(self, key: tuple[str, int], values: list[Any]) -> Pieces | None:
-        """Returns the tokens like `from_list`; int32. key: uid and sample."""
+        """Converts a prompt, like `from_list`; int32. key: uid and sample."""
         before, begin = Pieces(), 0
         if step := self._steps.get(key):
             if (known := _known(values, step[0])) is not None:
@@ -118,7 +118,7 @@ class ConvertedTokens:
         return None if rest is None else [*before, rest]
 
     def keep(self, key: tuple[str, int], prompt: list[Any], response: Any, pieces: Pieces) -> None:
-        """Stores a step that another one follows: its prompt and response, and the pieces of both."""
+        """Stores a step that is not the last of its trajectory: its prompt and response, and the pieces of both."""
         if key not in self._steps:
             self._prompts.setdefault(key[0], (prompt, pieces[:-1]))
         listed = response if type(response) is list else pieces[-1].tolist()
@@ -128,8 +128,8 @@ class ConvertedTokens:
 
 
 def _known(values: list[Any], lists: list[list[Any]]) -> int | None:
-    """Returns the number of tokens of the lists if the values begin with them; else None. A few objects are compared
-    first, since lists of other objects are converted faster than compared."""
+    """Returns the number of tokens in the lists if `values` begins with them, else None. Compares the identity of a few
+    objects first, because converting a list of different objects is faster than comparing it."""
     begin = 0
     for tokens in lists:
         end, middle = begin + len(tokens), begin + len(tokens) // 2

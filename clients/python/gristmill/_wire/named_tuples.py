@@ -1,4 +1,4 @@
-"""Named tuples of whole columns."""
+"""Creates many named tuples from columns."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ T = TypeVar("T", bound=tuple[Any, ...])
 
 
 def made_of(kind: type[T], *columns: Iterable[Any]) -> list[T]:
-    """Returns named tuples, one per row, from a column for each field. Calling the class takes three times as long."""
+    """Returns one named tuple per row, from one column per field. Calling the class takes three times as long."""
     fields: tuple[str, ...] = kind._fields  # type: ignore[attr-defined]
-    assert len(columns) == len(fields), "a field that is left out would not get its default"
+    assert len(columns) == len(fields), "an omitted field would not get its default"
     make: Any = tuple.__new__
     return [*map(make, repeat(kind), zip(*columns, strict=True))]

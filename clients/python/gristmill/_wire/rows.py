@@ -1,6 +1,6 @@
-"""Convert rows that are mappings, with the field names of the specification, to tables of steps, and back.
+"""Converts rows, which are mappings with the field names of the specification, to tables of steps, and back.
 
-Names of fields are checked here, their values by `gristmill._wire.tables`.
+This module checks the names of fields; `gristmill._wire.tables` checks their values.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def from_rows(
 ) -> Steps:
     """Converts rows, with lists or arrays as values, to a checked table.
 
-    columns: the run's declared columns, which rows have under their names. Without `step_wise`, `step` and
-        `is_last_step` may be absent (0, true). A `reward` that is absent or None is pending. Raises
-        InvalidArgumentError naming the trajectory, the field, the value and the remedy. The rows are not modified.
+    columns: the run's declared columns, which are fields of the rows. If `step_wise` is False, `step` and
+        `is_last_step` may be absent (0, true). A `reward` that is absent or None is pending. Raises an
+        InvalidArgumentError that names the row, the field, the value and the remedy. The rows are not modified.
     """
     rows = list(rows)
     return columns_of(rows, step_wise=step_wise, columns=columns).table(0, len(rows))
@@ -52,7 +52,7 @@ def columns_of(
 
 
 def extras_of(row: Mapping[str, Any], columns: Sequence[ColumnSpec]) -> dict[str, Extra]:
-    """Returns the declared columns of one row, by name; values are copied. Raises InvalidArgumentError like
+    """Returns the declared columns of one row, by name. Values are copied. Raises InvalidArgumentError like
     `from_rows`."""
     (row,), columns = _flattened([row], columns), row_columns(columns)
     _names([row], (), _FIELDS.union(column.name for column in columns))
@@ -60,7 +60,7 @@ def extras_of(row: Mapping[str, Any], columns: Sequence[ColumnSpec]) -> dict[str
 
 
 def extra_names(rows: Iterable[Mapping[str, Any]]) -> set[str]:
-    """Returns the names of the rows' fields that are not built in, so that the run has to declare them."""
+    """Returns the names of the rows' fields that are not built in. The run must declare them."""
     names: set[str] = set()
     for row in rows:
         if isinstance(row, Mapping):
@@ -69,7 +69,7 @@ def extra_names(rows: Iterable[Mapping[str, Any]]) -> set[str]:
 
 
 def to_rows(table: Steps, columns: Sequence[ColumnSpec] = ()) -> Iterator[dict[str, Any]]:
-    """Yields the table's rows as `from_rows` takes them, with lists and numbers: the lines of a rollout file.
+    """Yields the table's rows in the form of `from_rows`, with lists and numbers, like the lines of a rollouts file.
 
     columns: the run's declared columns.
     """
@@ -102,7 +102,7 @@ def to_rows(table: Steps, columns: Sequence[ColumnSpec] = ()) -> Iterator[dict[s
 
 
 def _flattened(rows: Sequence[Mapping[str, Any]], columns: Sequence[ColumnSpec]) -> Sequence[Mapping[str, Any]]:
-    """Returns the rows with the values and offsets of ragged columns that they give as one list per token."""
+    """Returns the rows with values and offsets instead of ragged columns in the form of one list per token."""
     ragged = [column for column in columns if column.is_ragged]
     if not ragged:
         return rows
@@ -123,8 +123,8 @@ def _of_tokens(row: Mapping[str, Any], ragged: Sequence[ColumnSpec], position: i
             made |= {column.name: [*chain.from_iterable(lists)], name: np.append(0, np.cumsum(lengths_of(lists)))}
         except TypeError:
             raise InvalidArgumentError(
-                f"{describe(row, position)}: {column.name} is no list of lists, one per token; give that, or all "
-                f"values in one list and {name}, the index at which each token's begin and the end of the last one's"
+                f"{describe(row, position)}: {column.name} is not a list of lists; pass one list per token, or all "
+                f"values in one list and {name}, the start of each token's values and then the end"
             ) from None
     return made
 
@@ -136,17 +136,17 @@ def _plain(extra: Extra, row: int, is_single: bool) -> Any:
 
 
 def _names(rows: Sequence[Mapping[str, Any]], required: Sequence[str], known: Collection[str]) -> set[str]:
-    """Returns the names of the rows' fields. Most rows have the same as the row before."""
+    """Returns the names of the rows' fields. Fast if a row has the same fields as the previous row."""
     names, seen = set[str](), None
     for position, row in enumerate(rows):
         if not isinstance(row, Mapping):
-            raise InvalidArgumentError(f"row {position} is a {type(row).__name__}; give a list of dicts, one per row")
+            raise InvalidArgumentError(f"row {position} is a {type(row).__name__}; pass a list of dicts, one per row")
         if row.keys() != seen:
             unknown = row.keys() - known
             if unknown:
                 raise InvalidArgumentError(
                     f"{describe(row, position)}: unknown field {sorted(unknown)[0]}"
-                    f"{renamings(unknown, row, known)}; known are {', '.join(sorted(known))}; declare others as "
+                    f"{renamings(unknown, row, known)}; expected {', '.join(sorted(known))}; declare other fields as "
                     "columns of the run"
                 )
             names |= row.keys()

@@ -1,7 +1,7 @@
-"""Steps: the table of rows as rollout workers make them, and the rules for single rows.
+"""Steps: the table of rows that rollout workers submit, and the rules for single rows.
 
-Tables are made from Python lists, from files and from messages, and are the pipeline's input. The service checks rules
-for several rows (steps 0..T-1, the range of samples, mixed batches).
+Tables are built from Python lists, files and messages, and are the pipeline's input. The service checks the rules for
+several rows (steps 0..T-1, the range of samples, mixed batches).
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ LONGEST_TAG = 100
 LONGEST_UID = LONGEST_STOP_REASON = 1000
 INT32_MAX = 2**31 - 1
 FLOAT32_MAX = float(np.finfo(np.float32).max)
-# np.errstate takes as long as reading this many values.
+# np.errstate takes as long as reading about this number of values.
 _MANY = 16_384
-_FINITE = "it must be finite, also as float32"
+_FINITE = "it must be finite in float32"
 
 
 class RowField(NamedTuple):
-    """A number of each row.
+    """A field with one number per row.
 
-    name: in `Steps`, in `gristmill.v1.Rows`, and in stored tables. key: in a row that is a mapping. dtype: of the
-        column.
-    default: the value of rows without it. lowest: the smallest valid value. is_required: whether messages must have it.
+    name: the name in `Steps`, in `gristmill.v1.Rows`, and in stored tables. key: the name in a row that is a mapping.
+    dtype: the column's dtype. default: the value of rows without the field. lowest: the smallest valid value.
+    is_required: whether messages must have the field.
     """
 
     name: str
@@ -47,11 +47,11 @@ class RowField(NamedTuple):
 class TokenField(NamedTuple):
     """A field with one value per response token.
 
-    name: in `Steps` and in stored tables. key: in a row that is a mapping. message: in `gristmill.v1.Rows`. dtype: of
-        the column.
-    is_plain: whether the field is independent of all others: codecs, tables and digests then need only this entry.
-    fill: of a plain field, the value of rows without it if others have it; None: such rows are refused.
-    label: of a plain field, what precedes its values in digests of rows, to distinguish them from other fields.
+    name: the name in `Steps` and in stored tables. key: the name in a row that is a mapping. message: the name in
+        `gristmill.v1.Rows`. dtype: the column's dtype.
+    is_plain: whether the field is independent of all others. Codecs, tables and digests then need only this entry.
+    fill: for a plain field, the value of rows without it if other rows have it; None: such rows are refused.
+    label: for a plain field, a prefix of its values in digests of rows, which distinguishes it from other fields.
     """
 
     name: str
@@ -78,8 +78,8 @@ TOKEN_FIELDS = (
     TokenField("token_advantages", "advantage", "token_advantages", np.float32),
     TokenField("token_versions", "policy_versions", "token_policy_versions", np.int32),
 )
-"""The fields of rows. Messages, rows that are mappings, stored tables and digests are made by these tables. Digests and
-stored tables depend on the order: append new fields."""
+"""The fields of rows, from which messages, rows that are mappings, stored tables and digests are built. Digests and
+stored tables depend on the order, so append new fields."""
 
 PLAIN_FIELDS = tuple(one for one in TOKEN_FIELDS if one.is_plain)
 _KEYS = tuple(one.key for one in TOKEN_FIELDS)
@@ -87,7 +87,7 @@ _columns_of_tokens = attrgetter(*(one.name for one in TOKEN_FIELDS))
 
 
 class TrajectoryKey(NamedTuple):
-    """Names a trajectory of a run. `round` counts how often the uid was sampled again."""
+    """Identifies a trajectory of a run. `round` counts the passes over the prompts."""
 
     round: int
     uid: str
@@ -102,8 +102,8 @@ class TrajectoryKey(NamedTuple):
 class Extra:
     """The values of one declared column (`gristmill._wire.column_spec`).
 
-    values: ragged, (n, *shape), with one per row, response token, token or item; none if the row does not have the
-        column. A row may omit the first values of a shared `token` column, which the step before has.
+    values: ragged, (n, *shape), one value per row, response token, token or item; empty if the row does not have the
+        column. A row may omit the first values of a shared `token` column if the previous step has them.
     given: bool (rows,), whether the row has the column.
     before: in a client's table of one row, the omitted values, in pieces.
     """
@@ -150,18 +150,18 @@ class Steps:
     is_last_steps: bool (n,).
     tokens: ragged int32, each row's prompt followed by its response.
     prompt_lengths: int64 (n,), the number of prompt tokens.
-    loss_mask: ragged uint8 over the response.
-    logprobs: ragged float32 over the response; None if rows have none.
-    rewards: float64 (n,), the step's reward; the sum of its `token_rewards` if there are any.
-    token_rewards: ragged float32 or float64 over the response; None for scalar rewards.
+    loss_mask: ragged uint8, one per response token.
+    logprobs: ragged float32, one per response token; None if rows have none.
+    rewards: float64 (n,), the step's reward; the sum of its `token_rewards` if it has any.
+    token_rewards: ragged float32 or float64, one per response token; None for scalar rewards.
     rewards_pending: bool (n,), whether the reward will be set later.
-    advantages: float64 (n,) or None. token_advantages: ragged float32 over the response, or None.
+    advantages: float64 (n,) or None. token_advantages: ragged float32, one per response token, or None.
     extras: the declared columns that any row has, by name.
-    token_versions: ragged int32 over the response, the policy version that sampled each token, -1 if unknown; None if
-        no row has any. `policy_versions` then has the oldest of each row.
+    token_versions: ragged int32, the policy version that sampled each response token, -1 if unknown; None if no row has
+        any. `policy_versions` is then the oldest version of each row.
     tags: (n,) the environment or task of each row's group, "" if the row has none; None if no row has any.
-    prefix_lengths: int64 (n,), how many first tokens of each row `tokens` omits because another row has them; None if
-        all rows are whole.
+    prefix_lengths: int64 (n,), how many first tokens of each row are omitted in `tokens` because another row has them;
+        None if all rows are whole.
     """
 
     uids: Sequence[str]
@@ -195,12 +195,12 @@ class Steps:
 
     @property
     def token_columns(self) -> list[Ragged]:
-        """The columns of the table with one value per response token."""
+        """The table's columns with one value per response token."""
         return [column for column in _columns_of_tokens(self) if column is not None]
 
     @property
     def sequence_lengths(self) -> Int64s:
-        """The number of tokens of each row, including tokens that `tokens` omits; int64 (n,)."""
+        """The number of tokens of each row, including tokens that are omitted in `tokens`; int64 (n,)."""
         stored = self.tokens.lengths
         return stored if self.prefix_lengths is None else stored + self.prefix_lengths
 
@@ -208,11 +208,11 @@ class Steps:
         return TrajectoryKey(int(self.rounds[row]), self.uids[row], int(self.samples[row]))
 
     def name(self, row: int) -> str:
-        """Names the row, for a message."""
+        """Returns a description of the row for messages."""
         return f"{self.key(row)} step {self.steps[row]}"
 
     def take(self, rows: Int64s) -> Steps:
-        """Returns the rows at these indices, in this order; token data is shared."""
+        """Returns the rows at these indices, in this order. Token data is shared."""
 
         def pick(column: Any) -> Any:
             if isinstance(column, Ragged):
@@ -226,7 +226,7 @@ class Steps:
         return Steps(**{field.name: pick(getattr(self, field.name)) for field in fields(self)})
 
     def part(self, rows: slice) -> Steps:
-        """Returns the rows of a slice with step 1; token data is shared, and compact columns stay compact."""
+        """Returns the rows of a slice with step 1. Token data is shared, and compact columns stay compact."""
 
         def cut(column: Any) -> Any:
             if isinstance(column, dict):
@@ -239,9 +239,9 @@ class Steps:
 
 
 def concat(tables: Sequence[Steps]) -> Steps:
-    """Concatenates tables; token data is copied once.
+    """Concatenates tables. Token data is copied once.
 
-    Raises InvalidArgumentError if some have logprobs, rewards or advantages per token and others do not.
+    Raises InvalidArgumentError if only some tables have logprobs, rewards or advantages per token.
     """
     if len(tables) == 1:
         return tables[0]
@@ -271,8 +271,8 @@ def _concat_column(name: str, tables: Sequence[Steps]) -> Any:
     if missing:
         present = next(index for index, column in enumerate(columns) if column is not None)
         raise InvalidArgumentError(
-            f"{name}: {tables[present].name(0)} has them and {tables[missing[0]].name(0)} does not; "
-            "all rows of a run have them, or none has"
+            f"{name}: {tables[present].name(0)} has them, but {tables[missing[0]].name(0)} does not; "
+            "send them in all rows of a run, or in none"
         )
     if isinstance(columns[0], Ragged):
         dtype = np.result_type(*(column.values.dtype for column in columns))
@@ -284,13 +284,13 @@ _FILLED = {one.name: one for one in PLAIN_FIELDS if one.fill is not None}
 
 
 def filled(table: Steps, field: TokenField) -> Ragged:
-    """Returns a plain field's column of fill values for a table without it."""
+    """Returns a column of the plain field's fill values, for a table without the field."""
     lengths = table.response_lengths
     return Ragged.from_lengths(np.full(int(lengths.sum()), field.fill, field.dtype), lengths)
 
 
 def _concat_extra(name: str, tables: Sequence[Steps]) -> Extra:
-    """Concatenates a declared column; rows of tables without it do not have it."""
+    """Concatenates a declared column. Some tables may not have the column."""
     model = next(table.extras[name].values.values for table in tables if name in table.extras)
     parts = [table.extras.get(name) or no_extra(len(table), model[:0]) for table in tables]
     return Extra(
@@ -300,13 +300,13 @@ def _concat_extra(name: str, tables: Sequence[Steps]) -> Extra:
 
 
 def no_extra(rows: int, empty: Array) -> Extra:
-    """Returns a declared column that no row has. empty: (0, *shape)."""
+    """Returns a declared column for rows that do not have it. empty: an array of shape (0, *shape)."""
     nothing = np.zeros(rows, np.int64)
     return Extra(Ragged(empty, nothing, nothing), np.zeros(rows, np.bool_))
 
 
 def versions_of_tokens(table: Steps) -> Ragged:
-    """Returns the policy version of each response token; that of the row if the table has none per token."""
+    """Returns the policy version of each response token: the row's version if the table has none per token."""
     if table.token_versions is not None:
         return table.token_versions
     lengths = table.response_lengths
@@ -335,7 +335,7 @@ def check_tag(tag: str, subject: str) -> None:
 def check(table: Steps) -> Steps:
     """Returns the table if every row obeys the rules for single rows.
 
-    Raises InvalidArgumentError naming the first offending trajectory, the field, the value and the remedy.
+    Raises InvalidArgumentError that names the first invalid row, the field, the value and the remedy.
     """
     _check_identity(table)
     _check_lengths(table)
@@ -349,7 +349,7 @@ def check(table: Steps) -> Steps:
 def check_length(text: str, most: int, subject: str, remedy: str) -> None:
     """Raises InvalidArgumentError for a string of more than `most` characters."""
     if len(text) > most:
-        raise InvalidArgumentError(f"{subject} has {len(text)} characters, and {most} are the most; {remedy}")
+        raise InvalidArgumentError(f"{subject} has {len(text)} characters, and the limit is {most}; {remedy}")
 
 
 def check_text(text: str, subject: str) -> None:
@@ -361,7 +361,7 @@ def check_text(text: str, subject: str) -> None:
 
 
 def check_uid(uid: str) -> None:
-    """Refuses a uid that is too long: runs store every uid."""
+    """Refuses a uid that is too long, because runs store every uid."""
     check_length(uid, LONGEST_UID, f"uid {uid[:50]!r}...", "shorten it")
     check_text(uid, "uid")
 
@@ -376,15 +376,13 @@ def _check_identity(table: Steps) -> None:
             at = int((column < lowest).argmax())
             raise InvalidArgumentError(f"{table.name(at)}: {name[:-1]} is {column[at]}; it must be at least {lowest}")
     if "" in table.uids:
-        raise InvalidArgumentError(
-            f"row {list(table.uids).index('')}: uid is empty; name the prompt that it belongs to"
-        )
+        raise InvalidArgumentError(f"row {list(table.uids).index('')}: uid is empty; set the uid of the row's prompt")
     if max(map(len, table.uids), default=0) > LONGEST_UID:
         check_uid(max(table.uids, key=len))
     if max(map(len, table.stop_reasons), default=0) > LONGEST_STOP_REASON:
         reason = max(table.stop_reasons, key=len)
         subject = f"{table.name(list(table.stop_reasons).index(reason))}: stop_reason {reason[:50]!r}..."
-        check_length(reason, LONGEST_STOP_REASON, subject, "name why the response ended, or shorten it")
+        check_length(reason, LONGEST_STOP_REASON, subject, "shorten it")
     for tag in set(table.tags or ()):
         check_tag(tag, table.name(list(table.tags or ()).index(tag)))
 
@@ -395,7 +393,7 @@ def _check_lengths(table: Steps) -> None:
     for name, part, lengths in parts:
         if lengths.size and least(lengths) < 1:
             empty = int((lengths < 1).argmax())
-            raise InvalidArgumentError(f"{table.name(empty)}: {name} is empty; a {part} has at least one token")
+            raise InvalidArgumentError(f"{table.name(empty)}: {name} is empty; a {part} must have at least one token")
     seen: list[Int64s] = []
     for name, column in _response_columns(table):
         if any(column.lengths is lengths for lengths in seen):
@@ -406,13 +404,13 @@ def _check_lengths(table: Steps) -> None:
         row = _first(column.lengths != responses)
         if row is not None:
             raise InvalidArgumentError(
-                f"{table.name(row)}: {name} has {column.lengths[row]} values and response_ids has {responses[row]}; "
-                "they need one each"
+                f"{table.name(row)}: {name} has {column.lengths[row]} values, but response_ids has {responses[row]}; "
+                "send one value per response token"
             )
 
 
 def _check_tokens(table: Steps) -> None:
-    # Valid values are checked in one pass without temporaries; only invalid ones are searched for.
+    # Check all values in one pass without a temporary array. Search for the position only if a value is invalid.
     if table.tokens.values.size and table.tokens.values.min() < 0:
         for row, tokens in enumerate(table.tokens.arrays()):
             bad = _first(tokens < 0)
@@ -424,20 +422,20 @@ def _check_tokens(table: Steps) -> None:
                     f"{table.name(row)}: {field}[{index}] is {tokens[bad]}; token ids are 0..{INT32_MAX}"
                 )
     if table.loss_mask.values.size and table.loss_mask.values.max() > 1:
-        _refuse_value(table, "loss_mask", table.loss_mask, lambda values: values > 1, "each is 0 or 1")
+        _refuse_value(table, "loss_mask", table.loss_mask, lambda values: values > 1, "it must be 0 or 1")
 
 
 def _check_versions(table: Steps, versions: Ragged) -> None:
     if versions.values.size and versions.values.min() < UNKNOWN:
         _refuse_value(
-            table, "policy_versions", versions, lambda values: values < UNKNOWN, "each is at least -1, unknown"
+            table, "policy_versions", versions, lambda values: values < UNKNOWN, "it must be at least -1 (unknown)"
         )
     oldest = oldest_versions(versions)
     row = _first(oldest != table.policy_versions)
     if row is not None:
         raise InvalidArgumentError(
-            f"{table.name(row)}: policy_version is {table.policy_versions[row]}, and the oldest of its policy_versions "
-            f"is {oldest[row]}; leave policy_version out"
+            f"{table.name(row)}: policy_version is {table.policy_versions[row]}, but the oldest of its policy_versions "
+            f"is {oldest[row]}; omit policy_version"
         )
 
 
@@ -457,8 +455,8 @@ def _check_numbers(table: Steps) -> None:
 
 
 def _is_suspicious(values: Array) -> bool:
-    """Returns whether a value may not be finite as float32, computed without temporaries. If one is NaN or infinite, so
-    is the sum, which may also overflow; if one exceeds float32, so does the minimum or maximum."""
+    """Returns whether some value may not be finite in float32, without a temporary array. If a value is NaN or
+    infinite, so is the sum (which may also overflow). If a value exceeds float32, so does the minimum or maximum."""
     if values.dtype == np.float32 and values.size > _MANY:
         with np.errstate(over="ignore", invalid="ignore"):
             return not math.isfinite(float(values.sum()))
@@ -466,7 +464,7 @@ def _is_suspicious(values: Array) -> bool:
 
 
 def _not_finite(values: NDArray[Any]) -> NDArray[np.bool_]:
-    """Returns which values are not finite as float32, the type in shards."""
+    """Returns which values are not finite in float32, the type in shards."""
     fits: NDArray[np.bool_] = np.abs(values) <= FLOAT32_MAX
     return ~fits
 

@@ -1,6 +1,6 @@
-"""Convert columns of Python values, one list per field, to tables of steps.
+"""Converts columns of Python values, one list per field, to tables of steps.
 
-Types and shapes are checked; wrong values are refused with the trajectory's name.
+Checks types and shapes. An error for an invalid value names the row.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ SCALARS: dict[str, tuple[type, Any]] = {
     "stop_reason": (str, ""),
     "tag": (str, ""),
 }
-"""Fields with one value per row: their type, and the value if absent."""
+"""Fields with one value per row: their type, and the default value."""
 
 ARRAYS = ("prompt_token_ids", "response_ids", *(one.key for one in TOKEN_FIELDS))
 """Fields with one value per token, or per token or row."""
 
 Column = Ragged | list[Array | None] | None
-"""The values of a field with one value per token: those of all rows in one array, or an array or None for each row;
-None if no row has the field."""
+"""The values of a field with one value per token: one array for all rows, or an array or None for each row. None if no
+row has the field."""
 
 _DTYPE, _NDIM = attrgetter("dtype"), attrgetter("ndim")
 
@@ -55,8 +55,8 @@ _DTYPE, _NDIM = attrgetter("dtype"), attrgetter("ndim")
 class _Tokens(NamedTuple):
     """The tokens of rows.
 
-    pieces: arrays to concatenate, for each row those of its prompt and its response. edges: row i has
-    `pieces[edges[i]:edges[i + 1]]`. prompts, responses: int64 (rows,), their numbers of tokens.
+    pieces: arrays to concatenate: for each row, the pieces of its prompt, then its response. edges: row i has
+    `pieces[edges[i]:edges[i + 1]]`. prompts, responses: int64 (rows,), the numbers of tokens.
     """
 
     pieces: Pieces
@@ -66,9 +66,9 @@ class _Tokens(NamedTuple):
 
 
 class ValueColumns:
-    """The fields of rows, one list per field; absent values and fields are None.
+    """The fields of rows, one list per field. Absent values and fields are None.
 
-    Types of all rows are checked before anything is copied. Valid columns are converted quickly; others value by value.
+    The types of all rows are checked before values are copied. Columns of other than the usual types convert slower.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class ValueColumns:
     ) -> None:
         """Checks the types. declared: the run's declared columns.
 
-        An absent loss mask is all ones. Raises InvalidArgumentError naming the trajectory, the field and the value. The
+        An absent loss mask is all ones. Raises InvalidArgumentError that names the row, the field and the value. The
         lists are not modified.
         """
         self._columns, self._count = columns, count
@@ -154,7 +154,7 @@ class ValueColumns:
         return read(value, name, self._where(row))
 
     def _number_column(self, name: str, dtype: Any) -> tuple[list[float | None], Column]:
-        """Returns one number per row, which is a sum for rows with one number per token; and the numbers per token."""
+        """Returns one number per row (the sum if the row has one number per token), and the numbers per token."""
         values = self._columns.get(name)
         if values is None:
             return [None] * self._count, None
@@ -180,8 +180,8 @@ class ValueColumns:
         return [None if value is None else column.array(value, self._where(row)) for row, value in enumerate(values)]
 
     def tables(self, most_rows: int, most_bytes: int) -> Iterator[Steps]:
-        """Yields the rows as tables within both limits, except for a single row that exceeds them. Each table is made
-        when it is requested."""
+        """Yields the rows as tables within both limits. A single row may exceed them. Each table is built when it is
+        requested."""
         ends, begin, end = np.cumsum(self._sizes()), 0, -1
         while end < self._count:
             most = most_bytes + (int(ends[begin - 1]) if begin else 0)
@@ -203,7 +203,7 @@ class ValueColumns:
         return sizes
 
     def table(self, begin: int, end: int) -> Steps:
-        """Returns a checked table of these rows; arrays are copied. Raises InvalidArgumentError like `check`."""
+        """Returns a checked table of the rows. Arrays are copied. Raises InvalidArgumentError like `check`."""
         part = slice(begin, end)
         scalars = {name: values[part] for name, values in self._scalars.items()}
         rewards = self._rewards[part]
@@ -252,7 +252,7 @@ class ValueColumns:
     def _token_rewards_of(self, part: slice, lengths: Int64s, pending: Sequence[bool]) -> Ragged | None:
         column = _cut(self._token_rewards, part)
         if isinstance(column, list) and any(array is not None for array in column):
-            # A row with a pending reward has zeros until it is set.
+            # A row with a pending reward has zeros until the reward is set.
             column = [
                 np.zeros(length) if array is None and waits else array
                 for array, length, waits in zip(column, lengths.tolist(), pending, strict=True)
@@ -260,15 +260,15 @@ class ValueColumns:
         return self._optional("reward", column, part.start, np.float64)
 
     def _optional(self, name: str, column: Column, begin: int, dtype: Any) -> Ragged | None:
-        """Returns a column that either all rows or no row has."""
+        """Returns a column that all rows or no rows must have."""
         if isinstance(column, list):
             has_values = [array is not None for array in column]
             if not any(has_values):
                 return None
             if not all(has_values):
                 raise InvalidArgumentError(
-                    f"{name}: {self._name(begin + has_values.index(True))} has one value per response token and "
-                    f"{self._name(begin + has_values.index(False))} does not; give it in all rows, or in none"
+                    f"{name}: {self._name(begin + has_values.index(True))} has one value per response token, but "
+                    f"{self._name(begin + has_values.index(False))} does not; set it in all rows, or in none"
                 )
         return None if column is None else _ragged(column, dtype)
 
@@ -279,11 +279,11 @@ class ValueColumns:
             return None
         if not all(has_values):
             row = part.start + has_values.index(False)
-            raise InvalidArgumentError(f"{self._name(row)}: advantage is missing; all rows have one, or none has")
+            raise InvalidArgumentError(f"{self._name(row)}: advantage is missing; set it in all rows, or in none")
         return np.array(values, np.float64)
 
     def _name(self, row: int) -> str:
-        """Names the row like `Steps.name`."""
+        """Returns a description of the row, like `Steps.name`."""
         round_, uid, sample, step = (self._scalars[name][row] for name in ("round", "uid", "sample", "step"))
         return f"{TrajectoryKey(round_, uid, sample)} step {step}"
 
@@ -293,7 +293,7 @@ def _reader(field: TokenField) -> Read:
 
 
 def describe(row: Mapping[str, Any], position: int) -> str:
-    """Names the row, for a message."""
+    """Returns a description of the row for messages."""
     if row.get("uid") is None:
         return f"row {position}"
     sample, step = row.get("sample"), row.get("step")
@@ -305,7 +305,7 @@ def _is_converted(value: Any, dtype: np.dtype[Any]) -> bool:
 
 
 def _are_converted(values: list[Any], dtype: np.dtype[Any]) -> bool:
-    """Returns whether all arrays satisfy `_is_converted`, faster."""
+    """Returns whether `_is_converted` is true for all arrays, but faster."""
     return [*map(_DTYPE, values)].count(dtype) == len(values) and {*map(_NDIM, values)} <= {1}
 
 
@@ -323,7 +323,7 @@ def _cut(column: Column, part: slice) -> Column:
 
 
 def _ragged(column: Ragged | list[Array | None], dtype: Any) -> Ragged:
-    """Returns a column that all rows have as one."""
+    """Returns a column that all rows have as one ragged column."""
     return column if isinstance(column, Ragged) else Ragged.from_arrays(column, dtype)  # type: ignore[arg-type]
 
 
@@ -339,7 +339,7 @@ def _extra(column: ColumnSpec, arrays: Sequence[Array | None]) -> Extra:
 
 
 def extras_of_row(row: Mapping[str, Any], columns: Sequence[ColumnSpec]) -> dict[str, Extra]:
-    """Returns the declared columns that the row has, each as a column of one row."""
+    """Returns the declared columns of the row, each as a column with one row."""
     where = describe(row, 0)
     return {
         column.name: _extra(column, [column.array(row[column.name], where)])
@@ -349,10 +349,10 @@ def extras_of_row(row: Mapping[str, Any], columns: Sequence[ColumnSpec]) -> dict
 
 
 def _versions(of_rows: Sequence[int], column: Column, lengths: Int64s) -> tuple[NDArray[np.int32], Ragged | None]:
-    """Returns each row's policy version, by default the oldest of its tokens, and the versions of tokens if any row has
-    them.
+    """Returns each row's policy version, by default the oldest of its tokens. Also returns the versions of tokens if a
+    row has them.
 
-    lengths: (rows,) of the responses.
+    lengths: (rows,) the lengths of the responses.
     """
     versions = np.array(of_rows, np.int32)
     arrays = _arrays_of(column)

@@ -1,4 +1,4 @@
-"""Convert the value of a row's field to an array or a plain value, or refuse it by name."""
+"""Converts the value of a row's field to an array or a plain value. An error for an invalid value names the field."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from gristmill._wire.unlike_numbers import unlike_numbers
 from gristmill.errors import InvalidArgumentError
 
 Read = Callable[[Any, str, str], Array]
-"""Converts the value of a field of a row, or refuses it by name."""
+"""Converts a field's value. Arguments: the value, the field's name, and a description of the row for errors."""
 
 _KIND_NAMES = {str: "a string", int: "an integer", float: "a number", bool: "true or false"}
 
 
 def is_vector(value: Any) -> bool:
-    """Returns whether the value has one entry per token, whatever the entries are."""
+    """Returns whether the value is a sequence with one entry per token. Does not check the entries."""
     return isinstance(value, (list, tuple)) or (isinstance(value, np.ndarray) and value.ndim > 0)
 
 
 def scalar(value: Any, name: str, kind: type, where: str) -> Any:
-    """Returns a string, an integer, a number or a bool, also from NumPy's types. Raises InvalidArgumentError."""
+    """Converts Python's or NumPy's scalars to a string, integer, number or bool. Raises InvalidArgumentError."""
     if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.ndim == 0):
         value = value.item()
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        # Numbers beyond float64 become infinite, which later checks refuse.
+        # Larger numbers become infinite, and a later check refuses them.
         return float(value) if abs(value) <= FLOAT32_MAX else math.inf
     if kind is bool and isinstance(value, (int, float)) and value in (0, 1):
         return bool(value)
@@ -57,7 +57,7 @@ def _vector(values: Any, name: str, where: str) -> Array:
 
 
 def tokens(values: Any, name: str, where: str) -> NDArray[np.int32]:
-    """Converts token ids. Negative ones are found later, by `gristmill._wire.steps.check` for a whole table."""
+    """Converts token ids. `gristmill._wire.steps.check` later refuses negative ones, for a whole table."""
     array = _vector(values, name, where)
     if not array.size:
         return np.empty(0, np.int32)
@@ -72,7 +72,7 @@ def tokens(values: Any, name: str, where: str) -> NDArray[np.int32]:
 
 
 def token_ids(values: Any, name: str, where: str) -> NDArray[np.int32]:
-    """Converts token ids to an array. Raises InvalidArgumentError naming the field and the value."""
+    """Converts token ids to an array. Raises InvalidArgumentError that names the field and the value."""
     array = from_list(values, np.dtype(np.int32)) if type(values) is list else None
     ids = tokens(values, name, where) if array is None else array
     if ids.size and least(ids) < 0:
@@ -89,7 +89,7 @@ def version_array(values: Any, name: str, where: str) -> NDArray[np.int32]:
     outside = np.less(array, UNKNOWN) | np.greater(array, INT32_MAX)
     if outside.any():
         bad = int(outside.argmax())
-        raise InvalidArgumentError(f"{where}: {name}[{bad}] is {array[bad]}; each is at least -1, unknown, in 32 bits")
+        raise InvalidArgumentError(f"{where}: {name}[{bad}] is {array[bad]}; it must be -1 (unknown) or 0..{INT32_MAX}")
     return array.astype(np.int32, copy=False)
 
 
@@ -99,7 +99,7 @@ def mask(values: Any, name: str, where: str) -> NDArray[np.uint8]:
     good = (array == 0) | (array == 1)
     if not good.all():
         bad = int((~good).argmax())
-        raise InvalidArgumentError(f"{where}: {name}[{bad}] is {array[bad]}; each is 0 or 1")
+        raise InvalidArgumentError(f"{where}: {name}[{bad}] is {array[bad]}; it must be 0 or 1")
     return array.astype(np.uint8, copy=False)
 
 
@@ -109,7 +109,7 @@ def float32s(values: Any, name: str, where: str) -> Array:
 
 
 def floats(values: Any, name: str, where: str, dtype: Any) -> Array:
-    """Converts numbers, one per response token. float32 is not widened, because the table does that when it copies."""
+    """Converts numbers, one per response token. Returns float32 unchanged, because the table converts it on copying."""
     array = _vector(values, name, where)
     if array.size and array.dtype.kind not in "iuf":
         raise InvalidArgumentError(f"{where}: {name} has {array.dtype} values; expected numbers")

@@ -210,5 +210,5 @@ def plain(values: Any, name: str, where: str) -> Any:
     except (TypeError, RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise InvalidArgumentError(
-            f"{where}: {name} cannot be read as an array: {reason}; pass .detach().cpu().float() or .tolist()"
+            f"{where}: {name} cannot be read as an array ({reason}); pass .detach().cpu().float() or .tolist()"
         ) from None

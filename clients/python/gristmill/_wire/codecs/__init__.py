@@ -1,1 +1,1 @@
-"""Rows, shards and columns as bytes, written and read by hand."""
+"""Hand-written encoders and decoders of rows, shards and columns."""

@@ -1,7 +1,7 @@
-"""Encode and decode WriteColumnsRequest without protobuf's copies of its tensors.
+"""Encodes and decodes WriteColumnsRequest without protobuf's copies of its tensors.
 
-The encoding is protobuf's: any protobuf library can read these requests, and requests of any library are read here.
-Tensors are copied once when written and viewed when read, where protobuf's classes would copy them four times.
+The encoding is protobuf's, so other protobuf libraries can read these requests, and this module can read theirs.
+Tensors are copied once by the writer and not by the reader, while protobuf's classes copy them four times.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ _ALIGNMENT = 8
 
 
 def encode(request: trainer_pb2.WriteColumnsRequest, tensors: Mapping[str, Array]) -> bytes:
-    """Encodes a request with these tensors, which start at a multiple of 8 bytes, so that the reader need not copy
-    them.
+    """Encodes a request with these tensors. They start at a multiple of 8 bytes, so that the reader need not copy them.
 
-    request: without its tensors.
+    request: the request without tensors.
     """
     small, tag = request.SerializeToString(), varint(_TENSORS)
     file = tensor_file.pieces(tensors, len(small) + len(tag) + LENGTH_BYTES)
@@ -30,10 +29,10 @@ def encode(request: trainer_pb2.WriteColumnsRequest, tensors: Mapping[str, Array
 
 
 class ColumnsRequest:
-    """A received request. tensors: a safetensors file, if possible as a view of the request."""
+    """A received request. tensors: a safetensors file, a view of the request if possible."""
 
     def __init__(self, data: bytes) -> None:
-        """Decodes the request. Raises google.protobuf.message.DecodeError for other bytes."""
+        """Decodes the request. Raises google.protobuf.message.DecodeError for invalid bytes."""
         self._data = data
         small, begin, end = _cut(data)
         request = trainer_pb2.WriteColumnsRequest.FromString(small)
@@ -43,13 +42,13 @@ class ColumnsRequest:
         self.run, self.batch, self.mini_batch = request.run, request.batch, request.mini_batch
         self.rank, self.incarnation = request.rank, request.incarnation
 
-    def SerializeToString(self) -> bytes:  # noqa: N802  as protobuf's own messages have it
+    def SerializeToString(self) -> bytes:  # noqa: N802  the interface of protobuf's messages
         return self._data
 
 
 def _cut(data: bytes) -> tuple[bytes, int, int]:
-    """Returns the request without its tensors, and where the tensors begin and end. If the request has an unusual form,
-    returns all of it and 0, 0: protobuf then reads or refuses it.
+    """Returns the request without its tensors, and the offsets where the tensors begin and end. If the request has an
+    unusual form, returns the whole request and 0, 0, and protobuf then reads or refuses it.
     """
     at = begin = end = 0
     rest: list[bytes] = []

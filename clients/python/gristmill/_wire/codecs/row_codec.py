@@ -1,4 +1,4 @@
-"""Encode steps as protobuf rows, and decode them. Buffers are little-endian, and are viewed, not copied, when read."""
+"""Encodes steps as protobuf rows, and decodes them. Buffers are little-endian. The reader does not copy them."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from gristmill.errors import InvalidArgumentError
 from gristmill.v1 import rows_pb2
 
 if sys.byteorder != "little":  # pragma: no cover
-    raise ImportError("gristmill moves raw little-endian buffers and needs a little-endian machine")
+    raise ImportError("gristmill sends raw little-endian buffers; use a little-endian machine")
 
 BUFFERS = ("tokens", *(one.message for one in TOKEN_FIELDS))
-"""The fields with values of tokens. Except for these and declared columns, fields are small."""
+"""The fields with values per token. All other fields except declared columns are small."""
 
 COLUMN_VALUES = "column_values"
 
@@ -42,9 +42,9 @@ Buffers = Mapping[str, memoryview]
 
 
 class Prefixes(NamedTuple):
-    """The first tokens of rows that are not sent, because the step before begins with the same.
+    """The first tokens of rows, which are not sent because the previous step begins with the same tokens.
 
-    lengths: int64 (rows,), at most the row's prompt. checksums: uint32 (rows,), CRC-32 of the bytes that are left out.
+    lengths: int64 (rows,), at most the length of the prompt. checksums: uint32 (rows,), CRC-32 of the omitted bytes.
     """
 
     lengths: Int64s
@@ -54,14 +54,14 @@ class Prefixes(NamedTuple):
 class Sent(NamedTuple):
     """Received rows, unchecked.
 
-    steps: `tokens` has what was sent. prefixes: what was left out; None if rows are whole.
+    steps: `tokens` contains only sent tokens. prefixes: the omitted tokens; None if rows are whole.
     """
 
     steps: Steps
     prefixes: Prefixes | None
 
     def take(self, rows: Int64s) -> Sent:
-        """Returns the rows at these indices, in this order, with the declared columns that any of them has."""
+        """Returns the rows at these indices, in this order. Drops declared columns that none of them has."""
         steps, prefixes = self.steps.take(rows), self.prefixes
         given = {name: extra for name, extra in steps.extras.items() if extra.given.any()}
         return Sent(
@@ -82,8 +82,8 @@ def encode(table: Steps) -> rows_pb2.Rows:
 
 
 def described(name: str, tables: Sequence[Steps], left_out: Int64s | None) -> rows_pb2.Column:
-    """Describes a declared column of the rows of all tables. left_out: (rows,) how many values of each row are not
-    sent."""
+    """Returns the description of a declared column for the rows of all tables. left_out: (rows,) how many values of
+    each row are not sent."""
     extras = [table.extras.get(name) for table in tables]
     model = next(extra.values.values for extra in extras if extra is not None)
     nothing = [np.full(len(table), -1) for table in tables]
@@ -122,7 +122,7 @@ def small_fields(tables: Sequence[Steps], prefixes: Prefixes | None = None) -> r
 
 
 def buffers(table: Steps) -> dict[str, Ragged]:
-    """Returns the columns that are sent as buffers. A loss mask of ones is not sent."""
+    """Returns the columns to send as buffers. A loss mask of ones is not sent."""
     sent = {"tokens": table.tokens}
     for one in TOKEN_FIELDS:
         column = getattr(table, one.name)
@@ -132,24 +132,24 @@ def buffers(table: Steps) -> dict[str, Ragged]:
 
 
 def decode(message: rows_pb2.Rows) -> Steps:
-    """Decodes a message to a checked table that views its buffers.
+    """Decodes a message to a checked table, which references the message's buffers.
 
-    Raises InvalidArgumentError naming the field and both sizes if a column does not fit the number of rows or tokens,
-    for rows without their prefixes, and as `gristmill._wire.steps.check` does.
+    Raises InvalidArgumentError that names the field and both sizes if a column does not fit the number of rows or
+    tokens. Also raises it for rows without their prefixes, and for the reasons of `gristmill._wire.steps.check`.
     """
     sent = read(message, {})
     if sent.prefixes is not None:
         raise InvalidArgumentError(
-            "prefix_lengths is given, and only SubmitRows takes rows whose first tokens are left out; send whole rows"
+            "prefix_lengths is set, but only SubmitRows accepts rows without their first tokens; send whole rows"
         )
     return check(sent.steps)
 
 
 def read(message: rows_pb2.Rows, apart: Buffers, column_values: Sequence[memoryview] = ()) -> Sent:
-    """Decodes a message to a table whose values are not checked.
+    """Decodes a message to a table, without checking its values.
 
-    apart: buffers that the caller has separated from the message. Raises InvalidArgumentError naming the field and both
-    sizes if a column does not fit the number of rows or tokens.
+    apart: buffers that the caller has separated from the message. Raises InvalidArgumentError that names the field and
+    both sizes if a column does not fit the number of rows or tokens.
     """
 
     def buffer(name: str) -> bytes | memoryview:
@@ -161,14 +161,14 @@ def read(message: rows_pb2.Rows, apart: Buffers, column_values: Sequence[memoryv
     responses = _per_row(message.response_lengths, "response_lengths", count, np.int64, None)
     for name, lengths in (("prompt_lengths", prompts), ("response_lengths", responses)):
         if least(lengths) < 0:
-            raise InvalidArgumentError(f"{name} has {lengths.min()}; give lengths of 0 or more")
+            raise InvalidArgumentError(f"{name} has {lengths.min()}; send lengths of 0 or more")
     prefixes = _prefixes(message, prompts)
     lengths = prompts + responses if prefixes is None else prompts + responses - prefixes.lengths
     tokens = _Rows(lengths).ragged(buffer("tokens"), "tokens", np.int32)
     if tokens is None:
         raise InvalidArgumentError("tokens is empty; every row needs a prompt and a response")
     of_responses = _Rows(responses)
-    # The default is a mask of ones. All rows share one; it is not longer than the tokens, which were received.
+    # The default is a mask of ones, which all rows share. It is not longer than the received tokens.
     loss_mask = of_responses.ragged(buffer("loss_mask"), "loss_mask", np.uint8) or ones(responses)
     token_rewards = _token_rewards(buffer("token_rewards"), of_responses)
     rewards = (
@@ -212,7 +212,7 @@ def read(message: rows_pb2.Rows, apart: Buffers, column_values: Sequence[memoryv
 def _extras(columns: Sequence[rows_pb2.Column], values: Sequence[bytes | memoryview], count: int) -> dict[str, Extra]:
     if len(columns) != len(values):
         raise InvalidArgumentError(
-            f"columns has {len(columns)} entries and column_values {len(values)}; each column needs its values"
+            f"columns has {len(columns)} entries, but column_values has {len(values)}; send values for each column"
         )
     extras = {column.name: _extra(column, buffer, count) for column, buffer in zip(columns, values, strict=True)}
     if len(extras) < len(columns):
@@ -228,21 +228,21 @@ def _extra(column: rows_pb2.Column, buffer: bytes | memoryview, count: int) -> E
     if column.dtype not in DTYPES or not is_possible:
         raise InvalidArgumentError(
             f"column {name!r} has values of dtype {column.dtype!r:.80} and shape {list(shape[: MOST_AXES + 1])}; send "
-            "what the run declares"
+            "the dtype and shape that the run declares"
         )
     counts = _per_row(column.counts, f"counts of column {name!r}", count, np.int64, None)
     if least(counts) < -1:
-        raise InvalidArgumentError(f"counts of column {name!r} has {counts.min()}; give counts of -1 or more")
+        raise InvalidArgumentError(f"counts of column {name!r} has {counts.min()}; send counts of -1 or more")
     lengths = np.maximum(counts, 0)
     dtype = BFLOAT16 if column.dtype == "bfloat16" else np.dtype(column.dtype)
     expected = sum_of(lengths) * dtype.itemsize * math.prod(shape)
     if len(buffer) != expected:
         raise InvalidArgumentError(
-            f"column {name!r} has {len(buffer)} bytes and its counts ask for {expected} ({column.dtype} of shape "
-            f"{list(shape)} each)"
+            f"column {name!r} has {len(buffer)} bytes, but its counts need {expected} ({column.dtype} of shape "
+            f"{list(shape)} each); send values for all counts"
         )
     if dtype == np.bool_ and len(buffer) and np.frombuffer(buffer, np.uint8).max() > 1:
-        raise InvalidArgumentError(f"column {name!r} has a byte other than 0 and 1; send one of these for each bool")
+        raise InvalidArgumentError(f"column {name!r} has a byte other than 0 and 1; send 0 or 1 for each bool")
     values = np.frombuffer(buffer, dtype) if len(buffer) else np.empty(0, dtype)
     return Extra(Ragged.from_lengths(values.reshape(-1, *shape), lengths), counts >= 0)
 
@@ -253,7 +253,7 @@ def _column(tables: Sequence[Steps], name: str) -> Array:
 
 
 def _unless(column: Array, default: Any) -> Sequence[Any]:
-    """Returns the column's values; an empty list if all are the default. default: None if they are always sent."""
+    """Returns the column's values, or an empty list if all are the default. default: None: always send the values."""
     values: list[Any] = column.tolist()
     return [] if values.count(default) == len(values) else values
 
@@ -264,7 +264,7 @@ def _stop_reasons(tables: Sequence[Steps]) -> list[str]:
 
 
 def few_of(count: int, dtype: Any, default: Any) -> Array:
-    """Returns a column with the default in each row. Small ones are cached, because most tables have few rows."""
+    """Returns a column with the default in each row. Small columns are cached, because most tables have few rows."""
     return _few_of(count, dtype, default) if count <= FEW_ROWS else np.full(count, default, dtype)
 
 
@@ -279,7 +279,7 @@ def _per_row(values: Any, name: str, count: int, dtype: Any, default: Any) -> Ar
     if not len(values) and default is not None:
         return few_of(count, dtype, default)
     if len(values) != count:
-        raise InvalidArgumentError(f"{name} has {len(values)} entries for {count} rows (uids); it needs one each")
+        raise InvalidArgumentError(f"{name} has {len(values)} entries for {count} rows (uids); send one per row")
     return np.fromiter(values, dtype, count)
 
 
@@ -287,7 +287,7 @@ def _strings(values: Any, name: str, count: int) -> list[str]:
     if not len(values):
         return [""] * count
     if len(values) != count:
-        raise InvalidArgumentError(f"{name} has {len(values)} entries for {count} rows (uids); it needs one each")
+        raise InvalidArgumentError(f"{name} has {len(values)} entries for {count} rows (uids); send one per row")
     return list(values)
 
 
@@ -300,13 +300,13 @@ def _prefixes(message: rows_pb2.Rows, prompts: Int64s) -> Prefixes | None:
     if bad.any():
         row = int(bad.argmax())
         raise InvalidArgumentError(
-            f"prefix_lengths[{row}] is {lengths[row]} and the prompt has {prompts[row]} tokens; leave out no more"
+            f"prefix_lengths[{row}] is {lengths[row]}, but the prompt has {prompts[row]} tokens; omit at most these"
         )
     return Prefixes(lengths, checksums) if lengths.any() else None
 
 
 class _Rows:
-    """Reads columns from buffers in which the rows' values are concatenated."""
+    """Reads columns from buffers with the concatenated values of all rows."""
 
     def __init__(self, lengths: Int64s) -> None:
         self._lengths, self._starts, self.total = lengths, starts_of(lengths), sum_of(lengths)
@@ -317,13 +317,13 @@ class _Rows:
         expected = self.total * np.dtype(dtype).itemsize
         if len(buffer) != expected:
             raise InvalidArgumentError(
-                f"{name} has {len(buffer)} bytes and the rows' lengths ask for {expected} ({np.dtype(dtype).name} each)"
+                f"{name} has {len(buffer)} bytes, but the rows' lengths need {expected} ({np.dtype(dtype).name} each)"
             )
         return Ragged(np.frombuffer(buffer, dtype), self._starts, self._lengths)
 
 
 def ones(lengths: Int64s) -> Ragged:
-    """Returns a mask of ones for rows of these lengths, which share its memory."""
+    """Returns a mask of ones for rows of these lengths. All rows share its memory."""
     return Ragged(np.ones(int(greatest(lengths)), np.uint8), _per_row((), "", len(lengths), np.int64, 0), lengths)
 
 

@@ -1,7 +1,7 @@
-"""Encode and decode `ReadShardResponse` without protobuf's copies.
+"""Encodes and decodes `ReadShardResponse` without protobuf's copies.
 
-protobuf copies a `bytes` field when it is set, serialized, parsed and accessed. A shard is nothing else, so these
-copies would be most of the cost of a pull.
+protobuf copies a `bytes` field when it is set, serialized, parsed and accessed. A shard is one such field, so these
+copies would be most of the cost of reading it.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from gristmill.errors import InvalidArgumentError
 from gristmill.v1 import trainer_pb2
 
 _DATA, _IS_ZSTD = 0x0A, 0x18
-"""Tags of the fields: their numbers (1, 3) and encodings (length and bytes; varint)."""
+"""Tags of the fields: their numbers (1 and 3) and encodings (length-delimited and varint)."""
 
 
 def message_of(data: bytes | memoryview, *, is_zstd: bool) -> bytes:
-    """Encodes a piece of a shard, which is copied once."""
+    """Encodes a piece of a shard. Copies it once."""
     flags = bytes((_IS_ZSTD, 1)) if is_zstd else b""
     return b"".join((flags, bytes((_DATA,)), varint(len(data)), data))
 
 
 def piece_of(message: bytes) -> tuple[memoryview, bool]:
-    """Returns the piece of a shard in a message, as a view, and whether it is a zstd frame.
+    """Returns a view of the piece of a shard in a message, and whether the piece is a zstd frame.
 
     Raises InvalidArgumentError for an invalid message.
     """
@@ -45,11 +45,11 @@ def piece_of(message: bytes) -> tuple[memoryview, bool]:
 
 
 def _parsed(message: bytes) -> tuple[memoryview, bool]:
-    """Parses a message that `message_of` did not make: of a newer service with more fields, or an invalid one."""
+    """Parses a message that `message_of` did not encode: an invalid message, or one of a newer service."""
     try:
         response = trainer_pb2.ReadShardResponse.FromString(message)
     except DecodeError as error:
         raise InvalidArgumentError(
-            f"a message of {len(message)} bytes is no ReadShardResponse: {error}; read the shard again"
+            f"a message of {len(message)} bytes is not a ReadShardResponse: {error}; read the shard again"
         ) from None
     return memoryview(response.data), response.is_zstd

@@ -1,7 +1,7 @@
-"""Encode and decode SubmitRowsRequest without protobuf's copies of its buffers.
+"""Encodes and decodes SubmitRowsRequest without protobuf's copies of its buffers.
 
-The encoding is protobuf's: any protobuf library can read these requests, and requests of any library are read here.
-Buffers are copied once when written and viewed when read, where protobuf's classes would copy them two or three times.
+The encoding is protobuf's, so other protobuf libraries can read these requests, and this module can read theirs.
+Buffers are copied once by the writer and not by the reader, while protobuf's classes copy them two or three times.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ _NUMBERS = {name: rows_pb2.Rows.DESCRIPTOR.fields_by_name[name].number for name 
 _LENGTH_DELIMITED = 2
 _BY_TAG = {number << 3 | _LENGTH_DELIMITED: name for name, number in _NUMBERS.items()}
 _ALIGNMENT = 8
-# Token ids use 17 of their 32 bits: a higher level takes longer and gains little.
+# Token ids use about 17 of their 32 bits. A higher level takes longer and gains little.
 _ZSTD_LEVEL = 1
 
 
 class Submission:
-    """A received request, whose rows are read on demand. nbytes: its uncompressed size."""
+    """A received request. Its rows are read on demand. nbytes: the uncompressed size."""
 
     def __init__(self, data: bytes, most_bytes: int = MESSAGE_BYTES) -> None:
         """Decodes the request. most_bytes: the limit of its uncompressed size.
 
-        Raises InvalidArgumentError for bytes that are no SubmitRowsRequest, or a compressed one that is too large.
+        Raises InvalidArgumentError for bytes that are not a SubmitRowsRequest, TooLargeError if it exceeds most_bytes.
         """
         self._data = data
         try:
@@ -50,14 +50,14 @@ class Submission:
                 self._read(decompressed(self._zstd, most_bytes))
         except DecodeError as error:
             raise InvalidArgumentError(
-                f"the request is not a message of gristmill.v1: {error}; send the message that the protos describe"
+                f"the request is not a message of gristmill.v1: {error}; encode it as the proto files define"
             ) from None
 
     def _read(self, data: Buffer) -> None:
         parts, self.nbytes = _parts(data), len(data)
         request = rollout_pb2.SubmitRowsRequest.FromString(parts.rest)
         if parts.small and request.HasField("rows"):
-            # protobuf merges a field that is sent twice. This is rare, so that protobuf itself may do it.
+            # protobuf merges a field that is sent twice. This is rare, so let protobuf parse the whole request.
             parts = _all_rest(data)
             request = rollout_pb2.SubmitRowsRequest.FromString(parts.rest)
         self._rows = rows_pb2.Rows.FromString(parts.small) if parts.small else request.rows
@@ -67,10 +67,10 @@ class Submission:
         self.refuses_by_row: bool = request.refuse_by_row
 
     def rows(self) -> row_codec.Sent:
-        """Reads the rows. Raises InvalidArgumentError as `gristmill._wire.codecs.row_codec.read` does."""
+        """Reads the rows. Raises InvalidArgumentError like `gristmill._wire.codecs.row_codec.read`."""
         return row_codec.read(self._rows, self._buffers, self._column_values)
 
-    def SerializeToString(self) -> bytes:  # noqa: N802  as protobuf's own messages have it
+    def SerializeToString(self) -> bytes:  # noqa: N802  the interface of protobuf's messages
         return self._data
 
 
@@ -82,11 +82,11 @@ def encode(
     *,
     by_row: bool = False,
 ) -> bytes:
-    """Encodes a request for the rows of all tables, which have the same built-in columns.
+    """Encodes a request for the rows of all tables, which must have the same built-in columns. Each buffer starts at a
+    multiple of 8 bytes, so that the service need not copy it.
 
-    prefixes: the first tokens of rows, which are not sent. left_out: by declared column, how many values of each row
-        are not sent. by_row: whether bad rows are to be refused alone. Each buffer starts at a multiple of 8 bytes, so
-        that the service need not copy it.
+    prefixes: the first tokens of rows, which are not sent. left_out: for each declared column, how many values of each
+        row are not sent. by_row: whether the service refuses only invalid rows, instead of the whole request.
     """
     parts: list[Buffer] = []
     at = 1 + LENGTH_BYTES
@@ -111,26 +111,26 @@ def compressed(request: bytes) -> bytes:
 
 
 def decompressed(frame: bytes, most_bytes: int) -> bytes:
-    """Decompresses a request. Allocates at most `most_bytes`; raises InvalidArgumentError for a larger or invalid
-    frame."""
+    """Decompresses a request. Allocates at most `most_bytes`. Raises TooLargeError for a larger frame, and
+    InvalidArgumentError for an invalid one."""
     module = zstandard()
     try:
         size = module.frame_content_size(frame)
         if size > most_bytes:
-            # Not ResourceExhaustedError, after which clients send the same request again.
+            # Do not raise ResourceExhaustedError, because clients would send the same request again.
             raise TooLargeError(
-                f"zstd: the request has {size} bytes uncompressed and max_message_bytes is {most_bytes}; send fewer "
+                f"zstd: the uncompressed request has {size} bytes, and max_message_bytes is {most_bytes}; send fewer "
                 "rows per request, or raise the setting"
             )
         if size < 0:
             raise InvalidArgumentError(
-                "zstd: the frame does not say how large its content is; compress it with the content size"
+                "zstd: the frame does not contain its content size; enable the content size in the compressor"
             )
         content: bytes = module.ZstdDecompressor().decompress(frame, max_output_size=size)
         return content
     except module.ZstdError as error:
         raise InvalidArgumentError(
-            f"zstd: the {len(frame)} bytes are not a frame of zstd: {error}; compress the request with zstd"
+            f"zstd: the {len(frame)} bytes are not a zstd frame: {error}; compress the request with zstd"
         ) from None
 
 
@@ -140,7 +140,7 @@ def check_zstd() -> None:
 
 
 def _buffers(tables: Sequence[Steps], prefixes: row_codec.Prefixes | None) -> dict[str, list[Buffer]]:
-    """Returns the pieces of memory of each buffer that is sent."""
+    """Returns each buffer to send, as pieces of memory."""
     by_table = [row_codec.buffers(table) for table in tables]
     memory: dict[str, list[Buffer]] = {}
     for name in row_codec.BUFFERS:
@@ -163,7 +163,7 @@ def _extras(tables: Sequence[Steps], left_out: Mapping[str, Int64s]) -> list[tup
         if (counts := left_out.get(name)) is None:
             memory = _memory(columns)
         else:
-            # Rows without the column have empty arrays, of which nothing is left out.
+            # Rows without the column have empty arrays, so they omit nothing.
             rows = [row for table in tables for row in _rows_of(table, name)]
             memory = [bytes_of(row[count:]) for row, count in zip(rows, counts.tolist(), strict=True)]
         extras.append((row_codec.described(name, tables, counts), memory))
@@ -197,7 +197,7 @@ class _Parts(NamedTuple):
 
 
 def _parts(data: Buffer) -> _Parts:
-    """Splits a request. If `encode` did not write it, all of it is `rest`, which protobuf reads."""
+    """Splits a request. If `encode` did not write it, the whole request is `rest`, which protobuf reads."""
     buffers, column_values, view = dict[str, memoryview](), list[memoryview](), memoryview(data)
     try:
         tag, begin = read_varint(data, 0)

@@ -1,6 +1,6 @@
-"""Encode and decode small safetensors files, in which trainers write columns back. Reading copies nothing.
+"""Encodes and decodes small safetensors files, in which trainers write columns back. Decoding does not copy tensors.
 
-Works on NumPy arrays; uint16 has the bits of bfloat16, as in `gristmill._wire.column_spec`.
+Tensors are NumPy arrays. uint16 stores the bits of bfloat16, as in `gristmill._wire.column_spec`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def encode(tensors: Mapping[str, Array]) -> bytes:
 def pieces(tensors: Mapping[str, Array], begin: int = 0) -> list[bytes | memoryview]:
     """Returns the file's bytes in pieces, without copying tensors.
 
-    begin: the offset of the file in the bytes that will contain it. Tensors begin at a multiple of 8 bytes there.
+    begin: the offset of the file in the enclosing message. Tensors begin at a multiple of 8 bytes of the message.
     """
     entries: dict[str, Any] = {}
     offset = 0
@@ -50,25 +50,25 @@ def pieces(tensors: Mapping[str, Array], begin: int = 0) -> list[bytes | memoryv
 
 
 def begin_of_data(file: bytes | memoryview) -> int:
-    """Returns the offset of the first tensor. file: at least its first 8 bytes."""
+    """Returns the offset of the first tensor. file: at least the first 8 bytes of the file."""
     return _HEAD + int.from_bytes(file[:_HEAD], "little")
 
 
 def decode(data: bytes | memoryview) -> dict[str, Array]:
-    """Returns views of the tensors, by name. Raises InvalidArgumentError for bytes that are no such file."""
+    """Returns views of the tensors, by name. Raises InvalidArgumentError for invalid bytes."""
     try:
         length = begin_of_data(data) - _HEAD
         if not 2 <= length <= min(len(data) - _HEAD, _LONGEST_HEADER):
-            raise ValueError(f"its header would have {length} bytes")
+            raise ValueError(f"the length of its header is {length}")
         entries = json.loads(bytes(data[_HEAD : _HEAD + length]))
         entries.pop("__metadata__", None)
         tensors = {str(name): _tensor(data, _HEAD + length, **entry) for name, entry in entries.items()}
         if sum(values.nbytes for values in tensors.values()) != len(data) - _HEAD - length:
-            raise ValueError("its tensors do not fill it")
+            raise ValueError("its tensors do not fill the file")
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
         raise InvalidArgumentError(
-            f"{len(data)} bytes are no safetensors file of columns: {str(error)[:200]}; write one as `save` of "
-            "safetensors does"
+            f"{len(data)} bytes are not a safetensors file of columns: {str(error)[:200]}; write the file with `save` "
+            "of safetensors"
         ) from None
     return tensors
 
@@ -76,7 +76,7 @@ def decode(data: bytes | memoryview) -> dict[str, Array]:
 def _tensor(data: bytes | memoryview, start: int, dtype: str, shape: list[int], data_offsets: list[int]) -> Array:
     kind, (begin, end) = _DTYPES.get(dtype), data_offsets
     if kind is None:
-        raise ValueError(f"a tensor has dtype {dtype!r}, which no column has")
+        raise ValueError(f"a tensor has dtype {dtype!r}, which columns do not support")
     if len(shape) > _MOST_AXES or not all(type(size) is int and size >= 0 for size in (*shape, begin, end)):
         raise ValueError(f"a tensor has shape {shape!r} at {begin!r}:{end!r}")
     count = prod(shape)

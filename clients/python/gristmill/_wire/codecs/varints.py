@@ -1,14 +1,14 @@
-"""Encode and decode protobuf's varints."""
+"""Encodes and decodes protobuf's varints."""
 
 from __future__ import annotations
 
 LENGTH_BYTES = 5
-"""The longest encoding of a length that every reader accepts. A length of fixed size can be reserved before its
-value is known."""
+"""The longest encoding of a length that every reader accepts. A writer can reserve these bytes before the length is
+known."""
 
 
 def varint(value: int, least_bytes: int = 1) -> bytes:
-    """Encodes a value, in at least this many bytes."""
+    """Encodes a value in at least `least_bytes` bytes."""
     encoded = bytearray()
     while value >= 0x80 or len(encoded) + 1 < least_bytes:
         encoded.append(value & 0x7F | 0x80)

@@ -1,4 +1,4 @@
-"""Compress shards as zstd frames (RFC 8878) with size and checksum, for transfer and for Redis."""
+"""Compresses shards as zstd frames (RFC 8878) with size and checksum, for transfer and for Redis."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 from gristmill.errors import InvalidArgumentError
 
 FRAME_BYTES = 2 << 20
-"""The uncompressed bytes of a frame: few enough that an incompressible one fits into a message of 4 MiB."""
+"""The uncompressed bytes of a frame. An incompressible frame of this size still fits into a message of 4 MiB."""
 
-# Half of a shard is padding, which the fastest level removes.
+# About half of a shard is padding, which even the fastest level removes.
 _LEVEL = 1
 
 
 class DamagedFrameError(InvalidArgumentError):
-    """The bytes are no complete frame, or have other content than was compressed."""
+    """The bytes are not a complete frame, or their content has changed since it was compressed."""
 
 
 @cache
@@ -34,7 +34,7 @@ def zstandard() -> Any:
     try:
         import zstandard as module
     except ImportError as missing:
-        raise InvalidArgumentError(f"zstd needs zstandard ({missing}): pip install gristmill[zstd]") from None
+        raise InvalidArgumentError(f"zstd needs zstandard ({missing}); run pip install gristmill[zstd]") from None
     return module
 
 
@@ -45,7 +45,7 @@ def compressed(data: bytes | memoryview) -> bytes:
 
 
 def compressed_stream(pieces: Iterable[bytes | memoryview]) -> Iterator[bytes]:
-    """Compresses a stream to frames of `FRAME_BYTES` each. pieces: the stream, cut anywhere."""
+    """Compresses a stream to frames of `FRAME_BYTES` each. pieces: the stream in pieces of any size."""
     buffer = bytearray()
     for piece in pieces:
         buffer += piece
