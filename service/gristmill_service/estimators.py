@@ -324,8 +324,8 @@ ESTIMATORS: dict[str, Estimator] = {
         GroupEstimator("opo", compute=_opo),
         GroupEstimator("passk", ("grpo_epsilon",), compute=_passk),
         Estimator("none"),
-        TokenEstimator("gae", ("gamma", "lambda", "critic_lambda", "whiten"), ("values",), _gae),
-        TokenEstimator("reinforce++", ("gamma", "whiten"), compute=_reinforce_plus_plus),
+        TokenEstimator("gae", ("gamma", "lambda", "critic_lambda"), ("values",), _gae),
+        TokenEstimator("reinforce++", ("gamma",), compute=_reinforce_plus_plus),
     )
 }
 

@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from gristmill._wire.columns import Ragged
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.estimators import PIECE, Float64s, discounted_sums
-from gristmill_service.pipeline.credit import assignment
-from gristmill_service.pipeline.credit.assignment import whiten, whitened
+from gristmill_service.pipeline.credit import whitening
 from gristmill_service.pipeline.credit.trained_tokens import (
     TrainedTokens,
     credited_rewards,
@@ -25,6 +24,7 @@ from gristmill_service.pipeline.credit.trained_tokens import (
     reward_column,
     trained_tokens,
 )
+from gristmill_service.pipeline.credit.whitening import whiten, whitened
 from tests.pipeline import credit
 from tests.pipeline.credit import (
     BATCHES,
@@ -406,7 +406,7 @@ def test_whitening_does_not_depend_on_how_much_is_cached(numbers: list[int], cac
     advantages = np.array(numbers, np.float64) / 3
     expected = whitened(advantages)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(assignment, "_CACHED", 16 * cached)
+        patched.setattr(whitening, "_CACHED", 16 * cached)
         np.testing.assert_allclose(whitened(advantages), expected, rtol=1e-12, atol=1e-12)
         in_place = advantages.copy()
         assert whitened(in_place, out=in_place) is in_place

@@ -174,6 +174,10 @@ def test_what_is_not_finite_on_padding_does_not_matter() -> None:
         ({"columns": [column("values"), column("score", required=False)]}, "omit required"),
         ({"on_misaligned": "drop_trailing", "whiten": "batch"}, "not written for dropped groups"),
         (
+            {"on_misaligned": "drop_trailing", "whiten": "trajectories", "advantage_estimator": "grpo"},
+            "not written for dropped groups, whose advantages whiten: trajectories needs; use whiten: mini_batch",
+        ),
+        (
             {
                 "on_misaligned": "drop_trailing",
                 "advantage_estimator": "grpo",

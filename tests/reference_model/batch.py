@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -110,9 +111,11 @@ class Batch:
         for part in parts:
             kept = {number: self.rows[number] for number in range(part.start, part.kept_end)}
             divided.append(divisors := denominators(kept))
+            whitened = self._whitener(part) if self.credit.advantages else None
             for number, row in kept.items():
                 scale = divisors.scale(number, self.config) if part.model == "policy" else 1.0
-                responses = self._responses(row, by_token, scale)
+                one = whitened(self._of_trajectory(row)) * scale if whitened else 0.0
+                responses = self._responses(row, one, by_token, scale)
                 lines[number] = layout.line_of(number, row, responses, form, self.config)
         return lines, divided
 
@@ -123,6 +126,8 @@ class Batch:
             for one, of_one in zip(self.trajectories, self.credit.of_tokens, strict=False)
             for token, (advantage, _) in of_one.items()
         }
+        if not by_token:
+            return by_token
         wholes = [list(by_token)] if self.config["whiten"] == "batch" else []
         if self.config["whiten"] == "mini_batch":
             wholes = [
@@ -135,29 +140,52 @@ class Batch:
                 for part in parts
             ]
         for keys in wholes:
-            by_token |= dict(zip(keys, credits.whitened([by_token[key] for key in keys]), strict=True))
+            whitened = credits.whitener([by_token[key] for key in keys])
+            by_token |= {key: whitened(by_token[key]) for key in keys}
         return by_token
 
-    def _responses(self, row: Merged, by_token: dict[Any, float], scale: float) -> dict[str, list[float]]:
-        """The row's rewards, advantages and returns."""
+    def _whitener(self, part: MiniBatch) -> Callable[[float], float]:
+        """What `whiten` makes of the advantage of a trajectory in a mini-batch."""
+        match self.config["whiten"]:
+            case "trajectories":
+                return credits.whitener(self.credit.advantages)
+            case "batch":
+                rows = self.rows
+            case "mini_batch":
+                rows = self.rows[part.start : part.kept_end]
+            case _:
+                return lambda one: one
+        return credits.whitener(
+            [self._of_trajectory(row) for row in rows for is_trained in row.loss_mask if is_trained]
+        )
+
+    def _of_trajectory(self, row: Merged) -> float:
+        """The advantage of the row's trajectory, before whitening."""
+        return next(
+            advantage
+            for one, advantage in zip(self.trajectories, self.credit.advantages, strict=True)
+            if one is row.trajectory
+        )
+
+    def _responses(self, row: Merged, own: float, by_token: dict[Any, float], scale: float) -> dict[str, list[float]]:
+        """The row's rewards, advantages and returns. own: the advantage of its trajectory."""
         one, credit = row.trajectory, self.credit
         place = next(place for place, other in enumerate(self.trajectories) if other is one)
         responses = {"rewards": row.of_tokens(credit.rewards[place], 0.0, only_trained=True)}
-        if self.config["advantage_estimator"] in credits.PER_TOKEN:
+        if credit.of_tokens:
             of_one = credit.of_tokens[place]
             trained = [
                 source if trains and source in of_one else None
                 for source, trains in zip(row.sources, row.trains, strict=True)
             ]
             responses["advantages"] = [0.0 if token is None else by_token[id(one), token] * scale for token in trained]
-            responses["returns"] = [0.0 if token is None else of_one[token][1] for token in trained]
-        elif self.config["advantage_estimator"] != "none":
-            responses["advantages"] = [credit.advantages[place] * scale] * len(row.sources)
-        elif isinstance(one.steps[0]["advantage"], list):
+            if self.config["advantage_estimator"] in credits.PER_TOKEN:
+                responses["returns"] = [0.0 if token is None else of_one[token][1] for token in trained]
+        elif credit.advantages:
+            responses["advantages"] = [own] * len(row.sources)
+        else:
             given = [[value * scale for value in step["advantage"]] for step in one.steps]
             responses["advantages"] = row.of_tokens(given, 0.0)
-        else:
-            responses["advantages"] = [one.steps[0]["advantage"] * scale] * len(row.sources)
         return responses
 
     def _widths(

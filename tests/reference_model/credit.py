@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
@@ -78,9 +79,10 @@ def group_advantages(scores: list[float], tokens: list[int], batch: list[float],
 class Credit:
     """Credit of a batch.
 
-    advantages: of each trajectory, by its place; empty with credit per token. of_tokens: of each trained token of each
-    trajectory, advantage and return. rewards: of each trajectory and step, the reward of each response token, with the
-    KL. uncredited: rewards that are in no token's return.
+    advantages: of each trajectory, by its place, not yet whitened; empty with credit per token. of_tokens: of each
+    trained token of each trajectory, advantage and return, with an estimator per token, or given per token and
+    whitened. rewards: of each trajectory and step, the reward of each response token, with the KL. uncredited: rewards
+    that are in no token's return.
     """
 
     advantages: list[float]
@@ -115,6 +117,11 @@ def credit(groups: list[Group], rows: list[list[Merged]], config: Config) -> Cre
             credits, uncredited = _of_tokens(one, trained, rewards, config)
             result.of_tokens.append(credits)
             result.uncredited += uncredited
+        if estimator == "none" and isinstance(one.steps[0]["advantage"], list) and config["whiten"] != "none":
+            given = {token: float32(one.steps[token[0]]["advantage"][token[1]]) for token in trained}
+            result.of_tokens.append({token: (advantage, 0.0) for token, advantage in given.items()})
+    if estimator == "none" and not any(isinstance(one.steps[0]["advantage"], list) for one in trajectories):
+        result.advantages = [float(one.steps[0]["advantage"]) for one in trajectories]
     if estimator not in (*PER_TOKEN, "none"):
         for group in groups:
             own = slice(len(result.advantages), len(result.advantages) + len(group.trajectories))
@@ -191,12 +198,13 @@ def _lambda(step: Row, trained: int, config: Config) -> float:
     return max(0.0, 1 - 1 / (float(rule["length_adaptive"]) * trained))
 
 
-def whitened(advantages: list[float]) -> list[float]:
+def whitener(advantages: list[float]) -> Callable[[float], float]:
+    """What `whiten` makes of each advantage, where these are those of the trained tokens."""
     if len(set(advantages)) <= 1:
-        return [0.0] * len(advantages)
+        return lambda _: 0.0
     mean = math.fsum(advantages) / len(advantages)
     variance = math.fsum((one - mean) ** 2 for one in advantages) / (len(advantages) - 1)
-    return [(one - mean) / math.sqrt(variance + 1e-8) for one in advantages]
+    return lambda one: (one - mean) / math.sqrt(variance + 1e-8)
 
 
 @dataclass

@@ -28,7 +28,7 @@ def drawn(seed: str) -> tuple[list[Row], Config]:
         "rollout_logprobs": _maybe(random) or config.get("kl_from") == "rollout_logprobs",
         "stop_reason": _maybe(random, 0.8),
         "token_rewards": _maybe(random, 0.3),
-        "token_advantages": _maybe(random),
+        "token_advantages": _maybe(random) and config["whiten"] != "trajectories",
     }
     batches = random.choice([1, 1, 2, 3])
     rows = [row for batch in range(batches) for row in _batch(random, config, has, batch)]
@@ -117,7 +117,10 @@ def _credit(random: Random, config: Config) -> None:
     some = random.choice
     estimator = config["advantage_estimator"]
     if estimator in ("gae", "reinforce++"):
-        config |= {"gamma": some([1.0, 0.9, 0.0]), "whiten": some(["none", "batch", "mini_batch"])}
+        config["gamma"] = some([1.0, 0.9, 0.0])
+    config["whiten"] = some(["none", "none", "batch", "mini_batch", "trajectories"])
+    if estimator in ("gae", "reinforce++") and config["whiten"] == "trajectories":
+        config["whiten"] = "batch"
     if estimator == "gae":
         config |= {"lambda": some([1.0, 0.95, {"length_adaptive": some([0.2, 1.0])}, {"column": "trust"}])}
         config |= {"critic_lambda": some([None, None, 1.0, 0.9]), "columns": [_response_column("values")]}

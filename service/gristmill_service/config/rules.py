@@ -51,6 +51,11 @@ def check(config: RunConfig) -> None:
         raise InvalidArgumentError(
             f"min_samples: {config.min_samples} exceeds n_samples_per_prompt: {config.n_samples_per_prompt}; lower it"
         )
+    if config.whiten == "trajectories" and isinstance(config.estimator, TokenEstimator):
+        raise InvalidArgumentError(
+            f"whiten: trajectories needs one advantage per trajectory, and advantage_estimator: "
+            f"{config.advantage_estimator} computes one per token; use whiten: batch or mini_batch"
+        )
     if config.stale != "count" and config.max_staleness is None:
         raise InvalidArgumentError(f"stale: {config.stale} needs max_staleness, which is not set; set max_staleness")
 
@@ -178,8 +183,8 @@ def _check_written(config: RunConfig) -> None:
     if config.on_misaligned != "drop_trailing" or not config.written_columns:
         return
     needs, remedy = "", ""
-    if config.whiten == "batch":
-        needs, remedy = "whose tokens whiten: batch needs", "whiten: mini_batch"
+    if config.whiten in ("batch", "trajectories"):
+        needs, remedy = f"whose advantages whiten: {config.whiten} needs", "whiten: mini_batch"
     elif config.grpo_std_over == "batch" and config.kl_in_reward is not None:
         needs, remedy = "whose scores grpo_std_over: batch needs", "grpo_std_over: group"
     if needs:

@@ -191,7 +191,7 @@ class RunConfig(BaseModel):
     gamma: Discount = 1.0
     lambda_: Lambda = Field(default=1.0, alias="lambda")
     critic_lambda: Discount | None = None
-    whiten: Literal["batch", "mini_batch", "none"] = "none"
+    whiten: Literal["batch", "mini_batch", "trajectories", "none"] = "none"
     kl_in_reward: KlInReward | None = None
     kl_from: Literal["old_logprobs", "rollout_logprobs"] = "old_logprobs"
     loss_reduction: LossReduction = "none"

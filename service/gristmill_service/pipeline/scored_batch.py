@@ -145,7 +145,8 @@ def _credited(scored: ScoredBatch, config: RunConfig) -> ScoredBatch:
         # A lengths file contains no data for advantages, and nothing to lay out.
         return replace(scored, credit=Credit(np.zeros(len(scores))))
     result = credit(received, scored.rows, scores, scored.trained, scored.loss_tokens, config)
-    counts = {} if result.of_tokens is None else {"uncredited_rewards": result.of_tokens.uncredited}
+    uncredited = None if result.of_tokens is None else result.of_tokens.uncredited
+    counts = {} if uncredited is None else {"uncredited_rewards": uncredited}
     return replace(scored, credit=result, counts=scored.counts | counts)
 
 

@@ -126,9 +126,10 @@ class BatchReader:
         trained = np.concatenate(self._trained) * filters.trained_steps(received, scores, config)[0][visited]
         begins = np.cumsum(counts) - counts
         first, last = visited[begins], visited[begins + counts - 1]
-        # Advantages per token, or that include a KL, need declared columns, so they are only in shards.
+        # Advantages per token, or that include a KL, need declared columns, and whitening a mini-batch its plan.
         is_elsewhere = (
-            steps.token_advantages is not None
+            config.whiten == "mini_batch"
+            or steps.token_advantages is not None
             or config.kl_in_reward is not None
             or isinstance(config.estimator, TokenEstimator)
         )

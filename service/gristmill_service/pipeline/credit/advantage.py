@@ -14,6 +14,7 @@ import numpy as np
 from gristmill._wire.columns import Int64s, Ragged
 from gristmill_service.config import RunConfig
 from gristmill_service.estimators import Float64s, GroupEstimator, Groups, flat, group_advantages
+from gristmill_service.pipeline.credit.whitening import whitened_with_counts
 from gristmill_service.pipeline.rows.validate import Received
 from gristmill_service.pipeline.scheduling.plan import MiniBatchPlan
 
@@ -70,10 +71,18 @@ def trajectory_tokens(row_trajectories: Int64s, loss_tokens: Int64s, trajectorie
 
 
 def advantages(received: Received, scores: Float64s, tokens: Float64s, config: RunConfig) -> Float64s:
-    """Returns one advantage per trajectory: computed, or, with `advantage_estimator: none`, as clients sent it.
+    """Returns one advantage per trajectory, whitened with `whiten: batch` or `trajectories`. It is computed, or, with
+    `advantage_estimator: none`, as clients sent it.
 
     Zeros if clients sent advantages per token, which are laid out as a column. tokens: `trajectory_tokens`.
     """
+    advantages = _estimated(received, scores, tokens, config)
+    if config.whiten == "batch":
+        return whitened_with_counts(advantages, tokens)
+    return whitened_with_counts(advantages, np.ones(len(tokens))) if config.whiten == "trajectories" else advantages
+
+
+def _estimated(received: Received, scores: Float64s, tokens: Float64s, config: RunConfig) -> Float64s:
     result = np.zeros(len(scores))
     estimator = config.estimator
     if not isinstance(estimator, GroupEstimator):

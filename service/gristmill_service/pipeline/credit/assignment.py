@@ -7,7 +7,6 @@ then the KL, then advantages. Ranks and layout play no part.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,14 +25,9 @@ from gristmill_service.pipeline.credit.trained_tokens import (
     reward_column,
     trained_tokens,
 )
+from gristmill_service.pipeline.credit.whitening import whitened
 from gristmill_service.pipeline.rows.merge import KeptTokens, Rows, kept_tokens
 from gristmill_service.pipeline.rows.validate import Received
-
-WHITEN_EPSILON = 1e-8
-"""What SkyRL and verl add to the variance."""
-
-# This many numbers fit into a core's own cache.
-_CACHED = 1 << 16
 
 
 def token_advantages(
@@ -53,69 +47,28 @@ def token_advantages(
     return advantages, returns
 
 
-def whiten(advantages: Float64s, parts: Int64s) -> Float64s:
-    """Returns the advantages with mean 0 and variance 1 within each part of the trained tokens, such as a mini-batch.
-
-    parts: int64 (trained tokens,), the part of each.
-    """
-    order = np.argsort(parts, kind="stable")
-    ends = np.append(np.flatnonzero(np.diff(parts[order])) + 1, len(parts))
-    result = np.empty_like(advantages)
-    for begin, end in pairwise([0, *ends.tolist()]):
-        result[order[begin:end]] = whitened(advantages[order[begin:end]])
-    return result
-
-
-def whitened(advantages: Float64s, out: Float64s | None = None) -> Float64s:
-    """Returns (A - mean) / sqrt(var + 1e-8), var with n - 1, as `masked_whiten` of SkyRL and verl has it.
-
-    The variance is var / (var + 1e-8) rather than 1, which matters for advantages below 1e-3. Equal advantages give
-    exactly 0, as does a single one, which SkyRL and verl refuse.
-    out: the array for the result, which may be `advantages`; None: a new one.
-    """
-    result = np.empty_like(advantages) if out is None else out
-    if not len(advantages) or advantages.min() == advantages.max():
-        result[:] = 0
-        return result
-    mean = advantages.mean()
-    deviation = np.sqrt(_sum_of_squares(advantages, mean) / (len(advantages) - 1) + WHITEN_EPSILON)
-    for begin in range(0, len(advantages), _CACHED):
-        part = slice(begin, begin + _CACHED)
-        np.subtract(advantages[part], mean, out=result[part])
-        result[part] /= deviation
-    return result
-
-
-def _sum_of_squares(numbers: Float64s, mean: np.float64) -> np.float64:
-    """Returns the sum of (number - mean)²; a long array is halved repeatedly, as NumPy's own sum does."""
-    if len(numbers) > _CACHED:
-        half = len(numbers) // 2 // 8 * 8
-        return _sum_of_squares(numbers[:half], mean) + _sum_of_squares(numbers[half:], mean)
-    centered = numbers - mean
-    centered *= centered
-    total: np.float64 = centered.sum()
-    return total
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenCredit:
     """Credit of trained tokens.
 
     advantages: float64 (trained tokens,), whitened with `whiten: batch`. returns: float32 over the steps' responses, 0
-    where nothing is trained. uncredited: the number of rewards that are in no token's return.
+    where nothing is trained; None for advantages that clients sent. uncredited: the number of rewards that are in no
+    token's return.
     """
 
     tokens: TrainedTokens
     advantages: Float64s
-    returns: Ragged
-    uncredited: int
+    returns: Ragged | None = None
+    uncredited: int | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Credit:
     """Credit of a batch.
 
-    advantages: float64 (trajectories,), zeros where there is credit of tokens. of_tokens: with a `TokenEstimator`.
+    advantages: float64 (trajectories,), zeros where there is credit of tokens; whitened with `whiten: batch` and
+    `trajectories`. of_tokens: with a `TokenEstimator`, and for advantages per token that clients sent, if they are
+    whitened.
     token_rewards: float32 over the steps' responses, where the KL changed them.
     """
 
@@ -141,6 +94,13 @@ def credit(
     per_token = isinstance(config.estimator, TokenEstimator)
     reference = config.kl_in_reward
     lengths = advantage.trajectory_tokens(rows.trajectories, loss_tokens, len(scores))
+    sent = received.steps.token_advantages
+    if sent is not None and config.whiten != "none":
+        tokens = trained_tokens(received, trained, kept_tokens(rows, len(trained)).most)
+        of_tokens = tokens.take(sent)
+        if config.whiten == "batch":
+            whitened(of_tokens, out=of_tokens)
+        return Credit(np.zeros(len(scores)), TokenCredit(tokens, of_tokens))
     if reference is None and not per_token:
         return Credit(advantage.advantages(received, scores, lengths, config))
     if reference is not None and reference.column is not None:

@@ -14,10 +14,11 @@ from gristmill._wire.steps import FLOAT32_MAX, UNKNOWN
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.config import Model, RunConfig
 from gristmill_service.estimators import Float64s
-from gristmill_service.pipeline.credit.advantage import Denominators
-from gristmill_service.pipeline.credit.assignment import TokenCredit, whiten
+from gristmill_service.pipeline.credit.advantage import Denominators, trajectory_tokens
+from gristmill_service.pipeline.credit.assignment import TokenCredit
 from gristmill_service.pipeline.credit.kl import reward_columns
 from gristmill_service.pipeline.credit.trained_tokens import response_rewards, reward_column
+from gristmill_service.pipeline.credit.whitening import whiten, whitened_with_counts
 from gristmill_service.pipeline.layout.columns import (
     Column,
     Geometry,
@@ -130,11 +131,23 @@ class _ShardBuilder:
             return self._of_tokens(credit.of_tokens, mini_batches, scale)
         tokens = self._scored.received.steps.token_advantages
         if tokens is None:
-            values: Float64s = credit.advantages[self._scored.rows.trajectories] * scale
+            values: Float64s = self._of_rows(credit.advantages, mini_batches) * scale
             self._check_fits(values)
             return [RowScalars("advantages", values, self._zeros)]
         scaled = self._scaled(self._scored.rows.standing(tokens), scale)
         return [StepTokens("advantages", scaled, self._geometry, self._zeros)]
+
+    def _of_rows(self, advantages: Float64s, mini_batches: Sequence[MiniBatchPlan]) -> Float64s:
+        """Returns each row's advantage, whitened with `whiten: mini_batch`. advantages: float64 (trajectories,)."""
+        trajectories = self._scored.rows.trajectories
+        result = advantages[trajectories]
+        if self._config.whiten == "mini_batch":
+            for mini_batch in mini_batches:
+                kept = slice(mini_batch.start, mini_batch.kept_end)
+                owners, places = np.unique(trajectories[kept], return_inverse=True)
+                tokens = trajectory_tokens(places, self._scored.loss_tokens[kept], len(owners))
+                result[kept] = whitened_with_counts(advantages[owners], tokens)[places]
+        return result
 
     def _of_tokens(self, credit: TokenCredit, mini_batches: Sequence[MiniBatchPlan], scale: Float64s) -> list[Column]:
         """Returns the columns of tokens' advantages and returns. scale: float64 (rows,)."""
@@ -145,7 +158,9 @@ class _ShardBuilder:
             if self._config.whiten == "mini_batch":
                 advantages = whiten(advantages, _mini_batch_of_rows(mini_batches, len(rows))[row_of_token])
             advantages = advantages * scale[row_of_token]
-        columns = {"advantages": tokens.response(advantages, "advantages"), "returns": credit.returns}
+        columns = {"advantages": tokens.response(advantages, "advantages")}
+        if credit.returns is not None:
+            columns["returns"] = credit.returns
         return [StepTokens(name, rows.trained(values), self._geometry, self._zeros) for name, values in columns.items()]
 
     def _check_fits(self, advantages: Float64s) -> None:

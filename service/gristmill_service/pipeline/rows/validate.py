@@ -188,8 +188,8 @@ def _check_rewards(steps: Steps) -> None:
 
 
 def check_advantage_schema(steps: Steps, config: RunConfig) -> None:
-    """Requires advantages if `advantage_estimator` is none, and rejects them otherwise. Rejects rows without the
-    log-probabilities from which their KL is computed. steps: at least one row."""
+    """Requires advantages if `advantage_estimator` is none, and rejects them otherwise, or if `whiten` does not take
+    them. Rejects rows without the log-probabilities from which their KL is computed. steps: at least one row."""
     check_rollout_logprobs(steps, config)
     has_advantages = steps.advantages is not None or steps.token_advantages is not None
     if has_advantages != (config.estimator.takes_advantages):
@@ -197,6 +197,11 @@ def check_advantage_schema(steps: Steps, config: RunConfig) -> None:
         raise InvalidArgumentError(
             f"{steps.name(0)}: advantage is {'set' if has_advantages else 'missing'} with advantage_estimator: "
             f"{config.advantage_estimator}; {remedy}"
+        )
+    if steps.token_advantages is not None and config.whiten == "trajectories":
+        raise InvalidArgumentError(
+            f"{steps.name(0)}: advantage has one number per token, and whiten: trajectories needs one per trajectory; "
+            "send that, or use whiten: batch or mini_batch"
         )
 
 
