@@ -114,7 +114,7 @@ def test_an_engine_that_is_down_does_not_use_up_the_prompts(service: Service, ru
 
     played = Played(play)
     tasks = prompts(*map(str, range(20)))
-    with pytest.raises(UnavailableError, match=r"last 3 groups .* ConnectionError: refused; check that the engine"):
+    with pytest.raises(UnavailableError, match=r"last 3 groups .* ConnectionError: refused; check the engine"):
         asyncio.run(fed(service, run_name, played, tasks, concurrent_groups=1))
     assert len(played.began) <= 4
 

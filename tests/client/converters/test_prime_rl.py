@@ -88,14 +88,14 @@ def test_a_token_that_only_a_weight_counts_is_of_the_response_too() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"mask": [False] * 6}, r"trace 0 \(uid 'a' sample 0\) branch 0: its mask trains no token"),
-        ({"mask": [True] * 6}, "trains the first token, so that there is no prompt"),
+        ({"mask": [False] * 6}, r"trace 0 \(uid 'a' sample 0\) branch 0: the mask trains no token"),
+        ({"mask": [True] * 6}, "trains the first token, so there is no prompt"),
         ({"mask": [True] * 5}, "mask has 5 values for 6 tokens"),
         ({"logprobs": None}, "logprobs is missing"),
-        ({"ce_weights": [1.0] * 6}, r"ce_weights \(the cross entropy's weight of every token\) is no field of a row"),
+        ({"ce_weights": [1.0] * 6}, r"ce_weights \(the weight of each token in the cross entropy\) is not a row field"),
         ({"routed_experts": RoutedExperts(b"", [0, 1, 1], "uint8")}, "routed_experts"),
         ({"mm_kwargs": {"pixel_values": EncodedTensor("float32", [0], b"")}}, "unknown key pixel_values"),
-        ({"temperatures": [0.5] * 5 + [1.0]}, "temperatures are 0.5 to 1.0"),
+        ({"temperatures": [0.5] * 5 + [1.0]}, "temperatures range from 0.5 to 1.0"),
     ],
 )
 def test_what_is_unclear_or_would_be_lost_is_refused(changes: dict[str, Any], message: str) -> None:
@@ -109,7 +109,7 @@ def test_temperatures_that_differ_may_be_ignored() -> None:
 
 def test_tensors_that_numpy_cannot_read_are_refused() -> None:
     made = sample(mm_kwargs={"pixel_values": EncodedTensor("bfloat16", [1], b"\0\0")})
-    with pytest.raises(InvalidArgumentError, match="pixel_values is no array of bfloat16"):
+    with pytest.raises(InvalidArgumentError, match="pixel_values is not an array of bfloat16"):
         convert(made, columns=["pixel_values"])
 
 
@@ -118,5 +118,5 @@ def test_every_trace_needs_a_uid_and_a_reward() -> None:
         convert(sample(), sample(), uids=["a"])
     with pytest.raises(InvalidArgumentError, match="rewards has 1 entries for 2 rows"):
         convert(sample(), sample(), rewards=[1.0])
-    with pytest.raises(InvalidArgumentError, match="its reward is nan"):
+    with pytest.raises(InvalidArgumentError, match="the reward is nan"):
         convert(sample(), rewards=[float("nan")])

@@ -56,7 +56,7 @@ def test_steps_of_a_step_wise_output_are_numbered() -> None:
 
 def test_an_output_without_ids_says_where_they_are() -> None:
     _, made = skyrl_output("whole")
-    with pytest.raises(InvalidArgumentError, match="give trajectory_ids, those of the generator's input, or uids"):
+    with pytest.raises(InvalidArgumentError, match="pass trajectory_ids of the generator's input, or uids"):
         from_skyrl(made)
     rows = from_skyrl(made | {"uids": ["a", "a", "b", "b"]})
     assert fields_of(rows, "uid", "sample") == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
@@ -65,9 +65,7 @@ def test_an_output_without_ids_says_where_they_are() -> None:
 def test_uids_alone_number_samples_by_the_trajectories_that_ended() -> None:
     made = output(trajectory_ids=None, uids=["a", "a", "a"])
     assert fields_of(from_skyrl(made), "sample", "step") == [(0, 0), (1, 0), (1, 1)]
-    with pytest.raises(
-        InvalidArgumentError, match="row 2 is of uid 'b' while the trajectory of uid 'a' has not had its"
-    ):
+    with pytest.raises(InvalidArgumentError, match="row 2 is of uid 'b', but the trajectory of uid 'a' has no last"):
         from_skyrl(made | {"uids": ["a", "a", "b"]})
 
 
@@ -97,17 +95,17 @@ def test_routed_experts_and_images_are_columns_of_the_rows() -> None:
     assert [len(row["rollout_expert_indices"]) for row in rows] == [2, 3, 6]
     assert fields_of(rows, "pixel_values") == [[[1.0, 1.0]] * 4, None, [[0.0, 0.0]]]
     assert "pixel_values" not in rows[1]
-    with pytest.raises(InvalidArgumentError, match=r"uid 'a' sample 0 step 0: rollout_expert_indices has the shape"):
+    with pytest.raises(InvalidArgumentError, match=r"uid 'a' sample 0 step 0: rollout_expert_indices has shape"):
         from_skyrl(output(rollout_expert_indices=routes[::-1]), columns=["rollout_expert_indices"])
 
 
 def test_a_key_that_skyrl_does_not_have_is_a_column_or_ignored_by_name() -> None:
     made = output(difficulty=[1, 2, 3])
     with pytest.raises(
-        InvalidArgumentError, match=r"unknown key difficulty; declare it as a column of the run and give"
+        InvalidArgumentError, match=r"unknown key difficulty; declare it as a column of the run and pass"
     ):
         from_skyrl(made)
     assert fields_of(from_skyrl(made, columns=["difficulty"]), "difficulty") == [1, 2, 3]
     assert "difficulty" not in from_skyrl(made, ignore=["difficulty"])[0]
-    with pytest.raises(InvalidArgumentError, match="difficulty has 1 entries and response_ids has 3"):
+    with pytest.raises(InvalidArgumentError, match="difficulty has 1 entries, but response_ids has 3"):
         from_skyrl(output(difficulty=[1]), columns=["difficulty"])

@@ -59,7 +59,7 @@ def test_samples_of_one_rollout_are_its_steps_and_count_their_reward_once() -> N
     ]
     siblings[0].reward = 1.0
     with pytest.raises(
-        InvalidArgumentError, match=r"uid '2' sample 0: its 2 rows have the rewards .*the trajectory's own"
+        InvalidArgumentError, match=r"uid '2' sample 0: its 2 rows have the rewards .*the trajectory's reward"
     ):
         from_slime(siblings)
 
@@ -92,7 +92,7 @@ def test_versions_that_are_no_numbers_are_unknown_and_a_given_version_replaces_t
 def test_a_reward_of_several_is_named_and_one_that_is_not_there_is_pending() -> None:
     several = sample(reward={"accuracy": 0.5, "format": 1.0})
     assert fields_of(from_slime([several], reward_key="accuracy"), "reward") == [0.5]
-    with pytest.raises(InvalidArgumentError, match="reward has 'accuracy', 'format'; reward_key is None"):
+    with pytest.raises(InvalidArgumentError, match="reward has 'accuracy', 'format', and reward_key is None"):
         from_slime([several])
     assert fields_of(from_slime([sample(reward=None)]), "reward") == [None]
 
@@ -119,7 +119,7 @@ def test_the_tokens_that_top_p_kept_are_one_column_with_their_offsets() -> None:
     assert row["rollout_top_p_token_ids"].tolist() == [7, 8, 9]
     assert row["rollout_top_p_token_ids_offsets"].tolist() == [0, 2, 2, 2, 3]
     with pytest.raises(
-        InvalidArgumentError, match=r"rollout_top_p_token_ids \(the tokens that top-p kept\) is no field"
+        InvalidArgumentError, match=r"rollout_top_p_token_ids \(the tokens that top-p kept\) is not a row field"
     ):
         from_slime([sample(**kept)])
     del kept["rollout_top_p_token_offsets"]
@@ -132,13 +132,13 @@ def test_the_tokens_that_top_p_kept_are_one_column_with_their_offsets() -> None:
     [
         ({"group_index": None}, "sample 0 has no group_index"),
         ({"index": None, "rollout_id": None}, "sample 0 has no index"),
-        ({"status": Status.PENDING}, r"sample 0 \(uid '2' index 4\): status is 'pending'; expected completed"),
+        ({"status": Status.PENDING}, r"sample 0 \(uid '2' index 4\): status is 'pending', not one of completed"),
         ({"response_length": 0}, "response_length is 0 of 6 tokens"),
         ({"response_length": 6}, "response_length is 6 of 6 tokens"),
-        ({"tokens": "text"}, "tokens is no array of numbers"),
+        ({"tokens": "text"}, "tokens is not an array of numbers"),
         (
             {"teacher_log_probs": [0.0]},
-            r"teacher_log_probs \(the teacher's logprobs\) is no field of a row; declare it",
+            r"teacher_log_probs \(the teacher's logprobs\) is not a row field; declare it",
         ),
         ({"train_metadata": {"loss": "sft"}}, "train_metadata"),
         ({"multimodal_train_inputs": {"pixel_values": [[1.0]]}}, "unknown key pixel_values"),
@@ -160,5 +160,5 @@ def test_an_attribute_that_slime_does_not_have_is_refused_until_it_is_named() ->
 
 def test_routes_of_more_tokens_than_there_are_are_refused() -> None:
     made = sample(rollout_routed_experts=np.zeros((7, 2, 2), np.int32))
-    with pytest.raises(InvalidArgumentError, match=r"rollout_routed_experts has the shape \(7, 2, 2\)"):
+    with pytest.raises(InvalidArgumentError, match=r"rollout_routed_experts has shape \(7, 2, 2\)"):
         from_slime([made], columns=["rollout_routed_experts"])

@@ -93,21 +93,21 @@ def test_images_are_cut_by_row_and_token_types_with_the_tokens() -> None:
     tiles["pixel_values"] = np.ones((4, 1))
     with pytest.raises(InvalidArgumentError, match="pixel_values has 4 entries for 2 images"):
         convert(tiles, columns=["pixel_values"])
-    with pytest.raises(InvalidArgumentError, match=r"pixel_values \(the images of all rows\) is no field of a row"):
+    with pytest.raises(InvalidArgumentError, match=r"pixel_values \(the images of all rows\) is not a row field"):
         convert(tiles)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"uids": ["a"]}, "1 uids of 2 generations each for 4 rows; give one uid per group"),
-        ({"uids": ["a", "a"]}, "uid 'a' names two groups; a prompt that comes twice is another round"),
+        ({"uids": ["a"]}, "1 uids of 2 generations each for 4 rows; pass one uid per group"),
+        ({"uids": ["a", "a"]}, "uid 'a' names two groups; pass a repeated prompt in another round"),
         ({"uids": ["a"], "num_generations": None}, "uids has 1 entries for 4 rows"),
-        ({"uids": [1.5, "a"]}, r"uids\[0\]: its group is named 1.5"),
+        ({"uids": [1.5, "a"]}, r"uids\[0\]: the group's uid is 1.5"),
         ({"samples": [0]}, "samples has 1 entries for 4 rows"),
-        ({"rewards": [1.0]}, r"rewards has the shape \(1,\)"),
-        ({"rewards": np.ones((4, 2))}, "the weighted sum of the reward functions'"),
-        ({"rewards": [1.0, float("nan"), 1.0, 1.0]}, "row 1: its reward is nan"),
+        ({"rewards": [1.0]}, r"rewards has shape \(1,\)"),
+        ({"rewards": np.ones((4, 2))}, "the weighted sum of the reward functions"),
+        ({"rewards": [1.0, float("nan"), 1.0, 1.0]}, "row 1: the reward is nan"),
     ],
 )
 def test_groups_and_rewards_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
@@ -119,9 +119,9 @@ def test_groups_and_rewards_that_do_not_fit_are_refused(options: dict[str, Any],
     ("changes", "message"),
     [
         ({"prompt_mask": None}, "prompt_mask is missing"),
-        ({"prompt_ids": np.ones(4)}, "prompt_ids has the shape"),
-        ({"tool_mask": np.ones((4, 4))}, r"tool_mask has the shape \(4, 4\); expected \(4, 5\)"),
-        ({"completion_mask": np.eye(4, 5)}, "row 1: prompt_mask and completion_mask is not one run of ones"),
+        ({"prompt_ids": np.ones(4)}, "prompt_ids has shape"),
+        ({"tool_mask": np.ones((4, 4))}, r"tool_mask has shape \(4, 4\); expected \(4, 5\)"),
+        ({"completion_mask": np.eye(4, 5)}, "row 1: prompt_mask and completion_mask has zeros between tokens"),
         ({"completion_mask": np.zeros((4, 5))}, "row 0: completion_mask is 0 on every token.*overlong_filter"),
         ({"surprise": np.ones(4)}, "unknown key surprise"),
     ],
@@ -161,11 +161,11 @@ def changed(**changes: Any) -> list[Any]:
 @pytest.mark.parametrize(
     ("samples", "message"),
     [
-        (trl_samples()[:1], "group 17 has 1 samples of 2 generations; hand over whole groups"),
-        ([*trl_samples(), *trl_samples()[:1]], "group 17 has 3 samples of 2 generations.*fork_threshold_tokens"),
-        (changed(metrics={"reward": float("nan")}), "uid '17' sample 0: metrics has the reward nan"),
-        (changed(metrics={}), "metrics has the reward None"),
-        (changed(completion_mask=np.zeros(8)), "its mask trains no token"),
+        (trl_samples()[:1], "group 17 has 1 samples for 2 generations; pass whole groups"),
+        ([*trl_samples(), *trl_samples()[:1]], "group 17 has 3 samples for 2 generations.*fork_threshold_tokens"),
+        (changed(metrics={"reward": float("nan")}), "uid '17' sample 0: the reward in metrics is nan"),
+        (changed(metrics={}), "the reward in metrics is None"),
+        (changed(completion_mask=np.zeros(8)), "the mask trains no token"),
         (changed(old_log_probs=np.zeros(3)), "old_log_probs has 3 values for 8 tokens"),
     ],
 )

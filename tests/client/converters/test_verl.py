@@ -80,7 +80,7 @@ def test_images_are_columns_of_the_rows_that_have_them() -> None:
     rows = from_verl(batch, columns=["pixel_values"], ignore=ROUTES)
     assert ["pixel_values" in row for row in rows] == [True, False, False]
     assert rows[0]["pixel_values"].shape == (2, 3)
-    with pytest.raises(InvalidArgumentError, match=r"unknown key pixel_values; .*give columns=\['pixel_values'\], or"):
+    with pytest.raises(InvalidArgumentError, match=r"unknown key pixel_values; .*pass columns=\['pixel_values'\], or"):
         from_verl(batch, ignore=ROUTES)
     assert len(from_verl(batch, ignore=[*ROUTES, "multi_modal_inputs"])) == 3
 
@@ -99,7 +99,7 @@ def test_rows_of_the_queue_are_steps_of_their_sessions_in_the_order_of_their_key
 
 def test_rows_of_the_queue_without_keys_are_a_session_each() -> None:
     _, queue = verl_queue()
-    with pytest.raises(InvalidArgumentError, match=r"row 2 is of uid 'a' session 1, like an earlier.* give the keys"):
+    with pytest.raises(InvalidArgumentError, match=r"row 2 is of uid 'a' session 1, like an earlier.* pass the keys"):
         from_verl(queue, ignore=ROUTES)
     queue["session_id"] = [1, 0, 2]
     assert fields_of(from_verl(queue, ignore=ROUTES), "sample") == [1, 0, 2]
@@ -163,8 +163,8 @@ def broken(name: str, row: int, column: int, value: float) -> Any:
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        (broken("attention_mask", 1, 4, 0), "row 1: attention_mask is not one run of ones"),
-        (broken("attention_mask", 2, 12, 1), "row 2: attention_mask is not one run of ones"),
+        (broken("attention_mask", 1, 4, 0), "row 1: attention_mask has zeros between tokens"),
+        (broken("attention_mask", 2, 12, 1), "row 2: attention_mask has zeros between tokens"),
         (broken("attention_mask", 0, 2, 1), None),
         (broken("response_mask", 1, 5, 1), r"row 1 \(uid 'a' sample 1\): response_mask is not 0 on padding"),
         (broken("rm_scores", 2, 7, 1.0), r"row 2 \(uid 'b' sample 0\): rm_scores is not 0 on padding"),
@@ -183,15 +183,15 @@ def test_padding_that_is_not_where_verl_has_it_is_refused_by_row(batch: Any, mes
     [
         ("responses", None, "responses is missing"),
         ("attention_mask", None, "attention_mask is missing"),
-        ("attention_mask", np.ones((3, 13)), r"attention_mask has the shape \(3, 13\); expected \(3, 14\)"),
-        ("rm_scores", np.ones((3, 14)), r"rm_scores has the shape \(3, 14\); expected \(3, 8\)"),
+        ("attention_mask", np.ones((3, 13)), r"attention_mask has shape \(3, 13\); expected \(3, 14\)"),
+        ("rm_scores", np.ones((3, 14)), r"rm_scores has shape \(3, 14\); expected \(3, 8\)"),
         ("token_level_scores", np.zeros((3, 8)), "rm_scores and token_level_scores differ"),
         (
             "surprise",
             np.zeros((3, 8)),
-            r"unknown key surprise; .*columns=\['surprise'\], or give ignore=\['surprise'\]",
+            r"unknown key surprise; .*columns=\['surprise'\], or pass ignore=\['surprise'\]",
         ),
-        ("teacher_ids", np.zeros((3, 14)), r"teacher_ids \(the teacher's most likely tokens\) is no field of a row"),
+        ("teacher_ids", np.zeros((3, 14)), r"teacher_ids \(the teacher's most likely tokens\) is not a row field"),
         ("position_ids", np.zeros((3, 3, 14)), "position_ids has several axes"),
     ],
 )
@@ -206,16 +206,16 @@ def test_what_is_missing_or_not_known_is_refused_by_name(name: str, values: Any,
 
 def test_a_batch_without_uids_or_with_unknown_columns_is_refused() -> None:
     batch = verl_batch()
-    with pytest.raises(InvalidArgumentError, match="columns names nothing, which is not there"):
+    with pytest.raises(InvalidArgumentError, match="columns contains nothing, which the data lacks"):
         from_verl(batch, columns=["nothing"], ignore=ROUTES)
-    with pytest.raises(InvalidArgumentError, match="columns names responses, which is a field of rows"):
+    with pytest.raises(InvalidArgumentError, match="columns contains responses, which is a field of rows"):
         from_verl(batch, columns=["responses"], ignore=ROUTES)
     with pytest.raises(InvalidArgumentError, match="columns is the string 'x'"):
         from_verl(batch, columns="x")
     with pytest.raises(InvalidArgumentError, match="uid has 1 entries for 3 rows"):
         from_verl(batch, uids=["a"], ignore=ROUTES)
     unnamed: list[Any] = [0.5, "a", "b"]
-    with pytest.raises(InvalidArgumentError, match=r"row 0: its group is named 0.5"):
+    with pytest.raises(InvalidArgumentError, match=r"row 0: the group's uid is 0.5"):
         from_verl(batch, uids=unnamed, ignore=ROUTES)
     del batch.non_tensor_batch["uid"]
     with pytest.raises(InvalidArgumentError, match="uid is missing"):

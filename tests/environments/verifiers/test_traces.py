@@ -103,7 +103,7 @@ def test_an_episode_that_failed_says_the_kind_of_error() -> None:
         ),
         (
             [trace_of(said(None, "assistant", [1, 2], 1, sampling_mask=vf.SamplingMask.from_sampling_mask([[2, 5]])))],
-            r"sampling_mask, and the run has no column for it; declare one of this name .* shape: \[null\]",
+            r"sampling_mask, but the run has no such column; declare it .* shape: \[null\]",
         ),
     ],
 )

@@ -102,7 +102,7 @@ def test_a_checkpoint_that_is_not_this_trainers_is_refused(service: Service, run
 def test_a_completion_that_no_function_scores_is_refused(service: Service, run_name: str, tmp_path: Path) -> None:
     trainer = own(service, run_name, tmp_path, {}, max_steps=1)
     trainer.reward_funcs = [lambda completions, **_: [None] * len(completions)]
-    with pytest.raises(InvalidArgumentError, match="no function scored it; give a reward"):
+    with pytest.raises(InvalidArgumentError, match="no function scored the row; pass a reward"):
         trainer.train()
 
 

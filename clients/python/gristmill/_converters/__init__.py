@@ -1,1 +1,1 @@
-"""Converts frameworks' rollouts to rows. Imports no framework: objects are read by their attributes and keys."""
+"""Converts frameworks' rollouts to rows. Reads objects by their attributes and keys, without importing a framework."""

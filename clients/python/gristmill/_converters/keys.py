@@ -13,7 +13,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Choice:
-    """The caller's choice for keys that are no fields of a row: take them as columns, or ignore them."""
+    """The caller's choice for keys that are not fields of a row: convert them to columns, or ignore them."""
 
     columns: tuple[str, ...] = ()
     ignore: tuple[str, ...] = ()
@@ -22,22 +22,22 @@ class Choice:
     def of(cls, columns: Iterable[str], ignore: Iterable[str] = ()) -> Choice:
         for name, names in (("columns", columns), ("ignore", ignore)):
             if isinstance(names, str):
-                raise InvalidArgumentError(f"{name} is the string {names!r}; give a list of names")
+                raise InvalidArgumentError(f"{name} is the string {names!r}; pass a list of names")
         return cls(tuple(columns), tuple(ignore))
 
 
 def remedy_of(name: str) -> str:
-    return f"declare it as a column of the run and give columns=[{name!r}], or give ignore=[{name!r}]"
+    return f"declare it as a column of the run and pass columns=[{name!r}], or pass ignore=[{name!r}]"
 
 
 @dataclass(frozen=True)
 class Keys:
     """The keys of one framework's rollouts.
 
-    what: the data's name in errors.
+    what: the name of the data in error messages.
     fields: keys that become fields of the row.
-    ignored: keys that are no part of a row, and why.
-    needed: keys without which training would be wrong, and what they contain.
+    ignored: keys that are not part of a row, with the reason.
+    needed: keys that training may need, with a description.
     """
 
     what: str
@@ -49,12 +49,10 @@ class Keys:
         """Refuse keys that are neither known nor chosen, and columns that are missing. present: keys with a value."""
         present = set(present)
         for name in sorted(present - self.fields - self.ignored.keys() - {*choice.columns, *choice.ignore}):
-            kind = (
-                f"{name} ({self.needed[name]}) is no field of a row" if name in self.needed else f"unknown key {name}"
-            )
+            kind = f"{name} ({self.needed[name]}) is not a row field" if name in self.needed else f"unknown key {name}"
             raise InvalidArgumentError(f"{self.what}: {kind}; {remedy or remedy_of(name)}")
         for name in choice.columns:
             if name not in present:
-                raise InvalidArgumentError(f"{self.what}: columns names {name}, which is not there; leave it out")
+                raise InvalidArgumentError(f"{self.what}: columns contains {name}, which the data lacks; omit it")
             if name in self.fields:
-                raise InvalidArgumentError(f"{self.what}: columns names {name}, which is a field of rows; leave it out")
+                raise InvalidArgumentError(f"{self.what}: columns contains {name}, which is a field of rows; omit it")

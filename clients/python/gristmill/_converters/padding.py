@@ -1,4 +1,4 @@
-"""Takes each row's values out of a batch's tensors: padded ones, or one per row."""
+"""Extracts each row's values from a batch, which has padded tensors or one entry per row."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from gristmill.errors import InvalidArgumentError
 
 
 class Padded:
-    """Reads rows of padded tensors: prompts are padded on the left and responses on the right, so that a row's tokens
-    are one block around the end of the prompt.
+    """Reads rows of padded tensors. Prompts are padded on the left and responses on the right, so a row's tokens are
+    adjacent: the prompt's last columns and the response's first columns.
 
-    prompt_mask, response_mask: not 0 on tokens, (rows, prompt width) and (rows, response width). name: of the masks in
-    errors. Raises InvalidArgumentError if the masks differ in rows, or naming the row whose tokens are not one block.
+    prompt_mask, response_mask: not 0 for tokens, (rows, prompt width) and (rows, response width). name: the name of the
+    masks in errors. Raises InvalidArgumentError if the numbers of rows differ, or a row's tokens are not adjacent.
     """
 
     def __init__(self, prompt_mask: Array, response_mask: Array, name: str, where: str) -> None:
         if len(prompt_mask) != len(response_mask):
             raise InvalidArgumentError(
-                f"{where}: {name} has {len(prompt_mask)} rows of prompts and {len(response_mask)} of responses; each "
-                "row has both"
+                f"{where}: {name} has {len(prompt_mask)} rows of prompts and {len(response_mask)} of responses; pass "
+                "both for each row"
             )
         prompt_on, response_on = prompt_mask != 0, response_mask != 0
         self.rows, self._prompt_width = prompt_on.shape
@@ -32,8 +32,8 @@ class Padded:
         gaps = (prompt_on[:, :-1] > prompt_on[:, 1:]).any(1) | (response_on[:, :-1] < response_on[:, 1:]).any(1)
         if gaps.any():
             raise InvalidArgumentError(
-                f"{where}: row {int(gaps.argmax())}: {name} is not one run of ones across the end of the prompt and "
-                "the beginning of the response; prompts are padded on the left and responses on the right"
+                f"{where}: row {int(gaps.argmax())}: {name} has zeros between tokens; pad prompts on the left and "
+                "responses on the right"
             )
         self.prompt_lengths: Int64s = np.count_nonzero(prompt_on, axis=1).astype(np.int64)
         self.response_lengths: Int64s = np.count_nonzero(response_on, axis=1).astype(np.int64)
@@ -49,12 +49,12 @@ class Padded:
         return response
 
     def outside(self, values: Array, row: int) -> Array:
-        """Return the values that a response's tensor has on padding."""
+        """Return the values of a response's tensor that are on padding."""
         padding: Array = values[row][self._end[row] :]
         return padding
 
     def column(self, values: Array, row: int) -> Array:
-        """Return one row's values: those of its tokens or its response if the tensor is as wide, else all."""
+        """Return one row's values, without padding if the tensor is as wide as the tokens or the response."""
         width = self._prompt_width + self._response_width
         if values.ndim == 3 and values.shape[2] == width != values.shape[1]:
             values = np.moveaxis(values, 2, 1)
@@ -86,4 +86,4 @@ class Ragged:
 
 def check_shape(name: str, values: Array, shape: tuple[int, int], where: str) -> None:
     if values.shape != shape:
-        raise InvalidArgumentError(f"{where}: {name} has the shape {values.shape}; expected {shape}")
+        raise InvalidArgumentError(f"{where}: {name} has shape {values.shape}; expected {shape}")

@@ -1,4 +1,4 @@
-"""prime-rl's training samples as rows (`TrainingSample` of src/prime_rl/transports/rollouts/types.py)."""
+"""Converts prime-rl's training samples to rows (`TrainingSample` of src/prime_rl/transports/rollouts/types.py)."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _KEYS = Keys(
     _WHAT,
     frozenset({"token_ids", "mask", "logprobs", "advantages"}),
     ignored={
-        "temperatures": "a setting of the trainer; refused where they differ",
-        "env_name": "the group's tag, which is given as tags",
+        "temperatures": "a setting of the trainer; refused if they differ",
+        "env_name": "the group's tag, which is passed as tags",
     },
     needed={
-        "ref_logprobs": "the reference's logprobs",
-        "rl_weights": "the policy loss's weight of every token",
-        "ce_weights": "the cross entropy's weight of every token",
-        "ref_kl_weights": "the reference loss's weight of every token",
+        "ref_logprobs": "logprobs of the reference model",
+        "rl_weights": "the weight of each token in the policy loss",
+        "ce_weights": "the weight of each token in the cross entropy",
+        "ref_kl_weights": "the weight of each token in the reference loss",
         _ROUTES: "the routed experts of every token",
         "mm_token_type_ids": "which tokens are images",
     },
@@ -54,15 +54,15 @@ def from_prime_rl(
 ) -> list[Row]:
     """Convert prime-rl's `TrainingSample`s to rows.
 
-    A trace is a trajectory, its branches are the steps. The response starts at the first token that `mask` trains (or
-    that has a weight in `columns`); the prompt is everything before it.
+    A trace becomes a trajectory, and its branches become the steps. The response starts at the first token that `mask`
+    trains (or that has a weight in `columns`). The prompt is everything before it.
 
-    traces: for each a sample, or a list of samples as `trace_to_samples` returns it.
-    uids, rewards: one for each trace, because samples do not have them: the episode's group or example, and
+    traces: one sample per trace, or one list of samples per trace, as `trace_to_samples` returns it.
+    uids, rewards: one per trace, because samples do not contain them: the episode's group or example, and
         `trace.reward`.
-    advantages: whether to take prime-rl's advantages, for a run with `advantage_estimator: none`.
-    tags: one for each trace, such as its samples' `env_name`.
-    columns: such as `routed_experts` (scope `token`), `ref_logprobs`, `ce_weights` (`response`), or names within
+    advantages: whether to use prime-rl's advantages, for a run with `advantage_estimator: none`.
+    tags: one per trace, for example the `env_name` of its samples.
+    columns: for example `routed_experts` (scope `token`), `ref_logprobs`, `ce_weights` (`response`), or names within
         `mm_kwargs` (`items`).
 
         traces = [trace_to_samples(trace) for trace in survivors]
@@ -99,13 +99,13 @@ def _check(samples: list[Any], choice: Choice) -> None:
     temperatures = {value for values in present for value in values.get("temperatures", ())}
     if len(temperatures) > 1 and "temperatures" not in (*choice.columns, *choice.ignore):
         raise InvalidArgumentError(
-            f"{_WHAT}: temperatures are {min(temperatures)} to {max(temperatures)}, and the trainer's loss needs each "
-            f"token's own; {remedy_of('temperatures')}"
+            f"{_WHAT}: temperatures range from {min(temperatures)} to {max(temperatures)}, so the trainer's loss needs "
+            f"them per token; {remedy_of('temperatures')}"
         )
 
 
 def _present(sample: Any, choice: Choice) -> dict[str, Any]:
-    """Return the sample's attributes that are not None, with those of images under their own names."""
+    """Return the sample's attributes that are not None, with the entries of the images' mapping unpacked."""
     values = {name: value for name, value in attributes(sample).items() if value is not None}
     return values if _IMAGES in choice.ignore else unpacked(values, _IMAGES)
 
@@ -113,7 +113,7 @@ def _present(sample: Any, choice: Choice) -> dict[str, Any]:
 def _reward(value: Any, where: str) -> float:
     reward = float(value)
     if math.isnan(reward):
-        raise InvalidArgumentError(f"{where}: its reward is nan; leave its group out")
+        raise InvalidArgumentError(f"{where}: the reward is nan; omit the group")
     return reward
 
 
@@ -138,7 +138,7 @@ def _fields(sample: Any, advantages: bool, choice: Choice, where: str) -> Row:
     }
     if advantages:
         if "advantages" not in streams:
-            raise InvalidArgumentError(f"{where}: advantages is missing; ask for none")
+            raise InvalidArgumentError(f"{where}: advantages is missing; pass advantages=False")
         fields["advantage"] = streams["advantages"][start:]
     for name in choice.columns:
         if name in streams:
@@ -151,7 +151,7 @@ def _fields(sample: Any, advantages: bool, choice: Choice, where: str) -> Row:
 def _stream(values: Any, name: str, tokens: int, where: str) -> Array:
     stream = array_of(values, name, where)
     if stream.shape != (tokens,):
-        raise InvalidArgumentError(f"{where}: {name} has {stream.size} values for {tokens} tokens; it needs one each")
+        raise InvalidArgumentError(f"{where}: {name} has {stream.size} values for {tokens} tokens; pass one per token")
     return stream
 
 
@@ -169,5 +169,5 @@ def _decoded(encoded: Any, name: str, where: str) -> Any:
         return np.frombuffer(encoded.data, np.dtype(encoded.dtype)).reshape(list(encoded.shape))
     except (TypeError, ValueError) as error:
         raise InvalidArgumentError(
-            f"{where}: {name} is no array of {encoded.dtype} and shape {list(encoded.shape)}: {error}; give float32"
+            f"{where}: {name} is not an array of {encoded.dtype} and shape {list(encoded.shape)}: {error}; use float32"
         ) from None

@@ -1,4 +1,4 @@
-"""Refuses malformed input that no converter checks for like any other bad input."""
+"""Refuses malformed input that a converter does not check, with InvalidArgumentError."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _UNREADABLE = (TypeError, ValueError, LookupError, AttributeError, ArithmeticErr
 
 
 def refusing(what: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorate a converter of `what` so that any failure to read it raises InvalidArgumentError, from the original
-    error."""
+    """Decorate a converter so that any failure to read its input raises InvalidArgumentError from the original error.
+    what: the name of the input in error messages."""
 
     def decorate(convert: Callable[P, R]) -> Callable[P, R]:
         accepts = signature(convert)
 
         @wraps(convert)
         def refuse(*args: P.args, **options: P.kwargs) -> R:
-            # Wrong arguments are a TypeError, like those of any call.
+            # Wrong arguments raise a TypeError, as in any call.
             accepts.bind(*args, **options)
             try:
                 return convert(*args, **options)
@@ -32,8 +32,8 @@ def refusing(what: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
                 raise
             except _UNREADABLE as error:
                 raise InvalidArgumentError(
-                    f"{what}: cannot be read: {type(error).__name__}: {str(error)[:200]}; hand over what the framework "
-                    "makes, unchanged"
+                    f"{what}: cannot be read: {type(error).__name__}: {str(error)[:200]}; pass the framework's objects "
+                    "unchanged"
                 ) from error
 
         return refuse

@@ -1,4 +1,4 @@
-"""Numbers samples and steps, adds tags, and finds the start of the response, for every framework's rows."""
+"""Functions for the rows of all frameworks: numbers samples and steps, adds tags, and finds the response's start."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gristmill.errors import InvalidArgumentError
 
 
 def samples_as_they_come(uids: Iterable[str]) -> list[int]:
-    """Number rows that are a trajectory each among the samples of their prompt, in their order."""
+    """Return each row's number among the rows of its prompt, in their order. Each row must be a trajectory."""
     seen = Counter[str]()
     samples = []
     for uid in uids:
@@ -29,7 +29,7 @@ def tagged(tags: Sequence[str | None] | None, count: int, what: str) -> list[Row
     if tags is None:
         return [{} for _ in range(count)]
     if isinstance(tags, str):
-        raise InvalidArgumentError(f"{what}: tags is the string {tags!r}; give a list with one tag for each")
+        raise InvalidArgumentError(f"{what}: tags is the string {tags!r}; pass a list with one tag per entry")
     fields: list[Row] = []
     for index, tag in enumerate(aligned("tags", tags, count, what)):
         if tag is not None and not isinstance(tag, (str, np.str_)):
@@ -39,10 +39,10 @@ def tagged(tags: Sequence[str | None] | None, count: int, what: str) -> list[Row
 
 
 def as_steps(rows: list[Row]) -> list[Row]:
-    """Make the rows of one trajectory its steps, in their order. Completes the rows in place.
+    """Number the rows of each trajectory as its steps, in their order. Changes the rows in place.
 
-    Each row has the trajectory's reward. Only the last keeps it, so that it counts once however steps are scored.
-    Raises InvalidArgumentError if the rewards of a trajectory's rows differ.
+    Each row must have the trajectory's reward. Only the last row keeps it, so that it counts once. Raises
+    InvalidArgumentError if the rewards of a trajectory's rows differ.
     """
     trajectories: dict[tuple[str, int], list[Row]] = defaultdict(list)
     for row in rows:
@@ -51,7 +51,7 @@ def as_steps(rows: list[Row]) -> list[Row]:
         if len(steps) > 1 and len(rewards := {_total(row["reward"]) for row in steps}) > 1:
             raise InvalidArgumentError(
                 f"uid {uid!r} sample {sample}: its {len(steps)} rows have the rewards {', '.join(map(str, rewards))}; "
-                "give each of them the trajectory's own"
+                "set the trajectory's reward in each row"
             )
         for step, row in enumerate(steps):
             row |= {"step": step, "is_last_step": step == len(steps) - 1}
@@ -65,10 +65,10 @@ def _total(reward: Any) -> float | None:
 
 
 def response_start(mask: Array, where: str) -> int:
-    """Return the index of the first trained token of a row that is not split: the prompt is everything before it."""
+    """Return the index of a row's first trained token. The prompt is everything before it."""
     if not mask.any():
-        raise InvalidArgumentError(f"{where}: its mask trains no token; leave the row out")
+        raise InvalidArgumentError(f"{where}: the mask trains no token; omit the row")
     start = int(mask.argmax())
     if not start:
-        raise InvalidArgumentError(f"{where}: its mask trains the first token, so that there is no prompt; add one")
+        raise InvalidArgumentError(f"{where}: the mask trains the first token, so there is no prompt; add a prompt")
     return start

@@ -1,6 +1,6 @@
-"""SkyRL's `GeneratorOutput`, a mapping of lists, as rows.
+"""Converts SkyRL's `GeneratorOutput`, a mapping of lists, to rows.
 
-No framework is imported: tensors are read through NumPy's array protocol.
+No framework is imported. Tensors are read through NumPy's array protocol.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gristmill._wire.values import is_vector
 from gristmill.errors import InvalidArgumentError
 
 _WHAT = "generator output"
-# The output's columns, and the row fields that they become.
+# Maps keys of the output to fields of a row.
 _COLUMNS = {
     "prompt_token_ids": "prompt_token_ids",
     "response_ids": "response_ids",
@@ -30,15 +30,15 @@ _COLUMNS = {
     "stop_reasons": "stop_reason",
 }
 _IDENTITY = ("trajectory_ids", "uids", "samples", "is_last_step", "rewards")
-# Every other key of SkyRL's `GeneratorOutput` (skyrl/train/generators/base.py), and why it is no field.
+# All other keys of SkyRL's `GeneratorOutput` (skyrl/train/generators/base.py), and why they are not fields.
 _KEYS = Keys(
     _WHAT,
     frozenset((*_COLUMNS, *_IDENTITY)),
     ignored={
-        "rollout_metrics": "numbers of the whole output, which SkyRL logs itself",
-        "env_metrics": "the environments' metrics of a row, for dumps of evaluations; summed up in rollout_metrics",
-        "trajectory_generation_times": "seconds per trajectory; summed up in rollout_metrics",
-        "trajectory_time_splits": "those seconds by engine and environment; summed up in rollout_metrics",
+        "rollout_metrics": "metrics of the whole output, which SkyRL logs itself",
+        "env_metrics": "the environment's metrics per row, for dumps of evaluations; aggregated in rollout_metrics",
+        "trajectory_generation_times": "seconds per trajectory; aggregated in rollout_metrics",
+        "trajectory_time_splits": "seconds per trajectory, by engine and environment; aggregated in rollout_metrics",
     },
     needed={
         "rollout_expert_indices": "the routed experts of every token",
@@ -46,7 +46,7 @@ _KEYS = Keys(
         "image_grid_thw": "the sizes of every row's images",
     },
 )
-# Fields of a row, and the output's names of their columns.
+# Maps fields of a row to the output's keys, for suggestions.
 _PLURALS = {
     "loss_mask": "loss_masks",
     "reward": "rewards",
@@ -54,7 +54,7 @@ _PLURALS = {
     "uid": "uids",
     "sample": "samples",
 }
-# These need no conversion by NumPy's array protocol.
+# Values of these types need no conversion.
 _PLAIN = frozenset([list, np.ndarray, str])
 
 
@@ -70,26 +70,26 @@ def from_skyrl(
     columns: Iterable[str] = (),
     ignore: Iterable[str] = (),
 ) -> list[Row]:
-    """Converts what a SkyRL generator's `generate` returns into rows.
+    """Convert the output of a SkyRL generator's `generate` to rows.
 
-    output: a mapping of lists with one entry for each row, as lists, arrays or CPU tensors: `prompt_token_ids`,
-        `response_ids`; `trajectory_ids` (objects with `instance_id` and `repetition_id`, or pairs of uid and sample) or
-        `uids` and, unless the rows of a trajectory are next to each other, `samples`; optionally `rewards` (a number
-        per row, or a list with one per response token), `loss_masks`, `rollout_logprobs`, `stop_reasons`,
-        `is_last_step` (all true). Rows of one trajectory are in step order; rows of others may be between them.
-    trajectory_ids: from the generator's input, for outputs that have none (all that are not step-wise).
-    tags: one for each row, such as the input's `env_classes`.
-    columns: such as `rollout_expert_indices` (scope `token`), `pixel_values` and `image_grid_thw` (`items`). A row
-        without an image has no such column.
+    output: a mapping of lists, arrays or CPU tensors with one entry per row. It has `prompt_token_ids` and
+        `response_ids`. It has `trajectory_ids` (objects with `instance_id` and `repetition_id`, or pairs of uid and
+        sample), or `uids` and `samples`; `samples` may be omitted if the rows of each trajectory are adjacent. Optional
+        are `rewards` (a number per row, or a list with one per response token), `loss_masks`, `rollout_logprobs`,
+        `stop_reasons`, `is_last_step` (default: all true). Rows of a trajectory must be in step order.
+    trajectory_ids: from the generator's input, for outputs without them (all outputs that are not step-wise).
+    tags: one per row, for example the input's `env_classes`.
+    columns: for example `rollout_expert_indices` (scope `token`), `pixel_values` and `image_grid_thw` (`items`). A row
+        without an image does not get the column.
 
-    A row without a reward gets 0 before the last step of its trajectory; on the last step its reward is pending.
+    A missing reward is 0 before the last step of a trajectory; on the last step the reward is pending.
 
         output = await generator.generate(input_batch)
         client.submit(from_skyrl(output, trajectory_ids=input_batch["trajectory_ids"]))
     """
     if not isinstance(output, Mapping):
         raise InvalidArgumentError(
-            f"{_WHAT} is a {type(output).__name__}; give a mapping of lists with one entry for each row"
+            f"{_WHAT} is a {type(output).__name__}; pass a mapping of lists with one entry per row"
         )
     fields = _fields_of(
         {name: values for name, values in output.items() if values is not None},
@@ -109,7 +109,7 @@ def from_skyrl(
 
 
 def _all_ones(lengths: Sequence[int]) -> list[Any]:
-    """Return arrays of ones, as views of one array, because nobody changes them."""
+    """Return arrays of ones, which share memory because they are never modified."""
     ones = np.ones(max(lengths, default=0), np.uint8)
     return [ones[:length] for length in lengths]
 
@@ -117,8 +117,8 @@ def _all_ones(lengths: Sequence[int]) -> list[Any]:
 def _fields_of(
     output: Mapping[str, Any], *, trajectory_ids: Any, round: int, attempt: int, policy_version: int, choice: Choice
 ) -> dict[str, list[Any]]:
-    """Return the fields of rows and the chosen columns, each with one value per row; loss masks only if the output has
-    them."""
+    """Return the fields of rows and the chosen columns, each with one value per row. Loss masks are absent if the
+    output has none."""
     _check_names(output, trajectory_ids)
     unknown = output.keys() - _KEYS.fields - _KEYS.ignored.keys() - {*choice.columns, *choice.ignore}
     if hints := renamings(unknown, output, _KEYS.fields, _PLURALS):
@@ -129,7 +129,7 @@ def _fields_of(
     for name in entries:
         if (length := _length(entries, name)) != count:
             raise InvalidArgumentError(
-                f"generator output: {name} has {length} entries and response_ids has {count}; they need one each"
+                f"generator output: {name} has {length} entries, but response_ids has {count}; pass one entry per row"
             )
     lasts = [*map(bool, entries["is_last_step"])] if "is_last_step" in entries else [True] * count
     keys = _keys(entries, lasts)
@@ -152,7 +152,7 @@ def _fields_of(
 
 
 def _entries(output: Mapping[str, Any], trajectory_ids: Any, choice: Choice) -> dict[str, Any]:
-    """Select the output's entries that rows need. The input's ids replace missing ones of the output."""
+    """Select the output's entries that rows need. Uses the input's trajectory_ids if the output has no ids."""
     names = _KEYS.fields | set(choice.columns)
     entries = {name: values for name, values in output.items() if name in names}
     if trajectory_ids is not None and not {"trajectory_ids", "uids"} & entries.keys():
@@ -176,9 +176,7 @@ def _length(entries: Mapping[str, Any], name: str) -> int:
     try:
         return len(entries[name])
     except TypeError:
-        raise InvalidArgumentError(
-            f"generator output: {name} is {entries[name]!r}; give one entry for each row"
-        ) from None
+        raise InvalidArgumentError(f"generator output: {name} is {entries[name]!r}; pass one entry per row") from None
 
 
 def _where(columns: Mapping[str, list[Any]], row: int) -> str:
@@ -207,8 +205,8 @@ def _check_names(output: Mapping[str, Any], trajectory_ids: Any) -> None:
             raise InvalidArgumentError(f"generator output: {name} is missing; every row needs it{hints}")
     if trajectory_ids is None and not {"trajectory_ids", "uids"} & names:
         raise InvalidArgumentError(
-            "generator output: nothing says which trajectories the rows belong to; give trajectory_ids, those of the "
-            "generator's input, or uids, and samples with them"
+            "generator output: the trajectories of the rows are unknown; pass trajectory_ids of the generator's input, "
+            "or uids and samples"
         )
 
 
@@ -223,14 +221,14 @@ def _keys(entries: Mapping[str, Any], lasts: Sequence[bool]) -> list[tuple[str, 
 
 
 def _samples(uids: Sequence[Any], lasts: Sequence[bool]) -> list[int]:
-    """Number trajectories, each of which ends with a last step, among those of their prompt in their order."""
+    """Return each row's trajectory number within its prompt. A trajectory ends with its last step."""
     ended: dict[Any, int] = {}
     samples = []
     for row, (uid, last) in enumerate(zip(uids, lasts, strict=True)):
         if row and not lasts[row - 1] and uids[row - 1] != uid:
             raise InvalidArgumentError(
-                f"generator output: row {row} is of uid {uid!r} while the trajectory of uid {uids[row - 1]!r} has not "
-                "had its last step; give samples, or trajectory_ids"
+                f"generator output: row {row} is of uid {uid!r}, but the trajectory of uid {uids[row - 1]!r} has no "
+                "last step yet; pass samples, or trajectory_ids"
             )
         samples.append(ended.get(uid, 0))
         ended[uid] = samples[-1] + last
@@ -243,13 +241,13 @@ def _key(entry: Any, index: int) -> tuple[str, int]:
     is_pair = isinstance(entry, Sequence) and not isinstance(entry, str) and len(entry) == 2
     if not is_pair or not isinstance(entry[0], str) or isinstance(entry[1], bool) or not hasattr(entry[1], "__index__"):
         raise InvalidArgumentError(
-            f"generator output: row {index} belongs to {entry!r}; expected a uid (a string) and a sample (an integer)"
+            f"generator output: row {index} is of {entry!r}; expected a uid (a string) and a sample (an integer)"
         )
     return entry[0], int(entry[1])
 
 
 def _rewards(rewards: Any, lasts: list[bool], responses: Sequence[Any]) -> list[Any]:
-    """Return one reward per row. A missing one before the last step is 0, per token if other rows' rewards are."""
+    """Return one reward per row. A missing reward before the last step is 0, or zeros if rewards are per token."""
     if rewards is None:
         rewards = [None] * len(lasts)
     elif {*map(type, rewards)} == {float}:

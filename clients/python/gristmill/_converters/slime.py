@@ -1,4 +1,4 @@
-"""slime's samples as rows (`Sample` of slime/utils/types.py)."""
+"""Converts slime's samples to rows (`Sample` of slime/utils/types.py)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WHAT = "slime samples"
 _IMAGES = "multimodal_train_inputs"
 _ROUTES = "rollout_routed_experts"
 _MASK, _MASK_OFFSETS = "rollout_top_p_token_ids", "rollout_top_p_token_offsets"
-# The values of `status` and SGLang's stop reasons; a sample that is "pending" was not sampled yet.
+# Maps values of `status` to SGLang's stop reasons. "pending" is absent: such a sample was not sampled yet.
 _STOP_REASONS = {"completed": "stop", "truncated": "length", "aborted": "abort", "failed": "failed"}
 _KEYS = Keys(
     _WHAT,
@@ -28,13 +28,13 @@ _KEYS = Keys(
         }
     ),
     ignored={
-        "prompt": "text; its tokens are there",
-        "response": "text; its tokens are there",
+        "prompt": "text; the sample has its tokens",
+        "response": "text; the sample has its tokens",
         "label": "input of the reward model",
-        "metadata": "the data set's own",
-        "multimodal_inputs": "images as they were before the processor",
-        "multimodal_train_input_id": "where images are stored while they wait",
-        "apply_chat_template_kwargs": "how the prompt was made",
+        "metadata": "an entry of the data set",
+        "multimodal_inputs": "images before the processor",
+        "multimodal_train_input_id": "where images are stored temporarily",
+        "apply_chat_template_kwargs": "how the prompt was built",
         "generate_function_path": "how it was sampled",
         "custom_rm_path": "how it was scored",
         "session_id": "which engine sampled it",
@@ -46,7 +46,7 @@ _KEYS = Keys(
         "teacher_log_probs": "the teacher's logprobs",
         _ROUTES: "the routed experts of every token",
         _MASK: "the tokens that top-p kept",
-        _MASK_OFFSETS: f"where each token's begin in {_MASK}",
+        _MASK_OFFSETS: f"the start of each token's entries in {_MASK}",
         "train_metadata": "the loss function's arguments for the sample",
     },
 )
@@ -67,17 +67,17 @@ def from_slime(
     """Convert slime's `Sample`s to rows.
 
     Samples with the same `group_index` are a group, numbered in the order of `rollout_id`, or `index` if that is None.
-    Samples of one rollout are its steps, in the order given, and have the same reward. `tokens` are cut at
-    `response_length`. Without a `loss_mask` every token of the response is trained; with `remove_sample` none is. A
-    reward that is None is pending. The stop reason follows from `status`: stop, length, abort or failed.
-    `weight_versions` has one entry per call of the engine. If there are as many as segments of the response with
-    `loss_mask` 1, each segment has its own policy version; otherwise the oldest is that of all tokens.
+    Samples of one rollout become its steps, in their order, and must have the same reward. The last `response_length`
+    of `tokens` are the response. Without a `loss_mask`, every token of the response is trained; with `remove_sample`,
+    none is. A reward of None is pending. The stop reason follows from `status`: stop, length, abort or failed.
+    `weight_versions` has one entry per call of the engine. If the response has the same number of segments with
+    `loss_mask` 1, each segment gets one of the versions; otherwise all tokens get the oldest version.
 
     samples: a list, or nested lists, as `generate_rollout` returns them.
-    reward_key: the reward to take if rewards are mappings (slime's `--reward-key`).
-    tags: one for each sample, for example from the data set's `metadata`.
-    columns: such as `teacher_log_probs`, or names within `multimodal_train_inputs`. `rollout_top_p_token_ids`, a
-        column of scope `response` and shape `[null]`, takes its offsets with it.
+    reward_key: the reward to use if rewards are mappings (slime's `--reward-key`).
+    tags: one per sample, for example from the data set's `metadata`.
+    columns: for example `teacher_log_probs`, or names within `multimodal_train_inputs`. The offsets of
+        `rollout_top_p_token_ids`, a column of scope `response` and shape `[null]`, are added automatically.
 
         output = generate_rollout(args, rollout_id, data_source)
         client.submit(from_slime(output.samples))
@@ -116,7 +116,7 @@ def _flat(samples: Iterable[Any]) -> Iterator[Any]:
 
 
 def _sample_numbers(samples: list[Any]) -> list[int]:
-    """Number each sample's rollout among those of its group."""
+    """Return the number of each sample's rollout within its group."""
     rollouts: dict[Any, set[int]] = {}
     keys = []
     for position, sample in enumerate(samples):
@@ -124,7 +124,7 @@ def _sample_numbers(samples: list[Any]) -> list[int]:
         if group is None or rollout is None:
             missing = "group_index" if group is None else "index"
             raise InvalidArgumentError(
-                f"{_WHAT}: sample {position} has no {missing}, which says which sample of which group it is; set it"
+                f"{_WHAT}: sample {position} has no {missing}, which identifies its group and sample; set it"
             )
         rollouts.setdefault(group, set()).add(rollout)
         keys.append((group, rollout))
@@ -145,7 +145,7 @@ def _fields(sample: Any, reward_key: str | None, where: str) -> Row:
     length = int(attribute(sample, "response_length", 0))
     if not 0 < length < len(tokens):
         raise InvalidArgumentError(
-            f"{where}: response_length is {length} of {len(tokens)} tokens; a row has a prompt and a response"
+            f"{where}: response_length is {length} of {len(tokens)} tokens; pass a prompt and a response"
         )
     mask = attribute(sample, "loss_mask")
     fields = {
@@ -166,7 +166,7 @@ def _reward(reward: Any, key: str | None, where: str) -> Any:
         return reward
     if key is None or key not in reward:
         known = ", ".join(map(repr, reward))
-        raise InvalidArgumentError(f"{where}: reward has {known}; reward_key is {key!r}: give the one that counts")
+        raise InvalidArgumentError(f"{where}: reward has {known}, and reward_key is {key!r}; set one of these keys")
     return reward[key]
 
 
@@ -175,13 +175,13 @@ def _stop_reason(sample: Any, where: str) -> str:
     value = getattr(status, "value", status)
     if value not in _STOP_REASONS:
         known = ", ".join(_STOP_REASONS)
-        raise InvalidArgumentError(f"{where}: status is {value!r}; expected {known}: leave out what was not sampled")
+        raise InvalidArgumentError(f"{where}: status is {value!r}, not one of {known}; omit unsampled samples")
     return _STOP_REASONS[value]
 
 
 def _versions(sample: Any, fields: Row) -> Row:
-    """Return the policy version of each token, -1 between the engine's calls. Return the oldest if it is unknown which
-    call sampled which token."""
+    """Return the policy version of each token, -1 between the engine's calls. Return the oldest version if the calls
+    cannot be matched with tokens."""
     versions = [version_of(label) for label in attribute(sample, "weight_versions") or ()]
     mask = fields["loss_mask"] != 0
     segments = np.cumsum(mask & ~np.concatenate([[False], mask[:-1]]))
@@ -191,17 +191,17 @@ def _versions(sample: Any, fields: Row) -> Row:
 
 
 def _present(sample: Any, choice: Choice) -> dict[str, Any]:
-    """Return the sample's attributes that are not None, with those of images under their own names."""
+    """Return the sample's attributes that are not None, with the entries of the images' mapping unpacked."""
     values = {name: value for name, value in attributes(sample).items() if value is not None}
     return values if _IMAGES in choice.ignore else unpacked(values, _IMAGES)
 
 
 def _columns(present: Mapping[str, Any], choice: Choice, where: str) -> Row:
-    """Return the chosen columns that the sample has: one without images, for example, has no column for them."""
+    """Return the chosen columns that the sample has. For example, a sample without images has no column for them."""
     values = {name: present[name] for name in choice.columns if name in present}
     if _MASK in values:
         if _MASK_OFFSETS not in present:
-            raise InvalidArgumentError(f"{where}: {_MASK_OFFSETS} is missing, which says whose tokens {_MASK} are")
+            raise InvalidArgumentError(f"{where}: {_MASK_OFFSETS} is missing; pass it to assign {_MASK} to tokens")
         values[f"{_MASK}_offsets"] = present[_MASK_OFFSETS]
     return {
         name: routes(value, name, len(present["tokens"]), where) if name == _ROUTES else array_of(value, name, where)

@@ -27,12 +27,12 @@ _KEYS = Keys(
         }
     ),
     ignored={
-        "num_items_in_batch": "the trained tokens of the batch, which are counted again",
-        "old_per_token_logps": "the trainer's, computed before the loss",
-        "ref_per_token_logps": "the trainer's, computed before the loss",
+        "num_items_in_batch": "the number of trained tokens in the batch, which is counted again",
+        "old_per_token_logps": "computed by the trainer before the loss",
+        "ref_per_token_logps": "computed by the trainer before the loss",
         "importance_sampling_ratio": "computed from logprobs",
-        "num_images": "how many images each row has; read for columns of images",
-        "num_tiles": "how many tiles each row's images have; read for columns of images",
+        "num_images": "the number of images per row; read for columns of images",
+        "num_tiles": "the number of tiles of each row's images; read for columns of images",
     },
     needed={
         "pixel_values": "the images of all rows",
@@ -68,19 +68,19 @@ def from_trl(
     """Convert the mapping that `GRPOTrainer._generate_and_score_completions` returns.
 
     Removes the padding on the left of prompts and on the right of completions. The loss mask is `tool_mask`, or all 1.
-    `sampling_per_token_logps` are the logprobs.
+    The logprobs are `sampling_per_token_logps`.
 
-    uids: each row's prompt; with `num_generations` one for each group, whose rows are next to each other, as TRL's
+    uids: the prompt of each row. With `num_generations`, one per group; the rows of a group must be adjacent, as TRL's
         sampler orders them.
-    rewards: one number per row, because the output has none: the weighted sum of what `_calculate_rewards` returns.
-    samples: each row's number among the samples of its prompt; counted if not given. Give them if the output has only
-        some of a prompt's samples, as on one of several ranks.
-    end_tokens: token ids that end a completion which was not cut off, such as `trainer.eos_token_ids`: rows then have
-        a `stop_reason`, `stop` or `length`.
-    advantages: whether to take TRL's advantages, for a run with `advantage_estimator: none`.
-    tags: one per row, such as a column of the inputs.
-    columns: their padding is removed too if they are as wide as the completion, or as prompt and completion; columns
-        of images are cut by `num_images`.
+    rewards: one number per row, because the output has none: the weighted sum of the result of `_calculate_rewards`.
+    samples: each row's number among the samples of its prompt; by default rows are counted. Set it if the output has
+        only some of a prompt's samples, as on one of several ranks.
+    end_tokens: token ids that end a completion, for example `trainer.eos_token_ids`. Rows then get a `stop_reason`:
+        `stop`, or `length` if the completion was cut off.
+    advantages: whether to use TRL's advantages, for a run with `advantage_estimator: none`.
+    tags: one per row, for example a column of the inputs.
+    columns: their padding is also removed if they are as wide as the completion, or as prompt and completion. Columns
+        of images are split by `num_images`.
 
         output = trainer._generate_and_score_completions(inputs)
         rows = from_trl(output, uids=["math/17", "math/18"], num_generations=8, rewards=rewards)
@@ -117,7 +117,8 @@ def from_trl(
 class TrlOutput:
     """Reads rows of a trainer's output.
 
-    tensors: by name, one line per row except for images. images: the columns of images, cut by row. names: the columns.
+    tensors: by name, one entry per row except for images. images: the columns of images, split by row. names: the names
+        of the columns.
     """
 
     tensors: Mapping[str, Array]
@@ -174,7 +175,7 @@ def _padding(tensors: Mapping[str, Array]) -> Padded:
         if name not in tensors:
             raise InvalidArgumentError(f"{_WHAT}: {name} is missing; every row needs it")
         if tensors[name].ndim != 2:
-            raise InvalidArgumentError(f"{_WHAT}: {name} has the shape {tensors[name].shape}; expected rows and tokens")
+            raise InvalidArgumentError(f"{_WHAT}: {name} has shape {tensors[name].shape}; expected (rows, tokens)")
     prompts, completions = tensors["prompt_mask"], tensors["completion_mask"]
     check_shape("prompt_ids", tensors["prompt_ids"], prompts.shape, _WHAT)
     for name in ("completion_ids", "tool_mask", "sampling_per_token_logps"):
@@ -183,8 +184,8 @@ def _padding(tensors: Mapping[str, Array]) -> Padded:
     empty = ~(completions != 0).any(1)
     if empty.any():
         raise InvalidArgumentError(
-            f"{_WHAT}: row {int(empty.argmax())}: completion_mask is 0 on every token, so that nothing says where the "
-            "completion ends; turn mask_truncated_completions off: the run's overlong_filter masks them"
+            f"{_WHAT}: row {int(empty.argmax())}: completion_mask is 0 on every token, so the end of the completion is "
+            "unknown; turn off mask_truncated_completions, and use the run's overlong_filter instead"
         )
     return Padded(prompts, completions, "prompt_mask and completion_mask", _WHAT)
 
@@ -196,45 +197,43 @@ def _uids(uids: Sequence[str | int], num_generations: int | None, count: int) ->
         return list(aligned("uids", names, count, _WHAT))
     if num_generations < 1 or count != len(names) * num_generations:
         raise InvalidArgumentError(
-            f"{_WHAT}: {len(names)} uids of {num_generations} generations each for {count} rows; give one uid per "
+            f"{_WHAT}: {len(names)} uids of {num_generations} generations each for {count} rows; pass one uid per "
             "group, and whole groups"
         )
     if len(set(names)) < len(names):
         twice = next(name for position, name in enumerate(names) if name in names[:position])
-        raise InvalidArgumentError(
-            f"{_WHAT}: uid {twice!r} names two groups; a prompt that comes twice is another round"
-        )
+        raise InvalidArgumentError(f"{_WHAT}: uid {twice!r} names two groups; pass a repeated prompt in another round")
     return [name for name in names for _ in range(num_generations)]
 
 
 def rewards_of(rewards: Any, count: int) -> NDArray[np.float64]:
-    """Return one reward per row, (count,). Raises InvalidArgumentError for another shape, and for a row that no
-    function scored."""
+    """Return one reward per row, (count,). Raises InvalidArgumentError for another shape, and for a row without a
+    score."""
     scores = array_of(rewards, "rewards", _WHAT)
     if scores.shape != (count,):
         raise InvalidArgumentError(
-            f"{_WHAT}: rewards has the shape {scores.shape}; expected one number for each of {count} rows: the "
-            "weighted sum of the reward functions'"
+            f"{_WHAT}: rewards has shape {scores.shape}; expected one number for each of {count} rows: the weighted "
+            "sum of the reward functions"
         )
     if np.isnan(scores).any():
         row = int(np.isnan(scores).argmax())
         raise InvalidArgumentError(
-            f"{_WHAT}: row {row}: its reward is nan: no function scored it; give a reward, such as 0"
+            f"{_WHAT}: row {row}: the reward is nan, because no function scored the row; pass a reward, such as 0"
         )
     return scores.astype(np.float64)
 
 
 def _advantage(tensors: Mapping[str, Array], padding: Padded, row: int) -> Any:
     if "advantages" not in tensors:
-        raise InvalidArgumentError(f"{_WHAT}: advantages is missing; ask for none")
+        raise InvalidArgumentError(f"{_WHAT}: advantages is missing; pass advantages=False")
     advantages = tensors["advantages"]
     return float(advantages[row]) if advantages.ndim == 1 else padding.response(advantages, row)
 
 
 def _by_row(name: str, values: Array, output: Mapping[str, Any], count: int) -> list[Array]:
-    """Cut a tensor of all images by row. Its entries are images, tiles or patches."""
+    """Split a tensor of all images by row. Its entries are images, tiles or patches."""
     if "num_images" not in output:
-        raise InvalidArgumentError(f"{_WHAT}: num_images is missing, which says how many of {name} each row has")
+        raise InvalidArgumentError(f"{_WHAT}: num_images is missing; pass it to split {name} by row")
     images = array_of(aligned("num_images", output["num_images"], count, _WHAT), "num_images", _WHAT).astype(np.int64)
     entries_per_row = [images]
     if "num_tiles" in output:
@@ -246,7 +245,7 @@ def _by_row(name: str, values: Array, output: Mapping[str, Any], count: int) -> 
     fitting = [counts for counts in entries_per_row if counts.sum() == len(values)]
     if not fitting:
         raise InvalidArgumentError(
-            f"{_WHAT}: {name} has {len(values)} entries for {int(images.sum())} images, neither one each nor as many "
-            "as their patches; cut it by row yourself, and put it into the rows"
+            f"{_WHAT}: {name} has {len(values)} entries for {int(images.sum())} images, neither one per image nor one "
+            "per patch; split it by row yourself, and add it to the rows"
         )
     return np.split(values, np.cumsum(fitting[0])[:-1])

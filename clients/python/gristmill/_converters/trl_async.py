@@ -23,8 +23,8 @@ _KEYS = Keys(
         }
     ),
     ignored={
-        "prompt": "messages; their tokens are there",
-        "completion": "messages; their tokens are there",
+        "prompt": "messages; the sample has their tokens",
+        "completion": "messages; the sample has their tokens",
         "enqueued_at": "a metric",
     },
     needed={},
@@ -44,14 +44,14 @@ def from_trl_async(
     columns: Iterable[str] = (),
     ignore: Iterable[str] = (),
 ) -> list[Row]:
-    """Convert whole groups of the `RolloutSample`s that an `AsyncGRPOTrainer`'s rollout worker puts into its queue.
+    """Convert whole groups of `RolloutSample`s, which the rollout worker of an `AsyncGRPOTrainer` puts into its queue.
 
     The response starts at the first token that `completion_mask` trains. `old_log_probs` are the logprobs,
-    `metrics["reward"]` is the reward, and `model_version` is by default the policy version. A sample does not name its
-    conversation, so that one that TRL has split in two is refused: `num_generations` samples make a group.
+    `metrics["reward"]` is the reward, and `model_version` is by default the policy version. A group must have
+    `num_generations` samples. A conversation that TRL has split is refused, because a sample does not name it.
 
-    tags: one for each sample.
-    advantages: whether to take TRL's advantages, for a run with `advantage_estimator: none`.
+    tags: one per sample.
+    advantages: whether to use TRL's advantages, for a run with `advantage_estimator: none`.
     """
     choice = Choice.of(columns, ignore)
     samples = list(samples)
@@ -86,8 +86,8 @@ def _check_groups(uids: list[str], num_generations: int) -> None:
     for uid, count in Counter(uids).items():
         if count != num_generations:
             raise InvalidArgumentError(
-                f"{_WHAT}: group {uid} has {count} samples of {num_generations} generations; hand over whole groups, "
-                "and raise fork_threshold_tokens where TRL splits conversations: a sample does not name its own"
+                f"{_WHAT}: group {uid} has {count} samples for {num_generations} generations; pass whole groups, and "
+                "raise fork_threshold_tokens if TRL splits conversations"
             )
 
 
@@ -98,7 +98,7 @@ def _tokens(sample: Any, where: str) -> Row:
     for name, values in (("completion_mask", mask), ("old_log_probs", logprobs)):
         if values.shape != tokens.shape:
             raise InvalidArgumentError(
-                f"{where}: {name} has {values.size} values for {tokens.size} tokens; it needs one each"
+                f"{where}: {name} has {values.size} values for {tokens.size} tokens; pass one per token"
             )
     start = response_start(mask, where)
     return {
@@ -113,6 +113,6 @@ def _reward(sample: Any, where: str) -> float:
     reward = (attribute(sample, "metrics") or {}).get("reward")
     if reward is None or math.isnan(reward):
         raise InvalidArgumentError(
-            f"{where}: metrics has the reward {reward}: no function scored it; leave its group out"
+            f"{where}: the reward in metrics is {reward}, because no function scored the sample; omit its group"
         )
     return float(reward)

@@ -20,8 +20,8 @@ from gristmill.errors import InvalidArgumentError
 
 _WHAT = "verl batch"
 _IMAGES = "multi_modal_inputs"
-# Tensors (verl/experimental/agent_loop/agent_loop.py, verl/trainer/ppo). Other entries belong to the data set and the
-# agent loops; only _IMAGES is checked.
+# Names of tensors (verl/experimental/agent_loop/agent_loop.py, verl/trainer/ppo). Other entries belong to the data set
+# and the agent loops; of these, only _IMAGES is checked.
 _ROUTES = "routed_experts"
 _KEYS = Keys(
     _WHAT,
@@ -35,11 +35,11 @@ _KEYS = Keys(
         "input_ids": "prompts and responses",
         "position_ids": "follow from the attention mask, unless they have several axes",
         "loss_mask": "response_mask",
-        "old_log_probs": "the trainer's, computed before the loss",
-        "ref_log_prob": "the trainer's, computed before the loss",
-        "entropys": "the trainer's",
-        "values": "the critic's",
-        "token_level_rewards": "the scores less a penalty that the trainer computes",
+        "old_log_probs": "computed by the trainer before the loss",
+        "ref_log_prob": "computed by the trainer before the loss",
+        "entropys": "computed by the trainer",
+        "values": "computed by the critic",
+        "token_level_rewards": "the scores minus a penalty that the trainer computes",
         "advantages": "computed from the scores",
         "returns": "computed from the scores",
         "reward_baselines": "computed from the scores",
@@ -69,18 +69,17 @@ def from_verl(
 ) -> list[Row]:
     """Convert the output of verl's agent loops: a `DataProto`, or a `TensorDict` (or mapping) of the v1 trainers.
 
-    Removes the padding on the left of prompts and on the right of responses, by `attention_mask`; nested tensors have
-    none. `response_mask` is the loss mask: tokens of tools stay in the response, untrained. The reward is the sum of
-    `rm_scores`, or of `token_level_scores`; with `token_rewards` each token has its own. Without either the reward is
-    pending. `min_global_steps` is by default the policy version.
+    Removes the padding on the left of prompts and on the right of responses, by `attention_mask`. Nested tensors have
+    no padding. `response_mask` is the loss mask: tokens of tools stay in the response, but are not trained. The reward
+    is the sum of `rm_scores`, or of `token_level_scores`; with `token_rewards`, these are rewards per token. Without
+    both, the reward is pending. `min_global_steps` is by default the policy version.
 
-    uids: each row's prompt, instead of the batch's `uid`.
-    keys: `KVBatchMeta.keys`, from which uid, sample and step are read (`UID_SESSION_INDEX`), in any order; needed if
-        an agent loop returned several outputs. Without keys a sample is its `session_id`, or numbered in the order of
-        rows.
-    tags: one per row, such as `batch.non_tensor_batch["data_source"]`.
-    columns: their padding is removed too if they are as wide as the response, or as prompt and response. May be names
-        within `multi_modal_inputs`.
+    uids: the prompt of each row, instead of the batch's `uid`.
+    keys: `KVBatchMeta.keys` in any order, from which uid, sample and step are read (`UID_SESSION_INDEX`). Required if
+        an agent loop returned several outputs. Without keys, the sample is the `session_id`, or rows are counted.
+    tags: one per row, for example `batch.non_tensor_batch["data_source"]`.
+    columns: their padding is also removed if they are as wide as the response, or as prompt and response. May contain
+        names within `multi_modal_inputs`.
 
         rollouts = agent_loop_manager.generate_sequences(prompts)
         client.submit(from_verl(rollouts, columns=["routed_experts"]))
@@ -109,7 +108,7 @@ def from_verl(
 class _Batch:
     """Reads rows of a batch.
 
-    tensors: by name, arrays or lists with one entry per row. others: lists of other entries, one per row.
+    tensors: by name, arrays or lists with one entry per row. others: by name, other entries, with one per row.
     """
 
     tensors: Mapping[str, Any]
@@ -141,7 +140,7 @@ class _Batch:
         return fields
 
     def columns(self, names: Iterable[str], row: int, where: str) -> Row:
-        """Return the columns that the row has: one without images, for example, has no column for them."""
+        """Return the columns that the row has. For example, a row without images has no column for them."""
         values = {name: self.tensors[name] for name in names}
         columns = {
             name: array_of(value[row], name, where) if isinstance(value, list) else self.layout.column(value, row)
@@ -149,12 +148,12 @@ class _Batch:
             if value[row] is not None
         }
         if _ROUTES in columns:
-            # verl puts zeros for the last token, of which the engine reports none.
+            # verl pads with zeros for the last token, for which the engine reports no experts.
             columns[_ROUTES] = columns[_ROUTES][:-1]
         return columns
 
     def version(self, row: int) -> int:
-        """Return the version of the weights that sampled the row's first token; -1 if the agent loop does not say."""
+        """Return the version of the weights that sampled the row's first token; -1 if unknown."""
         if "min_global_steps" in self.others:
             return version_of(self.others["min_global_steps"][row])
         extra = self.others.get("extra_fields")
@@ -164,7 +163,7 @@ class _Batch:
         values = self.tensors[name]
         if np.any(self.layout.outside(values, row)):
             raise InvalidArgumentError(
-                f"{where}: {name} is not 0 on padding; attention_mask says which tokens are there"
+                f"{where}: {name} is not 0 on padding, where attention_mask is 0; correct one of them"
             )
         return self.layout.response(values, row)
 
@@ -174,12 +173,12 @@ class _Batch:
             return None
         scores = [self._response(name, row, where) for name in names]
         if len(scores) > 1 and not np.array_equal(scores[0], scores[1]):
-            raise InvalidArgumentError(f"{where}: {' and '.join(names)} differ; take one of them out of the batch")
+            raise InvalidArgumentError(f"{where}: {' and '.join(names)} differ; remove one of them from the batch")
         return scores[0] if token_rewards else math.fsum(scores[0].tolist())
 
 
 def _divided(batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Divide a batch into tensors and other entries, by name."""
+    """Split a batch into tensors and other entries, by name."""
     if hasattr(batch, "non_tensor_batch"):
         tensors = _items(batch.batch) if batch.batch is not None else {}
         return tensors, {name: entries_of(values, name, _WHAT) for name, values in batch.non_tensor_batch.items()}
@@ -192,12 +191,12 @@ def _divided(batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _items(tensors: Any) -> dict[str, Any]:
-    """Return the items of a mapping, or of a TensorDict, which is no mapping."""
+    """Return the items of a mapping, or of a TensorDict, which is not a mapping."""
     return {name: tensors[name] for name in list(tensors.keys())}
 
 
 def _images(rows: Sequence[Mapping[str, Any] | None], choice: Choice) -> dict[str, list[Any]]:
-    """Return the tensors of the rows' images by name: one entry per row, None for a row without images."""
+    """Return the tensors of images, by name. Each has one entry per row, which is None for a row without images."""
     if _IMAGES in choice.ignore:
         return {}
     names = {name: None for row in rows for name in row or ()}
@@ -210,7 +209,7 @@ def _read(tensor: Any, name: str) -> Any:
 
 
 def _check_positions(entries: Mapping[str, Any], choice: Choice) -> None:
-    """Refuse positions of several axes, as images have them, unless they are chosen: they do not follow from a mask."""
+    """Refuse position_ids with several axes (of images) unless chosen, because they do not follow from the mask."""
     axes = getattr(entries.get("position_ids"), "ndim", 0) - 1
     if axes > 1 and "position_ids" not in (*choice.columns, *choice.ignore):
         raise InvalidArgumentError(
@@ -226,11 +225,9 @@ def _layout(tensors: Mapping[str, Any]) -> Padded | Ragged:
         return Ragged(len(responses))
     for name, values in (("prompts", prompts), ("responses", responses)):
         if getattr(values, "ndim", 0) != 2:
-            raise InvalidArgumentError(
-                f"{_WHAT}: {name} has the shape {np.shape(values)}; expected rows and tokens, as of the other"
-            )
+            raise InvalidArgumentError(f"{_WHAT}: {name} has shape {np.shape(values)}; expected (rows, tokens)")
     if "attention_mask" not in tensors:
-        raise InvalidArgumentError(f"{_WHAT}: attention_mask is missing; without it nothing says what is padding")
+        raise InvalidArgumentError(f"{_WHAT}: attention_mask is missing; pass it to identify padding")
     (rows, width), mask = responses.shape, tensors["attention_mask"]
     check_shape("attention_mask", mask, (rows, prompts.shape[1] + width), _WHAT)
     for name in ("response_mask", "rollout_log_probs", "rm_scores", "token_level_scores"):
@@ -246,7 +243,7 @@ def _identities(batch: _Batch, uids: Sequence[Any] | None, keys: Sequence[str] |
         aligned("keys", keys, count, _WHAT)
         return [(uid, session) for uid, session, _ in map(_key, keys)]
     if uids is None and (uids := batch.others.get("uid")) is None:
-        raise InvalidArgumentError(f"{_WHAT}: uid is missing, so that nothing says which rows are one group; give uids")
+        raise InvalidArgumentError(f"{_WHAT}: uid is missing, so the groups of rows are unknown; pass uids")
     names = [uid_of(uid, f"{_WHAT}: row {row}") for row, uid in enumerate(aligned("uid", uids, count, _WHAT))]
     if sessions is None:
         return list(zip(names, samples_as_they_come(names), strict=True))
@@ -257,8 +254,8 @@ def _identities(batch: _Batch, uids: Sequence[Any] | None, keys: Sequence[str] |
     for row, (uid, session) in enumerate(identities):
         if (uid, session) in seen:
             raise InvalidArgumentError(
-                f"{_WHAT}: row {row} is of uid {uid!r} session {session}, like an earlier one, and nothing says which "
-                "of them came first; give the keys of its KVBatchMeta"
+                f"{_WHAT}: row {row} is of uid {uid!r} session {session}, like an earlier row, and their order is "
+                "unknown; pass the keys of the KVBatchMeta"
             )
         seen.add((uid, session))
     return identities
@@ -274,13 +271,13 @@ def _key(key: str) -> tuple[str, int, int]:
 
 def _step_order(keys: Sequence[str]) -> list[int]:
     """Return the rows ordered by their index, which counts the outputs of a session from 0. Raises
-    InvalidArgumentError if one is missing."""
+    InvalidArgumentError if an output is missing."""
     parsed = list(map(_key, keys))
     for (uid, session), count in Counter(key[:2] for key in parsed).items():
         indices = sorted(index for *identity, index in parsed if tuple(identity) == (uid, session))
         if indices != list(range(count)):
             raise InvalidArgumentError(
-                f"{_WHAT}: keys has the outputs {indices} of uid {uid!r} session {session}; give all outputs of a "
-                "trajectory, from 0 on"
+                f"{_WHAT}: keys has the outputs {indices} of uid {uid!r} session {session}; pass all outputs of a "
+                "trajectory, starting at 0"
             )
     return sorted(range(len(keys)), key=lambda row: parsed[row][2])

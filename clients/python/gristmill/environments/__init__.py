@@ -1,4 +1,4 @@
-"""Feed a run from environments, one module per family.
+"""Feeds a run from environments, one module per family.
 
-A module does not import the environment's package: the caller makes the environment and passes it.
+A module does not import the environment's package: the caller creates the environment and passes it.
 """

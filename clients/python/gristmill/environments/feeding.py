@@ -1,6 +1,6 @@
-"""Feed the samples of tasks into a run, group by group, for any family of environments.
+"""Feeds samples of tasks into a run, group by group, for any family of environments.
 
-`Feeder` begins groups, rolls out their samples, submits them, and handles failures. It knows rows, but no environment.
+`Feeder` begins groups, rolls out their samples, submits them, and handles failures. It does not depend on environments.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from gristmill.errors import AlreadyExistsError, GristmillError, InvalidArgument
 _log = logging.getLogger("gristmill")
 
 FAILED_GROUPS = 3
-"""Stop after this many consecutive groups without a single sample: an unreachable engine would use up the data set."""
+"""The number of consecutive groups without a sample after which feeding stops, so that an engine that is down does not
+use up the data set."""
 
 T = TypeVar("T")
 
 
 class Prompt(NamedTuple, Generic[T]):
-    """A task from which one group is sampled. uid: the group's name; tag: the name of the environment."""
+    """A task from which one group is sampled. uid: the name of the group. tag: the name of the environment."""
 
     uid: str
     tag: str
@@ -35,8 +36,8 @@ class Prompt(NamedTuple, Generic[T]):
 class Rollout(NamedTuple):
     """One sample: its steps, or the reason why it has none.
 
-    steps: rows without uid, sample, round, step and attempt. failure: the kind of problem; the run counts failures by
-    it. detail: a description of this failure.
+    steps: rows without uid, sample, round, step and attempt. failure: the kind of failure, by which the run counts
+    failures. detail: a description of this failure.
     """
 
     steps: Sequence[Mapping[str, Any]]
@@ -54,11 +55,11 @@ RollOut = Callable[[T], Awaitable[Rollout]]
 
 @dataclass(slots=True)
 class Progress:
-    """Counts of a feed so far.
+    """The counts of a feed so far.
 
-    groups: groups whose rollouts have ended. consumed: groups that were sealed or dropped earlier and are skipped.
+    groups: groups with all rollouts finished. consumed: skipped groups, which were sealed or dropped earlier.
     trajectories: samples that the run accepted. failures: samples that failed; their groups continue without them.
-    late: samples that arrived after the run had enough of their group. reward: the sum over `trajectories`.
+    late: samples that arrived after their group was complete. reward: the sum of the rewards of `trajectories`.
     """
 
     groups: int = 0
@@ -109,15 +110,13 @@ class Feeder(Generic[T]):
 
     def __post_init__(self) -> None:
         if self.concurrent_groups < 1:
-            raise InvalidArgumentError(
-                f"concurrent_groups is {self.concurrent_groups}; roll out at least one at a time"
-            )
+            raise InvalidArgumentError(f"concurrent_groups is {self.concurrent_groups}; set at least 1")
 
     async def feed(self, prompts: Iterable[Prompt[T]], round: int) -> Progress:
         """Feeds each prompt once and returns after the last rollout. Waits while the run has no capacity for groups.
 
-        Skips prompts that the run has consumed in this round. Rolls out groups that a killed worker left open again.
-        When it fails or is cancelled, it cancels its rollouts and aborts their groups. Raises UnavailableError after
+        Skips prompts that the run has consumed in this round. Restarts groups that a killed worker left open. If it
+        fails or is cancelled, it cancels its rollouts and aborts their groups. Raises UnavailableError after
         `FAILED_GROUPS` consecutive failed groups, and the errors of the client.
         """
         slots = asyncio.Semaphore(self.concurrent_groups)
@@ -125,7 +124,7 @@ class Feeder(Generic[T]):
             async with asyncio.TaskGroup() as running:
                 for prompt in prompts:
                     await slots.acquire()
-                    # Noted before the call: the service may admit the group although the call is cancelled.
+                    # Record the group before the call, because the service may admit it even if the call is cancelled.
                     self._open.add(prompt.uid)
                     if await self.client.begin_groups([prompt.uid], round, tag=prompt.tag):
                         group = running.create_task(self._group(prompt, round))
@@ -144,7 +143,7 @@ class Feeder(Generic[T]):
         return self.progress
 
     async def _give_up(self, round: int, error: BaseException) -> None:
-        """Aborts the open groups. Their own tasks cannot: a task that is cancelled before it starts runs no code."""
+        """Aborts the open groups. Their tasks cannot do it, because a task that is cancelled early runs no code."""
         reason = type(error).__name__
         aborted = (self.client.abort_group(uid, round=round, reason=reason) for uid in self._open)
         for outcome in await asyncio.gather(*aborted, return_exceptions=True):
@@ -164,8 +163,8 @@ class Feeder(Generic[T]):
             self.on_group(self.progress)
 
     async def _samples(self, prompt: Prompt[T], round: int) -> int:
-        """Rolls out and submits the samples of a group, and returns how many of them the run accepted."""
-        # Weights may change while the group is sampled: this is the oldest of its versions.
+        """Rolls out and submits the samples of a group, and returns the number of samples that the run accepted."""
+        # Weights may change while the group is sampled. This is the oldest version.
         version = await self.client.policy_version()
         count = self.shape.samples + self.shape.surplus
         tasks = [asyncio.ensure_future(self._rolled_out(prompt)) for _ in range(count)]
@@ -193,7 +192,7 @@ class Feeder(Generic[T]):
             return await self.roll_out(prompt.task)
         except GristmillError:
             raise
-        except Exception as error:  # noqa: BLE001 - an environment may raise anything for one task of many
+        except Exception as error:  # noqa: BLE001 - an environment may raise any error for a single task
             _log.warning("run %r: %r could not be rolled out", self.client.run, prompt.uid, exc_info=True)
             return Rollout.failed(error)
 
@@ -205,8 +204,8 @@ class Feeder(Generic[T]):
     async def _submitted(
         self, uid: str, sample: int, round: int, steps: Sequence[Mapping[str, Any]], version: int
     ) -> bool:
-        """Submits a trajectory and returns whether the run keeps it. Supersedes rows that a killed worker had submitted
-        of the same sample."""
+        """Submits a trajectory and returns whether the run accepted it. Supersedes rows of the same sample that a
+        killed worker had submitted."""
         last = len(steps) - 1
         for attempt in itertools.count():
             key = {"uid": uid, "sample": sample, "round": round, "attempt": attempt, "policy_version": version}
@@ -232,6 +231,6 @@ class Feeder(Generic[T]):
         self._failed_in_a_row += 1
         if self._failed_in_a_row >= FAILED_GROUPS:
             raise UnavailableError(
-                f"run {self.client.run!r}: none of the last {FAILED_GROUPS} groups could be rolled out, the last "
-                f"{prompt.uid!r}: {failure}; check that the engine answers and the environment works, then start again"
+                f"run {self.client.run!r}: the last {FAILED_GROUPS} groups could not be rolled out; the last error, of "
+                f"{prompt.uid!r}, is: {failure}; check the engine and the environment, then start again"
             )

@@ -1,8 +1,8 @@
-"""Feed a run from environments of `verifiers.v1` (tasksets, harnesses, agents). Written for verifiers 0.4.0.
+"""Feeds a run from environments of `verifiers.v1` (tasksets, harnesses, agents). Written for verifiers 0.4.0.
 
-verifiers intercepts an agent's model calls: its training client renders each prompt to token ids and samples from
-vLLM's `/inference/v1/generate`. It records a graph of messages with their tokens. Each model call of the graph becomes
-a step; sub-agents and compacted histories form a tree, so that each sampled token is trained once.
+verifiers intercepts an agent's model calls. Its training client renders each prompt to token ids, samples from vLLM's
+`/inference/v1/generate`, and records a graph of messages with their tokens. Each model call of the graph becomes a
+step. Sub-agents and compacted histories form a tree, so that each sampled token is trained once.
 
     env = vf.load_environment(vf.SingleAgentEnvConfig(taskset={"id": "gsm8k-v1"}))
     context = vf.ModelContext("Qwen/Qwen3-4B", vf.TrainClientConfig(base_url="http://127.0.0.1:8000/v1"))
@@ -23,7 +23,7 @@ from gristmill.errors import FailedPreconditionError, UnsupportedError
 
 Row = dict[str, Any]
 _MASK = "sampling_mask"
-"""The column for the tokens from which each token was sampled, by verifiers' name."""
+"""verifiers' name for the tokens from which each token was sampled; also the name of the column."""
 
 
 async def feed(
@@ -39,29 +39,30 @@ async def feed(
 ) -> Progress:
     """Rolls out tasks of an environment into the client's run. Each task becomes one group with the run's group size.
 
-    Returns after the last rollout. It does not finish the run, because other workers may feed it, too. The last step of
-    a trajectory has the trace's reward. An episode that the environment does not call complete is a failure, after the
-    environment's own `retries`: its sample is aborted with the reason, and the group continues without it. Cancelling
-    the call (Ctrl-C in `asyncio.run`) cancels its rollouts and aborts their groups.
+    Returns after the last rollout. It does not finish the run, because other workers may also feed it. The last step of
+    a trajectory has the trace's reward. An episode that is still not complete after the environment's `retries` is a
+    failure: its sample is aborted with the reason, and the group continues without it. Cancelling the call (Ctrl-C in
+    `asyncio.run`) cancels its rollouts and aborts their groups.
 
     env: a `verifiers.v1.Env`; it is served during the call.
     context: a `verifiers.v1.ModelContext` with the model, a `TrainClientConfig` and the sampling parameters.
-    tasks: `verifiers.v1.Task` objects; by default all of the environment's taskset. Workers that share a run take a
-        part each.
-    round: the pass over the tasks: another epoch is another round.
+    tasks: `verifiers.v1.Task` objects; by default the whole taskset of the environment. Workers that share a run each
+        pass a part.
+    round: the pass over the tasks; increase it for each epoch.
     tag: the tag of the groups; by default the environment's id.
-    concurrent_groups: how many groups are rolled out at a time.
+    concurrent_groups: the number of groups to roll out at a time.
     on_group: called with the progress after each group.
 
-    Raises FailedPreconditionError if model calls have no token ids or the run expects advantages; UnsupportedError if
-    an episode has several trainable agents, images or routed experts, or sampling masks for which the run has no column
-    `sampling_mask`; UnavailableError if consecutive groups fail; and the errors of the client.
+    Raises FailedPreconditionError if model calls have no token ids, or the run expects advantages. Raises
+    UnsupportedError if an episode has several trainable agents, images or routed experts, or if it has sampling masks
+    and the run has no column `sampling_mask`. Raises UnavailableError if consecutive groups fail. Also raises the
+    errors of the client.
     """
     shape = await RunShape.of(client)
     if shape.gives_advantages:
         raise FailedPreconditionError(
-            f"run {client.run!r} expects advantages (advantage_estimator: none), but the environment gives rewards; "
-            "create it with another estimator"
+            f"run {client.run!r} expects advantages (advantage_estimator: none), but the environment returns rewards; "
+            "create the run with another advantage_estimator"
         )
 
     async def roll_out(task: Any) -> Rollout:
@@ -77,7 +78,7 @@ async def feed(
 
 
 def rollout_of(episode: Any, is_complete: Callable[[Any], bool], *, takes_masks: bool = False) -> Rollout:
-    """Converts an episode's only trainable trace to rows, one per model call. takes_masks: whether the run has a column
+    """Converts an episode's only trainable trace to one row per model call. takes_masks: whether the run has a column
     for sampling masks."""
     if not is_complete(episode):
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
@@ -87,9 +88,8 @@ def rollout_of(episode: Any, is_complete: Callable[[Any], bool], *, takes_masks:
     if len(traces) != 1:
         names = ", ".join(trace.agent.name for trace in traces) or "none"
         raise UnsupportedError(
-            f"environment {episode.env.id!r}: an episode has {len(traces)} trainable traces ({names}), and "
-            "exactly one can be fed; "
-            "set trainable = False on the agents of the others in the environment's setup"
+            f"environment {episode.env.id!r}: an episode has {len(traces)} trainable traces ({names}), but must have "
+            "exactly one; set trainable = False for the other agents in the environment's setup"
         )
     (trace,) = traces
     steps = _steps(trace, takes_masks=takes_masks)
@@ -100,14 +100,14 @@ def rollout_of(episode: Any, is_complete: Callable[[Any], bool], *, takes_masks:
 
 
 def _steps(trace: Any, *, takes_masks: bool) -> list[Row]:
-    """Returns a trace's rows, parents before children, without a compaction that the harness did not continue from."""
+    """Returns a trace's rows, parents before children. Skips a compaction from which the harness did not continue."""
     kept = {id(node) for branch in trace.branches if branch.trainable for node in branch.nodes}
     reasons = {call.node: call.finish_reason for call in trace.calls}
     sampled = [(number, node) for number, node in enumerate(trace.nodes) if node.sampled and id(node) in kept]
     if not all(node.token_ids for _, node in sampled):
         raise FailedPreconditionError(
             "a model call has no token ids, and gristmill does not tokenize text; use a context with a "
-            "TrainClientConfig and an engine that serves /inference/v1/generate"
+            "TrainClientConfig, and an engine that serves /inference/v1/generate"
         )
     return [
         _step(trace, node, reasons.get(number) or "stop", takes_masks=takes_masks)
@@ -117,7 +117,7 @@ def _steps(trace: Any, *, takes_masks: bool) -> list[Row]:
 
 
 def _step(trace: Any, node: Any, stop_reason: str, *, takes_masks: bool) -> Row:
-    """Makes a row of a node, which has only the tokens that it adds: the template's, then the sampled ones."""
+    """Converts a node to a row. A node has only its new tokens: those of the template, then the sampled ones."""
     mask = np.array(node.mask, bool)
     before: list[list[int]] = []
     parent = node.parent
@@ -140,7 +140,7 @@ def _step(trace: Any, node: Any, stop_reason: str, *, takes_masks: bool) -> Row:
 
 
 def _mask_of(sampling_mask: Any, sampled: Any) -> Row:
-    """Puts the lists of the sampled tokens at the positions of the mask, and empty ones elsewhere."""
+    """Puts the lists of the sampled tokens at the positions of the mask, and empty lists elsewhere."""
     counts = np.zeros(len(sampled), np.int64)
     counts[sampled] = sampling_mask.counts
     return {_MASK: np.asarray(sampling_mask.ids), f"{_MASK}_offsets": np.append(0, np.cumsum(counts))}
@@ -161,11 +161,11 @@ def _check_carried(node: Any, *, takes_masks: bool) -> None:
         )
     if node.routed_experts is not None:
         raise UnsupportedError(
-            "the engine returned routed_experts, which are not supported here; switch them off in the engine, or "
-            "submit the rows yourself, with a declared column for them"
+            "the engine returned routed_experts, which are not supported here; turn them off in the engine, or submit "
+            "the rows yourself, with a declared column for them"
         )
     if node.sampling_mask is not None and not takes_masks:
         raise UnsupportedError(
-            f"the engine returned {_MASK}, and the run has no column for it; declare one of this name with scope: "
-            "response and shape: [null], or switch it off in the engine"
+            f"the engine returned {_MASK}, but the run has no such column; declare it with scope: response and shape: "
+            "[null], or turn it off in the engine"
         )
