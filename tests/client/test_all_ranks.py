@@ -123,7 +123,7 @@ def test_shards_of_an_epoch_are_acknowledged_by_their_batch_alone(client: Rollou
     roll_out(client, "ab")
     mini_batch = next(iter(next(iter(trainer)).epoch()))
     for acknowledge in (mini_batch.ack, mini_batch.shards[1].ack):
-        with pytest.raises(FailedPreconditionError, match="read outside of the training order"):
+        with pytest.raises(FailedPreconditionError, match="not read in training order"):
             acknowledge()
 
 

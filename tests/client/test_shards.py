@@ -162,12 +162,12 @@ def test_jagged_rows_become_a_nested_tensor(changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize("changes", LAYOUTS)
 def test_jagged_rows_are_refused_where_there_are_no_tokens(changes: dict[str, Any]) -> None:
     shard = shard_of(**changes)
-    with pytest.raises(InvalidArgumentError, match="part is 'answer'; known are row, prompt, response"):
+    with pytest.raises(InvalidArgumentError, match="part is 'answer'; expected one of row, prompt, response"):
         shard.jagged("sequences", "answer")  # type: ignore[arg-type]
-    with pytest.raises(KeyError, match="no tensor 'scores'; there are"):
+    with pytest.raises(KeyError, match="no tensor 'scores'; expected one of"):
         shard.jagged("scores")
     with pytest.raises(
-        InvalidArgumentError, match=r"sample has shape .*, not one value per token; name a tensor of tokens"
+        InvalidArgumentError, match=r"sample has shape .*, not one value per token; pass the name of a per-"
     ):
         shard.jagged("sample")
 
@@ -194,9 +194,9 @@ def test_micro_batches_are_views_in_row_order(changes: dict[str, Any]) -> None:
 def test_tensors_of_micro_batches_are_not_the_shards() -> None:
     shard = shard_of(pad_width="micro_batch")
     assert shard.is_per_micro_batch
-    with pytest.raises(KeyError, match="has a 'sequences' for each micro-batch; take it from micro_batches"):
+    with pytest.raises(KeyError, match="has a 'sequences' per micro-batch; read it from micro_batches"):
         shard["sequences"]
-    with pytest.raises(KeyError, match="no tensor 'logits'; there are "):
+    with pytest.raises(KeyError, match="no tensor 'logits'; expected one of "):
         next(shard.micro_batches())["logits"]
 
 
@@ -255,7 +255,9 @@ def test_a_tensor_s_own_dtype_goes_before_that_of_its_kind(changes: dict[str, An
 def test_a_dtype_of_no_tensor_is_refused_naming_those_that_there_are(tmp_path: Path) -> None:
     path = tmp_path / "shard.safetensors"
     path.write_bytes(shard_bytes(ROWS, CONFIG)[0])
-    with pytest.raises(InvalidArgumentError, match="dtypes names 'mask'; known are the kinds tokens, masks, floats, "):
+    with pytest.raises(
+        InvalidArgumentError, match="dtypes contains 'mask'; expected one of the kinds tokens, masks, floats, "
+    ):
         load_shard(path, dtypes={"mask": torch.int64})
 
 
@@ -279,12 +281,12 @@ def test_further_dimensions_follow() -> None:
 def test_output_of_another_shape_is_refused_with_both(changes: dict[str, Any]) -> None:
     micro = next(shard_of(**changes).micro_batches())
     shape = tuple(micro["sequences"].shape)
-    with pytest.raises(InvalidArgumentError, match=rf"output has shape .*need \({shape[0]},"):
+    with pytest.raises(InvalidArgumentError, match=rf"output has shape .*expected \({shape[0]},"):
         micro.at_responses(torch.zeros(shape[0] + 1, *shape[1:]))
     with pytest.raises(InvalidArgumentError, match="output has shape"):
         micro.unpad(torch.zeros(shape[0] + 1, 9))
     if not micro.is_packed:
-        with pytest.raises(InvalidArgumentError, match="the longest response 3 tokens; give its whole width"):
+        with pytest.raises(InvalidArgumentError, match="the longest response has 3 tokens; pass the whole width"):
             micro.unpad(torch.zeros(4, 2))
 
 
@@ -303,7 +305,9 @@ def test_a_shard_file_is_opened_by_its_path(path: Path) -> None:
     assert shard.is_mapped
     assert shard["sequences"].equal(shard_of()["sequences"])
     assert shard.metadata == shard_of().metadata
-    with pytest.raises(FailedPreconditionError, match="batch 0 epoch 0 mini-batch 0: this shard was read outside"):
+    with pytest.raises(
+        FailedPreconditionError, match="batch 0 epoch 0 mini-batch 0: this shard was not read in training order"
+    ):
         shard.ack()
 
 

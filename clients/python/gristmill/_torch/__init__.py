@@ -1,8 +1,8 @@
-"""Shards as torch tensors: `gristmill.torch` shows the public part."""
+"""Shards as torch tensors. `gristmill.torch` exports the public names."""
 
 from __future__ import annotations
 
 try:
     import torch as torch
 except ImportError as missing:
-    raise ImportError(f"shards are read by PyTorch ({missing}): pip install gristmill[torch]") from missing
+    raise ImportError(f"reading shards needs PyTorch ({missing}); run pip install gristmill[torch]") from missing

@@ -1,4 +1,4 @@
-"""Moves a shard's tensors to a device and a dtype."""
+"""Converts a shard's tensors to a device and a dtype."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _KINDS = {
 
 
 class Conversion:
-    """Moves tensors to a device and a dtype when they are used.
+    """Converts tensors to a device and a dtype at their first use.
 
-    device: None leaves them in the mapped file.
-    dtypes: by the name of a tensor, such as `loss_mask` or a declared column, or by kind: `tokens`, `masks` and
+    device: None: tensors stay in the mapped file.
+    dtypes: by the name of a tensor (for example `loss_mask` or a declared column), or by kind: `tokens`, `masks` and
         `floats`. Other tensors keep the file's dtype, which is int32, uint8 and float32 for these kinds.
     """
 
@@ -38,23 +38,23 @@ class Conversion:
         self._dtypes = of_kinds | {name: dtypes[name] for name in self._named}
 
     def check(self, declared: Iterable[str]) -> None:
-        """Raise InvalidArgumentError if a dtype names no tensor. declared: the tensors of the run's columns."""
+        """Raise InvalidArgumentError if `dtypes` has an unknown name. declared: the tensors of the run's columns."""
         known = [*SHARD_TENSORS, *declared]
         if unknown := sorted(self._named.difference(known)):
             raise InvalidArgumentError(
-                f"dtypes names {unknown[0]!r}; known are the kinds {', '.join(_KINDS)}, and the tensors "
+                f"dtypes contains {unknown[0]!r}; expected one of the kinds {', '.join(_KINDS)}, or of the tensors "
                 f"{', '.join(known)}"
             )
 
     def begin(self, tensors: Tensors) -> Copies:
-        """Start copying the tensors whose names were used in earlier shards; none if the device is no GPU."""
+        """Start copying the tensors with names that earlier shards used. Does nothing if the device is not a GPU."""
         if self._side is None:
             return {}
         used = self._used.copy()
         return {name: self._side.begin(raw) for name, raw in tensors.items() if name.rpartition("/")[2] in used}
 
     def __call__(self, name: str, tensor: torch.Tensor, copy: Copy | None = None) -> torch.Tensor:
-        """Convert a tensor; returns itself if there is nothing to convert. copy: its copy, if one was started."""
+        """Convert a tensor; return it unchanged if no conversion is needed. copy: its copy, if one was started."""
         if self._side is not None:
             self._used.add(name.rpartition("/")[2])
             tensor = (copy or self._side.begin(tensor)).awaited()

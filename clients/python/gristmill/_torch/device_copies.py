@@ -1,4 +1,4 @@
-"""Copies to a GPU during its computation: from pinned memory, on a separate stream."""
+"""Copies tensors to a GPU while it computes: from pinned memory, on a separate stream."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class Copy(NamedTuple):
-    """A copy that was started. `tensor` is on the device, and has its values once `is_there` has happened."""
+    """A started copy. `tensor` is on the device, and its values are valid after the event `is_there`."""
 
     tensor: torch.Tensor
     is_there: torch.cuda.Event
@@ -18,10 +18,10 @@ class Copy(NamedTuple):
         return Copy(self.tensor[begin:end], self.is_there)
 
     def awaited(self) -> torch.Tensor:
-        """Return the tensor for use on the current stream, which waits for the copy; this thread does not."""
+        """Return the tensor for use on the current stream, which waits for the copy. Does not block this thread."""
         current = torch.cuda.current_stream(self.tensor.device)
         current.wait_event(self.is_there)
-        # The copying stream owns the memory, and must not reuse it while the current stream computes with it.
+        # The copying stream owns the memory, and must not reuse it while the current stream uses it.
         self.tensor.record_stream(current)
         return self.tensor
 
@@ -30,14 +30,14 @@ Copies = Mapping[str, Copy]
 
 
 class SideStream:
-    """Copies to one device. `cuda` without a number is the current device of the first thread that copies."""
+    """Copies tensors to one device. `cuda` without an index is the current device of the first thread that copies."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream: torch.cuda.Stream | None = None
 
     def begin(self, tensor: torch.Tensor) -> Copy:
-        """Start a copy of a tensor in host memory, which may be changed or freed at once."""
+        """Start a copy of a tensor in host memory. The caller may change or free the tensor immediately."""
         if self._stream is None:
             if self._device.index is None:
                 self._device = torch.device(self._device.type, torch.cuda.current_device())
@@ -48,7 +48,7 @@ class SideStream:
 
 
 def side_stream(device: torch.device | str | None) -> SideStream | None:
-    """Return a stream for copies to the device; None if it is no GPU."""
+    """Return a stream for copies to the device; None if the device is not a GPU."""
     if device is None or torch.device(device).type != "cuda" or not torch.cuda.is_available():
         return None
     return SideStream(torch.device(device))

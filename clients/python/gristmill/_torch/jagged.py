@@ -1,4 +1,4 @@
-"""Rows of different lengths without padding between them, whatever the layout: values on one axis, and offsets."""
+"""Rows of different lengths without padding, from every layout: values on one axis, and offsets."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gristmill.errors import InvalidArgumentError
 
 Part = Literal["row", "prompt", "response"]
 _PARTS = ("row", "prompt", "response")
-_REMEDY = "name a tensor of tokens, such as sequences or advantages"
+_REMEDY = "pass the name of a per-token tensor, such as sequences or advantages"
 
 
 class Rows(Protocol):
@@ -33,7 +33,7 @@ class Rows(Protocol):
 class Jagged(NamedTuple):
     """Rows of different lengths: row i is `values[offsets[i]:offsets[i + 1]]`.
 
-    values: (tokens, ...). offsets: int64 (rows + 1,), from 0.
+    values: (tokens, ...). offsets: int64 (rows + 1,), beginning with 0.
     """
 
     values: torch.Tensor
@@ -47,7 +47,7 @@ class Jagged(NamedTuple):
     def nested(self) -> torch.Tensor:
         """Return a nested tensor of layout `torch.jagged` over the same memory."""
         lengths = self.lengths
-        # Without both, `to_padded_tensor` would make every row as long as all together.
+        # Without both, `to_padded_tensor` would pad every row to the total length of all rows.
         shortest, longest = int(lengths.min()), int(lengths.max())
         return torch.nested.nested_tensor_from_jagged(
             self.values, self.offsets, min_seqlen=shortest, max_seqlen=longest
@@ -59,17 +59,17 @@ class Jagged(NamedTuple):
 
 
 class Places(NamedTuple):
-    """The positions of parts of rows: part i has the indices `tokens[offsets[i]:offsets[i + 1]]` of a `Jagged`'s
-    values."""
+    """The positions of parts of rows: the values of part i have the indices `tokens[offsets[i]:offsets[i + 1]]` in a
+    `Jagged`."""
 
     tokens: torch.Tensor
     offsets: torch.Tensor
 
 
 def stretches(begins: torch.Tensor, lengths: torch.Tensor) -> Places:
-    """Return the places of `lengths[i]` tokens from `begins[i]` on, for each row i. Both (rows,) int64."""
+    """Return the places of `lengths[i]` tokens, beginning at `begins[i]`, for each row i. Both (rows,) int64."""
     offsets = offsets_of(lengths)
-    # Each token's index is its index among all parts, shifted by the same number for all of a part.
+    # Each token's index is its index among all parts plus a shift, which is the same for all tokens of a part.
     shifts = torch.repeat_interleave(begins - offsets[:-1], lengths)
     return Places(torch.arange(len(shifts), device=shifts.device) + shifts, offsets)
 
@@ -87,15 +87,15 @@ def join(parts: Iterable[Jagged]) -> Jagged:
 def jagged(rows: Rows, name: str, part: Part) -> Jagged:
     """Return a part of each row of a per-token tensor; see `gristmill.torch.Rows.jagged`."""
     if part not in _PARTS:
-        raise InvalidArgumentError(f"part is {part!r}; known are {', '.join(_PARTS)}")
+        raise InvalidArgumentError(f"part is {part!r}; expected one of {', '.join(_PARTS)}")
     if rows.is_tree:
         raise InvalidArgumentError(
-            f"{name}: with layout: prefix_tree a shared token occurs once, with the values of the row that trains it, "
-            "and the other rows have no values for it; use layout: packed"
+            f"{name}: the layout is prefix_tree, where a shared token occurs once, with the values of the row that "
+            "trains it, so other rows have no values for it; use layout: packed"
         )
     if f"{name}_offsets" in rows:
         raise InvalidArgumentError(
-            f"{name} has any number of values per token or row, and {name}_offsets says whose they are; use both, or "
+            f"{name} has a variable number of values per token or row, assigned by {name}_offsets; use both, or "
             f"{_REMEDY}"
         )
     values = rows.position_ids() if name == "position_ids" else rows[name]
@@ -105,7 +105,7 @@ def jagged(rows: Rows, name: str, part: Part) -> Jagged:
 
 
 def _of_axis(rows: Rows, values: torch.Tensor, name: str, part: Part) -> Jagged:
-    """Return the parts of rows in the packed layout."""
+    """Return parts of rows in the packed layout."""
     edges = rows["cu_seqlens"].long()
     if len(values) != len(rows["sequences"]):
         raise InvalidArgumentError(f"{name} has shape {tuple(values.shape)}, not one value per token; {_REMEDY}")
@@ -118,15 +118,15 @@ def _of_axis(rows: Rows, values: torch.Tensor, name: str, part: Part) -> Jagged:
 
 
 def response_lengths(response_mask: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
-    """Count the response tokens of each packed row, (rows,) int64; a padding row counts as 1.
+    """Count the response tokens of each packed row, (rows,) int64. The count of a padding row is 1.
 
-    edges: int64 (rows + 1,), from 0.
+    edges: int64 (rows + 1,), beginning with 0.
     """
     return offsets_of(response_mask != 0)[edges].diff().clamp(min=1)
 
 
 def _of_lines(rows: Rows, values: torch.Tensor, name: str, part: Part) -> Jagged:
-    """Return the parts of rows in the padded layout, where everything is right-aligned."""
+    """Return parts of rows in the padded layout, where all tensors are right-aligned."""
     response, row = rows["response_mask"] != 0, rows["attention_mask"] != 0
     response[rows["is_padding"] != 0, -1] = True
     width = values.shape[1] if values.ndim > 1 else 0
@@ -134,7 +134,7 @@ def _of_lines(rows: Rows, values: torch.Tensor, name: str, part: Part) -> Jagged
         raise InvalidArgumentError(f"{name} has shape {tuple(values.shape)}, not one value per token; {_REMEDY}")
     if part != "response" and width != row.shape[1]:
         raise InvalidArgumentError(
-            f"{name} is as wide as the responses, {tuple(values.shape)}, and has no {part}; ask for part='response'"
+            f"{name} is as wide as the responses, {tuple(values.shape)}, and has no {part}; pass part='response'"
         )
     chosen = torch.nn.functional.pad(response, (width - response.shape[1], 0))
     if part != "response":

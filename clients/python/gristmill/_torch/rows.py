@@ -1,4 +1,4 @@
-"""Rows of a shard with their tensors: cut into micro-batches, and a model's output taken back to rows."""
+"""Rows of a shard with their tensors: splits them into micro-batches, and a model's output into rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gristmill._torch.token_tree import TokenTree
 from gristmill._wire.addresses import Position
 from gristmill.errors import FailedPreconditionError, InvalidArgumentError
 
-# Metadata with one value per row, also within loss_denominators.
+# Names of metadata with one value per row, including metadata within loss_denominators.
 _OF_ROWS = (
     *("uids", "rounds", "stop_reasons", "response_lengths"),
     *("row_tokens", "prompt_tokens", "trajectory_tokens"),
@@ -29,11 +29,11 @@ _OF_ROWS = (
 class Rows:
     """Rows of a shard with their tensors: a micro-batch, or a whole shard.
 
-    Get tensors by name, as in `rows["sequences"]`: they are converted when first used, or are views of the mapped file.
+    Get tensors by name, as in `rows["sequences"]`. They are converted at first use, or are views of the mapped file.
     Writing to them changes only this process's data.
 
-    metadata: the shard's, such as `uids`, `stop_reasons` and `loss_denominators`; lists with one value per row have
-        the values of these rows.
+    metadata: the shard's metadata, such as `uids`, `stop_reasons` and `loss_denominators`. Lists with one value per row
+        contain the values of these rows.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Rows:
         return f"<{type(self).__name__}: {self._size()}>"
 
     def _size(self) -> str:
-        """Describe the number of rows and their layout, for a person."""
+        """Return a description of the number of rows and their layout for `repr`."""
         padding = int((self._raw["is_padding"] != 0).sum())
         rows = f"{len(self)} rows{f', {padding} of them padding' if padding else ''}"
         if (sequences := self._raw.get("sequences")) is None:
@@ -58,52 +58,52 @@ class Rows:
         return f"{rows}, {shape} {sequences.shape[-1]} tokens"
 
     def __len__(self) -> int:
-        """Return the number of rows, padding rows included."""
+        """Return the number of rows, including padding rows."""
         return len(self._raw["row"])
 
     def __contains__(self, name: object) -> bool:
         return name in self._raw
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """Return a tensor, converted. Raises KeyError naming the existing tensors."""
+        """Return a converted tensor. Raises KeyError that names the existing tensors."""
         if name not in self._converted:
             if name not in self._raw:
-                raise KeyError(f"no tensor {name!r}; there are {', '.join(sorted(self._raw))}")
+                raise KeyError(f"no tensor {name!r}; expected one of {', '.join(sorted(self._raw))}")
             self._converted[name] = self._convert(name, self._raw[name], self._copies.get(name))
         return self._converted[name]
 
     @property
     def tensors(self) -> Tensors:
-        """Return all tensors by name, converted."""
+        """Return all converted tensors by name."""
         return {name: self[name] for name in self._raw}
 
     @property
     def returns(self) -> torch.Tensor:
-        """Return the returns of `gae` and `reinforce++`; for other estimators the advantages, which are the same."""
+        """Return the returns (`gae` and `reinforce++`), or for other estimators the advantages, which are equal."""
         return self["returns" if "returns" in self else "advantages"]
 
     @property
     def is_packed(self) -> bool:
-        """Return whether the rows share one token axis, cut by `cu_seqlens`, instead of a padded line for each."""
+        """Return whether the rows are concatenated on one token axis with `cu_seqlens`, instead of padded."""
         return "cu_seqlens" in self._raw
 
     @property
     def is_tree(self) -> bool:
-        """Return whether the rows share one token axis that has the tokens of a common prefix only once."""
+        """Return whether the rows share one token axis, on which the tokens of a common prefix occur only once."""
         return "parents" in self._raw
 
     @cached_property
     def tree(self) -> TokenTree:
-        """Return the tree that says which token attends to which. Raises FailedPreconditionError if there is none."""
+        """Return the tree that defines which token attends to which. Raises FailedPreconditionError without a tree."""
         if not self.is_tree:
-            raise FailedPreconditionError("these rows have no tree; only micro-batches of layout: prefix_tree have one")
-        # Tensors that are read number by number stay in host memory.
+            raise FailedPreconditionError("these rows have no tree; use a micro-batch of layout: prefix_tree")
+        # Tensors that are read element by element stay in host memory.
         return TokenTree(
             self["parents"], *(self._raw[name] for name in ("segment_starts", "segment_parents", "row_ends"))
         )
 
     def position_ids(self) -> torch.Tensor:
-        """Return each token's position in its row; int64, shaped as `sequences`. 0 on padding, which is masked."""
+        """Return each token's position in its row; int64, in the shape of `sequences`. 0 on padding."""
         if self.is_packed or self.is_tree:
             return self["position_ids"].long()
         return (self["attention_mask"].long().cumsum(-1) - 1).clamp_(min=0)
@@ -111,8 +111,8 @@ class Rows:
     def logprobs(self, logits: torch.Tensor) -> torch.Tensor:
         """Compute the log-probability of each token of the response tensors, in the shape of `advantages`.
 
-        logits: of a causal model, shaped as `sequences` with the vocabulary as last dimension. Works for every layout.
-        Differentiable; the vocabulary's log-softmax is not stored. Values outside of `response_mask` mean nothing.
+        logits: the output of a causal model, in the shape of `sequences` plus the vocabulary as last dimension, in any
+        layout. Differentiable. Does not store the log-softmax. Values outside of `response_mask` are undefined.
 
             logprobs = micro.logprobs(model(micro["sequences"], position_ids=micro.position_ids()))
             loss = -(logprobs * micro["advantages"] * micro["loss_mask"]).sum()
@@ -123,13 +123,13 @@ class Rows:
         return self.at_responses(_next_logprobs(logits, self["sequences"]))
 
     def at_responses(self, output: torch.Tensor) -> torch.Tensor:
-        """Select, for each token of the response tensors, the model's output at the token before it, where a causal
-        model predicts it: an entropy, a critic's value, a log-probability of the next token.
+        """Select, for each token of the response tensors, the model's output at the previous token, where a causal
+        model predicts the token: an entropy, a critic's value, a log-probability of the next token.
 
-        output: shaped as `sequences`; further dimensions may follow. Returns it in the shape of `advantages`, and the
-        further dimensions. Padded, this is `output[:, -max_response - 1 : -1]`; packed, each value moves one token to
-        the right, and the first gets 0; in a tree each token gets its parent's output. Values outside of
-        `response_mask` mean nothing.
+        output: in the shape of `sequences`; further dimensions may follow. Returns a tensor in the shape of
+        `advantages` plus the further dimensions. In the padded layout, this is `output[:, -max_response - 1 : -1]`. In
+        the packed layout, values move one token to the right, and the first is 0. In a tree, each token gets the output
+        of its parent. Values outside of `response_mask` are undefined.
         """
         self._check_shape(output, "output", tuple(self["sequences"].shape))
         if self.is_tree:
@@ -139,15 +139,16 @@ class Rows:
         response = self["response_mask"].shape[1]
         if response < output.shape[1]:
             return output[:, -response - 1 : -1]
-        # Without a column before the response no row has a prompt there, so that its value is not needed.
+        # No column precedes the response, so no row has a prompt there, and the value is not needed.
         return torch.cat([torch.zeros_like(output[:, :1]), output[:, :-1]], dim=1)
 
     def unpad(self, output: torch.Tensor) -> list[torch.Tensor]:
-        """Cut per-token output into each row's response: its last `response_len` tokens.
+        """Split per-token output into the responses of the rows: the last `response_len` tokens of each.
 
-        output: (rows, width, ...), right-aligned like `response_mask`, at least as wide as the longest response, such
-            as max_response or max_total; packed or a tree: (tokens, ...). Padding rows give an empty tensor.
-        Returns one tensor per row: views, or copies for a tree. Raises InvalidArgumentError naming both shapes.
+        output: (rows, width, ...), right-aligned like `response_mask`, at least as wide as the longest response, for
+            example max_response or max_total. Packed or in a tree: (tokens, ...).
+        Returns one tensor per row, which is empty for padding rows: a view, or a copy for a tree. Raises
+        InvalidArgumentError that names both shapes.
 
             old = micro.unpad(micro.logprobs(logits))     # old[i]: the logprobs of row i's response
         """
@@ -167,21 +168,21 @@ class Rows:
         width = output.shape[1] if output.ndim > 1 else 0
         if width < max(lengths):
             raise InvalidArgumentError(
-                f"output has shape {tuple(output.shape)} and the longest response {max(lengths)} tokens; give its "
+                f"output has shape {tuple(output.shape)}, but the longest response has {max(lengths)} tokens; pass the "
                 "whole width"
             )
-        # Not [-length:], which takes the whole row for a length of 0.
+        # Do not use [-length:], which is the whole row for a length of 0.
         return [row[width - length :] for row, length in zip(output, lengths, strict=True)]
 
     def jagged(self, name: str, part: Part = "row") -> Jagged:
-        """Remove the padding from a per-token tensor: return the values of all rows in order, and the rows' offsets.
+        """Remove the padding from a per-token tensor. Return the values of all rows in order, and the rows' offsets.
 
-        name: such as `sequences`, `advantages`, `position_ids`, or a column of scope `token` or `response`.
+        name: for example `sequences`, `advantages`, `position_ids`, or a column of scope `token` or `response`.
         part: the part of each row to return: all its tokens, its prompt, or its response. In the padded layout, tensors
-            of responses have no other part; in the packed layout they have 0, or the column's `fill`, on prompts.
-        The response of a padding row is its last token, though `response_mask` is 0 there, so that no row is empty.
-        Raises KeyError for an unknown name, and InvalidArgumentError for a tensor or a part without tokens, or if rows
-        share tokens (`layout: prefix_tree`).
+            of responses have no other part. In the packed layout, they are 0, or the column's `fill`, on prompts.
+        The response of a padding row is its last token (although `response_mask` is 0 there), so that no row is empty.
+        Raises KeyError for an unknown name. Raises InvalidArgumentError if the tensor is not per token, if it does not
+        have the part, or if rows share tokens (`layout: prefix_tree`).
 
             input_ids = shard.jagged("sequences").nested()                    # torch.nested, layout torch.jagged
             advantages = shard.jagged("advantages", "response").nested()
@@ -192,19 +193,19 @@ class Rows:
     def _check_shape(values: torch.Tensor, name: str, expected: tuple[int, ...]) -> None:
         if tuple(values.shape[: len(expected)]) != expected:
             raise InvalidArgumentError(
-                f"{name} has shape {tuple(values.shape)}; these rows need {expected}, and further axes may follow"
+                f"{name} has shape {tuple(values.shape)}; expected {expected}, and optionally further axes"
             )
 
 
 class MicroBatch(Rows):
-    """Rows that go through the model together; made by `Shard.micro_batches`."""
+    """The rows of one forward pass of the model, returned by `Shard.micro_batches`."""
 
 
 class Shard(Rows):
-    """One rank's rows of one mini-batch; made by `Batch`.
+    """One rank's rows of one mini-batch, returned by `Batch`.
 
-    position: of the mini-batch in the training order. is_mapped: whether the tensors are in shared memory, not a copy.
-    is_forward: whether columns that trainers have to write, and tensors that depend on them, are still missing.
+    position: the mini-batch's position in the training order. is_mapped: whether the tensors are in shared memory.
+    is_forward: whether columns that trainers must write, and tensors that depend on them, are still missing.
     """
 
     def __init__(
@@ -234,14 +235,14 @@ class Shard(Rows):
 
     @property
     def is_per_micro_batch(self) -> bool:
-        """Return whether each micro-batch has tensors of its own (packed, or as wide as its own longest row)."""
+        """Return whether each micro-batch has its own tensors (packed, or padded to its own longest row)."""
         return "sequences" not in self._raw
 
     def micro_batches(self) -> Iterator[MicroBatch]:
-        """Yield the shard's micro-batches in order, as views. Every rank has the same number of them."""
+        """Yield the shard's micro-batches in order, as views. All ranks have the same number of micro-batches."""
         shared, by_prefix = self._by_micro_batch()
         rows_of_each = self.metadata["micro_batches"]
-        # Rows are in micro-batch order, so that a micro-batch is a slice. One split takes half the time of many slices.
+        # Rows are in micro-batch order, so a micro-batch is a slice. One split takes half the time of many slices.
         with_items, sizes = _with_items(shared), [len(rows) for rows in rows_of_each]
         slices = {name: raw.split_with_sizes(sizes) for name, raw in shared.items() if name not in with_items}
         for index, rows in enumerate(rows_of_each):
@@ -257,7 +258,7 @@ class Shard(Rows):
             yield MicroBatch(tensors, _metadata_of(self.metadata, begin, end), self._convert, copies)
 
     def _by_micro_batch(self) -> tuple[Tensors, dict[str, Tensors]]:
-        """Split the tensors into those of the whole shard, and by prefix those of a single micro-batch."""
+        """Return the tensors of the whole shard, and the tensors of single micro-batches by prefix."""
         shared: Tensors = {}
         by_prefix: dict[str, Tensors] = {}
         for path, raw in self._raw.items():
@@ -266,36 +267,35 @@ class Shard(Rows):
         return shared, by_prefix
 
     def jagged(self, name: str, part: Part = "row") -> Jagged:
-        """Remove the padding as `Rows.jagged` does, also if each micro-batch has tensors of its own."""
+        """Remove the padding like `Rows.jagged`, also if each micro-batch has its own tensors."""
         if self.is_per_micro_batch:
             return join_jagged(micro.jagged(name, part) for micro in self.micro_batches())
         return super().jagged(name, part)
 
     def __getitem__(self, name: str) -> torch.Tensor:
         if name not in self._raw and self.is_per_micro_batch and f"micro_batch_000/{name}" in self._raw:
-            raise KeyError(f"this shard has a {name!r} for each micro-batch; take it from micro_batches()")
+            raise KeyError(f"this shard has a {name!r} per micro-batch; read it from micro_batches()")
         return super().__getitem__(name)
 
     def ack(self) -> None:
-        """Acknowledge the mini-batch after its optimizer step: the rank continues with the next.
+        """Acknowledge the mini-batch after its optimizer step, so that the rank continues with the next.
 
-        Idempotent. Without checkpoints (`auto_commit`) this also commits: earlier mini-batches are freed once every
-        rank is past them, and a crash then loses their optimizer steps. Acknowledge mini-batches in order. Raises
-        FailedPreconditionError for one after the rank's next, and StaleIncarnationError if another start of the trainer
+        Idempotent. Without checkpoints (`auto_commit`), this also commits: the service frees earlier mini-batches after
+        every rank has acknowledged them, and a crash then loses their optimizer steps. Acknowledge mini-batches in
+        order: a later one raises FailedPreconditionError. Raises StaleIncarnationError if another start of the trainer
         has taken over.
         """
         if self._ack is None:
             raise FailedPreconditionError(
-                f"{self.position}: this shard was read outside of the training order; acknowledge the shards of "
-                "mini_batches()"
+                f"{self.position}: this shard was not read in training order; acknowledge shards of mini_batches()"
             )
         self._ack()
 
 
 class MiniBatch:
-    """The shards of one mini-batch; made by the `Batch` of a client of several ranks.
+    """The shards of one mini-batch, returned by the `Batch` of a client with several ranks.
 
-    position: of the mini-batch in the training order. shards: by rank, in the order of ranks.
+    position: the mini-batch's position in the training order. shards: by rank, in the order of ranks.
     """
 
     def __init__(self, position: Position, shards: Mapping[int, Shard], ack: Callable[[], None] | None = None) -> None:
@@ -307,17 +307,17 @@ class MiniBatch:
         return f"<MiniBatch {self.position}: {rows} rows in the shards of {len(self.shards)} ranks>"
 
     def ack(self) -> None:
-        """Acknowledge the mini-batch for each of its ranks, as `Shard.ack` does for one."""
+        """Acknowledge the mini-batch for all of its ranks. See `Shard.ack`."""
         if self._ack is None:
             raise FailedPreconditionError(
-                f"{self.position}: these shards were read outside of the training order; acknowledge those of "
-                "mini_batches(), or the batch"
+                f"{self.position}: these shards were not read in training order; acknowledge shards of mini_batches(), "
+                "or the batch"
             )
         self._ack()
 
 
 def _next_logprobs(logits: torch.Tensor, sequences: torch.Tensor) -> torch.Tensor:
-    """Compute, at each position, the log-probability of the next token; 0 at the last position. Padded or packed."""
+    """Compute the log-probability of the next token at each position; 0 at the last. For padded and packed rows."""
     following = sequences[..., 1:].long().unsqueeze(-1)
     chosen = logits[..., :-1, :].gather(-1, following).squeeze(-1)
     known = chosen - logits[..., :-1, :].logsumexp(-1)
@@ -330,9 +330,9 @@ def load_shard(
     device: torch.device | str | None = None,
     dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> Shard:
-    """Map a shard file, for instance one of `gristmill batch`. The shard cannot be acknowledged.
+    """Map a shard file, for example one written by `gristmill batch`. The shard cannot be acknowledged.
 
-    Raises OSError if the file cannot be read, InvalidArgumentError if it is no whole shard.
+    Raises OSError if the file cannot be read, and InvalidArgumentError if it is not a whole shard.
 
         for micro in load_shard("shards/batch-00000/policy-000/rank-000.safetensors").micro_batches():
             train(micro["sequences"], micro["attention_mask"], micro.position_ids())
@@ -345,7 +345,7 @@ def load_shard(
 
 
 def _with_items(tensors: Tensors) -> Tensors:
-    """Select the columns of `items` scope, and the ragged ones, and their offsets."""
+    """Select the columns of scope `items` and the ragged columns, with their offsets."""
     columns: Tensors = {}
     for name, items in tensors.items():
         if (offsets := tensors.get(f"{name}_offsets")) is not None and offsets.dtype == torch.int64:
@@ -354,7 +354,7 @@ def _with_items(tensors: Tensors) -> Tensors:
 
 
 def _items(tensors: Tensors, begin: int, end: int, rows: int) -> Tensors:
-    """Cut these columns to the rows `begin:end`. rows: the number of all, each of which has equally many offsets."""
+    """Slice these columns to the rows `begin:end`. rows: the number of all rows, which have equally many offsets."""
     columns: Tensors = {}
     for name, items in tensors.items():
         if (of_cells := tensors.get(f"{name}_offsets")) is not None:
@@ -366,7 +366,7 @@ def _items(tensors: Tensors, begin: int, end: int, rows: int) -> Tensors:
 
 
 def _metadata_of(metadata: dict[str, Any], begin: int, end: int) -> dict[str, Any]:
-    """Cut lists with one value per row to these rows; keep all other metadata."""
+    """Slice lists with one value per row to these rows. Keep all other metadata."""
     return {
         name: value[begin:end]
         if name in _OF_ROWS

@@ -25,7 +25,7 @@ _DTYPES: dict[str, Any] = {
     "I32": np.int32,
     "I64": np.int64,
     "F16": np.float16,
-    # As its bits, because NumPy has no bfloat16.
+    # The bits of bfloat16, which NumPy does not support.
     "BF16": np.uint16,
     "F32": np.float32,
     "F64": np.float64,
@@ -33,7 +33,7 @@ _DTYPES: dict[str, Any] = {
 
 
 def map_shard(path: str) -> tuple[Tensors, dict[str, Any]]:
-    """Map a shard's file privately; return tensors over it, and its metadata. Copies nothing: under 1 ms at any size.
+    """Map a shard's file privately; return its tensors and metadata. Does not copy, so it takes < 1 ms for any size.
 
     Raises OSError and InvalidArgumentError.
     """
@@ -44,7 +44,7 @@ def map_shard(path: str) -> tuple[Tensors, dict[str, Any]]:
 
 
 def parse_shard(data: NDArray[np.uint8], where: str) -> tuple[Tensors, dict[str, Any]]:
-    """Return tensors that are views of a shard's bytes in this process, uint8 (size,), and its metadata. Raises
+    """Return a shard's tensors, which are views of its bytes, and its metadata. data: the bytes, uint8 (size,). Raises
     InvalidArgumentError."""
     head = data[: 8 + int.from_bytes(data[:8].tobytes(), "little")]
     header = read_header(io.BytesIO(head.tobytes()), len(data), where)
@@ -52,13 +52,13 @@ def parse_shard(data: NDArray[np.uint8], where: str) -> tuple[Tensors, dict[str,
 
 
 def _tensors(data: mmap.mmap | NDArray[np.uint8], header: Header, where: str, remedy: str) -> Tensors:
-    """Return views of a shard's bytes, each of which keeps them alive. safetensors' own reader takes 6 times as long,
-    which is tens of milliseconds with tensors for every micro-batch."""
+    """Return views of a shard's bytes. Each view keeps the bytes alive. The reader of safetensors takes 6 times as
+    long, which is tens of milliseconds if each micro-batch has its own tensors."""
     try:
         tensors = {name: _view(data, header.size, **entry) for name, entry in header.entries.items()}
         size = len(data) - header.size
         if sum(tensor.nbytes for tensor in tensors.values()) != size:
-            raise ValueError(f"its tensors do not fill its {size} bytes")
+            raise ValueError(f"the tensors do not fill its {size} bytes")
     except (ValueError, TypeError, KeyError, RuntimeError) as error:
         raise InvalidArgumentError(f"{where} is not a whole shard: {error}; {remedy}") from None
     return tensors
@@ -70,7 +70,7 @@ def _view(
     begin, end = data_offsets
     if not 0 <= begin <= end <= len(data) - start:
         raise ValueError(f"a tensor is at {begin}:{end} of {len(data) - start} bytes")
-    # Making a view in NumPy takes half as long as in PyTorch, and there may be thousands.
+    # Creating a view in NumPy takes half as long as in PyTorch, and there may be thousands of views.
     array: NDArray[Any] = np.ndarray(shape, _DTYPES[dtype], data, start + begin)
     if array.nbytes != end - begin:
         raise ValueError(f"a tensor of {array.nbytes} bytes is at {begin}:{end}")

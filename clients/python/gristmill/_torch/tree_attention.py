@@ -1,4 +1,4 @@
-"""An attention function with which models of the transformers library train on `layout: prefix_tree`."""
+"""An attention function for training models of the transformers library on `layout: prefix_tree`."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ NAME = "gristmill_tree"
 
 
 def register_tree_attention() -> str:
-    """Register `tree_attention` with the transformers library, and return its name for models:
+    """Register `tree_attention` with the transformers library, and return the name under which models can use it:
 
         model = AutoModelForCausalLM.from_pretrained(path, attn_implementation=register_tree_attention())
         tokens, positions = micro["sequences"].long(), micro.position_ids()
         logits = model(tokens[None], position_ids=positions[None], tree=micro.tree).logits[0]
 
-    Works for models that pass the keywords of their call to their attention, such as Llama and Qwen. Raises ImportError
-    if the library is not installed, or older than 4.48.
+    Works for models that pass keyword arguments of their call to their attention, such as Llama and Qwen. Raises
+    ImportError if the library is not installed, or older than 4.48.
     """
     from transformers import AttentionInterface
 
@@ -41,11 +41,11 @@ def tree_attention(
     dropout: float = 0.0,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute attention in which each token sees only its row: by FlexAttention on a GPU, else with a dense mask.
+    """Compute attention in which each token attends only to its row: by FlexAttention on a GPU, else by a dense mask.
 
-    query: (1, heads, tokens, size); key, value: (1, heads or fewer, tokens, size). tree: of the micro-batch.
-    Returns (1, tokens, heads, size), and no weights. Raises InvalidArgumentError without a tree, for other shapes, and
-    for unsupported kinds of attention (a sliding window, soft caps, sinks).
+    query: (1, heads, tokens, size); key, value: (1, heads or fewer, tokens, size). tree: the micro-batch's tree.
+    Returns the output (1, tokens, heads, size), and None instead of weights. Raises InvalidArgumentError without a
+    tree, for other shapes, and for unsupported kinds of attention (sliding window, soft caps, sinks).
     """
     if tree is None:
         raise InvalidArgumentError(
@@ -54,11 +54,11 @@ def tree_attention(
     if query.shape[0] != 1 or query.shape[2] != len(tree) or key.shape[2] != len(tree):
         raise InvalidArgumentError(
             f"attention {NAME!r} got queries of shape {tuple(query.shape)} and keys of shape {tuple(key.shape)} for a "
-            f"tree of {len(tree)} tokens; give the model one micro-batch, sequences[None], and no cache"
+            f"tree of {len(tree)} tokens; call the model with one micro-batch, sequences[None], and no cache"
         )
     if changed := [name for name in ("sliding_window", "softcap", "s_aux") if others.get(name) is not None]:
         raise InvalidArgumentError(
-            f"attention {NAME!r} does not support {changed[0]}, which this model has; use layout: packed for it"
+            f"attention {NAME!r} does not support {changed[0]}, which this model uses; use layout: packed"
         )
     attend = _by_blocks if query.is_cuda and not dropout else _by_mask
     output = attend(query, key, value, tree, scaling, dropout)
