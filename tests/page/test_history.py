@@ -113,7 +113,7 @@ def test_a_failed_batch_is_shown_with_its_reason_and_what_to_do(
     page = open_page(f"#/{run_name}")
     parts = page.locator(".findings li").first.locator("dt, dd")
     parts.first.wait_for()
-    assert parts.all_inner_texts() == ["why", failed["reason"], "remedy", failed["remedy"]]
+    assert parts.all_inner_texts() == ["reason", failed["reason"], "remedy", failed["remedy"]]
     assert page.get_by_text(failed["remedy"]).count() == 1
 
 
@@ -210,7 +210,7 @@ def test_a_finished_run_shows_its_totals_and_all_curves(open_page: OpenPage, ser
     section.get_by_role("heading", name="rows per batch").wait_for()
     assert section.locator("dl.tiles dd").first.inner_text().startswith("3\n")
     assert section.locator("figure.curve").count() == 10
-    page.get_by_label("another run, laid over").select_option(other)
+    page.get_by_label("compare with another run").select_option(other)
     score = section.locator("figure.curve canvas").first
     stage.until(lambda: f"score of {other}" in score.get_attribute("aria-label"))
     ranks = page.get_by_role("region", name="Ranks").get_by_role("row")

@@ -132,7 +132,7 @@ def test_a_finding_leads_to_the_samples_of_an_open_group_and_to_their_rows(
     newest = page.get_by_role("region", name="Tokens of sample 0 step 1")
     newest.wait_for()
     assert newest.inner_text().split() == ["1", "2", "3", "4", "5", "6", "7", "8"]
-    page.get_by_role("button", name="step before").click()
+    page.get_by_role("button", name="previous step").click()
     page.get_by_role("region", name="Tokens of sample 0 step 0").wait_for()
     # The address alone leads there, too.
     open_page(page.url.split("/", 3)[3]).get_by_role("region", name="Samples of the group").wait_for()
@@ -150,7 +150,7 @@ def test_what_came_meanwhile_is_there_when_one_looks_again(open_page: OpenPage, 
     samples.wait_for()
     assert samples.get_by_role("row").nth(1).inner_text().startswith("4\tno row")
     run.submit(from_rows([stage.turn(LATE, 4, 0, [1], [2]) | {"round": 1}], step_wise=True))
-    page.get_by_role("button", name="Look again").click()
+    page.get_by_role("button", name="Refresh").click()
     samples.get_by_role("button", name="tokens of sample 4 step 0").wait_for()
 
 

@@ -132,7 +132,7 @@ def test_a_mini_batch_may_be_looked_at_alone(open_page: OpenPage, run: str) -> N
     page.get_by_label("mini-batch", exact=True).select_option("mini-batch 1")
     panels = page.locator("section[aria-label=Shards] canvas")
     stage.until(lambda: panels.count() == 1)
-    assert panels.first.get_attribute("aria-label") == "Mini-batch 1: a panel for each of 2 ranks, a bar for each row"
+    assert panels.first.get_attribute("aria-label") == "Mini-batch 1: 2 ranks with one panel each, one bar per row"
     assert "2 groups · 8 rows merged into 6" in page.locator("section[aria-label=Shards]").inner_text()
 
 

@@ -139,7 +139,7 @@ def test_the_settings_and_what_would_be_gained_are_shown(open_page: OpenPage, ru
     settings = page.locator("section[aria-label=Settings]")
     settings.locator("summary").first.click()
     settings.get_by_role("row", name="merge prefix none").wait_for()
-    settings.get_by_role("button", name="What other settings would give").click()
+    settings.get_by_role("button", name="Compare other settings").click()
     settings.get_by_role("row", name="layout: packed").wait_for()
 
 

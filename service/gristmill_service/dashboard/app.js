@@ -1,4 +1,4 @@
-// The page: its address names what it shows.
+// The page. Its address selects the run, batch, group or shard that it shows.
 import { readAddress } from "./shared/address.js";
 import { paths, readVersion } from "./shared/api.js";
 import { Poll } from "./shared/poll.js";
@@ -62,7 +62,7 @@ async function lookAtRun() {
   if (view === shown) list.show(runs, shown.name);
 }
 
-// Asks for the shown run every two seconds, and for all runs now and then.
+// Requests the shown run every two seconds, and all runs every ten seconds.
 async function look() {
   if (view === null || Date.now() - overviewAt > 10_000) await lookAtRuns();
   else if (!view.isGone) await lookAtRun();
@@ -71,7 +71,7 @@ async function look() {
 
 const poll = new Poll(look, 2);
 poll.failed = error => {
-  live.textContent = error.status === 401 ? "not signed in" : `${error.status ? "refused" : "no answer"}: ${error.message}; asking again`;
+  live.textContent = error.status === 401 ? "not signed in" : `${error.status ? "refused" : "no answer"}: ${error.message}; retrying`;
 };
 document.addEventListener("visibilitychange", () => { if (document.hidden) live.textContent = "paused"; });
 document.querySelector("#to-runs").addEventListener("click", () => list.focus());

@@ -1,4 +1,4 @@
-// The list of runs, worst first: a word and a shape for the state of each, never a color alone.
+// The list of runs, worst first. The state of each run has a word and a shape, never only a color.
 import { addressOf } from "./shared/address.js";
 import { make } from "./shared/dom.js";
 import { now, since, some } from "./shared/text.js";
@@ -9,7 +9,7 @@ const FEW = 8, ACTIVE_S = 60;
 
 export const badge = state => make("span", { class: `state ${state?.replace(" ", "-") ?? ""}` }, state ? `${SIGNS[state]} ${state}` : "elsewhere");
 
-// By state, then the last active; runs that are all active keep their places.
+// Sorts runs by state, then by last activity; runs that are all active keep their places.
 export function worstFirst(runs) {
   const latest = now() - ACTIVE_S, weight = run => run.state ? STATES.indexOf(run.state) : STATES.length;
   const active = run => Math.min(run.last_event ?? 0, latest);

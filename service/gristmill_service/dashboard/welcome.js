@@ -1,4 +1,4 @@
-// A service without runs: where it is, and what to type.
+// Shown while the service has no runs: its addresses, and a first program.
 import { make } from "./shared/dom.js";
 
 const snippet = address => `from gristmill import RolloutClient
@@ -22,11 +22,11 @@ export function welcome(grpcAddress) {
       await navigator.clipboard.writeText(text);
       copied.textContent = "copied";
     } catch {
-      copied.textContent = "the browser does not allow it: select the text";
+      copied.textContent = "the browser does not allow copying; select the text";
     }
   } }, "Copy");
   return make("section", { "aria-label": "No runs yet", class: "welcome" }, make("h1", {}, "No runs yet"),
-    make("p", {}, "They appear here as soon as one is created. Rollout workers and trainers reach this service at ",
+    make("p", {}, "A run appears here when it is created. Rollout workers and trainers connect to this service at ",
       make("code", {}, grpcAddress), " (gRPC) and ", make("code", {}, http), " (HTTP)."),
     make("div", { class: "bar" }, make("h2", {}, "A first run"), copy, copied),
     make("pre", { tabindex: "0", "aria-label": "A first run" }, make("code", {}, text)));

@@ -1,4 +1,4 @@
-// One batch: its picture at once, the rest when it scrolls into sight.
+// One batch: its picture immediately, the other parts when they scroll into view.
 import { addressOf } from "../shared/address.js";
 import { paths, read } from "../shared/api.js";
 import { showBreaks } from "./breaks.js";
@@ -12,7 +12,7 @@ import { showRow } from "./row.js";
 import { ScoresView } from "./scores.js";
 import { count, share, some } from "../shared/text.js";
 
-// This many ranks or more are a heat map: bars would fill many screens.
+// From this many ranks on, loads are a heat map: bars would fill many screens.
 const MANY_RANKS = 16;
 
 export class BatchView {
@@ -78,7 +78,7 @@ export class BatchView {
 
   async openLongest(row, { rank }) {
     if (row === null) return this.row.replaceChildren(quiet(
-      `No row of rank ${rank} can be opened: it has none here, or bars are several rows.`, { role: "status" }));
+      `No row of rank ${rank} can be opened: it has no rows here, or each bar is several rows.`, { role: "status" }));
     await showRow(this.row, this.run, this.batch, row);
     this.row.scrollIntoView({ block: "center" });
     this.row.querySelector("[tabindex]")?.focus({ preventScroll: true });
@@ -91,7 +91,7 @@ export class BatchView {
     const words = make("p", { class: "empty" }, `Batch ${batch} cannot be shown: ${error.message}`), { wanted } = this;
     this.picture.replaceChildren(words);
     for (const part of [this.row, this.load, this.breaks, this.scores.node, this.spread]) part.replaceChildren();
-    // The history may have its figures.
+    // The history may contain figures of the batch.
     await this.history.whenDrawn;
     const point = this.history.pointOf(batch);
     if (point && wanted === this.wanted) this.picture.replaceChildren(words, figures(point));
@@ -115,7 +115,7 @@ export class BatchView {
     }
   }
 
-  // Offers these batches and the shown one, which stays until another is chosen.
+  // Offers these batches and the shown one, which stays until another is selected.
   offer(batches) {
     if (JSON.stringify(batches) === JSON.stringify(this.offered)) return;
     this.offered = batches;
@@ -153,5 +153,5 @@ function facts(picture) {
   const dropped = picture.dropped_uids ? ` · ${picture.dropped_uids} groups dropped` : "";
   const columns = picture.columns.length ? ` · with ${picture.columns.join(", ")}` : "";
   return `${some(picture.prompts, "group")} · ${merged} · ${count(tokens)} tokens${distinct < tokens ? `, ${count(distinct)} distinct` : ""} · ${share(padding_share)} padding · ` +
-    `${some(padding_rows, "padding row")} · ${barrier_ratio.toFixed(2)} × the mean load at barriers · ${picture.layout}${dropped}${columns}`;
+    `${some(padding_rows, "padding row")} · slowest rank ${barrier_ratio.toFixed(2)} × the mean load · ${picture.layout}${dropped}${columns}`;
 }

@@ -20,7 +20,7 @@ const range = (low, high) => low === high ? number(low) : `${number(low)} to ${n
 
 function chart({ title, counts, names }, whole) {
   const caption = make("figcaption", {}, make("h3", { class: "small" }, title));
-  // One value has no distribution.
+  // A single value has no distribution.
   if (counts.length === 1) {
     return { node: make("figure", { class: "curve" }, caption, make("p", {}, `${names[0]} in all ${some(whole, "trajectory", "trajectories")}`)), redraw() {} };
   }

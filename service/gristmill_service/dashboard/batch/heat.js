@@ -1,5 +1,5 @@
-// Loads of many ranks: one line per rank, those that wait longest first; one column per micro-step, dark where a rank works as long
-// as the slowest.
+// Loads of many ranks: one line per rank, the rank that waits longest first; one column per micro-step, dark if a rank works as
+// long as the slowest.
 import { canvas, colors, readout, walkable } from "../shared/canvas.js";
 import { legend, make } from "../shared/dom.js";
 import { count, share } from "../shared/text.js";
@@ -62,7 +62,7 @@ export function showHeat(parent, picture) {
     },
   });
   parent.replaceChildren(make("div", { class: "bar" }, legend([["trained", "works as long as the slowest rank"], ["wait", "waits"]]),
-    make("span", { class: "quiet small end" }, "At the right: how much of its time a rank waits, the longest first.")), words, shape.node);
+    make("span", { class: "quiet small end" }, "On the right: the share of time that the rank waits, longest first.")), words, shape.node);
   shape.redraw();
 }
 

@@ -1,4 +1,4 @@
-// Loads: one lane per rank, micro-steps next to each other, each as long as its slowest rank. Empty parts are waiting.
+// Loads: one lane per rank. Each micro-step is as wide as the load of its slowest rank; empty parts are waits.
 import { canvas, colors, readout, walkable } from "../shared/canvas.js";
 import { legend, make } from "../shared/dom.js";
 import { count, share, some } from "../shared/text.js";
@@ -11,10 +11,10 @@ export function showLoad(parent, picture) {
   const lanes = picture.mini_batches.map(part => lanesOf(part, picture, words, unit));
   const whole = Math.max(1, ...lanes.map(one => one.length));
   lanes.forEach(one => { one.whole = whole; });
-  const cells = picture.micro_steps_per_cell > 1 ? ` Each cell is ${picture.micro_steps_per_cell} micro-steps added up.` : "";
+  const cells = picture.micro_steps_per_cell > 1 ? ` Each cell is the sum of ${picture.micro_steps_per_cell} micro-steps.` : "";
   parent.replaceChildren(
     make("div", { class: "bar" }, legend([["trained", `works (${unit})`], ["wait", "waits for the slowest rank"]]),
-      make("span", { class: "quiet small end" }, `${cells} At the right: how much of its time a rank waits.`)),
+      make("span", { class: "quiet small end" }, `${cells} On the right: the share of time that the rank waits.`)),
     words, ...lanes.flatMap(one => [one.title, one.shape.node]));
   lanes.forEach(one => one.shape.redraw());
 }

@@ -6,7 +6,7 @@ import { count, share, some } from "../shared/text.js";
 const PARTS = ["prompt", "observation", "trained", "padding"];
 const GAP = 10, HEAD = 18, ALL_BARS = 470, MOST_RANKS = 16;
 
-// uid: of the group whose rows are marked, "" for none. marked: the number of another marked row. openRow(row): when one is chosen.
+// uid: of the group whose rows are marked, "" for none. marked: the number of another marked row. openRow(row): called on a selected row.
 export function showPicture(parent, picture, { uid = "", marked = null, openRow }) {
   const group = uid ? picture.groups.indexOf(uid.length > 80 ? `${uid.slice(0, 79)}…` : uid) : -1;
   const widest = Math.max(1, ...picture.mini_batches.flatMap(part => part.shards.map(shard =>
@@ -20,7 +20,7 @@ export function showPicture(parent, picture, { uid = "", marked = null, openRow 
     make("div", { class: "bar" }, legend([["prompt", "prompt"], ["observation", "observation (loss mask 0)"],
       ["trained", "trained"], ["padding", "padding"]]), make("span", { class: "quiet small end" }, scale(picture, widest))),
     ...whereMarked(picture, uid, group), words, ...panels.flatMap(one => [one.title, one.shape.node]),
-    ...(leftOut(picture) ? [make("p", { class: "quiet small" }, `${picture.mini_batches.length} of ${picture.mini_batches_in_all} mini-batches are drawn; others may be chosen above.`)] : []),
+    ...(leftOut(picture) ? [make("p", { class: "quiet small" }, `${picture.mini_batches.length} of ${picture.mini_batches_in_all} mini-batches are drawn; select others above.`)] : []),
     make("details", {}, make("summary", {}, "The same as a table"), shardTable(picture)));
   panels.forEach(one => one.shape.redraw());
 }
@@ -29,10 +29,10 @@ function whereMarked(picture, uid, group) {
   if (!uid) return [];
   const places = picture.mini_batches.flatMap(part => part.shards.flatMap((shard, rank) => (shard.group ?? []).includes(group) && group >= 0 ? [`mini-batch ${part.index} rank ${rank}`] : []));
   return [make("p", { class: "small", role: "status" }, places.length ? `Marked: the rows of ${uid}, in ${places.join(", ")}.`
-    : `No row of ${uid} can be marked: it was dropped, or bars are several rows here. Choose a mini-batch alone.`)];
+    : `No row of ${uid} can be marked: the group was dropped, or each bar is several rows. Select a single mini-batch.`)];
 }
 
-// Returns the number of the shard's row with the most tokens; null where it has none, or bars are several rows.
+// Returns the number of the shard's row with the most tokens; null if it has no rows, or each bar is several rows.
 export function longestRow(picture, { miniBatch, rank }) {
   const shard = picture.mini_batches.find(part => part.index === miniBatch)?.shards[rank];
   const rows = (shard?.row ?? []).map((row, bar) => ({ row, tokens: shard.prompt[bar] + shard.observation[bar] + shard.trained[bar] }))
@@ -42,13 +42,13 @@ export function longestRow(picture, { miniBatch, rank }) {
 
 const leftOut = picture => picture.mini_batches.length < picture.mini_batches_in_all;
 const total = (shard, bar) => PARTS.reduce((sum, name) => sum + shard[name][bar], 0);
-// Tokens that a row shares with the row before it are that one's: its bar begins where it branches off.
+// Tokens that a row shares with the previous row belong to that row: its bar begins at the first token that is not shared.
 const indented = picture => picture.layout === "prefix_tree" && picture.rows_per_bar === 1;
 const extent = (picture, shard, bar) => (indented(picture) ? shard.shared[bar] : 0) + total(shard, bar);
 
 function scale(picture, widest) {
-  const rows = picture.rows_per_bar > 1 ? `a bar is ${picture.rows_per_bar} rows; ` : "";
-  return `${rows}the widest bar is ${count(widest)} tokens${indented(picture) ? "; a row begins where it leaves the row before it" : ""}`;
+  const rows = picture.rows_per_bar > 1 ? `each bar is ${picture.rows_per_bar} rows; ` : "";
+  return `${rows}the widest bar is ${count(widest)} tokens${indented(picture) ? "; a bar begins where its row diverges from the previous row" : ""}`;
 }
 
 function panel(picture, part, { widest, height, bars, words, group, marked, openRow }) {
@@ -60,7 +60,7 @@ function panel(picture, part, { widest, height, bars, words, group, marked, open
   };
   const title = make("p", { class: "small quiet" }, `mini-batch ${part.index}: ${some(part.rows, "row")}` +
     `${part.padding_rows ? ` and ${some(part.padding_rows, "padding row")}` : ""}, ${some(part.loss_tokens, "trained token")}`);
-  const shape = canvas(`Mini-batch ${part.index}: a panel for each of ${ranks} ranks, a bar for each row`, lines * (tall + 6), (context, width) => {
+  const shape = canvas(`Mini-batch ${part.index}: ${ranks} ranks with one panel each, one bar per row`, lines * (tall + 6), (context, width) => {
     const paint = colors(...PARTS, "grid", "quiet", "text", "stuck");
     part.shards.forEach((shard, rank) => drawShard(context, shard, rank, box(rank, width), paint));
     part.shards.forEach((shard, rank) => (shard.row ?? []).forEach((row, bar) => {
@@ -124,7 +124,7 @@ function named(picture, shard, bar) {
 function covered(shard, bar) {
   const [first, last, steps] = [shard.first[bar], shard.last[bar], shard.steps[bar]];
   if (steps === 1) return `step ${first}`;
-  // The path through a tree may leave steps out.
+  // The path through a tree may skip steps.
   return last - first + 1 === steps ? `steps ${first} to ${last}` : `${steps} of the steps ${first} to ${last}`;
 }
 

@@ -1,4 +1,4 @@
-// A row's tokens: their texts where the service has a tokenizer, else their ids.
+// A row's tokens: as text if the service has a tokenizer, otherwise as ids.
 import { paths, read } from "../shared/api.js";
 import { legend, make, quiet } from "../shared/dom.js";
 import { count } from "../shared/text.js";
@@ -10,7 +10,7 @@ export const showRow = (parent, run, batch, row) => showTokens(parent, `Row ${ro
   start => read(paths.batch(run, batch, `rows/${row}`, `?start=${start}`)),
   [], answer => `: ${answer.uid} sample ${answer.sample}${answer.round ? ` round ${answer.round}` : ""}`);
 
-// ask(start): reads some of the row's tokens. more: buttons for other rows. rest(answer): the end of the title.
+// ask(start): reads a part of the row's tokens. more: buttons for other rows. rest(answer): the end of the title.
 export async function showTokens(parent, name, ask, more = [], rest = () => "", start = 0) {
   let answer;
   try {
@@ -26,6 +26,6 @@ export async function showTokens(parent, name, ask, more = [], rest = () => "", 
       make("span", { class: "quiet small end", role: "status" }, `tokens ${count(start)} to ${count(Math.max(start, end - 1))} of ${count(answer.tokens_in_all)}`)),
     make("div", { class: "tokens row-tokens", tabindex: "0", role: "region", "aria-label": `Tokens of ${name[0].toLowerCase()}${name.slice(1)}` },
       answer.tokens.map((id, index) => make("span", { class: KINDS[answer.loss_mask[index]], title: String(id) }, text(id)))),
-    ...(start > 0 ? [go("tokens before", Math.max(0, start - 2000))] : []),
-    ...(end < answer.tokens_in_all ? [go("tokens after", end)] : []), ...more);
+    ...(start > 0 ? [go("previous tokens", Math.max(0, start - 2000))] : []),
+    ...(end < answer.tokens_in_all ? [go("next tokens", end)] : []), ...more);
 }

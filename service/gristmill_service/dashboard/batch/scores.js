@@ -22,8 +22,8 @@ export class ScoresView {
     const charts = [dots("score", sorted, group => group.scores), ...(haveAdvantages ? [dots("advantage", sorted, group => group.advantages)] : [])];
     this.node.replaceChildren(
       make("p", { class: "small quiet" }, `${summary(answer)} Groups are ordered by mean score, one dot per sample. ` +
-        `${flat.length ? some(flat.length, "group has", "groups have") : "None has"} equal scores` +
-        `${answer.estimator === "none" || !flat.length ? "" : `, from which nothing is learned${flat.length === answer.groups_in_all ? ": all advantages are 0" : ""}`}.`),
+        `In ${flat.length ? some(flat.length, "group") : "no group"} all scores are equal` +
+        `${answer.estimator === "none" || !flat.length ? "" : `, so nothing is learned from ${flat.length === 1 ? "it" : "them"}${flat.length === answer.groups_in_all ? ": all advantages are 0" : ""}`}.`),
       make("div", { class: "pair" }, charts.map(chart => chart.node)),
       make("details", {}, make("summary", {}, "Every group"), tableRegion("Scores of every group", ["group", "mean", "scores, with the advantage's sign below each", "advantages"],
         answer.groups.map(group => [`${group.uid}${group.round ? ` round ${group.round}` : ""}${group.tag ? ` (${group.tag})` : ""}`, number(mean(group.scores)),
@@ -34,7 +34,7 @@ export class ScoresView {
   }
 
   pages(answer) {
-    const step = 200, go = start => make("button", { onclick: () => this.show(answer.batch, start) }, start < answer.start ? "groups before" : "groups after");
+    const step = 200, go = start => make("button", { onclick: () => this.show(answer.batch, start) }, start < answer.start ? "previous groups" : "next groups");
     return [answer.start > 0 ? go(Math.max(0, answer.start - step)) : null,
       answer.start + answer.groups.length < answer.groups_in_all ? go(answer.start + step) : null].filter(Boolean);
   }

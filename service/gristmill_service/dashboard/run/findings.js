@@ -1,10 +1,10 @@
-// What holds a run up, worst first, loud where a person is needed; each links to what it is about.
+// What delays a run, worst first, in red if intervention is needed. Each finding links to its batch, rank or group.
 import { make } from "../shared/dom.js";
 import { since } from "../shared/text.js";
 
 export const rankId = (model, rank) => `rank-${model}-${rank}`;
 
-// open(what): { batch }, { model, rank }, { batch, model, miniBatch, rank } for the rows of that shard, or { group }, an open one.
+// open(what): { batch }, { model, rank }, { batch, model, miniBatch, rank } for the rows of this shard, or { group } for an open group.
 export function findingItems(health, open) {
   return health.findings.map(one => {
     const isLoud = ["failed", "stuck"].includes(one.level);
@@ -14,8 +14,8 @@ export function findingItems(health, open) {
   });
 }
 
-// Why, and what to do, of a failed batch.
-export const parts = ({ reason, remedy }) => !reason ? [] : [make("dl", { class: "parts" }, make("dt", {}, "why"), make("dd", {}, reason),
+// The reason and the remedy of a failed batch.
+export const parts = ({ reason, remedy }) => !reason ? [] : [make("dl", { class: "parts" }, make("dt", {}, "reason"), make("dd", {}, reason),
   ...(remedy ? [make("dt", {}, "remedy"), make("dd", {}, remedy)] : []))];
 
 function ways(one, open) {

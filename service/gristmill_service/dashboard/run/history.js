@@ -1,4 +1,4 @@
-// Figures of all batches of a run, also of freed ones.
+// Figures of all batches of a run, including freed ones.
 import { addressOf } from "../shared/address.js";
 import { paths, read, readVersion } from "../shared/api.js";
 import { batches, curves } from "../shared/curves.js";
@@ -12,13 +12,13 @@ const perBatch = (point, seconds) => seconds / point.batches;
 const time = value => value && value < 1 ? `${number(1000 * value)} ms` : `${value < 10 ? number(value) : Math.round(value)} s`;
 
 export class HistoryView {
-  // open(batch): when a batch is chosen on a curve.
+  // open(batch): called when a batch is selected on a curve.
   constructor(run, open) {
     this.run = run;
     this.open = open;
     this.asked = 0;
     this.body = make("div", {});
-    this.others = make("select", { "aria-label": "another run, laid over", onchange: event => this.layOver(event.target.value) });
+    this.others = make("select", { "aria-label": "compare with another run", onchange: event => this.layOver(event.target.value) });
     this.node = section("History", this.body);
     this.node.firstChild.append(this.others);
     this.offer([]);
@@ -26,7 +26,7 @@ export class HistoryView {
     this.whenDrawn = new Promise(resolve => { this.drawn = resolve; });
   }
 
-  // Asks when there are new batches, at most every ten seconds.
+  // Requests the history when there are new batches, at most every ten seconds.
   async update(health) {
     const version = JSON.stringify([health.batches_published, health.batches_failed, health.state === "finished"]);
     if (version === this.version || this.version && health.state !== "finished" && Date.now() - this.asked < AGAIN_MS) return;
@@ -41,13 +41,13 @@ export class HistoryView {
     }
   }
 
-  // Offers these runs to be laid over this one.
+  // Offers these runs for comparison.
   offer(runs) {
     const names = runs.filter(name => name !== this.run).sort(), version = names.join("/");
     if (version === this.offered) return;
     this.offered = version;
     this.others.replaceChildren(...["", ...names].map(name =>
-      make("option", { value: name, selected: name === (this.over?.run ?? "") }, name ? `and ${name}, dotted` : "this run alone")));
+      make("option", { value: name, selected: name === (this.over?.run ?? "") }, name ? `with ${name}, dotted` : "only this run")));
     this.others.hidden = !names.length;
   }
 
@@ -63,20 +63,20 @@ export class HistoryView {
     }
   }
 
-  // Returns the point that has this batch's figures, alone or with others; null where there is none.
+  // Returns the point with this batch's figures, which may include other batches; null if there is none.
   pointOf(batch) {
     return this.history?.points.find(point => point.first <= batch && batch <= point.last) ?? null;
   }
 
   draw(history, health) {
     Object.assign(this, { history, health });
-    // The findings explain the last ones.
+    // The findings already explain the last failures.
     const explained = new Set(health.findings.map(one => one.batch)), unexplained = history.failed.filter(one => !explained.has(one.batch));
     this.node.hidden = !history.points.length && !unexplained.length;
     const isOpen = this.body.querySelector("details.more")?.open ?? health.state === "finished";
     const { points, totals } = history, failed = history.failed.map(one => one.batch);
     const shared = { failed, over: this.over, open: point => this.open(point.last) };
-    // One point makes no curve.
+    // A single point is not a curve.
     const charts = points.length > 1 ? CURVES.flatMap(([title, linesOf, format]) => {
       const lines = linesOf(points, totals);
       return lines.length ? [curves(title, points, lines, { ...shared, format })] : [];

@@ -1,4 +1,4 @@
-// One run: its health, what holds it up, and one of its batches.
+// One run: its health, what delays it, and one of its batches.
 import { addressOf } from "../shared/address.js";
 import { paths, readVersion } from "../shared/api.js";
 import { BatchView } from "../batch/batch.js";
@@ -27,7 +27,7 @@ export class RunView {
     this.waiting = make("div", {});
     this.node = make("div", {}, this.title, this.findings, this.tiles, this.history.node, this.batch.node, this.timeline.node,
       section("What waits, and for how long", this.waiting), section("Find groups", this.search.node), this.settings.node);
-    // Asks at once; the poll after it reports errors.
+    // The first request is sent immediately; the next poll reports errors.
     this.look().catch(() => {});
   }
 
@@ -40,16 +40,16 @@ export class RunView {
   showGone() {
     if (this.isGone) return;
     this.isGone = true;
-    const was = this.health ? "It was deleted while it was shown: its rows, shards and history are gone." : "It was deleted, or never created.";
+    const was = this.health ? "It was deleted while it was shown, with its rows, shards and history." : "It was deleted, or never created.";
     this.node.replaceChildren(make("h1", {}, this.name), make("p", { class: "empty", role: "status" },
-      `This service has no run of the name ${this.name}. ${was} It appears here when a run of this name is created.`));
+      `This service has no run named ${this.name}. ${was} A new run with this name will appear here.`));
   }
 
-  // Shows what a finding is about.
+  // Shows the batch, rank or group of a finding.
   lead({ batch, model, miniBatch, rank, group }) {
     if (group) {
       const address = addressOf({ run: this.name, ...group });
-      // Asked again: the samples are read again.
+      // If the address is unchanged, the samples are read again.
       return location.hash === address ? this.search.find(group.uid, group.round) : location.hash = address;
     }
     if (batch != null) {
@@ -88,7 +88,7 @@ export class RunView {
   }
 }
 
-// The findings say why a run is failed or stuck.
+// The findings explain why a run is failed or stuck.
 function summary(body) {
   return ["failed", "stuck"].includes(body.state) ? [] : [make("span", { class: "quiet" }, body.summary)];
 }
@@ -96,13 +96,13 @@ function summary(body) {
 // toReasons(): shows why samples were aborted.
 function tiles(body, toReasons) {
   const aborted = body.samples_aborted.reduce((sum, one) => sum + one.samples, 0);
-  const room = body.groups_room >= 2 ** 31 ? "any" : count(body.groups_room);
+  const room = body.groups_room >= 2 ** 31 ? "unlimited capacity" : `capacity for ${count(body.groups_room)}`;
   const dropped = Object.values(body.groups_dropped).reduce((sum, one) => sum + one, 0);
   return [
-    tile("groups", `${count(body.groups_open)} open`, `${count(body.groups_complete)} complete, capacity for ${room}`),
+    tile("groups", `${count(body.groups_open)} open`, `${count(body.groups_complete)} complete, ${room}`),
     tile("groups dropped", count(dropped), Object.entries(body.groups_dropped).map(([why, n]) => `${why} ${n}`).join(", ")),
     tile("samples aborted", [count(aborted), aborted ? make("button", { class: "way", onclick: toReasons }, "reasons") : null], `${count(body.samples_retried)} retried`),
-    tile("batches", `${count(body.batches_published)} made`, `${count(body.batches_freed)} freed, ${body.batches_failed} failed`),
+    tile("batches", `${count(body.batches_published)} published`, `${count(body.batches_freed)} freed, ${body.batches_failed} failed`),
     tile("stored", bytes(body.row_bytes + body.shard_bytes), `rows ${bytes(body.row_bytes)}`),
     tile("rows accepted", count(body.rows_accepted), make("span", {}, "last ", since(body.rows_since, body.watched_since), " ago")),
   ];
@@ -116,7 +116,7 @@ function doing(rank, model, state) {
 }
 
 function waiting(body) {
-  const seen = seconds => seconds == null ? "not known" : since(seconds, body.watched_since);
+  const seen = seconds => seconds == null ? "unknown" : since(seconds, body.watched_since);
   const samples = one => make("a", { href: addressOf({ run: body.run, uid: one.uid, round: one.round }) }, nameOf(one));
   const more = one => [[one.aborted, "aborted"], [one.retried, "retried"]].filter(([n]) => n).map(([n, what]) => `, ${n} ${what}`).join("");
   const groups = body.open_groups.map(one => [samples(one), `${one.complete} of ${one.samples} samples${more(one)}`, one.rows, since(one.since)]);

@@ -1,4 +1,4 @@
-// Finds groups by uid: where they are, and why they were dropped.
+// Finds groups by uid: the batch that contains them, or why they were dropped.
 import { addressOf } from "../shared/address.js";
 import { paths, read } from "../shared/api.js";
 import { make, quiet, tableRegion } from "../shared/dom.js";
@@ -18,7 +18,7 @@ export class SearchView {
     this.node = make("div", { class: "search" }, form, this.matches, this.group);
   }
 
-  // Shows the samples of the open group of this round whose uid begins with this text, or, where it is closed, its state.
+  // Shows the samples of the open group of this round whose uid begins with this text. If it is closed, shows its state.
   async find(uid, round) {
     this.field.value = uid;
     this.field.scrollIntoView({ block: "center" });
@@ -37,9 +37,9 @@ export class SearchView {
     }
     try {
       const answer = await read(paths.find(this.run, uid));
-      const what = answer.in_all ? `${some(answer.in_all, "group")}${answer.in_all > answer.groups.length ? `, the first ${answer.groups.length}` : ""}` : `No group's uid contains ${uid}.`;
+      const what = answer.in_all ? `${some(answer.in_all, "group")}${answer.in_all > answer.groups.length ? `; the first ${answer.groups.length} are shown` : ""}` : `No group has a uid that contains ${uid}.`;
       this.matches.replaceChildren(make("p", { class: "quiet small" }, what), ...(answer.groups.length ? [tableRegion(
-        "Matching groups", ["group", "state", "where"], answer.groups.map(group => [nameOf(group), group.state, this.where(group)]))] : []));
+        "Matching groups", ["group", "state", "details"], answer.groups.map(group => [nameOf(group), group.state, this.where(group)]))] : []));
       return answer.groups;
     } catch (error) {
       this.matches.replaceChildren(quiet(error.message));

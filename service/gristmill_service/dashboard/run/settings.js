@@ -1,4 +1,4 @@
-// The run's settings with their defaults, and what other settings would cost for the shown batch.
+// The run's settings with their defaults, and the cost of other settings for the shown batch.
 import { paths, read } from "../shared/api.js";
 import { make, quiet, tableRegion } from "../shared/dom.js";
 import { count, share } from "../shared/text.js";
@@ -9,9 +9,9 @@ export class SettingsView {
     this.batchOf = batchOf;
     this.list = make("div", {});
     this.costs = make("div", { role: "status" });
-    this.ask = make("button", { onclick: () => this.compute() }, "What other settings would give");
+    this.ask = make("button", { onclick: () => this.compute() }, "Compare other settings");
     const details = make("details", {}, make("summary", {}, make("h2", {}, "Settings")), this.list,
-      make("p", { class: "small quiet" }, "The batch that is shown above is planned again, with one setting changed at a time."), this.ask, this.costs);
+      make("p", { class: "small quiet" }, "Plans the batch shown above again, with one setting changed at a time."), this.ask, this.costs);
     details.addEventListener("toggle", () => { if (details.open) this.show(); });
     this.node = make("section", { "aria-label": "Settings" }, details);
   }
@@ -20,7 +20,7 @@ export class SettingsView {
     if (this.list.childElementCount) return;
     const answer = await read(paths.settings(this.run));
     const text = value => value == null ? "none" : typeof value === "string" ? value : JSON.stringify(value, (_, part) => part ?? undefined);
-    const lines = all => all.map(one => [make("code", {}, one.name), text(one.value), one.is_default ? "the default" : one.default == null ? "none" : text(one.default)]);
+    const lines = all => all.map(one => [make("code", {}, one.name), text(one.value), one.is_default ? "default" : one.default == null ? "none" : text(one.default)]);
     const part = (name, all) => tableRegion(name, ["setting", "value", "default"], lines(all));
     this.list.replaceChildren(part("Settings of the run", answer.settings.filter(one => !one.is_default)),
       make("details", {}, make("summary", {}, "Settings at their default"), part("Settings at their default", answer.settings.filter(one => one.is_default))));
@@ -28,15 +28,15 @@ export class SettingsView {
 
   async compute() {
     const batch = this.batchOf();
-    if (batch == null) return this.costs.replaceChildren(quiet("No batch is shown."));
-    this.costs.replaceChildren(quiet(`Batch ${batch} is planned again; a large one takes seconds.`));
+    if (batch == null) return this.costs.replaceChildren(quiet("Select a batch first."));
+    this.costs.replaceChildren(quiet(`Planning batch ${batch} again. A large batch takes seconds.`));
     try {
       const answer = await read(paths.batch(this.run, batch, "costs"));
       const line = one => [one.setting ? make("code", {}, one.setting) : "as configured", one.rows, one.padding_rows,
-        one.tokens == null ? "not known" : one.tokens, one.padding_share == null ? "" : share(one.padding_share), `${one.barrier_ratio.toFixed(2)} × the mean`];
-      this.costs.replaceChildren(...(answer.costs.length > 1 ? [] : [make("p", {}, "No other setting would make it cheaper, or none is allowed.")]),
-        make("p", { class: "small quiet" }, `Batch ${count(batch)}`), tableRegion("What other settings would give",
-          ["with", "rows", "padding rows", "tokens", "padding share", "slowest rank"], answer.costs.map(line)));
+        one.tokens == null ? "unknown" : one.tokens, one.padding_share == null ? "" : share(one.padding_share), `${one.barrier_ratio.toFixed(2)} × the mean`];
+      this.costs.replaceChildren(...(answer.costs.length > 1 ? [] : [make("p", {}, "No other allowed setting would lower the cost.")]),
+        make("p", { class: "small quiet" }, `Batch ${count(batch)}`), tableRegion("Other settings",
+          ["setting", "rows", "padding rows", "tokens", "padding share", "slowest rank"], answer.costs.map(line)));
     } catch (error) {
       this.costs.replaceChildren(quiet(error.message));
     }

@@ -1,4 +1,4 @@
-// The ranks' timeline: when each worked on which batch, and when it had nothing to do.
+// The timeline of ranks: when each rank worked on which batch, and when it was idle.
 import { paths, read } from "../shared/api.js";
 import { canvas, colors } from "../shared/canvas.js";
 import { legend, make, quiet } from "../shared/dom.js";
@@ -15,12 +15,12 @@ export class TimelineView {
     this.node = make("section", { "aria-label": "Timeline of ranks" }, make("div", { class: "bar" }, make("h2", {}, "Timeline of ranks"),
       make("select", { "aria-label": "how far back", onchange: event => { this.seconds = Number(event.target.value); this.refresh(); } },
         spans.map(([value, text]) => make("option", { value, selected: value === this.seconds }, text))),
-      legend([["trained", "works on an even batch"], ["prompt", "on an odd one"], ["wait", "began, not acknowledged"]])), this.picture);
+      legend([["trained", "works on an even batch"], ["prompt", "works on an odd batch"], ["wait", "begun, not acknowledged"]])), this.picture);
     new IntersectionObserver(entries => { this.inSight = entries.at(-1).isIntersecting; if (this.inSight) this.refresh(); },
       { rootMargin: "100px" }).observe(this.node);
   }
 
-  // Asks only while it is in sight: when something happened, and every ten seconds.
+  // Sends requests only while the timeline is visible: when something happened, and every ten seconds.
   update(health) {
     this.health = health;
     const version = JSON.stringify([health.state, health.steps_seen, health.batches_published, health.models.map(model => model.incarnation)]);
@@ -55,14 +55,14 @@ function draw(parent, timeline, health) {
   const ranks = timeline.ranks.slice(0, MOST), lane = ranks.length > 24 ? 13 : 16, hasTrainer = health?.models[0].has_trainer ?? true;
   const published = new Map(timeline.batches.map(one => [one.batch, one.published]));
   const lines = ranks.map(rank => spansOf(rank, timeline, published, hasTrainer));
-  // It begins with the first work, not before.
+  // The timeline begins with the first work.
   const begins = lines.flatMap(({ spans, open }) => [...spans, open]).filter(Boolean).map(span => span.begin);
   if (begins.length) timeline.begin = Math.min(...begins);
   const length = Math.max(1, timeline.end - timeline.begin);
   const waited = ranks.map((rank, index) => 1 - [...lines[index].spans, lines[index].open].filter(Boolean)
     .reduce((sum, span) => sum + span.end - span.begin, 0) / length);
   const label = `Of ${timeline.ranks_in_all} ranks over ${duration(length)}: ` +
-    ranks.slice(0, 8).map((_, rank) => `rank ${rank} had nothing to do for ${Math.round(100 * Math.max(0, waited[rank]))}%`).join(", ");
+    ranks.slice(0, 8).map((_, rank) => `rank ${rank} was idle for ${Math.round(100 * Math.max(0, waited[rank]))}%`).join(", ");
   const shape = canvas(label, lane * ranks.length + 36, (context, width) => {
     const paint = colors("trained", "prompt", "padding", "grid", "quiet"), x = at => LABEL + (at - timeline.begin) / length * (width - LABEL - 4);
     lines.forEach(({ spans, open }, rank) => {
@@ -97,7 +97,7 @@ function marks(context, timeline, x, bottom, width, paint) {
   }
 }
 
-// Times before the end, which is now, or when the run ended.
+// Labels of times before the end, which is now, or the end of the run.
 function ticks(context, timeline, x, bottom, width, isFinished) {
   const length = timeline.end - timeline.begin, step = TICKS.find(one => length / one <= width / 90) ?? TICKS.at(-1);
   const words = ago => ago < 60 ? `−${ago} s` : ago < 3600 ? `−${ago / 60} min` : `−${ago / 3600} h`;

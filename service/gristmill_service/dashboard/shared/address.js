@@ -1,5 +1,5 @@
-// The page's address names what it shows: `#/RUN/BATCH/UID/MODEL.MINI_BATCH.RANK`, where all but the run is optional. A
-// group that is not sealed is in no batch: `#/RUN//UID/ROUND`.
+// The page's address selects what it shows: `#/RUN/BATCH/UID/MODEL.MINI_BATCH.RANK`, where all parts except the run are
+// optional. A group that is not sealed has no batch: `#/RUN//UID/ROUND`.
 export function addressOf({ run, batch = "", uid = "", shard = null, round = 0 }) {
   const place = shard === null ? round || "" : `${shard.model}.${shard.miniBatch}.${shard.rank}`;
   return `#/${[run, batch, uid, place].map(encodeURIComponent).join("/").replace(/\/+$/, "")}`;

@@ -1,4 +1,4 @@
-// Reads the service's answers. What has not changed is not sent again.
+// Reads the service's answers. Unchanged answers are not sent again.
 import { signIn } from "./signin.js";
 
 const versions = new Map();
@@ -24,7 +24,7 @@ export class Refused extends Error {
   }
 }
 
-// A refusal comes as an answer with status 200, so that the browser's console logs no error.
+// Errors are sent with status 200, so that the browser's console logs no error.
 async function ask(path, headers = {}) {
   const answer = await fetch(path, { headers: { ...headers, Prefer: "errors=body" }, cache: "no-store" });
   const status = Number(answer.headers.get("Gristmill-Status") ?? answer.status);
@@ -36,7 +36,7 @@ async function ask(path, headers = {}) {
 
 export const read = async path => (await ask(path)).json();
 
-// Returns {body, changed}: the body from before where the service says that it has not changed.
+// Returns {body, changed}. If the service answers that nothing has changed, body is the previous one.
 export async function readVersion(path) {
   const before = versions.get(path);
   const answer = await ask(path, before ? { "If-None-Match": before.etag } : {});

@@ -35,13 +35,13 @@ export function colors(...names) {
   return Object.fromEntries(names.map(name => [name, style.getPropertyValue(`--${name}`).trim()]));
 }
 
-// A line that is on whole device pixels.
+// Rounds a coordinate to a whole device pixel.
 export const snap = value => {
   const ratio = window.devicePixelRatio || 1;
   return Math.round(value * ratio) / ratio;
 };
 
-// A picture that one can walk through: pointer and arrow keys choose an item, which is described below; a click or Enter opens it.
+// Makes a picture interactive: pointer and arrow keys select an item, which is described below; a click or Enter opens it.
 export function walkable(shape, { find, move, describe, open, readout }) {
   const { node, redraw } = shape;
   node.tabIndex = 0;

@@ -1,4 +1,4 @@
-// Curves of a run's batches: small charts, all over the same batches.
+// Curves of a run's batches: small charts with the same batches on the x axis.
 import { canvas, colors, walkable } from "./canvas.js";
 import { make } from "./dom.js";
 import { compact, number } from "./text.js";
@@ -6,7 +6,7 @@ import { compact, number } from "./text.js";
 const HEIGHT = 112, LEFT = 44, RIGHT = 8, TOP = 8, BOTTOM = 18;
 const PAINTS = ["trained", "prompt", "observation", "stuck", "quiet", "text"];
 const DASHES = [[], [5, 3], [2, 2]], LAID_OVER = [1, 3];
-// A line keeps its color while the page is open, whichever others come and go.
+// A line keeps its color while the page is open, even if other lines change.
 const slots = new Map();
 
 function slotOf(title, name) {
@@ -16,7 +16,7 @@ function slotOf(title, name) {
 
 export const batches = point => point.first === point.last ? `batch ${point.first}` : `batches ${point.first} to ${point.last}`;
 
-// lines: [{name, value(point)}]; a value of null leaves a gap. failed: numbers of batches. open(point): when one is chosen.
+// own: [{name, value(point)}]; a value of null leaves a gap. failed: numbers of batches. open(point): called on a selected point.
 // over: { run, points } of another run, whose lines are dotted.
 export function curves(title, points, own, { failed = [], open, format = number, over = null }) {
   const paints = own.map(line => slotOf(title, line.name)).map(slot =>

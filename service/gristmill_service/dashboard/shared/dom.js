@@ -1,4 +1,4 @@
-// Makes all nodes of the page: what is shown is text, never markup.
+// Creates the nodes of the page. Data is always inserted as text, never as markup.
 export function make(tag, attributes = {}, ...children) {
   const node = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
@@ -22,7 +22,7 @@ export function table(heads, rows, caption) {
       make("td", numeric[index] ? { class: "number" } : {}, typeof value === "number" ? value.toLocaleString("en") : value))))));
 }
 
-// A table in a region that scrolls, takes the focus and has this label.
+// A table in a region with this label that can scroll and be focused.
 export const tableRegion = (label, heads, rows) =>
   make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": label }, table(heads, rows));
 

@@ -1,4 +1,4 @@
-// Polls: not while the page is hidden, and less often while there is no answer.
+// Polls regularly: less often after errors, and not while the page is hidden.
 export class Poll {
   constructor(ask, seconds) {
     this.ask = ask;

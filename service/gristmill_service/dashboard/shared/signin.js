@@ -1,11 +1,11 @@
-// Asks for a token where the service does. The browser keeps it in a cookie that no script reads.
+// Asks for a token if the service requires one. The browser stores it in a cookie that scripts cannot read.
 import { make } from "./dom.js";
 
 let asking = null;
 
 export function signIn() {
   if (asking) return;
-  const words = make("p", { class: "small quiet", role: "status" }, "This service needs a token; one with the role viewer shows runs.");
+  const words = make("p", { class: "small quiet", role: "status" }, "This service requires a token. A token with the role viewer can view runs.");
   const token = make("input", { type: "password", name: "token", autocomplete: "current-password", required: "", "aria-label": "Token" });
   const form = make("form", { method: "dialog" }, make("h2", {}, "Sign in"), words, token, make("button", { type: "submit" }, "Sign in"));
   asking = make("dialog", { "aria-label": "Sign in" }, form);

@@ -1,4 +1,4 @@
-// Numbers and times as people read them.
+// Formats numbers and times.
 export const count = value => value.toLocaleString("en");
 export const some = (value, one, many = `${one}s`) => `${count(value)} ${value === 1 ? one : many}`;
 export const compact = value => value.toLocaleString("en", { notation: "compact", maximumFractionDigits: 1 });
@@ -25,7 +25,7 @@ export function place(position) {
   return `batch ${position.batch}${epoch} mini-batch ${position.mini_batch}`;
 }
 
-// Durations that grow: `tick` rewrites all that are shown, without asking the service.
+// Growing durations: `tick` updates all that are shown, without a request.
 let offset = 0;
 export const now = () => Date.now() / 1000 + offset;
 export const setClock = serverNow => { offset = serverNow - Date.now() / 1000; };
@@ -33,7 +33,7 @@ export const setClock = serverNow => { offset = serverNow - Date.now() / 1000; }
 export function since(seconds, watchedSince) {
   const node = document.createElement("span");
   node.dataset.since = seconds;
-  // It may have begun before the service watched the run.
+  // It may have begun before the service observed the run.
   node.dataset.atLeast = watchedSince != null && seconds <= watchedSince ? "at least " : "";
   return rewrite(node);
 }
