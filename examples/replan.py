@@ -67,7 +67,7 @@ def report(change: dict[str, Any], batches: list[dict[str, Any]]) -> None:
     steps = sum(part["micro_batches_per_rank"] for plan in batches for part in plan["mini_batches"])
     slowest = sum(figures["barrier_ratio"] for figures in metrics) / len(metrics)
     name = ", ".join(f"{key}: {value}" for key, value in change.items()) or "as it is"
-    print(f"{name:28} {rows:7,} {tokens:9,} {steps:12,} {slowest:8.2f} of mean")
+    print(f"{name:28} {rows:7,} {tokens:9,} {steps:12,} {slowest:8.2f} x mean")
 
 
 def main() -> None:

@@ -121,4 +121,4 @@ def test_a_busy_server_that_sends_an_earlier_date_once_has_no_wrong_clock(monkey
 def test_another_version_is_wrong(version: str) -> None:
     by_name = {check.subject: check for check in checks.over_grpc(Replica("h:1", True, version=version))}
     assert by_name["gRPC at h:1"].is_well
-    assert by_name["version of h:1"].remedy == "install one version everywhere"
+    assert by_name["version of h:1"].remedy == "install the same version everywhere"

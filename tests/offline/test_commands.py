@@ -339,10 +339,10 @@ def test_the_summary_says_what_was_made_and_what_another_setting_would_make(
     # A mini-batch has 2 rows of 4 tokens and 2 of 6, a rank one of each; merged, 2 of 6. A tree has each trajectory's
     # last row, and its prompt of 2 tokens once.
     assert summary_lines(output) == {
-        "as configured": "8 0 48 16.7% 1.00 of mean",
-        "with merge: prefix": "4 0 24 0.0% 1.00 of mean",
-        "with layout: packed": "8 0 40 0.0% 1.00 of mean",
-        "with layout: prefix_tree": "8 0 24 0.0% 1.00 of mean",
+        "as configured": "8 0 48 16.7% 1.00 x mean",
+        "with merge: prefix": "4 0 24 0.0% 1.00 x mean",
+        "with layout: packed": "8 0 40 0.0% 1.00 x mean",
+        "with layout: prefix_tree": "8 0 24 0.0% 1.00 x mean",
     }
     config.write_text(json.dumps(CONFIG | {"merge": "none", "micro_batch": {"size": 4}, "layout": "packed"}))
     changed = run("plan", file, "--config", config).stderr
@@ -351,7 +351,7 @@ def test_the_summary_says_what_was_made_and_what_another_setting_would_make(
 
 def summary_lines(output: str) -> dict[str, str]:
     """Return the figures of each line of the summary by its first word."""
-    matches = re.findall(r"^ *(as configured|with \S+ \S+) +(.*of mean)", output, re.MULTILINE)
+    matches = re.findall(r"^ *(as configured|with \S+ \S+) +(.*x mean)", output, re.MULTILINE)
     return {name: " ".join(figures.split()) for name, figures in matches}
 
 

@@ -74,7 +74,7 @@ def _check_directory(subject: str, directory: Path, remedy: str) -> Check:
             pass
         system = os.statvfs(directory)
     except OSError as error:
-        return Check(subject, f"cannot be written to: {error.strerror}", f"let the service write there, or {remedy}")
+        return Check(subject, f"cannot be written to: {error.strerror}", f"grant the service write access, or {remedy}")
     size, room = system.f_frsize * system.f_blocks, system.f_frsize * system.f_bavail
     free = f"{decimal(room)} free of {decimal(size)}"
     if room >= _LEAST_BYTES:
@@ -143,10 +143,12 @@ def over_grpc(replica: Replica) -> Iterator[Check]:
         yield Check(subject, "answers, and is ready")
     ours, theirs = gristmill.__version__, replica.version or "older than this command"
     if theirs == ours:
-        yield Check(f"version of {replica.address}", f"{theirs}, as this command's")
+        yield Check(f"version of {replica.address}", f"{theirs}, the same as this command")
     else:
         yield Check(
-            f"version of {replica.address}", f"{theirs}, this command's is {ours}", "install one version everywhere"
+            f"version of {replica.address}",
+            f"{theirs}, this command has {ours}",
+            "install the same version everywhere",
         )
 
 
@@ -188,7 +190,7 @@ def clock(place: str, ahead_s: float, unsure_s: float = 0.0) -> Check:
     """Checks a clock. ahead_s: how far it is ahead of this machine's clock. unsure_s: the error of `ahead_s`, because
     the clock was read at an unknown time within the call."""
     if abs(ahead_s) <= _CLOCK_S + unsure_s:
-        return Check(f"clock at {place}", "as this machine's, to the second")
+        return Check(f"clock at {place}", "equals this machine's clock to the second")
     shown = datetime.now(UTC).isoformat(timespec="seconds")
     return Check(
         f"clock at {place}",

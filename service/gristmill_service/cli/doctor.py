@@ -21,7 +21,7 @@ _AddressOption = Annotated[
     str | None,
     typer.Option(
         envvar="GRISTMILL_ADDRESS",
-        help="The service, or all of its replicas: HOST:PORT or unix:/PATH, separated by commas "
+        help="The address of the service, or of all its replicas: HOST:PORT or unix:/PATH, separated by commas "
         "[default: the address in --grpc-address]",
     ),
 ]
@@ -72,7 +72,7 @@ def _checks(address: str | None, flags: dict[str, object]) -> Iterator[Check]:
 
     try:
         settings = load_settings(flags)
-        yield Check("settings", "fit together")
+        yield Check("settings", "are valid")
     except InvalidArgumentError as error:
         yield Check(
             "settings",

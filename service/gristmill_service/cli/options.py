@@ -17,10 +17,10 @@ AddressOption = Annotated[
     str,
     typer.Option(
         envvar="GRISTMILL_ADDRESS",
-        help="The service, or any of its replicas: HOST:PORT or unix:/PATH, separated by commas.",
+        help="The address of the service, or of any of its replicas: HOST:PORT or unix:/PATH, separated by commas.",
     ),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="For programs.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
 
 def flags_of(settings: type[BaseSettings]) -> Signature:

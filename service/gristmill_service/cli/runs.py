@@ -84,7 +84,7 @@ def list_runs(address: AddressOption = ADDRESS, as_json: JsonOption = False) -> 
             print(json.dumps({"runs": listed}))
             return
         table = Table(box=None, header_style="bold", pad_edge=False)
-        for name in ("run", "state", "why"):
+        for name in ("run", "state", "reason"):
             table.add_column(name, overflow="fold")
         for run in runs:
             table.add_row(*map(Text, (printable(run.name), run.health.state, printable(run.health.summary))))

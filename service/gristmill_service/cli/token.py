@@ -27,11 +27,9 @@ def about() -> None:
 @_tokens.command("create")
 def create(
     name: Annotated[str, typer.Argument(help="The caller's name, used in logs.")],
-    role: Annotated[list[str], typer.Option(help="A role of the caller; repeat for more.", metavar="|".join(ROLES))],
-    run: Annotated[list[str] | None, typer.Option(help="A pattern of runs, such as 'math-*'; repeat for more.")] = None,
-    rank: Annotated[
-        int | None, typer.Option(help="The only rank that a trainer with this token may have.", min=0)
-    ] = None,
+    role: Annotated[list[str], typer.Option(help="A role of the caller; can be repeated.", metavar="|".join(ROLES))],
+    run: Annotated[list[str] | None, typer.Option(help="A pattern of runs, such as 'math-*'; can be repeated.")] = None,
+    rank: Annotated[int | None, typer.Option(help="The only rank that the token permits.", min=0)] = None,
     tokens_file: Annotated[
         Path, typer.Option(help="The file that `gristmill serve --tokens-file` reads; created if it does not exist.")
     ] = Path("tokens.yaml"),
@@ -41,8 +39,8 @@ def create(
     The token itself is not stored: pass it to the caller in GRISTMILL_TOKEN, or in a file named by
     GRISTMILL_TOKEN_FILE. A running service reloads the file. To revoke the token, remove its entry from the file.
 
-    Roles: worker (submits rollouts), trainer (pulls shards), viewer (sees runs, but no tokens of rows), data_reader
-    (also sees tokens of rows), scraper (metrics), admin (everything, including deleting runs).
+    Roles: worker (submits rollouts), trainer (pulls shards), viewer (views runs, but no tokens of rows), data_reader
+    (also views tokens of rows), scraper (metrics), admin (everything, including deleting runs).
 
         gristmill token create rollouts --role worker --run 'math-*' --tokens-file tokens.yaml
     """

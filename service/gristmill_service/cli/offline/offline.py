@@ -105,7 +105,7 @@ def batch(
         for target in targets:
             if target.exists():
                 raise InvalidArgumentError(f"{target} already exists; remove it or set another --out")
-        with _bar("Making batches", len(batches), MofNCompleteColumn()) as advance:
+        with _bar("Building batches", len(batches), MofNCompleteColumn()) as advance:
             built = list(_build_all(batches, settings, file.name.split(".")[0], advance))
         sizes = [shard.size for one in built for shard in one.shards]
         with _bar("Writing shards", sum(sizes), DownloadColumn()) as advance:
@@ -135,7 +135,7 @@ def _read_settings(path: Path) -> RunConfig:
     if config.zero_variance_filter == "replace":
         raise InvalidArgumentError(
             f"{path}: zero_variance_filter: replace replaces a group with equal scores by the next group, and a file "
-            "has no next group; use zero_variance_filter: mask, or leave it out"
+            "has no next group; use zero_variance_filter: mask, or omit this setting"
         )
     return config
 
@@ -203,7 +203,7 @@ def _cells(cost: BatchCost) -> list[str]:
         f"{cost.padding_rows:,}",
         "-" if cost.tokens is None else f"{cost.tokens:,}",
         "-" if cost.padding_share is None else f"{cost.padding_share:.1%}",
-        f"{cost.barrier_ratio:.2f} of mean",
+        f"{cost.barrier_ratio:.2f} x mean",
     ]
 
 

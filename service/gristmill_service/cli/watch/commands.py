@@ -59,7 +59,7 @@ def top(
     address: AddressOption = ADDRESS,
     as_json: JsonOption = False,
     interval_s: Annotated[
-        float, typer.Option("--interval", min=0.1, metavar="SECONDS", help="Between snapshots.")
+        float, typer.Option("--interval", min=0.1, metavar="SECONDS", help="Seconds between snapshots.")
     ] = 1.0,
 ) -> None:
     """Watch the service's runs until q or Ctrl-C is pressed.
@@ -77,7 +77,7 @@ def tail(
     address: AddressOption = ADDRESS,
     as_json: JsonOption = False,
     interval_s: Annotated[
-        float, typer.Option("--interval", min=0.05, metavar="SECONDS", help="Between snapshots.")
+        float, typer.Option("--interval", min=0.05, metavar="SECONDS", help="Seconds between snapshots.")
     ] = 0.5,
 ) -> None:
     """Print a run's events from now on, one per line, until the run is done or deleted, or Ctrl-C is pressed.

@@ -46,7 +46,8 @@ def _watch(recent: deque[Snapshot], client: ServiceClient, interval_s: float) ->
     stale_reason = ""
     with _keys() as pressed, Live(console=screen(), screen=True, auto_refresh=False) as live:
         while True:
-            head = Text(stale_reason, "bold red") if stale_reason else Text(time.strftime("%H:%M:%S   q ends"), "dim")
+            title = time.strftime("%H:%M:%S   press q to quit")
+            head = Text(stale_reason, "bold red") if stale_reason else Text(title, "dim")
             live.update(Group(head, overview(recent[-1], _rates(recent))), refresh=True)
             if pressed(interval_s) in ("q", "Q"):
                 return
