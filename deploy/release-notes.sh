@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What CHANGELOG.md says of a version: `release-notes.sh VERSION`. Exit status 1 where it says nothing.
+# Prints the section of CHANGELOG.md for a version: `release-notes.sh VERSION`. Exit status 1 if there is none.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 awk -v wanted="## $1" '

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Removes from installed packages what nothing uses at run time: `slim.sh DIRECTORY`. Debug symbols go where there is a
-# strip; not numpy's, whose libraries were relocated and do not survive it.
+# Removes files of installed packages that are not used at run time: `slim.sh DIRECTORY`. If `strip` is installed, also
+# removes debug symbols, except numpy's: its relocated libraries would break.
 set -euo pipefail
 directory=$1
 find "$directory" -depth -type d \( -name tests -o -name test -o -name __pycache__ -o -path '*/numpy/f2py' \) \
@@ -11,5 +11,5 @@ find "$directory" -type f \( -name '*.a' -o -name '*.h' -o -name '*.c' -o -name 
 if command -v strip > /dev/null; then
   find "$directory" -type f -name '*.so' -not -path '*/numpy*' -exec strip --strip-unneeded {} +
 else
-  echo "no strip here: debug symbols stay" >&2
+  echo "strip is not installed: debug symbols stay" >&2
 fi

@@ -1,6 +1,6 @@
-"""Checks rendered manifests strictly, against Kubernetes 1.29 and the newest schemas at hand, for what the API server
-refuses beyond its schemas, and for the restricted profile of pod security: `validate.py FILE...`. Says what is wrong, a
-line each; exit status 1 if anything is.
+"""Checks rendered manifests against the strict schemas of Kubernetes 1.29 and the newest available version, against
+further rules of the API server, and against the restricted profile of pod security: `validate.py FILE...`. Prints one
+line per problem; exit status 1 if there are any.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _QUANTITY = re.compile(r"\+?[0-9]+(\.[0-9]+)?([mkMGTPE]|[KMGTPE]i|[eE][0-9]+)?")
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a name that is given twice, as the API server does under strict validation."""
+    """Refuses duplicate keys, like the strict validation of the API server."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         names = [key.value for key, _ in node.value]
@@ -41,7 +41,7 @@ def resources(text: str) -> list[dict[str, Any]]:
 
 
 def schema_errors(resource: dict[str, Any]) -> Iterator[str]:
-    """Yields what the schemas refuse, unknown fields too."""
+    """Yields violations of the schemas, including unknown fields."""
     custom = json.loads(CUSTOM.read_text(encoding="utf-8"))
     if resource["kind"] in custom["kinds"]:
         schema = {**custom["kinds"][resource["kind"]], "$defs": custom["$defs"]}
@@ -58,7 +58,7 @@ def schema_errors(resource: dict[str, Any]) -> Iterator[str]:
 
 
 def server_errors(resource: dict[str, Any]) -> Iterator[str]:
-    """Yields what the API server refuses though its schemas have it: names, quantities, ports, bounds."""
+    """Yields violations of API server rules that are not in its schemas: names, quantities, ports, bounds."""
     metadata, spec = resource["metadata"], resource.get("spec", {})
     if len(metadata["name"]) > 253 or not _SUBDOMAIN.fullmatch(metadata["name"]):
         yield f"{metadata['name']!r} is no name"
@@ -85,7 +85,7 @@ def server_errors(resource: dict[str, Any]) -> Iterator[str]:
 
 
 def _walk(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Each value that is no mapping and no list, with the names above it."""
+    """Yields each scalar value with the path of keys that leads to it."""
     if isinstance(value, dict):
         for name, inner in value.items():
             yield from _walk(inner, (*path, str(name)))
@@ -101,7 +101,7 @@ def _twice(kind: str, values: list[Any]) -> Iterator[str]:
 
 
 def _pod(resource: dict[str, Any]) -> dict[str, Any]:
-    """The pod that a resource is or makes; empty where it makes none."""
+    """Returns the pod that a resource is or creates; empty if it creates none."""
     spec: dict[str, Any] = resource.get("spec", {})
     if resource["kind"] != "Pod":
         spec = spec.get("template", {}).get("spec", {})
@@ -114,7 +114,7 @@ def _containers(resource: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def restricted_errors(resource: dict[str, Any]) -> Iterator[str]:
-    """Yields what the restricted profile of pod security refuses, and a root that may be written, which we refuse."""
+    """Yields violations of the restricted profile of pod security, and writable root file systems."""
     pod = _pod(resource)
     for name in ("hostNetwork", "hostPID", "hostIPC"):
         if pod.get(name):

@@ -36,7 +36,7 @@ _WAIT_S = 30.0
 _LASTING = (AlreadyExistsError, FailedPreconditionError, InvalidArgumentError, NotFoundError)
 _OVER = {
     RowOutcome.SEALED: "sealed: its group is in a sealed batch, without this trajectory",
-    RowOutcome.DROPPED: "dropped: its group was dropped, or it was aborted",
+    RowOutcome.DROPPED: "dropped: the group was dropped, or the trajectory was aborted",
     RowOutcome.SUPERSEDED: "superseded: the service has a higher attempt",
 }
 ACCEPTED, ABORTED, REFUSED = "accepted", "aborted", "refused"

@@ -117,7 +117,7 @@ def test_the_fill_is_recorded_only_where_something_scales_by_it(mode: str, recor
         ((*REDIS, "--set", "settings.journal_fsync=always"), "settings.journal_fsync is for store: journal"),
         ((*REDIS, "--set", "settings.lease_s=0.1"), "lease_s"),
         ((*REDIS, "--set", "settings.max_row_bytes=lots"), "max_row_bytes"),
-        ((*REDIS, "--set", "redis.caSecret=ca"), "the bundled Redis speaks no TLS"),
+        ((*REDIS, "--set", "redis.caSecret=ca"), "the bundled Redis does not support TLS"),
         ((*OWN_REDIS, "--set", "redis.caSecret=ca"), "use rediss://"),
         ((*REDIS, "--set", "settings.jwks=/keys"), "settings.jwks needs access.tokensSecret"),
         (

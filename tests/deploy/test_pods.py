@@ -98,7 +98,7 @@ def port(address: str) -> str:
 
 def test_helms_test_passes_where_replicas_take_calls(service: Service) -> None:
     done = check("127.0.0.1,localhost", port(service.grpc_address), port(service.http_url))
-    assert (done.returncode, done.stdout) == (0, "127.0.0.1: takes calls\nlocalhost: takes calls\n")
+    assert (done.returncode, done.stdout) == (0, "127.0.0.1: answers calls\nlocalhost: answers calls\n")
 
 
 def test_helms_test_fails_and_says_why_where_one_does_not(service: Service) -> None:

@@ -1,7 +1,7 @@
-"""Whether replicas take calls, over gRPC and over HTTP: `check_replicas.py HOST,HOST GRPC_PORT HTTP_PORT`.
+"""Checks whether replicas answer calls over gRPC and HTTP: `check_replicas.py HOST,HOST GRPC_PORT HTTP_PORT`.
 
-`helm test` runs it in a pod of the service's image. GRISTMILL_CA_FILE: the authority of their certificates, where they
-speak TLS. No token is needed for what it asks. A line a replica; exit status 1 where one does not.
+`helm test` runs it in a pod with the service's image. GRISTMILL_CA_FILE: the authority of the replicas' certificates,
+if they use TLS. The calls need no token. Prints one line per replica; exit status 1 if a replica does not answer.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 TIMEOUT_S = 10.0
 
 
-def trouble(host: str, grpc_port: int, http_port: int, ca_file: str | None) -> str:
-    """What keeps the replica from taking calls; empty where it takes them."""
+def problem_of(host: str, grpc_port: int, http_port: int, ca_file: str | None) -> str:
+    """Returns why the replica does not answer calls; empty if it does."""
     credentials = None if ca_file is None else grpc.ssl_channel_credentials(Path(ca_file).read_bytes())
     place = f"{host}:{grpc_port}"
     channel = grpc.insecure_channel(place) if credentials is None else grpc.secure_channel(place, credentials)
     with channel:
         try:
-            asked = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
+            answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
         except grpc.RpcError as error:
             return f"gRPC: {error.code().name}: {error.details()}"
-    if asked.status != health_pb2.HealthCheckResponse.SERVING:
-        return f"gRPC: {health_pb2.HealthCheckResponse.ServingStatus.Name(asked.status)}"
+    if answer.status != health_pb2.HealthCheckResponse.SERVING:
+        return f"gRPC: {health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)}"
     url = f"{'http' if ca_file is None else 'https'}://{host}:{http_port}/readyz"
     context = None if ca_file is None else ssl.create_default_context(cafile=ca_file)
     try:
@@ -44,11 +44,11 @@ def trouble(host: str, grpc_port: int, http_port: int, ca_file: str | None) -> s
 
 def main(hosts: str, grpc_port: str, http_port: str) -> int:
     problems = {
-        host: trouble(host, int(grpc_port), int(http_port), os.environ.get("GRISTMILL_CA_FILE"))
+        host: problem_of(host, int(grpc_port), int(http_port), os.environ.get("GRISTMILL_CA_FILE"))
         for host in hosts.split(",")
     }
-    for host, what in problems.items():
-        print(f"{host}: {what or 'takes calls'}")
+    for host, problem in problems.items():
+        print(f"{host}: {problem or 'answers calls'}")
     return 1 if any(problems.values()) else 0
 
 

@@ -1,4 +1,4 @@
-{{/* Refuses values that would render, and that the API server refuses later or that would not do what they say. */}}
+{{/* Refuses values that the API server would refuse later, or that would have no effect. */}}
 {{- define "gristmill.checkService" -}}
 {{- include "gristmill.checkStore" . -}}
 {{- include "gristmill.checkAccess" . -}}
@@ -17,7 +17,7 @@
 {{- else -}}
 {{- if and .Values.redis.url .Values.redis.bundled.enabled }}{{ fail "redis.url and redis.bundled.enabled are both set: unset one" }}{{ end -}}
 {{- if and .Values.redis.url .Values.networkPolicy.enabled (not .Values.networkPolicy.egress) }}{{ fail "networkPolicy.egress is empty, so that pods cannot reach redis.url: add a rule for it, or set networkPolicy.enabled: false" }}{{ end -}}
-{{- if and .Values.redis.bundled.enabled .Values.redis.caSecret }}{{ fail "redis.caSecret is for redis.url; the bundled Redis speaks no TLS" }}{{ end -}}
+{{- if and .Values.redis.bundled.enabled .Values.redis.caSecret }}{{ fail "redis.caSecret is for redis.url; the bundled Redis does not support TLS" }}{{ end -}}
 {{- if and .Values.redis.url .Values.redis.caSecret (not (hasPrefix "rediss" .Values.redis.url)) }}{{ fail "redis.caSecret is for TLS, and redis.url uses none; use rediss:// in redis.url" }}{{ end -}}
 {{- if hasKey .Values.settings "journal_fsync" }}{{ fail "settings.journal_fsync is for store: journal" }}{{ end -}}
 {{- end -}}

@@ -26,19 +26,19 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end -}}
 {{- end }}
 
-{{/* A pod of the restricted profile. */}}
+{{/* The security context of a pod, according to the restricted profile. */}}
 {{- define "gristmill.podSecurity" -}}
 runAsNonRoot: true
 runAsUser: {{ .Values.runAsUser }}
 runAsGroup: {{ .Values.fsGroup }}
 fsGroup: {{ .Values.fsGroup }}
-# A large journal is not walked through at each start.
+# Do not change the owner of every file of a large journal at each start.
 fsGroupChangePolicy: OnRootMismatch
 seccompProfile:
   type: RuntimeDefault
 {{- end }}
 
-{{/* A container of it, which sets for itself what its pod might set otherwise. */}}
+{{/* The security context of a container. It repeats settings of the pod, which a trainer's pod may not have. */}}
 {{- define "gristmill.containerSecurity" -}}
 runAsNonRoot: true
 runAsUser: {{ .Values.runAsUser }}
@@ -50,7 +50,7 @@ seccompProfile:
   type: RuntimeDefault
 {{- end }}
 
-{{/* Settings as environment variables, and extraEnv. Whole numbers come from YAML as floats. */}}
+{{/* Settings as environment variables, and extraEnv. Helm reads integers from YAML as floats. */}}
 {{- define "gristmill.settingsEnv" -}}
 {{- range $name, $value := .Values.settings }}
 - name: GRISTMILL_{{ upper $name }}
@@ -61,7 +61,7 @@ seccompProfile:
 {{- end }}
 {{- end }}
 
-{{/* CPU, and memory with every tmpfs in it. Takes a dict of Values and tmpfsMiB. */}}
+{{/* Resources: CPU, and memory including every tmpfs. Takes a dict of Values and tmpfsMiB. */}}
 {{- define "gristmill.resources" -}}
 {{- $memory := printf "%dMi" (add .Values.resources.processMiB .tmpfsMiB) -}}
 requests:
@@ -71,7 +71,7 @@ limits:
   memory: {{ $memory }}
 {{- end }}
 
-{{/* Certificates and tokens; without both, what it takes to be reached without them. */}}
+{{/* Settings for certificates and tokens; GRISTMILL_INSECURE unless both are set. */}}
 {{- define "gristmill.accessEnv" -}}
 {{- if .Values.access.tokensSecret }}
 - name: GRISTMILL_TOKENS_FILE
@@ -105,8 +105,8 @@ redis://{{ include "gristmill.name" . }}-redis:6379/0
 {{- end }}
 
 {{/*
-What changes when a secret does that is read only at a start, so that an upgrade restarts the pods. Takes a dict of
-context and names. Without a cluster, as in `helm template`, there is nothing to look up.
+A checksum of secrets that are read only at startup, so that an upgrade restarts the pods when they change. Takes a dict
+of context and names. Without a cluster, as in `helm template`, the lookup returns nothing.
 */}}
 {{- define "gristmill.secretsChecksum" -}}
 {{- $namespace := .context.Release.Namespace -}}
@@ -125,7 +125,7 @@ checksum/secrets: {{ $found | toJson | sha256sum }}
     - {port: 53, protocol: TCP}
 {{- end }}
 
-{{/* Every replica's name in the cluster, with commas between: those that are always there. */}}
+{{/* The names in the cluster of all replicas that always exist, separated by commas. */}}
 {{- define "gristmill.replicas" -}}
 {{- $name := include "gristmill.name" . -}}
 {{- $scaled := and .Values.autoscaling.enabled (eq .Values.store "redis") -}}

@@ -1,10 +1,10 @@
 {{/*
-gristmill next to a trainer: a native sidecar, to be put first among the initContainers of the trainer's pod. The kubelet
+Renders gristmill as a native sidecar. Include it first among the initContainers of the trainer's pod. The kubelet
 starts the trainer when the startup probe has passed, and stops the sidecar after the trainer has ended.
-All of these take the gristmill subchart's context: .Subcharts.gristmill.
+All templates of this file take the context of the gristmill subchart: .Subcharts.gristmill.
 */}}
 {{- define "gristmill.sidecar.container" -}}
-{{- if ne .Values.mode "sidecar" }}{{ fail "set mode: sidecar for gristmill, or it would bring a service of its own" }}{{ end -}}
+{{- if ne .Values.mode "sidecar" }}{{ fail "gristmill.mode is not sidecar, so the chart would also deploy a service; set gristmill.mode: sidecar" }}{{ end -}}
 name: gristmill
 image: {{ include "gristmill.image" . }}
 imagePullPolicy: {{ .Values.image.pullPolicy }}
@@ -15,7 +15,7 @@ env:
     value: "true"
   - name: GRISTMILL_GRPC_ADDRESS
     value: {{ if eq .Values.sidecar.listen "socket" }}unix:{{ .Values.sidecar.directory }}/grpc.sock{{ else }}0.0.0.0:{{ .Values.ports.grpc }}{{ end }}
-  # The kubelet's probes and Prometheus come from outside of the pod.
+  # The kubelet's probes and Prometheus connect from outside of the pod.
   - name: GRISTMILL_HTTP_ADDRESS
     value: 0.0.0.0:{{ .Values.ports.http }}
   - name: GRISTMILL_SHARED_MEMORY_DIR
@@ -30,7 +30,7 @@ ports:
   - {name: grpc, containerPort: {{ .Values.ports.grpc }}}
   {{- end }}
   - {name: http, containerPort: {{ .Values.ports.http }}}
-# No readiness: while the journal is full the pod must still be reached, or nothing makes room.
+# No readiness probe: while the journal is full the pod must stay reachable, or its space is never freed.
 startupProbe:
   httpGet: {path: /healthz, port: http}
   periodSeconds: 1
@@ -55,7 +55,7 @@ volumeMounts:
   {{- end }}
 {{- end }}
 
-{{/* What the trainer mounts too: the shards and the socket. */}}
+{{/* The mount that the trainer needs, too: the shards and the socket. */}}
 {{- define "gristmill.sidecar.mounts" -}}
 - {name: gristmill-shared, mountPath: {{ .Values.sidecar.directory }}}
 {{- end }}
@@ -66,7 +66,7 @@ volumeMounts:
   value: {{ if eq .Values.sidecar.listen "socket" }}unix:{{ .Values.sidecar.directory }}/grpc.sock{{ else }}127.0.0.1:{{ .Values.ports.grpc }}{{ end }}
 {{- end }}
 
-{{/* The pod's labels, by which monitor and network policy find it. */}}
+{{/* The pod's labels, which monitor and network policy select. */}}
 {{- define "gristmill.sidecar.labels" -}}
 gristmill.io/sidecar: {{ .Release.Name | quote }}
 {{- end }}

@@ -148,7 +148,7 @@ def _models(status: run_pb2.RunStatus) -> Iterable[Text]:
     for model in status.models:
         ranks = [rank for rank in status.ranks if rank.model == model.model]
         at, size = place(model.committed), counted(len(ranks), "rank")
-        progress = f"all before {at} is committed, incarnation {model.incarnation}, {size}"
+        progress = f"committed before {at}, incarnation {model.incarnation}, {size}"
         # The other ranks wait for the slowest rank; if there are several, the first is shown.
         behind = min(ranks, key=lambda rank: order(rank.next), default=None)
         last = "" if behind is None else f"; the slowest, rank {behind.rank}, is at {place(behind.next)}"
