@@ -213,7 +213,7 @@ def test_a_required_setting_that_is_missing_is_named(name: str) -> None:
         ),
         ({"grpo_epsilon": 0}, "grpo_epsilon: input should be greater than 0, got 0"),
         ({"grpo_std_over": "prompt"}, "grpo_std_over: input should be 'group' or 'batch', got 'prompt'"),
-        ({"advantage_estimator": "pass@k"}, "advantage_estimator: input should be 'grpo', .*'opo', 'passk'"),
+        ({"advantage_estimator": "pass@k"}, "advantage_estimator: input should be 'grpo', .*'opo', 'gdpo', 'passk'"),
         ({"kl_from": "logprobs"}, "kl_from: input should be 'old_logprobs' or 'rollout_logprobs', got 'logprobs'"),
         ({"lambda": {"length_adaptive": 0}}, "lambda.length_adaptive: input should be greater than 0, got 0"),
         ({"lambda": {"alpha": 0.05}}, "unknown setting lambda.alpha; expected one of length_adaptive, column"),
@@ -226,6 +226,12 @@ def test_a_required_setting_that_is_missing_is_named(name: str) -> None:
         (lambda_of_column("rollout", scope="response"), "columns: trust has scope: response, .* set scope: row"),
         ({"critic_lambda": 1.5}, "critic_lambda: input should be less than or equal to 1, got 1.5"),
         ({"kl_in_reward": {"estimator": "k1"}}, "kl_in_reward.coef is required"),
+        (
+            {"kl_in_reward": {"coef": 0.1, "estimator": "k1"}, "advantage_estimator": "gdpo"},
+            "kl_in_reward changes rewards, and advantage_estimator: gdpo is computed from reward_components; leave",
+        ),
+        ({"component_weights": {"a": "x"}}, "component_weights.a: input should be a valid number, got 'x'"),
+        ({"component_weights": {"": 1}}, "component_weights"),
         ({"kl_in_reward": {"coef": -1, "estimator": "k1"}}, "kl_in_reward.coef: .* greater than or equal to 0"),
         ({"kl_in_reward": {"coef": 0.1, "estimator": "k4"}}, "kl_in_reward.estimator: .* got 'k4'"),
         ({"kl_in_reward": {"coef": 0.1, "column": "KL"}}, "kl_in_reward.column: .* got 'KL'"),
@@ -290,7 +296,11 @@ def has(annotation: Any, kind: type) -> bool:
 
 NUMBERS = {
     kind: [
-        *(name for name, field in SETTINGS.items() if has(field.annotation, kind)),
+        *(
+            name + ".any" * (get_origin(field.annotation) is dict)
+            for name, field in SETTINGS.items()
+            if has(field.annotation, kind)
+        ),
         *(f"micro_batch.{name}" for name, field in MicroBatch.model_fields.items() if has(field.annotation, kind)),
         *(f"flops.{name}" for name, field in Flops.model_fields.items() if has(field.annotation, kind)),
         *(f"kl_in_reward.{name}" for name, field in KlInReward.model_fields.items() if has(field.annotation, kind)),
@@ -503,9 +513,11 @@ def test_a_missing_file_is_refused_with_its_name(tmp_path: Path) -> None:
         ({"grpo_epsilon": 1e-4, "advantage_estimator": "rloo"}, ["grpo_epsilon: 0.0001 has no effect"]),
         ({"grpo_epsilon": 1e-4, "advantage_estimator": "passk"}, []),
         ({"grpo_std_over": "batch"}, []),
+        ({"grpo_std_over": "batch", "advantage_estimator": "gdpo", "component_weights": {"a": 2.0}}, []),
+        ({"component_weights": {"a": 2.0}}, ["component_weights: {'a': 2.0} has no effect: it is read with"]),
         (
             {"grpo_std_over": "batch", "advantage_estimator": "opo"},
-            ["grpo_std_over: batch has no effect: it is read with advantage_estimator: grpo alone"],
+            ["grpo_std_over: batch has no effect: it is read with advantage_estimator: grpo or gdpo alone"],
         ),
         (
             {"grpo_std_over": "batch", "grpo_norm_by_std": False},

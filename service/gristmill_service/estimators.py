@@ -71,11 +71,14 @@ class Estimator:
     """An entry of the table.
 
     settings: the settings that not every estimator reads. columns: the response columns that the run must declare.
+    reads_components: whether each of `reward_components` takes the place of the scores, and the advantages are summed
+    by `component_weights`.
     """
 
     name: str
     settings: tuple[str, ...] = ()
     columns: tuple[str, ...] = ()
+    reads_components: bool = False
 
     @property
     def takes_advantages(self) -> bool:
@@ -322,9 +325,17 @@ ESTIMATORS: dict[str, Estimator] = {
         GroupEstimator("rloo", compute=_rloo),
         GroupEstimator("maxrl", compute=_maxrl, of_one=lambda scores, settings: scores.copy()),
         GroupEstimator("opo", compute=_opo),
+        # GDPO: Liu et al. 2026, arXiv:2601.05242: each component of the reward through GRPO by itself.
+        GroupEstimator(
+            "gdpo",
+            ("grpo_epsilon", "grpo_std_over", "component_weights"),
+            reads_components=True,
+            compute=_grpo,
+            of_one=_grpo_of_one,
+        ),
         GroupEstimator("passk", ("grpo_epsilon",), compute=_passk),
         Estimator("none"),
-        TokenEstimator("gae", ("gamma", "lambda", "critic_lambda"), ("values",), _gae),
+        TokenEstimator("gae", ("gamma", "lambda", "critic_lambda"), ("values",), compute=_gae),
         TokenEstimator("reinforce++", ("gamma",), compute=_reinforce_plus_plus),
     )
 }

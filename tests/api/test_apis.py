@@ -274,6 +274,30 @@ def test_groups_may_name_their_task(api: Api, run_name: str) -> None:
     assert plan["tag_metrics"]["code"]["trajectories"] == 2
 
 
+def test_rewards_may_have_components(api: Api, run_name: str) -> None:
+    api.create(run_name, CONFIG | {"advantage_estimator": "gdpo", "train_batch_size": 1, "policy_mini_batch_size": 1})
+    rows = [one | {"reward_components": {"a": one["sample"]}} for one in group("a") if one["is_last_step"]]
+    bare = [one for one in group("a") if not one["is_last_step"]]
+    for components, problem in (
+        ({}, "reward_components is missing, and advantage_estimator: gdpo reads it"),
+        ({"a": "x"}, "reward_components.a is 'x'"),
+        ({"a": 1e39}, "reward_components.a is 1e+39; it must be finite in float32"),
+    ):
+        if components == {"a": "x"} and isinstance(api, GrpcApi):
+            continue
+        with pytest.raises(Refused) as refused:
+            api.submit(run_name, [*bare, *(one | {"reward_components": components} for one in rows)])
+        assert refused.value.code == "INVALID_ARGUMENT"
+        assert problem in refused.value.message
+    api.submit(run_name, [*bare, *rows])
+    with pytest.raises(Refused) as refused:
+        api.submit(run_name, [one | {"reward_components": {"b": 1.0}} for one in group("b") if one["is_last_step"]])
+    assert "reward_components has 'b', and other trajectories of this run have 'a'" in refused.value.message
+    assert api.batch(run_name, 0, wait_s=WAIT_S)["state"] == "published"
+    labels = json.loads(metadata(api.read(run_name, 0, 0, 0))["reward_components"])
+    assert {"a": 0.0} in labels
+
+
 def test_tokens_may_have_a_version_each(api: Api, run_name: str) -> None:
     api.create(run_name, CONFIG | {"stale": "mask", "max_staleness": 1, "train_batch_size": 1})
     with pytest.raises(Refused) as refused:

@@ -56,6 +56,23 @@ def test_rewards_per_token_come_with_the_step_or_later(
     assert shard["rewards"].tolist() == [pytest.approx([0, 0, 0.25, 0.3]), pytest.approx([0, 0, 0.5, 0.1])]
 
 
+def test_components_of_rewards_come_with_the_last_step_and_reach_the_micro_batches(
+    client: RolloutClient, trainer: TrainerClient
+) -> None:
+    client.create_run(CONFIG | {"advantage_estimator": "gdpo", "component_weights": {"format": 0.5}})
+    for uid in client.begin_groups(prompts(0, 2), tag="math"):
+        for sample in range(2):
+            with client.trajectory(uid, sample) as trajectory:
+                trajectory.step([1], [2])
+                components: dict[str, Any] = {"correct": sample, "format": np.float32(1 - sample)}
+                trajectory.step([9], [3], reward=0.5, is_last_step=True, reward_components=components)
+    shard = next(next(iter(trainer)).mini_batches())
+    last = [micro.metadata for micro in shard.micro_batches()][-1]
+    assert last["reward_components"][-1] == {"correct": 1.0, "format": 0.0}
+    assert len(last["reward_components"]) == len(last["tags"]) == len(last["uids"])
+    assert (shard["advantages"] != 0).all()
+
+
 def test_a_step_of_a_group_that_the_client_did_not_begin_warns_once(
     service: Service, run_name: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -34,7 +34,9 @@ def group_advantages(
     return estimators.group_advantages(settings.estimator, groups, settings)
 
 
-ESTIMATORS = [name for name, one in estimators.ESTIMATORS.items() if isinstance(one, GroupEstimator)]
+ESTIMATORS = [
+    name for name, one in estimators.ESTIMATORS.items() if isinstance(one, GroupEstimator) and not one.reads_components
+]
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)

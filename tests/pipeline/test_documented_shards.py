@@ -118,6 +118,7 @@ def rows(layout: str = "left_padded") -> list[Row]:
                 "reward": float(sample),
                 "stop_reason": "stop",
                 "tag": "math",
+                "reward_components": {"correct": 1.0},
                 "experts": np.zeros((2 + prompt + count, 2, 3), np.int16).tolist(),
                 "teacher": np.zeros((count, 2)).tolist(),
                 "verdict": True,

@@ -228,6 +228,8 @@ class Batch:
         }
         if any(group.tag for group in self.groups):
             labels["tags"] = each(lambda row: self.group(row).tag, "")
+        if any("reward_components" in one.steps[-1] for one in self.trajectories):
+            labels["reward_components"] = each(lambda row: row.trajectory.steps[-1]["reward_components"], None)
         if self.config["layout"] == "prefix_tree":
             labels["response_lengths"] = each(lambda row: len(row.sources), 0)
         return labels

@@ -122,11 +122,27 @@ def credit(groups: list[Group], rows: list[list[Merged]], config: Config) -> Cre
             result.of_tokens.append({token: (advantage, 0.0) for token, advantage in given.items()})
     if estimator == "none" and not any(isinstance(one.steps[0]["advantage"], list) for one in trajectories):
         result.advantages = [float(one.steps[0]["advantage"]) for one in trajectories]
-    if estimator not in (*PER_TOKEN, "none"):
+    if estimator == "gdpo":
+        result.advantages = _of_components(groups, tokens, config)
+    if estimator not in (*PER_TOKEN, "none", "gdpo"):
         for group in groups:
             own = slice(len(result.advantages), len(result.advantages) + len(group.trajectories))
             result.advantages += group_advantages(scores[own], tokens[own], scores, config)
     return result
+
+
+def _of_components(groups: list[Group], tokens: list[int], config: Config) -> list[float]:
+    """The weighted sum of what `grpo` makes of each component of the rewards."""
+    every = [one.steps[-1]["reward_components"] for group in groups for one in group.trajectories]
+    total, by_grpo = [0.0] * len(every), {**config, "advantage_estimator": "grpo"}
+    for name in sorted(every[0]) if every else []:
+        scores, advantages = [float(one[name]) for one in every], list[float]()
+        for group in groups:
+            own = slice(len(advantages), len(advantages) + len(group.trajectories))
+            advantages += group_advantages(scores[own], tokens[own], scores, by_grpo)
+        weight = config["component_weights"].get(name, 1.0)
+        total = [one + weight * advantage for one, advantage in zip(total, advantages, strict=True)]
+    return total
 
 
 def _placed(step: Row, number: int, rows: list[Merged]) -> list[float]:

@@ -28,6 +28,7 @@ def drawn(seed: str) -> tuple[list[Row], Config]:
         "rollout_logprobs": _maybe(random) or config.get("kl_from") == "rollout_logprobs",
         "stop_reason": _maybe(random, 0.8),
         "token_rewards": _maybe(random, 0.3),
+        "reward_components": _maybe(random, 0.2) or config["advantage_estimator"] == "gdpo",
         "token_advantages": _maybe(random) and config["whiten"] != "trajectories",
     }
     batches = random.choice([1, 1, 2, 3])
@@ -53,7 +54,7 @@ def _config(random: Random) -> Config:
         "step_wise": maybe(0.85),
         "trajectory_score": some(["last_step", "sum"]),
         "advantage_estimator": some(
-            ["grpo", "grpo", "grpo", "rloo", "maxrl", "opo", "passk", "none", "gae", "reinforce++"]
+            ["grpo", "grpo", "grpo", "rloo", "maxrl", "opo", "passk", "gdpo", "gdpo", "none", "gae", "reinforce++"]
         ),
         "grpo_std_over": some(["group", "group", "batch"]),
         "grpo_norm_by_std": maybe(0.7),
@@ -127,7 +128,9 @@ def _credit(random: Random, config: Config) -> None:
         if config["lambda"] == {"column": "trust"}:
             merge = some(["first", "last", "sum"])
             config["columns"].append({"name": "trust", "dtype": "float32", "scope": "row", "merge": merge})
-    if random.random() < 0.4 and estimator != "none":
+    if estimator == "gdpo":
+        config["component_weights"] = some([{}, {"format": 0.5}, {"correct": 2.0, "format": 0.0}])
+    if random.random() < 0.4 and estimator not in ("none", "gdpo"):
         if random.random() < 0.3 and estimator != "gae" and estimator != "reinforce++":
             config["kl_in_reward"] = {"coef": some([0.0, 1.0, 0.1]), "column": "kl_sum"}
             names = [{"name": "kl_sum", "dtype": "float32", "scope": "row", "merge": "sum"}]
@@ -213,6 +216,8 @@ def _trajectory(random: Random, config: Config, prompt: list[int], kinds: int, h
             "loss_mask": [random.randrange(2) if random.random() < 0.2 else 1 for _ in response],
             "reward": random.choice(REWARDS),
         }
+        if has["reward_components"] and step == count - 1:
+            row["reward_components"] = {"correct": random.choice(REWARDS), "format": random.choice(REWARDS)}
         if has["stop_reason"]:
             row["stop_reason"] = random.choice(["stop", "stop", "length"])
         if has["token_rewards"]:

@@ -64,6 +64,13 @@ def table(*rows: Row, **kwargs: Any) -> Steps:
         ({"reward": 10**400}, "reward is inf"),
         ({"reward": [0.0, -1e39]}, r"reward\[1\] is -1e\+39"),
         ({"advantage": 1e39}, r"advantage is 1e\+39"),
+        ({"reward_components": [1]}, "reward_components is .*; send a mapping of names to numbers"),
+        ({"reward_components": {"a": float("nan")}}, r"reward_components\.a is nan; it must be finite in float32"),
+        ({"reward_components": {"a": "1"}}, r"reward_components\.a is '1'; expected a number"),
+        ({"reward_components": {"": 1}}, "reward_components has the name ''; name each component by a string"),
+        ({"reward_components": {"a" * 101: 1}}, "the name 'aaaaaaaaaaaaaaaaaaaa'... has 101 characters"),
+        ({"reward_components": {str(name): 1 for name in range(65)}}, "has 65 names, and the limit is 64; send fewer"),
+        ({"reward_components": {"a": 1}, "is_last_step": False}, "is set, and is_last_step is false; send them with"),
         ({"stop_reason": "\ud800"}, "stop_reason is .* not valid Unicode: surrogates not allowed"),
         ({"reward": "high"}, "reward is 'high'; expected a number"),
         ({"sample": -1}, "sample is -1"),
@@ -152,6 +159,13 @@ def test_the_wire_gives_back_what_was_sent(rows: list[Row]) -> None:
     sent = from_rows(rows)
     received = decode(rows_pb2.Rows.FromString(encode(sent).SerializeToString()))
     assert_same(sent, received)
+
+
+def test_the_wire_gives_back_components_of_rewards() -> None:
+    sent = concat([table({}), table({"reward_components": {"b": 1, "a": 0.1}})])
+    received = decode(rows_pb2.Rows.FromString(encode(sent).SerializeToString()))
+    assert received.reward_components == sent.reward_components == ["", '{"a": 0.1, "b": 1.0}']
+    assert [one.get("reward_components") for one in to_rows(received)] == [None, {"a": 0.1, "b": 1.0}]
 
 
 @LAW

@@ -147,6 +147,11 @@ def _check_columns(config: RunConfig) -> None:
             "kl_in_reward changes rewards, and with advantage_estimator: none you send advantages yourself; leave "
             "kl_in_reward out, or use another estimator"
         )
+    if config.estimator.reads_components:
+        raise InvalidArgumentError(
+            f"kl_in_reward changes rewards, and advantage_estimator: {config.advantage_estimator} is computed from "
+            "reward_components; leave kl_in_reward out, or use another estimator"
+        )
     if kl.column is not None:
         if isinstance(config.estimator, TokenEstimator):
             raise InvalidArgumentError(

@@ -22,6 +22,7 @@ from pydantic import Tag as UnionTag
 from pydantic_core import PydanticCustomError
 
 from gristmill._wire.column_spec import ColumnSpec
+from gristmill._wire.components import LONGEST_NAME, MOST_COMPONENTS
 from gristmill._wire.steps import LONGEST_TAG
 from gristmill_service.estimators import ESTIMATORS, Estimator
 
@@ -102,6 +103,8 @@ StopReason = Annotated[str, AfterValidator(_encodable), Field(max_length=1000)]
 Coefficient = Annotated[NonNegativeFloat, BeforeValidator(_number)]
 Epsilon = Annotated[float, BeforeValidator(_number), Field(gt=0)]
 Discount = Annotated[float, BeforeValidator(_number), Field(ge=0, le=1)]
+Weight = Annotated[float, BeforeValidator(_number)]
+ComponentName = Annotated[str, AfterValidator(_encodable), Field(min_length=1, max_length=LONGEST_NAME)]
 ColumnName = Annotated[str, Field(pattern="^[a-z][a-z0-9_]*$", max_length=63)]
 
 
@@ -188,6 +191,7 @@ class RunConfig(BaseModel):
     grpo_norm_by_std: bool = True
     grpo_epsilon: Epsilon = 1e-6
     grpo_std_over: Literal["group", "batch"] = "group"
+    component_weights: dict[ComponentName, Weight] = Field(default={}, max_length=MOST_COMPONENTS)
     gamma: Discount = 1.0
     lambda_: Lambda = Field(default=1.0, alias="lambda")
     critic_lambda: Discount | None = None

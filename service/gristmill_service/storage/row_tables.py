@@ -154,12 +154,18 @@ class _Columns(NamedTuple):
 
 
 class OpenedRow(msgspec.Struct, gc=False):
-    """A row of a table: the table's columns, and the row's bytes in each. at: the row's index in the table."""
+    """A row of a table: the table's columns, and the row's bytes in each. strings: the table's strings. at: the row's
+    index in the table."""
 
     columns: Mapping[str, Column]
     memory: Mapping[str, memoryview]
-    stop_reason: str
+    strings: Mapping[str, Sequence[str]]
     at: int = 0
+
+    def text(self, name: str) -> str:
+        """Returns the row's string of this name."""
+        strings = self.strings.get(name)
+        return strings[self.at] if strings else ""
 
 
 def encode(table: Steps) -> TableBytes:
@@ -211,7 +217,11 @@ def _of_steps(table: Steps) -> Opened:
 
 
 def _strings(table: Steps) -> dict[str, list[str]]:
-    strings = {"stop_reasons": table.stop_reasons, "tags": table.tags}
+    strings = {
+        "stop_reasons": table.stop_reasons,
+        "tags": table.tags,
+        "reward_components": table.reward_components,
+    }
     return {name: [*values] for name, values in strings.items() if values is not None and any(values)}
 
 
@@ -351,6 +361,7 @@ def steps_from(
         uids=uids,
         stop_reasons=strings.get("stop_reasons") or [""] * len(uids),
         tags=strings.get("tags"),
+        reward_components=strings.get("reward_components"),
         extras=extras,
         **single,
         **by_token,

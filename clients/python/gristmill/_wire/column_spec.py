@@ -60,7 +60,16 @@ BUILT_IN = frozenset(
         *("uid", "uids", "round", "rounds", "step", "steps", "attempt", "attempts", "prompt_token_ids", "response_ids"),
         *(one.key for one in (*ROW_FIELDS, *TOKEN_FIELDS)),
         *("stop_reason", "stop_reasons", "prompt_len", "response_len"),
-        *("tag", "tags", "n_samples", "trajectory_ids", "samples", "loss_masks", "rollout_metrics"),
+        *(
+            "tag",
+            "tags",
+            "reward_components",
+            "n_samples",
+            "trajectory_ids",
+            "samples",
+            "loss_masks",
+            "rollout_metrics",
+        ),
         *("env_metrics", "trajectory_generation_times", "trajectory_time_splits"),
     )
 )

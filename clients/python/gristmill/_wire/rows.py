@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from gristmill._wire import components
 from gristmill._wire.column_spec import BFLOAT16, ColumnSpec, from_bfloat16, row_columns
 from gristmill._wire.columns import lengths_of
 from gristmill._wire.foreign_names import renamings
@@ -19,7 +20,7 @@ from gristmill._wire.tables import ARRAYS, SCALARS, ValueColumns, describe, extr
 from gristmill.errors import InvalidArgumentError
 
 _REQUIRED = ("uid", "sample", "prompt_token_ids", "response_ids", "loss_mask")
-_FIELDS = frozenset((*SCALARS, *ARRAYS))
+_FIELDS = frozenset((*SCALARS, *ARRAYS, components.FIELD))
 
 
 def from_rows(
@@ -91,6 +92,8 @@ def to_rows(table: Steps, columns: Sequence[ColumnSpec] = ()) -> Iterator[dict[s
             row["advantage"] = float(table.advantages[index])
         if table.tags is not None and table.tags[index]:
             row["tag"] = table.tags[index]
+        if table.reward_components is not None and (text := table.reward_components[index]):
+            row[components.FIELD] = components.from_text(text)
         row |= {name: column[index].tolist() for name, column in of_tokens}
         row |= {
             name: _plain(extra, index, name in singles) for name, extra in table.extras.items() if extra.given[index]

@@ -160,6 +160,8 @@ class Steps:
     token_versions: ragged int32, the policy version that sampled each response token, -1 if unknown; None if no row has
         any. `policy_versions` is then the oldest version of each row.
     tags: (n,) the environment or task of each row's group, "" if the row has none; None if no row has any.
+    reward_components: (n,) the components of each trajectory's reward on its last step, as text
+        (`gristmill._wire.components`), "" for other rows; None if no row has any.
     prefix_lengths: int64 (n,), how many first tokens of each row are omitted in `tokens` because another row has them;
         None if all rows are whole.
     """
@@ -184,6 +186,7 @@ class Steps:
     extras: Mapping[str, Extra] = field(default_factory=dict)
     token_versions: Ragged | None = None
     tags: Sequence[str] | None = None
+    reward_components: Sequence[str] | None = None
     prefix_lengths: Int64s | None = None
 
     def __len__(self) -> int:
@@ -256,8 +259,8 @@ def _concat_column(name: str, tables: Sequence[Steps]) -> Any:
         }
     if name in ("uids", "stop_reasons"):
         return [value for column in columns for value in column]
-    if name == "tags":
-        return tags_of(tables)
+    if name in ("tags", "reward_components"):
+        return strings_of(name, tables)
     if name == "token_versions" and any(column is not None for column in columns):
         columns = [versions_of_tokens(table) for table in tables]
     if name in _FILLED and any(column is not None for column in columns):
@@ -319,11 +322,13 @@ def oldest_versions(token_versions: Ragged) -> NDArray[np.int32]:
     return np.array([array.min(initial=INT32_MAX) if array.size else UNKNOWN for array in known], np.int32)
 
 
-def tags_of(tables: Sequence[Steps]) -> list[str] | None:
-    """Returns the tags of the rows of all tables; None if no row has one."""
-    if all(table.tags is None for table in tables):
+def strings_of(name: str, tables: Sequence[Steps]) -> list[str] | None:
+    """Returns the strings of an optional column of all tables, such as `tags`; None if no table has it."""
+    columns: list[Sequence[str] | None] = [getattr(table, name) for table in tables]
+    if all(column is None for column in columns):
         return None
-    return [tag for table in tables for tag in ([""] * len(table) if table.tags is None else table.tags)]
+    parts = ([""] * len(table) if column is None else column for table, column in zip(tables, columns, strict=True))
+    return [text for part in parts for text in part]
 
 
 def check_tag(tag: str, subject: str) -> None:
@@ -383,6 +388,13 @@ def _check_identity(table: Steps) -> None:
         reason = max(table.stop_reasons, key=len)
         subject = f"{table.name(list(table.stop_reasons).index(reason))}: stop_reason {reason[:50]!r}..."
         check_length(reason, LONGEST_STOP_REASON, subject, "shorten it")
+    if table.reward_components is not None:
+        for row, components in enumerate(table.reward_components):
+            if components and not table.is_last_steps[row]:
+                raise InvalidArgumentError(
+                    f"{table.name(row)}: reward_components is set, and is_last_step is false; send them with the "
+                    "trajectory's last step"
+                )
     for tag in set(table.tags or ()):
         check_tag(tag, table.name(list(table.tags or ()).index(tag)))
 

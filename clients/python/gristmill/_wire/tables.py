@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from gristmill._wire import components
 from gristmill._wire.codecs.row_codec import ones
 from gristmill._wire.column_spec import ColumnSpec
 from gristmill._wire.columns import Array, Int64s, Ragged, exact_sum, lengths_of
@@ -93,6 +94,7 @@ class ValueColumns:
         self._versions = self._array_column("policy_versions", np.int32, version_array)
         self._rewards, self._token_rewards = self._number_column("reward", np.float64)
         self._advantages, self._token_advantages = self._number_column("advantage", np.float32)
+        self._components = self._component_column()
         self._extras = {column: self._extra_column(column) for column in declared if column.name in columns}
 
     def _where(self, row: int) -> str:
@@ -175,6 +177,10 @@ class ValueColumns:
                 numbers.append(float(scalar(value, name, float, self._where(row))))
         return numbers, arrays
 
+    def _component_column(self) -> list[str] | None:
+        values = self._columns.get(components.FIELD)
+        return values and [components.to_text(value, self._where(row)) for row, value in enumerate(values)]
+
     def _extra_column(self, column: ColumnSpec) -> list[Array | None]:
         values = self._columns[column.name]
         return [None if value is None else column.array(value, self._where(row)) for row, value in enumerate(values)]
@@ -235,6 +241,7 @@ class ValueColumns:
                 },
                 token_versions=token_versions,
                 tags=scalars["tag"] if any(scalars["tag"]) else None,
+                reward_components=self._components and self._components[part],
                 **numbers,
                 **plain,
             )

@@ -92,6 +92,7 @@ class Rows(google.protobuf.message.Message):
     COLUMN_VALUES_FIELD_NUMBER: builtins.int
     TAGS_FIELD_NUMBER: builtins.int
     TOKEN_POLICY_VERSIONS_FIELD_NUMBER: builtins.int
+    REWARD_COMPONENTS_FIELD_NUMBER: builtins.int
     tokens: builtins.bytes
     """int32: each row's prompt_token_ids, then its response_ids, without what prefix_lengths leaves out."""
     loss_mask: builtins.bytes
@@ -188,6 +189,12 @@ class Rows(google.protobuf.message.Message):
         a group agree, also with BeginGroups. A run has at most 64 different ones. Empty: no row has one.
         """
 
+    @property
+    def reward_components(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RewardComponents]:
+        """The components of each trajectory's reward, one entry per row: empty except on the last step. All last steps of a run
+        have the same names, or none. Empty: no row has any.
+        """
+
     def __init__(
         self,
         *,
@@ -216,10 +223,45 @@ class Rows(google.protobuf.message.Message):
         column_values: collections.abc.Iterable[builtins.bytes] | None = ...,
         tags: collections.abc.Iterable[builtins.str] | None = ...,
         token_policy_versions: builtins.bytes = ...,
+        reward_components: collections.abc.Iterable[global___RewardComponents] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["advantages", b"advantages", "attempts", b"attempts", "column_values", b"column_values", "columns", b"columns", "is_last_steps", b"is_last_steps", "loss_mask", b"loss_mask", "padding", b"padding", "policy_versions", b"policy_versions", "prefix_checksums", b"prefix_checksums", "prefix_lengths", b"prefix_lengths", "prompt_lengths", b"prompt_lengths", "response_lengths", b"response_lengths", "rewards", b"rewards", "rewards_pending", b"rewards_pending", "rollout_logprobs", b"rollout_logprobs", "rounds", b"rounds", "samples", b"samples", "steps", b"steps", "stop_reasons", b"stop_reasons", "tags", b"tags", "token_advantages", b"token_advantages", "token_policy_versions", b"token_policy_versions", "token_rewards", b"token_rewards", "tokens", b"tokens", "uids", b"uids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["advantages", b"advantages", "attempts", b"attempts", "column_values", b"column_values", "columns", b"columns", "is_last_steps", b"is_last_steps", "loss_mask", b"loss_mask", "padding", b"padding", "policy_versions", b"policy_versions", "prefix_checksums", b"prefix_checksums", "prefix_lengths", b"prefix_lengths", "prompt_lengths", b"prompt_lengths", "response_lengths", b"response_lengths", "reward_components", b"reward_components", "rewards", b"rewards", "rewards_pending", b"rewards_pending", "rollout_logprobs", b"rollout_logprobs", "rounds", b"rounds", "samples", b"samples", "steps", b"steps", "stop_reasons", b"stop_reasons", "tags", b"tags", "token_advantages", b"token_advantages", "token_policy_versions", b"token_policy_versions", "token_rewards", b"token_rewards", "tokens", b"tokens", "uids", b"uids"]) -> None: ...
 
 global___Rows = Rows
+
+@typing.final
+class RewardComponents(google.protobuf.message.Message):
+    """The components of a trajectory's reward: finite in float32, at most 64, with names of at most 100 characters."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class ValuesEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.float
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.float = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    VALUES_FIELD_NUMBER: builtins.int
+    @property
+    def values(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]: ...
+    def __init__(
+        self,
+        *,
+        values: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["values", b"values"]) -> None: ...
+
+global___RewardComponents = RewardComponents
 
 @typing.final
 class Column(google.protobuf.message.Message):

@@ -119,6 +119,9 @@ class Row(BaseModel):
         None, description="The version of each response token, if it changed within the step; the row's is the oldest."
     )
     advantage: float | list[float] | None = Field(None, description="Required with advantage_estimator: none.")
+    reward_components: dict[str, float] | None = Field(
+        None, description="On the last step: components of the trajectory's reward, by name, for gdpo."
+    )
     tag: str = Field("", description="The environment or task; the same in all rows of a group.")
 
 

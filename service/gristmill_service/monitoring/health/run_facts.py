@@ -168,7 +168,9 @@ def facts_of(run: Run, state: State, room: Room) -> RunFacts:
         awaiting=_awaiting(state),
         held=len(state.batches),
         newest=next((record for record in state.records[-1:] if record.batches == 1), None),
-        compares_groups=isinstance(run.config.estimator, GroupEstimator) and run.config.kl_in_reward is None,
+        compares_groups=isinstance(run.config.estimator, GroupEstimator)
+        and not run.config.estimator.reads_components
+        and run.config.kl_in_reward is None,
         open_groups=_open_groups(state, history),
         batches=_batches(state, history),
         models=[

@@ -83,11 +83,25 @@ def advantages(received: Received, scores: Float64s, tokens: Float64s, config: R
 
 
 def _estimated(received: Received, scores: Float64s, tokens: Float64s, config: RunConfig) -> Float64s:
-    result = np.zeros(len(scores))
     estimator = config.estimator
     if not isinstance(estimator, GroupEstimator):
         sent = received.steps.advantages
-        return result if sent is None else sent[received.trajectory_bounds[:-1]]
+        return np.zeros(len(scores)) if sent is None else sent[received.trajectory_bounds[:-1]]
+    if not estimator.reads_components:
+        return _of_groups(estimator, received, scores, tokens, config)
+    result, components = np.zeros(len(scores)), received.components or []
+    for name in components[0] if components else ():
+        of_component = np.array([numbers[name] for numbers in components])
+        weight = config.component_weights.get(name, 1.0)
+        result += weight * _of_groups(estimator, received, of_component, tokens, config)
+    return result
+
+
+def _of_groups(
+    estimator: GroupEstimator, received: Received, scores: Float64s, tokens: Float64s, config: RunConfig
+) -> Float64s:
+    """Returns the advantages of trajectories with these scores."""
+    result = np.zeros(len(scores))
     batch_std = _exact_std(scores) if config.grpo_std_over == "batch" else 0.0
     for _, trajectories in by_size(received.group_bounds):
         groups = Groups(scores[trajectories], tokens[trajectories], batch_std)

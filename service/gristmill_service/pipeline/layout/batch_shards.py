@@ -236,8 +236,9 @@ Labels = dict[str, NDArray[Any]]
 
 
 def row_labels(scored: ScoredBatch) -> Labels:
-    """Returns each row's uid, round and stop reason; its tag if any group has one; and with `layout: prefix_tree` the
-    length of its response, which no mask shows then. (rows + 1,) each, the padding row's last."""
+    """Returns each row's uid, round and stop reason; its tag if any group has one; its trajectory's reward components
+    if trajectories have them; and with `layout: prefix_tree` the length of its response, which no mask shows then.
+    (rows + 1,) each, the padding row's last."""
     received, rows = scored.received, scored.rows
     uids = [uid for _, uid in received.groups]
     # Includes dropped groups, so that a search for one does not find padding.
@@ -246,11 +247,15 @@ def row_labels(scored: ScoredBatch) -> Labels:
     lasts = np.append(rows.last, len(received.steps))
     lengths = {} if scored.sharing is None else {"response_lengths": np.append(rows.response_lengths, 0)}
     tags = {"tags": _objects([*received.tags, ""])[groups]} if any(received.tags) else {}
+    components = {}
+    if (of_trajectories := received.components) is not None:
+        components = {"reward_components": _objects([*of_trajectories, None])[np.append(rows.trajectories, -1)]}
     return {
         "uids": _objects([*uids, _unused("padding", taken)])[groups],
         "rounds": np.array([*(round_ for round_, _ in received.groups), -1])[groups],
         "stop_reasons": _objects([*received.steps.stop_reasons, "padding"])[lasts],
         **tags,
+        **components,
         **lengths,
     }
 
@@ -309,8 +314,8 @@ def _tokens(denominators: Sequence[Denominators], rows: int) -> dict[str, Int64s
     return tokens
 
 
-def _objects(values: Sequence[str]) -> NDArray[np.object_]:
-    """Returns strings as an array that rows can index."""
+def _objects(values: Sequence[Any]) -> NDArray[np.object_]:
+    """Returns strings or mappings as an array that rows can index."""
     array = np.empty(len(values), np.object_)
     array[:] = values
     return array

@@ -5,6 +5,7 @@ The order is by group (first appearance), then sample, then step. No value is mo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gristmill._wire.columns import Int64s
+from gristmill._wire.components import from_text
 from gristmill._wire.steps import Steps
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.config import RunConfig
@@ -36,6 +38,14 @@ class Received:
     tags: list[str]
 
     @property
+    def components(self) -> list[dict[str, float]] | None:
+        """The components of each trajectory's reward, all with the same names; None if rows have none."""
+        texts = self.steps.reward_components
+        if texts is None or not any(texts):
+            return None
+        return [from_text(texts[last]) for last in (self.trajectory_bounds[1:] - 1).tolist()]
+
+    @property
     def trajectory_of_step(self) -> Int64s:
         lengths = np.diff(self.trajectory_bounds)
         return np.repeat(np.arange(len(lengths)), lengths)
@@ -56,6 +66,7 @@ def receive(steps: Steps, config: RunConfig) -> Received:
     _check_steps(steps, bounds, config)
     _check_rewards(steps)
     _check_advantages(steps, bounds, config)
+    component_names(steps)
     check_lambda(steps, config)
     return Received(
         steps=steps,
@@ -191,6 +202,8 @@ def check_advantage_schema(steps: Steps, config: RunConfig) -> None:
     """Requires advantages if `advantage_estimator` is none, and rejects them otherwise, or if `whiten` does not take
     them. Rejects rows without the log-probabilities from which their KL is computed. steps: at least one row."""
     check_rollout_logprobs(steps, config)
+    if config.estimator.reads_components and steps.tokens.values.size:
+        _check_components(steps, config)
     has_advantages = steps.advantages is not None or steps.token_advantages is not None
     if has_advantages != (config.estimator.takes_advantages):
         remedy = "leave it out, or set advantage_estimator: none" if has_advantages else "send one with each row"
@@ -212,6 +225,42 @@ def check_rollout_logprobs(steps: Steps, config: RunConfig) -> None:
         raise InvalidArgumentError(
             f"{steps.name(0)}: rollout_logprobs is missing, but kl_from: rollout_logprobs computes the KL from it; "
             "send it, or set kl_from: old_logprobs"
+        )
+
+
+def component_names(steps: Steps) -> tuple[str, ...] | None:
+    """Returns the names in the `reward_components` of the last steps, which must all have the same; None if none of the
+    rows is a last step."""
+    if steps.reward_components is None:
+        return () if steps.is_last_steps.any() else None
+    lasts = np.flatnonzero(steps.is_last_steps).tolist()
+    every = [tuple(from_text(steps.reward_components[row])) for row in lasts]
+    for row, names in zip(lasts, every, strict=True):
+        if names != every[0]:
+            raise other_components(steps.name(row), names, every[0])
+    return every[0] if every else None
+
+
+def other_components(row: str, names: Sequence[str], others: Sequence[str]) -> InvalidArgumentError:
+    has, have = (", ".join(map(repr, some)) or "none" for some in (names, others))
+    return InvalidArgumentError(
+        f"{row}: reward_components has {has}, and other trajectories of this run have {have}; send the same names with "
+        "each trajectory's last step"
+    )
+
+
+def _check_components(steps: Steps, config: RunConfig) -> None:
+    """Rejects last steps without the components from which advantages are computed."""
+    names = component_names(steps)
+    lacking = [] if names is None else [name for name in config.component_weights if name not in names]
+    if names is not None and (not names or lacking):
+        what = (
+            f"reward_components has no {lacking[0]!r}, which component_weights names"
+            if names
+            else (f"reward_components is missing, and advantage_estimator: {config.advantage_estimator} reads it")
+        )
+        raise InvalidArgumentError(
+            f"{steps.name(int(steps.is_last_steps.argmax()))}: {what}; send it with each trajectory's last step"
         )
 
 

@@ -123,7 +123,11 @@ class RowDigests:
             self.rewards = _reward_digests(steps, steps.token_rewards)
         self._small = _small_fields(steps, self.rewards)
         # Parts of variable length follow those of fixed length.
-        self._reasons = [*map(str.encode, steps.stop_reasons)]
+        self._texts = [*map(str.encode, steps.stop_reasons)]
+        if steps.reward_components is not None:
+            # JSON has no zero byte, and a text without it is a stop reason alone.
+            texts = [f"\0{text}".encode() if text else b"" for text in steps.reward_components]
+            self._texts = [*map(bytes.__add__, self._texts, texts)]
         self._values: list[Sequence[Any]] = [steps.loss_mask.memory(), *_plain_parts(steps)]
         if steps.token_advantages is not None:
             self._values.append(steps.token_advantages.memory())
@@ -133,7 +137,7 @@ class RowDigests:
 
     def of(self, tokens: Sequence[bytes]) -> list[bytes]:
         """Returns the rows' digests. tokens: for each row, the digest of all its tokens."""
-        parts = zip(self._small, self._reasons, tokens, *self._values, strict=True)
+        parts = zip(self._small, self._texts, tokens, *self._values, strict=True)
         if self._steps.extras:
             # Hash the parts one by one, because joining them would copy images.
             return [_digest(one) for one in parts]

@@ -107,11 +107,15 @@ class SetReward(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RowSchema:
-    """The optional columns of a run, which every row has or none. None: not determined yet, or not applicable."""
+    """The optional columns of a run, which every row has or none. None: not determined yet, or not applicable.
+
+    components: the names in the `reward_components` of every last step; empty if these have none.
+    """
 
     logprobs: bool | None = None
     token_rewards: bool | None = None
     token_advantages: bool | None = None
+    components: tuple[str, ...] | None = None
 
 
 ROW_KINDS = {

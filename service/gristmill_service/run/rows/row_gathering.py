@@ -63,7 +63,9 @@ def gather(
     ragged = {"tokens": _tokens(picked, rows, tables, copying)} | _of_responses(rows, kinds, numbers, copying)
     if token_rewards:
         ragged["token_rewards"] = _token_rewards(rows, stored)
-    strings = {"tags": [one.tag for one in picked], "stop_reasons": [row.stop_reason for row in rows]}
+    strings = {"tags": [one.tag for one in picked]} | {
+        name: [row.text(name) for row in rows] for name in ("stop_reasons", "reward_components")
+    }
     columns_of_text = {name: values for name, values in strings.items() if any(values)}
     uids = [one.trajectory.uid for one in stored]
     extras = _extras(rows, kinds, copying)
@@ -93,7 +95,7 @@ class _Table:
         header, self._columns = table.header, table.columns
         edges = [[0, *accumulate(_sizes(column, header))] for column in self._columns.values()]
         self._memory = [(name, table.memory[name], of_rows) for name, of_rows in zip(self._columns, edges, strict=True)]
-        self._stop_reasons = header.strings.get("stop_reasons") or [""] * len(header.uids)
+        self._strings = header.strings
         self._rows: list[OpenedRow | None] = [None] * len(header.uids)
 
     def row(self, at: int) -> OpenedRow:
@@ -101,7 +103,7 @@ class _Table:
         row = self._rows[at]
         if row is None:
             memory = {name: whole[edges[at] : edges[at + 1]] for name, whole, edges in self._memory}
-            row = self._rows[at] = OpenedRow(self._columns, memory, self._stop_reasons[at], at)
+            row = self._rows[at] = OpenedRow(self._columns, memory, self._strings, at)
         return row
 
 
@@ -136,8 +138,7 @@ class Tables:
         table = opened(self._load(picked.table) if picked.stored is None else picked.stored)
         if len(table.header.uids) > 1:
             return _Table(table)
-        (stop_reason,) = table.header.strings.get("stop_reasons") or [""]
-        return OpenedRow(table.columns, table.memory, stop_reason)
+        return OpenedRow(table.columns, table.memory, table.header.strings)
 
 
 def _pieces(row: PickedRow, count: int, tables: Tables) -> list[memoryview]:

@@ -34,6 +34,7 @@ class StepFields(TypedDict, total=False):
     policy_version: int | None
     policy_versions: Any
     advantage: Any
+    reward_components: Mapping[str, float] | None
     columns: Mapping[str, Any] | None
 
 
@@ -82,6 +83,7 @@ class AsyncTrajectory:
         policy_version: int | None = None,
         policy_versions: Any = None,
         advantage: Any = None,
+        reward_components: Mapping[str, float] | None = None,
         columns: Mapping[str, Any] | None = None,
     ) -> bool:
         self._raise_failure()
@@ -101,6 +103,7 @@ class AsyncTrajectory:
                 policy_version=policy_version,
                 policy_versions=policy_versions,
                 advantage=advantage,
+                reward_components=reward_components,
                 columns=values,
                 declared=declared.columns,
                 shared=declared.shared,
@@ -226,6 +229,7 @@ class Trajectory:
         policy_version: int | None = None,
         policy_versions: Any = None,
         advantage: Any = None,
+        reward_components: Mapping[str, float] | None = None,
         columns: Mapping[str, Any] | None = None,
     ) -> bool:
         """Adds the next step. Returns False if the trajectory `is_dropped`; then stop sampling it.
@@ -236,6 +240,8 @@ class Trajectory:
             last step; on the last step the reward is pending until `RolloutClient.set_reward`.
         policy_version: the version that sampled the step, if it differs from the trajectory's.
         policy_versions: a version for each response token, -1 if unknown, for weights that changed during the step.
+        reward_components: on the last step, the components of the trajectory's reward by name, which the estimator
+            `gdpo` reads. They do not change `reward`.
         columns: values of the run's declared columns, by name, in the shape of the declared scope. The first step with
             columns requests the declared columns from the service, unless this client created the run.
 
@@ -264,6 +270,7 @@ class Trajectory:
                 policy_version=policy_version,
                 policy_versions=policy_versions,
                 advantage=advantage,
+                reward_components=reward_components,
                 columns=columns,
             )
         )

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from gristmill._wire import components
 from gristmill._wire.column_spec import BFLOAT16, DTYPES, MOST_AXES, MOST_ELEMENT_BYTES
 from gristmill._wire.columns import FEW_ROWS, Array, Int64s, Ragged, greatest, least, starts_of, sum_of
 from gristmill._wire.steps import (
@@ -23,7 +24,7 @@ from gristmill._wire.steps import (
     Steps,
     check,
     oldest_versions,
-    tags_of,
+    strings_of,
 )
 from gristmill.errors import InvalidArgumentError
 from gristmill.v1 import rows_pb2
@@ -114,7 +115,11 @@ def small_fields(tables: Sequence[Steps], prefixes: Prefixes | None = None) -> r
         rewards_pending=_unless(_column(tables, "rewards_pending"), False),
         advantages=() if first.advantages is None else _column(tables, "advantages").tolist(),
         stop_reasons=_stop_reasons(tables),
-        tags=tags_of(tables) or (),
+        tags=strings_of("tags", tables) or (),
+        reward_components=[
+            rows_pb2.RewardComponents(values=components.from_text(text))
+            for text in strings_of("reward_components", tables) or ()
+        ],
         prefix_lengths=() if prefixes is None else prefixes.lengths.tolist(),
         prefix_checksums=() if prefixes is None else prefixes.checksums.tolist(),
         **numbers,
@@ -202,6 +207,7 @@ def read(message: rows_pb2.Rows, apart: Buffers, column_values: Sequence[memoryv
         extras=_extras(message.columns, [*column_values, *message.column_values], count) if message.columns else {},
         token_versions=token_versions,
         tags=_strings(message.tags, "tags", count) if message.tags else None,
+        reward_components=_components(message, uids) if message.reward_components else None,
         prefix_lengths=None if prefixes is None else prefixes.lengths,
         **plain,
         **numbers,
@@ -289,6 +295,15 @@ def _strings(values: Any, name: str, count: int) -> list[str]:
     if len(values) != count:
         raise InvalidArgumentError(f"{name} has {len(values)} entries for {count} rows (uids); send one per row")
     return list(values)
+
+
+def _components(message: rows_pb2.Rows, uids: Sequence[str]) -> list[str]:
+    sent = message.reward_components
+    if len(sent) != len(uids):
+        raise InvalidArgumentError(
+            f"reward_components has {len(sent)} entries for {len(uids)} rows (uids); send one per row"
+        )
+    return [components.to_text(dict(one.values), f"uid {uid!r}") for uid, one in zip(uids, sent, strict=True)]
 
 
 def _prefixes(message: rows_pb2.Rows, prompts: Int64s) -> Prefixes | None:

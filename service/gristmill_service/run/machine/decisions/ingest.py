@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from types import MappingProxyType
+from typing import Any
 
 from gristmill._wire.steps import Steps, TrajectoryKey
 from gristmill.errors import (
@@ -19,7 +20,7 @@ from gristmill.errors import (
     ResourceExhaustedError,
 )
 from gristmill_service.config import RunConfig
-from gristmill_service.pipeline.rows.validate import check_advantage_schema
+from gristmill_service.pipeline.rows.validate import check_advantage_schema, component_names, other_components
 from gristmill_service.run.machine.answers import Outcome, Taken
 from gristmill_service.run.machine.decisions.admission import (
     Capacity,
@@ -174,7 +175,13 @@ def _checked_schema(steps: Steps, schema: RowSchema, config: RunConfig) -> RowSc
         before = getattr(schema, name)
         if value is not None and before is not None and value != before:
             raise _of_other_kind(steps.name(0), name, value)
-    fixed = {name: value for name, value in kinds.items() if value is not None and value != getattr(schema, name)}
+    if (names := component_names(steps)) is not None:
+        if schema.components not in (None, names):
+            raise other_components(steps.name(int(steps.is_last_steps.argmax())), names, schema.components or ())
+        schema = schema if schema.components == names else replace(schema, components=names)
+    fixed: dict[str, Any] = {
+        name: value for name, value in kinds.items() if value is not None and value != getattr(schema, name)
+    }
     return replace(schema, **fixed) if fixed else schema
 
 

@@ -1,0 +1,39 @@
+"""Components of rewards, through a run's rows and its log."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gristmill.errors import AlreadyExistsError, InvalidArgumentError
+from tests.run.harness import Bench, group_rows, row
+
+
+def test_rows_sent_again_with_other_components_are_refused() -> None:
+    bench = Bench()
+    bench.submit(row("a", reward_components={"x": 1.0}))
+    bench.submit(row("a", reward_components={"x": 1.0}))
+    with pytest.raises(AlreadyExistsError, match="different content was accepted for this step"):
+        bench.submit(row("a", reward_components={"x": 2.0}))
+
+
+@pytest.mark.parametrize("first", [{"reward_components": {"x": 1.0}}, {}])
+def test_all_last_steps_of_a_run_have_the_same_components_or_none_also_after_a_restart(
+    first: dict[str, Any],
+) -> None:
+    bench = Bench()
+    bench.submit(row("a", **first))
+    bench.reopen()
+    assert bench.replayed() == bench.state
+    with pytest.raises(InvalidArgumentError, match="uid 'a' sample 1 step 0: reward_components has 'y', and other"):
+        bench.submit(row("a", 1, reward_components={"y": 1.0}))
+    bench.submit(row("a", 1, **first))
+
+
+def test_a_batch_gets_the_components_of_its_rows() -> None:
+    bench = Bench(train_batch_size=1, policy_mini_batch_size=1)
+    bench.submit(*group_rows("a", reward_components={"x": 1.0}))
+    (batch,) = bench.state.batches
+    bench.make_batches()
+    assert bench.build_batch.batches[batch].reward_components == ['{"x": 1.0}'] * 2
