@@ -1,4 +1,4 @@
-"""Docstrings as the code has them, made Markdown: a line that begins with an argument's name begins an item."""
+"""Converts docstrings to Markdown: a line that begins with an argument's name begins a list item."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ITEM = re.compile(r"^((?:[a-z_][\w.]*)(?:, [a-z_][\w.]*)*): (?=\S)")
 
 
 def as_markdown(text: str) -> str:
-    """The docstring with a list in place of lines that name arguments; code stays as it is."""
+    """Returns the docstring with a list instead of the lines that name arguments; code is not changed."""
     lines: list[str] = []
     is_item = False
     for line in text.splitlines():

@@ -1,4 +1,4 @@
-"""The reference: pages made of docstrings, commands, the HTTP API and protos."""
+"""Generates the reference: pages from docstrings, commands, the HTTP API and protos."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from gristmill_service.settings import Settings
 Schema = dict[str, Any]
 
 _MODULES = {
-    "gristmill.torch": "Shards as tensors. Needs `gristmill[torch]`.",
-    "gristmill.converters": "Other frameworks' rollouts as rows, for `submit`: [how](../docs/converters.md).",
+    "gristmill.torch": "Shards as tensors. Requires `gristmill[torch]`.",
+    "gristmill.converters": "Rollouts of other frameworks as rows, for `submit`: [how](../docs/converters.md).",
     "gristmill.completions": "Answers of engines as steps.",
     "gristmill.environments.verifiers": "Environments of verifiers: [how](../docs/environments.md).",
     "gristmill.adapters.trl": "[TRL](../docs/trainers/trl.md) on a run.",
@@ -34,7 +34,7 @@ _MODULES = {
 
 
 def pages(root: Path) -> dict[str, str]:
-    """By file name, in Markdown."""
+    """Returns the pages in Markdown, by file name."""
     return {
         "python.md": "\n".join(_python()),
         "commands.md": "\n".join(_commands()),
@@ -44,7 +44,7 @@ def pages(root: Path) -> dict[str, str]:
 
 
 def _python() -> Iterator[str]:
-    yield "# Python\n\nWhat `gristmill` and its public modules have. The package is typed; errors are of one tree.\n"
+    yield "# Python\n\nThe contents of `gristmill` and its public modules, which are typed.\n"
     errors = [name for name in clients if name.endswith("Error")]
     yield "## Clients\n\n`from gristmill import ...`\n"
     for name in clients:
@@ -58,7 +58,7 @@ def _python() -> Iterator[str]:
 
 
 def _commands() -> Iterator[str]:
-    yield "# Commands\n\nWhat `--help` of each says. `gristmill --install-completion` makes your shell complete them.\n"
+    yield "# Commands\n\nThe `--help` of each command. `gristmill --install-completion` enables shell completion.\n"
     yield from _helps(typer.main.get_command(app), [])
 
 
@@ -139,7 +139,7 @@ def _type(schema: Schema) -> str:
 
 
 def _grpc(protos: list[Path]) -> Iterator[str]:
-    yield "# gRPC\n\nThe contract, as `protos/` has it. Stubs for Python come with the client, as `gristmill.v1`.\n"
+    yield "# gRPC\n\nThe contract, from `protos/`. Stubs for Python come with the client, as `gristmill.v1`.\n"
     for proto in protos:
         text = proto.read_text(encoding="utf-8")
         yield f"## {proto.name}\n"
