@@ -333,7 +333,7 @@ class Leases:
         self._pool.shutdown()
 
     def _keep(self) -> None:
-        renews_at, pause = 0.0, min(self._lease_s / 3, _LOOK_S)
+        renews_at, pause = time.monotonic() + self._lease_s / 3, min(self._lease_s / 3, _LOOK_S)
         while not self._stopped.wait(pause):
             self._start(self, self._look)
             if time.monotonic() >= renews_at:
