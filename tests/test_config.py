@@ -243,6 +243,7 @@ def test_a_required_setting_that_is_missing_is_named(name: str) -> None:
             {"advantage_estimator": "gae"},
             "columns: values is missing, and advantage_estimator: gae is computed from it",
         ),
+        ({"advantage_estimator": "otb"}, "columns: old_logprobs is missing, and advantage_estimator: otb is computed"),
         ({"kl_in_reward": {"coef": 0.1}}, "kl_in_reward: needs exactly one source; set estimator"),
         ({"kl_in_reward": {"coef": 0.1, "estimator": "k1", "column": "kl"}}, "kl_in_reward: needs exactly one source"),
         (

@@ -23,6 +23,7 @@ from gristmill._wire.columns import Int64s
 Float64s = NDArray[np.float64]
 
 MAXRL_EPSILON = 1e-6
+OTB_EPSILON = 1e-8
 
 PIECE = 1024
 """Longer trajectories are summed in pieces of this many tokens, all pieces of a batch at the same time."""
@@ -106,9 +107,12 @@ class TokenEstimator(Estimator):
     compute(settings, bounds, rewards, *columns): returns both, possibly as the same array; float64 (trained tokens,),
     like rewards and each column. bounds: int64 (trajectories + 1,): trajectory t has the tokens
     `bounds[t]:bounds[t + 1]`. The caller rejects overflow.
+    compares_groups: whether it compares the trajectories of a prompt group. It is then called with whole groups, and
+    with int64 (groups + 1,) as the first column: group g has the trajectories `[g]:[g + 1]`.
     """
 
     compute: Callable[..., tuple[Float64s, Float64s]] = lambda settings, bounds, rewards: (rewards, rewards)
+    compares_groups: bool = False
 
 
 def flat(scores: Float64s) -> NDArray[np.bool_]:
@@ -182,7 +186,10 @@ def _opo(groups: Groups, _: Settings) -> Float64s:
     tokens = groups.tokens
     weights = np.where(tokens.any(axis=-1, keepdims=True), tokens, 1.0)
     baseline = (weights * groups.scores).sum(axis=-1, keepdims=True) / weights.sum(axis=-1, keepdims=True)
-    centered: Float64s = groups.scores - baseline
+    # The mean of equal scores is exactly theirs.
+    lowest = np.where(weights > 0, groups.scores, np.inf).min(axis=-1, keepdims=True)
+    highest = np.where(weights > 0, groups.scores, -np.inf).max(axis=-1, keepdims=True)
+    centered: Float64s = groups.scores - np.clip(baseline, lowest, highest)
     return centered
 
 
@@ -237,6 +244,28 @@ def _reinforce_plus_plus(settings: Settings, bounds: Int64s, rewards: Float64s) 
     follows. Advantages and returns are the same, G = r + γG', the discounted return to go."""
     returns = discounted_sums(rewards, bounds, settings.gamma)
     return returns, returns
+
+
+def _otb(
+    _: Settings, bounds: Int64s, rewards: Float64s, groups: Int64s, logprobs: Float64s, sum_pi_squared: Float64s
+) -> tuple[Float64s, Float64s]:
+    """Returns to go, less the optimal token baseline: verl's `tir_optimal_token_baseline`.
+
+    W is the sum of 1 - 2π + Σπ² over a trajectory's trained tokens up to this one. The baseline of the group's tokens
+    with the same index in their trajectories is Σ G·W / (Σ W + 1e-8), 0 where only one trajectory has such a token.
+    """
+    returns, lengths = discounted_sums(rewards, bounds, 1.0), np.diff(bounds)
+    # No log-probability is above 0, but for rounding; the limit keeps one from an overflow that would fail its batch.
+    weights = 1 - 2 * np.exp(np.minimum(logprobs, 50.0)) + sum_pi_squared
+    for begin, end in pairwise(bounds.tolist()):
+        np.add.accumulate(weights[begin:end], out=weights[begin:end])
+    longest = [lengths[begin:end].max(initial=0) for begin, end in pairwise(groups.tolist())]
+    # Tokens that are compared have the same place: first those of the first group, by their index.
+    first = np.repeat(np.cumsum([0, *longest])[:-1], np.diff(groups))
+    places = np.arange(len(rewards)) + np.repeat(first - bounds[:-1], lengths)
+    baselines = np.bincount(places, returns * weights) / (np.bincount(places, weights) + OTB_EPSILON)
+    baselines[np.bincount(places) < 2] = 0
+    return returns - baselines[places], returns
 
 
 def discounted_sums(numbers: Float64s, bounds: Int64s, decay: float | Float64s) -> Float64s:
@@ -336,6 +365,7 @@ ESTIMATORS: dict[str, Estimator] = {
         GroupEstimator("passk", ("grpo_epsilon",), compute=_passk),
         Estimator("none"),
         TokenEstimator("gae", ("gamma", "lambda", "critic_lambda"), ("values",), compute=_gae),
+        TokenEstimator("otb", (), ("old_logprobs", "sum_pi_squared"), compute=_otb, compares_groups=True),
         TokenEstimator("reinforce++", ("gamma",), compute=_reinforce_plus_plus),
     )
 }

@@ -101,6 +101,12 @@ def test_opo_subtracts_the_mean_weighted_by_trained_tokens() -> None:
     assert group_advantages(scores, config("opo", 3), tokens) == pytest.approx([-1 / 3, 2 / 3, 2 / 3])
 
 
+@given(score=st.floats(-1e6, 1e6), tokens=st.lists(st.integers(1, 1000), min_size=1, max_size=9))
+def test_opo_gives_exactly_zero_to_equal_scores_of_all_that_is_trained(score: float, tokens: list[int]) -> None:
+    scores, trained = np.array([*[score] * len(tokens), score + 1]), np.array([*tokens, 0], np.float64)
+    assert group_advantages(scores, config("opo", len(scores)), trained)[:-1].tolist() == [0.0] * len(tokens)
+
+
 def test_opo_subtracts_the_plain_mean_where_nothing_is_trained() -> None:
     assert group_advantages(np.array([0.0, 1.0]), config("opo", 2), np.zeros(2)).tolist() == [-0.5, 0.5]
 

@@ -110,6 +110,15 @@ def test_an_advantage_that_float32_cannot_hold_is_refused_also_if_whitening_woul
         shards_of(rows, config)
 
 
+def test_an_advantage_that_no_token_has_is_shifted_and_scaled_like_those_of_tokens() -> None:
+    assert whitened_with_counts(np.array([0.7, 0.7, 0.9]), np.array([2.0, 1.0, 0.0])).tolist() == [
+        0.0,
+        0.0,
+        pytest.approx(0.2 / 1e-4),
+    ]
+    assert whitened_with_counts(np.array([0.7, 0.9]), np.zeros(2)).tolist() == [0.0, 0.0]
+
+
 COUNTED = st.lists(st.tuples(st.floats(-100, 100), st.integers(0, 5)), min_size=1, max_size=20)
 
 

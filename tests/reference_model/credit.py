@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from tests.reference_model.merging import Merged, Token
     from tests.reference_model.rows import Config, Group, Row, Trajectory
 
-PER_TOKEN = ("gae", "reinforce++")
+PER_TOKEN = ("gae", "reinforce++", "otb")
 
 
 def float32(value: float) -> float:
@@ -122,12 +122,41 @@ def credit(groups: list[Group], rows: list[list[Merged]], config: Config) -> Cre
             result.of_tokens.append({token: (advantage, 0.0) for token, advantage in given.items()})
     if estimator == "none" and not any(isinstance(one.steps[0]["advantage"], list) for one in trajectories):
         result.advantages = [float(one.steps[0]["advantage"]) for one in trajectories]
+    if estimator == "otb":
+        for group in groups:
+            members = [place for place, one in enumerate(trajectories) if any(one is own for own in group.trajectories)]
+            result.of_tokens = _less_baselines(result.of_tokens, trajectories, members)
     if estimator == "gdpo":
         result.advantages = _of_components(groups, tokens, config)
     if estimator not in (*PER_TOKEN, "none", "gdpo"):
         for group in groups:
             own = slice(len(result.advantages), len(result.advantages) + len(group.trajectories))
             result.advantages += group_advantages(scores[own], tokens[own], scores, config)
+    return result
+
+
+def _less_baselines(
+    credits: list[dict[Token, tuple[float, float]]], trajectories: list[Trajectory], members: list[int]
+) -> list[dict[Token, tuple[float, float]]]:
+    """The returns of a group's tokens less their optimal baselines."""
+    energies: dict[int, list[float]] = {}
+    for member in members:
+        steps, total = trajectories[member].steps, 0.0
+        energies[member] = []
+        for step, index in sorted(credits[member]):
+            square = float32(steps[step]["sum_pi_squared"][index])
+            total += 1 - 2 * math.exp(float32(steps[step]["old_logprobs"][index])) + square
+            energies[member].append(total)
+    result = list(credits)
+    for member in members:
+        result[member] = {}
+        for at, token in enumerate(sorted(credits[member])):
+            others = [other for other in members if len(energies[other]) > at]
+            returns = {other: credits[other][sorted(credits[other])[at]][1] for other in others}
+            weighed = math.fsum(returns[other] * energies[other][at] for other in others)
+            baseline = weighed / (math.fsum(energies[other][at] for other in others) + 1e-8)
+            own = returns[member]
+            result[member][token] = (own - baseline if len(others) > 1 else own), own
     return result
 
 
@@ -187,7 +216,7 @@ def _of_tokens(
                 earned[last] += reward
             else:
                 uncredited += reward != 0
-    gamma, critic = config["gamma"], config["critic_lambda"]
+    gamma, critic = 1.0 if config["advantage_estimator"] == "otb" else config["gamma"], config["critic_lambda"]
     credits: dict[Token, tuple[float, float]] = {}
     advantage = target = value_after = 0.0
     for token in reversed(trained):
@@ -216,10 +245,10 @@ def _lambda(step: Row, trained: int, config: Config) -> float:
 
 def whitener(advantages: list[float]) -> Callable[[float], float]:
     """What `whiten` makes of each advantage, where these are those of the trained tokens."""
-    if len(set(advantages)) <= 1:
+    if not advantages:
         return lambda _: 0.0
-    mean = math.fsum(advantages) / len(advantages)
-    variance = math.fsum((one - mean) ** 2 for one in advantages) / (len(advantages) - 1)
+    mean = float(sum(map(Fraction, advantages)) / len(advantages))
+    variance = math.fsum((one - mean) ** 2 for one in advantages) / max(1, len(advantages) - 1)
     return lambda one: (one - mean) / math.sqrt(variance + 1e-8)
 
 

@@ -54,7 +54,7 @@ def _config(random: Random) -> Config:
         "step_wise": maybe(0.85),
         "trajectory_score": some(["last_step", "sum"]),
         "advantage_estimator": some(
-            ["grpo", "grpo", "grpo", "rloo", "maxrl", "opo", "passk", "gdpo", "gdpo", "none", "gae", "reinforce++"]
+            ["grpo"] * 3 + ["gdpo"] * 2 + ["rloo", "maxrl", "opo", "passk", "none", "gae", "reinforce++", "otb"]
         ),
         "grpo_std_over": some(["group", "group", "batch"]),
         "grpo_norm_by_std": maybe(0.7),
@@ -120,7 +120,9 @@ def _credit(random: Random, config: Config) -> None:
     if estimator in ("gae", "reinforce++"):
         config["gamma"] = some([1.0, 0.9, 0.0])
     config["whiten"] = some(["none", "none", "batch", "mini_batch", "trajectories"])
-    if estimator in ("gae", "reinforce++") and config["whiten"] == "trajectories":
+    if estimator == "otb":
+        config["columns"] = [_response_column("old_logprobs"), _response_column("sum_pi_squared")]
+    if estimator in ("gae", "reinforce++", "otb") and config["whiten"] == "trajectories":
         config["whiten"] = "batch"
     if estimator == "gae":
         config |= {"lambda": some([1.0, 0.95, {"length_adaptive": some([0.2, 1.0])}, {"column": "trust"}])}
@@ -131,7 +133,7 @@ def _credit(random: Random, config: Config) -> None:
     if estimator == "gdpo":
         config["component_weights"] = some([{}, {"format": 0.5}, {"correct": 2.0, "format": 0.0}])
     if random.random() < 0.4 and estimator not in ("none", "gdpo"):
-        if random.random() < 0.3 and estimator != "gae" and estimator != "reinforce++":
+        if random.random() < 0.3 and estimator not in ("gae", "reinforce++", "otb"):
             config["kl_in_reward"] = {"coef": some([0.0, 1.0, 0.1]), "column": "kl_sum"}
             names = [{"name": "kl_sum", "dtype": "float32", "scope": "row", "merge": "sum"}]
         else:
@@ -139,7 +141,8 @@ def _credit(random: Random, config: Config) -> None:
             config["kl_from"] = some(["old_logprobs", "rollout_logprobs"])
             names = [_response_column(name) for name in {config["kl_from"], "ref_logprobs"} - {"rollout_logprobs"}]
             names.sort(key=lambda column: str(column["name"]))
-        config["columns"] = config.get("columns", []) + names
+        known = {column["name"] for column in config.get("columns", [])}
+        config["columns"] = config.get("columns", []) + [column for column in names if column["name"] not in known]
 
 
 def _response_column(name: str) -> Config:
@@ -251,6 +254,8 @@ def _values(random: Random, config: Config, row: Row) -> Row:
         one: Callable[[], float] = partial(random.randint, 0, 1 if column["dtype"] == "bool" else 40)
         if column["name"] == "trust":
             one = partial(random.choice, [0.0, 0.25, 1.0])
+        elif column["name"] == "sum_pi_squared":
+            one = partial(random.choice, [0.25, 0.5, 1.0])
         elif not column["name"].startswith("x"):
             one = partial(_eighths, random)
         elif column.get("merge") == "equal":

@@ -20,7 +20,7 @@ _numbers = itertools.count()
 # What rows and announced versions are at most behind.
 NEWEST = 4
 # What the service computes with, and trainers may write.
-_CREDIT = {"values", "old_logprobs", "ref_logprobs", "kl_sum"}
+_CREDIT = {"values", "old_logprobs", "ref_logprobs", "kl_sum", "sum_pi_squared"}
 
 
 class ByService:
@@ -144,6 +144,7 @@ def _forward(want: Expected, config: Config) -> Expected:
     of_rewards = {config["kl_from"], "ref_logprobs"} if kl is not None and "estimator" in kl else set()
     of_rows = {kl["column"]} if kl is not None and "column" in kl else set()
     of_credit = of_rewards | of_rows | ({"values"} if estimator == "gae" else set())
+    of_credit |= {"old_logprobs", "sum_pi_squared"} if estimator == "otb" else set()
     gone = lacking | ({"rewards"} if lacking & of_rewards else set())
     gone |= {"advantages", "returns"} if lacking & of_credit else set()
     shards = {

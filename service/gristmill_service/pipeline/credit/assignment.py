@@ -7,6 +7,7 @@ then the KL, then advantages. Ranks and layout play no part.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,14 +32,14 @@ from gristmill_service.pipeline.rows.validate import Received
 
 
 def token_advantages(
-    estimator: TokenEstimator, tokens: TrainedTokens, settings: Settings, rewards: Float64s, *columns: Float64s
+    estimator: TokenEstimator, tokens: TrainedTokens, settings: Settings, rewards: Float64s, *columns: Any
 ) -> tuple[Float64s, Float64s]:
     """Returns the advantages and returns of the trained tokens; each float64 (trained tokens,).
 
-    rewards: `credited_rewards`. columns: the estimator's, of the trained tokens (`tokens.take`).
+    rewards: `credited_rewards`. columns: what `estimator.compute` takes after them.
     Raises InvalidArgumentError naming the token where float32 does not hold a result.
     """
-    with np.errstate(over="ignore", invalid="ignore"):
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
         advantages, returns = estimator.compute(settings, tokens.bounds, rewards, *columns)
     remedy = f"scale the {' and '.join(('rewards', *estimator.columns))} down"
     if advantages is not returns:
@@ -109,7 +110,8 @@ def credit(
         return Credit(advantage.advantages(received, changed, lengths, config))
     kept = kept_tokens(rows, len(trained))
     numbers = _Numbers(trained_tokens(received, trained, kept.most), kept, config)
-    numbers.compute()
+    is_by_group = isinstance(config.estimator, TokenEstimator) and config.estimator.compares_groups
+    numbers.compute(received.group_bounds if is_by_group else None)
     if per_token:
         return Credit(np.zeros(len(scores)), numbers.of_tokens(), numbers.token_rewards)
     assert reference is not None, "without a KL there is nothing to do"
@@ -130,8 +132,9 @@ class _Numbers:
         self._advantages, self._uncredited = np.empty(len(tokens)), 0
         self.kl_sums = np.empty(0)
 
-    def compute(self) -> None:
-        parts = in_two_threads(self._tokens.parts(), self._compute)
+    def compute(self, groups: Int64s | None) -> None:
+        """groups: the bounds of groups, if these are computed as a whole."""
+        parts = in_two_threads(self._tokens.parts(groups=groups), self._compute)
         self.kl_sums = np.concatenate([self.kl_sums, *(sums for sums, _ in parts)])
         self._uncredited = sum(uncredited for _, uncredited in parts)
 
@@ -167,7 +170,8 @@ class _Numbers:
     def _credit(self, estimator: TokenEstimator, part: Part, rewards: Float64s) -> int:
         tokens = part.tokens
         credited, uncredited = credited_rewards(tokens, rewards)
-        columns = [tokens.take(_column(tokens.steps, name)) for name in estimator.columns]
+        columns: list[Any] = [part.groups] if estimator.compares_groups else []
+        columns += [tokens.take(_column(tokens.steps, name)) for name in estimator.columns]
         if (name := self._config.lambda_column) is not None:
             columns.append(tokens.of_steps(_column(tokens.steps, name)))
         advantages, returns = token_advantages(estimator, tokens, self._config, credited, *columns)

@@ -57,15 +57,20 @@ class TrainedTokens:
         """The index of each among the response tokens, ascending; int64 (trained tokens,)."""
         return np.arange(self.edges[-1]) if self.mask is None else np.flatnonzero(self.mask)
 
-    def parts(self, most: int = PART) -> Iterator[Part]:
-        """Yields the trajectories in order, as many at a time as have `most` response tokens, but at least one."""
-        ends, begin = self.edges[self.trajectory_bounds], 0
+    def parts(self, most: int = PART, groups: Int64s | None = None) -> Iterator[Part]:
+        """Yields the trajectories in order, as many at a time as have `most` response tokens, but at least one.
+
+        groups: int64 (groups + 1,), bounds of trajectories; yields whole groups.
+        """
+        units = np.arange(len(self.trajectory_bounds)) if groups is None else groups
+        ends, begin = self.edges[self.trajectory_bounds[units]], 0
         while begin + 1 < len(ends):
             end = max(begin + 1, int(np.searchsorted(ends, ends[begin] + most, side="right")) - 1)
-            yield self._part(begin, end)
+            yield self._part(units[begin : end + 1])
             begin = end
 
-    def _part(self, begin: int, end: int) -> Part:
+    def _part(self, units: Int64s) -> Part:
+        begin, end = int(units[0]), int(units[-1])
         steps = slice(int(self.trajectory_bounds[begin]), int(self.trajectory_bounds[end]))
         edges, step_bounds = (bounds[steps.start : steps.stop + 1] for bounds in (self.edges, self.step_bounds))
         tokens = TrainedTokens(
@@ -75,7 +80,7 @@ class TrainedTokens:
             None if self.mask is None else self.mask[edges[0] : edges[-1]],
             step_bounds - step_bounds[0],
         )
-        return Part(tokens, steps, slice(step_bounds[0], step_bounds[-1]), slice(edges[0], edges[-1]))
+        return Part(tokens, steps, slice(step_bounds[0], step_bounds[-1]), slice(edges[0], edges[-1]), units - begin)
 
     def of(self, numbers: NDArray[Any]) -> NDArray[Any]:
         """Selects the numbers of trained tokens from those of response tokens; the same array where all are."""
@@ -119,12 +124,13 @@ class TrainedTokens:
 
 class Part(NamedTuple):
     """Some trajectories of a batch. steps, trained, responses: their ranges among its steps, its trained tokens and its
-    response tokens."""
+    response tokens. groups: the bounds of their groups, if it has whole groups."""
 
     tokens: TrainedTokens
     steps: slice
     trained: slice
     responses: slice
+    groups: Int64s
 
 
 def trained_tokens(received: Received, trained: NDArray[np.bool_], kept: Int64s | None = None) -> TrainedTokens:

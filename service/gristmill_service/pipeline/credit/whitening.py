@@ -55,17 +55,18 @@ def whitened_with_counts(advantages: Float64s, counts: Float64s) -> Float64s:
     """Returns the advantages of trajectories, whitened over all tokens, of which `counts` have each.
 
     Mean and variance are those of `whitened` with each advantage repeated, and are applied also to advantages that no
-    token has. If all that tokens have are equal, the result is 0. Sums are correctly rounded, so that the order of
-    trajectories does not matter. An advantage that float32 cannot hold is refused later: nothing is whitened then.
+    token has. Without any token the result is 0. Sums are correctly rounded, so that the order of trajectories does not
+    matter. An advantage that float32 cannot hold is refused later: nothing is whitened then.
     """
-    counted = advantages[counts > 0]
-    if not len(counted) or counted.min() == counted.max():
+    counted, total = advantages[counts > 0], counts.sum()
+    if not len(counted):
         return np.zeros(len(advantages))
     if not (np.abs(advantages) <= FLOAT32_MAX).all():
         return advantages
-    total = counts.sum()
-    centered: Float64s = advantages - math.fsum((counts * advantages).tolist()) / total
-    variance = math.fsum((counts * centered * centered).tolist()) / (total - 1)
+    # The mean of equal advantages is exactly theirs.
+    mean = math.fsum((counts * advantages).tolist()) / total if counted.min() < counted.max() else counted[0]
+    centered: Float64s = advantages - mean
+    variance = math.fsum((counts * centered * centered).tolist()) / max(1.0, total - 1)
     return centered / math.sqrt(variance + WHITEN_EPSILON)
 
 
