@@ -53,9 +53,10 @@ demo: setup  ## Watch a small multi-turn RL run train through gristmill (under 4
 test: dev  ## Run all tests but the slow ones: 5 minutes on two cores
 	$(PYTEST) -m "not slow" --durations 10 --durations-min 5
 
+# Slow tests wait more than they compute: three for each two cores.
 test-slow: dev  ## Run the slow tests: those that start processes or wait for real time; and laws with many more examples
-	$(PYTEST) -m slow
-	LAW_EXAMPLES=200 $(PYTEST) $(LAWS)
+	$(PYTEST) -m slow -n $$(($$(nproc) * 3 / 2)) --durations 20 --durations-min 5
+	LAW_EXAMPLES=100 $(PYTEST) $(LAWS)
 
 test-all: dev  ## Run all tests, slow ones too
 	$(PYTEST)

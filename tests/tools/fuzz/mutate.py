@@ -79,6 +79,9 @@ def changed_message(random: Random, message: Any) -> None:
     name, is_many = field.name, field.is_repeated
     if field.message_type is not None:
         target = getattr(message, name)
+        if field.message_type.GetOptions().map_entry:
+            _changed_map(random, field.message_type, target)
+            return
         if is_many:
             if target and random.random() < 0.8:
                 changed_message(random, random.choice(target))
@@ -104,6 +107,15 @@ def changed_message(random: Random, message: Any) -> None:
             del values[random.randrange(len(values)) :]
         case _:
             values.extend([value] * random.randint(1, 4))
+
+
+def _changed_map(random: Random, entry: Any, values: Any) -> None:
+    """Sets, or removes, an entry of a map of scalars."""
+    if values and random.random() < 0.3:
+        del values[random.choice(sorted(values))]
+        return
+    key, value = (_scalar(random, entry.fields_by_name[name]) for name in ("key", "value"))
+    values[key] = value
 
 
 def _scalar(random: Random, field: Any) -> Any:
