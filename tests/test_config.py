@@ -509,6 +509,7 @@ def test_a_missing_file_is_refused_with_its_name(tmp_path: Path) -> None:
         ({"grpo_epsilon": 1e-4}, []),
         ({"gamma": 0.9}, ["gamma: 0.9 has no effect: it is read with advantage_estimator: gae or reinforce++ alone"]),
         ({"lambda": 0.9}, ["lambda: 0.9 has no effect: it is read with advantage_estimator: gae alone"]),
+        ({"lambda": {"length_adaptive": 0.1}}, ["lambda: {'length_adaptive': 0.1} has no effect: it is read with"]),
         ({"critic_lambda": 1.0}, ["critic_lambda: 1.0 has no effect: it is read with advantage_estimator: gae alone"]),
         ({"whiten": "batch"}, []),
         ({"grpo_epsilon": 1e-4, "advantage_estimator": "rloo"}, ["grpo_epsilon: 0.0001 has no effect"]),

@@ -4,8 +4,9 @@ The rules and warnings of a configuration, and the pipeline, use this table; no 
 arithmetic is float64. An entry is one of these:
 
 - `Estimator`: computes nothing; clients send advantages.
-- `GroupEstimator`: one advantage per trajectory, computed from the scores of its prompt group.
-- `TokenEstimator`: an advantage and a return for each trained token, computed from its trajectory's rewards.
+- `GroupEstimator`: computes one advantage per trajectory from the scores of its prompt group.
+- `TokenEstimator`: computes an advantage and a return for each trained token from the rewards of its trajectory, and in
+  some cases of its prompt group.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ PIECE = 1024
 
 
 class LambdaRule(Protocol):
-    """A rule for the λ of `gae`: `length_adaptive` is a coefficient; None: λ is read from a column."""
+    """A rule for the λ of `gae`: `length_adaptive` is the coefficient α; if it is None, λ is read from a column."""
 
     @property
     def length_adaptive(self) -> float | None: ...
@@ -272,7 +273,7 @@ def discounted_sums(numbers: Float64s, bounds: Int64s, decay: float | Float64s) 
     """Returns S = x + decay · S', where S' is that of the run's next number, 0 after the last; float64 like `numbers`.
 
     bounds: int64 (runs + 1,): run r has the numbers `bounds[r]:bounds[r + 1]`. A run's result does not depend on
-        others. decay: of all numbers, or of each.
+        others. decay: of all numbers, or one per number.
 
     Runs are cut into pieces, from their ends. The sums of all pieces are extended by one number at a time, from the
     last to the first, with one operation for all; then each piece of a run gets its share of the sum after it. The
@@ -292,7 +293,7 @@ def _next(numbers: Float64s, bounds: Int64s) -> Float64s:
 
 
 def _sum_up(sums: Float64s, bounds: Int64s, decay: float | Float64s) -> None:
-    """Replaces numbers by their discounted sums. decay: of all numbers, or of each."""
+    """Replaces numbers by their discounted sums. decay: of all numbers, or one per number."""
     is_constant = isinstance(decay, float)
     if not len(sums) or (is_constant and decay == 0):
         return

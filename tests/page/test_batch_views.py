@@ -238,10 +238,24 @@ def test_a_column_that_keeps_steps_apart_is_named(service: Service, client: http
     assert (breaks["in_all"], breaks["rows"], breaks["pairs"]) == (1, 2, [])
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"grpo_std_over": "batch"},
+        {"advantage_estimator": "opo", "whiten": "batch"},
+        {"advantage_estimator": "gdpo", "whiten": "trajectories", "component_weights": {"a": 2.0}},
+    ],
+    ids=str,
+)
 def test_scores_are_those_that_were_sent_and_advantages_those_of_the_shards(
-    service: Service, client: httpx.Client, run_name: str
+    service: Service, client: httpx.Client, run_name: str, settings: dict[str, Any]
 ) -> None:
-    run = stage.published(service.runs, run_name, CONFIG, [agents()])
+    table = agents()
+    lasts = zip(table.is_last_steps.tolist(), table.samples.tolist(), strict=True)
+    texts = [f'{{"a": {sample % 3}.0}}' if is_last else "" for is_last, sample in lasts]
+    table = replace(table, reward_components=texts)
+    run = stage.published(service.runs, run_name, CONFIG | settings, [table])
     scores = client.get(f"/v1/runs/{run_name}/batches/0/scores").json()
     assert client.get(f"/v1/runs/{run_name}/batches/0/scores", params={"start": 10**30}).status_code == 422
     BatchScores.model_validate(scores)
@@ -263,6 +277,14 @@ def test_scores_are_those_that_were_sent_and_advantages_those_of_the_shards(
         assert set(values[mask == 1].tolist()) <= {np.float32(advantages[uid, sample])}
     later = client.get(f"/v1/runs/{run_name}/batches/0/scores", params={"start": 4}).json()
     assert later["groups"] == scores["groups"][4:]
+
+
+def test_advantages_that_are_whitened_by_mini_batch_are_only_in_shards(
+    service: Service, client: httpx.Client, run_name: str
+) -> None:
+    stage.published(service.runs, run_name, CONFIG | {"whiten": "mini_batch"}, [agents()])
+    groups = client.get(f"/v1/runs/{run_name}/batches/0/scores").json()["groups"]
+    assert {group["advantages"] for group in groups} == {None}
 
 
 def test_advantages_that_clients_gave_by_token_are_not_shown(

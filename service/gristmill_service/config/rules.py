@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from fractions import Fraction
 
+from pydantic import BaseModel
+
 from gristmill._wire.column_spec import ColumnScope
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.config.run_config import MERGE_MODES, SETTINGS, RunConfig
@@ -328,7 +330,8 @@ def _without_effect(config: RunConfig) -> Iterator[str]:
         estimators = readers(name)
         if estimators and config.advantage_estimator not in estimators and value != setting.default:
             by = " or ".join(estimators)
-            yield f"{name}: {value} has no effect: it is read with advantage_estimator: {by} alone"
+            shown_value = value.model_dump(exclude_none=True) if isinstance(value, BaseModel) else value
+            yield f"{name}: {shown_value} has no effect: it is read with advantage_estimator: {by} alone"
     if config.grpo_std_over == "batch" and not config.grpo_norm_by_std:
         yield "grpo_std_over: batch has no effect: it is read with grpo_norm_by_std: true alone"
     kl = config.kl_in_reward

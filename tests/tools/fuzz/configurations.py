@@ -16,6 +16,13 @@ _TRAINERS = {"name": "old_logprobs", "dtype": "float32", "scope": "response", "s
 _MORE: list[dict[str, Any]] = [
     {},
     {"critic_mini_batch_size": 4, "advantage_estimator": "reinforce++", "gamma": 0.9, "whiten": "batch"},
+    {"advantage_estimator": "gdpo", "component_weights": {"format": 0.5}, "whiten": "trajectories"},
+    {
+        "advantage_estimator": "passk",
+        "grpo_std_over": "batch",
+        "lambda": {"length_adaptive": 0.05},
+        "critic_lambda": 1.0,
+    },
     {"balance": "flops", "flops": {"linear": 1.0, "quadratic": 0.5}, "micro_batch": {"max_tokens": 100}},
     {"tag_shares": {"math": {"min": 0.5}, "code": {"min": 0.25}}, "tag_timeout_s": 5.0, "max_staleness": 2},
     {"kl_in_reward": {"coef": 0.1, "estimator": "k3"}, "columns": [_TRAINERS, _TRAINERS | {"name": "ref_logprobs"}]},

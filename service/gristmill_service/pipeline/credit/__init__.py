@@ -1,1 +1,1 @@
-"""Credit: what the rewards of trajectories become on each trained token."""
+"""Credit assignment: computes advantages and returns from rewards."""

@@ -50,7 +50,7 @@ def token_advantages(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenCredit:
-    """Credit of trained tokens.
+    """The advantages and returns of trained tokens.
 
     advantages: float64 (trained tokens,), whitened with `whiten: batch`. returns: float32 over the steps' responses, 0
     where nothing is trained; None for advantages that clients sent. uncredited: the number of rewards that are in no
@@ -65,12 +65,11 @@ class TokenCredit:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Credit:
-    """Credit of a batch.
+    """The advantages of a batch.
 
-    advantages: float64 (trajectories,), zeros where there is credit of tokens; whitened with `whiten: batch` and
-    `trajectories`. of_tokens: with a `TokenEstimator`, and for advantages per token that clients sent, if they are
-    whitened.
-    token_rewards: float32 over the steps' responses, where the KL changed them.
+    advantages: float64 (trajectories,), whitened with `whiten: batch` and `trajectories`; zeros if `of_tokens` is set.
+    of_tokens: set with a `TokenEstimator`, and for advantages per token that clients sent and `whiten` changes.
+    token_rewards: float32 over the steps' responses; set if they include a KL.
     """
 
     advantages: Float64s
@@ -120,9 +119,10 @@ def credit(
 
 
 class _Numbers:
-    """Arrays over a batch's trained tokens, which are computed for some trajectories at a time.
+    """Computes arrays over a batch's trained tokens, for some trajectories at a time.
 
-    kept: as `response_rewards` takes it. kl_sums: float64 (trajectories,), of the KL estimates, where there is a KL.
+    kept: see `response_rewards`. kl_sums: float64 (trajectories,), the sums of the KL estimates; empty for a
+    `TokenEstimator`.
     """
 
     def __init__(self, tokens: TrainedTokens, kept: KeptTokens, config: RunConfig) -> None:
@@ -133,7 +133,7 @@ class _Numbers:
         self.kl_sums = np.empty(0)
 
     def compute(self, groups: Int64s | None) -> None:
-        """groups: the bounds of groups, if these are computed as a whole."""
+        """Computes all arrays. groups: the bounds of groups, if each is computed as a whole; else None."""
         parts = in_two_threads(self._tokens.parts(groups=groups), self._compute)
         self.kl_sums = np.concatenate([self.kl_sums, *(sums for sums, _ in parts)])
         self._uncredited = sum(uncredited for _, uncredited in parts)
@@ -152,7 +152,7 @@ class _Numbers:
         return Ragged.from_lengths(values, self._tokens.steps.response_lengths)
 
     def _compute(self, part: Part) -> tuple[Float64s, int]:
-        """Computes a part. Returns the KL sums of its trajectories, and how many of its rewards are in no return."""
+        """Computes a part. Returns the KL sums of its trajectories, and how many rewards are in no token's return."""
         tokens, config = part.tokens, self._config
         rewards, reference = response_rewards(tokens.steps, self._kept.of(part.steps)), config.kl_in_reward
         estimates = np.empty(0)

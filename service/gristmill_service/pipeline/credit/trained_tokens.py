@@ -1,8 +1,8 @@
 """The trained tokens of a batch, concatenated: the input of estimators with credit per token.
 
 A token is trained if its loss_mask is 1 and no filter masks its step. A trajectory's trained tokens are in the order in
-which they were sampled, step after step; observations and masked steps between them are skipped. Rows play no part, so
-that neither merging nor layout can change a result.
+which they were sampled, step after step, without the observations and masked steps between them. They do not depend on
+rows, so neither merging nor layout can change a result.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from gristmill_service.pipeline.rows.validate import Received
 SCALE_DOWN = "scale the rewards down"
 
 PART = 1 << 18
-"""The tokens for which credit is computed at a time: few enough that their numbers stay in a cache, and enough that
-each NumPy operation is worth its call."""
+"""The number of tokens for which credit is computed at a time: small enough that their numbers stay in a cache, and
+large enough that the overhead of NumPy calls is small."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,13 +54,13 @@ class TrainedTokens:
 
     @property
     def places(self) -> Int64s:
-        """The index of each among the response tokens, ascending; int64 (trained tokens,)."""
+        """The index of each trained token among the response tokens, ascending; int64 (trained tokens,)."""
         return np.arange(self.edges[-1]) if self.mask is None else np.flatnonzero(self.mask)
 
     def parts(self, most: int = PART, groups: Int64s | None = None) -> Iterator[Part]:
-        """Yields the trajectories in order, as many at a time as have `most` response tokens, but at least one.
+        """Yields the trajectories in order, in parts of at most `most` response tokens, or of a single trajectory.
 
-        groups: int64 (groups + 1,), bounds of trajectories; yields whole groups.
+        groups: int64 (groups + 1,), bounds of trajectories; parts then consist of whole groups.
         """
         units = np.arange(len(self.trajectory_bounds)) if groups is None else groups
         ends, begin = self.edges[self.trajectory_bounds[units]], 0
@@ -123,8 +123,11 @@ class TrainedTokens:
 
 
 class Part(NamedTuple):
-    """Some trajectories of a batch. steps, trained, responses: their ranges among its steps, its trained tokens and its
-    response tokens. groups: the bounds of their groups, if it has whole groups."""
+    """Consecutive trajectories of a batch.
+
+    steps, trained, responses: their ranges among the batch's steps, trained tokens and response tokens. groups: int64,
+    the bounds of their groups among them, if `parts` was called with groups.
+    """
 
     tokens: TrainedTokens
     steps: slice
@@ -137,7 +140,7 @@ def trained_tokens(received: Received, trained: NDArray[np.bool_], kept: Int64s 
     """Returns the trained tokens of a batch.
 
     trained: bool (steps,), False where a filter masks (`trained_steps`). kept: int64 (steps,), how many tokens of each
-    response rows have, if that may be fewer than all: later steps have others in place of the rest.
+    response are in a row, if that may be fewer than all: later steps may contain other tokens in place of the rest.
     """
     steps = received.steps
     lengths = steps.response_lengths
@@ -155,7 +158,7 @@ def trained_tokens(received: Received, trained: NDArray[np.bool_], kept: Int64s 
 
 
 def response_rewards(steps: Steps, kept: KeptTokens | None = None) -> Float64s:
-    """Returns the reward of each response token of the batch, float64 (response tokens,): the `rewards` tensor.
+    """Returns the reward of each response token of the batch, as in the `rewards` tensor; float64 (response tokens,).
 
     A scalar reward is on the last response token of its step. A reward whose token no row keeps moves to the last token
     that the first row keeps of its step; where none keeps any, it stays.
@@ -191,13 +194,12 @@ def reward_column(steps: Steps, rewards: Float64s) -> Ragged:
 
 
 def credited_rewards(tokens: TrainedTokens, rewards: Float64s) -> tuple[Float64s, int]:
-    """Returns each trained token's reward, and how many rewards no token gets.
+    """Returns each trained token's reward, and the number of rewards that are assigned to no token.
 
-    rewards: of the response tokens. A reward on a token that is not trained (a scalar whose step ends in an
-    observation, or whose step a filter masks) counts for the last trained token before it in its trajectory: the last
-    action that can have caused it. Every return to go is then what it would be if observations took no time. A reward
-    before the first trained token of its trajectory, or in a trajectory without one, is caused by nothing that is
-    trained: it is left out, and counted unless it is 0.
+    rewards: of the response tokens. A reward on a token that is not trained, such as an observation or a token of a
+    masked step, is assigned to the last trained token before it in its trajectory, which is the last action that can
+    have caused it. Returns to go are then the same as without observations. A reward before the first trained token of
+    its trajectory is assigned to no token, and is counted unless it is 0.
     """
     if tokens.mask is None:
         return rewards, 0
