@@ -31,19 +31,21 @@ def test_steps_before_a_commit_are_forgotten(tmp_path: Path) -> None:
     ledger.start(0, state(0))
     ledger.record(1, state(1))
     ledger.forget_before(1)
-    with pytest.raises(FailedPreconditionError, match=r"begins after batch 0 .* remove it to continue"):
+    with pytest.raises(FailedPreconditionError, match=r"begins after batch 0 .* remove the file to continue"):
         ledger.step_at(state(0))
 
 
 def test_a_ledger_of_another_run_is_refused(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "ledger.json")
     ledger.start(0, state(0))
-    with pytest.raises(FailedPreconditionError, match=r"is of run 'r' \(one\) and the service's is 'r' \(two\)"):
+    with pytest.raises(FailedPreconditionError, match=r"is of run 'r' \(one\), but the service's run is 'r' \(two\)"):
         ledger.step_at(state(0, "two"))
 
 
 def test_a_damaged_ledger_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "ledger.json"
     path.write_text("{")
-    with pytest.raises(InvalidArgumentError, match=r"ledger.json: cannot read it: .*; remove it to continue"):
+    with pytest.raises(
+        InvalidArgumentError, match=r"ledger.json: cannot read the file: .*; remove the file to continue"
+    ):
         Ledger(path)

@@ -22,12 +22,12 @@ def test_a_mapping_is_read_as_options() -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        (None, "gristmill is missing; give a mapping with address and run"),
-        ({"address": "here"}, "gristmill.run is not set; give the service's address and the run's name"),
-        ({"address": "here", "run": "r", "port": 1}, "unknown option 'port'; known are address, run, rollouts"),
+        (None, "gristmill is missing; set a mapping with address and run"),
+        ({"address": "here"}, "gristmill.run is not set; set the service's address and the run's name"),
+        ({"address": "here", "run": "r", "port": 1}, "unknown option 'port'; expected address, run, rollouts"),
         ({"address": "here", "run": "r", "rollouts": "both"}, "rollouts is 'both'; use trainer or workers"),
-        ({"address": "here", "run": "r", "settings": 3}, "settings is 3; give a mapping"),
-        ({"address": "here", "run": "r", "ignore": "tools"}, "ignore is the string 'tools'; give a list"),
+        ({"address": "here", "run": "r", "settings": 3}, "settings is 3; set a mapping"),
+        ({"address": "here", "run": "r", "ignore": "tools"}, "ignore is the string 'tools'; set a list"),
     ],
 )
 def test_options_that_are_wrong_are_named(options: Any, reason: str) -> None:

@@ -80,9 +80,8 @@ def test_everything_that_a_run_cannot_follow_is_refused_at_once() -> None:
     assert sorted(str(refused.value).split("\n- ")) == [
         "estimator: 'opo' is not computed; use gae for 2 ranks",
         "run 'my-run': ",
-        "settings: layout is fixed at 'packed', because the workers take rows without padding; leave it out",
-        "settings: train_batch_size follows from Example's configuration, where it is 4; leave it out, or change it "
-        "there",
+        "settings: layout is fixed at 'packed', because the workers take rows without padding; omit it",
+        "settings: train_batch_size follows from Example's configuration, where it is 4; omit it, or change it there",
         "settings: whiten: 'mini_batch' is not possible; use batch",
         "shuffle: True moves rows; set it to False",
     ]
@@ -95,7 +94,7 @@ def test_a_setting_that_the_trainer_s_version_does_not_have_is_not_refused() -> 
 
 
 def test_a_setting_that_a_run_needs_is_missed_by_name() -> None:
-    with pytest.raises(InvalidArgumentError, match=r"configuration has no data.batch; use a version .* tested with"):
+    with pytest.raises(InvalidArgumentError, match=r"configuration has no data.batch; use a trainer version .* tested"):
         derive(data={"gamma": 1.0})
 
 

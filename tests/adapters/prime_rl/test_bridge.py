@@ -206,7 +206,7 @@ def test_a_checkpoint_before_what_is_committed_is_refused_naming_the_remedy(
     eventually(lambda: committed(rollouts) == Position(1))
     first.stop()
     refused = bridge(resume_step=1)
-    with pytest.raises(FailedPreconditionError, match="is committed up to step 2, and prime-rl resumes from step 1"):
+    with pytest.raises(FailedPreconditionError, match="is committed up to step 2, but prime-rl resumes from step 1"):
         refused.finished()
     (trainer.output_dir / LEDGER).unlink()
     # A trainer that resumes from step 1, whose later checkpoint is still there.
@@ -232,15 +232,18 @@ def test_a_directory_of_another_run_is_refused_naming_the_remedy(
     first.stop()
     service.runs.delete(rollouts.run)
     roll_out(rollouts, 2)
-    with pytest.raises(FailedPreconditionError, match=r"gristmill.json is of run .* remove it to continue"):
+    with pytest.raises(FailedPreconditionError, match=r"gristmill.json is of run .* remove the file to continue"):
         bridge().finished()
 
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"layout": "left_padded"}, "layout is left_padded, and .* create it with layout: packed"),
-        ({"loss_reduction": "token_mean"}, "loss_reduction is token_mean, and .* create it with loss_reduction: none"),
+        ({"layout": "left_padded"}, "layout is left_padded, but .* create the run with layout: packed"),
+        (
+            {"loss_reduction": "token_mean"},
+            "loss_reduction is token_mean, but .* create the run with loss_reduction: none",
+        ),
     ],
 )
 def test_a_run_that_prime_rl_cannot_train_is_refused(

@@ -32,7 +32,7 @@ def test_others_are_given_as_settings() -> None:
     [
         ({"rollout_transport": {"type": "nixl"}}, {}, "rollout_transport.type: 'nixl' .* use filesystem or zmq"),
         ({"weight_broadcast": {"type": "nccl"}}, {}, "weight_broadcast.type: 'nccl' waits .* use filesystem"),
-        ({}, {"layout": "left_padded"}, "layout is fixed at 'packed', because prime-rl has all rows"),
+        ({}, {"layout": "left_padded"}, "layout is fixed at 'packed', because prime-rl concatenates all rows"),
         ({}, {"dp_size": 4}, "dp_size follows from prime-rl's configuration, where it is 8"),
     ],
 )

@@ -162,7 +162,7 @@ def test_every_process_of_a_rank_is_waited_for(port: int, receive: Callable[[int
 
 
 def test_a_port_that_is_taken_is_refused(transport: Zmq, port: int) -> None:
-    with pytest.raises(InvalidArgumentError, match=r"Address already in use .*; give a free port"):
+    with pytest.raises(InvalidArgumentError, match=r"Address already in use .*; set a free port"):
         Zmq(HOST, port, DP_SIZE)
 
 

@@ -128,5 +128,5 @@ def test_an_update_is_that_of_verls_own_batch(updates: dict[str, Any], way: str,
 
 def test_data_that_is_cut_for_other_ranks_is_refused() -> None:
     parts = MiniBatchData(shards(rollouts(GROUPS, SAMPLES, seed=5), CONFIG | WAYS["by rows"])).of_ranks(FIELDS, {})
-    with pytest.raises(ValueError, match="a mini-batch of 1 ranks was handed to 2"):
+    with pytest.raises(ValueError, match="a mini-batch of 1 ranks was passed to 2"):
         BatchData(parts).chunk(2)

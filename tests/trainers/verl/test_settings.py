@@ -115,17 +115,17 @@ REFUSED: list[tuple[list[str], str]] = [
     ([*GAE, "critic.ppo_micro_batch_size_per_gpu=1"], r"critic.ppo_micro_batch_size_per_gpu: 1 .* lower actor_rollout"),
     (["critic.enable=True"], r"critic.enable: True .*adv_estimator=gae"),
     (["trainer.total_training_steps=null"], r"trainer.total_training_steps: None .* the number of batches"),
-    (["trainer.val_before_train=True"], r"val_before_train: True .* rollout workers validate; set it to False"),
+    (["trainer.val_before_train=True"], r"val_before_train: True needs an inference engine, .*; set it to False"),
     (["trainer.test_freq=5"], r"trainer.test_freq: 5 .* set it to -1"),
     (["trainer.v1.gristmill.rollouts=trainer"], r"does not support 'trainer'; use 'workers'"),
     (["trainer.rollout_data_dir=/tmp"], r"trainer.rollout_data_dir: '/tmp' .* gristmill export"),
-    (["reward.reward_model.enable=True"], r"reward_model.enable: True .* come with their rewards"),
+    (["reward.reward_model.enable=True"], r"reward_model.enable: True .* already have rewards"),
     (
         ["+trainer.v1.gristmill.settings={dp_size: 4}"],
         r"settings: dp_size follows from verl's configuration, where it is 2",
     ),
     (["+trainer.v1.gristmill.settings={loss_reduction: token_mean}"], r"settings: loss_reduction: .*loss_agg_mode"),
-    (["+trainer.v1.gristmill.settings={layout: packed}"], r"settings: layout is fixed at 'packed', .*; leave it out"),
+    (["+trainer.v1.gristmill.settings={layout: packed}"], r"settings: layout is fixed at 'packed', .*; omit it"),
     (["+trainer.v1.gristmill.settings={columns: []}"], r"settings: columns: .*get no other columns"),
 ]
 
@@ -146,5 +146,5 @@ def test_the_service_and_the_run_have_to_be_named(missing: str) -> None:
     from verl.trainer.ppo.v1 import get_trainer_cls
 
     config: Any = compose_config([*CPU, *SIZES, *(setting for setting in RUN if f".{missing}=" not in setting)])
-    with pytest.raises(InvalidArgumentError, match=f"trainer.v1.gristmill.{missing} is not set; give the service's"):
+    with pytest.raises(InvalidArgumentError, match=f"trainer.v1.gristmill.{missing} is not set; set the service's"):
         get_trainer_cls("gristmill")(config)

@@ -1,5 +1,5 @@
-"""Adapters that put a trainer on gristmill's shards, one module for each trainer.
+"""Adapters that make a trainer train on gristmill's shards, one module per trainer.
 
-A module imports its trainer only when it is imported itself: `from gristmill.adapters.trl import ...` needs TRL, and
-importing this package needs nothing.
+Only the module of a trainer needs the trainer: `from gristmill.adapters.trl import ...` imports TRL, and importing this
+package imports no trainer.
 """

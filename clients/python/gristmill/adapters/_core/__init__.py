@@ -1,1 +1,1 @@
-"""The part of an adapter that does not depend on its trainer. Importing it imports neither PyTorch nor gRPC."""
+"""The parts of adapters that do not depend on the trainer. Importing them imports neither PyTorch nor gRPC."""

@@ -1,4 +1,4 @@
-"""Names of an adapter that need its trainer, imported when they are first used."""
+"""Imports the names of an adapter that need its trainer at their first use."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 def importer(package: str, modules: Mapping[str, str], needs: str) -> Callable[[str], Any]:
     """Return a package's `__getattr__`, so that its other names, such as `run_settings`, work without the trainer.
 
-    modules: by name the module that has it. needs: what to install, for the ImportError.
+    modules: the module of each name. needs: the install command, for the ImportError.
     """
 
     def get(name: str) -> Any:
@@ -19,7 +19,7 @@ def importer(package: str, modules: Mapping[str, str], needs: str) -> Callable[[
         try:
             module = import_module(f"{package}.{modules[name]}")
         except ImportError as missing:
-            raise ImportError(f"{package}.{name} needs more than is installed ({missing}): {needs}") from missing
+            raise ImportError(f"{package}.{name} needs more packages ({missing}); run {needs}") from missing
         return getattr(module, name)
 
     return get

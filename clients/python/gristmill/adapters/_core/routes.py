@@ -1,4 +1,4 @@
-"""Routed experts of rows for trainers that replay them."""
+"""Completes the routed experts of rows for trainers that replay them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import torch
 
 
 def fill_routes(routes: torch.Tensor) -> torch.Tensor:
-    """Write the first top_k experts where no engine reported any (-1), and return which tokens had a route; bool
-    (...). A replayed router needs distinct experts for every token, also for padding.
+    """Set the first top_k experts for tokens without reported experts (-1), and return which tokens had a route; bool
+    (...). A replayed router needs distinct experts for every token, including padding.
 
     routes: (..., layers, top_k), changed in place.
     """

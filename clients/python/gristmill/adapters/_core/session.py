@@ -16,17 +16,17 @@ from gristmill.errors import AlreadyExistsError, BatchFailedError, FailedPrecond
 _log = logging.getLogger("gristmill")
 
 RESTARTED = "trainer_restarted"
-"""The reason under which groups are dropped that a restarted trainer samples again."""
+"""The reason for dropping groups that a restarted trainer samples again."""
 
 
 class Processes(Protocol):
-    """The processes of a trainer that has a session on every rank: all call its methods in the same order."""
+    """The processes of a trainer with a session on every rank. All processes call its methods in the same order."""
 
     @property
     def is_main(self) -> bool: ...
 
     def wait(self) -> None:
-        """Return when every process has called this."""
+        """Return after every process has called this method."""
 
 
 class _OneProcess:
@@ -37,13 +37,13 @@ class _OneProcess:
 
 
 class RunSession:
-    """Creates a run, or finds it, and connects to it. Call `resume` before anything else.
+    """Creates a run, or uses an existing one, and connects to it. Call `resume` before other methods.
 
-    settings: to create the run with; None if other programs create it.
-    dp_size: data-parallel ranks of the trainer. An existing run may have been cut for another number: `resume` cuts
-        its untrained batches again.
-    auto_commit: whether the trainer makes no checkpoints, so that trained batches are freed at once.
-    rank, processes: of a trainer with a session on every rank; None for a session of all ranks.
+    settings: the settings of the run to create; None if other programs create it.
+    dp_size: the trainer's number of data-parallel ranks. If an existing run has another number, `resume` makes the
+        service plan its untrained batches again.
+    auto_commit: whether trained batches are freed immediately, because the trainer writes no checkpoints.
+    rank, processes: for a trainer with a session on every rank; None for one session of all ranks.
     reading: further arguments of `TrainerClient`, such as `device` and `columns`.
     """
 
@@ -103,10 +103,10 @@ class RunSession:
     # Checkpoints.
 
     def resume(self, states: States | None, *, only_new_run: bool = False) -> None:
-        """Put every model to a checkpoint's position, and free the batches before it.
+        """Resume every model at a checkpoint's position, and free the batches before it.
 
-        states: of the checkpoint; None: the committed position. only_new_run: whether training without a checkpoint
-            needs a run that was not trained yet; FailedPreconditionError is raised for another.
+        states: the checkpoint's states; None: the committed position. only_new_run: whether to raise
+            FailedPreconditionError if training starts without a checkpoint on a run that was already trained.
         """
         for model, trainer in self.trainers.items():
             trainer.load_state_dict({} if states is None else states.get(model, {}))
@@ -118,8 +118,8 @@ class RunSession:
         self.commit()
 
     def give_up_unsealed(self) -> list[Group]:
-        """Drop the groups that are in no batch, because the trainer samples them again; return all groups of the run
-        as they were before."""
+        """Drop the groups that are in no batch, because the trainer samples them again. Return all groups of the run
+        in their previous states."""
         groups = self.rollouts.groups()
         for group in groups:
             if not group.is_consumed:
@@ -131,17 +131,17 @@ class RunSession:
         return {model: trainer.state_dict() for model, trainer in self.trainers.items()}
 
     def save(self, folder: str | Path, open_file: OpenFile = open) -> States:
-        """Write the states into a checkpoint's folder; return them for `commit`. Write them before the trainer marks
-        the checkpoint as complete."""
+        """Write the states to a checkpoint's folder, and return them for `commit`. Call it before the trainer marks the
+        checkpoint as complete."""
         states = self.states()
         if self._processes.is_main:
             write_states(folder, states, open_file)
         return states
 
     def commit(self, states: States | None = None) -> None:
-        """Free the batches before a complete checkpoint; None: before the current position."""
+        """Free the batches before a complete checkpoint. states: of the checkpoint; None: the current position."""
         self._processes.wait()
-        # On every process: a token that is bound to a rank commits for this rank alone.
+        # Every process commits, because a token that is bound to a rank commits only for this rank.
         for model, trainer in self.trainers.items():
             trainer.commit(None if states is None else states[model])
 
@@ -153,9 +153,9 @@ class RunSession:
             self.policy.announce_policy_version(version, keep_later=True)
 
     def next_batch(self) -> dict[str, Any] | None:
-        """Wait for the next batch of every model; return None at the end of the run.
+        """Wait for the next batch of every model. Return None at the end of the run.
 
-        Raises BatchFailedError for a batch that could not be made; the next call continues after it.
+        Raises BatchFailedError for a batch that could not be built. The next call continues after it.
         """
         batches = {model: self._next_of(model) for model in self.trainers}
         return None if None in batches.values() else batches
@@ -164,7 +164,7 @@ class RunSession:
         try:
             return next(self._batches[model], None)
         except BatchFailedError:
-            # A generator that has raised is at its end.
+            # A generator that has raised an error is exhausted.
             self._batches[model] = iter(self.trainers[model])
             raise
 
@@ -176,16 +176,16 @@ class RunSession:
     def write_back(
         self, awaits: Iterable[str], names: Mapping[str, str], computed: Iterable[tuple[Shard, Mapping[str, Any]]]
     ) -> None:
-        """Write the columns that a batch waits for.
+        """Write the columns for which a batch waits.
 
-        awaits: `batch.awaits`. names: by column the trainer's name of it. computed: for each shard the values, by the
+        awaits: `batch.awaits`. names: the trainer's name of each column. computed: the values of each shard, by the
             trainer's names.
         """
         for shard, values in computed:
             self.policy.write(shard, {column: values[names[column]] for column in awaits})
 
     def metrics(self) -> dict[str, float]:
-        """Return the figures of the last batch, under `gristmill/...`."""
+        """Return the metrics of the last batch, named `gristmill/...`."""
         figures: dict[str, float] = self.policy.metrics()
         return figures
 

@@ -1,7 +1,7 @@
-"""The settings of a run, derived by a table from a trainer's configuration.
+"""Derives the settings of a run from a trainer's configuration, by a table.
 
-The table also lists everything that a run cannot follow, so that all of it is refused at once. It reads the
-configuration by names, of mappings or attributes, and needs nothing of the trainer's package.
+The table also lists all settings of the trainer that a run does not support, so that one error can name all of them. It
+reads the configuration by the names of entries or attributes, without importing the trainer's package.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from gristmill.adapters._core.options import Gristmill
 from gristmill.errors import InvalidArgumentError
 
 WORKERS_ONLY = ("tag_shares", "group_timeout_s", "min_samples", "max_samples_per_prompt", "surplus")
-"""Settings that choose among groups. A trainer that samples exactly one batch at a time would wait for more forever."""
+"""Settings that select groups. A trainer that samples one batch at a time would wait forever for more groups."""
 
 _WORKERS_ONLY_VALUES = {"stale": ("drop", "count or mask"), "zero_variance_filter": ("replace", "mask")}
-"""Values that remove a group from a batch, each with what to use instead."""
+"""Values that remove a group from a batch, and the values to use instead, by setting."""
 
 _MISSING = object()
 _R = TypeVar("_R", bound=tuple[Any, ...])
@@ -25,9 +25,9 @@ _R = TypeVar("_R", bound=tuple[Any, ...])
 
 @dataclass(frozen=True)
 class Configured:
-    """A trainer's configuration, and what its process knows besides.
+    """A trainer's configuration, the adapter's options, and values that only the trainer's process knows.
 
-    dp_size: data-parallel ranks. pad_token_id: the tokenizer's.
+    dp_size: the number of data-parallel ranks. pad_token_id: the tokenizer's.
     """
 
     config: Any
@@ -48,8 +48,7 @@ class Configured:
         value = self.get(path, _MISSING)
         if value is _MISSING:
             raise InvalidArgumentError(
-                f"the trainer's configuration has no {path}; use a version of the trainer that the adapter was tested "
-                "with"
+                f"the trainer's configuration has no {path}; use a trainer version with which the adapter was tested"
             )
         return value
 
@@ -62,7 +61,7 @@ def always(_: Configured) -> bool:
 
 
 class Same(NamedTuple):
-    """A setting of the run whose value the trainer's configuration has."""
+    """A setting of the run with the same value as a setting of the trainer."""
 
     setting: str
     path: str
@@ -70,15 +69,15 @@ class Same(NamedTuple):
 
 
 class Derived(NamedTuple):
-    """A setting of the run that follows from the configuration. value: returns None to leave the setting out, and
-    accepts every configuration, also one that the table refuses."""
+    """A setting of the run that is computed from the configuration. value: returns None to omit the setting. Must
+    accept every configuration, including those that the table refuses."""
 
     setting: str
     value: Callable[[Configured], Any]
 
 
 class Fixed(NamedTuple):
-    """A setting of the run that the trainer needs as it is."""
+    """A setting of the run for which the trainer requires this value."""
 
     setting: str
     value: Any
@@ -86,14 +85,14 @@ class Fixed(NamedTuple):
 
 
 class Default(NamedTuple):
-    """A setting of the run unless the options' `settings` have another. value: returns None to leave it out."""
+    """A default for a setting of the run, which the options' `settings` override. value: returns None to omit it."""
 
     setting: str
     value: Callable[[Configured], Any]
 
 
 class Refuse(NamedTuple):
-    """A setting of the trainer that a run cannot follow. when: of its value, if the configuration has the setting."""
+    """A setting of the trainer that a run does not support. when: returns whether to refuse the setting's value."""
 
     path: str
     when: Callable[[Any, Configured], bool]
@@ -102,7 +101,7 @@ class Refuse(NamedTuple):
 
 
 class RefuseSetting(NamedTuple):
-    """A setting in the options' `settings` that the trainer cannot train with. when: of its value."""
+    """A setting in `settings` of the options that the trainer does not support. when: returns whether to refuse it."""
 
     setting: str
     when: Callable[[Any, Configured], bool]
@@ -123,7 +122,7 @@ def off(path: str, why: str, when: Callable[[Configured], bool] = always) -> Ref
 
 
 def one_of(path: str, choices: Collection[str], why: str, when: Callable[[Configured], bool] = always) -> Refuse:
-    """Refuse values other than these."""
+    """Refuse all values except `choices`."""
     return Refuse(path, lambda value, c: value not in choices and when(c), why, f"use {', '.join(choices)}")
 
 
@@ -132,16 +131,16 @@ def is_given(_: Any, __: Configured) -> bool:
 
 
 def written_column(name: str) -> dict[str, Any]:
-    """Declare a column of numbers of response tokens that the trainer computes and writes back."""
+    """Declare a column with one number per response token, which the trainer computes and writes back."""
     return {"name": name, "dtype": "float32", "scope": "response", "source": "trainer"}
 
 
 class SettingsTable:
     """Derives a run's settings from the configuration of one trainer.
 
-    trainer: its name. rows: the table. rollouts: the values of `Gristmill.rollouts` that the adapter supports, the
-    default first. columns: the columns that the adapter declares. spell: a setting's name as the trainer's users
-    write it.
+    trainer: the trainer's name. rows: the table. rollouts: the values of `Gristmill.rollouts` that the adapter
+    supports, the default first. columns: returns the columns that the adapter declares. spell: converts a setting's
+    name to the form that users of the trainer write.
     """
 
     def __init__(
@@ -157,8 +156,8 @@ class SettingsTable:
         self._columns, self._spell = columns, spell
 
     def settings(self, configured: Configured) -> dict[str, Any]:
-        """Return the settings to create the run with. Raises InvalidArgumentError that names everything that the run
-        cannot follow, and every setting that contradicts the configuration."""
+        """Return the settings of the run to create. Raises InvalidArgumentError that names all unsupported settings of
+        the trainer, and all settings that contradict the configuration."""
         more = dict(configured.gristmill.settings)
         derived = self._derived(configured)
         problems = [
@@ -197,11 +196,11 @@ class SettingsTable:
         fixed = {row.setting: row.why for row in self._of(Fixed)}
         for name in more.keys() & derived.keys():
             if name in fixed:
-                yield f"settings: {name} is fixed at {derived[name]!r}, because {fixed[name]}; leave it out"
+                yield f"settings: {name} is fixed at {derived[name]!r}, because {fixed[name]}; omit it"
             else:
                 yield (
                     f"settings: {name} follows from {self._trainer}'s configuration, where it is {derived[name]!r}; "
-                    "leave it out, or change it there"
+                    "omit it, or change it there"
                 )
 
     def _unsupported_rollouts(self, configured: Configured) -> Iterator[str]:
@@ -216,10 +215,10 @@ class SettingsTable:
         for name, value in more.items():
             refused, instead = _WORKERS_ONLY_VALUES.get(name, (_MISSING, ""))
             if name in WORKERS_ONLY or value == refused:
-                remedy = f"use {instead}" if instead else "leave it out"
+                remedy = f"use {instead}" if instead else "omit it"
                 yield (
-                    f"settings: {name}: {value!r} chooses among groups that come when they are ready, and "
-                    f"{self._trainer} samples one batch at a time; {remedy}{workers}"
+                    f"settings: {name}: {value!r} selects among groups of independent workers, but {self._trainer} "
+                    f"samples one batch at a time; {remedy}{workers}"
                 )
 
 

@@ -1,4 +1,4 @@
-"""The check that a trainer has a version that its adapter was tested with: adapters override methods of trainers."""
+"""Checks that a trainer's version was tested with its adapter, because adapters override methods of trainers."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ UNTESTED = "GRISTMILL_UNTESTED"
 
 
 def check_version(trainer: str, distribution: str, tested: Sequence[str]) -> None:
-    """Refuse an installed version that is none of the tested ones, unless GRISTMILL_UNTESTED=1 is set.
+    """Raise UnsupportedError if the installed version was not tested, unless GRISTMILL_UNTESTED=1 is set.
 
-    distribution: the trainer's name for pip; one that is not installed is not checked. tested: versions, or their
-    beginnings, such as `0.3`. Raises UnsupportedError.
+    distribution: the trainer's name for pip. It is not checked if it is not installed. tested: versions, or their
+    prefixes, such as `0.3`.
     """
     try:
         installed = version(distribution)
@@ -26,7 +26,7 @@ def check_version(trainer: str, distribution: str, tested: Sequence[str]) -> Non
         return
     if any(installed == known or installed.startswith(f"{known}.") for known in tested):
         return
-    message = f"the adapter was tested with {trainer} {' and '.join(tested)}; this is {installed}"
+    message = f"the adapter was tested with {trainer} {' and '.join(tested)}, but {installed} is installed"
     if os.environ.get(UNTESTED) != "1":
-        raise UnsupportedError(f"{message}: install a tested version, or set {UNTESTED}=1 to continue with this one")
+        raise UnsupportedError(f"{message}; install a tested version, or set {UNTESTED}=1 to continue with this one")
     _log.warning("%s", message)

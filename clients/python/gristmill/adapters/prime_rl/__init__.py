@@ -1,6 +1,6 @@
-"""prime-rl's trainer on gristmill's shards, by a bridge that replaces prime-rl's orchestrator.
+"""prime-rl's trainer on gristmill's shards, through a bridge that replaces prime-rl's orchestrator.
 
-Written for prime-rl 0.8, and never run with its trainer. Needs msgspec and PyTorch, and pyzmq for the zmq transport.
+Written for prime-rl 0.8, but not tested with its trainer. Needs msgspec and PyTorch, and pyzmq for the zmq transport.
 
     python -m gristmill.adapters.prime_rl 127.0.0.1:50051 --run my-run --output-dir outputs/my-run --dp-size 8
 """

@@ -1,4 +1,4 @@
-"""`python -m gristmill.adapters.prime_rl`: the bridge as a process next to prime-rl's trainer."""
+"""`python -m gristmill.adapters.prime_rl`: runs the bridge as a process next to prime-rl's trainer."""
 
 from __future__ import annotations
 
@@ -53,18 +53,18 @@ def _options() -> argparse.Namespace:
     add(
         "--batch-dir",
         type=Path,
-        help="where the trainer reads steps, with filesystem; OUTPUT_DIR/batches unless given, as prime-rl expects "
-        "after 0.8.0; for 0.8.0 OUTPUT_DIR/rollouts",
+        help="where the trainer reads steps, with filesystem; default: OUTPUT_DIR/batches, for prime-rl after 0.8.0; "
+        "for 0.8.0 set OUTPUT_DIR/rollouts",
     )
     add("--host", default="127.0.0.1", help="the address to listen at, with zmq")
     add("--port", type=int, default=5555, help="the first of two ports, with zmq; prime-rl's rollout_transport.port")
-    add("--processes-per-rank", type=int, default=1, help="the trainer's world size over its dp size, with zmq")
-    add("--no-checkpoints", action="store_true", help="prime-rl writes no checkpoints: it has no [ckpt]")
-    add("--checkpoint-dir", type=Path, help="prime-rl's checkpoints; OUTPUT_DIR/checkpoints unless given")
-    add("--resume-step", type=int, help="prime-rl's resume.step; the newest checkpoint unless given")
-    add("--temperature", type=float, default=1.0, help="of sampling, for rows without a column `temperatures`")
+    add("--processes-per-rank", type=int, default=1, help="the trainer's world size divided by its dp size, with zmq")
+    add("--no-checkpoints", action="store_true", help="prime-rl writes no checkpoints, because it has no [ckpt]")
+    add("--checkpoint-dir", type=Path, help="prime-rl's checkpoints; default: OUTPUT_DIR/checkpoints")
+    add("--resume-step", type=int, help="prime-rl's resume.step; default: the newest checkpoint")
+    add("--temperature", type=float, default=1.0, help="for rows without a column `temperatures`")
     add("--env-name", default="rollouts", help="the environment of groups without a tag")
-    add("--pad-to-multiple-of", type=int, default=1, help="of the tokens in each micro-batch; prime-rl's model.cp")
+    add("--pad-to-multiple-of", type=int, default=1, help="pad each micro-batch; prime-rl's model.cp")
     return parser.parse_args()
 
 

@@ -1,4 +1,4 @@
-"""Sends a run's mini-batches to prime-rl's trainer: one of its steps is one mini-batch."""
+"""Sends a run's mini-batches to prime-rl's trainer. One step of the trainer is one mini-batch."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ _log = logging.getLogger("gristmill")
 class Bridge:
     """Sends a run's mini-batches to prime-rl's trainer, instead of prime-rl's orchestrator.
 
-    A step is sent, and acknowledged when the trainer has broadcast its new weights, whose version is announced. It is
-    committed when a checkpoint of prime-rl includes it. Restart whatever dies: a bridge continues where the trainer is,
-    and a trainer that goes back to its checkpoint gets the same steps after it again. The surviving weights have
-    trained each mini-batch once.
+    The bridge sends a step, and acknowledges it after the trainer has broadcast the new weights; then it also announces
+    their version. It commits a step after a checkpoint of prime-rl includes it. Restart a process that dies: the bridge
+    continues at the trainer's step, and a trainer that resumes from its checkpoint gets the following steps again. The
+    final weights were trained on each mini-batch once.
 
-    gristmill: the run, which exists with `layout: packed` and `loss_reduction: none`.
-    output_dir: prime-rl's run directory, its trainer's `output_dir`.
-    dp_size: prime-rl's data-parallel ranks.
-    checkpoint_dir: prime-rl's checkpoints, `output_dir / "checkpoints"` unless it has a `ckpt.output_dir`. None: it
-        writes none, and steps are committed when they are acknowledged.
-    resume_step: the checkpoint that prime-rl resumes from; None: the newest complete one.
-    transport: Files by default.
+    gristmill: the run, which must exist with `layout: packed` and `loss_reduction: none`.
+    output_dir: prime-rl's run directory, the `output_dir` of its trainer.
+    dp_size: prime-rl's number of data-parallel ranks.
+    checkpoint_dir: prime-rl's checkpoints: `ckpt.output_dir` if it is set, else `output_dir / "checkpoints"`. None: it
+        writes no checkpoints, and steps are committed when they are acknowledged.
+    resume_step: the checkpoint from which prime-rl resumes; None: the newest complete checkpoint.
+    transport: by default `Files`.
 
         output = Path("outputs/my-run")
         gristmill = Gristmill("127.0.0.1:50051", "my-run")
@@ -62,8 +62,8 @@ class Bridge:
         self._stopped = Event()
 
     def run(self) -> None:
-        """Train the run to its end: return when its last step is trained and in a checkpoint, if there are any, or
-        after `stop`. Raises InvalidArgumentError for a run that prime-rl cannot train."""
+        """Train the run to its end. Return after its last step was trained (and is in a checkpoint, if prime-rl writes
+        checkpoints), or after `stop`. Raises InvalidArgumentError for a run that prime-rl cannot train."""
         columns = self._columns()
         while not self._stopped.is_set():
             try:
@@ -72,13 +72,13 @@ class Bridge:
                     self._train(columns)
                 return
             except TrainerRestartedError:
-                _log.info("prime-rl's trainer restarted: continuing from its checkpoint")
+                _log.info("prime-rl's trainer restarted; continuing from its checkpoint")
                 self._resume_step = None
             except StoppedError:
                 return
 
     def stop(self) -> None:
-        """Make `run` return soon; from any thread or signal handler."""
+        """Make `run` return soon. May be called from any thread or signal handler."""
         self._stopped.set()
 
     def _train(self, columns: list[str]) -> None:
@@ -89,21 +89,21 @@ class Bridge:
         )
         with (
             ThreadPoolExecutor(1) as thread,
-            # Closed first, which ends the thread's wait.
+            # The session is closed first, which ends the thread's wait.
             RunSession(self._gristmill, None, dp_size=self._dp_size, auto_commit=False, columns=columns) as run,
         ):
             ledger = Ledger(self._output_dir / LEDGER)
             Session(run, self._transport, trainer, ledger, self._encoding, self._stopped).train(thread)
 
     def _columns(self) -> list[str]:
-        """Return the declared columns that prime-rl takes, after checking that it can train the run."""
+        """Check that prime-rl can train the run, and return the declared columns that it uses."""
         address, run = self._gristmill.address, self._gristmill.run
         with RolloutClient(address, run, timeout_s=self._gristmill.timeout_s) as client:
             config = client.status().config
         for name, needed, why in (PACKED, UNREDUCED):
             if config[name] != needed:
                 raise InvalidArgumentError(
-                    f"run {run!r}: {name} is {config[name]}, and {why}; create it with {name}: {needed}"
+                    f"run {run!r}: {name} is {config[name]}, but {why}; create the run with {name}: {needed}"
                 )
         columns = config["columns"]
         check_columns(columns)

@@ -1,6 +1,6 @@
-"""prime-rl's micro-batches, encoded as in `src/prime_rl/transports/batch/types.py`.
+"""Encodes prime-rl's micro-batches as in `src/prime_rl/transports/batch/types.py`.
 
-prime-rl 0.8.0 has the file in `transports/rollouts`. Newer versions append fields, which 0.8.0 ignores.
+In prime-rl 0.8.0, the file is in `transports/rollouts`. Newer versions append fields, which 0.8.0 ignores.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from gristmill.torch import MicroBatch as Rows
 from gristmill.torch import Shard
 
 STREAMS = ("ref_logprobs", "rl_weights", "ce_weights", "ref_kl_weights")
-"""Columns of scope `response` of which prime-rl takes a number for each token."""
+"""Columns of scope `response` with one number per token for prime-rl."""
 TEMPERATURES = "temperatures"
 ROUTED_EXPERTS = "routed_experts"
 SAMPLING_MASK = "sampling_mask"
 COLUMNS = (*STREAMS, TEMPERATURES, ROUTED_EXPERTS, SAMPLING_MASK)
-"""The declared columns that reach prime-rl's trainer."""
+"""The declared columns that are sent to prime-rl's trainer."""
 
 _AGGREGATE = "all"
 """prime-rl's name for the metrics over all environments."""
@@ -41,16 +41,16 @@ class RoutedExperts(msgspec.Struct, array_like=True, gc=False, omit_defaults=Tru
 
 
 class SamplingMask(msgspec.Struct, array_like=True, gc=False):
-    """The token ids that the sampler kept, of all tokens one after another, and how many each token has: int32."""
+    """The token ids that the sampler kept, concatenated for all tokens, and their number per token; int32."""
 
     ids: bytes
     counts: bytes
 
 
 class MicroBatch(msgspec.Struct, array_like=True, gc=False, omit_defaults=True):
-    """Rows that go through prime-rl's model together, joined on one axis of tokens.
+    """The rows of one forward pass of prime-rl's model, concatenated on one token axis.
 
-    Lists have one element per token, at the token itself; `sequence_lengths` and `seq_lens` have the rows' lengths.
+    Lists have one element per token, at the token itself. `sequence_lengths` and `seq_lens` are the rows' lengths.
     """
 
     input_ids: list[int]
@@ -82,9 +82,9 @@ class MaskedMicroBatch(MicroBatch, array_like=True, gc=False, omit_defaults=True
 class Encoding:
     """Encodes shards as prime-rl's micro-batches.
 
-    temperature: of sampling, for rows without a column `temperatures`.
-    env_name: the environment of groups without a tag; a tag is the name of its groups' environment.
-    pad_to_multiple_of: of the tokens in each micro-batch; for context parallelism its size.
+    temperature: the sampling temperature of rows without a column `temperatures`.
+    env_name: the environment of groups without a tag. The environment of other groups is their tag.
+    pad_to_multiple_of: pads each micro-batch to a multiple of this number of tokens; the size of context parallelism.
     """
 
     temperature: float = 1.0
@@ -93,27 +93,27 @@ class Encoding:
 
     def __post_init__(self) -> None:
         if not self.temperature > 0:
-            raise InvalidArgumentError(f"temperature is {self.temperature}; logits are divided by it, give one above 0")
+            raise InvalidArgumentError(f"temperature is {self.temperature}, the divisor of logits; set one above 0")
         if self.pad_to_multiple_of < 1:
-            raise InvalidArgumentError(f"pad_to_multiple_of is {self.pad_to_multiple_of}; give 1 or more")
+            raise InvalidArgumentError(f"pad_to_multiple_of is {self.pad_to_multiple_of}; set 1 or more")
         _check_env_name(self.env_name)
 
     def encode(self, shard: Shard) -> bytes:
-        """Return one rank's step: its micro-batches in msgpack.
+        """Return the micro-batches of one rank's step, encoded with msgpack.
 
-        Raises FailedPreconditionError for a shard that is not packed or has no log-probabilities of the sampler, and
-        InvalidArgumentError for values that prime-rl cannot train.
+        Raises FailedPreconditionError if the shard is not packed or has no log-probabilities of the sampler, and
+        InvalidArgumentError for values that prime-rl does not support.
         """
         where = f"{shard.position} rank {shard.metadata['rank']}"
         micro_batches = []
         for number, rows in enumerate(shard.micro_batches()):
             if not rows.is_packed:
                 raise FailedPreconditionError(
-                    f"{where}: the shard is padded, and prime-rl packs rows; create the run with layout: packed"
+                    f"{where}: the shard is padded, but prime-rl needs packed rows; create the run with layout: packed"
                 )
             if "rollout_logprobs" not in rows:
                 raise FailedPreconditionError(
-                    f"{where}: its rows have no rollout_logprobs, which prime-rl's loss needs; send them with every row"
+                    f"{where}: rows have no rollout_logprobs, which prime-rl's loss needs; send them with every row"
                 )
             micro_batches.append(self._micro_batch(rows, f"{where} micro-batch {number}"))
         return msgspec.msgpack.encode(micro_batches)
@@ -145,8 +145,8 @@ class Encoding:
         )
 
     def _temperatures(self, rows: Rows, edges: list[int], where: str) -> list[float]:
-        """Return each token's temperature. prime-rl divides the logits at a token by that token's, though they predict
-        the next: tokens before a response, and observations, get that of the token sampled after them."""
+        """Return each token's temperature. prime-rl divides the logits at a token by the token's temperature, although
+        they predict the next token. Tokens that were not sampled get the temperature of the next sampled token."""
         if TEMPERATURES not in rows:
             return [self.temperature] * edges[-1]
         column: NDArray[Any] = rows[TEMPERATURES].double().numpy()
@@ -155,8 +155,8 @@ class Encoding:
         sampled = rows["loss_mask"].numpy() != 0
         if not (column[sampled] > 0).all():
             raise InvalidArgumentError(
-                f"{where}: {TEMPERATURES} has {column[sampled].min()} on a token that is trained, and logits are "
-                "divided by it; give the temperature that sampled the token"
+                f"{where}: {TEMPERATURES} is {column[sampled].min()} for a trained token, but divides logits; "
+                "send the temperature that sampled the token"
             )
         temperatures = np.where(column > 0, column, self.temperature)
         for begin, end in pairwise(edges):
@@ -178,13 +178,13 @@ class Encoding:
 
 
 def check_columns(columns: Iterable[Mapping[str, Any]]) -> None:
-    """Refuse declared columns that prime-rl would read as something else."""
+    """Refuse declared columns that prime-rl would misinterpret."""
     for column in columns:
         name, scope, shape = column["name"], column["scope"], column.get("shape", ())
         if scope == "items":
             raise InvalidArgumentError(
-                f"columns: {name} has scope items, as images have, and prime-rl needs images in the same micro-batches "
-                "on every rank, which this bridge does not do; leave the column out"
+                f"columns: {name} has scope items, like images, but prime-rl needs images in the same micro-batches on "
+                "every rank, which the bridge does not support; omit the column"
             )
         form = _FORMS.get(name)
         if form is not None and (scope not in form.scopes or not form.fits(shape)):
@@ -194,8 +194,8 @@ def check_columns(columns: Iterable[Mapping[str, Any]]) -> None:
             )
         if name in _LOSS_WEIGHTS and column.get("fill", 0):
             raise InvalidArgumentError(
-                f"columns: {name} has fill {column['fill']}, with which prime-rl would train prompts and padding; "
-                "leave fill out"
+                f"columns: {name} has fill {column['fill']}, with which prime-rl would train prompts and padding; omit "
+                "fill"
             )
 
 
@@ -215,7 +215,7 @@ _FORMS = {
     SAMPLING_MASK: _Form(("response",), "[null]", 1),
 }
 _LOSS_WEIGHTS = ("ce_weights", "ref_kl_weights")
-"""The weights whose losses have no other mask."""
+"""The weights of losses that have no other mask."""
 
 
 def _routed_experts(rows: Rows, padding: int) -> RoutedExperts | None:
@@ -238,5 +238,5 @@ def _sampling_mask(rows: Rows, padding: int) -> SamplingMask:
 def _check_env_name(name: str) -> None:
     if name == _AGGREGATE:
         raise InvalidArgumentError(
-            f"an environment is called {name!r}, as prime-rl's metrics over all environments are; choose another tag"
+            f"an environment is named {name!r}, like prime-rl's metrics over all environments; choose another tag"
         )

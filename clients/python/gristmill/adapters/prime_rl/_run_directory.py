@@ -1,4 +1,4 @@
-"""prime-rl's run directory: the files that its trainer writes and reads there."""
+"""Files in prime-rl's run directory that its trainer writes and reads."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from collections.abc import Iterator
 from pathlib import Path
 
 BROADCAST_MARK = "STABLE"
-"""In `broadcasts/step_N`: the weights of step N are complete."""
+"""The file in `broadcasts/step_N` that marks the weights of step N as complete."""
 CHECKPOINT_MARK = "trainer/.metadata"
-"""In `checkpoints/step_N`: torch.distributed.checkpoint writes it last."""
+"""The file in `checkpoints/step_N` that torch.distributed.checkpoint writes last."""
 LEDGER = "gristmill.json"
-"""The bridge's own file: the run's position after each step."""
+"""The bridge's file with the run's position after each step."""
 
 
 class Steps:
-    """The directories `step_N` that are complete, because a certain file is in them."""
+    """The directories `step_N` that are complete, because they contain the file `mark`."""
 
     def __init__(self, directory: Path, mark: str) -> None:
         self._directory, self._mark = directory, mark
         self._forgotten: dict[int, int] = {}
 
     def newest(self, up_to: float = math.inf) -> int | None:
-        """Return the last complete step, None if there is none."""
+        """Return the last complete step; None if there is none."""
         steps = self._written().items()
         return max((step for step, made in steps if step <= up_to and self._forgotten.get(step) != made), default=None)
 
@@ -37,23 +37,23 @@ class Steps:
             try:
                 written[step] = path.stat().st_mtime_ns
             except FileNotFoundError:
-                # Removed since.
+                # The file was removed meanwhile.
                 continue
         return written
 
 
 def rank_file(batch_dir: Path, step: int, rank: int) -> Path:
-    """Return the path at which prime-rl's filesystem transport looks for a rank's step."""
+    """Return the path from which prime-rl's filesystem transport reads a rank's step."""
     return batch_dir / f"step_{step}" / f"rank_{rank}.bin"
 
 
 def rank_files(batch_dir: Path, after: int) -> list[Path]:
-    """Return the existing files of the steps after one."""
+    """Return the existing files of the steps after step `after`."""
     return [path for step, path in _in_steps(batch_dir, "rank_*.bin") if step > after]
 
 
 def _in_steps(directory: Path, name: str) -> Iterator[tuple[int, Path]]:
-    """Yield the files of a name in the directories `step_N`, each with its step."""
+    """Yield the files that match `name` in the directories `step_N`, each with its step."""
     for path in directory.glob(f"step_*/{name}"):
         step = path.relative_to(directory).parts[0].removeprefix("step_")
         if step.isdigit():

@@ -1,4 +1,4 @@
-"""One start of prime-rl's trainer: the steps after the checkpoint that it resumes from."""
+"""Sends steps to one start of prime-rl's trainer, beginning after the checkpoint from which it resumes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NO_STEP = -1
 
 
 class TrainerRestartedError(Exception):
-    """The trainer restarted, and continues from a checkpoint."""
+    """The trainer restarted and continues from a checkpoint."""
 
 
 class StoppedError(Exception):
@@ -32,10 +32,10 @@ class StoppedError(Exception):
 
 @dataclass(frozen=True)
 class Trainer:
-    """prime-rl's trainer, as its run directory shows it.
+    """The state of prime-rl's trainer, read from its run directory.
 
-    weights: the steps whose weights it has broadcast. checkpoints: None if it writes none. resume_step: the checkpoint
-    that it resumes from; None: the newest.
+    weights: the steps with broadcast weights. checkpoints: the steps with checkpoints; None if it writes none.
+    resume_step: the checkpoint from which it resumes; None: the newest.
     """
 
     weights: Steps
@@ -45,8 +45,8 @@ class Trainer:
     def begin(self, *, keeps_steps: bool) -> int:
         """Return the step after which the trainer starts.
 
-        keeps_steps: whether sent steps survive the trainer and the bridge. Otherwise weights that the trainer broadcast
-            in an earlier start are ignored, because it is sent their steps again.
+        keeps_steps: whether sent steps survive the trainer and the bridge. If not, weights that the trainer broadcast
+            in an earlier start are ignored, because their steps are sent again.
         """
         if not keeps_steps:
             self.weights.forget()
@@ -59,7 +59,7 @@ class Trainer:
 
 
 class Session:
-    """Sends mini-batches. Steps count from 1, as prime-rl's; step 0 has the weights that training starts with."""
+    """Sends mini-batches. Steps count from 1, as in prime-rl. Step 0 has the initial weights of the training."""
 
     def __init__(
         self,
@@ -78,9 +78,9 @@ class Session:
         self._committed = self._step
 
     def train(self, thread: Executor) -> None:
-        """Send all mini-batches, each when the one before is trained.
+        """Send all mini-batches, each after the previous one was trained.
 
-        thread: waits for batches, while the trainer is watched here; its last wait ends when the run's session is
+        thread: waits for batches, while this thread watches the trainer. Its last wait ends when the run's session is
             closed.
         """
         mini_batches = self._mini_batches()
@@ -99,18 +99,18 @@ class Session:
         return self._run.states()["policy"]
 
     def _resume(self) -> int:
-        """Put the run to its committed position, and return the step there."""
+        """Resume the run at its committed position, and return the step there."""
         self._run.resume(None)
         state = self._state()
         step = self._ledger.step_at(state)
         if step is not None and step > self._trained and self._trainer.checkpoints is not None:
             raise FailedPreconditionError(
-                f"run {self._run.run!r} is committed up to step {step}, and prime-rl resumes from step "
-                f"{self._trained}: the steps between them are freed. Resume from a checkpoint of step {step} or later, "
+                f"run {self._run.run!r} is committed up to step {step}, but prime-rl resumes from step "
+                f"{self._trained}, and the steps between are freed; resume from a checkpoint of step {step} or later, "
                 f"or remove {self._ledger.path} to continue after step {self._trained} with other rollouts"
             )
         if step is None or step > self._trained:
-            # The first start, or a trainer without checkpoints that starts again, with the batches that are left.
+            # This is the first start, or a restart of a trainer without checkpoints, with the remaining batches.
             self._transport.forget(after=self._trained)
             self._trainer.weights.forget(after=self._trained)
             self._ledger.start(self._trained, state)
@@ -127,7 +127,7 @@ class Session:
                 _log.error("%s; continuing with the next batch", error)
 
     def _train_step(self, mini_batch: Any) -> None:
-        """Make prime-rl train one more step, unless its checkpoint already includes it, and acknowledge it."""
+        """Let prime-rl train the next step, unless its checkpoint already includes it, and acknowledge the step."""
         step = self._step + 1
         if step > self._trained:
             self._send(step, mini_batch)
@@ -147,7 +147,7 @@ class Session:
             self._send(step, mini_batch)
 
     def _wait_until(self, is_over: Callable[[], bool], meanwhile: Callable[[], None] = lambda: None) -> None:
-        """Watch the trainer until then. Commits meanwhile: the run may have no capacity for the next batch before."""
+        """Watch the trainer until `is_over`. Commits meanwhile, because the next batch may need a commit's capacity."""
         while not is_over():
             self._watch()
             meanwhile()

@@ -1,4 +1,4 @@
-"""The settings of a run, derived from the configuration of prime-rl's trainer."""
+"""Derives the settings of a run from the configuration of prime-rl's trainer."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from typing import Any
 from gristmill.adapters._core.options import Gristmill
 from gristmill.adapters._core.settings import Configured, Default, Fixed, Refuse, Row, SettingsTable
 
-PACKED = Fixed("layout", "packed", "prime-rl has all rows of a micro-batch on one axis")
-UNREDUCED = Fixed("loss_reduction", "none", "prime-rl divides by the trained tokens of a mini-batch itself")
-"""The settings that the bridge needs, also of a run that was created by other means."""
+PACKED = Fixed("layout", "packed", "prime-rl concatenates all rows of a micro-batch on one axis")
+UNREDUCED = Fixed("loss_reduction", "none", "prime-rl itself divides by the trained tokens of a mini-batch")
+"""The settings that the bridge requires of every run, including runs that other programs created."""
 
 _BATCHES_AHEAD = 2
 
 
 def run_settings(config: Any, gristmill: Gristmill, *, dp_size: int, pad_token_id: int = 0) -> dict[str, Any]:
-    """Return the settings to create the run with: rollout workers or a coordinator create it, not the bridge.
+    """Return the settings of the run. Rollout workers or a coordinator create it, not the bridge.
 
-    config: the content of `trainer.toml`, which does not have the sizes of batches and groups: give these as
-    `gristmill.settings`. dp_size: data-parallel ranks of prime-rl. pad_token_id: the tokenizer's.
-    Raises InvalidArgumentError that names everything that the bridge cannot do.
+    config: the content of `trainer.toml`. It does not contain the sizes of batches and groups, so set these in
+    `gristmill.settings`. dp_size: prime-rl's number of data-parallel ranks. pad_token_id: the tokenizer's.
+    Raises InvalidArgumentError that names all settings that the bridge does not support.
     """
     return _TABLE.settings(Configured(config, gristmill, dp_size, pad_token_id))
 
@@ -42,7 +42,7 @@ _ROWS: tuple[Row, ...] = (
     Refuse(
         "rollout_transport.type",
         lambda value, _: value not in ("filesystem", "zmq"),
-        "is a transport that the bridge does not have",
+        "is a transport that the bridge does not support",
         "use filesystem or zmq",
     ),
     Refuse(

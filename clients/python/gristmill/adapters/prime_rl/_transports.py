@@ -1,4 +1,4 @@
-"""Send a step to the ranks of prime-rl's trainer, by files or by ZMQ."""
+"""Sends a step to the ranks of prime-rl's trainer, by files or by ZMQ."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ class Transport(Protocol):
     keeps_steps: bool
 
     def begin(self, is_stopped: Callable[[], bool]) -> None:
-        """Return when the trainer's ranks can receive."""
+        """Return when the trainer's ranks can receive steps."""
 
     def send(self, step: int, ranks: Sequence[bytes]) -> None:
-        """Send a step: an encoded list of micro-batches to each rank."""
+        """Send a step. ranks: an encoded list of micro-batches for each rank."""
 
     def lacks(self, step: int) -> bool:
-        """Return whether a sent step was removed, and has to be sent again."""
+        """Return whether a sent step was removed and must be sent again."""
 
     def forget(self, after: int) -> None:
-        """Remove the sent steps after one, because they will have other mini-batches."""
+        """Remove the sent steps after step `after`, because they will have other mini-batches."""
 
     def has_trainer_restarted(self) -> bool:
         """Return whether the trainer restarted since `begin`."""
@@ -45,8 +45,8 @@ class Transport(Protocol):
 class Files:
     """prime-rl's `filesystem` transport: `batches/step_N/rank_R.bin` in its run directory.
 
-    A file is written atomically, and stays.
-    batch_dir: the directory of the steps, output_dir / "batches" unless given. prime-rl 0.8.0 reads "rollouts".
+    Files are written atomically and are not removed.
+    batch_dir: the directory of the steps; by default output_dir / "batches". prime-rl 0.8.0 reads "rollouts".
     """
 
     keeps_steps = True
@@ -59,12 +59,12 @@ class Files:
 
     def send(self, step: int, ranks: Sequence[bytes]) -> None:
         for path, data in zip(self._paths(step), ranks, strict=True):
-            # prime-rl's launcher may remove the directory meanwhile: then the step is missing, and is sent again.
+            # prime-rl's launcher may remove the directory meanwhile. The missing step is then sent again.
             with suppress(FileNotFoundError):
                 write_atomically(path, data)
 
     def lacks(self, step: int) -> bool:
-        # prime-rl's launcher removes the directories of steps that it takes for those of an earlier start.
+        # prime-rl's launcher removes directories of steps that seem to be of an earlier start.
         return not all(path.exists() for path in self._paths(step))
 
     def forget(self, after: int) -> None:
@@ -82,10 +82,10 @@ class Files:
 
 
 class Zmq:
-    """prime-rl's `zmq` transport: on `port` each process of the trainer subscribes to its rank's steps, and on the next
-    port it reports once, when it starts, that it does.
+    """prime-rl's `zmq` transport. Each process of the trainer subscribes to its rank's steps on `port`, and reports
+    once on the next port that it is ready.
 
-    Messages name no step and are not stored: the bridge and the trainer start together, at the trainer's checkpoint.
+    Messages have no step number and are not stored, so bridge and trainer start together, at the trainer's checkpoint.
 
     host, port: the address to listen at, as in prime-rl's `rollout_transport`.
     processes_per_rank: the trainer's world size divided by `dp_size`.
@@ -97,11 +97,11 @@ class Zmq:
         try:
             import zmq
         except ImportError as missing:
-            raise ImportError(f"prime-rl's zmq transport needs pyzmq ({missing}): pip install pyzmq") from missing
+            raise ImportError(f"prime-rl's zmq transport needs pyzmq ({missing}); run pip install pyzmq") from missing
         self._topics = [b"data_rank|%d|" % rank for rank in range(dp_size)]
         self._processes = processes_per_rank
         self._context = zmq.Context()
-        # To subscribers it is a PUB socket; it also reports subscriptions: messages sent before one are lost.
+        # Like a PUB socket, but it also reports subscriptions. Messages sent before a subscription are lost.
         self._publisher = self._context.socket(zmq.XPUB)
         self._publisher.setsockopt(zmq.XPUB_VERBOSE, 1)
         self._ready = self._context.socket(zmq.PULL)
@@ -112,7 +112,7 @@ class Zmq:
         except zmq.ZMQError as error:
             self.close()
             raise InvalidArgumentError(
-                f"cannot listen at {self._endpoint} and on the next port: {error}; give a free port, and the same to "
+                f"cannot listen at {self._endpoint} and on the next port: {error}; set a free port, here and in "
                 "prime-rl's rollout_transport"
             ) from None
 

@@ -1,6 +1,6 @@
 """verl's trainer on gristmill's shards: `trainer.v1.trainer_mode=gristmill`. Tested with verl 0.9.1.
 
-`import verl` finds the trainer by the entry point group `verl.plugins`; docs/trainers/verl.md is the guide.
+`import verl` finds the trainer by the entry point group `verl.plugins`. The guide is docs/trainers/verl.md.
 """
 
 from typing import TYPE_CHECKING

@@ -1,6 +1,6 @@
 """Registers the trainer with verl when verl's trainers are imported.
 
-`import verl` imports this module in every process, workers too: it imports neither the clients nor verl's trainers.
+`import verl` imports this module in every process, so it must not import the clients or verl's trainers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ADAPTER = "gristmill.adapters.verl._trainer"
 
 
 class _AfterTrainers(MetaPathFinder):
-    """Finds the package of verl's trainers as usual, and registers the adapter when it has been imported."""
+    """Finds the package of verl's trainers as usual, and registers the adapter after its import."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != _TRAINERS or self not in sys.meta_path:
@@ -43,12 +43,12 @@ def _register() -> None:
     try:
         import_module(_ADAPTER)
     except (ImportError, AttributeError) as error:
-        # verl's other trainers work without it.
+        # verl's other trainers work without the adapter.
         _log.warning("trainer.v1.trainer_mode=gristmill is not available: %s", error)
 
 
 def install() -> None:
-    """Register the trainer now if verl's trainers are imported already, otherwise when they are."""
+    """Register the trainer now if verl's trainers are already imported, else when they are imported."""
     if _TRAINERS in sys.modules:
         _register()
     elif not any(isinstance(finder, _AfterTrainers) for finder in sys.meta_path):

@@ -1,4 +1,4 @@
-"""The settings of a run, derived from verl's configuration. Imports nothing of verl."""
+"""Derives the settings of a run from verl's configuration. Does not import verl."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from gristmill.adapters._core.settings import (
 )
 
 OPTIONS = "trainer.v1.gristmill"
-"""The place of the adapter's options in verl's configuration."""
+"""The path of the adapter's options in verl's configuration."""
 
 WRITTEN = {"old_logprobs": "old_log_probs", "ref_logprobs": "ref_log_prob", "values": "values"}
-"""verl's names of the columns that are written back."""
+"""verl's names of the columns that the trainer writes back."""
 
 _ACTOR = "actor_rollout_ref.actor"
 _ESTIMATORS = {
@@ -42,27 +42,27 @@ _PER_TOKEN = ("gae", "reinforce++")
 _KL_ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 _STRATEGIES = ("fsdp", "fsdp2", "megatron")
 _BATCHES_AHEAD = 2
-"""Batches that a run stores in addition to those since the last checkpoint."""
+"""The number of batches that a run stores in addition to the batches since the last checkpoint."""
 
 
 def run_settings(config: Any, gristmill: Gristmill, *, dp_size: int, pad_token_id: int = 0) -> dict[str, Any]:
     """Return the settings with which a trainer of this configuration creates its run, for `create_run`.
 
-    config: verl's, as Hydra composes `ppo_trainer`. gristmill: also `Gristmill.of(config.trainer.v1.gristmill, ...)`.
-    dp_size: data-parallel ranks of the actor. pad_token_id: the tokenizer's.
-    Raises InvalidArgumentError that names everything that a run cannot do as verl does it, with the remedies.
+    config: verl's configuration, as Hydra composes `ppo_trainer`. gristmill: for example
+    `Gristmill.of(config.trainer.v1.gristmill, ...)`. dp_size: the number of data-parallel ranks of the actor.
+    pad_token_id: the tokenizer's. Raises InvalidArgumentError that names all unsupported settings and their remedies.
     """
     return _TABLE.settings(Configured(config, gristmill, dp_size, pad_token_id))
 
 
 def needs_critic(config: Any) -> bool:
-    """Return whether verl trains a critic, as verl decides it."""
+    """Return whether verl trains a critic, by verl's own rule."""
     enabled = config["critic"]["enable"]
     return config["algorithm"]["adv_estimator"] == "gae" if enabled is None else bool(enabled)
 
 
 def bypasses_old_logprobs(config: Any) -> bool:
-    """Return whether the sampler's log-probabilities replace those of the policy before the update."""
+    """Return whether the sampler's log-probabilities replace the policy's log-probabilities before the update."""
     correction = config["algorithm"].get("rollout_correction") or {}
     return bool(correction.get("bypass_mode", False))
 
@@ -105,7 +105,7 @@ def _max_buffered_batches(c: Configured) -> int | None:
 
 
 def _written_columns(c: Configured) -> list[dict[str, Any]]:
-    """Declare what advantages depend on and verl's workers compute."""
+    """Declare the columns that verl's workers compute and advantages depend on."""
     names = []
     if _has_kl(c):
         names += ["ref_logprobs"] if bypasses_old_logprobs(c.config) else ["old_logprobs", "ref_logprobs"]
@@ -121,7 +121,7 @@ def _corrects_before_advantages(value: Any, _: Configured) -> bool:
 
 
 def _is_smaller_than_the_actors(size: str) -> Refuse:
-    """Refuse a critic whose micro-batches are smaller than the actor's, which it trains."""
+    """Refuse a critic with smaller micro-batches than the actor, because it trains the actor's micro-batches."""
 
     def is_smaller(value: Any, c: Configured) -> bool:
         is_used = needs_critic(c.config) and (size == "ppo_max_token_len_per_gpu") == bool(
@@ -130,7 +130,7 @@ def _is_smaller_than_the_actors(size: str) -> Refuse:
         return is_used and value is not None and value < c[f"{_ACTOR}.{size}"]
 
     return Refuse(
-        f"critic.{size}", is_smaller, "is less than the actor's, whose micro-batches the critic trains",
+        f"critic.{size}", is_smaller, "is less than the actor's value, but the critic trains the actor's micro-batches",
         f"lower {_ACTOR}.{size} to it",
     )  # fmt: skip
 
@@ -150,34 +150,34 @@ _ROWS: tuple[Row, ...] = (
     Same("lambda", "algorithm.lam", when=lambda c: _estimator(c) == "gae"),
     Derived("kl_in_reward", _kl_in_reward),
     Derived("kl_from", _kl_from),
-    Fixed("layout", "packed", "verl's workers take rows without padding"),
+    Fixed("layout", "packed", "verl's workers accept rows without padding"),
     Default("step_wise", lambda c: True),
     Default("max_buffered_batches", _max_buffered_batches),
-    RefuseSetting("columns", is_given, "is not supported: verl's workers get no other columns", "leave it out"),
+    RefuseSetting("columns", is_given, "is not supported: verl's workers get no other columns", "omit it"),
     RefuseSetting(
         "loss_reduction",
         is_given,
         "is not supported: verl reduces losses itself",
-        f"leave it out, and set {_ACTOR}.loss_agg_mode",
+        f"omit it, and set {_ACTOR}.loss_agg_mode",
     ),
     one_of("algorithm.adv_estimator", _ESTIMATORS, "is not an estimator of the service"),
     one_of("algorithm.kl_penalty", _KL_ESTIMATORS, "is not supported in rewards", _has_kl),
-    one_of("algorithm.kl_ctrl.type", ("fixed",), "changes the coefficient during training, and a run has one", _has_kl),
+    one_of("algorithm.kl_ctrl.type", ("fixed",), "changes the coefficient, but a run has a fixed one", _has_kl),
     Refuse(
         "algorithm.filter_groups.enable",
         is_on,
-        "chooses groups, which the service does",
+        "selects groups, but the service selects them",
         f"set it to False and {OPTIONS}.settings.zero_variance_filter=replace",
     ),
     Refuse(
         "algorithm.rollout_correction",
         _corrects_before_advantages,
         "weighs and rejects tokens before advantages are computed",
-        "leave rollout_is and rollout_rs null, or set bypass_mode=True, which corrects in the loss",
+        "set rollout_is and rollout_rs to null, or set bypass_mode=True, which corrects in the loss",
     ),
-    off("algorithm.use_pf_ppo", "samples rows, and a run trains each row once an epoch"),
-    one_of(f"{_ACTOR}.strategy", _STRATEGIES, "is a strategy whose context parallelism the adapter does not know"),
-    off(f"{_ACTOR}.shuffle", "moves rows, and the service cuts mini-batches"),
+    off("algorithm.use_pf_ppo", "samples rows, but a run trains each row once per epoch"),
+    one_of(f"{_ACTOR}.strategy", _STRATEGIES, "is a strategy that the adapter does not support"),
+    off(f"{_ACTOR}.shuffle", "moves rows, but the service plans mini-batches"),
     Refuse(
         f"{_ACTOR}.loss_agg_mode",
         lambda value, c: value == "seq-mean-token-sum-norm" and c.get(f"{_ACTOR}.loss_scale_factor") is None,
@@ -186,32 +186,32 @@ _ROWS: tuple[Row, ...] = (
     ),
     off(
         f"{_ACTOR}.checkpoint.async_save",
-        "writes checkpoints in the background, and batches are freed when a checkpoint is written",
+        "writes checkpoints in the background, but the adapter frees batches when verl returns from saving",
     ),
-    off(f"{_ACTOR}.use_prefix_grouper", "needs a group's rows on one rank, and the service may place them on several"),
+    off(f"{_ACTOR}.use_prefix_grouper", "needs a group's rows on one rank, but the service may use several ranks"),
     Refuse(
         "critic.enable",
         lambda value, c: value and c["algorithm.adv_estimator"] != "gae",
         "computes values that only gae uses",
-        "leave it null, or set algorithm.adv_estimator=gae",
+        "set it to null, or set algorithm.adv_estimator=gae",
     ),
     Refuse(
         "critic.ppo_epochs",
         lambda value, c: needs_critic(c.config) and value != c[f"{_ACTOR}.ppo_epochs"],
-        "differs from the actor's, and both train a batch equally often",
+        "differs from the actor's, but both must train a batch equally often",
         lambda c: f"set it to {c[f'{_ACTOR}.ppo_epochs']}",
     ),
-    off("critic.shuffle", "moves rows, and the service cuts mini-batches", lambda c: needs_critic(c.config)),
+    off("critic.shuffle", "moves rows, but the service plans mini-batches", lambda c: needs_critic(c.config)),
     _is_smaller_than_the_actors("ppo_max_token_len_per_gpu"),
     _is_smaller_than_the_actors("ppo_micro_batch_size_per_gpu"),
     Refuse(
         "trainer.total_training_steps",
         lambda value, _: value is None,
-        "does not say how long training is, and there is no data set",
+        "does not limit the training, and there is no data set",
         "set the number of batches",
     ),
     *(
-        Refuse(f"trainer.{name}", when, "needs an inference engine, and rollout workers validate", f"set it to {off}")
+        Refuse(f"trainer.{name}", when, "needs an inference engine, which verl does not start", f"set it to {off}")
         for name, when, off in (
             ("val_before_train", is_on, False),
             ("val_only", is_on, False),
@@ -221,11 +221,11 @@ _ROWS: tuple[Row, ...] = (
     Refuse(
         "trainer.rollout_data_dir",
         is_on,
-        "would stay empty: rollouts come from workers",
-        "leave it null; gristmill export writes rollouts",
+        "would stay empty, because workers send the rollouts",
+        "set it to null, and write rollouts with gristmill export",
     ),
-    off("reward.reward_model.enable", "would score rollouts that come with their rewards"),
-    off("distillation.enabled", "needs rollouts of verl's own"),
+    off("reward.reward_model.enable", "would score rollouts that already have rewards"),
+    off("distillation.enabled", "needs rollouts that verl samples"),
 )
 
 _TABLE = SettingsTable("verl", _ROWS, rollouts=("workers",), columns=_written_columns)

@@ -1,7 +1,7 @@
-"""A mini-batch's shards as verl's workers take them: TensorDicts without padding, in the service's micro-batches.
+"""Converts a mini-batch's shards for verl's workers: TensorDicts without padding, in the service's micro-batches.
 
-verl cuts a worker's data into micro-batches of the same number of rows. The adapter therefore fills micro-batches up
-with rows of two tokens that train nothing, like verl's own padding rows, until each has as many as the longest.
+verl splits a worker's data into micro-batches with the same number of rows. The adapter therefore adds filling rows to
+smaller micro-batches. They have two tokens that are not trained, like verl's padding rows.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gristmill.torch import Jagged, Shard
 
 Part = Literal["row", "prompt", "response"]
 
-# By verl's name: the shards' name, the part of each row, and verl's dtype.
+# Maps verl's name to the shards' name, the part of each row, and verl's dtype.
 _FIELDS: dict[str, tuple[str, Part, torch.dtype]] = {
     "input_ids": ("sequences", "row", torch.int64),
     "position_ids": ("position_ids", "row", torch.int64),
@@ -35,15 +35,15 @@ _FIELDS: dict[str, tuple[str, Part, torch.dtype]] = {
     "ref_log_prob": ("ref_logprobs", "response", torch.float32),
     "values": ("values", "response", torch.float32),
 }
-# The values of a filling row, which has a prompt and a response of one token each. Others are 0.
+# The values of a filling row, which has a prompt of one token and a response of one token. Other values are 0.
 _FILLING: dict[Part, list[int]] = {"row": [0, 0], "prompt": [0], "response": [0]}
 _FILLING_POSITIONS = [0, 1]
 
 
 class MiniBatchData:
-    """The rows of all ranks, rank after rank, by verl's names. A field is made when it is first used.
+    """The rows of all ranks, rank by rank, under verl's names. A field is built at its first use.
 
-    lengths: (rows,) tokens. is_real: (rows,) False for padding and filling rows. rows_per_micro_batch: in each.
+    lengths: (rows,) numbers of tokens. is_real: (rows,) False for padding and filling rows.
     """
 
     def __init__(self, shards: Sequence[Shard]) -> None:
@@ -56,7 +56,7 @@ class MiniBatchData:
         self.is_real = self._filled([micro["is_padding"] == 0 for micro in self._micro_batches], [False])
 
     def _filled(self, parts: Sequence[torch.Tensor], row: Sequence[float]) -> torch.Tensor:
-        """Join values of all micro-batches, each followed by those of its filling rows."""
+        """Concatenate values of all micro-batches, each followed by the values of its filling rows."""
         filling = torch.tensor(row, dtype=parts[0].dtype)
         counted = zip(parts, self._missing, strict=True)
         return torch.cat([piece for part, count in counted for piece in (part, filling.repeat(count))])
@@ -75,12 +75,12 @@ class MiniBatchData:
         return self._fields[name]
 
     def add(self, fields: Mapping[str, Jagged]) -> None:
-        """Add values that were computed for the rows, by verl's names."""
+        """Add values that were computed for the rows. fields: by verl's names."""
         self._fields |= fields
 
     def of_ranks(self, names: Iterable[str], settings: Mapping[str, Any]) -> RankParts:
-        """Return what each rank's worker gets: these fields, if they exist, and settings of verl's. `loss_mask` is
-        `response_mask` again."""
+        """Return the data for each rank's worker: these fields, if they exist, and settings of verl. `loss_mask` is a
+        copy of `response_mask`."""
         rows = len(self.lengths) // self._ranks
         bounds = [rank * rows for rank in range(self._ranks + 1)]
         return RankParts([self._part(begin, end, names, settings) for begin, end in pairwise(bounds)])
@@ -98,21 +98,21 @@ class MiniBatchData:
         return tensordict_utils.assign_non_tensor(data, **settings).consolidate()
 
     def of_responses(self, output: Any) -> Jagged:
-        """Cut a model's output to the response tokens.
+        """Select the response tokens from a model's output.
 
-        output: nested, a number for each token of each row: at each token that of the next, as verl's workers return
-            it.
+        output: nested, one number per token of each row. The number at a token is for the next token, as in the output
+            of verl's workers.
         """
         responses = self["responses"]
-        # Token j of a response is that many tokens after the one before the response.
+        # The number for token j of a response is j places after the last token of the prompt.
         before = output.offsets()[1:] - responses.lengths - 1
         shifts = torch.repeat_interleave(before - responses.offsets[:-1], responses.lengths)
         places = torch.arange(len(shifts), device=shifts.device) + shifts
         return Jagged(output.values().index_select(0, places), responses.offsets)
 
     def to_shards(self, values: Jagged, shards: Sequence[Shard]) -> list[list[torch.Tensor]]:
-        """Return numbers of response tokens as `TrainerClient.write` takes them: for each shard a tensor for each
-        micro-batch, in the shape of its `response_mask`."""
+        """Convert numbers of response tokens for `TrainerClient.write`: for each shard one tensor per micro-batch, in
+        the shape of its `response_mask`."""
         real = values.values[torch.repeat_interleave(self.is_real, values.lengths)]
         masks = [[micro["response_mask"] != 0 for micro in shard.micro_batches()] for shard in shards]
         ends = accumulate(int(mask.sum()) for of_shard in masks for mask in of_shard)
@@ -128,19 +128,19 @@ class MiniBatchData:
 
 
 class RankParts(DataProtoFuture):  # type: ignore[misc]
-    """Data that is already cut: verl asks for a part for each rank."""
+    """Data that is already split by rank, in the form in which verl requests a part per rank."""
 
     def __init__(self, parts: Sequence[TensorDict]) -> None:
         self.parts = list(parts)
 
     def chunk(self, chunks: int) -> list[TensorDict]:
         if chunks != len(self.parts):
-            raise ValueError(f"a mini-batch of {len(self.parts)} ranks was handed to {chunks}")
+            raise ValueError(f"a mini-batch of {len(self.parts)} ranks was passed to {chunks} ranks")
         return self.parts
 
 
 def joined(parts: Iterable[Jagged]) -> Jagged:
-    """Join rows; at least one part is given."""
+    """Concatenate the rows of at least one part."""
     values, lengths = zip(*((part.values, part.lengths) for part in parts), strict=True)
     return _of_lengths(torch.cat(values), torch.cat(lengths))
 

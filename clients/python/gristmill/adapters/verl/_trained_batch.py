@@ -1,4 +1,4 @@
-"""A batch in training: the values that were computed before its updates, and verl's metrics of it afterwards."""
+"""A batch in training: stores values that were computed before its updates, and computes verl's metrics."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ _SHOWN = (
 
 
 class TrainedBatch:
-    """computed: by mini-batch, what workers computed for its responses before the first update, by verl's names."""
+    """computed: by mini-batch and verl's name, values of response tokens computed before the first update."""
 
     def __init__(self) -> None:
         self.computed: dict[int, dict[str, Jagged]] = {}
         self._parts: list[MiniBatchData] = []
 
     def add(self, mini_batch: int, part: MiniBatchData) -> None:
-        """Add a mini-batch of the policy, and to it the values that were computed for it."""
+        """Add a mini-batch of the policy, and add the values that were computed for it."""
         part.add(self.computed.get(mini_batch, {}))
         if len(self._parts) == mini_batch:
-            # The first of its epochs.
+            # This is the first epoch.
             self._parts.append(part)
 
     def metrics(self, actor: DictConfig, timing_raw: dict[str, float], n_gpus: int) -> dict[str, Any]:
-        """Return the metrics that verl computes of a batch's rows, without padding. actor: verl's settings of it."""
+        """Return verl's metrics of the batch's rows, without padding. actor: verl's settings of the actor."""
         real = torch.cat([part.is_real for part in self._parts])
         lengths = torch.cat([part.lengths for part in self._parts])[real]
         responses = torch.cat([part["responses"].lengths for part in self._parts])[real]
@@ -54,7 +54,7 @@ class TrainedBatch:
             "returns": data.get("returns", data["advantages"]),
             "prompt_length": prompts.float(),
             "response_length": responses.float(),
-            # Only their widths are read.
+            # verl reads only the widths of these.
             "prompts": torch.zeros(1).expand(len(prompts), int(prompts.max())),
             "responses": torch.zeros(1).expand(len(responses), data["response_mask"].shape[1]),
         }

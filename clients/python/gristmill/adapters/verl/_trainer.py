@@ -1,4 +1,4 @@
-"""verl's V1 trainer on the service's batches, which verl's own workers train."""
+"""verl's V1 trainer on the service's batches. verl's workers train them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from gristmill.adapters.verl._trained_batch import TrainedBatch
 from gristmill.adapters.verl._workers import LAST_OF_BATCH, MiniBatchActorWorker, MiniBatchWorker
 from gristmill.torch import Jagged
 
-# The fields that workers get, if they exist: for a forward pass, and for an update.
+# The fields to send to workers, if they exist: for a forward pass, and for an update.
 _INFERRED = ("input_ids", "position_ids", "loss_mask")
 _TRAINED = (
     *("input_ids", "position_ids", "prompts", "responses", "loss_mask", "response_mask"),
@@ -40,11 +40,11 @@ RolloutReplicaRegistry.register(_NO_SERVERS, lambda: RolloutReplica)
 
 
 class RunFinishedError(Exception):
-    """The run has no more batches: training ends, as after its last step."""
+    """The run has no more batches. Training ends, as after the last step."""
 
 
 class NoAgentLoops:
-    """Replaces verl's agent loops: rollouts come from workers."""
+    """Replaces verl's agent loops, because workers send the rollouts."""
 
     @classmethod
     def create(cls, **parts: Any) -> NoAgentLoops:
@@ -52,7 +52,7 @@ class NoAgentLoops:
 
 
 class _NoPrompts:
-    """Replaces verl's data loader, whose state is in checkpoints."""
+    """Replaces verl's data loader, the state of which is in checkpoints."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -63,44 +63,44 @@ class _NoPrompts:
 
 @register_trainer("gristmill")
 class GristmillTrainer(PPOTrainer):  # type: ignore[misc]
-    """verl's trainer of a run: `trainer.v1.trainer_mode=gristmill`, with the options in `trainer.v1.gristmill`.
+    """verl's trainer for a run: `trainer.v1.trainer_mode=gristmill`, with the options in `trainer.v1.gristmill`.
 
-    The service makes batches, advantages, mini-batches, micro-batches and the ranks' shares. verl computes
-    log-probabilities, values and updates, with its own workers, losses, optimizers, checkpoints and loggers. Rollouts
-    come from workers, so that no inference engine is started; a policy version is announced when a checkpoint has its
-    weights.
+    The service computes advantages, and plans batches, mini-batches, micro-batches and the rows of each rank. verl
+    computes log-probabilities, values and updates, with its workers, losses, optimizers, checkpoints and loggers.
+    Workers send the rollouts, so no inference engine is started. A policy version is announced after a checkpoint with
+    its weights was saved.
     """
 
-    # verl's own switch: no inference engines next to the workers that train.
+    # A setting of verl: start no inference engines next to the workers that train.
     _enable_hybrid_replicas = False
 
     def __init__(self, config: DictConfig) -> None:
         check_version("verl", "verl", ["0.9.1"])
         self._gristmill = Gristmill.of(config.trainer.v1.get("gristmill"), OPTIONS)
-        # Refuses before workers are started; the number of ranks is known only afterwards.
+        # Refuse unsupported settings before workers are started. The number of ranks is known only afterwards.
         run_settings(config, self._gristmill, dp_size=1)
         with open_dict(config):
             rollout = config.actor_rollout_ref.rollout
             rollout.agent.agent_loop_manager_class = f"{__name__}.{NoAgentLoops.__name__}"
-            # The manager of inference servers reads their kind and nodes also if it has none to start.
+            # The manager of inference servers reads their kind and nodes even if there are none to start.
             rollout.name, rollout.nnodes = _NO_SERVERS, max(1, rollout.nnodes)
         super().__init__(config)
-        # verl's queue has no data in this mode, and checkpoints need none of it.
+        # verl's queue is empty in this mode, and checkpoints do not need it.
         self.trainer_mode = "sync"
         self._session: RunSession | None = None
 
     @property
     def session(self) -> RunSession:
-        assert self._session is not None, "verl loads a checkpoint, or none, before it trains"
+        assert self._session is not None, "verl calls _load_checkpoint before it trains"
         return self._session
 
     # verl's parts, as its configuration describes them.
 
     def _build_replay_buffer(self) -> None:
-        """Build none: the service has the rollouts."""
+        """Build nothing, because the service stores the rollouts."""
 
     def _init_dataloader(self) -> None:
-        """Load no prompts: rollout workers have them."""
+        """Load no prompts, because rollout workers have them."""
         self.total_training_steps = self.steps_per_epoch = self.config.trainer.total_training_steps
         self.train_dataloader = self.val_dataloader = _NoPrompts()
         with open_dict(self.config):
@@ -117,7 +117,7 @@ class GristmillTrainer(PPOTrainer):  # type: ignore[misc]
     # Checkpoints.
 
     def _load_checkpoint(self) -> None:
-        """Load verl's checkpoint, and the position in the run that it was saved at."""
+        """Load verl's checkpoint, and resume at its position in the run."""
         super()._load_checkpoint()
         states = self._saved_states()
         dp_size = max(self.actor_rollout_wg._query_dispatch_info("actor")) + 1
@@ -131,7 +131,7 @@ class GristmillTrainer(PPOTrainer):  # type: ignore[misc]
         self._session.resume(states)
 
     def _saved_states(self) -> States | None:
-        """Return None if training starts from the beginning."""
+        """Return the states in the checkpoint; None if training starts from the beginning."""
         if not self.global_steps:
             return None
         trainer = self.config.trainer
@@ -143,14 +143,14 @@ class GristmillTrainer(PPOTrainer):  # type: ignore[misc]
         return Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}"
 
     def _save_checkpoint(self) -> None:
-        """Save verl's checkpoint with the position in it, which is written before verl marks the checkpoint as its
-        latest."""
+        """Save verl's checkpoint with the position in the run, which is written before verl marks the checkpoint as
+        the latest."""
         folder = self._checkpoint_folder()
         folder.mkdir(parents=True, exist_ok=True)
         states = self.session.save(folder)
         super()._save_checkpoint()
         self.session.commit(states)
-        # The version is the number of steps whose weights the checkpoint has.
+        # The version is the number of steps that the checkpoint's weights were trained.
         self.session.announce(self.global_steps)
 
     # Training.
@@ -169,7 +169,7 @@ class GristmillTrainer(PPOTrainer):  # type: ignore[misc]
                 self._session.close()
 
     def step(self, metrics: dict[str, Any], timing_raw: dict[str, float]) -> KVBatchMeta:
-        """Train one batch of the run in all its epochs. Returns what verl's queue has of it: nothing."""
+        """Train one batch of the run in all its epochs. Returns a placeholder for the data in verl's queue."""
         with marked_timer("gen", timing_raw, color="red"):
             batches = self.session.next_batch()
         if batches is None:
@@ -184,8 +184,8 @@ class GristmillTrainer(PPOTrainer):  # type: ignore[misc]
         return KVBatchMeta(partition_id="train", keys=["gristmill"], tags=[{}])
 
     def _compute_columns(self, batch: Any, timing_raw: dict[str, float]) -> None:
-        """Compute the values that workers have to know of a whole batch before its first update, and write back the
-        columns that advantages depend on."""
+        """Compute values of the whole batch that are needed before its first update, and write back the columns on
+        which advantages depend."""
         passes = list(self._passes())
         for mini_batch in batch.forward() if passes else ():
             shards = list(mini_batch.shards.values())
@@ -227,7 +227,7 @@ class GristmillTrainer(PPOTrainer):  # type: ignore[misc]
         return self._of_ranks(part, _INFERRED, {"compute_loss": False} | settings)
 
     def _of_ranks(self, part: MiniBatchData, names: Sequence[str], settings: dict[str, Any]) -> RankParts:
-        """Return the mini-batch with the settings that verl's workers need; its micro-batches are already cut."""
+        """Return the mini-batch with the settings that verl's workers need. Its micro-batches are already planned."""
         common = {
             "temperature": self.config.actor_rollout_ref.rollout.temperature,
             "use_dynamic_bsz": False,
@@ -275,17 +275,17 @@ class GristmillTrainer(PPOTrainer):  # type: ignore[misc]
         return self._of_ranks(part, _TRAINED, common | more)
 
     def on_sample_end(self) -> None:
-        """Do nothing: no inference engine shares the accelerators."""
+        """Do nothing, because no inference engine shares the accelerators."""
 
     def on_step_end(self) -> None:
-        """Do nothing: rollout workers load their weights from checkpoints."""
+        """Do nothing, because rollout workers load their weights from checkpoints."""
 
     # Metrics.
 
     def _compute_metrics(
         self, batch: KVBatchMeta, metrics: dict[str, Any], timing_raw: dict[str, float], global_steps: int, epoch: int
     ) -> None:
-        """Add verl's own metrics of the batch without padding, and the service's under `gristmill/`."""
+        """Add verl's metrics of the batch without padding, and the service's metrics under `gristmill/`."""
         metrics |= {"training/global_step": global_steps, "training/epoch": epoch}
         metrics |= self._batch.metrics(
             self.config.actor_rollout_ref.actor, timing_raw, self._get_n_gpus_for_throughput()
@@ -296,14 +296,14 @@ class GristmillTrainer(PPOTrainer):  # type: ignore[misc]
 def _by_shard(
     part: MiniBatchData, computed: dict[str, Jagged], shards: Sequence[Shard]
 ) -> Iterator[tuple[Shard, dict[str, list[torch.Tensor]]]]:
-    """Cut what was computed for a mini-batch into the values of each shard."""
+    """Split values that were computed for a mini-batch by shard."""
     of_ranks = {name: part.to_shards(values, shards) for name, values in computed.items()}
     for rank, shard in enumerate(shards):
         yield shard, {name: values[rank] for name, values in of_ranks.items()}
 
 
 def _reduced(metrics: dict[str, Any], model: str) -> dict[str, Any]:
-    """Return the metrics of a batch's updates as verl logs them."""
+    """Return the metrics of a batch's updates in the form in which verl logs them."""
     named = rename_dict(metrics, f"{model}/")
     named[f"perf/mfu/{model}"] = named.pop(f"{model}/mfu")
     reduced: dict[str, Any] = reduce_metrics(named)

@@ -1,4 +1,4 @@
-"""verl's workers, where an update is one optimizer step and the learning rate changes once a batch."""
+"""verl's workers, changed so that an update is one optimizer step and the learning rate changes once per batch."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from tensordict import TensorDict
 from verl.utils import tensordict_utils
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
-# The key of whether an update is its batch's last.
+# The key of the flag for the last update of a batch.
 LAST_OF_BATCH = "gristmill_last_of_batch"
 
 
 class MiniBatchWorker(TrainingWorker):  # type: ignore[misc]
-    """Trains one mini-batch in a call. verl's trains a whole batch, and changes the learning rate after each call."""
+    """Trains one mini-batch per call. verl's worker trains a whole batch, and changes the learning rate per call."""
 
     def train_batch(self, data: TensorDict) -> TensorDict:
         if (last := tensordict_utils.pop(data, key=LAST_OF_BATCH, default=None)) is not None:
@@ -20,6 +20,6 @@ class MiniBatchWorker(TrainingWorker):  # type: ignore[misc]
 
 
 class MiniBatchActorWorker(ActorRolloutRefWorker):  # type: ignore[misc]
-    """verl's worker of actor and reference, with that worker inside."""
+    """verl's worker of actor and reference, which uses `MiniBatchWorker` for the actor."""
 
     actor_worker_cls = MiniBatchWorker
