@@ -142,7 +142,7 @@ def test_a_checkpoint_before_what_is_committed_is_refused_naming_the_remedy(
     for rollout_id in range(2):
         roll_out(feed, args, rollout_id, source)
     feed.saved(1)
-    with pytest.raises(FailedPreconditionError, match="committed up to rollout 1, and slime resumes after rollout 0"):
+    with pytest.raises(FailedPreconditionError, match="committed up to rollout 1, but slime resumes after rollout 0"):
         start(1)
     (tmp_path / LEDGER).unlink()
     assert tokens(roll_out(start(1), args, 1, source))
@@ -187,7 +187,7 @@ def test_samples_of_workers_come_by_another_way(start: Start, args: Any, service
     assert len(tokens(ranks)) == 8
     assert "rollout_log_probs" not in ranks[0]
     feed.begin(1)
-    with pytest.raises(FailedPreconditionError, match="is finished after 1 rollouts; give --num-rollout 1"):
+    with pytest.raises(FailedPreconditionError, match="is finished after 1 rollouts; set --num-rollout 1"):
         feed.next(1)
 
 
@@ -197,4 +197,4 @@ def test_padding_rows_in_a_mean_over_tokens_are_warned_of(
     args.calculate_per_token_loss = True
     args.rollout_batch_size = args.n_samples_per_prompt = args.global_batch_size = 1
     roll_out(start(), args, 0, DataSource(args))
-    assert "batch 0 has 1 padding rows; slime counts one token of each" in caplog.text
+    assert "batch 0 has 1 padding rows; slime includes one token of each" in caplog.text

@@ -70,14 +70,14 @@ def test_columns_are_declared_that_slime_s_training_reads() -> None:
     [
         ({"advantage_estimator": "ppo"}, "--advantage-estimator: 'ppo' computes advantages"),
         ({"use_critic": True}, "--use-critic"),
-        ({"rewards_normalization": False}, "leave --disable-rewards-normalization out"),
+        ({"rewards_normalization": False}, "omit --disable-rewards-normalization"),
         ({"normalize_advantages": True}, "--normalize-advantages: True .*whiten: batch"),
         ({"custom_reward_post_process_path": "a.b"}, "--custom-reward-post-process-path"),
         ({"custom_convert_samples_to_train_data_path": "a.b"}, "--custom-convert-samples-to-train-data-path"),
         ({"global_batch_size": 3}, "--global-batch-size: 3 .* a multiple of --n-samples-per-prompt, 2"),
         ({"log_passrate": True}, "--log-passrate"),
         ({"debug_rollout_only": True}, "--debug-rollout-only"),
-        ({"save_interval": 5, "rollout_global_dataset": False}, "leave --disable-rollout-global-dataset out"),
+        ({"save_interval": 5, "rollout_global_dataset": False}, "omit --disable-rollout-global-dataset"),
     ],
 )
 def test_arguments_without_an_equal_are_refused_naming_the_remedy(changes: dict[str, Any], reason: str) -> None:
@@ -89,7 +89,7 @@ def test_arguments_without_an_equal_are_refused_naming_the_remedy(changes: dict[
     ("given", "reason"),
     [
         ({"dp_size": 8}, "dp_size follows from slime's configuration, where it is 2"),
-        ({"loss_reduction": "token_mean"}, "loss_reduction is fixed at 'none', because slime divides its loss itself"),
+        ({"loss_reduction": "token_mean"}, "loss_reduction is fixed at 'none', because slime itself divides its loss"),
         ({"advantage_estimator": "gae"}, "--custom-advantage-function-path gristmill.adapters.slime.advantages"),
         ({"update_epochs_per_batch": 2}, "slime makes one pass"),
         ({"critic_mini_batch_size": 2}, "slime's critic is not supported"),

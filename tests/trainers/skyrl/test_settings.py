@@ -105,12 +105,12 @@ def test_what_a_run_cannot_do_is_refused(overrides: dict[str, Any], message: str
     ("own", "message"),
     [
         ({"train_batch_size": 8}, "train_batch_size follows from SkyRL's configuration, where it is 4"),
-        ({"layout": "packed"}, "layout is fixed at 'left_padded', because SkyRL's workers take padded rows"),
+        ({"layout": "packed"}, "layout is fixed at 'left_padded', because SkyRL's workers accept padded rows"),
         ({"surplus": 1}, "surplus: 1 selects among groups"),
         ({"stale": "drop"}, "use count or mask"),
         (
             {"columns": [{"name": "kept", "shape": [None]}]},
-            "any number of values per token .* SkyRL's workers do not take",
+            "any number of values per token .* SkyRL's workers do not support",
         ),
     ],
 )

@@ -209,7 +209,7 @@ def test_a_finished_run_is_said_to_be_finished(service: Service, run_name: str, 
     worker.check_health(60)
     with RolloutClient(service.grpc_address, run_name) as client:
         client.finish()
-    with pytest.raises(FailedPreconditionError, match="is finished, and the trainer waits for more"):
+    with pytest.raises(FailedPreconditionError, match="is finished, but the trainer waits for more"):
         wait_for_the_end(worker)
     worker.stop()
 
@@ -217,5 +217,5 @@ def test_a_finished_run_is_said_to_be_finished(service: Service, run_name: str, 
 def test_what_would_contradict_trls_own_batching_is_refused(args: AsyncGRPOConfig) -> None:
     larger = Gristmill("here:1", "run", settings={"max_buffered_batches": 3})
     assert async_run_settings(args, larger)["max_buffered_batches"] == 3
-    with pytest.raises(InvalidArgumentError, match="train_batch_size is fixed at 1, because AsyncGRPOTrainer decides"):
+    with pytest.raises(InvalidArgumentError, match="train_batch_size is fixed at 1, because AsyncGRPOTrainer selects"):
         async_run_settings(args, Gristmill("here:1", "run", settings={"train_batch_size": 4}))

@@ -1,4 +1,4 @@
-"""A batch's shards as SkyRL's `TrainingInputBatch`: rows in the order of mini-batches and ranks."""
+"""Converts a batch's shards to SkyRL's `TrainingInputBatch`, with rows in the order of mini-batches and ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ try:
 except ImportError:  # SkyRL 0.3
     PackedTensor = None
 
-# SkyRL's dtypes; its names are those of shards.
+# SkyRL's dtypes. SkyRL's names are equal to the names in shards.
 _DTYPES = {
     "sequences": torch.int64,
     "attention_mask": torch.int64,
@@ -33,17 +33,17 @@ _ALWAYS = ("sequences", "attention_mask", "response_mask", "loss_mask", "rollout
 
 
 def _packed(values: torch.Tensor, mask: torch.Tensor) -> Any:
-    """Return the values where the mask is 1, row after row. values: (rows, width, ...); mask: (rows, width)."""
+    """Return the values at which the mask is 1, row by row. values: (rows, width, ...); mask: (rows, width)."""
     return PackedTensor.from_segments([row[is_real] for row, is_real in zip(values, mask.bool(), strict=True)])
 
 
 class BatchRows:
     """The rows of a batch and their places in a `TrainingInputBatch`.
 
-    All ranks have the same number of rows of a mini-batch, so that SkyRL's equal chunks are the ranks' shards: if
-    micro-batches are cut by tokens, ranks with fewer rows get more padding rows.
+    SkyRL splits a mini-batch into equal chunks, which must be the ranks' shards. If micro-batches are planned by
+    tokens, ranks with fewer rows therefore get more padding rows.
 
-    mini_batches: of the batch, each with a shard for every rank; all shards have one width.
+    mini_batches: the batch's mini-batches, each with a shard for every rank. All shards have the same width.
     """
 
     def __init__(self, mini_batches: Sequence[MiniBatch]) -> None:
@@ -67,7 +67,7 @@ class BatchRows:
         return all(name in shard for shard, _ in self._places)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return a tensor of all rows in SkyRL's dtype; 0 on padding rows that were added here."""
+        """Return a tensor of all rows in SkyRL's dtype; 0 for padding rows that this class added."""
         first = self._places[0][0][name]
         # Without added rows, every element is written below.
         make = torch.zeros if self._has_added else torch.empty
@@ -83,17 +83,17 @@ class BatchRows:
         return uids
 
     def by_shard(self, columns: Mapping[str, torch.Tensor]) -> Iterator[tuple[Shard, dict[str, torch.Tensor]]]:
-        """Cut values of all rows, each (rows, ...), into those of each shard."""
+        """Split values of all rows by shard. columns: by name, (rows, ...)."""
         for shard, begin in self._places:
             yield shard, {name: values[begin : begin + len(shard)] for name, values in columns.items()}
 
     def training_input(self, columns: Sequence[str] = ()) -> TrainingInputBatch:
-        """Return the input of SkyRL's forward passes. columns: of the run, passed to workers under their names."""
+        """Return the input of SkyRL's forward passes. columns: the run's columns to pass to workers."""
         tensors: dict[str, Any] = {name: self.tensor(name) if name in self else None for name in (*_ALWAYS, *columns)}
-        # Required by SkyRL's loop, and read only by steps that the service does instead.
+        # SkyRL's loop requires rewards, but only steps that the service replaces read them.
         tensors["rewards"] = torch.zeros(1, 1).expand_as(tensors["loss_mask"])
         if self._has_added:
-            # A row that attends to nothing gives NaN: these have two tokens, like the service's padding rows.
+            # A row that attends to nothing results in NaN, so added rows have two tokens, like the service's padding.
             tensors["attention_mask"][tensors["attention_mask"].sum(-1) == 0, -2:] = 1
         if PackedTensor is not None:
             self._pack(tensors)
@@ -102,7 +102,7 @@ class BatchRows:
         return batch
 
     def _pack(self, tensors: dict[str, Any]) -> None:
-        """Replace routed experts and sample support by the tensors without padding that SkyRL 0.4 takes."""
+        """Replace routed experts and sample support with tensors without padding, for SkyRL 0.4."""
         if (support := tensors.get(_SUPPORT)) is not None:
             tensors[_SUPPORT] = _packed(support, tensors["response_mask"])
         if (routes := tensors.get(_ROUTES)) is not None:
@@ -113,14 +113,14 @@ class BatchRows:
             tensors["router_padding_mask"] = ~has_route | (tensors["attention_mask"] == 0)
 
     def _is_served(self) -> torch.Tensor:
-        """Return which rows are the service's, not padding that was added here; bool (rows,)."""
+        """Return which rows are from the service, not padding rows that this class added; bool (rows,)."""
         served = torch.zeros(len(self), dtype=torch.bool)
         for shard, begin in self._places:
             served[begin : begin + len(shard)] = True
         return served
 
     def metadata(self) -> dict[str, Any]:
-        """Return what SkyRL's steps read in addition to the tensors. The critic's pass uses the policy's rows."""
+        """Return metadata that SkyRL's steps read. The critic's pass uses the policy's rows."""
         return {
             "response_length": self._places[0][0]["response_mask"].shape[1],
             "policy_mini_batch_boundaries": self.boundaries,

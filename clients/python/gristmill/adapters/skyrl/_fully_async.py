@@ -16,7 +16,7 @@ from gristmill.adapters.skyrl._trainer import GristmillPPOTrainer
 class GristmillFullyAsyncPPOTrainer(GristmillPPOTrainer, FullyAsyncRayPPOTrainer):  # type: ignore[misc]
     """`FullyAsyncRayPPOTrainer` on the batches of a run; see GristmillPPOTrainer.
 
-    Each group has the version of the weights that sampled it; the run counts groups that are staler than SkyRL allows.
+    Each group has the version of the weights that sampled it. The run counts groups that are staler than SkyRL allows.
     """
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
@@ -24,7 +24,7 @@ class GristmillFullyAsyncPPOTrainer(GristmillPPOTrainer, FullyAsyncRayPPOTrainer
         self._groups: list[GeneratedOutputGroup] = []
 
     async def _collect_generation_mini_batch(self, generation_output_group_buffer: Any, *more: Any) -> Any:
-        """Collect a mini-batch; after a restart, first the groups of the batches that the run has."""
+        """Collect a mini-batch. After a restart, first collect the groups of the batches that the run stores."""
         if not self._stored:
             return await super()._collect_generation_mini_batch(generation_output_group_buffer, *more)
         chosen = _Chosen(generation_output_group_buffer, set(self._stored[0]))
@@ -51,7 +51,7 @@ class GristmillFullyAsyncPPOTrainer(GristmillPPOTrainer, FullyAsyncRayPPOTrainer
 
 
 class _Chosen:
-    """A buffer that returns only the groups of some prompts, and keeps the others for later."""
+    """A buffer that returns only the groups of the prompts `uids`, and stores other groups until `give_back`."""
 
     def __init__(self, buffer: asyncio.Queue[GeneratedOutputGroup], uids: set[str]) -> None:
         self._buffer, self._uids = buffer, uids

@@ -1,4 +1,4 @@
-"""Returns rollouts that the run already has instead of sampling them again, after a restart."""
+"""After a restart, returns rollouts that the run already stores instead of sampling them again."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from gristmill.adapters.skyrl._session import Rows
 
 
 class Replay(GeneratorInterface):  # type: ignore[misc]
-    """A generator that returns stored rollouts, each once, and samples the others.
+    """A generator that returns each stored rollout once, and samples all others.
 
-    generator: the trainer's own. stored: rollouts by uid, in order if a prompt was sampled several times. on_end:
-    called when all stored rollouts were returned. dtypes: of the run's columns that outputs have.
+    generator: the trainer's generator. stored: rollouts by uid, in order if a prompt was sampled several times. on_end:
+    called after all stored rollouts were returned. dtypes: the dtypes of the run's columns in outputs, by name.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Replay(GeneratorInterface):  # type: ignore[misc]
 
 
 def generator_output(rows: Sequence[dict[str, Any]], step_wise: bool, dtypes: Mapping[str, str]) -> GeneratorOutput:
-    """Return submitted rows as the generator's output that they came from, with the columns of these dtypes."""
+    """Convert submitted rows back to the generator's output. dtypes: the dtypes of the columns to include, by name."""
     output: dict[str, Any] = {
         "prompt_token_ids": [row["prompt_token_ids"] for row in rows],
         "response_ids": [row["response_ids"] for row in rows],
@@ -58,5 +58,5 @@ def generator_output(rows: Sequence[dict[str, Any]], step_wise: bool, dtypes: Ma
     for name, dtype in dtypes.items():
         if any(name in row for row in rows):
             output[name] = [np.asarray(row[name], dtype) if name in row else None for row in rows]
-    # Also computes the metrics.
+    # This also computes the metrics.
     return concatenate_generator_outputs([output], step_wise=step_wise)

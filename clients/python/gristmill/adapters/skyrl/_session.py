@@ -1,4 +1,4 @@
-"""SkyRL's session: rollouts are submitted a batch at a time, and come back after a restart."""
+"""SkyRL's session: submits rollouts one batch at a time, and returns stored rollouts after a restart."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ Rows = list[dict[str, Any]]
 
 
 class Part(NamedTuple):
-    """Groups of a batch: a generator's output, the uid of each of its rows, and the version of the weights that sampled
-    it."""
+    """Groups of a batch: a generator's output, the uid of each row, and the version of the weights that sampled it."""
 
     output: Mapping[str, Any]
     uids: Sequence[str]
@@ -24,24 +23,24 @@ class Part(NamedTuple):
 
 
 class Session(RunSession):
-    """A session of all ranks. SkyRL samples the groups of a batch together."""
+    """The session of all ranks. SkyRL samples the groups of a batch together."""
 
     _round = _sealed = 0
 
     def restart(self, states: States | None) -> None:
-        """Put the run to a checkpoint, or to its beginning. Groups that were not sealed when the trainer before this
-        one ended are given up: they are sampled again."""
+        """Resume the run at a checkpoint, or at its beginning. Drop groups that were not sealed when the previous
+        trainer ended, because they are sampled again."""
         self.resume(states, only_new_run=True)
         self._round = 1 + max((group.round for group in self.give_up_unsealed()), default=-1)
         self._sealed = self.rollouts.status().batches_sealed
 
     @property
     def has_next_batch(self) -> bool:
-        """Return whether the next batch was sampled before the trainer was restarted."""
+        """Whether the next batch was sampled before the trainer was restarted."""
         return self.position.batch < self._sealed
 
     def stored_batches(self) -> list[dict[str, Rows]]:
-        """Return the rollouts of the batches that were sampled before the restart, each by uid in the batch's order."""
+        """Return the rollouts of batches that were sampled before the restart, by uid in the order of the batch."""
         numbers = range(self.position.batch, self._sealed)
         return [
             {uid: list(rows) for uid, rows in groupby(self.policy.rows(number), key=lambda row: row["uid"])}
@@ -51,8 +50,8 @@ class Session(RunSession):
     def submit(self, parts: Sequence[Part], *, columns: Sequence[str], wait_s: float) -> None:
         """Submit the groups of the next batch, in its order.
 
-        columns: names of the run's columns that outputs may have. wait_s: seconds to wait until the run has capacity
-            for the groups; raises ResourceExhaustedError afterwards.
+        columns: names of the run's columns that outputs may have. wait_s: the seconds to wait until the run has
+            capacity for the groups. Raises ResourceExhaustedError afterwards.
         """
         self._begin(list(dict.fromkeys(uid for part in parts for uid in part.uids)), wait_s)
         for output, uids, version in parts:
@@ -68,7 +67,7 @@ class Session(RunSession):
             admitted = set(self.rollouts.begin_groups(waiting, round=self._round, wait_s=wait_s))
             if not admitted:
                 raise ResourceExhaustedError(
-                    f"run {self.run!r} has no capacity for another batch, because it stores all since the last "
+                    f"run {self.run!r} has no capacity for another batch, because it stores all batches since the last "
                     "checkpoint; lower trainer.ckpt_interval, or raise max_buffered_batches and max_buffered_bytes in "
                     "settings"
                 )
@@ -78,7 +77,5 @@ class Session(RunSession):
         """Wait for the next batch of each model, until it is published or waits for columns."""
         batches = self.next_batch()
         if batches is None:
-            raise FailedPreconditionError(
-                f"run {self.run!r} was finished before the training; give the training another run"
-            )
+            raise FailedPreconditionError(f"run {self.run!r} was finished before the training; use another run")
         return batches

@@ -1,4 +1,4 @@
-"""The settings of a run, derived from SkyRL's configuration. Imports nothing of SkyRL."""
+"""Derives the settings of a run from SkyRL's configuration. Does not import SkyRL."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from gristmill.adapters._core.settings import (
 )
 
 WRITTEN = {"old_logprobs": "action_log_probs", "ref_logprobs": "base_action_log_probs", "values": "values"}
-"""SkyRL's names of the columns that are written back."""
+"""SkyRL's names of the columns that the trainer writes back."""
 
 _ALGORITHM = "trainer.algorithm"
 _ESTIMATORS = ("grpo", "rloo", "maxrl", "gae", "reinforce++")
@@ -30,16 +30,16 @@ _PER_TOKEN = ("gae", "reinforce++")
 _REDUCTIONS = ("token_mean", "sequence_mean", "seq_mean_token_sum_norm", "prompt_mean")
 _KL_ESTIMATORS = ("k1", "k2", "k3")
 _TOLERANCE = 1e-6
-"""SkyRL's default: scores of a group that differ by less count as equal. The service compares exact sums."""
+"""SkyRL's default. Scores of a group that differ by less count as equal. The service compares exact sums."""
 _BATCHES_AHEAD = 2
-"""Batches that a run stores in addition to those since the last checkpoint: the one in training, and the next."""
+"""The batches that a run stores in addition to those since the last checkpoint: the batch in training, and the next."""
 
 
 def run_settings(config: Any, gristmill: Gristmill, *, dp_size: int, pad_token_id: int = 0) -> dict[str, Any]:
     """Return the settings with which a trainer of this configuration creates its run, for `create_run`.
 
-    config: a `SkyRLTrainConfig`. dp_size: data-parallel ranks of the policy. pad_token_id: the tokenizer's.
-    Raises InvalidArgumentError that names everything that a run cannot do as SkyRL does it, with the remedies.
+    config: a `SkyRLTrainConfig`. dp_size: the number of data-parallel ranks of the policy. pad_token_id: the
+    tokenizer's. Raises InvalidArgumentError that names all unsupported settings and their remedies.
     """
     return _TABLE.settings(Configured(config, gristmill, dp_size, pad_token_id))
 
@@ -70,7 +70,7 @@ def _kl_in_reward(c: Configured) -> dict[str, Any] | None:
 
 
 def _written_columns(c: Configured) -> list[dict[str, Any]]:
-    """Declare what advantages depend on and SkyRL's forward passes compute."""
+    """Declare the columns that SkyRL's forward passes compute and advantages depend on."""
     names = ["old_logprobs", "ref_logprobs"] if _has_kl(c) else []
     return [written_column(name) for name in (*names, *(["values"] if _estimator(c) == "gae" else []))]
 
@@ -86,34 +86,34 @@ _ROWS: tuple[Row, ...] = (
     Same("grpo_norm_by_std", f"{_ALGORITHM}.grpo_norm_by_std", when=lambda c: _estimator(c) == "grpo"),
     Same("gamma", f"{_ALGORITHM}.gamma", when=lambda c: _estimator(c) in _PER_TOKEN),
     Same("lambda", f"{_ALGORITHM}.lambd", when=lambda c: _estimator(c) == "gae"),
-    # SkyRL's own estimators whiten what they return.
+    # SkyRL's estimators also whiten advantages.
     Derived("whiten", lambda c: "batch" if _estimator(c) in _PER_TOKEN else None),
     Same("loss_reduction", f"{_ALGORITHM}.loss_reduction"),
     Same("max_seq_len", f"{_ALGORITHM}.max_seq_len"),
     Derived("zero_variance_filter", lambda c: "mask" if c[f"{_ALGORITHM}.zero_variance_filter"] else False),
     Derived("micro_batch", _micro_batch),
     Derived("kl_in_reward", _kl_in_reward),
-    Fixed("layout", "left_padded", "SkyRL's workers take padded rows"),
-    Fixed("pad_width", "batch", "SkyRL has one width for a batch"),
-    Fixed("on_misaligned", "pad", "SkyRL gives every rank the same number of rows"),
+    Fixed("layout", "left_padded", "SkyRL's workers accept padded rows"),
+    Fixed("pad_width", "batch", "SkyRL uses one width per batch"),
+    Fixed("on_misaligned", "pad", "SkyRL sends every rank the same number of rows"),
     Fixed("seal_order", "admission", "a batch has the groups that SkyRL sampled for it"),
     Default("merge", lambda c: "prefix" if c["generator.merge_stepwise_output"] else "none"),
     Default(
         "max_buffered_batches",
         lambda c: c["trainer.ckpt_interval"] + _BATCHES_AHEAD if makes_checkpoints(c.config) else None,
     ),
-    # Counted, as SkyRL logs them.
+    # The run counts stale groups, because SkyRL logs them.
     Default(
         "max_staleness",
         lambda c: c["trainer.fully_async.max_staleness_steps"] if c["trainer.fully_async.enabled"] else None,
     ),
     one_of(f"{_ALGORITHM}.advantage_estimator", _ESTIMATORS, "is not an estimator of the service"),
-    one_of(f"{_ALGORITHM}.loss_reduction", _REDUCTIONS, "depends on how a mini-batch is cut into micro-batches"),
+    one_of(f"{_ALGORITHM}.loss_reduction", _REDUCTIONS, "depends on how a mini-batch is split into micro-batches"),
     Refuse(
         f"{_ALGORITHM}.advantage_batch_normalize",
         is_on,
-        "takes its mean over padding too",
-        "set it to False and settings={'whiten': 'batch'}, which takes it over trained tokens",
+        "includes padding in its mean",
+        "set it to False and settings={'whiten': 'batch'}, which uses only trained tokens",
     ),
     Refuse(
         f"{_ALGORITHM}.zero_variance_filter_tol",
@@ -124,44 +124,42 @@ _ROWS: tuple[Row, ...] = (
     Refuse(
         f"{_ALGORITHM}.dynamic_sampling.type",
         is_on,
-        "chooses groups, which the service does",
-        "leave it None and set trainer.algorithm.zero_variance_filter=true, which masks them",
+        "selects groups, but the service selects them",
+        "set it to None and trainer.algorithm.zero_variance_filter=true, which masks groups",
     ),
-    one_of(
-        f"{_ALGORITHM}.kl_ctrl.type", ("fixed",), "changes the coefficient during training, and a run has one", _has_kl
-    ),
+    one_of(f"{_ALGORITHM}.kl_ctrl.type", ("fixed",), "changes the coefficient, but a run has a fixed one", _has_kl),
     one_of(f"{_ALGORITHM}.kl_estimator_type", _KL_ESTIMATORS, "is not supported in rewards", _has_kl),
     Refuse(
         "trainer.critic.model.path",
         lambda value, c: value and _estimator(c) != "gae",
         "computes values that this advantage_estimator does not use",
-        "leave it None, or use advantage_estimator 'gae'",
+        "set it to None, or use advantage_estimator 'gae'",
     ),
     Refuse(
         "generator.vision_language_generator",
         is_on,
-        "makes images, which the adapter does not pass to SkyRL's workers",
+        "generates images, which the adapter does not pass to SkyRL's workers",
         "train on text only",
     ),
     Refuse(
         "trainer.fully_async.sample_full_batch",
         is_on,
-        "drops groups before the service has them",
-        "set it to False and keep zero_variance_filter, which masks them",
+        "drops groups before the service gets them",
+        "set it to False and use zero_variance_filter, which masks groups",
     ),
     Refuse("trainer.fully_async.simulate_training", is_on, "trains nothing", "use SkyRL's own trainer"),
     RefuseSetting(
         "columns",
         lambda value, _: any(None in (column.get("shape") or ()) for column in value),
-        "has a column with any number of values per token (shape: [null]), which SkyRL's workers do not take",
-        "declare a shape, such as that of rollout_sample_support, and a fill",
+        "has a column with any number of values per token (shape: [null]), which SkyRL's workers do not support",
+        "declare a shape, for example the shape of rollout_sample_support, and a fill",
     ),
-    RefuseSetting("mini_batch_unit", is_given, "is not supported: SkyRL counts prompts", "leave it out"),
+    RefuseSetting("mini_batch_unit", is_given, "is not supported: SkyRL counts prompts", "omit it"),
     RefuseSetting(
         "kl_from",
         lambda value, c: _has_kl(c) and value != "old_logprobs",
-        "is not supported: SkyRL takes the KL of its own forward pass",
-        "leave it out",
+        "is not supported: SkyRL uses the KL of its forward pass",
+        "omit it",
     ),
 )
 

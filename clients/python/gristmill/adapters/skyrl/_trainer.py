@@ -1,4 +1,4 @@
-"""SkyRL's trainer without the work of the service: advantages, mini-batches, padding and ranks."""
+"""SkyRL's trainer without the steps that the service does: advantages, mini-batches, padding and ranks."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from gristmill.errors import InvalidArgumentError
 class GristmillPPOTrainer(RayPPOTrainer):  # type: ignore[misc]
     """`RayPPOTrainer` on the batches of a run: SkyRL samples, computes log-probabilities and values, and optimizes.
 
-    The adapter submits each step's rollouts as they were sampled. SkyRL then trains the batch that the service makes of
-    them, rank by rank and mini-batch by mini-batch, with the service's advantages. SkyRL's settings of these become the
-    run's. Checkpoints include the position in the run, and free the batches before it. A trainer that resumes first
-    trains the batches that the run still has, before it samples again.
+    The adapter submits each step's rollouts as they were sampled. The service builds a batch from them, and SkyRL
+    trains it by rank and mini-batch, with the service's advantages. SkyRL's settings become settings of the run.
+    Checkpoints include the position in the run, and free the batches before it. A trainer that resumes first trains the
+    batches that the run still stores, before it samples again.
 
     gristmill: the run. The other arguments are SkyRL's.
     Raises InvalidArgumentError for a configuration that a run cannot follow, and UnsupportedError for a version of
@@ -40,7 +40,7 @@ class GristmillPPOTrainer(RayPPOTrainer):  # type: ignore[misc]
         check_version("SkyRL", "skyrl", ["0.3", "0.4"])
         super().__init__(*arguments, **more)
         self._gristmill, self._configured = gristmill, self.cfg
-        # Refuses before models are loaded; the number of ranks is known only afterwards.
+        # Refuse unsupported settings before models are loaded. The number of ranks is known only afterwards.
         self._settings(dp_size=1)
         self.cfg: Any = _without_decisions(self._configured)
         self.generator: Any
@@ -64,8 +64,8 @@ class GristmillPPOTrainer(RayPPOTrainer):  # type: ignore[misc]
         for name, size in sizes.items():
             if size != dp_size:
                 raise InvalidArgumentError(
-                    f"trainer.placement: the policy has {dp_size} data-parallel ranks and {name} together {size}; the "
-                    "batch is cut for the policy's: give the critic as many, and the reference model as many or fewer"
+                    f"trainer.placement: the policy has {dp_size} data-parallel ranks, but {name} together {size}; use "
+                    "the policy's number for the critic, and the same or a smaller number for the reference model"
                 )
         self._session = Session(
             self._gristmill, self._settings(dp_size), dp_size=dp_size, auto_commit=not makes_checkpoints(self.cfg)
@@ -75,7 +75,7 @@ class GristmillPPOTrainer(RayPPOTrainer):  # type: ignore[misc]
             self._resume(None)
 
     def _announce_versions(self) -> None:
-        """Announce each version when SkyRL has sent its weights to the engines."""
+        """Announce each version after SkyRL has sent its weights to the engines."""
         send_weights = self.dispatch.save_weights_for_sampler
 
         async def announcing(*arguments: Any, **more: Any) -> Any:
@@ -94,7 +94,7 @@ class GristmillPPOTrainer(RayPPOTrainer):  # type: ignore[misc]
     def save_checkpoints(self) -> str:
         folder = os.path.join(self.cfg.trainer.ckpt_path, f"global_step_{self.global_step}")
         io.makedirs(folder, exist_ok=True)
-        # First, because SkyRL marks the checkpoint as its latest one last.
+        # Save the states first, because SkyRL marks the checkpoint as the latest at the end.
         states = self._session.save(folder, io.open_file)
         super().save_checkpoints()
         self._finish_saves()
@@ -104,7 +104,7 @@ class GristmillPPOTrainer(RayPPOTrainer):  # type: ignore[misc]
     def _finish_saves(self) -> None:
         """Wait for checkpoints that SkyRL 0.4 writes in the background (`async_dist_ckpt_save`).
 
-        The commit frees batches, and a crash before the checkpoint is complete would lose them.
+        The commit frees batches, which would be lost by a crash before the checkpoint is complete.
         """
         finish = getattr(self.dispatch, "finalize_pending_saves", None)
         for model in ("policy", "critic") if self.has_critic else ("policy",):
@@ -117,7 +117,7 @@ class GristmillPPOTrainer(RayPPOTrainer):  # type: ignore[misc]
         return loaded
 
     def _resume(self, checkpoint: str | None) -> None:
-        """checkpoint: its folder; None if training starts from the beginning."""
+        """Resume at a checkpoint. checkpoint: its folder; None if training starts from the beginning."""
         self._session.restart(None if checkpoint is None else read_states(checkpoint, io.open_file))
         self._stored = self._session.stored_batches()
         if self._stored:
@@ -133,13 +133,13 @@ class GristmillPPOTrainer(RayPPOTrainer):  # type: ignore[misc]
     # A step, in SkyRL's order.
 
     def _remove_tail_data(self, entries: list[Any]) -> list[Any]:
-        """Keep all: the service pads."""
+        """Keep all entries, because the service pads."""
         return entries
 
     def postprocess_generator_output(
         self, generator_output: GeneratorOutput, uids: list[str], *metrics: Any, **more: Any
     ) -> Any:
-        """Submit the rollouts; SkyRL computes its metrics of them."""
+        """Submit the rollouts, and let SkyRL compute its metrics."""
         if not self._session.has_next_batch:
             self._submit(self._parts(generator_output, uids))
         return super().postprocess_generator_output(generator_output, uids, *metrics, **more)
@@ -160,7 +160,7 @@ class GristmillPPOTrainer(RayPPOTrainer):  # type: ignore[misc]
         return [Part(output, uids, self.global_step - 1)]
 
     def convert_to_training_input(self, generator_output: GeneratorOutput, uids: list[str]) -> TrainingInputBatch:
-        """Return the batch that the service made of the rollouts."""
+        """Return the batch that the service built from the rollouts."""
         self._batch = self._session.required_batch()
         self._stored = self._stored[1:]
         policy = self._batch["policy"]
@@ -176,7 +176,7 @@ class GristmillPPOTrainer(RayPPOTrainer):  # type: ignore[misc]
         self.all_metrics |= figures | {"loss/avg_final_rewards": figures["gristmill/score_mean"]}
 
     def compute_advantages_and_returns(self, data: TrainingInputBatch) -> TrainingInputBatch:
-        """Take advantages and returns from the service, once it has the columns that they depend on."""
+        """Use the service's advantages and returns. First write the columns on which they depend."""
         batch, rows = self._batch["policy"], self._rows
         if batch.awaits:
             computed = rows.by_shard({name: data[name] for name in map(WRITTEN.__getitem__, batch.awaits)})
@@ -188,7 +188,7 @@ class GristmillPPOTrainer(RayPPOTrainer):  # type: ignore[misc]
         return data
 
     def _normalize_advantages(self, data: TrainingInputBatch, *boundaries: Any) -> TrainingInputBatch:
-        """Change nothing: the service's advantages include the loss's reduction."""
+        """Change nothing, because the service's advantages include the loss reduction."""
         return data
 
     def _execute_training_step(self, model: str, data: TrainingInputBatch) -> dict[str, float]:
@@ -207,7 +207,7 @@ class GristmillPPOTrainer(RayPPOTrainer):  # type: ignore[misc]
 
 
 def _without_decisions(cfg: Any) -> Any:
-    """Return the configuration for SkyRL's own code, without the settings that the service follows."""
+    """Return the configuration for SkyRL's own code, without settings that the service implements."""
     cfg = copy.deepcopy(cfg)
     cfg.generator.merge_stepwise_output = False
     cfg.trainer.algorithm.zero_variance_filter = False

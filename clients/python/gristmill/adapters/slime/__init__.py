@@ -1,8 +1,8 @@
-"""slime on gristmill's batches. Written for slime 0.3, and never run with slime's trainer.
+"""slime on gristmill's batches. Written for slime 0.3, but not tested with slime's trainer.
 
     python -m gristmill.adapters.slime path/to/slime/train.py --custom-config-path gristmill.yaml ...
 
-runs slime's own script with its arguments, and a RolloutManager whose train data are the run's batches.
+runs slime's own script with its arguments. A subclass of RolloutManager returns the run's batches as train data.
 """
 
 from typing import TYPE_CHECKING

@@ -13,7 +13,7 @@ def main() -> None:
     if len(sys.argv) < 2 or not Path(sys.argv[1]).is_file():
         sys.exit("usage: python -m gristmill.adapters.slime path/to/slime/train.py ARGUMENTS OF slime")
     del sys.argv[0]
-    # As python does with a script's directory.
+    # Python also inserts a script's directory.
     sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent))
     swap()
     runpy.run_path(sys.argv[0], run_name="__main__")

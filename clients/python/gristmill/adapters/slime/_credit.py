@@ -1,4 +1,4 @@
-"""slime's custom advantage function: the service's advantages of tokens."""
+"""A custom advantage function for slime, which returns the service's advantages per token."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from gristmill.errors import FailedPreconditionError
 
 def advantages(args: Any, rollout_data: dict[str, Any]) -> None:
     """Set `advantages` and `returns` of a rank's train data: for each row a float32 tensor, (response,), or this rank's
-    part of it under context parallelism. For
+    part of it under context parallelism. Use it with
 
         --custom-advantage-function-path gristmill.adapters.slime.advantages
 
-    with estimators whose advantages differ within a row; others, slime's grpo reads from `rewards`.
+    if the estimator's advantages differ within a row. Otherwise, slime's grpo reads them from `rewards`.
     """
     from slime.backends.megatron_utils.cp_utils import slice_log_prob_with_cp
 
     per_token = rollout_data.pop(ADVANTAGES, None)
     if per_token is None:
         raise FailedPreconditionError(
-            "the train data are not gristmill's: start slime by python -m gristmill.adapters.slime, or leave out "
+            "the train data are not from gristmill; start slime by python -m gristmill.adapters.slime, or omit "
             "--custom-advantage-function-path"
         )
     returns = rollout_data.pop(RETURNS, per_token)

@@ -1,4 +1,4 @@
-"""A run as slime's loop uses it: samples go in, and a batch of train data comes out for each rollout of slime's."""
+"""Connects slime's loop to a run: submits samples, and returns a batch of train data for each rollout of slime."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from gristmill.errors import FailedPreconditionError
 _log = logging.getLogger("gristmill")
 
 LEDGER = "rollout/gristmill.json"
-"""In slime's `--save`, next to the state of its data source."""
+"""The path in slime's `--save`, next to the state of the data source."""
 
 
 class Feed:
-    """Connects slime's loop to the run, and knows which batch is which rollout of slime's.
+    """Connects slime's loop to the run, and maps slime's rollouts to batches.
 
-    A batch is acknowledged when it is handed over, because slime's asynchronous loop asks for the next one before it
-    trains this one. It is committed when a checkpoint includes it; without checkpoints, when the next one is asked for.
+    A batch is acknowledged when it is returned, because slime's asynchronous loop requests the next batch before it
+    trains this one. It is committed when a checkpoint includes it, or without checkpoints at the next request.
 
-    args: slime's. parallel: `dp_size` and the other parallel sizes that slime's train actors report. first: the
-    rollout that slime starts with, after its checkpoint's.
+    args: slime's arguments. parallel: `dp_size` and other parallel sizes that slime's train actors report. first: the
+    first rollout of this start, which follows the checkpoint's rollout.
     """
 
     def __init__(self, args: Any, parallel: Mapping[str, int], first: int) -> None:
@@ -59,11 +59,11 @@ class Feed:
         return self._session.states()["policy"]
 
     def _resume(self, trained: int) -> None:
-        """Put the run to slime's checkpoint. trained: the last rollout in it, -1 for none."""
+        """Resume the run at slime's checkpoint. trained: the last rollout in it, -1 for none."""
         self._session.resume(None)
         state = self._state()
         if self.is_sampled_by_slime:
-            # slime's data source also went back: samples in no batch are sampled again.
+            # slime's data source also resumed at the checkpoint, so samples in no batch are sampled again.
             self._session.give_up_unsealed()
             # slime numbers its groups from 0 in each start.
             self._start = self._session.rollouts.status().models["policy"].incarnation
@@ -75,29 +75,29 @@ class Feed:
             return
         if step > trained:
             raise FailedPreconditionError(
-                f"run {self.options.run!r} is committed up to rollout {step}, and slime resumes after rollout "
-                f"{trained}: the rollouts between them are freed. Resume from a checkpoint of rollout {step} or later, "
+                f"run {self.options.run!r} is committed up to rollout {step}, but slime resumes after rollout "
+                f"{trained}, and the rollouts between are freed; resume from a checkpoint of rollout {step} or later, "
                 f"or remove {self._ledger.path} to continue after rollout {trained} with other samples"
             )
         for number, batch in zip(range(step + 1, trained + 1), self._session.batches(), strict=False):
-            # The checkpoint includes it.
+            # The checkpoint already includes this batch.
             batch["policy"].ack()
             self._ledger.record(number, self._state())
 
     def begin(self, rollout_id: int) -> None:
-        """Report that slime starts a rollout, with the weights of all rollouts before it."""
+        """Report that slime starts a rollout, with weights that were trained on all earlier rollouts."""
         if self._ledger is None:
             self._session.commit()
         self._session.announce(rollout_id)
 
     @property
     def has_batch(self) -> bool:
-        """Return whether the next batch was sampled before slime went back to its checkpoint."""
+        """Whether the next batch was sampled before slime resumed at its checkpoint."""
         sealed: int = self._session.rollouts.status().batches_sealed
         return sealed > self._session.position.batch
 
     def submit(self, samples: Iterable[Any], rollout_id: int) -> None:
-        """Submit what slime's rollout function returned, flat or nested."""
+        """Submit the samples that slime's rollout function returned, flat or nested."""
         rows = from_slime(
             samples,
             reward_key=self._args.reward_key,
@@ -110,12 +110,12 @@ class Feed:
     def next(self, rollout_id: int) -> list[Data]:
         """Wait for the next batch, and return the train data of each rank.
 
-        Raises FailedPreconditionError at the end of the run, and BatchFailedError for a batch that cannot be made.
+        Raises FailedPreconditionError at the end of the run, and BatchFailedError for a batch that cannot be built.
         """
         batches = self._session.next_batch()
         if batches is None:
             raise FailedPreconditionError(
-                f"run {self.options.run!r} is finished after {rollout_id} rollouts; give --num-rollout {rollout_id}"
+                f"run {self.options.run!r} is finished after {rollout_id} rollouts; set --num-rollout {rollout_id}"
             )
         ranks = self._data(batches["policy"])
         batches["policy"].ack()
@@ -129,15 +129,15 @@ class Feed:
         padding = sum(row < 0 for rank in ranks for row in rank["sample_indices"])
         if padding and self._args.calculate_per_token_loss:
             _log.warning(
-                "batch %d has %d padding rows; slime counts one token of each in its mean over tokens",
+                "batch %d has %d padding rows; slime includes one token of each in its mean over tokens",
                 batch.number,
                 padding,
             )
         return ranks
 
     def saved(self, rollout_id: int) -> None:
-        """Report that slime saved a checkpoint after a rollout. One that is written in the background is complete when
-        the next is saved."""
+        """Report that slime saved a checkpoint after a rollout. A checkpoint that is written in the background is
+        complete when the next one is saved."""
         if self._ledger is None:
             return
         is_complete = not self._args.async_save or rollout_id == self._args.num_rollout - 1
@@ -148,7 +148,7 @@ class Feed:
             self._ledger.forget_before(complete)
 
     def finish(self) -> None:
-        """Report that slime's loop has ended: without checkpoints its last batch is committed."""
+        """Report that slime's loop has ended. Without checkpoints, this commits the last batch."""
         if self._ledger is None:
             self._session.commit()
 

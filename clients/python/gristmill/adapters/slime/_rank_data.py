@@ -1,5 +1,5 @@
-"""A batch's shards as slime's train data: what `RolloutManager._split_train_data_by_dp` makes for each rank, with the
-service's partition and micro-batches (slime/ray/rollout.py of slime 0.3.1)."""
+"""Converts a batch's shards to slime's train data, like `RolloutManager._split_train_data_by_dp` for each rank, but
+with the service's partition and micro-batches (slime/ray/rollout.py of slime 0.3.1)."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from gristmill.adapters.slime._settings import ROUTED_EXPERTS, TEACHER_LOGPROBS,
 from gristmill.torch import Shard
 
 ADVANTAGES, RETURNS = "gristmill_advantages", "gristmill_returns"
-"""Advantages of tokens, which `gristmill.adapters.slime.advantages` takes from the train data."""
+"""Advantages per token, which `gristmill.adapters.slime.advantages` reads from the train data."""
 
-# slime's names of response tensors, and the shards' names and dtypes. Tensors that a shard does not have are left out.
+# Maps slime's names of response tensors to the shards' names and dtypes. Tensors that a shard lacks are omitted.
 _OF_RESPONSES = {
     "loss_masks": ("loss_mask", torch.int32),
     "rollout_log_probs": ("rollout_logprobs", torch.float32),
@@ -35,12 +35,12 @@ def rank_data(mini_batches: MiniBatches, *, images: Sequence[str] = (), per_toke
 
     Lists have one element per row, over all mini-batches, each of which is a training step: `tokens` int64 (tokens,),
     `loss_masks` int32 (response,), `rollout_log_probs` float32 (response,), `rewards` the advantage on the row's last
-    token, and so on. `partition` has each row's index in `total_lengths` and `raw_reward`, which are of the whole
-    batch: trained rows in the plan's order, then padding rows. The response of a padding row is one token that is not
+    token, and so on. `partition` is each row's index in `total_lengths` and `raw_reward`. These are of the whole batch:
+    first trained rows in the plan's order, then padding rows. The response of a padding row is one token that is not
     trained.
 
     images: columns of scope `items`, which become `multimodal_train_inputs`. per_token: whether to include advantages
-    and returns of tokens.
+    and returns per token.
     """
     order = _Order(mini_batches)
     ranks = [_of_rank([shards[rank] for shards in mini_batches], order, images) for rank in range(len(mini_batches[0]))]
@@ -54,7 +54,7 @@ def rank_data(mini_batches: MiniBatches, *, images: Sequence[str] = (), per_toke
 
 
 class _Order:
-    """The places of a whole batch's rows and the numbers of their trajectories, one for each padding row."""
+    """The places of a whole batch's rows, and their trajectory numbers. Each padding row has its own number."""
 
     def __init__(self, mini_batches: MiniBatches) -> None:
         keys = [key for shards in mini_batches for shard in shards for key in _keys(shard)]
@@ -70,9 +70,9 @@ class _Order:
         return [self._places[row] if row >= 0 else next(self._padding) for row, _ in _keys(shard)]
 
     def trajectories(self, shard: Shard, places: list[int]) -> list[int]:
-        """places: of the shard's rows."""
+        """Return the trajectory number of each row. places: the places of the shard's rows."""
         return [
-            # Larger than the number of any real trajectory: there are no more of these than real rows.
+            # The place is larger than all numbers of real trajectories, which are at most as many as real rows.
             self._trajectories[trajectory] if row >= 0 else place
             for (row, trajectory), place in zip(_keys(shard), places, strict=True)
         ]
@@ -131,7 +131,7 @@ def _has(shard: Shard, name: str) -> bool:
 def _rows(
     shard: Shard, name: str, part: Literal["row", "response"], dtype: torch.dtype | None = None
 ) -> list[torch.Tensor]:
-    """Return this part of each row, in memory of its own, because it is sent to another process."""
+    """Return this part of each row as a copy, because it is sent to another process."""
     values, offsets = shard.jagged(name, part)
     rows = torch.split(values.to(dtype=dtype), offsets.diff().tolist())
     return [row.clone() for row in rows]
@@ -142,7 +142,7 @@ def _last(rows: Sequence[torch.Tensor]) -> list[float]:
 
 
 def _routed_experts(shard: Shard) -> list[torch.Tensor]:
-    """Return the experts of each token but the last, which predicts nothing."""
+    """Return the experts of each token except the last, which predicts no token."""
     rows = [row[:-1] for row in _rows(shard, ROUTED_EXPERTS, "row")]
     for row in rows:
         fill_routes(row)
@@ -150,7 +150,7 @@ def _routed_experts(shard: Shard) -> list[torch.Tensor]:
 
 
 def _top_p_tokens(shard: Shard) -> dict[str, list[torch.Tensor]]:
-    """Return the tokens that top-p kept, of all response tokens of each row, and where each token's begin."""
+    """Return the tokens that top-p kept for all response tokens of each row, and their offsets by token."""
     ids, offsets = list[torch.Tensor](), list[torch.Tensor]()
     for micro in shard.micro_batches():
         kept, begins = micro[TOP_P_TOKENS], micro[f"{TOP_P_TOKENS}_offsets"]
@@ -163,7 +163,7 @@ def _top_p_tokens(shard: Shard) -> dict[str, list[torch.Tensor]]:
 
 
 def _images(shard: Shard, names: Sequence[str]) -> list[dict[str, torch.Tensor] | None]:
-    """Return each row's images, None for a row without any."""
+    """Return each row's images; None for a row without images."""
     edges = {name: shard[f"{name}_offsets"].tolist() for name in names}
     rows = [
         {name: shard[name][edges[name][row] : edges[name][row + 1]].clone() for name in names}

@@ -1,4 +1,4 @@
-"""The settings of a run, derived from slime's arguments. Imports nothing of slime."""
+"""Derives the settings of a run from slime's arguments. Does not import slime."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ ADVANTAGE_FUNCTION = "gristmill.adapters.slime.advantages"
 """The value of `--custom-advantage-function-path` for advantages that differ within a row."""
 TEACHER_LOGPROBS, ROUTED_EXPERTS = "teacher_log_probs", "rollout_routed_experts"
 TOP_P_TOKENS = "rollout_top_p_token_ids"
-"""Columns by slime's names."""
+"""slime's names of columns."""
 
 _OF_ROWS = ("grpo", "rloo", "maxrl")
-"""Estimators whose advantages are the same on all tokens of a row."""
+"""Estimators with equal advantages on all tokens of a row."""
 _LOSSES = ("grpo", "gspo", "cispo")
 
 
 def run_settings(config: Any, gristmill: Gristmill, *, dp_size: int, pad_token_id: int = 0) -> dict[str, Any]:
-    """Return the settings to create the run with.
+    """Return the settings of the run to create.
 
-    config: slime's arguments. Its train actors report the parallel sizes, as `train_parallel_config` in it: `cp_size`,
-    `vpp_size` and `microbatch_group_size_per_vp_stage`, each 1 unless reported. dp_size: data-parallel ranks.
-    Raises InvalidArgumentError that names everything that a run cannot do as slime does it, with the remedies.
+    config: slime's arguments, with the parallel sizes that train actors report as `train_parallel_config`: `cp_size`,
+    `vpp_size` and `microbatch_group_size_per_vp_stage`, by default 1. dp_size: the number of data-parallel ranks.
+    Raises InvalidArgumentError that names all unsupported arguments and their remedies.
     """
     return _TABLE.settings(Configured(config, gristmill, dp_size, pad_token_id))
 
@@ -52,7 +52,7 @@ def image_columns(settings: Mapping[str, Any]) -> list[str]:
 
 
 def sampled_columns(settings: Mapping[str, Any]) -> list[str]:
-    """Return the columns that come with rollouts."""
+    """Return the columns that rollouts contain."""
     return [column["name"] for column in settings.get("columns", ()) if column.get("source", "rollout") == "rollout"]
 
 
@@ -86,62 +86,56 @@ _ROWS: tuple[Row, ...] = (
     Derived("cp_size", lambda c: c.get("train_parallel_config.cp_size", 1)),
     Derived("vpp_size", lambda c: c.get("train_parallel_config.vpp_size", 1)),
     Derived("microbatch_group_size", lambda c: c.get("train_parallel_config.microbatch_group_size_per_vp_stage", 1)),
-    Fixed("layout", "packed", "slime's train actors take rows without padding"),
-    Fixed("loss_reduction", "none", "slime divides its loss itself"),
+    Fixed("layout", "packed", "slime's train actors accept rows without padding"),
+    Fixed("loss_reduction", "none", "slime itself divides its loss"),
     Default("step_wise", lambda c: True),
     Default("advantage_estimator", lambda c: "grpo"),
     Default("grpo_norm_by_std", lambda c: bool(c["grpo_std_normalization"])),
     Default("balance", lambda c: "tokens" if c["balance_data"] else "none"),
-    # The batches between two checkpoints, the next one, and one that is being sampled.
+    # The batches between two checkpoints, the next batch, and the batch that is being sampled.
     Default("max_buffered_batches", lambda c: max(4, (c["save_interval"] or 0) + 2)),
     Refuse(
         "advantage_estimator",
         lambda value, _: value not in _LOSSES,
-        "computes advantages, which the service does",
-        f"use {', '.join(_LOSSES)}, which choose the loss, and settings: {{advantage_estimator: ...}}",
+        "computes advantages, but the service computes them",
+        f"use {', '.join(_LOSSES)}, which select the loss, and settings: {{advantage_estimator: ...}}",
     ),
-    Refuse("use_critic", is_on, "trains a critic on batches of its own, which is not supported", "leave it out"),
+    Refuse("use_critic", is_on, "trains a critic on its own batches, which is not supported", "omit it"),
     Refuse(
         "rewards_normalization",
         lambda value, _: not value,
-        "makes rewards the advantages, which no estimator does",
-        "leave --disable-rewards-normalization out",
+        "uses rewards as advantages, which no estimator does",
+        "omit --disable-rewards-normalization",
     ),
     Refuse("normalize_advantages", is_on, "changes the service's advantages", "use settings: {whiten: batch}"),
     *(
-        Refuse(
-            name, lambda value, _: value is not None, "replaces rewards or train data of the service", "leave it out"
-        )
+        Refuse(name, lambda value, _: value is not None, "replaces rewards or train data of the service", "omit it")
         for name in ("custom_reward_post_process_path", "custom_convert_samples_to_train_data_path")
     ),
     Refuse(
         "global_batch_size",
         lambda value, c: value % c["n_samples_per_prompt"],
-        "cuts prompt groups, and a training step has whole ones",
+        "splits prompt groups, but a training step has whole groups",
         lambda c: f"use a multiple of --n-samples-per-prompt, {c['n_samples_per_prompt']}",
     ),
-    Refuse(
-        "log_passrate", is_on, "needs one row for each sample", "leave it out; the plan and the dashboard have pass@n"
-    ),
-    Refuse("debug_rollout_only", is_on, "trains nothing", "run slime without gristmill for it"),
+    Refuse("log_passrate", is_on, "needs one row per sample", "omit it, and use pass@n in the plan or the dashboard"),
+    Refuse("debug_rollout_only", is_on, "trains nothing", "run slime without gristmill"),
     Refuse(
         "rollout_global_dataset",
         lambda value, c: not value and c["save_interval"] is not None,
         "does not report when a checkpoint is saved",
-        "leave --disable-rollout-global-dataset out, or --save-interval",
+        "omit --disable-rollout-global-dataset, or --save-interval",
     ),
     RefuseSetting(
         "advantage_estimator",
         _needs_advantages_of_tokens,
-        "computes advantages of tokens",
+        "computes advantages per token",
         f"add --custom-advantage-function-path {ADVANTAGE_FUNCTION}",
     ),
     RefuseSetting(
-        "update_epochs_per_batch", lambda value, _: value != 1, "is not possible: slime makes one pass", "leave it out"
+        "update_epochs_per_batch", lambda value, _: value != 1, "is not supported: slime makes one pass", "omit it"
     ),
-    RefuseSetting(
-        "critic_mini_batch_size", is_given, "is not possible: slime's critic is not supported", "leave it out"
-    ),
+    RefuseSetting("critic_mini_batch_size", is_given, "has no effect: slime's critic is not supported", "omit it"),
 )
 
 

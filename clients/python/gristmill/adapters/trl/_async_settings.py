@@ -1,4 +1,4 @@
-"""The settings of a run for `AsyncGRPOTrainer`. Imports nothing of TRL."""
+"""Derives the settings of a run for `AsyncGRPOTrainer`. Does not import TRL."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 from gristmill.adapters._core.options import Gristmill
 from gristmill.adapters._core.settings import Configured, Default, Fixed, Row, Same, SettingsTable
 
-_DECIDES = "AsyncGRPOTrainer decides which samples are trained together"
+_DECIDES = "AsyncGRPOTrainer selects the samples that are trained together"
 
 
 def async_run_settings(config: Any, gristmill: Gristmill, *, dp_size: int = 1, pad_token_id: int = 0) -> dict[str, Any]:
     """Return the settings with which a worker of this configuration creates its run, for `create_run`.
 
-    A batch is one prompt group, so that the trainer gets each group when it is complete. The run stores as many groups
-    as `max_staleness` lets the sampler be ahead.
+    A batch is one prompt group, so that the trainer gets each group when it is complete. The run stores the groups by
+    which `max_staleness` allows the sampler to be ahead.
 
     config: an `AsyncGRPOConfig`. dp_size: 1, because one worker reads for all ranks.
     Raises InvalidArgumentError for settings that contradict the configuration.
@@ -34,7 +34,7 @@ _ROWS: tuple[Row, ...] = (
     Fixed("train_batch_size", 1, _DECIDES),
     Fixed("policy_mini_batch_size", 1, _DECIDES),
     Fixed("micro_batch", {"count": 1}, _DECIDES),
-    Fixed("layout", "packed", "samples are taken from rows without padding"),
+    Fixed("layout", "packed", "samples are read from rows without padding"),
     Default("max_buffered_batches", _max_buffered_batches),
 )
 

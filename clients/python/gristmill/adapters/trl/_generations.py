@@ -1,4 +1,4 @@
-"""Submits what TRL generated: each prompt is a group of the run, whose samples may be those of several ranks."""
+"""Submits TRL's generations. Each prompt is a group of the run; its samples may be from several ranks."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _UNUSED = ("sampling_per_token_logps",)
 
 
 class Generations:
-    """Submits generations. The rows of a prompt are next to each other in TRL's order, over all ranks.
+    """Submits generations. The rows of a prompt are adjacent in TRL's order over all ranks.
 
-    accelerator: of the processes that share a generation. samples: of each prompt. columns: the run's, by TRL's names.
-    keeps_sampling_logprobs: whether the loss reads the sampler's log-probabilities. end_tokens: the last tokens of
-    completions that were not cut off. attempt: the number of this start of the trainer; its rows replace those of
-    earlier starts.
+    accelerator: of the processes that share a generation. samples: the number per prompt. columns: TRL's names of the
+    run's columns. keeps_sampling_logprobs: whether the loss reads the sampler's log-probabilities. end_tokens: the last
+    tokens of completions that were not cut off. attempt: the number of this start of the trainer; its rows supersede
+    rows of earlier starts.
     """
 
     def __init__(
@@ -42,10 +42,10 @@ class Generations:
         self._attempt = attempt
 
     def begin(self, number: int, rows: int) -> set[str]:
-        """Begin the groups of a generation, in order; return the groups to sample, without groups that the run has
-        since before the trainer was killed.
+        """Begin the groups of a generation, in order. Return the groups to sample, without groups that the run already
+        has from an earlier start of the trainer.
 
-        number: of the generation, from 0. rows: of one rank.
+        number: the generation's number, from 0. rows: the number of rows of one rank.
         """
         uids = [_uid(number, group) for group in range(rows * self._accelerator.num_processes // self._samples)]
         wanted = torch.zeros(len(uids), dtype=torch.uint8, device=self._accelerator.device)
@@ -60,8 +60,8 @@ class Generations:
     ) -> None:
         """Submit this rank's rows of the wanted groups.
 
-        output: of `_generate_and_score_completions`. rewards: (rows,), float; the sums of the reward functions.
-        version: of the weights that sampled.
+        output: the result of `_generate_and_score_completions`. rewards: (rows,), float; the sums of the reward
+        functions. version: the version of the weights that sampled.
         """
         first = len(rewards) * self._accelerator.process_index
         places = range(first, first + len(rewards))
@@ -83,7 +83,7 @@ def _uid(number: int, group: int) -> str:
 
 
 def _for_numpy(name: str, value: Any, output: Mapping[str, Any]) -> Any:
-    """Return a tensor in this machine's memory, without bfloat16; a ratio of a sequence is repeated for each token."""
+    """Return a tensor in host memory, with bfloat16 as float32. A ratio per sequence is repeated for each token."""
     if not isinstance(value, torch.Tensor):
         return value
     if name == "importance_sampling_ratio":

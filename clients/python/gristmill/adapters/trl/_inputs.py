@@ -1,4 +1,4 @@
-"""The input of `GRPOTrainer._compute_loss` for a micro-batch, scaled so that losses add up to the mini-batch's."""
+"""Builds the input of `GRPOTrainer._compute_loss` per micro-batch, so that losses add up to the mini-batch's loss."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from gristmill.errors import InvalidArgumentError
 from gristmill.torch import MicroBatch, Shard
 
 LOSS_WEIGHT = "loss_weight"
-"""The key of the factor of a micro-batch's loss."""
+"""The key of the weight by which a micro-batch's loss is multiplied."""
 
 _OPTIONAL = frozenset({"sampling_per_token_logps"})
-"""Columns without which the loss can be computed."""
+"""Columns that the loss does not require."""
 
 Inputs = dict[str, Any]
 
@@ -25,8 +25,8 @@ Inputs = dict[str, Any]
 class Normalizer:
     """Divides TRL's loss of a micro-batch by counts of the batch that the service planned.
 
-    loss_type, steps_per_generation: as in `GRPOConfig`. dp_size: ranks, whose gradients are averaged. is_scaled:
-    whether the run has a `loss_reduction`, which is in the advantages, so that nothing else is divided.
+    loss_type, steps_per_generation: as in `GRPOConfig`. dp_size: the number of ranks, which average gradients.
+    is_scaled: whether the run has a `loss_reduction`, so that the advantages are already divided.
     """
 
     loss_type: str
@@ -37,12 +37,12 @@ class Normalizer:
     def apply(self, inputs: Inputs, micro: MicroBatch, micro_batches: int, tokens: float) -> None:
         """Add `num_items_in_batch` and the loss's weight.
 
-        micro_batches: of this rank's shard. tokens: trained tokens of an optimizer step, the mean over the batch's
-        steps, as TRL counts them for a generation.
+        micro_batches: the number in this rank's shard. tokens: the trained tokens per optimizer step, as the mean over
+        the batch's steps, like TRL's count for a generation.
 
-        TRL divides a loss by tokens by `num_items_in_batch / ranks * micro_batches / steps_per_generation`. A loss by
-        rows it takes as a mean over the micro-batch's rows, and divides by `micro_batches`: that is the mean over the
-        mini-batch's rows if all micro-batches have the same number.
+        TRL divides a loss per token by `num_items_in_batch / ranks * micro_batches / steps_per_generation`. It computes
+        a loss per row as the mean over the micro-batch's rows, divided by `micro_batches`. This equals the mean over
+        the mini-batch's rows if all micro-batches have the same number of rows.
         """
         weight, items = 1.0, tokens * self.steps_per_generation / micro_batches
         if self.is_scaled:
@@ -55,7 +55,7 @@ class Normalizer:
 
 
 def tokens_per_step(plan: Mapping[str, Any]) -> float:
-    """Return the trained tokens of an optimizer step of the policy, the mean over the batch's."""
+    """Return the trained tokens per optimizer step of the policy, as the mean over the batch's steps."""
     counts = [mini_batch["loss_tokens"] for mini_batch in plan["mini_batches"] if mini_batch["model"] == "policy"]
     return float(sum(counts) / len(counts))
 
@@ -65,8 +65,8 @@ def training_inputs(
 ) -> Iterator[Inputs]:
     """Yield the input of `_compute_loss` for each micro-batch.
 
-    columns: by TRL's name the shard's name of each column that the loss reads. tokens: as for `Normalizer.apply`.
-    Raises InvalidArgumentError for rows without such a column.
+    columns: maps TRL's name of each column that the loss reads to the shard's name. tokens: as in `Normalizer.apply`.
+    Raises InvalidArgumentError if rows lack a required column.
     """
     count = len(shard.metadata["micro_batches"])
     for micro in shard.micro_batches():
@@ -76,16 +76,16 @@ def training_inputs(
 
 
 def response_width(micro: MicroBatch) -> int:
-    """Return the width of the completions. TRL also predicts the first of their columns, from the column before: if a
-    response is as wide as its row, which rounded widths allow, the first column is left to the prompt or padding."""
+    """Return the width of the completions. TRL predicts the first column of the completions from the previous column.
+    If a response is as wide as its row, as rounded widths allow, the first column therefore counts as prompt."""
     return min(micro["response_mask"].shape[1], micro["sequences"].shape[1] - 1)
 
 
 def _inputs(micro: MicroBatch, columns: Mapping[str, str], shard: Shard) -> Inputs:
     """Return prompts, completions and tensors of completions, int64 and float32, by TRL's names.
 
-    They are views of the shard: all rows are cut where the longest response begins. Both parts may begin with padding,
-    and completions with tokens of the prompt, which `tool_mask` excludes from training.
+    They are views of the shard. All rows are split where the longest response begins. Both parts may begin with
+    padding. Completions may begin with tokens of the prompt, which `tool_mask` excludes from training.
     """
     tokens, present, width = micro["sequences"], micro["attention_mask"], response_width(micro)
     inputs = {
@@ -99,7 +99,7 @@ def _inputs(micro: MicroBatch, columns: Mapping[str, str], shard: Shard) -> Inpu
             inputs[name] = micro[column][:, -width:]
         elif name not in _OPTIONAL:
             raise InvalidArgumentError(
-                f"{shard.position}: rows have no {column}, which the loss reads as {name}; have workers send it with "
+                f"{shard.position}: rows have no {column}, which the loss reads as {name}; let workers send it with "
                 "every step, or set old_logprobs='trainer'"
             )
     return inputs

@@ -1,4 +1,4 @@
-"""Computes the log-probabilities that a batch waits for, as TRL computes them when it generates."""
+"""Computes the log-probabilities for which a batch waits, like TRL's generation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gristmill.torch import MicroBatch
 
 
 def write_columns(trainer: Any, session: Session, batch: Any) -> None:
-    """Write the columns that the batch waits for, of this rank's shards, with the current weights.
+    """Compute the columns for which the batch waits with the current weights, and write them for this rank's shards.
 
     trainer: a `GRPOTrainer`.
     """
@@ -29,7 +29,7 @@ def write_columns(trainer: Any, session: Session, batch: Any) -> None:
 
 
 def _computed(trainer: Any, shard: Shard, names: Iterable[str]) -> dict[str, list[torch.Tensor]]:
-    """Return each column's values, a tensor for each micro-batch."""
+    """Return each column's values, with one tensor per micro-batch."""
     columns: dict[str, list[torch.Tensor]] = {name: [] for name in names}
     for micro in shard.micro_batches():
         for name, values in columns.items():
@@ -42,7 +42,7 @@ def _old(trainer: Any, micro: MicroBatch) -> torch.Tensor:
 
 
 def _reference(trainer: Any, micro: MicroBatch) -> torch.Tensor:
-    """Compute them with the reference model; with LoRA, with the model without the adapter or with its first state."""
+    """Compute log-probabilities with the reference model; with LoRA, with the initial adapter or without an adapter."""
     if trainer.ref_model is not None:
         return _logprobs(trainer, trainer.ref_model, micro)
     model = trainer.accelerator.unwrap_model(trainer.model)
@@ -51,7 +51,7 @@ def _reference(trainer: Any, micro: MicroBatch) -> torch.Tensor:
 
 
 def _logprobs(trainer: Any, model: Any, micro: MicroBatch) -> torch.Tensor:
-    """(rows, max_response), float."""
+    """Return log-probabilities, (rows, max_response), float."""
     width = response_width(micro)
     logprobs: torch.Tensor = trainer._get_per_token_logps_and_entropies(
         model, micro["sequences"], micro["attention_mask"], width

@@ -1,4 +1,4 @@
-"""The prompts of TRL's data set in TRL's order, from any batch on."""
+"""Reads the prompts of TRL's data set in TRL's order, beginning with any batch."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from gristmill.errors import InvalidArgumentError
 class Prompts:
     """Reads prompts batch by batch.
 
-    loader: TRL's, which returns a rank's rows of one generation, a batch of the run, after another. sampler: the
-    loader's, which draws a new order for every epoch.
+    loader: TRL's data loader, which returns a rank's rows of one generation (a batch of the run) at a time. sampler:
+    the loader's sampler, which draws a new order for every epoch.
 
-    Prompts at the end of an epoch that do not fill a batch are left out. Raises InvalidArgumentError if no batch is
-    filled.
+    Omits prompts at the end of an epoch that do not fill a batch. Raises InvalidArgumentError if no batch is filled.
     """
 
     def __init__(self, loader: Any, sampler: Any) -> None:
@@ -25,17 +24,16 @@ class Prompts:
         self._drawn = 0
         if not len(self):
             raise InvalidArgumentError(
-                f"train_dataset: its {sampler.num_samples} prompts do not fill a batch of "
-                f"{sampler.batch_size}; add prompts, or lower per_device_train_batch_size or "
-                "gradient_accumulation_steps"
+                f"train_dataset: {sampler.num_samples} prompts do not fill a batch of {sampler.batch_size}; add "
+                "prompts, or lower per_device_train_batch_size or gradient_accumulation_steps"
             )
 
     def __len__(self) -> int:
-        """Return the batches of an epoch."""
+        """Return the number of batches per epoch."""
         return len(self._loader)
 
     def batches(self, number: int) -> Iterator[Any]:
-        """Yield this rank's rows of each batch, from one to the end of its epoch. number: in the whole training."""
+        """Yield this rank's rows of each batch, from batch `number` of the whole training to the end of its epoch."""
         epoch, first = divmod(number, len(self))
         while self._drawn < epoch:
             next(iter(self._sampler), None)

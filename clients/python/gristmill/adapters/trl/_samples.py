@@ -1,4 +1,4 @@
-"""Converts rows of a shard to the samples that `AsyncGRPOTrainer` takes from its queue."""
+"""Converts rows of a shard to samples for the queue of `AsyncGRPOTrainer`."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from gristmill.torch import Shard
 
 
 def samples_of(shard: Shard, first_group: int) -> list[RolloutSample]:
-    """Return a sample for every row with trained tokens. Its prompt and completion as messages, which TRL shows in
+    """Return a sample for every row with trained tokens. The messages of its prompt and completion, which TRL shows in
     traces, are empty, because a row has only tokens.
 
-    first_group: the number of the shard's first prompt group; the others follow.
+    first_group: the number of the shard's first prompt group. Other groups are numbered from there.
     Raises InvalidArgumentError for rows without log-probabilities of the sampler, or with several advantages.
     """
     if not any(name.endswith("rollout_logprobs") for name in shard.tensors):
         raise InvalidArgumentError(
-            f"{shard.position}: rows have no rollout_logprobs, and the loss is a ratio to them; have workers send them "
-            "with every step"
+            f"{shard.position}: rows have no rollout_logprobs, which the loss needs; let workers send them with every "
+            "step"
         )
     tokens, edges = _numpy(shard, "sequences", "row")
     (trained, ends), (logprobs, _), (advantages, _), (rewards, _) = (
@@ -58,14 +58,14 @@ def _numpy(shard: Shard, name: str, part: Literal["row", "response"]) -> tuple[N
 
 
 def _after_prompt(values: NDArray[Any], length: int) -> NDArray[Any]:
-    """Return a response's values after zeros for the row's other tokens."""
+    """Return zeros for the prompt of the row, followed by the values of the response."""
     return np.concatenate([np.zeros(length - len(values), values.dtype), values])
 
 
 def _single(advantages: NDArray[Any], shard: Shard, uid: str) -> float:
     if (advantages != advantages[0]).any():
         raise InvalidArgumentError(
-            f"{shard.position}: a row of {uid!r} has an advantage for each token, and AsyncGRPOTrainer takes one a "
-            "row; use advantage_estimator: grpo, rloo or maxrl"
+            f"{shard.position}: a row of {uid!r} has several advantages, but AsyncGRPOTrainer supports one per row; "
+            "use advantage_estimator: grpo, rloo or maxrl"
         )
     return float(advantages[0])

@@ -1,4 +1,4 @@
-"""TRL's session: each rank has one, and a checkpoint is the same for all."""
+"""TRL's session: each rank has a session, and all ranks share a checkpoint."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class _Ranks:
 class Session(RunSession):
     """One rank's session. All ranks call every method, in the same order.
 
-    auto_commit: whether TRL makes no checkpoints.
+    auto_commit: whether to commit batches at once, because TRL writes no checkpoints.
     """
 
     def __init__(
@@ -52,36 +52,36 @@ class Session(RunSession):
             rank=accelerator.process_index,
             processes=_Ranks(accelerator),
             device=accelerator.device,
-            # TRL uses only the width of the other masks, and their product with this one.
+            # TRL uses only the width of other masks, and their product with this mask.
             dtypes={"tokens": torch.int64, "attention_mask": torch.int64},
         )
 
     @cached_property
     def incarnation(self) -> int:
-        """Return how often the run's trainer was started, including this session."""
+        """The number of starts of the run's trainer, including this session."""
         return max(model.incarnation for model in self.rollouts.status().models.values())
 
     def save_checkpoint(self, directory: Path) -> States:
-        """Write the states into a checkpoint; return them for `commit`. Raises FailedPreconditionError if ranks are at
-        different positions."""
+        """Write the states to a checkpoint, and return them for `commit`. Raises FailedPreconditionError if ranks are
+        at different positions."""
         position = torch.tensor([*self.position], device=self._accelerator.device)
         positions = gather(position).view(-1, len(position))
         if (positions != position).any():
             places = ", ".join(str(type(self.position)(*place)) for place in positions.tolist())
             raise FailedPreconditionError(
-                f"run {self.run!r}: a checkpoint has one position, and the ranks are at {places}; make the same "
+                f"run {self.run!r}: a checkpoint has one position, but the ranks are at {places}; make the same "
                 "optimizer steps on all ranks"
             )
         directory.mkdir(parents=True, exist_ok=True)
         return self.save(directory)
 
     def needs_commit(self, train_batch_size: int) -> bool:
-        """Return whether the run has no capacity for the next batch until one is committed: training would wait
-        forever."""
+        """Return whether the run has no capacity for the next batch until a batch is committed, so that training would
+        wait forever."""
         is_full = torch.zeros(1, dtype=torch.uint8, device=self._accelerator.device)
         if self._accelerator.is_main_process and not self._auto_commit and self._is_full(train_batch_size):
             _log.warning(
-                "run %r: saving a checkpoint early, because the run has no capacity for another batch before; raise "
+                "run %r: saving a checkpoint early, because the run has no capacity for another batch; raise "
                 "max_buffered_batches and max_buffered_bytes in its settings, or save more often",
                 self.run,
             )

@@ -1,4 +1,4 @@
-"""The settings of a run, derived from a `GRPOConfig`. Imports nothing of TRL."""
+"""Derives the settings of a run from a `GRPOConfig`. Does not import TRL."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from gristmill.adapters._core.settings import (
     one_of,
 )
 
-# The divisors of TRL's losses: all tokens of a mini-batch, and its rows.
+# TRL's losses that are divided by the tokens of a mini-batch, and by its rows.
 TOKEN_MEANS = frozenset({"dapo", "cispo", "vespo"})
 ROW_MEANS = frozenset({"grpo", "sapo", "dr_grpo", "luspo"})
 
 _EPSILON = 1e-4
-"""Added by TRL to the standard deviation of a group's rewards."""
+"""TRL adds this to the standard deviation of a group's rewards."""
 
 
 def run_settings(config: Any, gristmill: Gristmill, *, dp_size: int, pad_token_id: int = 0) -> dict[str, Any]:
     """Return the settings with which a trainer of this configuration creates its run, for `create_run`.
 
-    config: a `GRPOConfig`. dp_size: its `world_size`, of the trainer's processes. pad_token_id: the tokenizer's.
-    Raises InvalidArgumentError that names everything that a run cannot do as TRL does it, with the remedies.
+    config: a `GRPOConfig`. dp_size: its `world_size`, the number of the trainer's processes. pad_token_id: the
+    tokenizer's. Raises InvalidArgumentError that names all unsupported settings and their remedies.
     """
     return _TABLE.settings(Configured(config, gristmill, dp_size, pad_token_id))
 
@@ -43,14 +43,14 @@ def steps_per_batch(config: Any, dp_size: int) -> int:
 
 
 def logprob_columns(config: Any, gristmill: Gristmill) -> list[str]:
-    """Return the columns that the loss needs in addition to the rows' own, by TRL's names. They come with the rows that
-    TRL generates; for rows of workers the adapter writes them back."""
+    """Return TRL's names of the columns that the loss needs in addition to the rows' fields. Rows that TRL generates
+    contain them. For rows of workers, the adapter writes them back."""
     is_corrected = config.use_vllm and config.vllm_importance_sampling_correction
     if gristmill.rollouts == "workers":
-        # A batch of one step is trained by the weights that computed its log-probabilities.
+        # A batch with one step is trained by the same weights that computed its log-probabilities.
         needs_old = gristmill.old_logprobs == "trainer" and not _is_one_step(config)
     else:
-        # TRL's own condition: generations that do not end with an optimizer step are trained by other weights.
+        # TRL's condition: generations that do not end with an optimizer step are trained by other weights.
         every = config.steps_per_generation * config.num_iterations
         needs_old = config.gradient_accumulation_steps % every != 0 or is_corrected
     needed = {
@@ -62,7 +62,7 @@ def logprob_columns(config: Any, gristmill: Gristmill) -> list[str]:
 
 
 def loss_columns(config: Any, gristmill: Gristmill) -> dict[str, str]:
-    """Return, by TRL's name, the shard's name of each column that the loss reads."""
+    """Return a mapping from TRL's name of each column that the loss reads to the shard's name."""
     columns = {name: name for name in logprob_columns(config, gristmill)}
     sampled = []
     if gristmill.rollouts == "workers" and gristmill.old_logprobs == "rollout":
@@ -101,7 +101,7 @@ def _is_one_step(config: Any) -> bool:
 def _max_buffered_batches(c: Configured) -> int | None:
     if _by_workers(c) or c["save_strategy"] != "steps" or c["save_steps"] < 1:
         return None
-    # The batches since the last checkpoint are stored, and one more is generated.
+    # The run stores the batches since the last checkpoint, and one more batch that is generated.
     return int(c["save_steps"]) // max(1, _steps_per_batch(c)) + 2
 
 
@@ -123,10 +123,10 @@ _ROWS: tuple[Row, ...] = (
     Same("update_epochs_per_batch", "num_iterations"),
     Derived("grpo_norm_by_std", lambda c: c["scale_rewards"] == "group"),
     Fixed("grpo_epsilon", _EPSILON, "TRL adds it to standard deviations"),
-    Fixed("layout", "left_padded", "TRL's loss takes padded rows"),
+    Fixed("layout", "left_padded", "TRL's loss accepts padded rows"),
     Derived("pad_to_multiple_of", lambda c: c["pad_to_multiple_of"] or 1),
     Derived("overlong_filter", lambda c: ["length"] if c["mask_truncated_completions"] else None),
-    # Batches have the groups that TRL generated together, in its order.
+    # Batches contain the groups that TRL generated together, in TRL's order.
     Derived("seal_order", lambda c: None if _by_workers(c) else "admission"),
     Default("micro_batch", lambda c: {"size": c["per_device_train_batch_size"]}),
     Default("pad_width", lambda c: "micro_batch"),
@@ -134,19 +134,19 @@ _ROWS: tuple[Row, ...] = (
     Refuse(
         "loss_type",
         lambda value, _: value not in TOKEN_MEANS | ROW_MEANS,
-        "divides by the tokens of each micro-batch, so that the loss depends on how the mini-batch is cut",
+        "divides by the tokens of each micro-batch, so the loss depends on how the mini-batch is split",
         "use 'dapo', which divides by the tokens of the whole mini-batch",
     ),
-    one_of("scale_rewards", ("group", "none"), "is not supported: advantages are computed for each group"),
+    one_of("scale_rewards", ("group", "none"), "is not supported: advantages are computed per group"),
     one_of("multi_objective_aggregation", ("sum_then_normalize",), "is not supported: a row has one reward"),
     Refuse(
         "gradient_accumulation_steps",
         lambda _, c: bool(_rows_per_step(c) % c["num_generations"]),
         lambda c: (
-            f"gives an optimizer step {_rows_per_step(c)} rows (times per_device_train_batch_size and ranks), and "
-            f"mini-batches have whole prompts of num_generations: {c['num_generations']} rows"
+            f"results in {_rows_per_step(c)} rows per optimizer step (times per_device_train_batch_size and ranks), "
+            f"but mini-batches have whole prompts of num_generations: {c['num_generations']} rows"
         ),
-        lambda c: f"set it so that the step has a multiple of {lcm(_rows_per_step(c), c['num_generations'])} rows",
+        lambda c: f"set it so that a step has a multiple of {lcm(_rows_per_step(c), c['num_generations'])} rows",
     ),
     Refuse(
         "steps_per_generation",
@@ -154,24 +154,24 @@ _ROWS: tuple[Row, ...] = (
         "ends a generation within an optimizer step",
         lambda c: f"use a multiple of gradient_accumulation_steps: {c['gradient_accumulation_steps']}, TRL's default",
     ),
-    off("use_vllm", "starts an engine for TRL's own generation, and the rollouts come from workers", _by_workers),
+    off("use_vllm", "starts an engine for TRL's generation, but workers send the rollouts", _by_workers),
     Refuse(
         "max_steps",
         lambda value, c: value < 1 and _by_workers(c),
-        "does not say how long training is, and rollouts of workers have no data set",
+        "does not limit the training, and rollouts of workers have no data set",
         "set the number of optimizer steps",
     ),
     RefuseSetting(
         "loss_reduction",
         _loss_ignores_reduction,
-        "is in the advantages, which KL, an entropy bonus and a loss by rows do not use",
-        "leave it out, or use loss_type: 'dapo', beta: 0 and no entropy bonus",
+        "scales the advantages, which KL, an entropy bonus and a loss per row do not use",
+        "omit it, or use loss_type: 'dapo', beta: 0 and no entropy bonus",
     ),
     RefuseSetting(
         "columns",
         lambda value, _: any(column.get("source") == "trainer" for column in value),
-        "has a column of source: trainer, and the adapter computes only log-probabilities, which it declares",
-        "let rows bring the column",
+        "has a column of source: trainer, but the adapter only writes log-probabilities, which it declares itself",
+        "send the column with the rows",
     ),
 )
 

@@ -1,8 +1,8 @@
 """TRL's `GRPOTrainer` on batches that the service schedules and scores.
 
-The adapter overrides methods of TRL: `get_train_dataloader` returns shards, one for each optimizer step;
-`training_step` trains a shard's micro-batches with TRL's own step and loss; `_calculate_rewards` returns the rewards
-of what TRL generated. Generation, logging, checkpoints and evaluation are TRL's.
+The adapter overrides methods of TRL. `get_train_dataloader` returns one shard per optimizer step. `training_step`
+trains a shard's micro-batches with TRL's own step and loss. `_calculate_rewards` stores the rewards of generated
+samples. Generation, logging, checkpoints and evaluation are TRL's.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from gristmill.adapters.trl._settings import loss_columns, run_settings, steps_p
 
 
 class GristmillGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
-    """`GRPOTrainer` with the same arguments and one more: the run that it trains.
+    """`GRPOTrainer` with an additional argument: the run that it trains.
 
-    gristmill: the run, and whether TRL or workers sample. With workers, `reward_funcs` and `train_dataset` may be left
-        out.
+    gristmill: the run, and whether TRL or workers sample. With workers, `reward_funcs` and `train_dataset` may be
+        omitted.
 
     Raises InvalidArgumentError for a `GRPOConfig` that a run cannot follow, and UnsupportedError for a version of TRL
     that was not tested, before a model is loaded.
@@ -61,8 +61,8 @@ class GristmillGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             train_dataset = Dataset.from_dict({"prompt": [""]}) if train_dataset is None else train_dataset
         elif train_dataset is not None and not isinstance(train_dataset, Dataset):
             raise InvalidArgumentError(
-                f"train_dataset is a {type(train_dataset).__name__}, which cannot be continued from a checkpoint; give "
-                "a datasets.Dataset"
+                f"train_dataset is a {type(train_dataset).__name__}, which cannot be resumed from a checkpoint; pass a "
+                "datasets.Dataset"
             )
         super().__init__(model, reward_funcs, args, train_dataset, *more, **named)
         self.gristmill = gristmill
@@ -72,7 +72,7 @@ class GristmillGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         self._columns = loss_columns(self.args, gristmill)
         self._steps_per_batch = steps_per_batch(self.args, dp_size)
         self._trl_accumulation: int = self.args.gradient_accumulation_steps
-        # `Trainer` takes a shard for a batch, and one is an optimizer step; the service knows the position.
+        # `Trainer` treats a shard as a batch, which is one optimizer step. The service stores the position.
         self.args.gradient_accumulation_steps, self.args.ignore_data_skip = 1, True
         self._session: Session | None = None
         self._prompt_sampler: Any = None
@@ -87,7 +87,7 @@ class GristmillGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         )
         self.add_callback(_Steps(self))
 
-    # A session lasts for one `train()`.
+    # Each `train()` has its own session.
 
     @property
     def session(self) -> Session:
@@ -117,7 +117,7 @@ class GristmillGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         self.session.commit(saved)
 
     def publish_weights(self) -> None:
-        """Publish and announce the weights that training starts with, or those after a batch."""
+        """Publish and announce the initial weights, or the weights after a batch."""
         version = self.session.position.batch
         if self.gristmill.publish_weights is not None:
             self.gristmill.publish_weights(self, version)
@@ -125,7 +125,7 @@ class GristmillGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             self.session.announce(version)
 
     def end_step(self) -> bool:
-        """Acknowledge the shard that the optimizer made its step on; return whether a checkpoint is needed now."""
+        """Acknowledge the shard of the last optimizer step. Return whether a checkpoint is needed now."""
         assert self._shard is not None
         self._shard.ack()
         if self.session.position.batch == self._shard.position.batch:
@@ -134,13 +134,13 @@ class GristmillGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         return self.session.needs_commit(self.run_settings["train_batch_size"])
 
     def get_total_train_batch_size(self, args: Any) -> int:
-        """Return the rows of an optimizer step, for `Trainer`'s log."""
+        """Return the number of rows per optimizer step, for `Trainer`'s log."""
         return int(super().get_total_train_batch_size(args)) * self._trl_accumulation
 
     # Batches.
 
     def get_train_dataloader(self) -> _Shards:
-        """Return shards, one for each optimizer step. Not prepared by accelerate, which would open one too early."""
+        """Return one shard per optimizer step. Not prepared by accelerate, which would open shards too early."""
         if self.gristmill.rollouts == "workers":
             return _Shards(self._submitted)
         loader = super().get_train_dataloader()
@@ -149,20 +149,20 @@ class GristmillGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         return _CountedShards(lambda: self._generated(prompts), len(prompts) * self._steps_per_batch)
 
     def _get_train_sampler(self, dataset: Any = None) -> Any:
-        """Return TRL's sampler without its repetitions of a generation's prompts for every step that trains it."""
+        """Return TRL's sampler, which must not repeat a generation's prompts for each step that trains them."""
         self._prompt_sampler = super()._get_train_sampler(dataset)
         self._prompt_sampler.repeat_count = 1
         return self._prompt_sampler
 
     def _submitted(self) -> Iterator[Shard]:
-        """Yield shards of the workers' rollouts, to the end of the run."""
+        """Yield shards of the workers' rollouts until the end of the run."""
         for batches in self.session.batches():
             self._log_rewards(batches["policy"])
             yield from self._mini_batches(batches["policy"])
         self.control.should_training_stop = True
 
     def _generated(self, prompts: Prompts) -> Iterator[Shard]:
-        """Yield shards of an epoch, and generate each batch before it is trained."""
+        """Yield the shards of an epoch. Generate each batch before it is trained."""
         generations = self._new_generations()
         for inputs in prompts.batches(self.session.position.batch):
             position = self.session.position
@@ -175,10 +175,10 @@ class GristmillGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             yield from self._mini_batches(batches["policy"])
 
     def _generate_batch(self, generations: Generations, position: Any, inputs: Any) -> bool:
-        """Let TRL generate a batch and submit it, unless the run has it from before the trainer was killed; return
-        whether it was generated. Each batch has its own random numbers, so that later batches are the same either way.
+        """Let TRL generate a batch and submit it, unless the run has it from an earlier start of the trainer. Return
+        whether it was generated. Each batch has its own seed, so that later batches are the same in both cases.
 
-        inputs: of this rank's rows.
+        inputs: this rank's rows.
         """
         number = position.batch
         if position.epoch or position.mini_batch:
@@ -206,8 +206,8 @@ class GristmillGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
 
     @contextmanager
     def _as_trl_generates(self) -> Iterator[None]:
-        """Set what TRL's generation reads. From the accumulation it infers whether the weights change before a row is
-        trained. Completions that were cut off stay whole: the run masks them, and TRL would remove where they end."""
+        """Set the arguments that TRL's generation reads. From the accumulation steps, TRL infers whether weights change
+        before a row is trained. The run masks truncated completions; if TRL did it, their ends would be unknown."""
         self.args.gradient_accumulation_steps, self.mask_truncated_completions = self._trl_accumulation, False
         try:
             yield
@@ -223,7 +223,7 @@ class GristmillGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         return self._rewards
 
     def _own_rewards(self, rows: int) -> torch.Tensor:
-        """Return this rank's rewards, (rows,): the weighted sums of the reward functions, NaN if none scored a row."""
+        """Return this rank's rewards, (rows,): the weighted sums of the reward functions; NaN without a score."""
         assert self._rewards is not None
         first = rows * self.accelerator.process_index
         scores = self._rewards[first : first + rows]
@@ -240,7 +240,7 @@ class GristmillGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             yield self._shard
 
     def _log_rewards(self, batch: Any) -> None:
-        """Log what TRL logs when it generates, for rollouts that it did not generate now."""
+        """Log TRL's metrics of a generation for rollouts that TRL did not generate now."""
         metrics, logged = batch.plan["metrics"], self._metrics["train"]
         self.state.num_input_tokens_seen += metrics.get("tokens", 0)
         logged["num_tokens"] = [self.state.num_input_tokens_seen]
@@ -251,10 +251,10 @@ class GristmillGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     # An optimizer step.
 
     def training_step(self, model: Any, inputs: Shard, num_items_in_batch: Any = None) -> torch.Tensor:
-        """Compute a shard's gradients and return its loss: TRL's step for each micro-batch, as `Trainer` makes it for
-        batches that accumulate."""
+        """Compute a shard's gradients and return its loss. Calls TRL's step for each micro-batch, like `Trainer` with
+        gradient accumulation."""
         count = len(inputs.metadata["micro_batches"])
-        # TRL logs a step's time after as many steps as accumulate.
+        # TRL logs the time of a step after the accumulated steps.
         self._step, self.current_gradient_accumulation_steps = 0, count
         losses = []
         micro_batches = training_inputs(inputs, self._columns, self._normalizer, self._tokens_per_step)
@@ -272,7 +272,7 @@ class GristmillGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         return waiting
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
-        """Return a micro-batch unchanged; for evaluation, TRL generates."""
+        """Return a micro-batch unchanged. For evaluation, let TRL generate."""
         return generation_batch if self.model.training else super()._prepare_inputs(generation_batch)
 
     def _compute_loss(self, model: Any, inputs: Inputs) -> torch.Tensor:
@@ -283,7 +283,7 @@ class GristmillGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
 
 
 class _Shards:
-    """Replaces the data loader, which `Trainer` iterates once for each epoch."""
+    """Replaces the data loader, which `Trainer` iterates once per epoch."""
 
     def __init__(self, epoch: Callable[[], Iterator[Shard]]) -> None:
         self._epoch = epoch
@@ -293,7 +293,7 @@ class _Shards:
 
 
 class _CountedShards(_Shards):
-    """Shards whose number in an epoch follows from the data set."""
+    """Shards with a known number per epoch, which follows from the data set."""
 
     def __init__(self, epoch: Callable[[], Iterator[Shard]], count: int) -> None:
         super().__init__(epoch)
@@ -304,7 +304,7 @@ class _CountedShards(_Shards):
 
 
 class _Steps(TrainerCallback):  # type: ignore[misc]
-    """Calls the trainer between an optimizer step and the checkpoint, where it has no method to override."""
+    """Calls the trainer between an optimizer step and the checkpoint, for which TRL has no method to override."""
 
     def __init__(self, trainer: GristmillGRPOTrainer) -> None:
         self._trainer = trainer
@@ -319,8 +319,8 @@ class _Steps(TrainerCallback):  # type: ignore[misc]
 
 @contextmanager
 def _uneven_rows(accelerator: Any) -> Iterator[None]:
-    """Let `gather` take one number per row from ranks with different numbers of rows, as TRL's clip ratios are. Missing
-    numbers are NaN, which TRL leaves out of minima and maxima."""
+    """Let `gather` accept one number per row from ranks with different numbers of rows, for TRL's clip ratios. Missing
+    numbers are NaN, which TRL ignores in minima and maxima."""
     gather = accelerator.gather
 
     def gathered(tensor: torch.Tensor) -> torch.Tensor:
@@ -337,5 +337,5 @@ def _uneven_rows(accelerator: Any) -> Iterator[None]:
 
 
 def _no_rewards(prompts: list[Any], **_: Any) -> list[float]:
-    """Replaces the reward function that TRL requires: workers score."""
+    """Replaces the reward function that TRL requires, because workers compute rewards."""
     return [0.0] * len(prompts)

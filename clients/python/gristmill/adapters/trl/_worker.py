@@ -1,4 +1,4 @@
-"""A rollout worker for `AsyncGRPOTrainer` that samples nothing: it passes on the groups of a run."""
+"""A rollout worker for `AsyncGRPOTrainer` that does not sample: it passes the groups of a run to the trainer."""
 
 from __future__ import annotations
 
@@ -24,17 +24,16 @@ _LOOK_S = 0.2
 
 
 class GristmillRolloutWorker(TrainerCallback):  # type: ignore[misc]
-    """The `rollout_worker` of an `AsyncGRPOTrainer`, and one of its `callbacks`.
+    """The `rollout_worker` of an `AsyncGRPOTrainer`. It must also be one of its `callbacks`.
 
         worker = GristmillRolloutWorker(Gristmill("127.0.0.1:50051", "my-run"), args)
         trainer = AsyncGRPOTrainer(..., args=args, rollout_worker=worker, callbacks=[worker])
 
-    A group is acknowledged when it was trained, and is then not offered again: training that resumes from a checkpoint
+    A group is acknowledged after it was trained, and is not sent again. Training that resumes from a checkpoint
     continues with new rollouts. The worker announces the trainer's versions.
 
     gristmill: the run. args: the trainer's `AsyncGRPOConfig`.
-    Raises InvalidArgumentError for settings that contradict it, and UnsupportedError for a version of TRL that was not
-    tested.
+    Raises InvalidArgumentError for settings that contradict it, and UnsupportedError for an untested version of TRL.
     """
 
     def __init__(self, gristmill: Gristmill, args: Any) -> None:
@@ -49,16 +48,16 @@ class GristmillRolloutWorker(TrainerCallback):  # type: ignore[misc]
         self._opened: RunSession | None = None
         self._reader: TrainerClient | None = None
 
-    # `RolloutWorkerProtocol`, which TRL calls in the main process only.
+    # `RolloutWorkerProtocol`, which TRL calls only in the main process.
 
     def start(self) -> None:
         if not self._is_callback:
             raise FailedPreconditionError(
-                f"run {self._gristmill.run!r}: nothing would be acknowledged; give the worker to the trainer's "
-                "callbacks too: AsyncGRPOTrainer(..., rollout_worker=worker, callbacks=[worker])"
+                f"run {self._gristmill.run!r}: the worker is not a callback, so groups would not be acknowledged; use "
+                "AsyncGRPOTrainer(..., rollout_worker=worker, callbacks=[worker])"
             )
         self._session()
-        # Reads ahead of the acknowledgements, which the session sends.
+        # This client reads ahead. The session sends the acknowledgements.
         self._reader = TrainerClient(
             self._gristmill.address, self._gristmill.run, 0, dp_size=1, acks=False, timeout_s=self._gristmill.timeout_s
         )
@@ -78,13 +77,13 @@ class GristmillRolloutWorker(TrainerCallback):  # type: ignore[misc]
         self._session().announce(model_version)
 
     def check_health(self, stale_after_s: float) -> None:
-        """Raise the error that ended the feeding. A run whose rollouts take long is healthy."""
+        """Raise the error that stopped the feeding thread. A run with slow rollouts is healthy."""
         if self._error is not None:
             raise self._error
         if self._feeder is not None and not self._feeder.is_alive() and self.rollout_buffer.empty():
             raise FailedPreconditionError(
-                f"run {self._gristmill.run!r} is finished, and the trainer waits for more; set max_steps to the steps "
-                "that it has"
+                f"run {self._gristmill.run!r} is finished, but the trainer waits for more rollouts; set max_steps to "
+                "the number of steps in the run"
             )
 
     # `TrainerCallback`.
@@ -93,8 +92,8 @@ class GristmillRolloutWorker(TrainerCallback):  # type: ignore[misc]
         self._is_callback = True
 
     def on_step_end(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **_: Any) -> None:
-        """Acknowledge groups that were trained. TRL reads the queue a micro-batch ahead: the groups that it had read
-        when the step before ended are trained now, except for the last, which it may have read in part."""
+        """Acknowledge groups that were trained. TRL reads the queue one micro-batch ahead. The groups that it had read
+        at the end of the previous step are trained now, except for the last group, which it may have read partially."""
         if self._opened is None:
             return
         while self._opened.position.batch < self._taken:
