@@ -89,7 +89,7 @@ def test_what_prime_rl_cannot_train_is_refused_naming_the_remedy() -> None:
         Encoding().encode(shards(without)[0])
     with pytest.raises(InvalidArgumentError, match="an environment is named 'all'"):
         Encoding().encode(shards([row | {"tag": "all"} for row in rows(with_columns=False)])[0])
-    with pytest.raises(InvalidArgumentError, match=r"temperature is 0\.0, the divisor of logits"):
+    with pytest.raises(InvalidArgumentError, match=r"temperature is 0\.0; set a temperature above 0"):
         Encoding(temperature=0.0)
     with pytest.raises(InvalidArgumentError, match="pad_to_multiple_of is 0"):
         Encoding(pad_to_multiple_of=0)

@@ -114,5 +114,7 @@ def test_what_advantages_depend_on_is_written_back(
 @pytest.mark.usefixtures("ray_address")
 def test_a_critic_of_fewer_ranks_is_refused(service: Service, run_name: str, directory: Path) -> None:
     fewer = CASES["a critic"] | {"trainer__placement__critic_num_gpus_per_node": 1}
-    with pytest.raises(InvalidArgumentError, match=r"policy has 2 data-parallel ranks, but the critic together 1; use"):
+    with pytest.raises(
+        InvalidArgumentError, match=r"policy has 2 data-parallel ranks, but the number for the critic is 1; use"
+    ):
         trained(directory, "ours", GristmillPPOTrainer, fewer, 2, gristmill=Gristmill(service.grpc_address, run_name))

@@ -105,7 +105,7 @@ def _check(samples: list[Any], choice: Choice) -> None:
 
 
 def _present(sample: Any, choice: Choice) -> dict[str, Any]:
-    """Return the sample's attributes that are not None, with the entries of the images' mapping unpacked."""
+    """Return the sample's attributes that are not None. Tensors of images are entries of their own."""
     values = {name: value for name, value in attributes(sample).items() if value is not None}
     return values if _IMAGES in choice.ignore else unpacked(values, _IMAGES)
 

@@ -127,7 +127,7 @@ class TokenTree:
 
 
 def _listed(blocks: torch.Tensor) -> tuple[Any, Any]:
-    """Return the number of true blocks per line, and block indices with the true ones first; (1, 1, ...)."""
+    """Return the number of true blocks per line, and all block indices, true blocks first; (1, 1, ...)."""
     counts = blocks.sum(-1, dtype=torch.int32)
     indices = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True).to(torch.int32)
     return counts[None, None], indices[None, None]

@@ -105,7 +105,7 @@ def to_rows(table: Steps, columns: Sequence[ColumnSpec] = ()) -> Iterator[dict[s
 
 
 def _flattened(rows: Sequence[Mapping[str, Any]], columns: Sequence[ColumnSpec]) -> Sequence[Mapping[str, Any]]:
-    """Returns the rows with values and offsets instead of ragged columns in the form of one list per token."""
+    """Converts ragged columns that are one list per token to values and offsets."""
     ragged = [column for column in columns if column.is_ragged]
     if not ragged:
         return rows
@@ -127,7 +127,7 @@ def _of_tokens(row: Mapping[str, Any], ragged: Sequence[ColumnSpec], position: i
         except TypeError:
             raise InvalidArgumentError(
                 f"{describe(row, position)}: {column.name} is not a list of lists; pass one list per token, or all "
-                f"values in one list and {name}, the start of each token's values and then the end"
+                f"values in one list and {name}: the start index of each token's values, and the total number"
             ) from None
     return made
 

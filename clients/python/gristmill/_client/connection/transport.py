@@ -52,7 +52,7 @@ class Connection:
     """A connection to the replicas that `address` names, with stubs of the three gRPC services. The first call opens
     the connection.
 
-    credentials: None: from the environment variables.
+    credentials: by default, `Credentials()` from the environment variables.
     """
 
     def __init__(

@@ -310,9 +310,9 @@ def make_launch_id(dp_size: int) -> str:
     if dp_size == 1:
         return secrets.token_hex(_LAUNCH_BYTES)
     raise InvalidArgumentError(
-        f"launch is not set, and dp_size is {dp_size} without torch.distributed; set launch to the same name on all "
-        "ranks of this start and to another name at each start (for example the job's id and restart count), or "
-        "initialize torch.distributed first"
+        f"launch is not set, and dp_size is {dp_size} without torch.distributed; set launch to a name that is equal on "
+        "all ranks and new at each start (for example the job's id and restart count), or initialize torch.distributed "
+        "first"
     )
 
 

@@ -44,7 +44,7 @@ def write_requests(
         if name not in written:
             known = ", ".join(written) or "none"
             raise InvalidArgumentError(
-                f"run {run!r}: {name!r} is not a column that trainers write; expected one of {known}; declare it with "
+                f"run {run!r}: {name!r} is not a column that trainers write (there are: {known}); declare it with "
                 "source: trainer"
             )
     for name, column_values in values.items() if shard.is_forward else ():

@@ -93,7 +93,7 @@ class Encoding:
 
     def __post_init__(self) -> None:
         if not self.temperature > 0:
-            raise InvalidArgumentError(f"temperature is {self.temperature}, the divisor of logits; set one above 0")
+            raise InvalidArgumentError(f"temperature is {self.temperature}; set a temperature above 0")
         if self.pad_to_multiple_of < 1:
             raise InvalidArgumentError(f"pad_to_multiple_of is {self.pad_to_multiple_of}; set 1 or more")
         _check_env_name(self.env_name)
@@ -155,8 +155,8 @@ class Encoding:
         sampled = rows["loss_mask"].numpy() != 0
         if not (column[sampled] > 0).all():
             raise InvalidArgumentError(
-                f"{where}: {TEMPERATURES} is {column[sampled].min()} for a trained token, but divides logits; "
-                "send the temperature that sampled the token"
+                f"{where}: {TEMPERATURES} is {column[sampled].min()} for a trained token, but must be above 0; send "
+                "the temperature that sampled the token"
             )
         temperatures = np.where(column > 0, column, self.temperature)
         for begin, end in pairwise(edges):

@@ -27,7 +27,7 @@ class Steps:
         return max((step for step, made in steps if step <= up_to and self._forgotten.get(step) != made), default=None)
 
     def forget(self, after: int = -1) -> None:
-        """Ignore the files of steps after `after` that exist now, until they are written again."""
+        """Ignore existing files of steps later than `after`, until they are written again."""
         self._forgotten |= {step: made for step, made in self._written().items() if step > after}
 
     def _written(self) -> dict[int, int]:
@@ -48,7 +48,7 @@ def rank_file(batch_dir: Path, step: int, rank: int) -> Path:
 
 
 def rank_files(batch_dir: Path, after: int) -> list[Path]:
-    """Return the existing files of the steps after step `after`."""
+    """Return the existing files of steps later than `after`."""
     return [path for step, path in _in_steps(batch_dir, "rank_*.bin") if step > after]
 
 

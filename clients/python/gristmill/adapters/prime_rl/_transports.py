@@ -34,7 +34,7 @@ class Transport(Protocol):
         """Return whether a sent step was removed and must be sent again."""
 
     def forget(self, after: int) -> None:
-        """Remove the sent steps after step `after`, because they will have other mini-batches."""
+        """Remove sent steps later than `after`, because they will have other mini-batches."""
 
     def has_trainer_restarted(self) -> bool:
         """Return whether the trainer restarted since `begin`."""

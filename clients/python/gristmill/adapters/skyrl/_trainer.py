@@ -64,8 +64,8 @@ class GristmillPPOTrainer(RayPPOTrainer):  # type: ignore[misc]
         for name, size in sizes.items():
             if size != dp_size:
                 raise InvalidArgumentError(
-                    f"trainer.placement: the policy has {dp_size} data-parallel ranks, but {name} together {size}; use "
-                    "the policy's number for the critic, and the same or a smaller number for the reference model"
+                    f"trainer.placement: the policy has {dp_size} data-parallel ranks, but the number for {name} is "
+                    f"{size}; use the policy's number for the critic, and at most this number for the reference model"
                 )
         self._session = Session(
             self._gristmill, self._settings(dp_size), dp_size=dp_size, auto_commit=not makes_checkpoints(self.cfg)

@@ -65,7 +65,7 @@ def training_inputs(
 ) -> Iterator[Inputs]:
     """Yield the input of `_compute_loss` for each micro-batch.
 
-    columns: maps TRL's name of each column that the loss reads to the shard's name. tokens: as in `Normalizer.apply`.
+    columns: the columns that the loss reads: TRL's names, mapped to names in shards. tokens: as in `Normalizer.apply`.
     Raises InvalidArgumentError if rows lack a required column.
     """
     count = len(shard.metadata["micro_batches"])

@@ -62,7 +62,7 @@ def logprob_columns(config: Any, gristmill: Gristmill) -> list[str]:
 
 
 def loss_columns(config: Any, gristmill: Gristmill) -> dict[str, str]:
-    """Return a mapping from TRL's name of each column that the loss reads to the shard's name."""
+    """Return the columns that the loss reads: TRL's names, mapped to names in shards."""
     columns = {name: name for name in logprob_columns(config, gristmill)}
     sampled = []
     if gristmill.rollouts == "workers" and gristmill.old_logprobs == "rollout":

@@ -92,8 +92,8 @@ class GristmillRolloutWorker(TrainerCallback):  # type: ignore[misc]
         self._is_callback = True
 
     def on_step_end(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **_: Any) -> None:
-        """Acknowledge groups that were trained. TRL reads the queue one micro-batch ahead. The groups that it had read
-        at the end of the previous step are trained now, except for the last group, which it may have read partially."""
+        """Acknowledge groups that were trained. TRL reads the queue one micro-batch ahead. This step trained all groups
+        that were read before it, except the last one: TRL may have read only a part of it."""
         if self._opened is None:
             return
         while self._opened.position.batch < self._taken:
