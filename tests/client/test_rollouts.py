@@ -203,6 +203,26 @@ def test_giving_up_a_trajectory_of_which_nothing_arrived_is_no_error(client: Rol
         trajectory.abort("gave up")
 
 
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_group_that_nobody_began_does_not_wait_for_a_sample_that_raised_before_a_row_arrived(
+    client: RolloutClient, trainer: TrainerClient, steps: int
+) -> None:
+    client.create_run(CONFIG | {"train_batch_size": 1, "policy_mini_batch_size": 1})
+
+    def roll_out() -> None:
+        with client.trajectory("p0", 0) as trajectory:
+            for _ in range(steps):
+                trajectory.step([1], [2])
+            raise ConnectionError
+
+    with pytest.raises(ConnectionError):
+        roll_out()
+    client.trajectory("p0", 1).step([1], [8], reward=0.0, is_last_step=True)
+    client.flush()
+    assert client.status().batches_sealed == 1
+    assert next(iter(trainer)).plan["rows"] == 1
+
+
 def test_begun_groups_are_those_that_there_is_room_for(client: RolloutClient, trainer: TrainerClient) -> None:
     client.create_run(CONFIG | {"max_buffered_batches": 1})
     uids = prompts(0, 4)

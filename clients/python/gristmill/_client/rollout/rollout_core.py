@@ -151,7 +151,7 @@ class RolloutCore:
         following = self._next_attempts.get(key, 0)
         attempt = following if attempt is None else attempt
         writer = StepWriter(key, attempt, policy_version, self._token_rewards)
-        return AsyncTrajectory(self.sender, self._abort, self._declared, writer, attempt > 0 or following > 0)
+        return AsyncTrajectory(self.sender, self._abort_sampled, self._declared, writer, attempt > 0 or following > 0)
 
     async def submit(self, rows: Iterable[Mapping[str, Any]]) -> list[RowOutcome]:
         rows = requests.listed(rows)
@@ -184,6 +184,18 @@ class RolloutCore:
         await self.sender.wait_for(lambda other: other[:2] == key[:2])
         request = requests.abort_trajectory(self.run, key, reason, attempt)
         return bool((await self._connection.ask(self._connection.rollouts.AbortTrajectories, request)).changed)
+
+    async def _abort_sampled(self, key: TrajectoryKey, attempt: int, reason: str) -> bool:
+        """Aborts an attempt whose rows may not have reached the service. Begins its group if the service does not know
+        it: otherwise the abort would be lost, and the group would wait for this trajectory forever.
+
+        Raises NotFoundError if there is no capacity for the group, or no run.
+        """
+        try:
+            return await self._abort(key, attempt, reason)
+        except NotFoundError:
+            await self._ask_groups(requests.begin_groups(self.run, [key.uid], key.round, None, None), 0.0)
+            return await self._abort(key, attempt, reason)
 
     # The end.
 

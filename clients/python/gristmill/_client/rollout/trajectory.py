@@ -167,7 +167,7 @@ class AsyncTrajectory:
 
     async def abort(self, reason: str) -> None:
         self._writer.is_ended = True
-        # Before the first row arrives, the service may not know the group.
+        # Without its group, or its run, nothing waits for the trajectory.
         with suppress(NotFoundError):
             await self._abort(self.key, self._writer.attempt, reason)
 
