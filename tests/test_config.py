@@ -18,6 +18,7 @@ from gristmill_service.config import (
     SETTINGS,
     Flops,
     KlInReward,
+    LengthPenalty,
     MicroBatch,
     RunConfig,
     parse_config,
@@ -65,6 +66,7 @@ def test_defaults_are_those_of_the_specification() -> None:
         gamma=1.0,
         critic_lambda=None,
         whiten="none",
+        length_penalty=None,
         kl_in_reward=None,
         kl_from="old_logprobs",
         loss_reduction="none",
@@ -230,6 +232,13 @@ def test_a_required_setting_that_is_missing_is_named(name: str) -> None:
             {"kl_in_reward": {"coef": 0.1, "estimator": "k1"}, "advantage_estimator": "gdpo"},
             "kl_in_reward changes rewards, and advantage_estimator: gdpo is computed from reward_components; leave",
         ),
+        (
+            {"length_penalty": {"turns": 0.1}, "advantage_estimator": "gdpo"},
+            "length_penalty changes scores, and advantage_estimator: gdpo is not computed from scores; leave",
+        ),
+        ({"length_penalty": {"turns": 0.1}, "advantage_estimator": "none"}, "leave length_penalty out, or use another"),
+        ({"length_penalty": {"turns": -1}}, "length_penalty.turns: .* greater than or equal to 0, got -1"),
+        ({"length_penalty": {"steps": 1}}, "unknown setting length_penalty.steps; expected one of output_tokens"),
         ({"component_weights": {"a": "x"}}, "component_weights.a: input should be a valid number, got 'x'"),
         ({"component_weights": {"": 1}}, "component_weights"),
         ({"kl_in_reward": {"coef": -1, "estimator": "k1"}}, "kl_in_reward.coef: .* greater than or equal to 0"),
@@ -305,6 +314,7 @@ NUMBERS = {
         *(f"micro_batch.{name}" for name, field in MicroBatch.model_fields.items() if has(field.annotation, kind)),
         *(f"flops.{name}" for name, field in Flops.model_fields.items() if has(field.annotation, kind)),
         *(f"kl_in_reward.{name}" for name, field in KlInReward.model_fields.items() if has(field.annotation, kind)),
+        *(f"length_penalty.{name}" for name, one in LengthPenalty.model_fields.items() if has(one.annotation, kind)),
     ]
     for kind in (int, float)
 }
@@ -404,12 +414,13 @@ CHANGES = section(RunConfig).flatmap(
         {
             name: st.just(value)
             for name, value in list(change.items())[:3]
-            if name not in ("micro_batch", "flops", "columns", "kl_in_reward")
+            if name not in ("micro_batch", "flops", "columns", "kl_in_reward", "length_penalty")
         },
         optional={
             "micro_batch": section(MicroBatch),
             "flops": section(Flops) | SCALARS,
             "kl_in_reward": section(KlInReward),
+            "length_penalty": section(LengthPenalty),
         },
     )
 )

@@ -122,6 +122,8 @@ def credit(groups: list[Group], rows: list[list[Merged]], config: Config) -> Cre
             result.of_tokens.append({token: (advantage, 0.0) for token, advantage in given.items()})
     if estimator == "none" and not any(isinstance(one.steps[0]["advantage"], list) for one in trajectories):
         result.advantages = [float(one.steps[0]["advantage"]) for one in trajectories]
+    if config["length_penalty"] is not None:
+        scores = _penalized(groups, scores, config["length_penalty"])
     if estimator == "otb":
         for group in groups:
             members = [place for place, one in enumerate(trajectories) if any(one is own for own in group.trajectories)]
@@ -133,6 +135,36 @@ def credit(groups: list[Group], rows: list[list[Merged]], config: Config) -> Cre
             own = slice(len(result.advantages), len(result.advantages) + len(group.trajectories))
             result.advantages += group_advantages(scores[own], tokens[own], scores, config)
     return result
+
+
+def _penalized(groups: list[Group], scores: list[float], penalty: Config) -> list[float]:
+    """The scores less what the lengths of trajectories take of them."""
+    result = list[float]()
+    for group in groups:
+        own = scores[len(result) : len(result) + len(group.trajectories)]
+        mean = sum(map(Fraction, own)) / len(own)
+        lengths = {
+            "output_tokens": [sum(len(step["response_ids"]) for step in one.steps) for one in group.trajectories],
+            "input_tokens": [_others(one.steps) for one in group.trajectories],
+            "turns": [len(one.steps) for one in group.trajectories],
+        }
+        for place, one in enumerate(own):
+            shares = (
+                Fraction(penalty.get(name, 0.0)) * Fraction(of_all[place], max([1, *of_all]))
+                for name, of_all in lengths.items()
+            )
+            result.append(one - float(mean * sum(shares)))
+    return result
+
+
+def _others(steps: list[Row]) -> int:
+    """The tokens of prompts that no earlier step's sequence, which the prompt begins with, has."""
+    wholes = [step["prompt_token_ids"] + step["response_ids"] for step in steps]
+    return sum(
+        len(step["prompt_token_ids"])
+        - max((len(whole) for whole in wholes[:at] if step["prompt_token_ids"][: len(whole)] == whole), default=0)
+        for at, step in enumerate(steps)
+    )
 
 
 def _less_baselines(

@@ -130,6 +130,9 @@ def _credit(random: Random, config: Config) -> None:
         if config["lambda"] == {"column": "trust"}:
             merge = some(["first", "last", "sum"])
             config["columns"].append({"name": "trust", "dtype": "float32", "scope": "row", "merge": merge})
+    if estimator in ("grpo", "rloo", "maxrl", "opo", "passk") and random.random() < 0.25:
+        lengths = random.sample(["output_tokens", "input_tokens", "turns"], random.randint(1, 3))
+        config["length_penalty"] = {name: some([0.0, 0.25, 2.0]) for name in lengths}
     if estimator == "gdpo":
         config["component_weights"] = some([{}, {"format": 0.5}, {"correct": 2.0, "format": 0.0}])
     if random.random() < 0.4 and estimator not in ("none", "gdpo"):

@@ -21,6 +21,7 @@ from gristmill_service.config.run_config import (
     Flops,
     KlInReward,
     LambdaRule,
+    LengthPenalty,
     MicroBatch,
     RunConfig,
     TagShare,
@@ -54,6 +55,7 @@ _SECTIONS: dict[str, type[BaseModel]] = {
     "flops": Flops,
     "kl_in_reward": KlInReward,
     "lambda": LambdaRule,
+    "length_penalty": LengthPenalty,
 }
 
 

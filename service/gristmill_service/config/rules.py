@@ -58,6 +58,12 @@ def check(config: RunConfig) -> None:
             f"whiten: trajectories needs one advantage per trajectory, and advantage_estimator: "
             f"{config.advantage_estimator} computes one per token; use whiten: batch or mini_batch"
         )
+    estimator = config.estimator
+    if config.length_penalty is not None and (not isinstance(estimator, GroupEstimator) or estimator.reads_components):
+        raise InvalidArgumentError(
+            f"length_penalty changes scores, and advantage_estimator: {estimator.name} is not computed from "
+            "scores; leave length_penalty out, or use another estimator"
+        )
     if config.stale != "count" and config.max_staleness is None:
         raise InvalidArgumentError(f"stale: {config.stale} needs max_staleness, which is not set; set max_staleness")
 

@@ -102,6 +102,8 @@ Tag = Annotated[str, AfterValidator(_encodable), Field(min_length=1, max_length=
 StopReason = Annotated[str, AfterValidator(_encodable), Field(max_length=1000)]
 Coefficient = Annotated[NonNegativeFloat, BeforeValidator(_number)]
 Epsilon = Annotated[float, BeforeValidator(_number), Field(gt=0)]
+# The limit keeps a penalized score finite.
+LengthCoefficient = Annotated[float, BeforeValidator(_number), Field(ge=0, le=1000)]
 Discount = Annotated[float, BeforeValidator(_number), Field(ge=0, le=1)]
 Weight = Annotated[float, BeforeValidator(_number)]
 ComponentName = Annotated[str, AfterValidator(_encodable), Field(min_length=1, max_length=LONGEST_NAME)]
@@ -150,6 +152,17 @@ class KlInReward(BaseModel):
     column: ColumnName | None = None
 
 
+class LengthPenalty(BaseModel):
+    """The coefficients by which a trajectory's length lowers its score: of its response tokens, of its other tokens and
+    of its steps, each relative to the longest of the group."""
+
+    model_config = _STRICT
+
+    output_tokens: LengthCoefficient = 0.0
+    input_tokens: LengthCoefficient = 0.0
+    turns: LengthCoefficient = 0.0
+
+
 class LambdaRule(BaseModel):
     """The λ of `gae`, by exactly one rule: `length_adaptive` (α: max(0, 1 - 1/(α·n)) for a trajectory of n trained
     tokens) or `column` (a row column with the λ of each step)."""
@@ -192,6 +205,7 @@ class RunConfig(BaseModel):
     grpo_epsilon: Epsilon = 1e-6
     grpo_std_over: Literal["group", "batch"] = "group"
     component_weights: dict[ComponentName, Weight] = Field(default={}, max_length=MOST_COMPONENTS)
+    length_penalty: LengthPenalty | None = None
     gamma: Discount = 1.0
     lambda_: Lambda = Field(default=1.0, alias="lambda")
     critic_lambda: Discount | None = None

@@ -16,6 +16,7 @@ _TRAINERS = {"name": "old_logprobs", "dtype": "float32", "scope": "response", "s
 _MORE: list[dict[str, Any]] = [
     {},
     {"critic_mini_batch_size": 4, "advantage_estimator": "reinforce++", "gamma": 0.9, "whiten": "batch"},
+    {"length_penalty": {"output_tokens": 0.1, "turns": 0.5}},
     {"advantage_estimator": "gdpo", "component_weights": {"format": 0.5}, "whiten": "trajectories"},
     {
         "advantage_estimator": "passk",

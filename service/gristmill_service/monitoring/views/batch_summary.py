@@ -126,11 +126,13 @@ class BatchReader:
         trained = np.concatenate(self._trained) * filters.trained_steps(received, scores, config)[0][visited]
         begins = np.cumsum(counts) - counts
         first, last = visited[begins], visited[begins + counts - 1]
-        # Advantages per token, or that include a KL, need declared columns, and whitening a mini-batch its plan.
+        # Advantages per token, or that include a KL, need declared columns, a length penalty needs tokens, and
+        # whitening a mini-batch its plan.
         is_elsewhere = (
             config.whiten == "mini_batch"
             or steps.token_advantages is not None
             or config.kl_in_reward is not None
+            or config.length_penalty is not None
             or isinstance(config.estimator, TokenEstimator)
         )
         trained = np.add.reduceat(trained, begins) if len(begins) else trained

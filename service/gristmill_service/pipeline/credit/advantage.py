@@ -14,6 +14,7 @@ import numpy as np
 from gristmill._wire.columns import Int64s, Ragged
 from gristmill_service.config import RunConfig
 from gristmill_service.estimators import Float64s, GroupEstimator, Groups, flat, group_advantages
+from gristmill_service.pipeline.credit.length_penalty import penalized
 from gristmill_service.pipeline.credit.whitening import whitened_with_counts
 from gristmill_service.pipeline.rows.validate import Received
 from gristmill_service.pipeline.scheduling.plan import MiniBatchPlan
@@ -76,7 +77,7 @@ def advantages(received: Received, scores: Float64s, tokens: Float64s, config: R
 
     Zeros if clients sent advantages per token, which are laid out as a column. tokens: `trajectory_tokens`.
     """
-    advantages = _estimated(received, scores, tokens, config)
+    advantages = _estimated(received, penalized(received, scores, config), tokens, config)
     if config.whiten == "batch":
         return whitened_with_counts(advantages, tokens)
     return whitened_with_counts(advantages, np.ones(len(tokens))) if config.whiten == "trajectories" else advantages
