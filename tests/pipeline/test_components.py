@@ -91,9 +91,9 @@ def test_one_component_with_weight_1_is_grpo_of_it(components: list[dict[str, fl
         (
             [{"a": 1.0}, {"b": 1.0}],
             {},
-            "uid 'p' sample 1 step 0: reward_components has 'b', and other trajectories of this run have 'a'; send",
+            "uid 'p' sample 1 step 0: reward_components has 'b', and other trajectories of this run have 'a'; send the",
         ),
-        ([{"a": 1.0}, {}], {}, "uid 'p' sample 1 step 0: reward_components has none, and other"),
+        ([{"a": 1.0}, {}], {}, "uid 'p' sample 1 step 0: reward_components is missing, and advantage_estimator: gdpo"),
         ([{"a": 1.0}, {}], {"advantage_estimator": "grpo"}, "sample 1 step 0: reward_components has none"),
         ([{"a": 1.0}] * 2, {"component_weights": {"c": 2.0}}, "reward_components has no 'c', which component_weights"),
         ([{"a": 3e38}, {"a": -3e38}], {"grpo_norm_by_std": False, "component_weights": {"a": 9}}, "advantage is 2.7"),

@@ -45,14 +45,16 @@ def rows(draw: st.DrawFn) -> Row:
         attempt=draw(st.sampled_from([0, 0, 0, 1])),
         policy_version=draw(st.sampled_from([0, 0, 0, 0, VERSIONS_BELOW_ALL])),
         tag=draw(st.sampled_from(["", "", "x", "y"])),
+        reward_components=draw(st.sampled_from([None, None, None, {"x": 1.0}])),
     )
 
 
 def unchecked(*rows: Row) -> Steps:
     """The rows as a client that checks nothing would send them."""
     versions = [one["policy_version"] for one in rows]
-    good = table(*(one | {"policy_version": 0} for one in rows))
-    return replace(good, policy_versions=np.array(versions, np.int32))
+    lasts = np.array([one["is_last_step"] for one in rows])
+    good = table(*(one | {"policy_version": 0, "is_last_step": True} for one in rows))
+    return replace(good, policy_versions=np.array(versions, np.int32), is_last_steps=lasts)
 
 
 def submit(run: Any, steps: Steps, prefixes: Any = None, *, by_row: bool = True) -> Taken:

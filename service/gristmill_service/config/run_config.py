@@ -22,8 +22,7 @@ from pydantic import Tag as UnionTag
 from pydantic_core import PydanticCustomError
 
 from gristmill._wire.column_spec import ColumnSpec
-from gristmill._wire.components import LONGEST_NAME, MOST_COMPONENTS
-from gristmill._wire.steps import LONGEST_TAG
+from gristmill._wire.steps import LONGEST_COMPONENT, LONGEST_TAG, MOST_COMPONENTS
 from gristmill_service.estimators import ESTIMATORS, Estimator
 
 LossReduction = Literal[
@@ -106,7 +105,7 @@ Epsilon = Annotated[float, BeforeValidator(_number), Field(gt=0)]
 LengthCoefficient = Annotated[float, BeforeValidator(_number), Field(ge=0, le=1000)]
 Discount = Annotated[float, BeforeValidator(_number), Field(ge=0, le=1)]
 Weight = Annotated[float, BeforeValidator(_number)]
-ComponentName = Annotated[str, AfterValidator(_encodable), Field(min_length=1, max_length=LONGEST_NAME)]
+ComponentName = Annotated[str, AfterValidator(_encodable), Field(min_length=1, max_length=LONGEST_COMPONENT)]
 ColumnName = Annotated[str, Field(pattern="^[a-z][a-z0-9_]*$", max_length=63)]
 
 

@@ -6,6 +6,7 @@ several rows (steps 0..T-1, the range of samples, mixed batches).
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -16,10 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gristmill._wire.columns import FEW_ROWS, Array, Int64s, Ragged, least
+from gristmill._wire.texts import check_length, check_text
 from gristmill.errors import InvalidArgumentError
 
 UNKNOWN = -1
-LONGEST_TAG = 100
+LONGEST_TAG = LONGEST_COMPONENT = 100
+MOST_COMPONENTS = 64
 LONGEST_UID = LONGEST_STOP_REASON = 1000
 INT32_MAX = 2**31 - 1
 FLOAT32_MAX = float(np.finfo(np.float32).max)
@@ -351,20 +354,6 @@ def check(table: Steps) -> Steps:
     return table
 
 
-def check_length(text: str, most: int, subject: str, remedy: str) -> None:
-    """Raises InvalidArgumentError for a string of more than `most` characters."""
-    if len(text) > most:
-        raise InvalidArgumentError(f"{subject} has {len(text)} characters, and the limit is {most}; {remedy}")
-
-
-def check_text(text: str, subject: str) -> None:
-    """Raises InvalidArgumentError for a string that cannot be encoded in UTF-8."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidArgumentError(f"{subject} is {text!r}, which is not valid Unicode: {error.reason}") from None
-
-
 def check_uid(uid: str) -> None:
     """Refuses a uid that is too long, because runs store every uid."""
     check_length(uid, LONGEST_UID, f"uid {uid[:50]!r}...", "shorten it")
@@ -388,15 +377,26 @@ def _check_identity(table: Steps) -> None:
         reason = max(table.stop_reasons, key=len)
         subject = f"{table.name(list(table.stop_reasons).index(reason))}: stop_reason {reason[:50]!r}..."
         check_length(reason, LONGEST_STOP_REASON, subject, "shorten it")
-    if table.reward_components is not None:
-        for row, components in enumerate(table.reward_components):
-            if components and not table.is_last_steps[row]:
-                raise InvalidArgumentError(
-                    f"{table.name(row)}: reward_components is set, and is_last_step is false; send them with the "
-                    "trajectory's last step"
-                )
+    for row, text in enumerate(table.reward_components or ()):
+        if text:
+            _check_components(table, row, json.loads(text))
     for tag in set(table.tags or ()):
         check_tag(tag, table.name(list(table.tags or ()).index(tag)))
+
+
+def _check_components(table: Steps, row: int, components: Mapping[str, float]) -> None:
+    where, count = f"{table.name(row)}: reward_components", len(components)
+    if not table.is_last_steps[row]:
+        raise InvalidArgumentError(f"{where} is set, and is_last_step is false; send it with the last step")
+    if count > MOST_COMPONENTS:
+        raise InvalidArgumentError(f"{where} has {count} names, and the limit is {MOST_COMPONENTS}; send fewer")
+    for name, number in components.items():
+        if not name:
+            raise InvalidArgumentError(f"{where} has an empty name; name each component")
+        check_length(name, LONGEST_COMPONENT, f"{where}: the name {name[:20]!r}...", "shorten it")
+        check_text(name, where)
+        if not abs(number) <= FLOAT32_MAX:
+            raise InvalidArgumentError(f"{where}.{name} is {number}; {_FINITE}")
 
 
 def _check_lengths(table: Steps) -> None:

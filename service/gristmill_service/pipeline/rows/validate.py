@@ -5,7 +5,6 @@ The order is by group (first appearance), then sample, then step. No value is mo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,7 +65,8 @@ def receive(steps: Steps, config: RunConfig) -> Received:
     _check_steps(steps, bounds, config)
     _check_rewards(steps)
     _check_advantages(steps, bounds, config)
-    component_names(steps)
+    if steps.reward_components is not None or config.estimator.reads_components:
+        _check_components(steps, config)
     check_lambda(steps, config)
     return Received(
         steps=steps,
@@ -202,8 +202,6 @@ def check_advantage_schema(steps: Steps, config: RunConfig) -> None:
     """Requires advantages if `advantage_estimator` is none, and rejects them otherwise, or if `whiten` does not take
     them. Rejects rows without the log-probabilities from which their KL is computed. steps: at least one row."""
     check_rollout_logprobs(steps, config)
-    if config.estimator.reads_components and steps.tokens.values.size:
-        _check_components(steps, config)
     has_advantages = steps.advantages is not None or steps.token_advantages is not None
     if has_advantages != (config.estimator.takes_advantages):
         remedy = "leave it out, or set advantage_estimator: none" if has_advantages else "send one with each row"
@@ -228,40 +226,31 @@ def check_rollout_logprobs(steps: Steps, config: RunConfig) -> None:
         )
 
 
-def component_names(steps: Steps) -> tuple[str, ...] | None:
-    """Returns the names in the `reward_components` of the last steps, which must all have the same; None if none of the
-    rows is a last step."""
-    if steps.reward_components is None:
-        return () if steps.is_last_steps.any() else None
-    lasts = np.flatnonzero(steps.is_last_steps).tolist()
-    every = [tuple(from_text(steps.reward_components[row])) for row in lasts]
-    for row, names in zip(lasts, every, strict=True):
-        if names != every[0]:
-            raise other_components(steps.name(row), names, every[0])
-    return every[0] if every else None
-
-
-def other_components(row: str, names: Sequence[str], others: Sequence[str]) -> InvalidArgumentError:
-    has, have = (", ".join(map(repr, some)) or "none" for some in (names, others))
-    return InvalidArgumentError(
-        f"{row}: reward_components has {has}, and other trajectories of this run have {have}; send the same names with "
-        "each trajectory's last step"
-    )
-
-
 def _check_components(steps: Steps, config: RunConfig) -> None:
-    """Rejects last steps without the components from which advantages are computed."""
-    names = component_names(steps)
-    lacking = [] if names is None else [name for name in config.component_weights if name not in names]
-    if names is not None and (not names or lacking):
-        what = (
-            f"reward_components has no {lacking[0]!r}, which component_weights names"
-            if names
-            else (f"reward_components is missing, and advantage_estimator: {config.advantage_estimator} reads it")
-        )
-        raise InvalidArgumentError(
-            f"{steps.name(int(steps.is_last_steps.argmax()))}: {what}; send it with each trajectory's last step"
-        )
+    names = None
+    # A lengths file has no components.
+    for row in np.flatnonzero(steps.is_last_steps).tolist() if steps.tokens.values.size else ():
+        names = checked_components(steps, row, names, config)
+
+
+def checked_components(steps: Steps, row: int, others: tuple[str, ...] | None, config: RunConfig) -> tuple[str, ...]:
+    """Returns the names in the `reward_components` of a last step.
+
+    others: the names of the run's other trajectories; None for the first. Raises InvalidArgumentError naming the row if
+    the names differ from them, or if the estimator needs components that the row does not have.
+    """
+    names = () if steps.reward_components is None else tuple(from_text(steps.reward_components[row]))
+    lacking = [name for name in config.component_weights if name not in names]
+    if config.estimator.reads_components and not names:
+        problem = f"is missing, and advantage_estimator: {config.advantage_estimator} reads it; send it"
+    elif config.estimator.reads_components and lacking:
+        problem = f"has no {lacking[0]!r}, which component_weights names; send it"
+    elif others not in (None, names):
+        has, have = (", ".join(map(repr, some)) or "none" for some in (names, others or ()))
+        problem = f"has {has}, and other trajectories of this run have {have}; send the same names"
+    else:
+        return names
+    raise InvalidArgumentError(f"{steps.name(row)}: reward_components {problem} with each trajectory's last step")
 
 
 def check_lambda(steps: Steps, config: RunConfig) -> None:

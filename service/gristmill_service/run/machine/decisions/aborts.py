@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import takewhile
 
-from gristmill._wire.steps import TrajectoryKey, check_length, check_text
+from gristmill._wire.steps import TrajectoryKey
+from gristmill._wire.texts import check_length, check_text
 from gristmill.errors import NotFoundError
 from gristmill_service.config import RunConfig
 from gristmill_service.run.machine.decisions.admission import View, check_sample

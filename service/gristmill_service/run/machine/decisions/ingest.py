@@ -20,7 +20,7 @@ from gristmill.errors import (
     ResourceExhaustedError,
 )
 from gristmill_service.config import RunConfig
-from gristmill_service.pipeline.rows.validate import check_advantage_schema, component_names, other_components
+from gristmill_service.pipeline.rows.validate import check_advantage_schema, checked_components
 from gristmill_service.run.machine.answers import Outcome, Taken
 from gristmill_service.run.machine.decisions.admission import (
     Capacity,
@@ -89,7 +89,8 @@ class _Intake:
     def __init__(
         self, view: View, steps: Steps, rows: Sequence[StoredRow], find_quota: FindQuota | None, by_row: bool
     ) -> None:
-        self._view, self._state, self._tags, self._by_row = view, view.state, steps.tags, by_row
+        self._view, self._state, self._steps, self._by_row = view, view.state, steps, by_row
+        self._tags = steps.tags
         self._schema = _checked_schema(steps, view.state.schema, view.config)
         # Scalar rewards are checked row by row, because their table may also contain rows with pending rewards.
         self._takes_no_scalars = steps.token_rewards is None and bool(self._schema.token_rewards)
@@ -125,12 +126,17 @@ class _Intake:
         if trajectory is not None and outcome is _ACCEPTED:
             if self._state.finished:
                 raise finished()
+            names = self._schema.components
+            if row.is_last:
+                names = checked_components(self._steps, index, names, self._view.config)
             begins = None if group.is_open else tag or self._named.names.get(key, "")
             if begins is not None or not self._is_ample:
                 self._capacity.take(row, begins)
             if begins is not None:
                 self._begun.append(key)
                 group.is_open = True
+            if names != self._schema.components:
+                self._schema = replace(self._schema, components=names)
             trajectory.add(row)
             self._stored.append(row)
         if tag:
@@ -175,10 +181,6 @@ def _checked_schema(steps: Steps, schema: RowSchema, config: RunConfig) -> RowSc
         before = getattr(schema, name)
         if value is not None and before is not None and value != before:
             raise _of_other_kind(steps.name(0), name, value)
-    if (names := component_names(steps)) is not None:
-        if schema.components not in (None, names):
-            raise other_components(steps.name(int(steps.is_last_steps.argmax())), names, schema.components or ())
-        schema = schema if schema.components == names else replace(schema, components=names)
     fixed: dict[str, Any] = {
         name: value for name, value in kinds.items() if value is not None and value != getattr(schema, name)
     }

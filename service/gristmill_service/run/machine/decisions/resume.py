@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from gristmill._wire.steps import check_length, check_text
+from gristmill._wire.texts import check_length, check_text
 from gristmill.errors import (
     FailedPreconditionError,
     InvalidArgumentError,
