@@ -25,6 +25,7 @@ Float64s = NDArray[np.float64]
 
 MAXRL_EPSILON = 1e-6
 OTB_EPSILON = 1e-8
+SUM_PI_SQUARED = "sum_pi_squared"
 
 PIECE = 1024
 """Longer trajectories are summed in pieces of this many tokens, all pieces of a batch at the same time."""
@@ -366,7 +367,7 @@ ESTIMATORS: dict[str, Estimator] = {
         GroupEstimator("passk", ("grpo_epsilon",), compute=_passk),
         Estimator("none"),
         TokenEstimator("gae", ("gamma", "lambda", "critic_lambda"), ("values",), compute=_gae),
-        TokenEstimator("otb", (), ("old_logprobs", "sum_pi_squared"), compute=_otb, compares_groups=True),
+        TokenEstimator("otb", (), ("old_logprobs", SUM_PI_SQUARED), compute=_otb, compares_groups=True),
         TokenEstimator("reinforce++", ("gamma",), compute=_reinforce_plus_plus),
     )
 }

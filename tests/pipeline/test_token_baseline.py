@@ -15,6 +15,7 @@ from gristmill.errors import InvalidArgumentError
 from gristmill_service.config import parse_config
 from gristmill_service.pipeline import build_batch
 from gristmill_service.pipeline.credit import trained_tokens
+from gristmill_service.pipeline.credit.kl import check_credit_columns
 from gristmill_service.pipeline.scored_batch import score_batch
 from tests import naive
 from tests.rows import make_config, make_row
@@ -147,6 +148,17 @@ def test_layout_and_ranks_change_no_advantage(batch: Drawn, dp_size: int, layout
         )
 
     assert trained(layout=layout, dp_size=dp_size) == trained()
+
+
+@pytest.mark.parametrize("square", [-0.5, 1.5])
+def test_a_sum_of_squared_probabilities_outside_of_0_to_1_is_refused_with_its_row(square: float) -> None:
+    """Weights that cancel each other made advantages of 1e8 of rewards of 1."""
+    rows = [row_of("p", 0, [1.0, 1.0], [-1.0, -1.0], [0.0, 1.004]), row_of("p", 1, [0.0], [0.0], [square])]
+    config = parse_config(config_of(rows))
+    check_credit_columns(from_rows(rows[:1], columns=config.columns), config)
+    message = rf"sample 1 step 0: sum_pi_squared\[0\] is {square}, and a sum of squared probabilities is from 0 to 1"
+    with pytest.raises(InvalidArgumentError, match=message):
+        check_credit_columns(from_rows(rows, columns=config.columns), config)
 
 
 def test_a_run_that_does_not_declare_its_columns_is_refused() -> None:

@@ -21,7 +21,7 @@ from gristmill._wire.columns import Array, Int64s, Ragged, starts_of
 from gristmill._wire.steps import Extra
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.config import KlInReward, RunConfig
-from gristmill_service.pipeline.credit.kl import MOST, credit_columns, excessive_kl, kl, largest, too_large
+from gristmill_service.pipeline.credit.kl import MOST, credit_columns, excessive_kl, kl, largest, unfit
 from gristmill_service.pipeline.layout.columns import safetensors_name
 from gristmill_service.pipeline.layout.shard import Shard
 from gristmill_service.pipeline.rows.merge import Rows
@@ -67,7 +67,7 @@ class WrittenRows:
     def _check_fits(self, column: ColumnSpec, values: Array, config: RunConfig, where: str) -> None:
         reference = config.kl_in_reward
         coef = reference.coef if reference is not None and reference.column == column.name else 1.0
-        if (excess := too_large(values, coef)) is not None:
+        if (excess := unfit(column.name, values, coef)) is not None:
             raise InvalidArgumentError(f"{where}: {self._name(column, excess[0])} {excess[1]}")
 
     def _check_kl(

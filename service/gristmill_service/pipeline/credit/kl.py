@@ -16,7 +16,7 @@ from gristmill._wire.columns import Array, Int64s, Ragged, exact_sum
 from gristmill._wire.steps import FLOAT32_MAX, Steps
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.config import KlEstimator, KlInReward, RunConfig
-from gristmill_service.estimators import Float64s
+from gristmill_service.estimators import SUM_PI_SQUARED, Float64s
 from gristmill_service.pipeline.credit.trained_tokens import TrainedTokens
 from gristmill_service.pipeline.rows.validate import Received, check_lambda
 
@@ -112,6 +112,9 @@ MOST = 1e30
 """The largest number that credit is computed from. float32 holds a hundred million times as much, so that no sum over a
 trajectory fails its batch."""
 
+_ROUNDING = 0.01
+"""By how much a sum of squared probabilities may be outside of 0..1, as the sum of many numbers of few bits."""
+
 
 def reward_columns(config: RunConfig) -> frozenset[str]:
     """Returns the columns that the `rewards` of shards are computed from."""
@@ -142,11 +145,26 @@ def check_credit_columns(steps: Steps, config: RunConfig) -> None:
 
 def _check_fits(steps: Steps, name: str) -> None:
     column = steps.extras[name].values
-    if too_large(column.values) is None:
+    if unfit(name, column.values) is None:
         return
     for row, values in enumerate(column.arrays()):
-        if (excess := too_large(values)) is not None:
+        if (excess := unfit(name, values)) is not None:
             raise InvalidArgumentError(f"{steps.name(row)}: {name}[{excess[0]}] {excess[1]}")
+
+
+def unfit(name: str, values: Array, coef: float = 1.0) -> tuple[int, str] | None:
+    """Returns the index of the first value of this column that credit cannot be computed from, and a clause for an
+    error message; None where there is none."""
+    return too_large(values, coef) or (_no_probability(values) if name == SUM_PI_SQUARED else None)
+
+
+def _no_probability(values: Array) -> tuple[int, str] | None:
+    """Such values would make the weights of a baseline cancel each other, and advantages of any size."""
+    outside = np.flatnonzero(~((values >= -_ROUNDING) & (values <= 1 + _ROUNDING)))
+    if not outside.size:
+        return None
+    at = int(outside[0])
+    return at, f"is {values[at]}, and a sum of squared probabilities is from 0 to 1; send the sum over all tokens"
 
 
 def too_large(values: Array, coef: float = 1.0) -> tuple[int, str] | None:
