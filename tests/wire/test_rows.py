@@ -184,6 +184,7 @@ def test_taking_rows_and_joining_them_again_changes_no_value(rows: list[Row], rn
 def assert_same(one: Steps, other: Steps) -> None:
     assert list(one.uids) == list(other.uids)
     assert list(one.stop_reasons) == list(other.stop_reasons)
+    assert one.reward_components == other.reward_components
     for name in one.__slots__:
         a, b = getattr(one, name), getattr(other, name)
         if isinstance(a, Ragged):
@@ -255,6 +256,9 @@ _KINDS = {
 
 def _one(field: FieldDescriptor) -> st.SearchStrategy[Any]:
     """Something for a repeated field to hold."""
+    if field.name == "reward_components":
+        names, numbers = st.text(max_size=3) | st.just("a" * 101), st.floats()
+        return st.builds(rows_pb2.RewardComponents, values=st.dictionaries(names, numbers, max_size=3))
     if field.message_type is not None:
         return st.builds(rows_pb2.Column, name=st.text(max_size=3), counts=st.lists(st.integers(-1, 2), max_size=3))
     if field.type == FieldDescriptor.TYPE_BYTES:
