@@ -135,6 +135,7 @@ def test_sampling_masks_are_counts_per_token_and_ids() -> None:
             r"declare scope token, and shape \[layers, top_k\]",
         ),
         ({"name": "sampling_mask", "scope": "response", "shape": [4]}, r"declare scope response, and shape \[null\]"),
+        ({"name": "sampling_mask", "scope": "response", "shape": [None]}, "has dtype float32, .*; declare dtype int32"),
         ({"name": "ce_weights", "scope": "response", "fill": 1}, "with which prime-rl would train prompts"),
     ],
 )

@@ -192,6 +192,11 @@ def check_columns(columns: Iterable[Mapping[str, Any]]) -> None:
                 f"columns: {name} of scope {scope} and shape {list(shape)} does not fit prime-rl; declare scope "
                 f"{' or '.join(form.scopes)}, and shape {form.shape}"
             )
+        if name == SAMPLING_MASK and column["dtype"] not in _TOKEN_IDS:
+            raise InvalidArgumentError(
+                f"columns: {name} has dtype {column['dtype']}, and prime-rl reads token ids of 32 bits; declare dtype "
+                "int32"
+            )
         if name in _LOSS_WEIGHTS and column.get("fill", 0):
             raise InvalidArgumentError(
                 f"columns: {name} has fill {column['fill']}, with which prime-rl would train prompts and padding; omit "
@@ -214,6 +219,8 @@ _FORMS = {
     ROUTED_EXPERTS: _Form(("token",), "[layers, top_k]", 2),
     SAMPLING_MASK: _Form(("response",), "[null]", 1),
 }
+_TOKEN_IDS = ("uint8", "int8", "int16", "int32")
+"""The types of ids that 32 bits hold."""
 _LOSS_WEIGHTS = ("ce_weights", "ref_kl_weights")
 """The weights of losses that have no other mask."""
 
