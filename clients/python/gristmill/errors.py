@@ -17,7 +17,7 @@
     └── UnavailableError (ConnectionError)      the service is unreachable or shutting down: retry
 
 Each message says what was wrong, where, the value, and what to do. The pipeline, the service and the clients raise the
-same classes. `code` is the name of the gRPC status that stands for the class on the wire.
+same classes. `code` is the name of the gRPC status with which the class is sent.
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ def test_the_tokens_that_top_p_kept_are_one_column_with_their_offsets() -> None:
     ):
         from_slime([sample(**kept)])
     del kept["rollout_top_p_token_offsets"]
-    with pytest.raises(InvalidArgumentError, match="rollout_top_p_token_offsets is missing"):
+    with pytest.raises(InvalidArgumentError, match="rollout_top_p_token_ids has no rollout_top_p_token_offsets"):
         from_slime([sample(**kept)], columns=["rollout_top_p_token_ids"])
 
 

@@ -201,7 +201,7 @@ def _columns(present: Mapping[str, Any], choice: Choice, where: str) -> Row:
     values = {name: present[name] for name in choice.columns if name in present}
     if _MASK in values:
         if _MASK_OFFSETS not in present:
-            raise InvalidArgumentError(f"{where}: {_MASK_OFFSETS} is missing; pass it to assign {_MASK} to tokens")
+            raise InvalidArgumentError(f"{where}: {_MASK} has no {_MASK_OFFSETS}; pass both for each sample")
         values[f"{_MASK}_offsets"] = present[_MASK_OFFSETS]
     return {
         name: routes(value, name, len(present["tokens"]), where) if name == _ROUTES else array_of(value, name, where)

@@ -21,7 +21,7 @@ _KINDS = {
 class Conversion:
     """Converts tensors to a device and a dtype at their first use.
 
-    device: None: tensors stay in the mapped file.
+    device: if None, tensors stay in the mapped file.
     dtypes: by the name of a tensor (for example `loss_mask` or a declared column), or by kind: `tokens`, `masks` and
         `floats`. Other tensors keep the file's dtype, which is int32, uint8 and float32 for these kinds.
     """

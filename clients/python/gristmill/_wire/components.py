@@ -1,5 +1,5 @@
-"""Components of rewards: numbers by name, which a trajectory's last step has. In tables they are JSON text, with the
-names in order, so that equal components have equal texts; `gristmill._wire.steps.check` checks names and numbers."""
+"""Components of a trajectory's reward: numbers by name, on its last step. Tables store them as JSON with sorted names,
+so that equal components have equal texts. `gristmill._wire.steps.check` checks names and numbers."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ FIELD = "reward_components"
 
 
 def to_text(components: Any, where: str) -> str:
-    """Returns the text of a mapping of names to numbers; empty for None and for no names. Omits names whose value is
-    None, because Parquet has all names in every row. Raises InvalidArgumentError for other types."""
+    """Converts a mapping of names to numbers to text; empty text for None or no names. Ignores names with the value
+    None, because Parquet stores all names in every row. Raises InvalidArgumentError for other types."""
     if components is None:
         return ""
     if not isinstance(components, Mapping):
@@ -30,6 +30,6 @@ def to_text(components: Any, where: str) -> str:
 
 
 def from_text(text: str) -> dict[str, float]:
-    """Returns the components of a text, in the order of their names."""
+    """Converts text to components, sorted by name."""
     components: dict[str, float] = json.loads(text) if text else {}
     return components

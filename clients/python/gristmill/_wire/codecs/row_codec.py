@@ -259,7 +259,7 @@ def _column(tables: Sequence[Steps], name: str) -> Array:
 
 
 def _unless(column: Array, default: Any) -> Sequence[Any]:
-    """Returns the column's values, or an empty list if all are the default. default: None: always send the values."""
+    """Returns the column's values; an empty list if all are the default. default: if None, always sends values."""
     values: list[Any] = column.tolist()
     return [] if values.count(default) == len(values) else values
 
