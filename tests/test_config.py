@@ -21,6 +21,7 @@ from gristmill_service.config import (
     LengthPenalty,
     MicroBatch,
     RunConfig,
+    StepGroups,
     parse_config,
     read_config,
     stored_config,
@@ -33,6 +34,12 @@ GOOD: dict[str, Any] = {
     "n_samples_per_prompt": 4,
     "policy_mini_batch_size": 2,
     "micro_batch": {"size": 2},
+}
+
+GIGPO: dict[str, Any] = {
+    "advantage_estimator": "gigpo",
+    "trajectory_score": "sum",
+    "step_groups": {"key": "index"},
 }
 
 
@@ -67,6 +74,7 @@ def test_defaults_are_those_of_the_specification() -> None:
         critic_lambda=None,
         whiten="none",
         length_penalty=None,
+        step_groups=None,
         kl_in_reward=None,
         kl_from="old_logprobs",
         loss_reduction="none",
@@ -215,7 +223,7 @@ def test_a_required_setting_that_is_missing_is_named(name: str) -> None:
         ),
         ({"grpo_epsilon": 0}, "grpo_epsilon: input should be greater than 0, got 0"),
         ({"grpo_std_over": "prompt"}, "grpo_std_over: input should be 'group' or 'batch', got 'prompt'"),
-        ({"advantage_estimator": "pass@k"}, "advantage_estimator: input should be 'grpo', .*'opo', 'gdpo', 'passk'"),
+        ({"advantage_estimator": "pass@k"}, "advantage_estimator: input should be 'grpo', .*'gdpo', 'gigpo', 'passk'"),
         ({"kl_from": "logprobs"}, "kl_from: input should be 'old_logprobs' or 'rollout_logprobs', got 'logprobs'"),
         ({"lambda": {"length_adaptive": 0}}, "lambda.length_adaptive: input should be greater than 0, got 0"),
         ({"lambda": {"alpha": 0.05}}, "unknown setting lambda.alpha; expected one of length_adaptive, column"),
@@ -239,6 +247,15 @@ def test_a_required_setting_that_is_missing_is_named(name: str) -> None:
         ({"length_penalty": {"turns": 0.1}, "advantage_estimator": "none"}, "leave length_penalty out, or use another"),
         ({"length_penalty": {"turns": -1}}, "length_penalty.turns: .* greater than or equal to 0, got -1"),
         ({"length_penalty": {"steps": 1}}, "unknown setting length_penalty.steps; expected one of output_tokens"),
+        ({"advantage_estimator": "gigpo"}, "gigpo needs step_groups, which is not set; set step_groups: {key: index}"),
+        (GIGPO | {"trajectory_score": "last_step"}, "trajectory_score: last_step is not what .* set trajectory_score"),
+        (
+            GIGPO | {"kl_in_reward": {"coef": 0.1, "estimator": "k1"}},
+            "kl_in_reward changes rewards, and advantage_estimator: gigpo compares steps by the rewards that were sent",
+        ),
+        (GIGPO | {"whiten": "trajectories"}, "gigpo computes one per step; use whiten: batch or mini_batch"),
+        ({"step_groups": {"key": "uid"}}, "step_groups.key: input should be 'index', got 'uid'"),
+        ({"step_groups": {"omega": 1}}, "step_groups.key is required"),
         ({"component_weights": {"a": "x"}}, "component_weights.a: input should be a valid number, got 'x'"),
         ({"component_weights": {"": 1}}, "component_weights"),
         ({"kl_in_reward": {"coef": -1, "estimator": "k1"}}, "kl_in_reward.coef: .* greater than or equal to 0"),
@@ -314,6 +331,7 @@ NUMBERS = {
         *(f"micro_batch.{name}" for name, field in MicroBatch.model_fields.items() if has(field.annotation, kind)),
         *(f"flops.{name}" for name, field in Flops.model_fields.items() if has(field.annotation, kind)),
         *(f"kl_in_reward.{name}" for name, field in KlInReward.model_fields.items() if has(field.annotation, kind)),
+        *(f"step_groups.{name}" for name, field in StepGroups.model_fields.items() if has(field.annotation, kind)),
         *(f"length_penalty.{name}" for name, one in LengthPenalty.model_fields.items() if has(one.annotation, kind)),
     ]
     for kind in (int, float)
@@ -414,13 +432,14 @@ CHANGES = section(RunConfig).flatmap(
         {
             name: st.just(value)
             for name, value in list(change.items())[:3]
-            if name not in ("micro_batch", "flops", "columns", "kl_in_reward", "length_penalty")
+            if name not in ("micro_batch", "flops", "columns", "kl_in_reward", "length_penalty", "step_groups")
         },
         optional={
             "micro_batch": section(MicroBatch),
             "flops": section(Flops) | SCALARS,
             "kl_in_reward": section(KlInReward),
             "length_penalty": section(LengthPenalty),
+            "step_groups": section(StepGroups),
         },
     )
 )
@@ -530,7 +549,7 @@ def test_a_missing_file_is_refused_with_its_name(tmp_path: Path) -> None:
         ({"component_weights": {"a": 2.0}}, ["component_weights: {'a': 2.0} has no effect: it is read with"]),
         (
             {"grpo_std_over": "batch", "advantage_estimator": "opo"},
-            ["grpo_std_over: batch has no effect: it is read with advantage_estimator: grpo or gdpo alone"],
+            ["grpo_std_over: batch has no effect: it is read with advantage_estimator: grpo or gdpo or gigpo alone"],
         ),
         (
             {"grpo_std_over": "batch", "grpo_norm_by_std": False},

@@ -4,7 +4,8 @@ The rules and warnings of a configuration, and the pipeline, use this table; no 
 arithmetic is float64. An entry is one of these:
 
 - `Estimator`: computes nothing; clients send advantages.
-- `GroupEstimator`: computes one advantage per trajectory from the scores of its prompt group.
+- `GroupEstimator`: computes one advantage per trajectory from the scores of its prompt group, and in
+  some cases one per step.
 - `TokenEstimator`: computes an advantage and a return for each trained token from the rewards of its trajectory, and in
   some cases of its prompt group.
 """
@@ -95,11 +96,13 @@ class GroupEstimator(Estimator):
 
     compute: returns the advantages of groups of two or more trajectories with different scores; float64 (groups,
     trajectories of each), like the scores. of_one: the same for groups of one in runs with one sample per prompt;
-    (..., 1), from scores of this shape.
+    (..., 1), from scores of this shape. compares_steps: whether `compute` is also applied to the returns of steps that
+    `step_groups` compares, and each step's advantage is added to that of its trajectory.
     """
 
     compute: Callable[[Groups, Settings], Float64s] = lambda groups, settings: groups.scores.copy()
     of_one: Callable[[Float64s, Settings], Float64s] = lambda scores, settings: np.zeros(scores.shape)
+    compares_steps: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,6 +366,14 @@ ESTIMATORS: dict[str, Estimator] = {
             reads_components=True,
             compute=_grpo,
             of_one=_grpo_of_one,
+        ),
+        # GiGPO: Feng et al. 2025, arXiv:2505.10978: GRPO over trajectories, and over their steps.
+        GroupEstimator(
+            "gigpo",
+            ("grpo_epsilon", "grpo_std_over", "step_groups"),
+            compute=_grpo,
+            of_one=_grpo_of_one,
+            compares_steps=True,
         ),
         GroupEstimator("passk", ("grpo_epsilon",), compute=_passk),
         Estimator("none"),

@@ -98,6 +98,7 @@ def credit(groups: list[Group], rows: list[list[Merged]], config: Config) -> Cre
     result = Credit([], [], [])
     scores: list[float] = []
     tokens: list[int] = []
+    of_all: list[list[Token]] = []
     for one, of_one in zip(trajectories, rows, strict=True):
         kept = [source for row in of_one for source in row.sources if source is not None]
         rewards = [_placed(step, number, of_one) for number, step in enumerate(one.steps)]
@@ -112,6 +113,7 @@ def credit(groups: list[Group], rows: list[list[Merged]], config: Config) -> Cre
             sums = [float32(step[kl["column"]]) for step in one.steps]
         scores.append(one.score - (kl["coef"] * exact_sum(sums) if kl else 0.0))
         tokens.append(len(trained))
+        of_all.append(trained)
         result.rewards.append(rewards)
         if estimator in PER_TOKEN:
             credits, uncredited = _of_tokens(one, trained, rewards, config)
@@ -128,13 +130,47 @@ def credit(groups: list[Group], rows: list[list[Merged]], config: Config) -> Cre
         for group in groups:
             members = [place for place, one in enumerate(trajectories) if any(one is own for own in group.trajectories)]
             result.of_tokens = _less_baselines(result.of_tokens, trajectories, members)
+    if estimator == "gigpo":
+        of_steps = _of_steps(groups, scores, config)
+        result.of_tokens = [
+            {(step, index): (own[step], 0.0) for step, index in trained}
+            for own, trained in zip(of_steps, of_all, strict=True)
+        ]
     if estimator == "gdpo":
         result.advantages = _of_components(groups, tokens, config)
-    if estimator not in (*PER_TOKEN, "none", "gdpo"):
+    if estimator not in (*PER_TOKEN, "none", "gdpo", "gigpo"):
         for group in groups:
             own = slice(len(result.advantages), len(result.advantages) + len(group.trajectories))
             result.advantages += group_advantages(scores[own], tokens[own], scores, config)
     return result
+
+
+def _of_steps(groups: list[Group], scores: list[float], config: Config) -> list[list[float]]:
+    """`gigpo`: the advantages of each trajectory's steps."""
+    rule, by_grpo = config["step_groups"], {**config, "advantage_estimator": "grpo"}
+    returns = {id(one): _returns(one.steps, rule.get("gamma", 1.0)) for group in groups for one in group.trajectories}
+    every = [value for of_one in returns.values() for value in of_one]
+    result = list[list[float]]()
+    for group in groups:
+        own = scores[len(result) : len(result) + len(group.trajectories)]
+        for one, advantage in zip(group.trajectories, group_advantages(own, [], scores, by_grpo), strict=True):
+            result.append([advantage] * len(one.steps))
+        here = result[-len(group.trajectories) :]
+        for number in range(max(len(one.steps) for one in group.trajectories)):
+            among = [place for place, one in enumerate(group.trajectories) if len(one.steps) > number]
+            if len(among) > 1:
+                compared = [returns[id(group.trajectories[place])][number] for place in among]
+                for place, advantage in zip(among, group_advantages(compared, [], every, by_grpo), strict=True):
+                    here[place][number] += rule.get("omega", 1.0) * advantage
+    return result
+
+
+def _returns(steps: list[Row], gamma: float) -> list[float]:
+    """Of each step, its reward and the discounted ones after it."""
+    result = [0.0]
+    for step in reversed(steps):
+        result.insert(0, exact_sum(as_list(step["reward"])) + gamma * result[0])
+    return result[:-1]
 
 
 def _penalized(groups: list[Group], scores: list[float], penalty: Config) -> list[float]:

@@ -54,7 +54,10 @@ def _config(random: Random) -> Config:
         "step_wise": maybe(0.85),
         "trajectory_score": some(["last_step", "sum"]),
         "advantage_estimator": some(
-            ["grpo"] * 3 + ["gdpo"] * 2 + ["rloo", "maxrl", "opo", "passk", "none", "gae", "reinforce++", "otb"]
+            ["grpo"] * 3
+            + ["gdpo"] * 2
+            + ["gigpo"] * 2
+            + ["rloo", "maxrl", "opo", "passk", "none", "gae", "reinforce++", "otb"]
         ),
         "grpo_std_over": some(["group", "group", "batch"]),
         "grpo_norm_by_std": maybe(0.7),
@@ -122,7 +125,10 @@ def _credit(random: Random, config: Config) -> None:
     config["whiten"] = some(["none", "none", "batch", "mini_batch", "trajectories"])
     if estimator == "otb":
         config["columns"] = [_response_column("old_logprobs"), _response_column("sum_pi_squared")]
-    if estimator in ("gae", "reinforce++", "otb") and config["whiten"] == "trajectories":
+    if estimator == "gigpo":
+        config["trajectory_score"] = "sum"
+        config["step_groups"] = {"key": "index", "omega": some([0.0, 0.5, 1.0]), "gamma": some([0.0, 0.5, 1.0])}
+    if estimator in ("gae", "reinforce++", "otb", "gigpo") and config["whiten"] == "trajectories":
         config["whiten"] = "batch"
     if estimator == "gae":
         config |= {"lambda": some([1.0, 0.95, {"length_adaptive": some([0.2, 1.0])}, {"column": "trust"}])}
@@ -130,12 +136,12 @@ def _credit(random: Random, config: Config) -> None:
         if config["lambda"] == {"column": "trust"}:
             merge = some(["first", "last", "sum"])
             config["columns"].append({"name": "trust", "dtype": "float32", "scope": "row", "merge": merge})
-    if estimator in ("grpo", "rloo", "maxrl", "opo", "passk") and random.random() < 0.25:
+    if estimator in ("grpo", "rloo", "maxrl", "opo", "passk", "gigpo") and random.random() < 0.25:
         lengths = random.sample(["output_tokens", "input_tokens", "turns"], random.randint(1, 3))
         config["length_penalty"] = {name: some([0.0, 0.25, 2.0]) for name in lengths}
     if estimator == "gdpo":
         config["component_weights"] = some([{}, {"format": 0.5}, {"correct": 2.0, "format": 0.0}])
-    if random.random() < 0.4 and estimator not in ("none", "gdpo"):
+    if random.random() < 0.4 and estimator not in ("none", "gdpo", "gigpo"):
         if random.random() < 0.3 and estimator not in ("gae", "reinforce++", "otb"):
             config["kl_in_reward"] = {"coef": some([0.0, 1.0, 0.1]), "column": "kl_sum"}
             names = [{"name": "kl_sum", "dtype": "float32", "scope": "row", "merge": "sum"}]

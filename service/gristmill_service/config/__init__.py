@@ -16,6 +16,7 @@ from gristmill_service.config.run_config import (
     MicroBatch,
     Model,
     RunConfig,
+    StepGroups,
 )
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "MicroBatch",
     "Model",
     "RunConfig",
+    "StepGroups",
     "parse_config",
     "read_config",
     "stored_config",

@@ -24,6 +24,7 @@ from gristmill_service.config.run_config import (
     LengthPenalty,
     MicroBatch,
     RunConfig,
+    StepGroups,
     TagShare,
 )
 from gristmill_service.validation_messages import place, problems, shown
@@ -56,6 +57,7 @@ _SECTIONS: dict[str, type[BaseModel]] = {
     "kl_in_reward": KlInReward,
     "lambda": LambdaRule,
     "length_penalty": LengthPenalty,
+    "step_groups": StepGroups,
 }
 
 

@@ -22,6 +22,7 @@ MOST_TAGS = 64
 
 def check(config: RunConfig) -> None:
     """Raises InvalidArgumentError for settings that conflict."""
+    _check_step_groups(config)
     _check_columns(config)
     _check_written(config)
     _check_tree(config)
@@ -53,12 +54,13 @@ def check(config: RunConfig) -> None:
         raise InvalidArgumentError(
             f"min_samples: {config.min_samples} exceeds n_samples_per_prompt: {config.n_samples_per_prompt}; lower it"
         )
-    if config.whiten == "trajectories" and isinstance(config.estimator, TokenEstimator):
-        raise InvalidArgumentError(
-            f"whiten: trajectories needs one advantage per trajectory, and advantage_estimator: "
-            f"{config.advantage_estimator} computes one per token; use whiten: batch or mini_batch"
-        )
     estimator = config.estimator
+    compares_steps = isinstance(estimator, GroupEstimator) and estimator.compares_steps
+    if config.whiten == "trajectories" and (compares_steps or isinstance(estimator, TokenEstimator)):
+        raise InvalidArgumentError(
+            f"whiten: trajectories needs one advantage per trajectory, and advantage_estimator: {estimator.name} "
+            f"computes one per {'step' if compares_steps else 'token'}; use whiten: batch or mini_batch"
+        )
     if config.length_penalty is not None and (not isinstance(estimator, GroupEstimator) or estimator.reads_components):
         raise InvalidArgumentError(
             f"length_penalty changes scores, and advantage_estimator: {estimator.name} is not computed from "
@@ -66,6 +68,26 @@ def check(config: RunConfig) -> None:
         )
     if config.stale != "count" and config.max_staleness is None:
         raise InvalidArgumentError(f"stale: {config.stale} needs max_staleness, which is not set; set max_staleness")
+
+
+def _check_step_groups(config: RunConfig) -> None:
+    name, estimator = config.advantage_estimator, config.estimator
+    if not (isinstance(estimator, GroupEstimator) and estimator.compares_steps):
+        return
+    if config.step_groups is None:
+        raise InvalidArgumentError(
+            f"advantage_estimator: {name} needs step_groups, which is not set; set step_groups: {{key: index}}"
+        )
+    if config.trajectory_score != "sum":
+        raise InvalidArgumentError(
+            f"trajectory_score: {config.trajectory_score} is not what advantage_estimator: {name} compares, which is "
+            "the sum over all steps; set trajectory_score: sum"
+        )
+    if config.kl_in_reward is not None:
+        raise InvalidArgumentError(
+            f"kl_in_reward changes rewards, and advantage_estimator: {name} compares steps by the rewards that were "
+            "sent; leave kl_in_reward out, or use another estimator"
+        )
 
 
 def _check_micro_batch(config: RunConfig) -> None:

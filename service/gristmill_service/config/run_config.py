@@ -101,8 +101,8 @@ Tag = Annotated[str, AfterValidator(_encodable), Field(min_length=1, max_length=
 StopReason = Annotated[str, AfterValidator(_encodable), Field(max_length=1000)]
 Coefficient = Annotated[NonNegativeFloat, BeforeValidator(_number)]
 Epsilon = Annotated[float, BeforeValidator(_number), Field(gt=0)]
-# The limit keeps a penalized score finite.
-LengthCoefficient = Annotated[float, BeforeValidator(_number), Field(ge=0, le=1000)]
+# The limit keeps scores and advantages finite.
+Factor = Annotated[float, BeforeValidator(_number), Field(ge=0, le=1000)]
 Discount = Annotated[float, BeforeValidator(_number), Field(ge=0, le=1)]
 Weight = Annotated[float, BeforeValidator(_number)]
 ComponentName = Annotated[str, AfterValidator(_encodable), Field(min_length=1, max_length=LONGEST_COMPONENT)]
@@ -157,9 +157,20 @@ class LengthPenalty(BaseModel):
 
     model_config = _STRICT
 
-    output_tokens: LengthCoefficient = 0.0
-    input_tokens: LengthCoefficient = 0.0
-    turns: LengthCoefficient = 0.0
+    output_tokens: Factor = 0.0
+    input_tokens: Factor = 0.0
+    turns: Factor = 0.0
+
+
+class StepGroups(BaseModel):
+    """The advantages of steps that `gigpo` adds to those of trajectories, `omega` times. Steps of a prompt group are
+    compared if they have the same number (`key: index`), by their returns with the discount `gamma`."""
+
+    model_config = _STRICT
+
+    key: Literal["index"]
+    omega: Factor = 1.0
+    gamma: Discount = 1.0
 
 
 class LambdaRule(BaseModel):
@@ -205,6 +216,7 @@ class RunConfig(BaseModel):
     grpo_std_over: Literal["group", "batch"] = "group"
     component_weights: dict[ComponentName, Weight] = Field(default={}, max_length=MOST_COMPONENTS)
     length_penalty: LengthPenalty | None = None
+    step_groups: StepGroups | None = None
     gamma: Discount = 1.0
     lambda_: Lambda = Field(default=1.0, alias="lambda")
     critic_lambda: Discount | None = None

@@ -16,6 +16,12 @@ _TRAINERS = {"name": "old_logprobs", "dtype": "float32", "scope": "response", "s
 _MORE: list[dict[str, Any]] = [
     {},
     {"critic_mini_batch_size": 4, "advantage_estimator": "reinforce++", "gamma": 0.9, "whiten": "batch"},
+    {
+        "advantage_estimator": "gigpo",
+        "trajectory_score": "sum",
+        "step_wise": True,
+        "step_groups": {"key": "index", "omega": 0.5},
+    },
     {"length_penalty": {"output_tokens": 0.1, "turns": 0.5}},
     {"advantage_estimator": "gdpo", "component_weights": {"format": 0.5}, "whiten": "trajectories"},
     {

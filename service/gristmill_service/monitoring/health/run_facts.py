@@ -170,6 +170,7 @@ def facts_of(run: Run, state: State, room: Room) -> RunFacts:
         newest=next((record for record in state.records[-1:] if record.batches == 1), None),
         compares_groups=isinstance(run.config.estimator, GroupEstimator)
         and not run.config.estimator.reads_components
+        and not run.config.estimator.compares_steps
         and run.config.kl_in_reward is None
         and run.config.length_penalty is None,
         open_groups=_open_groups(state, history),

@@ -17,7 +17,7 @@ from pydantic import Field
 from gristmill._wire.columns import Int64s, Ragged
 from gristmill._wire.steps import PLAIN_FIELDS, Steps, concat
 from gristmill_service.config import RunConfig
-from gristmill_service.estimators import Float64s, TokenEstimator
+from gristmill_service.estimators import Float64s, GroupEstimator, TokenEstimator
 from gristmill_service.monitoring import Document
 from gristmill_service.pipeline.credit import advantage
 from gristmill_service.pipeline.rows import filters
@@ -126,7 +126,7 @@ class BatchReader:
         trained = np.concatenate(self._trained) * filters.trained_steps(received, scores, config)[0][visited]
         begins = np.cumsum(counts) - counts
         first, last = visited[begins], visited[begins + counts - 1]
-        # Advantages per token, or that include a KL, need declared columns, a length penalty needs tokens, and
+        # Advantages per token or step, or that include a KL, need declared columns, a length penalty needs tokens, and
         # whitening a mini-batch its plan.
         is_elsewhere = (
             config.whiten == "mini_batch"
@@ -134,6 +134,7 @@ class BatchReader:
             or config.kl_in_reward is not None
             or config.length_penalty is not None
             or isinstance(config.estimator, TokenEstimator)
+            or (isinstance(config.estimator, GroupEstimator) and config.estimator.compares_steps)
         )
         trained = np.add.reduceat(trained, begins) if len(begins) else trained
         trajectories = received.trajectory_of_step[first]

@@ -13,7 +13,7 @@ import numpy as np
 
 from gristmill._wire.columns import Int64s, Ragged
 from gristmill_service.config import RunConfig
-from gristmill_service.estimators import Float64s, GroupEstimator, Groups, flat, group_advantages
+from gristmill_service.estimators import Float64s, GroupEstimator, Groups, discounted_sums, flat, group_advantages
 from gristmill_service.pipeline.credit.length_penalty import penalized
 from gristmill_service.pipeline.credit.whitening import whitened_with_counts
 from gristmill_service.pipeline.rows.validate import Received
@@ -96,6 +96,27 @@ def _estimated(received: Received, scores: Float64s, tokens: Float64s, config: R
         weight = config.component_weights.get(name, 1.0)
         result += weight * _of_groups(estimator, received, of_component, tokens, config)
     return result
+
+
+def step_advantages(received: Received, scores: Float64s, tokens: Float64s, config: RunConfig) -> Float64s:
+    """Returns the advantage of each step, not yet whitened: that of its trajectory plus `omega` times its own, which
+    compares its return with those of steps with the same number; float64 (steps,). A step that compares with none has
+    0 of its own. tokens: `trajectory_tokens`."""
+    estimator, rule, bounds = config.estimator, config.step_groups, received.trajectory_bounds
+    assert isinstance(estimator, GroupEstimator), "only these compare steps"
+    assert rule is not None, "the configuration requires it"
+    of_trajectories = _estimated(received, penalized(received, scores, config), tokens, config)
+    numbers, lengths = received.steps.steps.astype(np.int64), np.diff(bounds)
+    returns, own = discounted_sums(received.steps.rewards, bounds, rule.gamma), np.zeros(len(numbers))
+    batch_std = _exact_std(returns) if config.grpo_std_over == "batch" else 0.0
+    keys = np.repeat(received.trajectory_groups, lengths) * (numbers.max(initial=0) + 1) + numbers
+    order = np.argsort(keys, kind="stable")
+    edges = np.append(np.flatnonzero(np.diff(keys[order], prepend=-1)), len(keys))
+    for _, places in by_size(edges):
+        if places.shape[1] > 1:
+            steps = order[places]
+            own[steps] = group_advantages(estimator, Groups(returns[steps], np.ones(steps.shape), batch_std), config)
+    return np.repeat(of_trajectories, lengths) + rule.omega * own
 
 
 def _of_groups(

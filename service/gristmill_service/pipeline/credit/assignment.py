@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from gristmill._wire.columns import Int64s, Ragged
 from gristmill._wire.steps import Steps
 from gristmill_service.config import RunConfig
-from gristmill_service.estimators import Float64s, Settings, TokenEstimator
+from gristmill_service.estimators import Float64s, GroupEstimator, Settings, TokenEstimator
 from gristmill_service.helper_thread import in_two_threads
 from gristmill_service.pipeline.credit import advantage, kl
 from gristmill_service.pipeline.credit.trained_tokens import (
@@ -53,8 +53,8 @@ class TokenCredit:
     """The advantages and returns of trained tokens.
 
     advantages: float64 (trained tokens,), whitened with `whiten: batch`. returns: float32 over the steps' responses, 0
-    where nothing is trained; None for advantages that clients sent. uncredited: the number of rewards that are in no
-    token's return.
+    where nothing is trained; None for advantages of steps and those that clients sent. uncredited: the number of
+    rewards that are in no token's return.
     """
 
     tokens: TrainedTokens
@@ -68,7 +68,8 @@ class Credit:
     """The advantages of a batch.
 
     advantages: float64 (trajectories,), whitened with `whiten: batch` and `trajectories`; zeros if `of_tokens` is set.
-    of_tokens: set with a `TokenEstimator`, and for advantages per token that clients sent and `whiten` changes.
+    of_tokens: set with a `TokenEstimator`, for advantages of steps, and for those of tokens that clients sent and
+    `whiten` changes.
     token_rewards: float32 over the steps' responses; set if they include a KL.
     """
 
@@ -94,10 +95,15 @@ def credit(
     per_token = isinstance(config.estimator, TokenEstimator)
     reference = config.kl_in_reward
     lengths = advantage.trajectory_tokens(rows.trajectories, loss_tokens, len(scores))
-    sent = received.steps.token_advantages
-    if sent is not None and config.whiten != "none":
+    sent, estimator = received.steps.token_advantages, config.estimator
+    compares_steps = isinstance(estimator, GroupEstimator) and estimator.compares_steps
+    if compares_steps or (sent is not None and config.whiten != "none"):
         tokens = trained_tokens(received, trained, kept_tokens(rows, len(trained)).most)
-        of_tokens = tokens.take(sent)
+        if sent is not None:
+            of_tokens = tokens.take(sent)
+        else:
+            of_steps = advantage.step_advantages(received, scores, lengths, config)
+            of_tokens = np.repeat(of_steps, np.diff(tokens.step_bounds))
         if config.whiten == "batch":
             whitened(of_tokens, out=of_tokens)
         return Credit(np.zeros(len(scores)), TokenCredit(tokens, of_tokens))

@@ -1,0 +1,121 @@
+"""`gigpo`: advantages of steps, compared with those of the same number."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gristmill._wire.rows import from_rows
+from gristmill_service.config import parse_config
+from gristmill_service.pipeline import build_batch
+from gristmill_service.pipeline.scored_batch import score_batch
+from tests import naive
+from tests.rows import make_config, make_row
+from tests.strategies import LAW, Row, batches_and_settings
+
+GIGPO: dict[str, Any] = {"advantage_estimator": "gigpo", "trajectory_score": "sum", "step_wise": True}
+RAW = {"grpo_norm_by_std": False}
+
+
+def rows_of(*trajectories: list[float], uid: str = "p") -> list[Row]:
+    """A prompt's samples, by the rewards of their steps, each of one token."""
+    return [
+        make_row(
+            uid=uid, sample=sample, step=step, last=step == len(rewards) - 1, prompt=[1], response=[2], reward=reward
+        )
+        for sample, rewards in enumerate(trajectories)
+        for step, reward in enumerate(rewards)
+    ]
+
+
+def advantages(rows: list[Row], *, omega: float = 1.0, gamma: float = 1.0, **settings: Any) -> list[float]:
+    """Of each trained token, in order of samples and steps."""
+    groups, samples = len({row["uid"] for row in rows}), len({row["sample"] for row in rows})
+    sizes = {"train_batch_size": groups, "policy_mini_batch_size": groups, "n_samples_per_prompt": samples}
+    rule = {"key": "index", "omega": omega, "gamma": gamma}
+    config = parse_config(make_config() | sizes | GIGPO | {"step_groups": rule} | settings)
+    credit = score_batch(from_rows(rows), config, None).credit
+    assert credit is not None
+    assert credit.of_tokens is not None
+    values: list[float] = credit.of_tokens.advantages.tolist()
+    return values
+
+
+def test_a_step_has_its_trajectorys_advantage_and_omega_times_its_own() -> None:
+    """Sums 3 and 1: ±1. Returns with a discount of 0.5: 1 + 0.5·2 = 2 and 1 of the first steps, 2 and 0 after them."""
+    rows = rows_of([1.0, 2.0], [1.0, 0.0])
+    assert advantages(rows, omega=2.0, gamma=0.5, **RAW) == [1 + 2 * 0.5, 1 + 2 * 1.0, -1 - 2 * 0.5, -1 - 2 * 1.0]
+    assert advantages(rows, omega=0.0) == pytest.approx([1 / (2**0.5 + 1e-6)] * 2 + [-1 / (2**0.5 + 1e-6)] * 2)
+
+
+def test_a_step_that_no_other_trajectory_has_gets_its_trajectorys_alone() -> None:
+    rows = rows_of([1.0, 5.0], [2.0])
+    assert advantages(rows, **RAW) == [2.0 + 2.0, 2.0, -2.0 - 2.0]
+    assert advantages(rows_of([1.0, 5.0]), **RAW) == [6.0, 6.0]
+
+
+def test_steps_of_other_groups_are_not_compared() -> None:
+    rows = rows_of([1.0, 2.0], [1.0, 0.0])
+    both = advantages([*rows, *rows_of([9.0], [7.0], uid="q")])
+    assert both[:4] == advantages(rows)
+
+
+def test_equal_returns_of_steps_add_exactly_nothing() -> None:
+    rows = rows_of([0.7, 0.7], [0.7, 0.7], [0.7, 0.7])
+    assert advantages(rows) == [0.0] * 6
+    assert advantages(rows_of([0.0, 0.7], [1.0, 0.7]), omega=1.0, **RAW) == [-1.0, -0.5, 1.0, 0.5]
+
+
+def test_the_standard_deviation_of_the_batch_is_that_of_all_returns_of_steps() -> None:
+    rows = [*rows_of([1.0, 2.0], [1.0, 0.0]), *rows_of([4.0], [4.0], uid="q")]
+    of_trajectories = advantages(rows, omega=0.0, grpo_std_over="batch")
+    own = [both - one for both, one in zip(advantages(rows, grpo_std_over="batch"), of_trajectories, strict=True)]
+    # Returns are 3, 2, 1, 0, 4, 4: variance 16 / 6 · 6 / 5.
+    std = ((sum(one**2 for one in (3, 2, 1, 0, 4, 4)) - 14**2 / 6) / 5) ** 0.5 + 1e-6
+    assert own == pytest.approx([1 / std, 1 / std, -1 / std, -1 / std, 0.0, 0.0])
+
+
+def test_whitening_is_over_trained_tokens() -> None:
+    rows = rows_of([1.0, 2.0], [1.0, 0.0])
+    raw = advantages(rows, gamma=0.5)
+    mean = sum(raw) / 4
+    variance = sum((one - mean) ** 2 for one in raw) / 3
+    expected = [(one - mean) / (variance + 1e-8) ** 0.5 for one in raw]
+    assert advantages(rows, gamma=0.5, whiten="batch") == pytest.approx(expected)
+
+
+@given(st.lists(st.integers(-8, 8).map(float), min_size=2, max_size=6), st.sampled_from([0.0, 0.5, 1.0]))
+def test_with_one_step_each_trajectory_has_grpos_advantage_once_and_omega_times(
+    rewards: list[float], omega: float
+) -> None:
+    rows = rows_of(*[[reward] for reward in rewards])
+    once = advantages(rows, omega=0.0)
+    assert advantages(rows, omega=omega) == [one + omega * one for one in once]
+
+
+@LAW
+@given(batches_and_settings(merge="none", loss_reduction="none"), st.integers(1, 4))
+def test_merging_layout_ranks_and_the_order_of_rows_change_no_advantage(
+    drawn: tuple[list[Row], dict[str, Any]], dp_size: int
+) -> None:
+    rows, config = drawn
+    config |= GIGPO | {"step_groups": {"key": "index", "omega": 0.5, "gamma": 0.5}}
+
+    def trained(rows: list[Row], **changes: Any) -> list[Any]:
+        batch = build_batch(from_rows(rows), parse_config(config | changes), run="r", batch=0)
+        return sorted(
+            (uid, int(row["sample"]), advantage)
+            for shard in batch.shards
+            if shard.address.model == "policy"
+            for row, uid in zip(naive.shard_rows(shard), naive.read_shard(shard)[1]["uids"], strict=True)
+            for advantage in row["advantages"][row["loss_mask"] == 1].tolist()
+        )
+
+    expected = trained(rows)
+    for changes in ({"merge": "prefix"}, {"merge": "tree"}, {"layout": "packed", "dp_size": dp_size}):
+        assert trained(rows, **changes) == expected
+    uids = dict.fromkeys(row["uid"] for row in rows)
+    assert trained([row for uid in uids for row in rows[::-1] if row["uid"] == uid]) == expected
