@@ -41,6 +41,8 @@ def test_ranks_under_torch_distributed_resume_and_train_as_one(service: Service,
             with client.trajectory(uid, 0) as trajectory:
                 trajectory.step([1], [2], reward=1.0, is_last_step=True)
         client.finish()
+        with TrainerClient(service.grpc_address, run_name, 0) as earlier:
+            earlier.load_state_dict({}, launch="earlier")
         before = client.status().models["policy"].incarnation
         common = (size, Path(directory) / "rendezvous", service.grpc_address, run_name, answers)
         ranks = [context.Process(target=_train, args=(rank, *common)) for rank in range(size)]

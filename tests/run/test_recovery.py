@@ -150,13 +150,14 @@ def test_positions_incarnations_and_versions_are_remembered(machine: Callable[..
     one.submit(*group_rows("a"), *group_rows("b"))
     one.make_batches()
     one.run.announce(3)
-    one.run.resume("policy", Checkpoint(Position(0)), "first")
+    resumed = one.run.resume("policy", Checkpoint(Position(0)), "first")
     one.train(Position(0), rank=1, commit=False)
     one.die()
     assert one.run.policy_version() == 3
     with pytest.raises(StaleIncarnationError):
         one.run.shard("policy", 0, None, 1)
-    assert [one.run.shard("policy", rank, None, 2).position for rank in range(2)] == [Position(0), Position(1)]
+    positions = [one.run.shard("policy", rank, None, resumed.incarnation).position for rank in range(2)]
+    assert positions == [Position(0), Position(1)]
 
 
 def test_rewards_that_came_later_are_kept_also_per_token(machine: Callable[..., Machine]) -> None:

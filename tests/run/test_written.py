@@ -171,12 +171,12 @@ class TestIncarnations:
         bench = forwarded()
         write(bench.run, 0, 0)
         before = bench.state.row_bytes
-        bench.run.resume("policy", Checkpoint(None), "second")
+        resumed = bench.run.resume("policy", Checkpoint(None), "second")
         assert bench.state.row_bytes < before
         assert len(bench.run.batch(0).awaits) == 8
         with pytest.raises(StaleIncarnationError):
             write(bench.run, 0, 0)
-        write_all(bench.run, incarnation=2)
+        write_all(bench.run, incarnation=resumed.incarnation)
         bench.make_batches()
         assert train_shards(bench.run) == as_sent_with_rows()
         assert bench.replayed() == bench.state
@@ -210,7 +210,7 @@ class TestIncarnations:
         assert bench.run.batch(0).state is BatchState.FORWARD
         assert len(bench.run.batch(0).awaits) == 8
         bench.run._builder._pipeline = plain
-        write_all(bench.run, incarnation=2)
+        write_all(bench.run, incarnation=bench.state.models["policy"].incarnation)
         bench.make_batches()
         assert train_shards(bench.run) == as_sent_with_rows()
         assert bench.replayed() == bench.state
@@ -228,7 +228,7 @@ class TestIncarnations:
         assert answer.state is BatchState.FORWARD
         assert {place[:2] for place in answer.awaits} == {(0, 0), (1, 0)}
         for mini_batch in range(2):
-            write(bench.run, mini_batch, 0, incarnation=2)
+            write(bench.run, mini_batch, 0, incarnation=bench.state.models["policy"].incarnation)
         bench.make_batches()
         assert bench.run.batch(0).state is BatchState.PUBLISHED
         assert bench.replayed() == bench.state

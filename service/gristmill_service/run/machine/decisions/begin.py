@@ -39,7 +39,7 @@ def begin(state: State, model: Model, ranks: Sequence[int], run_id: str) -> Deci
             "load_state_dict(state) with the state of a checkpoint to resume there, or load_state_dict({}) to train "
             "again from the last commit"
         )
-    began = RanksBegan(model, tuple(ranks), next_incarnation(state, model))
+    began = RanksBegan(model, tuple(ranks), next_incarnation(state, model, run_id))
 
     def answer(after: State) -> Resumed:
         behind = min(next_of(after, model, rank) for rank in ranks)

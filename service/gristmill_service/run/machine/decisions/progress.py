@@ -8,6 +8,7 @@ stored position stays before the batch until the rank acknowledges the batch or 
 from __future__ import annotations
 
 from collections.abc import Collection
+from zlib import crc32
 
 from gristmill.errors import (
     BatchFailedError,
@@ -28,7 +29,7 @@ from gristmill_service.run.machine.events import (
 )
 from gristmill_service.run.machine.state import Decision, ModelState, State
 
-# Each generation starts its incarnations at a number of its own.
+# Each generation starts its incarnations at a number of its own, and each run in the lower half of a generation.
 _INCARNATION_BITS = 20
 
 
@@ -80,9 +81,14 @@ def check_incarnation(state: State, model: Model, incarnation: int) -> None:
         )
 
 
-def next_incarnation(state: State, model: Model) -> int:
-    """Returns an incarnation that was never used, not even by a generation that was rolled back."""
-    return max(state.models[model].latest, (state.generation - 1) << _INCARNATION_BITS) + 1
+def next_incarnation(state: State, model: Model, run_id: str) -> int:
+    """Returns an incarnation that was never used, not even by a generation that was rolled back.
+
+    Its first number depends on the run's id, so that trainers of a deleted run of this name, which may still be
+    running, are refused: two runs use the same numbers once in half a million times.
+    """
+    of_run = crc32(run_id.encode()) >> (32 - _INCARNATION_BITS + 1)
+    return max(state.models[model].latest, ((state.generation - 1) << _INCARNATION_BITS) + of_run) + 1
 
 
 def batch_state(state: State, number: int) -> BatchState:

@@ -85,7 +85,7 @@ def resume(
         return _of_rank(state, model, rank, checkpoint, dp_size, run_id)
     dp_size = dp_size or state.dp_size
     with_dp_size(config, dp_size)
-    events = _events(state, model, checkpoint, launch, dp_size)
+    events = _events(state, model, checkpoint, launch, dp_size, run_id)
 
     def answer(after: State) -> Resumed:
         progress = after.models[model]
@@ -108,11 +108,11 @@ def _of_rank(
         )
     target = _target(state, model, checkpoint)
     _skipped(state, model, target, checkpoint)
-    began = RanksBegan(model, (rank,), next_incarnation(state, model), target)
+    began = RanksBegan(model, (rank,), next_incarnation(state, model, run_id), target)
     return [began], lambda after: Resumed(began.incarnation, target, run_id, after.generation)
 
 
-def _events(state: State, model: Model, checkpoint: Checkpoint, launch: str, dp_size: int) -> list[Event]:
+def _events(state: State, model: Model, checkpoint: Checkpoint, launch: str, dp_size: int, run_id: str) -> list[Event]:
     position, current = checkpoint.position, model_state(state, model)
     _check_launch(launch)
     if launch == current.launch:
@@ -134,9 +134,9 @@ def _events(state: State, model: Model, checkpoint: Checkpoint, launch: str, dp_
         )
     target = _target(state, model, checkpoint)
     skipped = _skipped(state, model, target, checkpoint)
-    resumed = ModelResumed(model, target, next_incarnation(state, model), launch)
+    resumed = ModelResumed(model, target, next_incarnation(state, model, run_id), launch)
     given_up = {event.batch for event in skipped}
-    resized = [] if dp_size == state.dp_size else _resized(state, dp_size, resumed, given_up)
+    resized = [] if dp_size == state.dp_size else _resized(state, dp_size, resumed, given_up, run_id)
     return [*skipped, *_dropped(state, model, bool(resized), given_up), *resized, resumed]
 
 
@@ -174,11 +174,11 @@ def _dropped(state: State, model: Model, is_resized: bool, given_up: set[int]) -
     ]
 
 
-def _resized(state: State, dp_size: int, resumed: ModelResumed, given_up: set[int]) -> list[Event]:
+def _resized(state: State, dp_size: int, resumed: ModelResumed, given_up: set[int], run_id: str) -> list[Event]:
     """Changes dp_size. The other model must resume before its ranks continue, because their number may have changed."""
     other_models = {model: progress for model, progress in state.models.items() if model != resumed.model}
     others = [
-        ModelResumed(model, min(progress.next), next_incarnation(state, model), "")
+        ModelResumed(model, min(progress.next), next_incarnation(state, model, run_id), "")
         for model, progress in other_models.items()
     ]
     first = min([resumed.position, *map(went_past, other_models.values())]).batch
