@@ -298,6 +298,25 @@ def test_rewards_may_have_components(api: Api, run_name: str) -> None:
     assert {"a": 0.0} in labels
 
 
+def test_steps_may_have_keys_by_which_gigpo_compares_them(api: Api, run_name: str) -> None:
+    settings = {"advantage_estimator": "gigpo", "trajectory_score": "sum", "grpo_norm_by_std": False}
+    api.create(run_name, CONFIG | settings | {"train_batch_size": 1, "policy_mini_batch_size": 1})
+    rows = [one | {"step_key": "hall" if one["is_last_step"] else ""} for one in group("a")]
+    with pytest.raises(Refused) as refused:
+        api.submit(run_name, [row("a", 0, step_key="k" * 1001)])
+    assert refused.value.code == "INVALID_ARGUMENT"
+    assert "sample 0 step 0: step_key" in refused.value.message
+    api.submit(run_name, rows[:1])
+    with pytest.raises(Refused) as refused:
+        api.submit(run_name, [rows[0] | {"step_key": "door"}])
+    assert refused.value.code == "ALREADY_EXISTS"
+    api.submit(run_name, rows)
+    assert api.batch(run_name, 0, wait_s=WAIT_S)["state"] == "published"
+    keys = json.loads(metadata(api.read(run_name, 0, 0, 0))["step_keys"])
+    assert all(of_row is None or of_row[-1] == "hall" for of_row in keys)
+    assert any(keys)
+
+
 def test_tokens_may_have_a_version_each(api: Api, run_name: str) -> None:
     api.create(run_name, CONFIG | {"stale": "mask", "max_staleness": 1, "train_batch_size": 1})
     with pytest.raises(Refused) as refused:

@@ -56,6 +56,20 @@ def test_rewards_per_token_come_with_the_step_or_later(
     assert shard["rewards"].tolist() == [pytest.approx([0, 0, 0.25, 0.3]), pytest.approx([0, 0, 0.5, 0.1])]
 
 
+def test_keys_of_steps_reach_the_micro_batches(client: RolloutClient, trainer: TrainerClient) -> None:
+    settings = {"advantage_estimator": "gigpo", "trajectory_score": "sum", "grpo_norm_by_std": False}
+    client.create_run(CONFIG | settings | {"loss_reduction": "none"})
+    for uid in client.begin_groups(prompts(0, 2)):
+        for sample in range(2):
+            with client.trajectory(uid, sample) as trajectory:
+                trajectory.step([1], [2], step_key="hall")
+                trajectory.step([9], [3], reward=float(sample), is_last_step=True)
+    shard = next(next(iter(trainer)).mini_batches())
+    keys = [key for micro in shard.micro_batches() for key in micro.metadata["step_keys"]]
+    assert keys == [["hall"], [""]] * (len(keys) // 2)
+    assert sorted({float(one) for one in shard["advantages"].reshape(-1)} - {0.0}) == [-1.0, -0.5, 0.5, 1.0]
+
+
 def test_components_of_rewards_come_with_the_last_step_and_reach_the_micro_batches(
     client: RolloutClient, trainer: TrainerClient
 ) -> None:

@@ -119,6 +119,7 @@ def rows(layout: str = "left_padded") -> list[Row]:
                 "stop_reason": "stop",
                 "tag": "math",
                 "reward_components": {"correct": 1.0},
+                "step_key": "hall",
                 "experts": np.zeros((2 + prompt + count, 2, 3), np.int16).tolist(),
                 "teacher": np.zeros((count, 2)).tolist(),
                 "verdict": True,

@@ -1,4 +1,4 @@
-"""`gigpo`: advantages of steps, compared with those of the same number."""
+"""`gigpo`: advantages of steps, compared with those of the same key or number."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.rows import make_config, make_row
 from tests.strategies import LAW, Row, batches_and_settings
 
 GIGPO: dict[str, Any] = {"advantage_estimator": "gigpo", "trajectory_score": "sum", "step_wise": True}
-RAW = {"grpo_norm_by_std": False}
+RAW: dict[str, Any] = {"grpo_norm_by_std": False}
 
 
 def rows_of(*trajectories: list[float], uid: str = "p") -> list[Row]:
@@ -31,11 +31,13 @@ def rows_of(*trajectories: list[float], uid: str = "p") -> list[Row]:
     ]
 
 
-def advantages(rows: list[Row], *, omega: float = 1.0, gamma: float = 1.0, **settings: Any) -> list[float]:
+def advantages(
+    rows: list[Row], *, key: str = "index", omega: float = 1.0, gamma: float = 1.0, **settings: Any
+) -> list[float]:
     """Of each trained token, in order of samples and steps."""
     groups, samples = len({row["uid"] for row in rows}), len({row["sample"] for row in rows})
     sizes = {"train_batch_size": groups, "policy_mini_batch_size": groups, "n_samples_per_prompt": samples}
-    rule = {"key": "index", "omega": omega, "gamma": gamma}
+    rule = {"key": key, "omega": omega, "gamma": gamma}
     config = parse_config(make_config() | sizes | GIGPO | {"step_groups": rule} | settings)
     credit = score_batch(from_rows(rows), config, None).credit
     assert credit is not None
@@ -55,6 +57,35 @@ def test_a_step_that_no_other_trajectory_has_gets_its_trajectorys_alone() -> Non
     rows = rows_of([1.0, 5.0], [2.0])
     assert advantages(rows, **RAW) == [2.0 + 2.0, 2.0, -2.0 - 2.0]
     assert advantages(rows_of([1.0, 5.0]), **RAW) == [6.0, 6.0]
+
+
+def keyed(rows: list[Row], *keys: str) -> list[Row]:
+    return [row | {"step_key": key} for row, key in zip(rows, keys, strict=True)]
+
+
+def test_steps_with_the_same_key_are_compared_also_of_one_trajectory_and_those_without_key_with_none() -> None:
+    """Sums 3 and 1: ±1. Returns are 3 and 2, and 1 and 0; hall has 3, 2 and 0, whose mean is 5 / 3."""
+    rows = keyed(rows_of([1.0, 2.0], [1.0, 0.0]), "hall", "hall", "", "hall")
+    expected = [1 + 3 - 5 / 3, 1 + 2 - 5 / 3, -1.0, -1 + 0 - 5 / 3]
+    assert advantages(rows, key="step_key", **RAW) == pytest.approx(expected)
+    assert advantages(rows_of([1.0, 2.0], [1.0, 0.0]), key="step_key", **RAW) == [1.0, 1.0, -1.0, -1.0]
+
+
+def test_without_settings_steps_are_compared_by_key() -> None:
+    rows = keyed(rows_of([1.0, 2.0], [1.0, 0.0]), "a", "b", "c", "b")
+    assert advantages(rows, step_groups=None, **RAW) == [1.0, 2.0, -1.0, -2.0]
+
+
+def test_shards_have_the_keys_of_each_rows_steps_and_none_for_padding() -> None:
+    rows = keyed(rows_of([0.0, 0.0], [1.0]), "hall", "", "door")
+    rows[1] |= {"prompt_token_ids": [1, 2, 5]}
+    sizes = {"train_batch_size": 1, "policy_mini_batch_size": 1, "n_samples_per_prompt": 2, "dp_size": 3}
+    config = parse_config(make_config() | sizes | GIGPO | {"merge": "prefix"})
+    shards = build_batch(from_rows(rows), config, run="r", batch=0).shards
+    keys = [naive.read_shard(shard)[1]["step_keys"] for shard in shards]
+    assert sorted(keys, key=str) == [[None], [["door"]], [["hall", ""]]]
+    bare = build_batch(from_rows(rows_of([0.0], [1.0])), config, run="r", batch=0).shards[0]
+    assert "step_keys" not in naive.read_shard(bare)[1]
 
 
 def test_steps_of_other_groups_are_not_compared() -> None:
@@ -97,12 +128,15 @@ def test_with_one_step_each_trajectory_has_grpos_advantage_once_and_omega_times(
 
 
 @LAW
-@given(batches_and_settings(merge="none", loss_reduction="none"), st.integers(1, 4))
+@given(
+    batches_and_settings(merge="none", loss_reduction="none"), st.integers(1, 4), st.sampled_from(["index", "step_key"])
+)
 def test_merging_layout_ranks_and_the_order_of_rows_change_no_advantage(
-    drawn: tuple[list[Row], dict[str, Any]], dp_size: int
+    drawn: tuple[list[Row], dict[str, Any]], dp_size: int, key: str
 ) -> None:
     rows, config = drawn
-    config |= GIGPO | {"step_groups": {"key": "index", "omega": 0.5, "gamma": 0.5}}
+    config |= GIGPO | {"step_groups": {"key": key, "omega": 0.5, "gamma": 0.5}}
+    rows = keyed(rows, *("ab"[len(row["response_ids"]) % 2] for row in rows))
 
     def trained(rows: list[Row], **changes: Any) -> list[Any]:
         batch = build_batch(from_rows(rows), parse_config(config | changes), run="r", batch=0)

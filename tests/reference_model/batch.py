@@ -228,6 +228,8 @@ class Batch:
         }
         if any(group.tag for group in self.groups):
             labels["tags"] = each(lambda row: self.group(row).tag, "")
+        if any(step["step_key"] for one in self.trajectories for step in one.steps):
+            labels["step_keys"] = each(lambda row: [row.trajectory.steps[step]["step_key"] for step in row.path], None)
         if any("reward_components" in one.steps[-1] for one in self.trajectories):
             labels["reward_components"] = each(lambda row: row.trajectory.steps[-1]["reward_components"], None)
         if self.config["layout"] == "prefix_tree":

@@ -147,7 +147,7 @@ def credit(groups: list[Group], rows: list[list[Merged]], config: Config) -> Cre
 
 def _of_steps(groups: list[Group], scores: list[float], config: Config) -> list[list[float]]:
     """`gigpo`: the advantages of each trajectory's steps."""
-    rule, by_grpo = config["step_groups"], {**config, "advantage_estimator": "grpo"}
+    rule, by_grpo = config["step_groups"] or {}, {**config, "advantage_estimator": "grpo"}
     returns = {id(one): _returns(one.steps, rule.get("gamma", 1.0)) for group in groups for one in group.trajectories}
     every = [value for of_one in returns.values() for value in of_one]
     result = list[list[float]]()
@@ -156,12 +156,16 @@ def _of_steps(groups: list[Group], scores: list[float], config: Config) -> list[
         for one, advantage in zip(group.trajectories, group_advantages(own, [], scores, by_grpo), strict=True):
             result.append([advantage] * len(one.steps))
         here = result[-len(group.trajectories) :]
-        for number in range(max(len(one.steps) for one in group.trajectories)):
-            among = [place for place, one in enumerate(group.trajectories) if len(one.steps) > number]
-            if len(among) > 1:
-                compared = [returns[id(group.trajectories[place])][number] for place in among]
-                for place, advantage in zip(among, group_advantages(compared, [], every, by_grpo), strict=True):
-                    here[place][number] += rule.get("omega", 1.0) * advantage
+        by_key: dict[Any, list[tuple[int, int]]] = {}
+        for place, one in enumerate(group.trajectories):
+            for number, step in enumerate(one.steps):
+                key = number if rule.get("key") == "index" else step["step_key"]
+                by_key.setdefault(key, []).append((place, number))
+        for key, among in by_key.items():
+            if len(among) > 1 and key != "":
+                compared = [returns[id(group.trajectories[place])][number] for place, number in among]
+                for at, advantage in zip(among, group_advantages(compared, [], every, by_grpo), strict=True):
+                    here[at[0]][at[1]] += rule.get("omega", 1.0) * advantage
     return result
 
 

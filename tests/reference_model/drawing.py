@@ -28,6 +28,7 @@ def drawn(seed: str) -> tuple[list[Row], Config]:
         "rollout_logprobs": _maybe(random) or config.get("kl_from") == "rollout_logprobs",
         "stop_reason": _maybe(random, 0.8),
         "token_rewards": _maybe(random, 0.3),
+        "step_key": _maybe(random, 0.2) or config["advantage_estimator"] == "gigpo",
         "reward_components": _maybe(random, 0.2) or config["advantage_estimator"] == "gdpo",
         "token_advantages": _maybe(random) and config["whiten"] != "trajectories",
     }
@@ -127,7 +128,11 @@ def _credit(random: Random, config: Config) -> None:
         config["columns"] = [_response_column("old_logprobs"), _response_column("sum_pi_squared")]
     if estimator == "gigpo":
         config["trajectory_score"] = "sum"
-        config["step_groups"] = {"key": "index", "omega": some([0.0, 0.5, 1.0]), "gamma": some([0.0, 0.5, 1.0])}
+        config["step_groups"] = {
+            "key": some(["index", "step_key"]),
+            "omega": some([0.0, 0.5, 1.0]),
+            "gamma": some([0.0, 0.5, 1.0]),
+        }
     if estimator in ("gae", "reinforce++", "otb", "gigpo") and config["whiten"] == "trajectories":
         config["whiten"] = "batch"
     if estimator == "gae":
@@ -230,6 +235,8 @@ def _trajectory(random: Random, config: Config, prompt: list[int], kinds: int, h
         }
         if has["reward_components"] and step == count - 1:
             row["reward_components"] = {"correct": random.choice(REWARDS), "format": random.choice(REWARDS)}
+        if has["step_key"]:
+            row["step_key"] = random.choice(["", "hall", "hall", "door"])
         if has["stop_reason"]:
             row["stop_reason"] = random.choice(["stop", "stop", "length"])
         if has["token_rewards"]:

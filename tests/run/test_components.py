@@ -1,4 +1,4 @@
-"""Components of rewards, through a run's rows and its log."""
+"""Components of rewards and keys of steps, through a run's rows and its log."""
 
 from __future__ import annotations
 
@@ -60,3 +60,17 @@ def test_a_batch_gets_the_components_of_its_rows() -> None:
     (batch,) = bench.state.batches
     bench.make_batches()
     assert bench.build_batch.batches[batch].reward_components == ['{"x": 1.0}'] * 2
+
+
+def test_keys_of_steps_are_of_their_content_and_outlive_a_restart() -> None:
+    bench = Bench(train_batch_size=1, policy_mini_batch_size=1)
+    rows = group_rows("a", step_key="hall")
+    bench.submit(rows[0])
+    with pytest.raises(AlreadyExistsError, match="different content was accepted for this step"):
+        bench.submit(rows[0] | {"step_key": "door"})
+    bench.submit(*rows)
+    bench.reopen()
+    assert bench.replayed() == bench.state
+    (batch,) = bench.state.batches
+    bench.make_batches()
+    assert bench.build_batch.batches[batch].step_keys == ["hall"] * 2

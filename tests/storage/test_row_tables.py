@@ -59,6 +59,12 @@ def test_components_of_rewards_are_stored_with_their_rows() -> None:
     assert stored.reward_components == steps.reward_components == ['{"a": 0.5, "b": 1.0}', ""]
 
 
+def test_keys_of_steps_are_stored_with_their_rows() -> None:
+    steps = table(row("u", 1) | {"step_key": "hall"}, row("u", 2))
+    stored = row_tables.decode(row_tables.encode(steps).joined())
+    assert stored.step_keys == steps.step_keys == ["hall", ""]
+
+
 def test_a_description_that_has_not_one_value_per_row_is_refused() -> None:
     longer = replace(table(row("u", 1), row("v", 2)), samples=np.array([1, 2, 3], np.int32))
     with pytest.raises(InvalidArgumentError, match="a column does not have one value per row"):

@@ -72,6 +72,9 @@ def table(*rows: Row, **kwargs: Any) -> Steps:
         ({"reward_components": {"a" * 101: 1}}, "the name 'aaaaaaaaaaaaaaaaaaaa'... has 101 characters"),
         ({"reward_components": {str(name): 1 for name in range(65)}}, "has 65 names, and the limit is 64; send fewer"),
         ({"reward_components": {"a": 1}, "is_last_step": False}, "is set, and is_last_step is false; send it with"),
+        ({"step_key": "k" * 1001}, "step_key 'k+'... has 1001 characters, .*; shorten it"),
+        ({"step_key": 7}, "step_key is 7"),
+        ({"step_key": "\ud800"}, "step_key is .* not valid Unicode"),
         ({"stop_reason": "\ud800"}, "stop_reason is .* not valid Unicode: surrogates not allowed"),
         ({"reward": "high"}, "reward is 'high'; expected a number"),
         ({"sample": -1}, "sample is -1"),
@@ -167,6 +170,13 @@ def test_the_wire_gives_back_components_of_rewards() -> None:
     received = decode(rows_pb2.Rows.FromString(encode(sent).SerializeToString()))
     assert received.reward_components == sent.reward_components == ["", '{"a": 0.1, "b": 1.0}']
     assert [one.get("reward_components") for one in to_rows(received)] == [None, {"a": 0.1, "b": 1.0}]
+
+
+def test_the_wire_gives_back_keys_of_steps() -> None:
+    sent = concat([table({}), table({"step_key": "hall"})])
+    received = decode(rows_pb2.Rows.FromString(encode(sent).SerializeToString()))
+    assert received.step_keys == sent.step_keys == ["", "hall"]
+    assert [one.get("step_key") for one in to_rows(received)] == [None, "hall"]
 
 
 @LAW

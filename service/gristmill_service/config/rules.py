@@ -74,10 +74,6 @@ def _check_step_groups(config: RunConfig) -> None:
     name, estimator = config.advantage_estimator, config.estimator
     if not (isinstance(estimator, GroupEstimator) and estimator.compares_steps):
         return
-    if config.step_groups is None:
-        raise InvalidArgumentError(
-            f"advantage_estimator: {name} needs step_groups, which is not set; set step_groups: {{key: index}}"
-        )
     if config.trajectory_score != "sum":
         raise InvalidArgumentError(
             f"trajectory_score: {config.trajectory_score} is not what advantage_estimator: {name} compares, which is "

@@ -164,11 +164,12 @@ class LengthPenalty(BaseModel):
 
 class StepGroups(BaseModel):
     """The advantages of steps that `gigpo` adds to those of trajectories, `omega` times. Steps of a prompt group are
-    compared if they have the same number (`key: index`), by their returns with the discount `gamma`."""
+    compared if they have the same `step_key`, or the same number (`key: index`), by their returns with the discount
+    `gamma`."""
 
     model_config = _STRICT
 
-    key: Literal["index"]
+    key: Literal["step_key", "index"] = "step_key"
     omega: Factor = 1.0
     gamma: Discount = 1.0
 

@@ -221,6 +221,7 @@ def _strings(table: Steps) -> dict[str, list[str]]:
         "stop_reasons": table.stop_reasons,
         "tags": table.tags,
         "reward_components": table.reward_components,
+        "step_keys": table.step_keys,
     }
     return {name: [*values] for name, values in strings.items() if values is not None and any(values)}
 
@@ -362,6 +363,7 @@ def steps_from(
         stop_reasons=strings.get("stop_reasons") or [""] * len(uids),
         tags=strings.get("tags"),
         reward_components=strings.get("reward_components"),
+        step_keys=strings.get("step_keys"),
         extras=extras,
         **single,
         **by_token,

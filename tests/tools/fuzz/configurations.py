@@ -20,7 +20,7 @@ _MORE: list[dict[str, Any]] = [
         "advantage_estimator": "gigpo",
         "trajectory_score": "sum",
         "step_wise": True,
-        "step_groups": {"key": "index", "omega": 0.5},
+        "step_groups": {"key": "step_key", "omega": 0.5},
     },
     {"length_penalty": {"output_tokens": 0.1, "turns": 0.5}},
     {"advantage_estimator": "gdpo", "component_weights": {"format": 0.5}, "whiten": "trajectories"},

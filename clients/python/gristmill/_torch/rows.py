@@ -21,7 +21,7 @@ from gristmill.errors import FailedPreconditionError, InvalidArgumentError
 
 # Names of metadata with one value per row, including metadata within loss_denominators.
 _OF_ROWS = (
-    *("uids", "rounds", "stop_reasons", "tags", "reward_components", "response_lengths"),
+    *("uids", "rounds", "stop_reasons", "tags", "reward_components", "step_keys", "response_lengths"),
     *("row_tokens", "prompt_tokens", "trajectory_tokens"),
 )
 

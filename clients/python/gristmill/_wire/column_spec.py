@@ -64,6 +64,8 @@ BUILT_IN = frozenset(
             "tag",
             "tags",
             "reward_components",
+            "step_key",
+            "step_keys",
             "n_samples",
             "trajectory_ids",
             "samples",

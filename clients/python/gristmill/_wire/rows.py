@@ -92,6 +92,8 @@ def to_rows(table: Steps, columns: Sequence[ColumnSpec] = ()) -> Iterator[dict[s
             row["advantage"] = float(table.advantages[index])
         if table.tags is not None and table.tags[index]:
             row["tag"] = table.tags[index]
+        if table.step_keys is not None and table.step_keys[index]:
+            row["step_key"] = table.step_keys[index]
         if table.reward_components is not None and (text := table.reward_components[index]):
             row[components.FIELD] = components.from_text(text)
         row |= {name: column[index].tolist() for name, column in of_tokens}

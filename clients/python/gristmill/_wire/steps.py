@@ -23,7 +23,7 @@ from gristmill.errors import InvalidArgumentError
 UNKNOWN = -1
 LONGEST_TAG = LONGEST_COMPONENT = 100
 MOST_COMPONENTS = 64
-LONGEST_UID = LONGEST_STOP_REASON = 1000
+LONGEST_UID = LONGEST_TEXT = 1000
 INT32_MAX = 2**31 - 1
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 # np.errstate takes as long as reading about this number of values.
@@ -163,8 +163,8 @@ class Steps:
     token_versions: ragged int32, the policy version that sampled each response token, -1 if unknown; None if no row has
         any. `policy_versions` is then the oldest version of each row.
     tags: (n,) the environment or task of each row's group, "" if the row has none; None if no row has any.
-    reward_components: (n,) the components of each trajectory's reward on its last step, as text
-        (`gristmill._wire.components`), "" for other rows; None if no row has any.
+    reward_components: (n,) the components of rewards on last steps, as JSON, "" for other rows; None if no row has any.
+    step_keys: (n,) a key of each step, such as a hash of a state, "" if the step has none; None if no row has any.
     prefix_lengths: int64 (n,), how many first tokens of each row are omitted in `tokens` because another row has them;
         None if all rows are whole.
     """
@@ -190,6 +190,7 @@ class Steps:
     token_versions: Ragged | None = None
     tags: Sequence[str] | None = None
     reward_components: Sequence[str] | None = None
+    step_keys: Sequence[str] | None = None
     prefix_lengths: Int64s | None = None
 
     def __len__(self) -> int:
@@ -262,7 +263,7 @@ def _concat_column(name: str, tables: Sequence[Steps]) -> Any:
         }
     if name in ("uids", "stop_reasons"):
         return [value for column in columns for value in column]
-    if name in ("tags", "reward_components"):
+    if name in ("tags", "reward_components", "step_keys"):
         return strings_of(name, tables)
     if name == "token_versions" and any(column is not None for column in columns):
         columns = [versions_of_tokens(table) for table in tables]
@@ -373,10 +374,10 @@ def _check_identity(table: Steps) -> None:
         raise InvalidArgumentError(f"row {list(table.uids).index('')}: uid is empty; set the uid of the row's prompt")
     if max(map(len, table.uids), default=0) > LONGEST_UID:
         check_uid(max(table.uids, key=len))
-    if max(map(len, table.stop_reasons), default=0) > LONGEST_STOP_REASON:
-        reason = max(table.stop_reasons, key=len)
-        subject = f"{table.name(list(table.stop_reasons).index(reason))}: stop_reason {reason[:50]!r}..."
-        check_length(reason, LONGEST_STOP_REASON, subject, "shorten it")
+    for name, texts in (("stop_reason", table.stop_reasons), ("step_key", table.step_keys or ())):
+        if max(map(len, texts), default=0) > LONGEST_TEXT:
+            row, text = max(enumerate(texts), key=lambda numbered: len(numbered[1]))
+            check_length(text, LONGEST_TEXT, f"{table.name(row)}: {name} {text[:50]!r}...", "shorten it")
     for row, text in enumerate(table.reward_components or ()):
         if text:
             _check_components(table, row, json.loads(text))

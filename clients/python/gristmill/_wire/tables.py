@@ -40,6 +40,7 @@ SCALARS: dict[str, tuple[type, Any]] = {
     **{one.key: (type(one.default), one.default) for one in ROW_FIELDS},
     "stop_reason": (str, ""),
     "tag": (str, ""),
+    "step_key": (str, ""),
 }
 """Fields with one value per row: their type, and the default value."""
 
@@ -241,6 +242,7 @@ class ValueColumns:
                 },
                 token_versions=token_versions,
                 tags=scalars["tag"] if any(scalars["tag"]) else None,
+                step_keys=scalars["step_key"] if any(scalars["step_key"]) else None,
                 reward_components=self._components and self._components[part],
                 **numbers,
                 **plain,

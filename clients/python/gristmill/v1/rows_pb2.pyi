@@ -93,6 +93,7 @@ class Rows(google.protobuf.message.Message):
     TAGS_FIELD_NUMBER: builtins.int
     TOKEN_POLICY_VERSIONS_FIELD_NUMBER: builtins.int
     REWARD_COMPONENTS_FIELD_NUMBER: builtins.int
+    STEP_KEYS_FIELD_NUMBER: builtins.int
     tokens: builtins.bytes
     """int32: each row's prompt_token_ids, then its response_ids, without what prefix_lengths leaves out."""
     loss_mask: builtins.bytes
@@ -195,6 +196,12 @@ class Rows(google.protobuf.message.Message):
         have the same names, or none. Empty: no row has any.
         """
 
+    @property
+    def step_keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """A key of each step, such as a hash of the environment's state, at most 1000 characters, empty if the step has none.
+        Empty: no row has one.
+        """
+
     def __init__(
         self,
         *,
@@ -224,8 +231,9 @@ class Rows(google.protobuf.message.Message):
         tags: collections.abc.Iterable[builtins.str] | None = ...,
         token_policy_versions: builtins.bytes = ...,
         reward_components: collections.abc.Iterable[global___RewardComponents] | None = ...,
+        step_keys: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["advantages", b"advantages", "attempts", b"attempts", "column_values", b"column_values", "columns", b"columns", "is_last_steps", b"is_last_steps", "loss_mask", b"loss_mask", "padding", b"padding", "policy_versions", b"policy_versions", "prefix_checksums", b"prefix_checksums", "prefix_lengths", b"prefix_lengths", "prompt_lengths", b"prompt_lengths", "response_lengths", b"response_lengths", "reward_components", b"reward_components", "rewards", b"rewards", "rewards_pending", b"rewards_pending", "rollout_logprobs", b"rollout_logprobs", "rounds", b"rounds", "samples", b"samples", "steps", b"steps", "stop_reasons", b"stop_reasons", "tags", b"tags", "token_advantages", b"token_advantages", "token_policy_versions", b"token_policy_versions", "token_rewards", b"token_rewards", "tokens", b"tokens", "uids", b"uids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["advantages", b"advantages", "attempts", b"attempts", "column_values", b"column_values", "columns", b"columns", "is_last_steps", b"is_last_steps", "loss_mask", b"loss_mask", "padding", b"padding", "policy_versions", b"policy_versions", "prefix_checksums", b"prefix_checksums", "prefix_lengths", b"prefix_lengths", "prompt_lengths", b"prompt_lengths", "response_lengths", b"response_lengths", "reward_components", b"reward_components", "rewards", b"rewards", "rewards_pending", b"rewards_pending", "rollout_logprobs", b"rollout_logprobs", "rounds", b"rounds", "samples", b"samples", "step_keys", b"step_keys", "steps", b"steps", "stop_reasons", b"stop_reasons", "tags", b"tags", "token_advantages", b"token_advantages", "token_policy_versions", b"token_policy_versions", "token_rewards", b"token_rewards", "tokens", b"tokens", "uids", b"uids"]) -> None: ...
 
 global___Rows = Rows
 

@@ -122,6 +122,7 @@ class Row(BaseModel):
     reward_components: dict[str, float] | None = Field(
         None, description="On the last step: components of the trajectory's reward, by name, for gdpo."
     )
+    step_key: str = Field("", description="A key of the step, such as a hash of the environment's state, for gigpo.")
     tag: str = Field("", description="The environment or task; the same in all rows of a group.")
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from gristmill._wire.columns import Int64s, Ragged
-from gristmill_service.config import RunConfig
+from gristmill_service.config import RunConfig, StepGroups
 from gristmill_service.estimators import Float64s, GroupEstimator, Groups, discounted_sums, flat, group_advantages
 from gristmill_service.pipeline.credit.length_penalty import penalized
 from gristmill_service.pipeline.credit.whitening import whitened_with_counts
@@ -100,23 +100,34 @@ def _estimated(received: Received, scores: Float64s, tokens: Float64s, config: R
 
 def step_advantages(received: Received, scores: Float64s, tokens: Float64s, config: RunConfig) -> Float64s:
     """Returns the advantage of each step, not yet whitened: that of its trajectory plus `omega` times its own, which
-    compares its return with those of steps with the same number; float64 (steps,). A step that compares with none has
-    0 of its own. tokens: `trajectory_tokens`."""
-    estimator, rule, bounds = config.estimator, config.step_groups, received.trajectory_bounds
+    compares its return with those of the steps of its group with the same key (`step_groups`); float64 (steps,). A step
+    that compares with none has 0 of its own. tokens: `trajectory_tokens`."""
+    estimator, rule, bounds = config.estimator, config.step_groups or StepGroups(), received.trajectory_bounds
     assert isinstance(estimator, GroupEstimator), "only these compare steps"
-    assert rule is not None, "the configuration requires it"
     of_trajectories = _estimated(received, penalized(received, scores, config), tokens, config)
-    numbers, lengths = received.steps.steps.astype(np.int64), np.diff(bounds)
-    returns, own = discounted_sums(received.steps.rewards, bounds, rule.gamma), np.zeros(len(numbers))
+    keys, lengths = _step_keys(received, rule), np.diff(bounds)
+    returns, own = discounted_sums(received.steps.rewards, bounds, rule.gamma), np.zeros(len(keys))
     batch_std = _exact_std(returns) if config.grpo_std_over == "batch" else 0.0
-    keys = np.repeat(received.trajectory_groups, lengths) * (numbers.max(initial=0) + 1) + numbers
-    order = np.argsort(keys, kind="stable")
-    edges = np.append(np.flatnonzero(np.diff(keys[order], prepend=-1)), len(keys))
+    of_groups = np.repeat(received.trajectory_groups, lengths) * (keys.max(initial=0) + 1) + keys
+    order = np.argsort(of_groups, kind="stable")
+    order = order[keys[order] >= 0]
+    edges = np.append(np.flatnonzero(np.diff(of_groups[order], prepend=-1)), len(order))
     for _, places in by_size(edges):
         if places.shape[1] > 1:
             steps = order[places]
             own[steps] = group_advantages(estimator, Groups(returns[steps], np.ones(steps.shape), batch_std), config)
     return np.repeat(of_trajectories, lengths) + rule.omega * own
+
+
+def _step_keys(received: Received, rule: StepGroups) -> Int64s:
+    """Returns a number for the key of each step, equal for equal keys; -1 for a step without one; int64 (steps,)."""
+    texts = received.steps.step_keys
+    if rule.key == "index":
+        return received.steps.steps.astype(np.int64)
+    if texts is None:
+        return np.full(len(received.steps), -1)
+    numbers = {"": -1} | {text: number for number, text in enumerate(dict.fromkeys(filter(None, texts)))}
+    return np.fromiter(map(numbers.__getitem__, texts), np.int64, len(texts))
 
 
 def _of_groups(

@@ -237,8 +237,8 @@ Labels = dict[str, NDArray[Any]]
 
 def row_labels(scored: ScoredBatch) -> Labels:
     """Returns each row's uid, round and stop reason; its tag if any group has one; its trajectory's reward components
-    if trajectories have them; and with `layout: prefix_tree` the length of its response, which no mask shows then.
-    (rows + 1,) each, the padding row's last."""
+    if trajectories have them; the keys of its steps if steps have them; and with `layout: prefix_tree` the length of
+    its response, which no mask shows then. (rows + 1,) each, the padding row's last."""
     received, rows = scored.received, scored.rows
     uids = [uid for _, uid in received.groups]
     # Includes dropped groups, so that a search for one does not find padding.
@@ -247,9 +247,12 @@ def row_labels(scored: ScoredBatch) -> Labels:
     lasts = np.append(rows.last, len(received.steps))
     lengths = {} if scored.sharing is None else {"response_lengths": np.append(rows.response_lengths, 0)}
     tags = {"tags": _objects([*received.tags, ""])[groups]} if any(received.tags) else {}
-    components = {}
+    components: Labels = {}
     if (of_trajectories := received.components) is not None:
         components = {"reward_components": _objects([*of_trajectories, None])[np.append(rows.trajectories, -1)]}
+    if (keys := received.steps.step_keys) is not None and any(keys):
+        paths = np.split(rows.steps, rows.edges[1:-1])
+        components["step_keys"] = _objects([*([keys[step] for step in path] for path in paths), None])
     return {
         "uids": _objects([*uids, _unused("padding", taken)])[groups],
         "rounds": np.array([*(round_ for round_, _ in received.groups), -1])[groups],
@@ -315,10 +318,8 @@ def _tokens(denominators: Sequence[Denominators], rows: int) -> dict[str, Int64s
 
 
 def _objects(values: Sequence[Any]) -> NDArray[np.object_]:
-    """Returns strings or mappings as an array that rows can index."""
-    array = np.empty(len(values), np.object_)
-    array[:] = values
-    return array
+    """Returns strings, mappings or lists as an array that rows can index."""
+    return np.fromiter(values, np.object_, len(values))
 
 
 def _unused(name: str, taken: set[str]) -> str:

@@ -128,6 +128,11 @@ class RowDigests:
             # JSON has no zero byte, and a text without it is a stop reason alone.
             texts = [f"\0{text}".encode() if text else b"" for text in steps.reward_components]
             self._texts = [*map(bytes.__add__, self._texts, texts)]
+        if steps.step_keys is not None:
+            self._texts = [
+                text + f"\0\0{key}".encode() if key else text
+                for text, key in zip(self._texts, steps.step_keys, strict=True)
+            ]
         self._values: list[Sequence[Any]] = [steps.loss_mask.memory(), *_plain_parts(steps)]
         if steps.token_advantages is not None:
             self._values.append(steps.token_advantages.memory())

@@ -64,7 +64,7 @@ def gather(
     if token_rewards:
         ragged["token_rewards"] = _token_rewards(rows, stored)
     strings = {"tags": [one.tag for one in picked]} | {
-        name: [row.text(name) for row in rows] for name in ("stop_reasons", "reward_components")
+        name: [row.text(name) for row in rows] for name in ("stop_reasons", "reward_components", "step_keys")
     }
     columns_of_text = {name: values for name, values in strings.items() if any(values)}
     uids = [one.trajectory.uid for one in stored]

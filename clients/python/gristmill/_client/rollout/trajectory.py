@@ -35,6 +35,7 @@ class StepFields(TypedDict, total=False):
     policy_versions: Any
     advantage: Any
     reward_components: Mapping[str, float] | None
+    step_key: str
     columns: Mapping[str, Any] | None
 
 
@@ -84,6 +85,7 @@ class AsyncTrajectory:
         policy_versions: Any = None,
         advantage: Any = None,
         reward_components: Mapping[str, float] | None = None,
+        step_key: str = "",
         columns: Mapping[str, Any] | None = None,
     ) -> bool:
         self._raise_failure()
@@ -104,6 +106,7 @@ class AsyncTrajectory:
                 policy_versions=policy_versions,
                 advantage=advantage,
                 reward_components=reward_components,
+                step_key=step_key,
                 columns=values,
                 declared=declared.columns,
                 shared=declared.shared,
@@ -230,6 +233,7 @@ class Trajectory:
         policy_versions: Any = None,
         advantage: Any = None,
         reward_components: Mapping[str, float] | None = None,
+        step_key: str = "",
         columns: Mapping[str, Any] | None = None,
     ) -> bool:
         """Adds the next step. Returns False if the trajectory `is_dropped`; then stop sampling it.
@@ -242,6 +246,7 @@ class Trajectory:
         policy_versions: a version for each response token, -1 if unknown, for weights that changed during the step.
         reward_components: on the last step, the components of the trajectory's reward by name, which the estimator
             `gdpo` reads. They do not change `reward`.
+        step_key: a key of the step, such as a hash of the environment's state; `gigpo` compares steps with equal keys.
         columns: values of the run's declared columns, by name, in the shape of the declared scope. The first step with
             columns requests the declared columns from the service, unless this client created the run.
 
@@ -271,6 +276,7 @@ class Trajectory:
                 policy_versions=policy_versions,
                 advantage=advantage,
                 reward_components=reward_components,
+                step_key=step_key,
                 columns=columns,
             )
         )

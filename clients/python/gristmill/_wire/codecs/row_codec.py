@@ -116,6 +116,7 @@ def small_fields(tables: Sequence[Steps], prefixes: Prefixes | None = None) -> r
         advantages=() if first.advantages is None else _column(tables, "advantages").tolist(),
         stop_reasons=_stop_reasons(tables),
         tags=strings_of("tags", tables) or (),
+        step_keys=strings_of("step_keys", tables) or (),
         reward_components=[
             rows_pb2.RewardComponents(values=components.from_text(text))
             for text in strings_of("reward_components", tables) or ()
@@ -207,6 +208,7 @@ def read(message: rows_pb2.Rows, apart: Buffers, column_values: Sequence[memoryv
         extras=_extras(message.columns, [*column_values, *message.column_values], count) if message.columns else {},
         token_versions=token_versions,
         tags=_strings(message.tags, "tags", count) if message.tags else None,
+        step_keys=_strings(message.step_keys, "step_keys", count) if message.step_keys else None,
         reward_components=_components(message, uids) if message.reward_components else None,
         prefix_lengths=None if prefixes is None else prefixes.lengths,
         **plain,
