@@ -60,11 +60,11 @@ def test_the_same_bytes_again_are_no_error_and_others_are_one(api: Api, run: str
     with pytest.raises(Refused) as refused:
         api.write(run, PLACES[0], 1, save({"values": tensors["values"] + 1}))
     assert (refused.value.code, refused.value.kind) == ("ALREADY_EXISTS", "AlreadyExistsError")
-    api.resume(run, "second")
+    second = api.resume(run, "second")["incarnation"]
     with pytest.raises(Refused) as refused:
         api.write(run, PLACES[0], 1, save(tensors))
     assert refused.value.kind == "StaleIncarnationError"
-    assert api.write(run, PLACES[0], 2, save({"values": tensors["values"] + 1})) == 3
+    assert api.write(run, PLACES[0], second, save({"values": tensors["values"] + 1})) == 3
 
 
 @pytest.mark.parametrize(

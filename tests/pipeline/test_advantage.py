@@ -23,7 +23,9 @@ from tests.strategies import Row
 
 
 def config(estimator: str, n: int = 4, **more: Any) -> RunConfig:
-    return parse_config(make_config(n_samples_per_prompt=n, advantage_estimator=estimator, step_wise=False) | more)
+    # gigpo compares sums of steps' rewards alone.
+    settings = {"advantage_estimator": estimator, "step_wise": False, "trajectory_score": "sum"}
+    return parse_config(make_config(n_samples_per_prompt=n) | settings | more)
 
 
 def group_advantages(

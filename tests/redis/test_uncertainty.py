@@ -258,7 +258,8 @@ class TestRollback:
         """The store and the log of another, which took the run over after it was forgotten in part."""
         self.forget(server, 2)
         expire(store)
-        other = join(server.url, **options)
+        # Renewals, which take reports along, come every third of a lease.
+        other = join(server.url, **({"lease_s": 6.0} | options))
         return other, other.open("run")
 
     def test_a_caller_that_was_sent_more_learns_it_when_the_log_is_opened_again(
@@ -287,7 +288,7 @@ class TestRollback:
         replay = again.replay()
         assert (replay.is_short(), replay.generation) == (True, 5)
         again.close()
-        other = join(redis_server.url)
+        other = join(redis_server.url, lease_s=6.0)
         owned = other.open("run")
         assert owned.replay().generation == 0, "it was never reported"
         with pytest.raises(OwnedElsewhereError):
@@ -391,7 +392,7 @@ class TestRollback:
         self, redis_server: RedisServer, store: RedisRunStore, log: RedisRunLog, join: Join
     ) -> None:
         expire(store)
-        taken = join(redis_server.url).open("run")
+        taken = join(redis_server.url, lease_s=6.0).open("run")
         started(taken)
         taken.append(b"goes on", {})
         log.close()
