@@ -19,7 +19,7 @@ VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"$$/\1/p' clients/python/gris
 LOCK := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate --no-header \
 	--no-emit-package colorama
 
-.PHONY: help setup dev axe pictures demo test test-slow test-all test-trainers test-later test-environments test-engines $(PACKAGES:%=test-%) $(LATER:%=test-%) check docs manifests bench bench-peers bench-trl bench-skyrl bench-verl chaos fuzz protos format clean
+.PHONY: help setup dev axe pictures demo test test-slow test-laws test-all test-trainers test-later test-environments test-engines $(PACKAGES:%=test-%) $(LATER:%=test-%) check docs manifests bench bench-peers bench-trl bench-skyrl bench-verl chaos fuzz protos format clean
 .PHONY: requirements version chart-version dist release-check image-test baseline formats
 
 help:  ## Show this help
@@ -54,9 +54,11 @@ test: dev  ## Run all tests but the slow ones: 5 minutes on two cores
 	$(PYTEST) -m "not slow" --durations 10 --durations-min 5
 
 # Slow tests wait more than they compute: three for each two cores.
-test-slow: dev  ## Run the slow tests: those that start processes or wait for real time; and laws with many more examples
+test-slow: dev  ## Run the slow tests: those that start processes or wait for real time
 	$(PYTEST) -m slow -n $$(($$(nproc) * 3 / 2)) --durations 20 --durations-min 5
-	LAW_EXAMPLES=100 $(PYTEST) $(LAWS)
+
+test-laws: dev  ## Run the laws with four times as many examples, by hand and before a release
+	LAW_EXAMPLES=200 $(PYTEST) $(LAWS)
 
 test-all: dev  ## Run all tests, slow ones too
 	$(PYTEST)
