@@ -76,13 +76,16 @@ class Estimator:
 
     settings: the settings that not every estimator reads. columns: the response columns that the run must declare.
     reads_components: whether each of `reward_components` takes the place of the scores, and the advantages are summed
-    by `component_weights`.
+    by `component_weights`. compares_groups: whether a `TokenEstimator` compares the trajectories of a prompt group.
+    compares_steps: whether a `GroupEstimator` also compares steps.
     """
 
     name: str
     settings: tuple[str, ...] = ()
     columns: tuple[str, ...] = ()
     reads_components: bool = False
+    compares_groups: bool = False
+    compares_steps: bool = False
 
     @property
     def takes_advantages(self) -> bool:
@@ -96,13 +99,12 @@ class GroupEstimator(Estimator):
 
     compute: returns the advantages of groups of two or more trajectories with different scores; float64 (groups,
     trajectories of each), like the scores. of_one: the same for groups of one in runs with one sample per prompt;
-    (..., 1), from scores of this shape. compares_steps: whether `compute` is also applied to the returns of steps that
+    (..., 1), from scores of this shape. With `compares_steps`, `compute` is also applied to the returns of steps that
     `step_groups` compares, and each step's advantage is added to that of its trajectory.
     """
 
     compute: Callable[[Groups, Settings], Float64s] = lambda groups, settings: groups.scores.copy()
     of_one: Callable[[Float64s, Settings], Float64s] = lambda scores, settings: np.zeros(scores.shape)
-    compares_steps: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,12 +114,11 @@ class TokenEstimator(Estimator):
     compute(settings, bounds, rewards, *columns): returns both, possibly as the same array; float64 (trained tokens,),
     like rewards and each column. bounds: int64 (trajectories + 1,): trajectory t has the tokens
     `bounds[t]:bounds[t + 1]`. The caller rejects overflow.
-    compares_groups: whether it compares the trajectories of a prompt group. It is then called with whole groups, and
-    with int64 (groups + 1,) as the first column: group g has the trajectories `[g]:[g + 1]`.
+    With `compares_groups` it is called with whole groups, and with int64 (groups + 1,) as the first column: group g has
+    the trajectories `[g]:[g + 1]`.
     """
 
     compute: Callable[..., tuple[Float64s, Float64s]] = lambda settings, bounds, rewards: (rewards, rewards)
-    compares_groups: bool = False
 
 
 def flat(scores: Float64s) -> NDArray[np.bool_]:
@@ -305,9 +306,10 @@ def _sum_up(sums: Float64s, bounds: Int64s, decay: float | Float64s) -> None:
         _add_up_pieces(sums, bounds)
     else:
         _sum_pieces(sums, bounds, decay)
+    powers: Float64s = decay ** np.arange(PIECE, 0, -1.0) if isinstance(decay, float) else np.empty(0)
     for run in np.flatnonzero(np.diff(bounds) > PIECE).tolist():
         part = slice(bounds[run], bounds[run + 1])
-        _join_pieces(sums[part], decay if isinstance(decay, float) else decay[part])
+        _join_pieces(sums[part], powers, decay if isinstance(decay, float) else decay[part])
 
 
 def _sum_pieces(sums: Float64s, bounds: Int64s, decay: float | Float64s) -> None:
@@ -340,9 +342,11 @@ def _add_up_pieces(sums: Float64s, bounds: Int64s) -> None:
     sums += 0.0
 
 
-def _join_pieces(sums: Float64s, decay: float | Float64s) -> None:
-    """Adds to each piece of a run its share of the sum after it, the last piece first, in place."""
-    powers: Float64s = decay ** np.arange(PIECE, 0, -1.0) if isinstance(decay, float) else np.empty(0)
+def _join_pieces(sums: Float64s, powers: Float64s, decay: float | Float64s) -> None:
+    """Adds to each piece of a run its share of the sum after it, the last piece first, in place.
+
+    powers: of a decay of all numbers, (PIECE,), in descending order; not read if each number has its own decay.
+    """
     for end in range(len(sums) - PIECE, 0, -PIECE):
         begin = max(0, end - PIECE)
         if isinstance(decay, float):

@@ -13,10 +13,13 @@ from gristmill._wire.columns import Ragged
 from gristmill._wire.rows import from_rows
 from gristmill_service.config import RunConfig, parse_config
 from gristmill_service.estimators import ESTIMATORS, Float64s, TokenEstimator
+from gristmill_service.pipeline import build_batch
 from gristmill_service.pipeline.credit.assignment import token_advantages
 from gristmill_service.pipeline.credit.trained_tokens import TrainedTokens, trained_tokens
 from gristmill_service.pipeline.rows.validate import Received, receive
+from tests import naive
 from tests.rows import make_config, make_row
+from tests.strategies import Row
 
 
 @dataclass(frozen=True)
@@ -139,6 +142,29 @@ def naive_returns(trajectory: Trajectory, gamma: float) -> list[float]:
     """The discounted sum of what each trained token and those after it get, term by term."""
     rewards = [token.reward for token in rewarded(trajectory)[0]]
     return [sum(gamma**later * reward for later, reward in enumerate(rewards[first:])) for first in range(len(rewards))]
+
+
+def advantages_of(rows: list[Row], config: dict[str, Any], *metadata: str) -> list[Any]:
+    """The advantage of each trained token with its trajectory and what the shards' metadata says of its row, sorted."""
+    batch = build_batch(from_rows(rows), parse_config(config), run="r", batch=0)
+    found: list[Any] = []
+    for shard in (shard for shard in batch.shards if shard.address.model == "policy"):
+        named = naive.read_shard(shard)[1]
+        keys = zip(named["uids"], *(map(str, named[name]) for name in metadata), strict=True)
+        for row, key in zip(naive.shard_rows(shard), keys, strict=True):
+            trained = row["advantages"][row["loss_mask"] == 1].tolist()
+            found += [(*key, int(row["sample"]), advantage) for advantage in trained]
+    return sorted(found)
+
+
+def assert_same_however_laid_out(rows: list[Row], config: dict[str, Any], dp_size: int, *metadata: str) -> None:
+    """Merging, layout, ranks and the order of rows change no advantage."""
+    expected = advantages_of(rows, config, *metadata)
+    for changes in ({"merge": "prefix"}, {"merge": "tree"}, {"layout": "packed", "dp_size": dp_size}):
+        assert advantages_of(rows, config | changes, *metadata) == expected
+    uids = dict.fromkeys(row["uid"] for row in rows)
+    backwards = [row for uid in uids for row in rows[::-1] if row["uid"] == uid]
+    assert advantages_of(backwards, config, *metadata) == expected
 
 
 def joined(lists: list[list[float]]) -> Float64s:

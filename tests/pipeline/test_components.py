@@ -20,6 +20,7 @@ from gristmill_service.config import parse_config
 from gristmill_service.pipeline import BuiltBatch, build_batch
 from gristmill_service.pipeline.scored_batch import score_batch
 from tests import naive
+from tests.pipeline.credit import assert_same_however_laid_out
 from tests.rows import make_config, make_row
 from tests.strategies import LAW, Row, batches_and_settings
 
@@ -131,23 +132,7 @@ def test_merging_layout_ranks_and_the_order_of_rows_change_no_advantage(
         else row
         for row in rows
     ]
-
-    def trained(rows: list[Row], **changes: Any) -> list[Any]:
-        batch = build_batch(from_rows(rows), parse_config(config | changes), run="r", batch=0)
-        found = []
-        for shard in (shard for shard in batch.shards if shard.address.model == "policy"):
-            metadata = naive.read_shard(shard)[1]
-            keys = zip(metadata["uids"], map(str, metadata["reward_components"]), strict=True)
-            for row, (uid, components) in zip(naive.shard_rows(shard), keys, strict=True):
-                advantages = row["advantages"][row["loss_mask"] == 1].tolist()
-                found += [(uid, int(row["sample"]), components, advantage) for advantage in advantages]
-        return sorted(found)
-
-    expected = trained(rows)
-    for changes in ({"merge": "prefix"}, {"merge": "tree"}, {"layout": "packed", "dp_size": dp_size}):
-        assert trained(rows, **changes) == expected
-    uids = dict.fromkeys(row["uid"] for row in rows)
-    assert trained([row for uid in uids for row in rows[::-1] if row["uid"] == uid]) == expected
+    assert_same_however_laid_out(rows, config, dp_size, "reward_components")
 
 
 def test_a_parquet_file_has_components_as_a_struct(tmp_path: Path) -> None:

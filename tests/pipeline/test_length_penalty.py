@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from gristmill._wire.rows import from_rows
 from gristmill_service.config import parse_config
-from gristmill_service.pipeline import build_batch
 from gristmill_service.pipeline.scored_batch import ScoredBatch, score_batch
-from tests import naive
+from tests.pipeline.credit import assert_same_however_laid_out
 from tests.rows import make_config, make_row
 from tests.strategies import LAW, Row, batches_and_settings
 
@@ -94,19 +93,4 @@ def test_merging_layout_ranks_and_the_order_of_rows_change_no_advantage(
     rows, config = drawn
     penalty = {"output_tokens": 0.25, "input_tokens": 0.5, "turns": 0.125}
     config |= {"advantage_estimator": "grpo", "length_penalty": penalty}
-
-    def trained(rows: list[Row], **changes: Any) -> list[Any]:
-        batch = build_batch(from_rows(rows), parse_config(config | changes), run="r", batch=0)
-        return sorted(
-            (uid, int(row["sample"]), advantage)
-            for shard in batch.shards
-            if shard.address.model == "policy"
-            for row, uid in zip(naive.shard_rows(shard), naive.read_shard(shard)[1]["uids"], strict=True)
-            for advantage in row["advantages"][row["loss_mask"] == 1].tolist()
-        )
-
-    expected = trained(rows)
-    for changes in ({"merge": "prefix"}, {"merge": "tree"}, {"layout": "packed", "dp_size": dp_size}):
-        assert trained(rows, **changes) == expected
-    uids = dict.fromkeys(row["uid"] for row in rows)
-    assert trained([row for uid in uids for row in rows[::-1] if row["uid"] == uid]) == expected
+    assert_same_however_laid_out(rows, config, dp_size)

@@ -55,11 +55,10 @@ def check(config: RunConfig) -> None:
             f"min_samples: {config.min_samples} exceeds n_samples_per_prompt: {config.n_samples_per_prompt}; lower it"
         )
     estimator = config.estimator
-    compares_steps = isinstance(estimator, GroupEstimator) and estimator.compares_steps
-    if config.whiten == "trajectories" and (compares_steps or isinstance(estimator, TokenEstimator)):
+    if config.whiten == "trajectories" and (estimator.compares_steps or isinstance(estimator, TokenEstimator)):
         raise InvalidArgumentError(
             f"whiten: trajectories needs one advantage per trajectory, and advantage_estimator: {estimator.name} "
-            f"computes one per {'step' if compares_steps else 'token'}; use whiten: batch or mini_batch"
+            f"computes one per {'step' if estimator.compares_steps else 'token'}; use whiten: batch or mini_batch"
         )
     if config.length_penalty is not None and (not isinstance(estimator, GroupEstimator) or estimator.reads_components):
         raise InvalidArgumentError(
@@ -72,7 +71,7 @@ def check(config: RunConfig) -> None:
 
 def _check_step_groups(config: RunConfig) -> None:
     name, estimator = config.advantage_estimator, config.estimator
-    if not (isinstance(estimator, GroupEstimator) and estimator.compares_steps):
+    if not estimator.compares_steps:
         return
     if config.trajectory_score != "sum":
         raise InvalidArgumentError(

@@ -17,7 +17,7 @@ from pydantic import Field
 from gristmill._wire.columns import Int64s, Ragged
 from gristmill._wire.steps import PLAIN_FIELDS, Steps, concat
 from gristmill_service.config import RunConfig
-from gristmill_service.estimators import Float64s, GroupEstimator, TokenEstimator
+from gristmill_service.estimators import Float64s, TokenEstimator
 from gristmill_service.monitoring import Document
 from gristmill_service.pipeline.credit import advantage
 from gristmill_service.pipeline.rows import filters
@@ -134,7 +134,7 @@ class BatchReader:
             or config.kl_in_reward is not None
             or config.length_penalty is not None
             or isinstance(config.estimator, TokenEstimator)
-            or (isinstance(config.estimator, GroupEstimator) and config.estimator.compares_steps)
+            or config.estimator.compares_steps
         )
         trained = np.add.reduceat(trained, begins) if len(begins) else trained
         trajectories = received.trajectory_of_step[first]

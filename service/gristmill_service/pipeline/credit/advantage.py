@@ -77,7 +77,7 @@ def advantages(received: Received, scores: Float64s, tokens: Float64s, config: R
 
     Zeros if clients sent advantages per token, which are laid out as a column. tokens: `trajectory_tokens`.
     """
-    advantages = _estimated(received, penalized(received, scores, config), tokens, config)
+    advantages = _estimated(received, scores, tokens, config)
     if config.whiten == "batch":
         return whitened_with_counts(advantages, tokens)
     return whitened_with_counts(advantages, np.ones(len(tokens))) if config.whiten == "trajectories" else advantages
@@ -89,7 +89,7 @@ def _estimated(received: Received, scores: Float64s, tokens: Float64s, config: R
         sent = received.steps.advantages
         return np.zeros(len(scores)) if sent is None else sent[received.trajectory_bounds[:-1]]
     if not estimator.reads_components:
-        return _of_groups(estimator, received, scores, tokens, config)
+        return _of_groups(estimator, received, penalized(received, scores, config), tokens, config)
     result, components = np.zeros(len(scores)), received.components or []
     for name in components[0] if components else ():
         of_component = np.array([numbers[name] for numbers in components])
@@ -104,7 +104,7 @@ def step_advantages(received: Received, scores: Float64s, tokens: Float64s, conf
     that compares with none has 0 of its own. tokens: `trajectory_tokens`."""
     estimator, rule, bounds = config.estimator, config.step_groups or StepGroups(), received.trajectory_bounds
     assert isinstance(estimator, GroupEstimator), "only these compare steps"
-    of_trajectories = _estimated(received, penalized(received, scores, config), tokens, config)
+    of_trajectories = _estimated(received, scores, tokens, config)
     keys, lengths = _step_keys(received, rule), np.diff(bounds)
     returns, own = discounted_sums(received.steps.rewards, bounds, rule.gamma), np.zeros(len(keys))
     batch_std = _exact_std(returns) if config.grpo_std_over == "batch" else 0.0

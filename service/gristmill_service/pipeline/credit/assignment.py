@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from gristmill._wire.columns import Int64s, Ragged
 from gristmill._wire.steps import Steps
 from gristmill_service.config import RunConfig
-from gristmill_service.estimators import Float64s, GroupEstimator, Settings, TokenEstimator
+from gristmill_service.estimators import Float64s, Settings, TokenEstimator
 from gristmill_service.helper_thread import in_two_threads
 from gristmill_service.pipeline.credit import advantage, kl
 from gristmill_service.pipeline.credit.trained_tokens import (
@@ -95,9 +95,8 @@ def credit(
     per_token = isinstance(config.estimator, TokenEstimator)
     reference = config.kl_in_reward
     lengths = advantage.trajectory_tokens(rows.trajectories, loss_tokens, len(scores))
-    sent, estimator = received.steps.token_advantages, config.estimator
-    compares_steps = isinstance(estimator, GroupEstimator) and estimator.compares_steps
-    if compares_steps or (sent is not None and config.whiten != "none"):
+    sent = received.steps.token_advantages
+    if config.estimator.compares_steps or (sent is not None and config.whiten != "none"):
         tokens = trained_tokens(received, trained, kept_tokens(rows, len(trained)).most)
         if sent is not None:
             of_tokens = tokens.take(sent)
@@ -115,8 +114,7 @@ def credit(
         return Credit(advantage.advantages(received, changed, lengths, config))
     kept = kept_tokens(rows, len(trained))
     numbers = _Numbers(trained_tokens(received, trained, kept.most), kept, config)
-    is_by_group = isinstance(config.estimator, TokenEstimator) and config.estimator.compares_groups
-    numbers.compute(received.group_bounds if is_by_group else None)
+    numbers.compute(received.group_bounds if config.estimator.compares_groups else None)
     if per_token:
         return Credit(np.zeros(len(scores)), numbers.of_tokens(), numbers.token_rewards)
     assert reference is not None, "without a KL there is nothing to do"
