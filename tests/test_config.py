@@ -89,6 +89,7 @@ def test_defaults_are_those_of_the_specification() -> None:
         layout="left_padded",
         pad_width="shard",
         pad_token_id=0,
+        token_step=False,
     )
     assert (config.zero_variance_filter, config.overlong_filter, config.max_staleness) == (None, (), None)
     assert (config.max_seq_len, config.critic_mini_batch_size, config.lambda_) == (None, None, 1.0)

@@ -142,6 +142,7 @@ SETTINGS: dict[str, Any] = {
     "micro_batch": {"size": 2},
     "dp_size": 4,
     "advantage_estimator": "gae",
+    "token_step": True,
 }
 
 
@@ -214,7 +215,7 @@ def test_tensors_that_are_there_only_sometimes_are_marked_so(changes: dict[str, 
         for row in rows(layout)
     ]
     columns = [*columns_of(layout), column("values", "rollout")]
-    config = SETTINGS | {"advantage_estimator": "grpo", "columns": columns} | changes
+    config = SETTINGS | {"advantage_estimator": "grpo", "token_step": False, "columns": columns} | changes
     left = {name.rpartition("/")[2] for data in files(built(plain, config)).values() for name in entries(data)}
     absent = {line["tensor"] for line in tensors_listed() if line["content"].startswith("only ")}
     assert absent == documented(layout).keys() - left

@@ -76,6 +76,7 @@ def _config(random: Random) -> Config:
         "pad_width": some(["batch", "mini_batch", "shard", "micro_batch"]),
         "pad_to_multiple_of": some([1, 1, 4]),
         "pad_token_id": some([0, 77]),
+        "token_step": maybe(0.4),
     }
     if config["step_wise"]:
         config["merge"] = some(["none", "prefix", "prefix", "tree", "tree"])

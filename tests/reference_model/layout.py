@@ -81,6 +81,8 @@ def form_of(config: Config, *, has_logprobs: bool, has_versions: bool, has_retur
     form.responses |= {name: Kind("F32") for name, is_there in floats.items() if is_there}
     if has_versions:
         form.responses["token_policy_version"] = Kind("I32", -1)
+    if config["token_step"]:
+        form.responses["token_step"] = Kind("I32", -1)
     form.scalars |= {
         **{name: Kind("I32", -1) for name in ("row", "sample", "step_first", "step_last", "policy_version")},
         **{name: Kind("U8", 1) for name in ("is_last_step", "is_padding")},
@@ -112,6 +114,8 @@ def line_of(number: int, row: Merged, responses: dict[str, list[float]], form: F
         of_responses["rollout_logprobs"] = row.of_tokens([step["rollout_logprobs"] for step in steps], 0.0)
     if "token_policy_version" in form.responses:
         of_responses["token_policy_version"] = row.of_tokens([_versions(step) for step in steps], -1)
+    if "token_step" in form.responses:
+        of_responses["token_step"] = [-1 if source is None else source[0] for source in row.sources]
     scalars = {
         "row": number,
         "sample": row.trajectory.sample,

@@ -251,6 +251,7 @@ class RunConfig(BaseModel):
     pad_to_multiple_of: Size = 1
     pad_token_id: Annotated[int, Field(ge=0, lt=2**31)] = 0
     max_seq_len: Tokens | None = None
+    token_step: bool = False
     columns: tuple[ColumnSpec, ...] = ()
 
     @property

@@ -35,7 +35,14 @@ _MORE: list[dict[str, Any]] = [
     {"kl_in_reward": {"coef": 0.1, "estimator": "k3"}, "columns": [_TRAINERS, _TRAINERS | {"name": "ref_logprobs"}]},
     {"columns": [{"name": "extra", "dtype": "float32", "scope": "token"}], "overlong_filter": ["length"]},
     {"layout": "packed", "pad_to_multiple_of": 8, "vpp_size": 2, "microbatch_group_size": 2, "surplus": 1},
-    {"step_wise": True, "merge": "prefix", "retokenized_tail": 2, "group_timeout_s": 1.5, "min_samples": 1},
+    {
+        "step_wise": True,
+        "merge": "prefix",
+        "retokenized_tail": 2,
+        "token_step": True,
+        "group_timeout_s": 1.5,
+        "min_samples": 1,
+    },
 ]
 
 

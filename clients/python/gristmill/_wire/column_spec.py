@@ -48,7 +48,7 @@ _MERGES: dict[ColumnScope, tuple[ColumnMerge, ...]] = {
 
 SHARD_TENSORS = (
     *("sequences", "attention_mask", "position_ids", "response_mask", "loss_mask", "rewards", "advantages", "returns"),
-    *("rollout_logprobs", "token_policy_version", "cu_seqlens"),
+    *("rollout_logprobs", "token_policy_version", "token_step", "cu_seqlens"),
     *("parents", "segment_starts", "segment_parents", "row_ends"),
     *("row", "sample", "step_first", "step_last", "policy_version", "is_last_step", "is_padding"),
 )

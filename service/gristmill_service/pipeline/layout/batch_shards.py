@@ -95,10 +95,14 @@ class _ShardBuilder:
         columns += self._rewards()
         if steps.logprobs is not None:
             columns.append(StepTokens("rollout_logprobs", rows.standing(steps.logprobs), geometry, zeros))
+        unknown = Region(np.full(longest, UNKNOWN, np.int32))
         if steps.token_versions is not None:
-            unknown = np.full(longest, UNKNOWN, np.int32)
             versions = rows.standing(steps.token_versions)
-            columns.append(StepTokens("token_policy_version", versions, geometry, Region(unknown)))
+            columns.append(StepTokens("token_policy_version", versions, geometry, unknown))
+        if self._config.token_step:
+            of_tokens = np.repeat(steps.steps.astype(np.int32), steps.response_lengths)
+            numbers = rows.standing(Ragged.from_lengths(of_tokens, steps.response_lengths))
+            columns.append(StepTokens("token_step", numbers, geometry, unknown))
         return columns
 
     def _rewards(self) -> list[Column]:
