@@ -6,6 +6,7 @@ Needs PyTorch: `pip install gristmill[torch]`. `TrainerClient` opens shards of a
 from __future__ import annotations
 
 from gristmill._torch.jagged import Jagged
+from gristmill._torch.ratios import segment_log_ratio, sequence_log_ratio
 from gristmill._torch.rows import MicroBatch, MiniBatch, Rows, Shard, load_shard
 from gristmill._torch.token_tree import TokenTree
 from gristmill._torch.tree_attention import register_tree_attention, tree_attention
@@ -19,5 +20,7 @@ __all__ = [
     "TokenTree",
     "load_shard",
     "register_tree_attention",
+    "segment_log_ratio",
+    "sequence_log_ratio",
     "tree_attention",
 ]
