@@ -90,6 +90,7 @@ def test_defaults_are_those_of_the_specification() -> None:
         pad_width="shard",
         pad_token_id=0,
         token_step=False,
+        observation_weight=0.0,
     )
     assert (config.zero_variance_filter, config.overlong_filter, config.max_staleness) == (None, (), None)
     assert (config.max_seq_len, config.critic_mini_batch_size, config.lambda_) == (None, None, 1.0)
@@ -246,6 +247,15 @@ def test_a_required_setting_that_is_missing_is_named(name: str) -> None:
             "length_penalty changes scores, and advantage_estimator: gdpo is not computed from scores; leave",
         ),
         ({"length_penalty": {"turns": 0.1}, "advantage_estimator": "none"}, "leave length_penalty out, or use another"),
+        (
+            {"columns": [{"name": "loss_weight", "dtype": "float64", "scope": "response"}]},
+            "columns: loss_weight has the weight .* settings dtype: float32 and scope: response; omit",
+        ),
+        (
+            {"columns": [{"name": "loss_weight", "dtype": "float32", "scope": "response", "source": "trainer"}]},
+            "columns: loss_weight .* omit the others",
+        ),
+        ({"observation_weight": -0.5}, "observation_weight: .* greater than or equal to 0, got -0.5"),
         ({"length_penalty": {"turns": -1}}, "length_penalty.turns: .* greater than or equal to 0, got -1"),
         ({"length_penalty": {"steps": 1}}, "unknown setting length_penalty.steps; expected one of output_tokens"),
         (GIGPO | {"trajectory_score": "last_step"}, "trajectory_score: last_step is not what .* set trajectory_score"),

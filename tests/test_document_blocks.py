@@ -98,8 +98,26 @@ def test_both_forms_of_a_sampling_mask_restrict_the_logits_alike(service: Servic
     assert set(logprobs[0, 0].isfinite().nonzero().flatten().tolist()) == {11, 17}
 
 
+def test_losses_are_weighted_as_documented(service: Service, run_name: str) -> None:
+    (settings,) = (one for one in map(yaml.safe_load, blocks("columns.md", "yaml")) if "observation_weight" in one)
+    with RolloutClient(service.grpc_address, run_name) as client:
+        client.create_run(COUNTS | {"step_wise": True, "merge": "prefix"} | settings)
+        with client.trajectory("a", 0) as trajectory:
+            trajectory.step([1, 2], [3], columns={"loss_weight": [0.5]})
+            trajectory.step([1, 2, 3, 4], [5], reward=1.0, is_last_step=True, columns={"loss_weight": [0.4]})
+        client.finish()
+    names: dict[str, Any] = {}
+    run(block_with("columns.md", "weighted_loss"), service, run_name, names)
+    with TrainerClient(service.grpc_address, run_name, rank=0) as trainer:
+        (shard,) = next(iter(trainer)).mini_batches()
+        (micro,) = shard.micro_batches()
+        losses = torch.tensor([[1.0, 2.0, 4.0]])
+        assert names["weighted_loss"](shard, micro, losses).item() == pytest.approx((0.5 + 0.2 + 1.6) / 1.0)
+
+
 def test_what_trainers_write_back_is_written_as_documented(service: Service, run_name: str) -> None:
-    settings = yaml.safe_load(blocks("columns.md", "yaml")[2])
+    every = [yaml.safe_load(block) for block in blocks("columns.md", "yaml")]
+    (settings,) = (block for block in every if block["columns"][0].get("source") == "trainer")
     with RolloutClient(service.grpc_address, run_name) as client:
         client.create_run(COUNTS | settings)
         client.submit([{**ROW, "uid": "a", "reward": 1.0}])

@@ -143,6 +143,7 @@ SETTINGS: dict[str, Any] = {
     "dp_size": 4,
     "advantage_estimator": "gae",
     "token_step": True,
+    "observation_weight": 0.5,
 }
 
 
@@ -215,7 +216,8 @@ def test_tensors_that_are_there_only_sometimes_are_marked_so(changes: dict[str, 
         for row in rows(layout)
     ]
     columns = [*columns_of(layout), column("values", "rollout")]
-    config = SETTINGS | {"advantage_estimator": "grpo", "token_step": False, "columns": columns} | changes
+    less = {"advantage_estimator": "grpo", "token_step": False, "observation_weight": 0.0}
+    config = SETTINGS | less | {"columns": columns} | changes
     left = {name.rpartition("/")[2] for data in files(built(plain, config)).values() for name in entries(data)}
     absent = {line["tensor"] for line in tensors_listed() if line["content"].startswith("only ")}
     assert absent == documented(layout).keys() - left
@@ -244,4 +246,8 @@ def test_all_metadata_is_on_the_page(tmp_path: Path) -> None:
         count = len(actual["uids"])
         for name, description in divisors.items():
             value = actual["loss_denominators"][name]
-            assert (len(value) == count) if description.startswith("one number per row") else isinstance(value, int)
+            assert (
+                (len(value) == count)
+                if description.startswith("one number per row")
+                else isinstance(value, int | float)
+            )

@@ -117,6 +117,8 @@ class Batch:
                 one = whitened(self._of_trajectory(row)) * scale if whitened else 0.0
                 responses = self._responses(row, one, by_token, scale)
                 lines[number] = layout.line_of(number, row, responses, form, self.config)
+            if "loss_weight" in form.responses:
+                divisors.loss_weight = sum(sum(lines[number].responses["loss_weight"]) for number in kept)
         return lines, divided
 
     def _by_token(self, parts: list[MiniBatch]) -> dict[Any, float]:
@@ -211,6 +213,8 @@ class Batch:
             return [otherwise if row == PADDING else of_row(self.rows[row]) for row in rows]
 
         totals = {name: getattr(divisors, name) for name in ("loss_tokens", "rows", "prompts", "trajectories")}
+        if divisors.loss_weight is not None:
+            totals["loss_weight"] = divisors.loss_weight
         by_row = {
             name: [1 if row == PADDING else divisors.of_rows[row][at] for row in rows]
             for at, name in enumerate(("row_tokens", "prompt_tokens", "trajectory_tokens"))

@@ -334,6 +334,7 @@ class Denominators:
     prompts: int
     trajectories: int
     of_rows: dict[int, tuple[int, int, int]]
+    loss_weight: float | None = None
 
     def scale(self, row: int, config: Config) -> float:
         tokens, of_prompt, of_trajectory = self.of_rows[row]

@@ -77,6 +77,7 @@ def _config(random: Random) -> Config:
         "pad_to_multiple_of": some([1, 1, 4]),
         "pad_token_id": some([0, 77]),
         "token_step": maybe(0.4),
+        "observation_weight": some([0.0, 0.0, 0.125, 1.0]),
     }
     if config["step_wise"]:
         config["merge"] = some(["none", "prefix", "prefix", "tree", "tree"])
@@ -113,6 +114,8 @@ def _config(random: Random) -> Config:
     if maybe(0.1):
         config["tag_shares"] = {"math": {"min": 0.5}}
     _credit(random, config)
+    if maybe(0.3):
+        config.setdefault("columns", []).append(_response_column("loss_weight"))
     if maybe(0.5):
         config.setdefault("columns", []).extend(_columns(random, config))
     return config

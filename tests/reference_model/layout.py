@@ -83,6 +83,8 @@ def form_of(config: Config, *, has_logprobs: bool, has_versions: bool, has_retur
         form.responses["token_policy_version"] = Kind("I32", -1)
     if config["token_step"]:
         form.responses["token_step"] = Kind("I32", -1)
+    if config["observation_weight"]:
+        form.responses["loss_weight"] = Kind("F32")
     form.scalars |= {
         **{name: Kind("I32", -1) for name in ("row", "sample", "step_first", "step_last", "policy_version")},
         **{name: Kind("U8", 1) for name in ("is_last_step", "is_padding")},
@@ -129,7 +131,20 @@ def line_of(number: int, row: Merged, responses: dict[str, list[float]], form: F
     optional = [column for column in declared if not column.get("required", True)]
     scalars |= {f"{column['name']}_given": int(columns.is_given(row, column)) for column in optional}
     tokens = {"sequences": row.tokens, **values("token")}
-    return Line(row.prompt, tokens, of_responses | values("response"), scalars, values("items"))
+    of_responses |= values("response")
+    if "loss_weight" in form.responses:
+        of_responses["loss_weight"] = _weights(row, config)
+    return Line(row.prompt, tokens, of_responses, scalars, values("items"))
+
+
+def _weights(row: Merged, config: Config) -> list[float]:
+    """Those that steps give, or their masks, once; and that of observations, in the first row with their step."""
+    is_given = any(column["name"] == "loss_weight" for column in config["columns"])
+    given = [step["loss_weight"] for step in row.trajectory.steps] if is_given else row.trajectory.masks
+    weights = row.of_tokens(given, 0.0, only_trained=True)
+    return [
+        config["observation_weight"] if is_new else weight for weight, is_new in zip(weights, row.observes, strict=True)
+    ]
 
 
 def _versions(step: dict[str, Any]) -> list[int]:

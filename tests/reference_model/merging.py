@@ -38,6 +38,14 @@ class Merged:
         ]
 
     @property
+    def observes(self) -> list[bool]:
+        """Of each response token, whether it is an observation whose step is in no earlier row."""
+        return [
+            source is None and holder in self.own
+            for source, holder in zip(self.sources, self.holders[self.prompt :], strict=True)
+        ]
+
+    @property
     def loss_mask(self) -> list[int]:
         return self.of_tokens(self.trajectory.masks, 0, only_trained=True)
 

@@ -9,12 +9,14 @@ from tests.reference_model.merging import Merged, in_common
 from tests.reference_model.scheduling import PADDING, Config, MiniBatch, align_to, cap
 
 
-def may_share(row: Merged) -> int:
-    """The tokens before the first that the row is the first to have sampled."""
-    return row.prompt + row.trains.index(True)
+def may_share(row: Merged, config: Config) -> int:
+    """The tokens before the first that the row is the first to have sampled, or whose observation it weighs."""
+    own = zip(row.trains, row.observes, strict=True)
+    weighs = config["observation_weight"] > 0
+    return row.prompt + [trains or (weighs and observes) for trains, observes in own].index(True)
 
 
-def check_shared(rows: list[Merged | None], shared: list[int]) -> None:
+def check_shared(rows: list[Merged | None], shared: list[int], config: Config) -> None:
     """How many first tokens each row of a micro-batch shares with the row before it: no more than it may, and no fewer
     than rows of a trajectory have in common, and samples of their prompts."""
     assert shared[0] == 0, "the first row shares nothing"
@@ -22,7 +24,7 @@ def check_shared(rows: list[Merged | None], shared: list[int]) -> None:
         if before is None or row is None or _group(before) != _group(row):
             assert count == 0, "only rows of a group share"
             continue
-        most = min(may_share(row), in_common(before.tokens, row.tokens))
+        most = min(may_share(row, config), in_common(before.tokens, row.tokens))
         is_one = before.trajectory is row.trajectory
         assert count <= most, "a position is trained once"
         assert count == most or (not is_one and count >= min(most, before.prompt, row.prompt)), (
@@ -49,7 +51,7 @@ def check_placed(
         for micro_batch in (rank["micro_batches"] if "shared" in rank else [])
     }
     for members, shared in shares.items():
-        check_shared([None if row == PADDING else rows[row] for row in members], shared)
+        check_shared([None if row == PADDING else rows[row] for row in members], shared, config)
     is_tree, limit = config["layout"] == "prefix_tree", config["micro_batch"]
     if is_tree and config["on_misaligned"] == "drop_trailing" and "max_tokens" in limit:
         # How many rows can be aligned depends on how they are packed.

@@ -22,7 +22,7 @@ DEFAULTS: Config = {
     "microbatch_group_size": 1, "on_misaligned": "pad", "balance": "none", "flops": None, "tag_shares": {},
     "layout": "left_padded", "pad_width": "shard", "pad_to_multiple_of": 1, "pad_token_id": 0, "max_seq_len": None,
     "columns": [], "component_weights": {}, "length_penalty": None,
-    "step_groups": None, "token_step": False,
+    "step_groups": None, "token_step": False, "observation_weight": 0.0,
 }
 # fmt: on
 

@@ -7,7 +7,7 @@ from fractions import Fraction
 
 from pydantic import BaseModel
 
-from gristmill._wire.column_spec import ColumnScope
+from gristmill._wire.column_spec import LOSS_WEIGHT, ColumnScope, ColumnSpec
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.config.run_config import MERGE_MODES, SETTINGS, RunConfig
 from gristmill_service.estimators import GroupEstimator, TokenEstimator, readers
@@ -163,6 +163,12 @@ def _check_columns(config: RunConfig) -> None:
             config, name, "response", f"advantage_estimator: {config.advantage_estimator} is computed from it"
         )
     _check_lambda(config)
+    weights: dict[str, str] = {"name": LOSS_WEIGHT, "dtype": "float32", "scope": "response"}
+    if config.declares_loss_weight and ColumnSpec.of(weights) not in config.columns:
+        raise InvalidArgumentError(
+            f"columns: {LOSS_WEIGHT} has the weight of each response token in the loss, so it can only have the "
+            "settings dtype: float32 and scope: response; omit the others"
+        )
     if kl is None:
         return
     if (kl.estimator is None) == (kl.column is None):

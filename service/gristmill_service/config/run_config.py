@@ -21,7 +21,7 @@ from pydantic import (
 from pydantic import Tag as UnionTag
 from pydantic_core import PydanticCustomError
 
-from gristmill._wire.column_spec import ColumnSpec
+from gristmill._wire.column_spec import LOSS_WEIGHT, ColumnSpec
 from gristmill._wire.steps import LONGEST_COMPONENT, LONGEST_TAG, MOST_COMPONENTS
 from gristmill_service.estimators import ESTIMATORS, Estimator
 
@@ -252,6 +252,7 @@ class RunConfig(BaseModel):
     pad_token_id: Annotated[int, Field(ge=0, lt=2**31)] = 0
     max_seq_len: Tokens | None = None
     token_step: bool = False
+    observation_weight: Factor = 0.0
     columns: tuple[ColumnSpec, ...] = ()
 
     @property
@@ -298,6 +299,11 @@ class RunConfig(BaseModel):
     def written_columns(self) -> tuple[ColumnSpec, ...]:
         """The columns that trainers write back. A batch waits for them."""
         return tuple(column for column in self.columns if column.source == "trainer")
+
+    @property
+    def declares_loss_weight(self) -> bool:
+        """Whether rows contain `loss_weight`."""
+        return any(column.name == LOSS_WEIGHT for column in self.columns)
 
     @property
     def models(self) -> tuple[Model, ...]:

@@ -128,7 +128,7 @@ def _sharing(received: Received, rows: Rows, row_group_bounds: Int64s, config: R
             "layout: prefix_tree needs tokens to find shared prefixes, but these rows have only lengths; pass rows "
             "with tokens, or set another layout"
         )
-    return find_sharing(rows, tokens, row_group_bounds)
+    return find_sharing(rows, tokens, row_group_bounds, weighs_observations=config.observation_weight > 0)
 
 
 def with_columns(scored: ScoredBatch, extras: Mapping[str, Extra], config: RunConfig) -> ScoredBatch:

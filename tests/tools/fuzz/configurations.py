@@ -34,6 +34,7 @@ _MORE: list[dict[str, Any]] = [
     {"tag_shares": {"math": {"min": 0.5}, "code": {"min": 0.25}}, "tag_timeout_s": 5.0, "max_staleness": 2},
     {"kl_in_reward": {"coef": 0.1, "estimator": "k3"}, "columns": [_TRAINERS, _TRAINERS | {"name": "ref_logprobs"}]},
     {"columns": [{"name": "extra", "dtype": "float32", "scope": "token"}], "overlong_filter": ["length"]},
+    {"columns": [{"name": "loss_weight", "dtype": "float32", "scope": "response"}], "observation_weight": 0.1},
     {"layout": "packed", "pad_to_multiple_of": 8, "vpp_size": 2, "microbatch_group_size": 2, "surplus": 1},
     {
         "step_wise": True,

@@ -14,7 +14,7 @@ from gristmill.errors import InvalidArgumentError
 _KINDS = {
     "tokens": ("sequences",),
     "masks": ("attention_mask", "response_mask", "loss_mask"),
-    "floats": ("rewards", "advantages", "returns", "rollout_logprobs"),
+    "floats": ("rewards", "advantages", "returns", "rollout_logprobs", "loss_weight"),
 }
 
 

@@ -46,9 +46,12 @@ _MERGES: dict[ColumnScope, tuple[ColumnMerge, ...]] = {
 }
 """How a merged row gets its values from its steps, by scope. The first way is the default."""
 
+LOSS_WEIGHT = "loss_weight"
+"""The column of the weights of tokens in the loss. A run may declare it, so that rows contain it."""
+
 SHARD_TENSORS = (
     *("sequences", "attention_mask", "position_ids", "response_mask", "loss_mask", "rewards", "advantages", "returns"),
-    *("rollout_logprobs", "token_policy_version", "token_step", "cu_seqlens"),
+    *("rollout_logprobs", "token_policy_version", "token_step", "loss_weight", "cu_seqlens"),
     *("parents", "segment_starts", "segment_parents", "row_ends"),
     *("row", "sample", "step_first", "step_last", "policy_version", "is_last_step", "is_padding"),
 )
@@ -74,7 +77,7 @@ BUILT_IN = frozenset(
         ),
         *("env_metrics", "trajectory_generation_times", "trajectory_time_splits"),
     )
-)
+) - {LOSS_WEIGHT}
 """Names that a column must not have: fields of rows and of generator outputs, and tensors of shards."""
 
 

@@ -155,13 +155,21 @@ class Denominators:
     """The numbers by which the token losses of one mini-batch are divided, over all its ranks.
 
     Counts are of kept, real rows, and at least 1. `row_tokens, prompt_tokens, trajectory_tokens` are int64 (kept
-    rows,): the loss tokens of each row, of its prompt group and of its trajectory within the mini-batch.
+    rows,): the loss tokens of each row, of its prompt group and of its trajectory within the mini-batch. `loss_weight`
+    is the sum of the weights of tokens; None without weights.
     """
 
-    def __init__(self, mini_batch: MiniBatchPlan, loss_tokens: Int64s, groups: Int64s, trajectories: Int64s) -> None:
+    def __init__(
+        self,
+        mini_batch: MiniBatchPlan,
+        loss_tokens: Int64s,
+        groups: Int64s,
+        trajectories: Int64s,
+        loss_weight: float | None = None,
+    ) -> None:
         kept = slice(mini_batch.start, mini_batch.kept_end)
         tokens = loss_tokens[kept]
-        self.start = mini_batch.start
+        self.start, self.loss_weight = mini_batch.start, loss_weight
         self.loss_tokens = max(1, int(tokens.sum()))
         self.rows = max(1, len(tokens))
         self.row_tokens = np.maximum(1, tokens)
@@ -176,6 +184,7 @@ class Denominators:
             "rows": self.rows,
             "prompts": self.prompts,
             "trajectories": self.trajectories,
+            **({} if self.loss_weight is None else {"loss_weight": self.loss_weight}),
         }
 
     def scale(self, config: RunConfig) -> Float64s:

@@ -9,6 +9,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
+from gristmill._wire.column_spec import LOSS_WEIGHT
 from gristmill._wire.columns import Int64s, Ragged
 from gristmill._wire.steps import FLOAT32_MAX, UNKNOWN
 from gristmill.errors import InvalidArgumentError
@@ -31,6 +32,7 @@ from gristmill_service.pipeline.layout.columns import (
 )
 from gristmill_service.pipeline.layout.extra_columns import shard_tensors, token_columns
 from gristmill_service.pipeline.layout.iovec import Region
+from gristmill_service.pipeline.layout.loss_weights import loss_weights
 from gristmill_service.pipeline.layout.ragged_columns import ragged_tensors
 from gristmill_service.pipeline.layout.shard import Layout, PerRow, Shard
 from gristmill_service.pipeline.rows.merge import kept_tokens
@@ -55,9 +57,11 @@ class _ShardBuilder:
         # Widths are rounded up. No row needs more fill than the widest padded row.
         self._longest = int(self._geometry.lengths.max()) + config.pad_to_multiple_of
         self._zeros = Region(np.zeros(4 * self._longest, np.uint8))
+        self._weights = loss_weights(scored, config)
         self._shared = self._shared_columns()
         steps, rows = scored.received.steps, scored.rows
-        present = [column for column in config.columns if column.name not in scored.awaits]
+        built_here = scored.awaits | {LOSS_WEIGHT}
+        present = [column for column in config.columns if column.name not in built_here]
         self._extras = token_columns(present, steps, rows, self._geometry, self._longest)
         self._tensors = [
             *shard_tensors(present, steps, rows),
@@ -103,6 +107,8 @@ class _ShardBuilder:
             of_tokens = np.repeat(steps.steps.astype(np.int32), steps.response_lengths)
             numbers = rows.standing(Ragged.from_lengths(of_tokens, steps.response_lengths))
             columns.append(StepTokens("token_step", numbers, geometry, unknown))
+        if self._weights is not None:
+            columns.append(StepTokens(LOSS_WEIGHT, self._weights, geometry, zeros))
         return columns
 
     def _rewards(self) -> list[Column]:
@@ -186,8 +192,11 @@ class _ShardBuilder:
         return Ragged(values.astype(np.float32), compact.starts, compact.lengths)
 
     def _denominators(self, mini_batch: MiniBatchPlan) -> Denominators:
-        scored = self._scored
-        return Denominators(mini_batch, scored.loss_tokens, scored.row_groups, scored.rows.trajectories)
+        scored, weight = self._scored, None
+        if self._weights is not None:
+            visits = slice(*scored.rows.edges[[mini_batch.start, mini_batch.kept_end]].tolist())
+            weight = float(self._weights.take(visits).compact().values.sum(dtype=np.float64))
+        return Denominators(mini_batch, scored.loss_tokens, scored.row_groups, scored.rows.trajectories, weight)
 
     def _per_row_tensors(self) -> dict[int, PerRow]:
         """Returns every row's integers and flags; the padding row is at -1."""

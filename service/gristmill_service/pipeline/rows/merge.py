@@ -75,6 +75,14 @@ class Rows:
         """Where each visit ends in its row's response; int64 (visits,)."""
         return self.starts + self.kept
 
+    @property
+    def observed(self) -> Int64s:
+        """How many observation tokens precede each visit, after the visit before it; int64 (visits,)."""
+        ends_before = np.append(0, self.ends)[:-1]
+        ends_before[self.edges[:-1]] = 0
+        observed: Int64s = self.starts - ends_before
+        return observed
+
     def owns_reward(self, lengths: Int64s) -> NDArray[np.bool_]:
         """Returns whether each visit has its step's scalar reward, so that every reward is in one row: the first that
         keeps the step's last token, or, where none does, the first that keeps one; bool (visits,).

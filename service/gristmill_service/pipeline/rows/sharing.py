@@ -84,13 +84,14 @@ class Sharing:
         return sum(int(self.shared(rank.rows, rank.bounds[:-1]).sum()) for rank in ranks)
 
 
-def find_sharing(rows: Rows, tokens: Ragged, group_bounds: Int64s) -> Sharing:
+def find_sharing(rows: Rows, tokens: Ragged, group_bounds: Int64s, *, weighs_observations: bool = False) -> Sharing:
     """Finds the tokens that the rows of each prompt group share.
 
     tokens: of the steps. group_bounds: int64 (groups + 1,), row bounds of the prompt groups.
+    weighs_observations: whether observations are trained, too, and so keep positions of their own.
     """
     row_tokens = Ragged(tokens.values, tokens.starts[rows.last], rows.lengths)
-    limits = _limits(rows)
+    limits = _limits(rows, weighs_observations=weighs_observations)
     groups = np.repeat(np.arange(len(group_bounds) - 1), np.diff(group_bounds))
     before = _known_before(row_tokens, limits, rows.trajectories, groups)
     order, commons = np.arange(len(rows)), np.maximum(before, 0)
@@ -101,12 +102,17 @@ def find_sharing(rows: Rows, tokens: Ragged, group_bounds: Int64s) -> Sharing:
     return Sharing(order, commons, row_tokens, limits)
 
 
-def _limits(rows: Rows) -> Int64s:
-    """Returns how many tokens each row may share: those before the first that it trains; int64 (rows,)."""
+def _limits(rows: Rows, *, weighs_observations: bool) -> Int64s:
+    """Returns how many tokens each row may share: those before the first that it trains, or whose observation it
+    weighs; int64 (rows,)."""
     if not len(rows):
         return rows.lengths
     begins = rows.per_visit(rows.prompt_lengths) + rows.starts + rows.shared
     begins = np.where(rows.kept > rows.shared, begins, rows.per_visit(rows.lengths))
+    if weighs_observations:
+        observed = np.where(rows.is_first, rows.observed, 0)
+        ends_before = rows.per_visit(rows.prompt_lengths) + rows.starts - observed
+        begins = np.where(observed > 0, np.minimum(begins, ends_before), begins)
     limits: Int64s = np.minimum.reduceat(begins, rows.edges[:-1])
     return limits
 

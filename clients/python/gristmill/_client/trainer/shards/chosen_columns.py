@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from gristmill._wire.column_spec import ColumnSpec, by_name, tensor_names
+from gristmill._wire.column_spec import LOSS_WEIGHT, ColumnSpec, by_name, tensor_names
 from gristmill.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -29,13 +29,15 @@ class ChosenColumns:
         if self._names is None:
             return
         declared = by_name(columns)
-        if unknown := [name for name in self._names if name not in declared]:
+        # A shard may have weights that no row has (`observation_weight`).
+        if unknown := [name for name in self._names if name not in declared and name != LOSS_WEIGHT]:
             raise InvalidArgumentError(
                 f"run {self._run!r}: columns contains {unknown[0]!r}, but the run declares "
                 f"{', '.join(declared) or 'none'}; pass only declared columns"
             )
         others = (column for column in columns if column.name not in self._names)
-        self._unwanted = frozenset(name for column in others for name in tensor_names(column))
+        unwanted = {name for column in others for name in tensor_names(column)} | {LOSS_WEIGHT}
+        self._unwanted = frozenset(unwanted.difference(self._names))
 
     def of(self, is_forward: bool) -> Sequence[str] | None:
         """Return the columns to request for a shard; None: all. A forward shard does not have the columns that trainers

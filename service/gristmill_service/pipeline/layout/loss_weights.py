@@ -1,0 +1,34 @@
+"""Computes the column `loss_weight`: the weight of each token in the loss, which `loss_mask` does not affect."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from gristmill._wire.column_spec import LOSS_WEIGHT
+from gristmill._wire.columns import Ragged
+from gristmill_service.config import RunConfig
+from gristmill_service.pipeline.layout.extra_columns import extra_of
+from gristmill_service.pipeline.scored_batch import ScoredBatch
+
+
+def loss_weights(scored: ScoredBatch, config: RunConfig) -> Ragged | None:
+    """Returns the weights of each visit: those of the observation before it, followed by those of its kept tokens.
+
+    float32 (visits,), without gaps; None if the run has no weights. A token has its weight in the first row that
+    contains it, and weight 0 in later rows, so that it counts once. Observations have `observation_weight`, other
+    tokens the weight that was sent, or, if rows contain no weights, their `loss_mask` after filters.
+    """
+    declared = [column for column in config.columns if column.name == LOSS_WEIGHT]
+    if not declared and not config.observation_weight:
+        return None
+    steps, rows = scored.received.steps, scored.rows
+    counts = np.stack([rows.observed, rows.shared, rows.kept - rows.shared], axis=1)
+    if declared:
+        own = rows.trained(extra_of(declared[0], steps).values).compact().values
+    else:
+        own = rows.trained(steps.loss_mask).compact().values * np.repeat(scored.trained[rows.steps], counts[:, 2])
+    levels = np.zeros(counts.shape, np.float32)
+    levels[:, 0] = np.where(rows.is_first, config.observation_weight, 0)
+    weights = np.repeat(levels.ravel(), counts.ravel())
+    weights[np.repeat(np.arange(counts.size) % 3 == 2, counts.ravel())] = own
+    return Ragged.from_lengths(weights, counts.sum(axis=1))
