@@ -89,6 +89,7 @@ def test_defaults_are_those_of_the_specification() -> None:
         layout="left_padded",
         pad_width="shard",
         pad_token_id=0,
+        seal_by="count",
         token_step=False,
         observation_weight=0.0,
     )
@@ -255,6 +256,7 @@ def test_a_required_setting_that_is_missing_is_named(name: str) -> None:
             {"columns": [{"name": "loss_weight", "dtype": "float32", "scope": "response", "source": "trainer"}]},
             "columns: loss_weight .* omit the others",
         ),
+        ({"seal_by": "call", "tag_shares": {"a": {"min": 0.5}}}, "tag_shares decides when .* or use seal_by: count"),
         ({"observation_weight": -0.5}, "observation_weight: .* greater than or equal to 0, got -0.5"),
         ({"length_penalty": {"turns": -1}}, "length_penalty.turns: .* greater than or equal to 0, got -1"),
         ({"length_penalty": {"steps": 1}}, "unknown setting length_penalty.steps; expected one of output_tokens"),

@@ -178,6 +178,15 @@ def test_ranks_that_wait_for_rollouts_are_well_and_learn_what_is_missing(watched
     assert (one.health().state, one.health().summary) == ("collecting", "1 group is open, 1 complete")
 
 
+def test_ranks_that_wait_for_a_call_to_seal_learn_so(watched: Make) -> None:
+    one = watched(seal_by="call")
+    one.run.shard("policy", 0, None, 0)
+    for uid in "abc":
+        one.fill(uid)
+    [(_, text, _)] = one.findings()
+    assert text == "policy ranks wait for batch 0, which SealBatch seals (seal_by: call): 3 groups complete"
+
+
 def test_a_run_without_rollouts_is_idle_for_ever(watched: Make) -> None:
     one = watched()
     one.after(100_000)

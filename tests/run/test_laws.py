@@ -136,6 +136,7 @@ SETTINGS = st.fixed_dictionaries(
         "dp_size": st.just(2),
         "update_epochs_per_batch": st.integers(1, 2),
         "seal_order": st.sampled_from(["completion", "admission"]),
+        "seal_by": st.sampled_from(["count", "count", "call"]),
         "zero_variance_filter": st.sampled_from([None, "replace"]),
         "max_buffered_batches": st.integers(1, 3),
         "max_buffered_bytes": st.sampled_from([60, 1 << 30]),
@@ -150,7 +151,7 @@ SETTINGS = st.fixed_dictionaries(
     lambda drawn: (
         drawn
         | ({"stale": "drop"} if drawn.get("max_staleness") == 1 else {})
-        | ({"tag_timeout_s": 3.0} if drawn["tag_shares"] else {})
+        | ({"tag_timeout_s": 3.0, "seal_by": "count"} if drawn["tag_shares"] else {})
     )
 )
 
@@ -233,7 +234,8 @@ def check_invariants(bench: Checked) -> None:
         assert (counts.sealed, counts.dropped) == (sealed, len(closed) - sealed)
     if missing_tags(state, config):
         return
-    if config.seal_order == "completion" and len(state.batches) < config.max_buffered_batches:
+    seals = config.seal_by == "count" or state.finished
+    if seals and config.seal_order == "completion" and len(state.batches) < config.max_buffered_batches:
         assert len(state.complete) < config.train_batch_size, "what can be sealed is sealed"
     assert set(state.batches) == {
         number

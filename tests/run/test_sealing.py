@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gristmill.errors import BatchFailedError, FailedPreconditionError
+from gristmill.errors import BatchFailedError, FailedPreconditionError, ResourceExhaustedError
 from gristmill_service.pipeline import BuiltBatch
 from gristmill_service.run.machine.answers import BatchState, Position, RewardUpdate
 from gristmill_service.run.machine.events import BatchSealed, GroupKey
@@ -104,6 +104,81 @@ class TestExplicitSealing:
         bench.run.seal(None)
         bench.make_batches()
         assert bench.uids(0) == ["a", "c"]
+
+
+class TestSealingByCall:
+    def test_a_batch_is_all_that_is_complete_when_it_is_asked_for_and_nothing_else_seals(self) -> None:
+        bench = Bench(seal_by="call", train_batch_size=2)
+        bench.submit(*(each for uid in "abc" for each in group_rows(uid)), row("d"))
+        bench.reopen()
+        assert bench.sealed == []
+        assert bench.run.seal(0).prompts == 3
+        bench.submit(row("d", 1, reward=0.0), *group_rows("e"))
+        bench.make_batches()
+        assert bench.state.batches_sealed == 1
+        assert bench.run.seal(0).prompts == 3, "asked again, the batch stays what it was"
+        assert bench.run.seal(1).prompts == 2
+        bench.make_batches()
+        assert [bench.uids(0), bench.uids(1)] == [["a", "b", "c"], ["d", "e"]]
+        assert bench.replayed() == bench.state
+
+    def test_groups_are_in_the_order_asked_for(self) -> None:
+        bench = Bench(seal_by="call", seal_order="admission", train_batch_size=2)
+        bench.begin("a", "b", "c", "d")
+        bench.submit(*group_rows("d"), *group_rows("c"), *group_rows("a"))
+        bench.run.seal(None)
+        bench.make_batches()
+        assert bench.uids(0) == ["a", "c", "d"]
+
+    def test_a_batch_larger_than_usual_has_more_mini_batches(self) -> None:
+        bench = Bench(seal_by="call", train_batch_size=2, policy_mini_batch_size=2, max_buffered_batches=3)
+        bench.submit(*(each for uid in "abcde" for each in group_rows(uid)))
+        bench.run.seal(None)
+        bench.make_batches()
+        for mini_batch in range(3):
+            bench.run.acknowledge("policy", 0, Position(0, 0, mini_batch), 0, commit=True)
+        assert bench.run.status().batches_freed == 1
+
+    def test_the_complete_rest_is_the_last_batch_of_a_finished_run(self) -> None:
+        bench = Bench(seal_by="call", train_batch_size=1, max_buffered_batches=4)
+        bench.submit(*(each for uid in "abc" for each in group_rows(uid)), row("d"))
+        assert bench.run.finish() == 1
+        bench.make_batches()
+        assert bench.uids(0) == ["a", "b", "c"]
+        assert bench.run.batch(1).state is BatchState.END
+
+    def test_no_more_batches_are_stored_than_allowed(self) -> None:
+        bench = Bench(seal_by="call", train_batch_size=2, max_buffered_batches=1)
+        bench.submit(*group_rows("a"))
+        bench.run.seal(None)
+        bench.submit(*group_rows("b"))
+        with pytest.raises(ResourceExhaustedError, match="batch 1 cannot be sealed yet: max_buffered_batches: 1"):
+            bench.run.seal(1)
+        bench.make_batches()
+        bench.run.acknowledge("policy", 0, Position(0), 0, commit=True)
+        assert bench.run.seal(1).prompts == 1
+
+    def test_no_more_groups_begin_than_there_is_capacity_for_and_the_refusal_says_what_to_call(self) -> None:
+        bench = Bench(seal_by="call", train_batch_size=2, max_buffered_batches=2)
+        assert bench.begin(*"abcde") == ["ADMITTED"] * 4 + ["NO_ROOM"]
+        bench.submit(*(each for uid in "abcd" for each in group_rows(uid)))
+        with pytest.raises(
+            ResourceExhaustedError, match=r"max_buffered_batches: 2 .*; call SealBatch \(seal_by: call\)"
+        ):
+            bench.submit(*group_rows("e"))
+        bench.run.seal(None)
+        with pytest.raises(ResourceExhaustedError, match="wait for the trainer to commit one"):
+            bench.submit(*group_rows("e"))
+
+    def test_staleness_limits_batches_whatever_their_sizes(self) -> None:
+        bench = Bench(seal_by="call", train_batch_size=8, max_buffered_batches=8, max_staleness=1)
+        for batch in range(2):
+            bench.submit(*group_rows(f"small-{batch}"))
+            bench.run.seal(batch)
+        with pytest.raises(ResourceExhaustedError, match="max_staleness: 1 at policy version 0 allows 2 batches"):
+            bench.submit(*group_rows("a"))
+        bench.run.announce(1)
+        assert bench.submit(*group_rows("a")) == ["ACCEPTED"] * 2
 
 
 class TestZeroVariance:

@@ -305,6 +305,11 @@ def _check_full_micro_batches(config: RunConfig, size: int | None) -> None:
 
 
 def _check_tags(config: RunConfig) -> None:
+    if config.tag_shares and config.seal_by == "call":
+        raise InvalidArgumentError(
+            "tag_shares decides when a batch is sealed, but with seal_by: call your calls of SealBatch do; leave "
+            "tag_shares out, or use seal_by: count"
+        )
     if config.tag_timeout_s is not None and not config.tag_shares:
         raise InvalidArgumentError(
             f"tag_timeout_s: {config.tag_timeout_s:g} limits how long a batch waits for tag_shares, which is not set; "

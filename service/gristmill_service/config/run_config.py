@@ -238,6 +238,7 @@ class RunConfig(BaseModel):
     balance: Literal["none", "tokens", "flops"] = "none"
     flops: Flops | None = None
     seal_order: Literal["completion", "admission"] = "completion"
+    seal_by: Literal["count", "call"] = "count"
     group_timeout_s: Seconds | None = None
     min_samples: Size = 1
     max_samples_per_prompt: Size | None = None

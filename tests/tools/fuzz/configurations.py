@@ -42,6 +42,7 @@ _MORE: list[dict[str, Any]] = [
         "retokenized_tail": 2,
         "token_step": True,
         "group_timeout_s": 1.5,
+        "seal_by": "call",
         "min_samples": 1,
     },
 ]

@@ -241,6 +241,8 @@ def _waiting_ranks(facts: RunFacts, model: ModelFacts) -> Finding:
     have, need = facts.counts.groups_complete, facts.train_batch_size
     tags = ", ".join(f"{count} of tag {tag!r}" for tag, count in facts.missing_tags.items())
     text = f"{ranks} batch {number}: {have} of {need} groups are complete"
+    if facts.seals_by_call and not facts.counts.finished:
+        text = f"{ranks} batch {number}, which SealBatch seals (seal_by: call): {_count(have, 'group', 's')} complete"
     oldest = facts.open_groups[0] if facts.open_groups else None
     return _finding("note", f"{text}; tag_shares lacks {tags}" if tags else text, since, group=oldest)
 

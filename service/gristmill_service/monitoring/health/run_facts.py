@@ -100,6 +100,7 @@ class AwaitingBatch:
 class RunFacts:
     """The facts of a run at one time.
 
+    seals_by_call: whether batches are sealed only by calls of SealBatch.
     missing_tags: the number of groups of each tag that the next batch still needs (`tag_shares`).
     failed: the last failed batches, with the reason. kept: the failed batches whose rows are retained for another
         dp_size.
@@ -114,6 +115,7 @@ class RunFacts:
     now: float
     counts: RunCounts
     train_batch_size: int
+    seals_by_call: bool
     max_buffered_batches: int
     room: Room
     missing_tags: dict[str, int]
@@ -155,6 +157,7 @@ def facts_of(run: Run, state: State, room: Room) -> RunFacts:
         now=history.now(),
         counts=_counts(state, room),
         train_batch_size=run.config.train_batch_size,
+        seals_by_call=run.config.seal_by == "call",
         max_buffered_batches=run.config.max_buffered_batches,
         room=room,
         missing_tags=sealing.missing_tags(state, run.config),

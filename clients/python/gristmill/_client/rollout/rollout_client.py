@@ -156,8 +156,8 @@ class RolloutClient:
         return block_on(self._core.abort_group(uid, round=round, reason=reason))
 
     def seal(self, batch: int | None = None) -> tuple[int, int]:
-        """Seals all complete groups into a batch now, even if it is smaller than usual. Returns the batch's number and
-        its number of groups.
+        """Seals complete groups into a batch now, even if it is smaller than usual: at most `train_batch_size`, or all
+        of them with `seal_by: call`. Returns the batch's number and its number of groups.
 
         batch: the number of the next batch. If set, the call is idempotent and retried; if not, it is made once,
             because a repetition might seal another batch.

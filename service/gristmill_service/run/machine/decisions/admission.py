@@ -260,18 +260,24 @@ def room(state: State, config: RunConfig, service_bytes: int) -> Room:
         # Accepted and running groups stay within (max_staleness + version + 1) batches (AReaL, Fu et al. 2025).
         batches = config.max_staleness + state.policy_version + 1
         bounds["staleness"] = batches * config.train_batch_size - len(state.open) - state.groups_sealed
+        if config.seal_by == "call":
+            # Batches have any size, so they are counted instead of their groups.
+            bounds["staleness"] = UNBOUNDED if state.batches_sealed < batches else 0
+    frees = "wait for the trainer to commit one"
+    if config.seal_by == "call" and not state.batches:
+        frees = "call SealBatch (seal_by: call)"
     name = min(bounds, key=bounds.__getitem__)
     match name:
         case "batches":
             reason = (
                 f"max_buffered_batches: {config.max_buffered_batches} batches of train_batch_size: "
-                f"{config.train_batch_size} are stored; wait for the trainer to commit one, or raise the setting"
+                f"{config.train_batch_size} are stored; {frees}, or raise the setting"
             )
         case "bytes":
             reason = (
                 f"{state.row_bytes + state.shard_bytes} bytes are stored and {promised - state.row_bytes} reserved of "
-                f"max_buffered_bytes: {config.max_buffered_bytes}; wait for the trainer to commit a batch, or raise "
-                "the setting"
+                f"max_buffered_bytes: {config.max_buffered_bytes} by batches and open groups; {frees}, or raise the "
+                "setting"
             )
         case "service":
             reason = (

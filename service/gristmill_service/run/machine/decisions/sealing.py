@@ -13,11 +13,11 @@ import numpy as np
 
 from gristmill._wire.columns import Ragged
 from gristmill._wire.steps import TrajectoryKey
-from gristmill.errors import FailedPreconditionError
+from gristmill.errors import FailedPreconditionError, ResourceExhaustedError
 from gristmill_service.config import RunConfig
 from gristmill_service.pipeline.credit.advantage import all_equal, trajectory_scores
 from gristmill_service.run.machine.answers import ColumnPlace, Sealed
-from gristmill_service.run.machine.decisions.admission import Room, lacking_tags
+from gristmill_service.run.machine.decisions.admission import RETRY_AFTER_S, UNBOUNDED, Room, lacking_tags
 from gristmill_service.run.machine.events import (
     BatchFailed,
     BatchPublished,
@@ -56,7 +56,7 @@ def due(state: State, config: RunConfig, happened: Sequence[Event] | None) -> li
         ]
         if dropped:
             return [*dropped]
-    if len(state.batches) >= config.max_buffered_batches:
+    if len(state.batches) >= config.max_buffered_batches or (config.seal_by == "call" and not state.finished):
         return []
     least = 1 if state.finished else config.train_batch_size
     if len(state.complete) < least:
@@ -86,7 +86,7 @@ def missing_tags(state: State, config: RunConfig) -> dict[str, int]:
 
 
 def seal_batch(state: State, config: RunConfig, number: int | None) -> Decision[Sealed]:
-    """Seals complete groups into a batch, which may be smaller than train_batch_size.
+    """Seals complete groups into a batch: with `seal_by: call` all of them, else at most train_batch_size.
 
     number: the number of the batch, so that a repeated call changes nothing; None for the next batch.
     """
@@ -101,6 +101,12 @@ def seal_batch(state: State, config: RunConfig, number: int | None) -> Decision[
             f"no prompt group is complete ({len(state.open)} are open), so no batch can be sealed; submit the "
             "missing steps and rewards, or abort the trajectories that will not finish"
         )
+    if config.seal_by == "call" and len(state.batches) >= config.max_buffered_batches:
+        raise ResourceExhaustedError(
+            f"batch {number} cannot be sealed yet: max_buffered_batches: {config.max_buffered_batches} batches are "
+            "stored; wait for the trainer to commit one, or raise the setting",
+            RETRY_AFTER_S,
+        )
     sealed = _seal(state, config, _preferred(_complete_groups(state, config), state, config))
     return [sealed], lambda after: Sealed(number, after.prompts[number])
 
@@ -109,7 +115,7 @@ def finish(state: State, config: RunConfig) -> Decision[int]:
     """Ends the rollouts. The answer is the total number of batches."""
     incomplete = [] if state.finished else [key for key in state.open if key not in state.complete]
     events = [] if state.finished else [RunFinished(), *(GroupDropped(key, "finished") for key in incomplete)]
-    return events, lambda after: after.batches_sealed + remaining_batches(after, config.train_batch_size)
+    return events, lambda after: after.batches_sealed + remaining_batches(after, config)
 
 
 def record_batch(
@@ -135,9 +141,9 @@ def withdraw_batch(state: State, number: int) -> Decision[bool]:
     return [BatchWithdrawn(number)] if was_published else [], lambda _: was_published
 
 
-def remaining_batches(state: State, train_batch_size: int) -> int:
+def remaining_batches(state: State, config: RunConfig) -> int:
     """Returns how many more batches a finished run makes of its complete groups."""
-    return -(-len(state.complete) // train_batch_size)
+    return -(-len(state.complete) // (config.train_batch_size if config.seal_by == "count" else UNBOUNDED))
 
 
 def _seal(state: State, config: RunConfig, keys: list[GroupKey]) -> BatchSealed:
@@ -177,7 +183,7 @@ def _preferred(candidates: Iterable[GroupKey], state: State, config: RunConfig) 
     """Returns the groups of a batch, in their order. If there are more than a batch needs, groups that fill
     `tag_shares` are preferred."""
     if not config.tag_shares:
-        return list(islice(candidates, config.train_batch_size))
+        return list(islice(candidates, config.train_batch_size if config.seal_by == "count" else None))
     keys = list(candidates)
     size = min(len(keys), config.train_batch_size)
     shares = _Shares(config, size)
