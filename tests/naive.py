@@ -256,9 +256,10 @@ def shard_rows(shard: Any) -> list[dict[str, Any]]:
             continue
         positions = metadata["micro_batches"][int(prefix[-3:])] if prefix else range(len(rows))
         if tensor.ndim == 1 and prefix:
-            edges = tensors[f"{prefix}/cu_seqlens"]
+            lengths = np.diff(tensors[f"{prefix}/cu_seqlens"])
+            begins = tensors.get(f"{prefix}/cu_seqlens_padded", tensors[f"{prefix}/cu_seqlens"])
             for index, position in enumerate(positions):
-                rows[position][column] = tensor[edges[index] : edges[index + 1]]
+                rows[position][column] = tensor[begins[index] : begins[index] + lengths[index]]
         else:
             for index, position in enumerate(positions):
                 rows[position][column] = tensor[index]

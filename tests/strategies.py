@@ -142,6 +142,8 @@ def settings_for(draw: st.DrawFn, /, rows: list[Row], *, samples: int = 3, **fix
     if draw(st.booleans()):
         config |= {"vpp_size": 2, "microbatch_group_size": draw(st.integers(1, 3))}
     config |= fixed
+    if config["layout"] != "left_padded":
+        config = {"pad_rows_to_multiple_of": draw(st.sampled_from([1, 1, 4]))} | config
     if config["merge"] != "none" and "retokenized_tail" not in fixed:
         config["retokenized_tail"] = draw(st.sampled_from([0, 0, 1, 3, 2**63 - 1]))
     return config

@@ -83,6 +83,8 @@ def test_defaults_are_those_of_the_specification() -> None:
         vpp_size=1,
         microbatch_group_size=1,
         pad_to_multiple_of=1,
+        pad_rows_to_multiple_of=1,
+        pad_packed_to=(),
         on_misaligned="pad",
         balance="none",
         stale="count",
@@ -260,6 +262,23 @@ def test_a_required_setting_that_is_missing_is_named(name: str) -> None:
         ({"observation_weight": -0.5}, "observation_weight: .* greater than or equal to 0, got -0.5"),
         ({"length_penalty": {"turns": -1}}, "length_penalty.turns: .* greater than or equal to 0, got -1"),
         ({"length_penalty": {"steps": 1}}, "unknown setting length_penalty.steps; expected one of output_tokens"),
+        (
+            {"pad_rows_to_multiple_of": 8},
+            "pad_rows_to_multiple_of: has no effect with layout: left_padded; use layout: packed or prefix_tree",
+        ),
+        ({"pad_packed_to": [64]}, "pad_packed_to: has no effect with layout: left_padded"),
+        (
+            {"layout": "packed", "pad_rows_to_multiple_of": 8, "pad_packed_to": [64, 100]},
+            "pad_packed_to: 100 is not a multiple of pad_rows_to_multiple_of: 8",
+        ),
+        (
+            {"layout": "packed", "pad_packed_to": [64]},
+            "pad_packed_to: micro-batches have no limit of tokens, and the largest size is 64; set micro_batch.max",
+        ),
+        (
+            {"layout": "packed", "pad_packed_to": [64], "micro_batch": {"max_tokens": 40}, "cp_size": 2},
+            r"pad_packed_to: micro-batches have up to 80 tokens \(max_tokens × cp_size\), and the largest size is 64",
+        ),
         (GIGPO | {"trajectory_score": "last_step"}, "trajectory_score: last_step is not what .* set trajectory_score"),
         (
             GIGPO | {"kl_in_reward": {"coef": 0.1, "estimator": "k1"}},
@@ -337,7 +356,7 @@ NUMBERS = {
         *(
             name + ".any" * (get_origin(field.annotation) is dict)
             for name, field in SETTINGS.items()
-            if has(field.annotation, kind)
+            if has(field.annotation, kind) and name != "pad_packed_to"
         ),
         *(f"micro_batch.{name}" for name, field in MicroBatch.model_fields.items() if has(field.annotation, kind)),
         *(f"flops.{name}" for name, field in Flops.model_fields.items() if has(field.annotation, kind)),
@@ -425,8 +444,8 @@ def values_of(name: str, annotation: Any) -> st.SearchStrategy[Any]:
         bool: st.booleans(),
         NoneType: st.none(),
     }
-    if name == "overlong_filter":
-        return st.lists(TEXTS, max_size=3) | SCALARS
+    if name in ("overlong_filter", "pad_packed_to"):
+        return st.lists(TEXTS if name == "overlong_filter" else st.integers(1, 4), max_size=3) | SCALARS
     fitting = [strategy for kind, strategy in fit.items() if has(annotation, kind)]
     return st.one_of(*fitting, *([st.sampled_from(choices)] if choices else []), SCALARS)
 

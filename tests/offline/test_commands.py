@@ -213,8 +213,12 @@ def test_show_counts_padding_of_every_layout(config: Path, tmp_path: Path, layou
     assert total[5] == "12"
 
 
-def test_show_counts_the_tokens_that_stand_in_shards_of_a_prefix_tree(config: Path, tmp_path: Path) -> None:
-    config.write_text(json.dumps(CONFIG | {"layout": "prefix_tree", "merge": "none", "micro_batch": {"size": 8}}))
+@pytest.mark.parametrize("multiple", [1, 8])
+def test_show_counts_the_tokens_that_stand_in_shards_of_a_prefix_tree(
+    config: Path, tmp_path: Path, multiple: int
+) -> None:
+    settings = {"layout": "prefix_tree", "merge": "none", "micro_batch": {"size": 8}}
+    config.write_text(json.dumps(CONFIG | settings | {"pad_rows_to_multiple_of": multiple}))
     file = tmp_path / "rollouts.jsonl"
     file.write_text(lines(rollouts(prompts=2)))
     (plan,) = [json.loads(line) for line in run("plan", file, "--config", config).stdout.splitlines()]
@@ -224,6 +228,7 @@ def test_show_counts_the_tokens_that_stand_in_shards_of_a_prefix_tree(config: Pa
     total, metrics = shown[-1].split(), plan["metrics"]
     assert [total[3], total[-1]] == [str(metrics["tokens"]), str(metrics["distinct_tokens"])]
     assert metrics["distinct_tokens"] < metrics["tokens"]
+    assert (total[4] == "0.0%") == (multiple == 1)
 
 
 def test_a_lengths_file_is_not_planned_as_a_prefix_tree(config: Path, tmp_path: Path) -> None:

@@ -23,11 +23,14 @@ LAYOUTS: list[dict[str, Any]] = [
     {"pad_width": "shard"},
     {"pad_width": "batch", "pad_to_multiple_of": 4},
     {"pad_width": "micro_batch"},
-    {"layout": "packed"},
-    {"layout": "prefix_tree"},
+    {"layout": "packed", "pad_rows_to_multiple_of": 4},
+    {"layout": "prefix_tree", "pad_rows_to_multiple_of": 4},
 ]
 # The tensors that say where rows are on the axis of one layout.
-OF_AXES = {"packed": {"cu_seqlens"}, "prefix_tree": {"parents", "segment_starts", "segment_parents", "row_ends"}}
+OF_AXES = {
+    "packed": {"cu_seqlens", "cu_seqlens_padded"},
+    "prefix_tree": {"parents", "segment_starts", "segment_parents", "row_ends"},
+}
 COLUMNS: list[dict[str, Any]] = [
     {"name": "experts", "dtype": "int16", "scope": "token", "shape": [2, 3], "required": False},
     {"name": "teacher", "dtype": "bfloat16", "scope": "response", "shape": [2]},

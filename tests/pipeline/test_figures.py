@@ -38,7 +38,7 @@ def test_every_row_and_token_is_counted_as_one_thing(drawn: tuple[list[Row], dic
 
 
 @LAW
-@given(batches_and_settings(), st.booleans())
+@given(batches_and_settings(pad_rows_to_multiple_of=1), st.booleans())
 def test_padding_is_what_the_plan_says_and_what_its_own_level_would_have(
     drawn: tuple[list[Row], dict[str, Any]], drops: bool
 ) -> None:

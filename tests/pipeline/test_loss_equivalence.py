@@ -200,7 +200,7 @@ def padded_loss(own: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 
 def packed_loss(own: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    edges = own["cu_seqlens"].long()
+    edges = own.get("cu_seqlens_padded", own["cu_seqlens"]).long()
     rows = torch.repeat_interleave(torch.arange(len(edges) - 1), edges.diff())
     logprobs = MODEL(
         own["sequences"].long()[None], own["position_ids"].long()[None], (rows[:, None] == rows[None, :])[None]
@@ -307,3 +307,17 @@ def test_no_padding_width_and_no_micro_batching_changes_the_loss(pad_width: str,
     actual, _ = through_gristmill(rows, config)
     for mine, reference in zip(actual, without_gristmill(rows, config), strict=True):
         assert mine.item() == pytest.approx(reference.item(), rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize("layout", ["packed", "prefix_tree"])
+@pytest.mark.parametrize("merge", ["none", "tree"])
+def test_padding_after_rows_changes_neither_loss_nor_gradients(layout: str, merge: str) -> None:
+    rows = batch_rows(forks=merge == "tree", is_shared=True)
+    config = settings(layout=layout, dp_size=2, loss_reduction="trajectory_mean", merge=merge)
+    plain, _ = through_gristmill(rows, config)
+    padded, _ = through_gristmill(rows, config | {"pad_rows_to_multiple_of": 8})
+    for loss, reference in zip(padded, plain, strict=True):
+        assert loss.item() == pytest.approx(reference.item(), rel=1e-9, abs=1e-12)
+    for gradient, others in zip(gradients(padded), gradients(plain), strict=True):
+        for mine, other in zip(gradient, others, strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-9, atol=1e-12)

@@ -71,7 +71,7 @@ def test_fewer_groups_of_a_tag_than_its_share_are_counted() -> None:
 
 
 @LAW
-@given(batches_and_settings(), st.data())
+@given(batches_and_settings(pad_rows_to_multiple_of=1), st.data())
 def test_the_figures_of_all_tags_together_are_those_of_the_batch(
     drawn: tuple[list[Row], dict[str, Any]], data: st.DataObject
 ) -> None:

@@ -61,6 +61,8 @@ class Batch:
         self.counts |= mask_steps(self.groups, self.config)
         self.credit: Credit = credits.credit(self.groups, self.rows_of, self.config)
         self.lengths = [len(row.tokens) for row in self.rows]
+        multiple = self.config["pad_rows_to_multiple_of"]
+        self.padded = [-(-length // multiple) * multiple for length in self.lengths]
         sizes = [sum(self.group(row) is group for row in self.rows) for group in self.groups]
         self.bounds = [sum(sizes[:end]) for end in range(len(sizes) + 1)]
 
@@ -73,7 +75,7 @@ class Batch:
         return self.shares.get(tuple(rows), [0] * len(rows))
 
     def schedule(self, got: plan.Plan | None) -> None:
-        self.parts = scheduling.mini_batches(self.bounds, self.lengths, self.config)
+        self.parts = scheduling.mini_batches(self.bounds, self.padded, self.config)
         is_open = self.config["balance"] != "none" or self.config["layout"] == "prefix_tree"
         for part, found in zip(self.parts, got["mini_batches"], strict=True) if is_open and got else ():
             self.shares |= check_placed(part, found, self.rows, self.bounds, self.config)
@@ -102,6 +104,9 @@ class Batch:
                     if model == "policy" and self.config["layout"] == "left_padded":
                         for rows, (width, _) in zip(micro_batches, widths, strict=True):
                             self.padding |= {row: width - lines[row].length for row in rows}
+                    elif model == "policy":
+                        for rows, of_rows in zip(micro_batches, placed, strict=True):
+                            self.padding |= dict(zip(rows, layout.tails_of(of_rows, self.config), strict=True))
         return shards
 
     def _lines(self, parts: list[MiniBatch], form: layout.Form) -> tuple[dict[int, Line], list[Denominators]]:

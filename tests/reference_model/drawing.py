@@ -79,6 +79,10 @@ def _config(random: Random) -> Config:
         "token_step": maybe(0.4),
         "observation_weight": some([0.0, 0.0, 0.125, 1.0]),
     }
+    if config["layout"] != "left_padded":
+        config["pad_rows_to_multiple_of"] = some([1, 1, 2, 8])
+        if maybe(0.3) and "max_tokens" in config["micro_batch"]:
+            config["pad_packed_to"] = [128, 512]
     if config["step_wise"]:
         config["merge"] = some(["none", "prefix", "prefix", "tree", "tree"])
         if config["merge"] != "none":

@@ -193,12 +193,16 @@ def tensors_of(
     for index, rows in enumerate(micro_batches):
         if config["layout"] == "left_padded":
             block = _padded([line for line, _ in rows], widths[index], form)
-        elif config["layout"] == "packed":
-            block = _on_axis(rows, form)
-            ends = [sum(line.length for line, _ in rows[:end]) for end in range(len(rows) + 1)]
-            block["cu_seqlens"] = "I32", [len(ends)], ends
         else:
-            block = _on_axis(rows, form) | _tree(rows)
+            tails = tails_of(rows, config)
+            block = _on_axis(rows, tails, form)
+            if config["layout"] == "prefix_tree":
+                block |= _tree(rows, tails)
+            else:
+                block |= _edges("cu_seqlens", [line.length for line, _ in rows])
+                if config["pad_rows_to_multiple_of"] > 1 or config["pad_packed_to"]:
+                    padded = [line.length + tail for (line, _), tail in zip(rows, tails, strict=True)]
+                    block |= _edges("cu_seqlens_padded", padded)
         tensors |= {f"micro_batch_{index:03d}/{name}": tensor for name, tensor in block.items()}
     return tensors
 
@@ -218,33 +222,62 @@ def _padded(lines: list[Line], widths: Widths, form: Form) -> Tensors:
     return tensors
 
 
-def _on_axis(rows: list[tuple[Line, int]], form: Form) -> Tensors:
-    """Rows one after another, each without the tokens that it shares with the row before it."""
+def _edges(name: str, lengths: list[int]) -> Tensors:
+    return {name: ("I32", [len(lengths) + 1], [sum(lengths[:end]) for end in range(len(lengths) + 1)])}
+
+
+def tails_of(rows: list[tuple[Line, int]], config: Config) -> list[int]:
+    """The padding after each row. A row that the next one continues has none, and its tokens count with that one's."""
+    multiple, tails, tokens = config["pad_rows_to_multiple_of"], [0] * len(rows), 0
+    for place, (line, shared) in enumerate(rows):
+        tokens += line.length - shared
+        if place + 1 == len(rows) or rows[place + 1][1] < line.length:
+            tails[place] = -tokens % multiple
+            tokens = 0
+    total = sum(line.length - shared for line, shared in rows) + sum(tails)
+    if config["pad_packed_to"]:
+        tails[-1] += min(size for size in config["pad_packed_to"] if size >= total) - total
+    return tails
+
+
+def _on_axis(rows: list[tuple[Line, int]], tails: list[int], form: Form) -> Tensors:
+    """Rows one after another, each without the tokens that it shares with the row before it, and with padding after
+    it."""
     tensors: Tensors = {}
 
     def add(name: str, kind: Kind, of_lines: list[list[Any]]) -> None:
-        values = [value for line, (_, shared) in zip(of_lines, rows, strict=True) for value in line[shared:]]
+        values = [
+            value
+            for line, (_, shared), tail in zip(of_lines, rows, tails, strict=True)
+            for value in line[shared:] + [kind.fill] * tail
+        ]
         tensors.update(kind.tensors(name, [len(values)], values))
 
     for name, kind in form.tokens.items():
         add(name, kind, [line.tokens[name] for line, _ in rows])
     for name, kind in form.responses.items():
         add(name, kind, [[kind.fill] * line.prompt + line.responses[name] for line, _ in rows])
-    add("position_ids", Kind("I32"), [list(range(line.length)) for line, _ in rows])
+    positions = [
+        position
+        for (line, shared), tail in zip(rows, tails, strict=True)
+        for position in range(shared, line.length + tail)
+    ]
+    tensors["position_ids"] = "I32", [len(positions)], positions
     return tensors
 
 
-def _tree(rows: list[tuple[Line, int]]) -> Tensors:
+def _tree(rows: list[tuple[Line, int]], tails: list[int]) -> Tensors:
     """The paths of the rows on the axis: parents, segments, ends."""
     parents: list[int] = []
     ends = []
     path: list[int] = []
-    for line, shared in rows:
+    for (line, shared), tail in zip(rows, tails, strict=True):
         path = path[:shared]
         for _ in range(line.length - shared):
             parents.append(path[-1] if path else -1)
             path.append(len(parents) - 1)
         ends.append(path[-1])
+        parents += [len(parents) - 1 + index for index in range(tail)]
     children = [0] * len(parents)
     for parent in parents:
         if parent >= 0:

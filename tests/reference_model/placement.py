@@ -70,8 +70,9 @@ def check_placed(
         assert {len(rank) for rank in ranks} == {limit["count"]}, "micro-batches of each rank"
     if "max_tokens" in limit:
         for micro_batch in (micro_batch for rank in ranks for micro_batch in rank):
-            tokens = sum(len(rows[row].tokens) for row in micro_batch if row != PADDING)
-            tokens -= sum(shares.get(tuple(micro_batch), []))
+            multiple = config["pad_rows_to_multiple_of"]
+            tokens = sum(-(-len(rows[row].tokens) // multiple) * multiple for row in micro_batch if row != PADDING)
+            tokens -= sum(count // multiple * multiple for count in shares.get(tuple(micro_batch), []))
             assert len(micro_batch) == 1 or tokens <= cap(config), "the cap"
         if not is_tree:
             assert [len(rank) for rank in ranks] == [len(rank) for rank in part.ranks], "micro-batches of each rank"

@@ -142,6 +142,7 @@ def _of_tag(batch: Batch, policy: list[MiniBatch], tag: str) -> Plan:
 def _load(batch: Batch, policy: list[MiniBatch]) -> Plan:
     """What ranks wait for one another: over micro-steps, the slowest rank's load, by the ranks' mean."""
     flops = batch.config["flops"] or {"linear": 1.0, "quadratic": 0.0}
+    multiple = batch.config["pad_rows_to_multiple_of"]
 
     def load(tokens: int) -> float:
         return float(flops.get("linear", 1.0) * tokens + flops.get("quadratic", 0.0) * tokens**2)
@@ -150,7 +151,8 @@ def _load(batch: Batch, policy: list[MiniBatch]) -> Plan:
     for part in policy:
         for step in zip(*part.ranks, strict=True):
             loads = [
-                sum(load(batch.lengths[row]) for row in rows if row != PADDING) - sum(map(load, batch.shared(rows)))
+                sum(load(batch.padded[row]) for row in rows if row != PADDING)
+                - sum(load(count // multiple * multiple) for count in batch.shared(rows))
                 for rows in step
             ]
             slowest, mean = slowest + max(loads), mean + sum(loads) / len(loads)

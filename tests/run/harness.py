@@ -172,7 +172,13 @@ class Built:
 
 _ONE = np.ones(1, np.int64)
 _ONE_ROW = ShardForm(
-    [], 0 * _ONE, _ONE, 0 * _ONE, _ONE == 1, WrittenRows(["a"], 0 * _ONE, 0 * _ONE, _ONE, np.empty(0, np.bool_), {})
+    [],
+    0 * _ONE,
+    _ONE,
+    0 * _ONE,
+    0 * _ONE,
+    _ONE == 1,
+    WrittenRows(["a"], 0 * _ONE, 0 * _ONE, _ONE, np.empty(0, np.bool_), {}),
 )
 
 

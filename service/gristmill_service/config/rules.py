@@ -29,6 +29,7 @@ def check(config: RunConfig) -> None:
     _check_micro_batch(config)
     _check_mini_batches(config)
     _check_padding(config)
+    _check_row_padding(config)
     _check_alignment(config)
     _check_balance(config)
     _check_tags(config)
@@ -125,6 +126,30 @@ def _check_padding(config: RunConfig) -> None:
         raise InvalidArgumentError(
             f"every mini-batch would be padded to at least {least} rows, and the limit is {_MOST_PADDED_TO}; lower a "
             "factor: dp_size × microbatch_group_size (with VPP) or × micro_batch.count, × micro_batch.size with full"
+        )
+
+
+def _check_row_padding(config: RunConfig) -> None:
+    """Rejects padding after rows that a token axis cannot have, or that could turn out too small for a micro-batch."""
+    multiple, sizes = config.pad_rows_to_multiple_of, config.pad_packed_to
+    if config.pads_rows and not config.has_token_axis:
+        name = "pad_packed_to" if sizes else "pad_rows_to_multiple_of"
+        raise InvalidArgumentError(
+            f"{name}: has no effect with layout: left_padded; use layout: packed or prefix_tree, or leave it out"
+        )
+    if not sizes:
+        return
+    uneven = [size for size in sizes if size % multiple]
+    if uneven:
+        raise InvalidArgumentError(
+            f"pad_packed_to: {uneven[0]} is not a multiple of pad_rows_to_multiple_of: {multiple}; change one of them"
+        )
+    cap, largest = config.token_cap, max(sizes)
+    if cap is None or max(cap, -(-config.padding_row_tokens // multiple) * multiple) > largest:
+        most = "no limit of tokens" if cap is None else f"up to {cap} tokens (max_tokens × cp_size)"
+        raise InvalidArgumentError(
+            f"pad_packed_to: micro-batches have {most}, and the largest size is {largest}; set micro_batch.max_tokens "
+            "so that none exceeds it"
         )
 
 

@@ -22,6 +22,7 @@ from pydantic import Tag as UnionTag
 from pydantic_core import PydanticCustomError
 
 from gristmill._wire.column_spec import LOSS_WEIGHT, ColumnSpec
+from gristmill._wire.columns import Int64s
 from gristmill._wire.steps import LONGEST_COMPONENT, LONGEST_TAG, MOST_COMPONENTS
 from gristmill_service.estimators import ESTIMATORS, Estimator
 
@@ -250,6 +251,8 @@ class RunConfig(BaseModel):
     layout: Literal["left_padded", "packed", "prefix_tree"] = "left_padded"
     pad_width: Literal["batch", "mini_batch", "shard", "micro_batch"] = "shard"
     pad_to_multiple_of: Size = 1
+    pad_rows_to_multiple_of: Size = 1
+    pad_packed_to: Annotated[tuple[Count, ...], FailFast()] = Field(default=(), strict=False, max_length=1000)
     pad_token_id: Annotated[int, Field(ge=0, lt=2**31)] = 0
     max_seq_len: Tokens | None = None
     token_step: bool = False
@@ -285,6 +288,21 @@ class RunConfig(BaseModel):
     def padding_row_tokens(self) -> int:
         """The length of a padding row: one prompt and one response token, or `pad_to_multiple_of` if that is more."""
         return max(2, self.pad_to_multiple_of)
+
+    @property
+    def pads_rows(self) -> bool:
+        """Whether padding may follow rows on a token axis."""
+        return self.pad_rows_to_multiple_of > 1 or bool(self.pad_packed_to)
+
+    @property
+    def most_padding(self) -> int:
+        """The maximum number of padding tokens before and after a row, beyond those that make it as wide as another."""
+        return self.pad_to_multiple_of + self.pad_rows_to_multiple_of + max(self.pad_packed_to, default=0)
+
+    def padded(self, tokens: Int64s) -> Int64s:
+        """Returns the tokens of rows with the padding after each row, as caps and loads count them; int64 (rows,)."""
+        multiple = self.pad_rows_to_multiple_of
+        return tokens if multiple == 1 else -(-tokens // multiple) * multiple
 
     @property
     def has_token_axis(self) -> bool:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from gristmill._wire.columns import Int64s
 from gristmill_service.config import RunConfig
+from gristmill_service.pipeline.layout.columns import Block
 from gristmill_service.pipeline.layout.shard import Shard
 from gristmill_service.pipeline.rows.joins import Mismatch, breaks
 from gristmill_service.pipeline.scheduling.plan import MiniBatchPlan
@@ -246,7 +247,7 @@ def _row_padding(scored: ScoredBatch, policy: Sequence[MiniBatchPlan], laid_out:
     placed = np.concatenate([rank.rows for part in policy for rank in part.ranks])
     lengths = scored.rows.lengths
     widths = [
-        lengths[placed[block.begin : block.end]]
+        lengths[placed[block.begin : block.end]] + _tails(shard, block)
         if block.widths is None
         else np.full(block.end - block.begin, block.widths["sequence"])
         for shard in laid_out
@@ -256,6 +257,12 @@ def _row_padding(scored: ScoredBatch, policy: Sequence[MiniBatchPlan], laid_out:
     rows, padding = placed[placed >= 0], np.zeros_like(lengths)
     padding[rows] = np.concatenate(widths)[placed >= 0] - lengths[rows]
     return padding
+
+
+def _tails(shard: Shard, block: Block) -> Int64s | int:
+    """Returns the padding after each row of a block on a token axis."""
+    tails = shard.placed.placement.tails
+    return 0 if tails is None else tails[block.begin : block.end]
 
 
 def _causes(scored: ScoredBatch, config: RunConfig) -> dict[str, int]:

@@ -206,8 +206,9 @@ def _performance(
     distinct, shared = tokens, None
     if scored.sharing is not None:
         figures["distinct_tokens"] = distinct = tokens - scored.sharing.shared_tokens(policy)
-        shared = shared_loads(scored.sharing, config.flops)
-    figures["barrier_ratio"] = barrier_ratio(policy, loads_of(scored.rows.lengths, config.flops), shared)
+        shared = shared_loads(scored.sharing.rounded_down(config.pad_rows_to_multiple_of), config.flops)
+    loads = loads_of(config.padded(scored.rows.lengths), config.flops)
+    figures["barrier_ratio"] = barrier_ratio(policy, loads, shared)
     if laid_out is not None:
         elements = sum(shard.sequence_elements for shard in laid_out if shard.address.model == "policy")
         figures["padding_tokens"] = elements - distinct

@@ -209,14 +209,15 @@ class ShardForm:
     """The positions of responses in a shard's tensors.
 
     blocks: in the order of the rows. leads: int64 (rows,), the elements before each row's own elements. lengths: int64
-    (rows,), its own elements. elsewhere: int64 (rows,), the response tokens that each row shares with the previous row;
-    their values are stored there, and zeros replace them here. is_real: bool (rows,), False for padding rows. rows: the
-    data of the real rows.
+    (rows,), its own elements. tails: int64 (rows,), the elements after them. elsewhere: int64 (rows,), the response
+    tokens that each row shares with the previous row; their values are stored there, and zeros replace them here.
+    is_real: bool (rows,), False for padding rows. rows: the data of the real rows.
     """
 
     blocks: Sequence[FormBlock]
     leads: Int64s
     lengths: Int64s
+    tails: Int64s
     elsewhere: Int64s
     is_real: NDArray[np.bool_]
     rows: WrittenRows
@@ -241,7 +242,7 @@ class ShardForm:
         values = _tensor(tensors, block.prefix + column.name, block.shape, column, where)
         rows = slice(block.begin, block.end)
         leads, lengths, is_real = self.leads[rows], self.lengths[rows], self.is_real[rows]
-        starts, counts = starts_of(leads + lengths) + leads, np.where(is_real, lengths, 0)
+        starts, counts = starts_of(leads + lengths + self.tails[rows]) + leads, np.where(is_real, lengths, 0)
         sizes = np.where(is_real, self.elsewhere[rows], 0) + counts
         flat = values.reshape(-1, *column.value_shape)
         if len(flat) == sizes.sum() == counts.sum():
@@ -259,7 +260,8 @@ def form_of(shard: Shard, scored: ScoredBatch, config: RunConfig) -> ShardForm:
     leads = placement.leads["response"][begin:end].copy()
     if placement.shared is not None:
         leads = placement.own["sequence"][begin:end] - lengths
-    totals = np.append(0, np.cumsum(leads + lengths))
+    tails = np.zeros_like(leads) if placement.tails is None else placement.tails[begin:end].copy()
+    totals = np.append(0, np.cumsum(leads + lengths + tails))
     blocks = [
         FormBlock(
             block.prefix,
@@ -273,7 +275,7 @@ def form_of(shard: Shard, scored: ScoredBatch, config: RunConfig) -> ShardForm:
     ]
     rows = placement.rows[begin:end]
     is_real = rows >= 0
-    return ShardForm(blocks, leads, lengths, elsewhere, is_real, written_rows(rows[is_real], scored, config))
+    return ShardForm(blocks, leads, lengths, tails, elsewhere, is_real, written_rows(rows[is_real], scored, config))
 
 
 def values_of_steps(

@@ -45,6 +45,13 @@ _MORE: list[dict[str, Any]] = [
         "seal_by": "call",
         "min_samples": 1,
     },
+    {
+        "layout": "packed",
+        "pad_rows_to_multiple_of": 4,
+        "pad_packed_to": [64, 128],
+        "cp_size": 2,
+        "micro_batch": {"max_tokens": 64},
+    },
 ]
 
 

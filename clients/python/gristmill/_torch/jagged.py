@@ -106,15 +106,24 @@ def jagged(rows: Rows, name: str, part: Part) -> Jagged:
 
 def _of_axis(rows: Rows, values: torch.Tensor, name: str, part: Part) -> Jagged:
     """Return parts of rows in the packed layout."""
-    edges = rows["cu_seqlens"].long()
     if len(values) != len(rows["sequences"]):
         raise InvalidArgumentError(f"{name} has shape {tuple(values.shape)}, not one value per token; {_REMEDY}")
-    whole = Jagged(values, edges)
+    begins, lengths = row_spans(rows)
     if part == "row":
-        return whole
-    responses = response_lengths(rows["response_mask"], edges)
-    prompts = whole.lengths - responses
-    return whole.at(stretches(edges[:-1], prompts) if part == "prompt" else stretches(edges[:-1] + prompts, responses))
+        if "cu_seqlens_padded" not in rows:
+            return Jagged(values, rows["cu_seqlens"].long())
+        return Jagged(values, begins).at(stretches(begins, lengths))
+    responses = response_lengths(rows["response_mask"], torch.cat([begins, (begins + lengths)[-1:]]))
+    prompts = lengths - responses
+    chosen = stretches(begins, prompts) if part == "prompt" else stretches(begins + prompts, responses)
+    return Jagged(values, begins).at(chosen)
+
+
+def row_spans(rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return where each packed row begins on the token axis, and its number of tokens; both (rows,) int64."""
+    edges = rows["cu_seqlens"].long()
+    begins = rows["cu_seqlens_padded"].long() if "cu_seqlens_padded" in rows else edges
+    return begins[:-1], edges.diff()
 
 
 def response_lengths(response_mask: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
-from itertools import pairwise
+from operator import add
 from typing import Any
 
 import torch
 
 from gristmill._torch.conversion import Conversion
 from gristmill._torch.device_copies import Copies
-from gristmill._torch.jagged import Jagged, Part, jagged
+from gristmill._torch.jagged import Jagged, Part, jagged, row_spans
 from gristmill._torch.jagged import join as join_jagged
 from gristmill._torch.shard_files import Tensors, map_shard
 from gristmill._torch.token_tree import TokenTree
@@ -167,10 +167,11 @@ class Rows:
             return [output[path[len(path) - length :]] for path, length in zip(paths, lengths, strict=True)]
         if self.is_packed:
             self._check_shape(output, "output", tuple(self["sequences"].shape))
-            edges = self._raw["cu_seqlens"].tolist()
             mask = self._raw["response_mask"] != 0
-            lengths = [int(mask[start:end].sum()) for start, end in pairwise(edges)]
-            return [output[end - length : end] for end, length in zip(edges[1:], lengths, strict=True)]
+            begins, lengths = (each.tolist() for each in row_spans(self))
+            ends = list(map(add, begins, lengths))
+            responses = [int(mask[begin:end].sum()) for begin, end in zip(begins, ends, strict=True)]
+            return [output[end - length : end] for end, length in zip(ends, responses, strict=True)]
         lengths = (self._raw["response_mask"] != 0).sum(-1).tolist()
         self._check_shape(output, "output", (len(self),))
         width = output.shape[1] if output.ndim > 1 else 0

@@ -51,7 +51,7 @@ LOSS_WEIGHT = "loss_weight"
 
 SHARD_TENSORS = (
     *("sequences", "attention_mask", "position_ids", "response_mask", "loss_mask", "rewards", "advantages", "returns"),
-    *("rollout_logprobs", "token_policy_version", "token_step", "loss_weight", "cu_seqlens"),
+    *("rollout_logprobs", "token_policy_version", "token_step", "loss_weight", "cu_seqlens", "cu_seqlens_padded"),
     *("parents", "segment_starts", "segment_parents", "row_ends"),
     *("row", "sample", "step_first", "step_last", "policy_version", "is_last_step", "is_padding"),
 )

@@ -109,7 +109,7 @@ def read_figures(path: Path) -> ShardFigures:
             micro_batches = json.loads(metadata["micro_batches"])
             lengths, losses = np.zeros(len(padding), np.int64), np.zeros(len(padding), np.int64)
             elements = column_bytes = 0
-            has_axis = "micro_batch_000/row_ends" in names
+            distinct = 0
             for name in names:
                 prefix, _, column = name.rpartition("/")
                 rows = micro_batches[int(prefix.removeprefix("micro_batch_"))] if prefix else slice(None)
@@ -118,7 +118,9 @@ def read_figures(path: Path) -> ShardFigures:
                 elif column == "cu_seqlens":
                     lengths[rows] = np.diff(file.get_tensor(name))
                 elif column == "row_ends":
-                    lengths[rows] = file.get_tensor(f"{prefix}/position_ids")[file.get_tensor(name)] + 1
+                    ends = file.get_tensor(name)
+                    lengths[rows] = file.get_tensor(f"{prefix}/position_ids")[ends] + 1
+                    distinct += int(_own_tokens(file.get_tensor(f"{prefix}/parents"), ends)[~padding[rows]].sum())
                 elif column == "loss_mask":
                     losses[rows] = _row_sums(file.get_tensor(name), _edges(file, prefix, names))
                 elif column == "sequences":
@@ -141,7 +143,7 @@ def read_figures(path: Path) -> ShardFigures:
         len(padding),
         int(padding.sum()),
         tokens,
-        elements - int(lengths[padding].sum()) if has_axis else tokens,
+        distinct or tokens,
         elements,
         int(losses.sum()),
         column_bytes,
@@ -153,7 +155,16 @@ def _edges(file: Any, prefix: str, names: Sequence[str]) -> Array | None:
     """Returns where each row's own tokens start on the token axis, and the end of the last; None without one."""
     if f"{prefix}/row_ends" in names:
         return np.append(0, file.get_tensor(f"{prefix}/row_ends") + 1)
-    return file.get_tensor(f"{prefix}/cu_seqlens") if f"{prefix}/cu_seqlens" in names else None
+    name = next((name for name in ("cu_seqlens_padded", "cu_seqlens") if f"{prefix}/{name}" in names), None)
+    return None if name is None else file.get_tensor(f"{prefix}/{name}")
+
+
+def _own_tokens(parents: Array, ends: Array) -> Array:
+    """Counts each row's own tokens on an axis that rows share: those after its last token that does not follow the
+    token before it on the axis, or after the row before. Padding follows a row, so it is not counted."""
+    begins = np.append(0, np.flatnonzero(parents != np.arange(len(parents)) - 1))
+    own: Array = ends + 1 - np.maximum(begins[np.searchsorted(begins, ends, "right") - 1], np.append(0, ends[:-1] + 1))
+    return own
 
 
 def _row_sums(mask: Array, edges: Array | None) -> Array:

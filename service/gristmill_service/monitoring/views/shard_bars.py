@@ -87,8 +87,8 @@ class ShardBars:
         observed = rows.lengths - rows.prompts - rows.trained
         # A padding row has only padding tokens.
         self._parts = [np.append(values, 0) for values in (rows.prompts, observed, rows.trained)]
-        self._lengths = np.append(rows.lengths, padding_row)
-        loads = loads_of(rows.lengths, config.flops)
+        self._lengths = config.padded(np.append(rows.lengths, padding_row))
+        loads = loads_of(config.padded(rows.lengths), config.flops)
         self._load_scale = 1.0 if config.flops is None or not loads.sum() else rows.lengths.sum() / loads.sum()
         self._loads = np.append(loads, 0.0)
 

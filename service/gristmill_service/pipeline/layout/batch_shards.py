@@ -54,8 +54,8 @@ class _ShardBuilder:
     def __init__(self, scored: ScoredBatch, config: RunConfig, run: str, batch: int) -> None:
         self._scored, self._config, self._run, self._batch = scored, config, run, batch
         self._geometry = Geometry(scored.rows, config.padding_row_tokens)
-        # Widths are rounded up. No row needs more fill than the widest padded row.
-        self._longest = int(self._geometry.lengths.max()) + config.pad_to_multiple_of
+        # Widths are rounded up. No row needs more fill than the widest padded row, or the longest padded token axis.
+        self._longest = int(self._geometry.lengths.max()) + config.most_padding
         self._zeros = Region(np.zeros(4 * self._longest, np.uint8))
         self._weights = loss_weights(scored, config)
         self._shared = self._shared_columns()

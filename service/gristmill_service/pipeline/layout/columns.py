@@ -75,6 +75,11 @@ class ByteRanges:
         iovec = np.stack([self.iovec[:, 0] + left_out, lengths - left_out], axis=1)
         return ByteRanges(iovec, self.edges, self.memory)
 
+    def followed_by(self, fill: Region, nbytes: Int64s) -> ByteRanges:
+        """Returns the ranges with the first `nbytes` of `fill` after each row. nbytes: (rows,)."""
+        iovec = np.insert(self.iovec, self.edges[1:], fill.ranges(0, nbytes), axis=0)
+        return ByteRanges(iovec, self.edges + np.arange(len(self.edges)), (*self.memory, fill))
+
 
 @dataclass(frozen=True, slots=True)
 class Block:
@@ -91,12 +96,14 @@ class Block:
 
 
 class Placement:
-    """The order in which rows are laid out, and the fill before each.
+    """The order in which rows are laid out, and the fill before and after each.
 
     rows: (n,) row indices, -1 for padding rows. leads: per scope (n,) elements before the row's own. shared: (n,) the
     number of first tokens that a row shares with the row before it, which are laid out there only; None: all of every
-    row are laid out.
+    row are laid out. tails: (n,) elements of fill after each row, in every scope; None: no row has any.
     """
+
+    tails: Int64s | None = None
 
     def __init__(
         self, rows: Int64s, leads: dict[Scope, Int64s], geometry: Geometry, shared: Int64s | None = None
@@ -128,6 +135,11 @@ class Placement:
         left_out: Int64s = self.leads[scope] + self.lengths[scope] - laid_out
         return left_out
 
+    @property
+    def on_axis(self) -> Int64s:
+        """The number of tokens that each row takes on a token axis: its own, and the fill after it; (n,)."""
+        return self.own["sequence"] if self.tails is None else self.own["sequence"] + self.tails
+
     @cached_property
     def visit_counts(self) -> Int64s:
         """The visits of each row, (n,)."""
@@ -155,7 +167,8 @@ class Column(ABC):
     """A tensor with an element per token.
 
     name, dtype: those in the shard, with safetensors' name of the dtype. scope: the whole sequence, or only the
-    response. shape: the shape of one element. itemsize: the bytes of one number.
+    response. shape: the shape of one element. itemsize: the bytes of one number. fill: memory that begins with as many
+    elements of fill as a row may need.
     """
 
     name: str
@@ -163,15 +176,19 @@ class Column(ABC):
     itemsize: int
     scope: Scope
     shape: tuple[int, ...] = ()
+    fill: Region
 
     @abstractmethod
     def ranges(self, placement: Placement) -> ByteRanges:
         """Returns each row's `lead` elements of fill, followed by its values."""
 
     def laid_out(self, placement: Placement) -> ByteRanges:
-        """Returns the ranges without the elements that the previous row contains."""
+        """Returns the ranges without the elements that the previous row contains, and with the fill after each row."""
         ranges, elements = self.ranges(placement), placement.left_out(self.scope)
-        return ranges if elements is None else ranges.without(self.itemsize * math.prod(self.shape) * elements)
+        unit = self.itemsize * math.prod(self.shape)
+        if elements is not None:
+            ranges = ranges.without(unit * elements)
+        return ranges if placement.tails is None else ranges.followed_by(self.fill, unit * placement.tails)
 
 
 class Tokens(Column):
@@ -180,7 +197,7 @@ class Tokens(Column):
     name, dtype, itemsize, scope = "sequences", "I32", 4, "sequence"
 
     def __init__(self, tokens: Ragged, longest: int, pad_token_id: int) -> None:
-        self._values, self._fill = Region(tokens.values), Region(np.full(longest, pad_token_id, np.int32))
+        self._values, self.fill = Region(tokens.values), Region(np.full(longest, pad_token_id, np.int32))
         self._starts = tokens.starts
 
     def ranges(self, placement: Placement) -> ByteRanges:
@@ -188,10 +205,10 @@ class Tokens(Column):
         lengths = 4 * placement.lengths["sequence"]
         is_real = rows >= 0
         iovec = _pairs(len(rows))
-        iovec[:, 0] = self._fill.ranges(0, 4 * placement.leads["sequence"])
+        iovec[:, 0] = self.fill.ranges(0, 4 * placement.leads["sequence"])
         iovec[is_real, 1] = self._values.ranges(4 * self._starts[geometry.last[rows[is_real]]], lengths[is_real])
-        iovec[~is_real, 1] = self._fill.ranges(0, lengths[~is_real])
-        return _two_a_row(iovec, self._fill, self._values)
+        iovec[~is_real, 1] = self.fill.ranges(0, lengths[~is_real])
+        return _two_a_row(iovec, self.fill, self._values)
 
 
 class Presence(Column):
@@ -202,15 +219,15 @@ class Presence(Column):
     def __init__(self, name: str, scope: Scope, longest: int) -> None:
         self.name, self.scope = name, scope
         # Zeros, then ones: any fill followed by values is one range of it.
-        self._longest, self._step = longest, Region(np.append(np.zeros(longest, np.uint8), np.ones(longest, np.uint8)))
+        self._longest, self.fill = longest, Region(np.append(np.zeros(longest, np.uint8), np.ones(longest, np.uint8)))
 
     def ranges(self, placement: Placement) -> ByteRanges:
         absent, present = placement.leads[self.scope], placement.lengths[self.scope]
         if self.scope == "response":
             is_padding = placement.rows < 0
             absent, present = absent + is_padding * present, present * ~is_padding
-        iovec = self._step.ranges(self._longest - absent, absent + present)
-        return ByteRanges(iovec, np.arange(len(iovec) + 1), (self._step,))
+        iovec = self.fill.ranges(self._longest - absent, absent + present)
+        return ByteRanges(iovec, np.arange(len(iovec) + 1), (self.fill,))
 
 
 class StepTokens(Column):
@@ -229,7 +246,7 @@ class StepTokens(Column):
         self.name, self.dtype = name, safetensors_name(values.values.dtype)
         self.itemsize, self.shape = values.values.itemsize, values.values.shape[1:]
         self._item = item = self.itemsize * math.prod(self.shape)
-        self._values, self._zeros = Region(values.values), zeros
+        self._values, self.fill = Region(values.values), zeros
         # Each visit has a range of fill and a range of values.
         lengths = np.append(values.lengths, 1)
         self._of_visit = _pairs(len(lengths))
@@ -242,7 +259,7 @@ class StepTokens(Column):
     def ranges(self, placement: Placement) -> ByteRanges:
         iovec = self._of_visit.take(placement.visits, axis=0)
         iovec[placement.visit_edges[:-1], 0, 1] += self._item * placement.leads["response"]
-        return _two_a_row(iovec, self._values, self._zeros, edges=placement.visit_edges)
+        return _two_a_row(iovec, self._values, self.fill, edges=placement.visit_edges)
 
 
 class StepScalars(Column):
@@ -258,7 +275,7 @@ class StepScalars(Column):
         self, name: str, values: NDArray[np.float64], geometry: Geometry, zeros: Region, present: NDArray[np.bool_]
     ) -> None:
         self.name = name
-        self._values, self._zeros = Region(np.append(values, 0).astype(np.float32)), zeros
+        self._values, self.fill = Region(np.append(values, 0).astype(np.float32)), zeros
         self._advances = geometry.advances
         # Bits are compared, because -0.0 is a value.
         self._is_set = (self._values.array.view(np.int32) != 0) & np.append(present, True)
@@ -272,9 +289,9 @@ class StepScalars(Column):
         is_set[edges[1:] - 1] = True
         chosen = np.flatnonzero(is_set)
         iovec = _pairs(len(chosen))
-        iovec[:, 0] = self._zeros.ranges(0, 4 * (np.diff(ends[chosen], prepend=0) - 1))
+        iovec[:, 0] = self.fill.ranges(0, 4 * (np.diff(ends[chosen], prepend=0) - 1))
         iovec[:, 1] = self._of(visits[chosen])
-        return _two_a_row(iovec, self._values, self._zeros, edges=np.searchsorted(chosen, edges))
+        return _two_a_row(iovec, self._values, self.fill, edges=np.searchsorted(chosen, edges))
 
     def _of(self, visits: Int64s) -> Iovec:
         return self._values.ranges(4 * visits, np.full(len(visits), 4))
@@ -287,7 +304,7 @@ class RowScalars(Column):
 
     def __init__(self, name: str, values: NDArray[np.float64], zeros: Region) -> None:
         self.name = name
-        self._values, self._zeros = np.append(values, 0).astype(np.float32), zeros
+        self._values, self.fill = np.append(values, 0).astype(np.float32), zeros
 
     def ranges(self, placement: Placement) -> ByteRanges:
         lengths = placement.lengths["response"]
@@ -299,20 +316,23 @@ class RowScalars(Column):
         nbytes[edges[1:] - 1] = 4 * (lengths - (counts - 2) * CONSTANTS)
         nbytes[edges[:-1]] = 0
         iovec = constants.ranges(np.repeat(4 * starts, counts), nbytes)
-        iovec[edges[:-1]] = self._zeros.ranges(0, 4 * placement.leads["response"])
-        return ByteRanges(iovec, edges, (constants, self._zeros))
+        iovec[edges[:-1]] = self.fill.ranges(0, 4 * placement.leads["response"])
+        return ByteRanges(iovec, edges, (constants, self.fill))
 
 
 class Positions(Column):
-    """`position_ids` of the packed layout: 0, 1, ... in every row."""
+    """`position_ids` of the packed layout: 0, 1, ... in every row, and on in the fill after it."""
 
     name, dtype, itemsize, scope = "position_ids", "I32", 4, "sequence"
 
     def __init__(self, longest: int) -> None:
         self._positions = Region(np.arange(longest, dtype=np.int32))
 
+    def laid_out(self, placement: Placement) -> ByteRanges:
+        return self.ranges(placement)
+
     def ranges(self, placement: Placement) -> ByteRanges:
-        iovec = self._positions.ranges(0, 4 * placement.lengths["sequence"])
+        iovec = self._positions.ranges(0, 4 * placement.on_axis)
         return ByteRanges(iovec, np.arange(len(iovec) + 1), (self._positions,))
 
 

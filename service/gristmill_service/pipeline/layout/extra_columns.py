@@ -124,7 +124,7 @@ class TokenValues(Column):
 
     def __init__(self, spec: ColumnSpec, extra: Extra, pieces: _Pieces, geometry: Geometry, fill: Region) -> None:
         self.name, self.dtype, self.itemsize = spec.name, safetensors_name(spec.storage), spec.storage.itemsize
-        self.shape, self._unit, self._fill = spec.value_shape, spec.element_bytes, fill
+        self.shape, self._unit, self.fill = spec.value_shape, spec.element_bytes, fill
         self._values = Region(extra.values.values)
         lengths = self._unit * (pieces.ends - pieces.begins)
         self._pieces = np.concatenate([fill.ranges(0, lengths), fill.ranges(0, self._unit * geometry.lengths[-1:])])
@@ -142,10 +142,10 @@ class TokenValues(Column):
         iovec = np.empty((edges[-1], 2), np.int64)
         is_piece = np.ones(len(iovec), np.bool_)
         is_piece[edges[:-1]] = False
-        iovec[edges[:-1]] = self._fill.ranges(0, self._unit * placement.leads["sequence"])
+        iovec[edges[:-1]] = self.fill.ranges(0, self._unit * placement.leads["sequence"])
         from_first = np.repeat(self._begins[placement.rows] - (ends - counts), counts)
         iovec[is_piece] = self._pieces[np.arange(len(from_first)) + from_first]
-        return ByteRanges(iovec, edges, (self._values, self._fill))
+        return ByteRanges(iovec, edges, (self._values, self.fill))
 
 
 class _Pieces(NamedTuple):

@@ -117,9 +117,10 @@ class _Cells:
         left_out, own = placement.left_out(self._scope), placement.own[self._scope][part]
         sizes = placement.leads[self._scope][part] + placement.lengths[self._scope][part]
         sizes = sizes if left_out is None else sizes - left_out[part]
-        counts = np.zeros(int(sizes.sum()) + 1, np.int64)
-        # A row's own cells are its last ones.
-        counts[1 + _spread(np.cumsum(sizes) - own, own)] = self.lists(placement, block).counts
+        tails = np.zeros_like(sizes) if placement.tails is None else placement.tails[part]
+        counts = np.zeros(int((sizes + tails).sum()) + 1, np.int64)
+        # A row's own cells are its last ones, before the fill.
+        counts[1 + _spread(np.cumsum(sizes + tails) - tails - own, own)] = self.lists(placement, block).counts
         return np.cumsum(counts)
 
 

@@ -128,16 +128,20 @@ class Layout:
         shared = None if sharing is None else sharing.shared(placed, np.array(edges[:-1]))
         leads = {scope: _leads(placed, blocks, scope, geometry) for scope in SCOPES}
         self.placement = Placement(placed, leads, geometry, shared)
-        self._branches = None if shared is None else branches(shared, self.placement.own["sequence"], edges)
+        if config.pads_rows:
+            self.placement.tails = _tails(self.placement, edges, config)
+        own, on_axis = self.placement.own["sequence"], self.placement.on_axis
+        self._branches = None if shared is None else branches(shared, own, on_axis, edges)
         self.begins = [blocks[0].begin for blocks in self._blocks]
-        self._token_ends = np.append(0, np.cumsum(self.placement.own["sequence"]))
+        self._row_ends = np.append(0, np.cumsum(own))
+        self._token_ends = np.append(0, np.cumsum(on_axis))
 
     @property
     def tree_columns(self) -> list[Column]:
         """The columns that describe an axis on which rows share tokens; empty if rows share no tokens."""
         if self._branches is None or self.placement.shared is None:
             return []
-        return tree_columns(self._branches, self.placement.shared)
+        return tree_columns(self._branches, self.placement.shared, self.placement.on_axis)
 
     def place(self, columns: Sequence[Column], per_row: Mapping[int, PerRow], tensors: Sequence[ShardTensor]) -> Placed:
         """Places each tensor for all rows of all shards at once, so that a shard is a slice of every tensor.
@@ -189,8 +193,13 @@ class Layout:
             return {}
         if self._branches is not None:
             return axis_tensors(self._branches.between(block.begin, block.end))
-        ends = self._token_ends
-        return {"cu_seqlens": (ends[block.begin : block.end + 1] - ends[block.begin]).astype(np.int32)}
+        ends = {"cu_seqlens": self._row_ends}
+        if self.placement.tails is not None:
+            ends["cu_seqlens_padded"] = self._token_ends
+        return {
+            name: (of_rows[block.begin : block.end + 1] - of_rows[block.begin]).astype(np.int32)
+            for name, of_rows in ends.items()
+        }
 
     def _elements(self, block: Block, scope: Scope) -> int:
         """Returns the number of values of a tensor. A packed tensor has one value per token in every scope."""
@@ -289,6 +298,26 @@ def _widths(
         for scope in SCOPES
     ]
     return (dict(zip(SCOPES, pair, strict=True)) for pair in zip(*widths, strict=True))
+
+
+def _tails(placement: Placement, edges: Sequence[int], config: RunConfig) -> Int64s:
+    """Returns the padding after each row, (rows,): up to a multiple of `pad_rows_to_multiple_of`, and after the last
+    row of a micro-batch up to one of the sizes of `pad_packed_to`. In a tree, a row that the next row continues has
+    none, so that the multiple is that of the tokens from one leaf to the next.
+
+    edges: the begins of micro-batches among the rows, and the end of the last one.
+    """
+    own, shared = placement.own["sequence"], placement.shared
+    leaves = np.arange(len(own))
+    if shared is not None:
+        leaves = np.flatnonzero(np.append(shared[1:], 0) < placement.lengths["sequence"])
+    tails = np.zeros_like(own)
+    tails[leaves] = -np.diff(np.cumsum(own)[leaves], prepend=0) % config.pad_rows_to_multiple_of
+    if config.pad_packed_to:
+        sizes = np.sort(np.array(config.pad_packed_to))
+        tokens = np.add.reduceat(own + tails, edges[:-1])
+        tails[np.array(edges[1:]) - 1] += sizes[np.searchsorted(sizes, tokens)] - tokens
+    return tails
 
 
 def _leads(rows: Int64s, blocks: Sequence[Block], scope: Scope, geometry: Geometry) -> Int64s:

@@ -22,7 +22,7 @@ ROOT = -1
 
 class Branches(NamedTuple):
     """Each row's own tokens on the axis of its micro-batch: where they begin, how many they are, and the parent of the
-    first one, -1 where that begins the row. All int64 (rows,)."""
+    first one, -1 where that begins the row. All int64 (rows,). Padding may follow them."""
 
     begins: Int64s
     counts: Int64s
@@ -32,15 +32,16 @@ class Branches(NamedTuple):
         return Branches(*(values[begin:end] for values in self))
 
 
-def branches(shared: Int64s, counts: Int64s, edges: Sequence[int]) -> Branches:
+def branches(shared: Int64s, counts: Int64s, on_axis: Int64s, edges: Sequence[int]) -> Branches:
     """Returns the rows' positions on the axes of their micro-batches.
 
     shared: int64 (rows,), how many first tokens each shares with the row before it in its micro-batch. counts: int64
-    (rows,), its other tokens. edges: the begins of micro-batches among the rows, and the end of the last one.
+    (rows,), its other tokens. on_axis: int64 (rows,), the same with the padding after the row. edges: the
+    begins of micro-batches among the rows, and the end of the last one.
     """
-    ends = np.cumsum(counts)
+    ends = np.cumsum(on_axis)
     firsts = np.array(edges, np.int64)
-    begins = ends - counts - np.repeat(np.append(0, ends)[firsts[:-1]], firsts[1:] - firsts[:-1])
+    begins = ends - on_axis - np.repeat(np.append(0, ends)[firsts[:-1]], firsts[1:] - firsts[:-1])
     return Branches(begins, counts, _parents(shared.tolist(), begins.tolist()))
 
 
@@ -90,7 +91,8 @@ class Counting(Column):
     """Integers that begin a row's own tokens with `firsts`, then continue with `seconds` and count up: depths, and the
     parents of tokens.
 
-    firsts, seconds: int64 (n,), of the placed rows. counts: int64 (n,), each one's own tokens.
+    firsts, seconds: int64 (n,), of the placed rows. counts: int64 (n,), each one's own tokens, and the padding after
+    them, which continues the row.
     """
 
     dtype, itemsize, scope = "I32", 4, "sequence"
@@ -112,10 +114,10 @@ class Counting(Column):
         return ByteRanges(iovec.reshape(-1, 2), 2 * np.arange(count + 1), (self._begins, self._numbers))
 
 
-def tree_columns(rows: Branches, shared: Int64s) -> list[Column]:
+def tree_columns(rows: Branches, shared: Int64s, on_axis: Int64s) -> list[Column]:
     """Returns `position_ids`, a token's depth in its row, and `parents`, the token before it on the axis, which is the
-    one whose output predicts it; -1 at a root."""
+    one whose output predicts it; -1 at a root. on_axis: as `branches` has it."""
     return [
-        Counting("position_ids", shared, shared + 1, rows.counts),
-        Counting("parents", rows.parents, rows.begins, rows.counts),
+        Counting("position_ids", shared, shared + 1, on_axis),
+        Counting("parents", rows.parents, rows.begins, on_axis),
     ]

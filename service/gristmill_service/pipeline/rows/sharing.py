@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -31,13 +31,20 @@ class Sharing:
     order: int64 (rows,), row indices; the rows of a prompt group stay within its range.
     commons: int64 (rows,), how many first tokens the row at each place shares with the row before it; 0 for the first
         row of a prompt group.
-    tokens, limits: of the rows, and int64 (rows,), how many first tokens each may share.
+    tokens, limits: of the rows, and int64 (rows,), how many first tokens each may share. multiple: `shared` is rounded
+        down to a multiple of it.
     """
 
     order: Int64s
     commons: Int64s
     tokens: Ragged
     limits: Int64s
+    multiple: int = 1
+
+    def rounded_down(self, multiple: int) -> Sharing:
+        """Returns the same rows, of which fewer tokens count as shared. With row lengths rounded up, their differences
+        are at least what the rows take on an axis that is padded to the multiple."""
+        return replace(self, multiple=multiple)
 
     @cached_property
     def places(self) -> Int64s:
@@ -64,7 +71,7 @@ class Sharing:
         spans = np.stack([places[pairs] + 1, places[pairs + 1] + 1], axis=1).ravel()
         least = np.minimum.reduceat(np.append(self.commons, 0), spans)[::2] if len(pairs) else spans
         shared[pairs + 1] = self._longest(rows[pairs], rows[pairs + 1], least)
-        return shared
+        return shared if self.multiple == 1 else shared // self.multiple * self.multiple
 
     def _longest(self, before: Int64s, rows: Int64s, least: Int64s) -> Int64s:
         """Returns how many first tokens rows share with those before them: more than `least` where a row shares more

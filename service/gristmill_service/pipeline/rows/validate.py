@@ -68,6 +68,7 @@ def receive(steps: Steps, config: RunConfig) -> Received:
     if steps.reward_components is not None or config.estimator.reads_components:
         _check_components(steps, config)
     check_lambda(steps, config)
+    check_lengths(steps, config)
     return Received(
         steps=steps,
         groups=groups,
@@ -251,6 +252,21 @@ def checked_components(steps: Steps, row: int, others: tuple[str, ...] | None, c
     else:
         return names
     raise InvalidArgumentError(f"{steps.name(row)}: reward_components {problem} with each trajectory's last step")
+
+
+def check_lengths(steps: Steps, config: RunConfig) -> None:
+    """Rejects rows that no size of `pad_packed_to` holds."""
+    largest = max(config.pad_packed_to, default=None)
+    if largest is None:
+        return
+    tokens = config.padded(steps.sequence_lengths)
+    longer = np.flatnonzero(tokens > largest)
+    if longer.size:
+        row = int(longer[0])
+        raise InvalidArgumentError(
+            f"{steps.name(row)}: {steps.sequence_lengths[row]} tokens are padded to {tokens[row]}, and the largest "
+            f"size of pad_packed_to is {largest}; send shorter rows, or create the run with a larger size"
+        )
 
 
 def check_lambda(steps: Steps, config: RunConfig) -> None:

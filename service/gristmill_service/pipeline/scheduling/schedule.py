@@ -37,14 +37,20 @@ def schedule(
 
     lengths: (rows,) the tokens (prompt and response) of each row in batch order, at least 1.
     group_bounds: (groups + 1,) row bounds of the prompt groups, from 0 to the number of rows; no group is empty.
-    sharing: the tokens that rows share, with `layout: prefix_tree`; caps and loads then count distinct tokens.
+    sharing: the tokens that rows share, with `layout: prefix_tree`; caps and loads then count distinct tokens. Padding
+    after rows counts, too.
 
     Raises MisalignedError if a mini-batch cannot be aligned and `on_misaligned` forbids padding.
     """
     divide = _divide_groups if config.mini_batch_unit == "prompt" else _divide_rows
     parts = chain.from_iterable(divide(group_bounds, model, config) for model in config.models)
     flops = config.flops if config.balance == "flops" else None
-    rows = WholeRows(lengths, flops) if sharing is None else SharingRows(lengths, flops, sharing)
+    lengths = config.padded(lengths)
+    rows = (
+        WholeRows(lengths, flops)
+        if sharing is None
+        else SharingRows(lengths, flops, sharing.rounded_down(config.pad_rows_to_multiple_of))
+    )
     if config.token_cap is not None:
         return [_plan_by_tokens(part, rows, config.token_cap, config) for part in parts]
     if config.micro_batch.count is not None:

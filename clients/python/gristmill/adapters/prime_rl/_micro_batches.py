@@ -111,6 +111,11 @@ class Encoding:
                 raise FailedPreconditionError(
                     f"{where}: the shard is padded, but prime-rl needs packed rows; create the run with layout: packed"
                 )
+            if "cu_seqlens_padded" in rows:
+                raise FailedPreconditionError(
+                    f"{where}: rows are padded, and prime-rl pads micro-batches itself; create the run without "
+                    "pad_rows_to_multiple_of and pad_packed_to"
+                )
             if "rollout_logprobs" not in rows:
                 raise FailedPreconditionError(
                     f"{where}: rows have no rollout_logprobs, which prime-rl's loss needs; send them with every row"
