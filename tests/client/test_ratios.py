@@ -49,10 +49,15 @@ def log_ratio(micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
 
 def rows_of(micro: MicroBatch) -> list[list[tuple[int, ...]]]:
     """Each row's own tokens, as indices of the tensors."""
-    if (edges := micro.row_edges) is None:
-        lines, width = micro["loss_mask"].shape
-        return [[(line, place) for place in range(width)] for line in range(lines)]
-    return [[(place,) for place in range(begin, end)] for begin, end in pairwise(edges.tolist())]
+    if micro.is_tree:
+        ends = [0, *(micro["row_ends"] + 1).tolist()]
+        return [[(place,) for place in range(begin, end)] for begin, end in pairwise(ends)]
+    if micro.is_packed:
+        begins = micro["cu_seqlens_padded" if "cu_seqlens_padded" in micro else "cu_seqlens"].tolist()
+        lengths = micro["cu_seqlens"].diff().tolist()
+        return [[(begin + place,) for place in range(length)] for begin, length in zip(begins, lengths, strict=False)]
+    lines, width = micro["loss_mask"].shape
+    return [[(line, place) for place in range(width)] for line in range(lines)]
 
 
 def by_loop(micro: MicroBatch, values: torch.Tensor, *, per_step: bool) -> torch.Tensor:
@@ -70,13 +75,19 @@ def by_loop(micro: MicroBatch, values: torch.Tensor, *, per_step: bool) -> torch
 @LAW
 @given(RANDOM, st.sampled_from(LAYOUTS), st.sampled_from(["none", "prefix", "tree"]))
 def test_they_are_the_means_of_a_plain_loop_in_every_layout(random: Random, layout: str, merge: str) -> None:
-    for micro in micro_batches(trees.rollouts(random, has_logprobs=True), layout=layout, merge=merge):
+    multiple = 1 if layout == "left_padded" else random.choice([1, 4])
+    settings = {"layout": layout, "merge": merge, "pad_rows_to_multiple_of": multiple}
+    for micro in micro_batches(trees.rollouts(random, has_logprobs=True), **settings):
         (new, old), mask, edges = log_ratio(micro), micro["loss_mask"], micro.row_edges
         of_rows = sequence_log_ratio(new, old, mask, edges)
         of_steps = segment_log_ratio(new, old, mask, micro["token_step"], edges)
         assert of_rows.dtype == of_steps.dtype == torch.float64
-        torch.testing.assert_close(of_rows, by_loop(micro, new - old, per_step=False), rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(of_steps, by_loop(micro, new - old, per_step=True), rtol=1e-12, atol=1e-12)
+        own = torch.zeros_like(mask, dtype=torch.bool)
+        for place in (place for row in rows_of(micro) for place in row):
+            own[place] = True
+        for means, per_step in ((of_rows, False), (of_steps, True)):
+            expected = by_loop(micro, new - old, per_step=per_step)
+            torch.testing.assert_close(means[own], expected[own], rtol=1e-12, atol=1e-12)
 
 
 def ratios(rows: list[Row], **changes: Any) -> dict[float, float]:
