@@ -85,6 +85,7 @@ def test_defaults_are_those_of_the_specification() -> None:
         pad_to_multiple_of=1,
         pad_rows_to_multiple_of=1,
         pad_packed_to=(),
+        cp_shards="none",
         on_misaligned="pad",
         balance="none",
         stale="count",
@@ -278,6 +279,25 @@ def test_a_required_setting_that_is_missing_is_named(name: str) -> None:
         (
             {"layout": "packed", "pad_packed_to": [64], "micro_batch": {"max_tokens": 40}, "cp_size": 2},
             r"pad_packed_to: micro-batches have up to 80 tokens \(max_tokens × cp_size\), and the largest size is 64",
+        ),
+        ({"cp_shards": "zigzag", "cp_size": 2}, "cp_shards: zigzag cuts layout: packed, and the layout is left_padded"),
+        (
+            {"cp_shards": "blocks", "cp_size": 2, "layout": "packed"},
+            "cp_shards: blocks cuts layout: prefix_tree, and the layout is packed; use layout: prefix_tree",
+        ),
+        ({"cp_shards": "contiguous", "layout": "packed"}, "cp_shards: contiguous has no effect with cp_size: 1"),
+        (
+            {"cp_shards": "zigzag", "cp_size": 2, "layout": "packed", "pad_rows_to_multiple_of": 6},
+            "zigzag cuts each row into 4 pieces, and pad_rows_to_multiple_of: 6 .*; set pad_rows_to_multiple_of: 4",
+        ),
+        (
+            {
+                "cp_shards": "blocks",
+                "cp_size": 2,
+                "layout": "prefix_tree",
+                "columns": [{"name": "labels", "dtype": "int32", "scope": "token"}],
+            },
+            "columns: labels is a tensor of shards with cp_shards: blocks; give the column another name",
         ),
         (GIGPO | {"trajectory_score": "last_step"}, "trajectory_score: last_step is not what .* set trajectory_score"),
         (

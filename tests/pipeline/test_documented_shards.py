@@ -14,7 +14,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.torch import load
 
-from gristmill._wire.column_spec import SHARD_TENSORS
+from gristmill._wire.column_spec import CP_TENSORS, SHARD_TENSORS
 from tests.pipeline.written import built, column, files
 from tests.strategies import Row
 
@@ -202,6 +202,10 @@ def test_the_page_has_no_tensor_that_a_client_does_not_know() -> None:
     assert {line["tensor"] for line in tensors_listed()} == set(SHARD_TENSORS)
 
 
+def test_the_page_lists_the_tensors_of_context_parallel_ranks() -> None:
+    assert [line["of context-parallel ranks"] for line in tables("of context-parallel ranks")] == list(CP_TENSORS)
+
+
 def test_padding_rows_have_what_the_page_says() -> None:
     tensors = load(shards()["policy 3"])
     at = len(tensors["row"]) - 1
@@ -241,9 +245,11 @@ def test_all_metadata_is_on_the_page(tmp_path: Path) -> None:
     page = {name for line in tables("name") for name in re.findall(r"\w+", line["name"])}
     of = "of `loss_denominators`"
     divisors = {name: line["meaning"] for line in tables(of) for name in re.findall(r"\w+", line[of])}
-    for data in [*shards().values(), *shards(layout="prefix_tree").values()]:
+    cut: dict[str, Any] = {"cp_size": 2, "cp_shards": "zigzag", "pad_rows_to_multiple_of": 4}
+    kinds = [shards(), shards(layout="prefix_tree"), shards(layout="packed", **cut)]
+    for data in [data for kind in kinds for data in kind.values()]:
         actual = metadata(data, tmp_path)
-        assert actual.keys() | {"response_lengths"} == page
+        assert actual.keys() | {"response_lengths", "context_parallel"} == page
         assert ("response_lengths" in actual) == ("images" not in load(data))
         assert actual["loss_denominators"].keys() == divisors.keys()
         count = len(actual["uids"])

@@ -7,7 +7,8 @@ from fractions import Fraction
 
 from pydantic import BaseModel
 
-from gristmill._wire.column_spec import LOSS_WEIGHT, ColumnScope, ColumnSpec
+from gristmill._wire.column_spec import CP_TENSORS, LOSS_WEIGHT, ColumnScope, ColumnSpec
+from gristmill._wire.context_parallel import pieces_of
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.config.run_config import MERGE_MODES, SETTINGS, RunConfig
 from gristmill_service.estimators import GroupEstimator, TokenEstimator, readers
@@ -30,6 +31,7 @@ def check(config: RunConfig) -> None:
     _check_mini_batches(config)
     _check_padding(config)
     _check_row_padding(config)
+    _check_cp_shards(config)
     _check_alignment(config)
     _check_balance(config)
     _check_tags(config)
@@ -151,6 +153,31 @@ def _check_row_padding(config: RunConfig) -> None:
             f"pad_packed_to: micro-batches have {most}, and the largest size is {largest}; set micro_batch.max_tokens "
             "so that none exceeds it"
         )
+
+
+def _check_cp_shards(config: RunConfig) -> None:
+    how, size = config.cp_shards, config.cp_size
+    if how == "none":
+        return
+    layout = "prefix_tree" if how == "blocks" else "packed"
+    if config.layout != layout:
+        raise InvalidArgumentError(
+            f"cp_shards: {how} cuts layout: {layout}, and the layout is {config.layout}; use layout: {layout}, or "
+            "leave cp_shards out"
+        )
+    if size == 1:
+        raise InvalidArgumentError(f"cp_shards: {how} has no effect with cp_size: 1; set cp_size, or leave it out")
+    pieces = pieces_of(how, size)
+    if config.pad_rows_to_multiple_of % pieces:
+        raise InvalidArgumentError(
+            f"cp_shards: {how} cuts each row into {pieces} pieces, and pad_rows_to_multiple_of: "
+            f"{config.pad_rows_to_multiple_of} is not a multiple of it; set pad_rows_to_multiple_of: {pieces}"
+        )
+    for column in config.columns:
+        if column.name in CP_TENSORS:
+            raise InvalidArgumentError(
+                f"columns: {column.name} is a tensor of shards with cp_shards: {how}; give the column another name"
+            )
 
 
 def _check_alignment(config: RunConfig) -> None:

@@ -232,6 +232,7 @@ class RunConfig(BaseModel):
     stale: Literal["drop", "count", "mask"] = "count"
     dp_size: Size = 1
     cp_size: Size = 1
+    cp_shards: Literal["none", "zigzag", "contiguous", "blocks"] = "none"
     vpp_size: Size = 1
     microbatch_group_size: Size = 1
     micro_batch: MicroBatch

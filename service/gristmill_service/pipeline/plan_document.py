@@ -14,7 +14,7 @@ import msgspec
 
 from gristmill_service.config import Model, RunConfig
 from gristmill_service.pipeline.figures import GroupCounts
-from gristmill_service.pipeline.layout.shard import Shard
+from gristmill_service.pipeline.layout.shard import Shard, cp_barrier_ratio
 from gristmill_service.pipeline.rows.sharing import Sharing
 from gristmill_service.pipeline.scheduling.balance import barrier_ratio, loads_of, shared_loads
 from gristmill_service.pipeline.scheduling.plan import MiniBatchPlan, RankPlan
@@ -213,6 +213,8 @@ def _performance(
         elements = sum(shard.sequence_elements for shard in laid_out if shard.address.model == "policy")
         figures["padding_tokens"] = elements - distinct
         figures["padding_share"] = (elements - distinct) / elements if elements else 0.0
+        if config.cp_shards == "blocks":
+            figures["cp_barrier_ratio"] = cp_barrier_ratio(laid_out, config.cp_size)
         figures["shard_bytes"] = sum(shard.size for shard in laid_out)
     return figures
 

@@ -8,7 +8,7 @@ import torch
 
 from gristmill._torch.device_copies import Copies, Copy, side_stream
 from gristmill._torch.shard_files import Tensors
-from gristmill._wire.column_spec import SHARD_TENSORS
+from gristmill._wire.column_spec import CP_TENSORS, SHARD_TENSORS
 from gristmill.errors import InvalidArgumentError
 
 _KINDS = {
@@ -39,7 +39,7 @@ class Conversion:
 
     def check(self, declared: Iterable[str]) -> None:
         """Raise InvalidArgumentError if `dtypes` has an unknown name. declared: the tensors of the run's columns."""
-        known = [*SHARD_TENSORS, *declared]
+        known = [*SHARD_TENSORS, *CP_TENSORS, *declared]
         if unknown := sorted(self._named.difference(known)):
             raise InvalidArgumentError(
                 f"dtypes contains {unknown[0]!r}; expected one of the kinds {', '.join(_KINDS)}, or of the tensors "

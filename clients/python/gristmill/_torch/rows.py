@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from gristmill._torch.context_parallel import cut_shard
 from gristmill._torch.conversion import Conversion
 from gristmill._torch.device_copies import Copies
 from gristmill._torch.jagged import Jagged, Part, jagged, row_spans
@@ -92,6 +93,11 @@ class Rows:
         """Return whether the rows share one token axis, on which the tokens of a common prefix occur only once."""
         return "parents" in self._raw
 
+    @property
+    def is_cut(self) -> bool:
+        """Return whether these are the tokens of one context-parallel rank, which are a part of the rows' tokens."""
+        return "query_positions" in self._raw
+
     @cached_property
     def tree(self) -> TokenTree:
         """Return the tree that defines which token attends to which. Raises FailedPreconditionError without a tree."""
@@ -99,7 +105,11 @@ class Rows:
             raise FailedPreconditionError("these rows have no tree; use a micro-batch of layout: prefix_tree")
         # Tensors that are read element by element stay in host memory.
         return TokenTree(
-            self["parents"], *(self._raw[name] for name in ("segment_starts", "segment_parents", "row_ends"))
+            self["parents"],
+            self._raw["segment_starts"],
+            self._raw["segment_parents"],
+            self._raw["row_ends"],
+            self["query_positions"] if self.is_cut else None,
         )
 
     @property
@@ -127,6 +137,8 @@ class Rows:
             loss = -(logprobs * micro["advantages"] * micro["loss_mask"]).sum()
         """
         self._check_shape(logits, "logits", tuple(self["sequences"].shape))
+        if self.is_cut:
+            return _label_logprobs(self.at_responses(logits), self["labels"])
         if self.is_tree:
             return self.tree.logprobs(logits, self["sequences"])
         return self.at_responses(_next_logprobs(logits, self["sequences"]))
@@ -139,8 +151,13 @@ class Rows:
         `advantages` plus the further dimensions. In the padded layout, this is `output[:, -max_response - 1 : -1]`. In
         the packed layout, values move one token to the right, and the first is 0. In a tree, each token gets the output
         of its parent. Values outside of `response_mask` are undefined.
+
+        For a context-parallel rank, the tensors of responses are already where their tokens are predicted: `output` is
+        returned unchanged, or in a tree once for each of the tokens that follow.
         """
         self._check_shape(output, "output", tuple(self["sequences"].shape))
+        if self.is_cut:
+            return output[self["label_queries"].long()] if self.is_tree else output
         if self.is_tree:
             return self.tree.at_parents(output)
         if self.is_packed:
@@ -161,6 +178,7 @@ class Rows:
 
             old = micro.unpad(micro.logprobs(logits))     # old[i]: the logprobs of row i's response
         """
+        self._check_whole()
         if self.is_tree:
             self._check_shape(output, "output", tuple(self["sequences"].shape))
             paths = [self.tree.path(row) for row in range(len(self))]
@@ -197,7 +215,15 @@ class Rows:
             input_ids = shard.jagged("sequences").nested()                    # torch.nested, layout torch.jagged
             advantages = shard.jagged("advantages", "response").nested()
         """
+        self._check_whole()
         return jagged(self, name, part)
+
+    def _check_whole(self) -> None:
+        if self.is_cut:
+            raise FailedPreconditionError(
+                f"cp_rank {self.metadata['cp_rank']} has only a part of each row's tokens; gather outputs by "
+                "label_positions, or open the whole shard without cp_rank"
+            )
 
     @staticmethod
     def _check_shape(values: torch.Tensor, name: str, expected: tuple[int, ...]) -> None:
@@ -238,8 +264,9 @@ class Shard(Rows):
     def __repr__(self) -> str:
         count = len(self.metadata["micro_batches"])
         kind = "forward " if self.is_forward else ""
+        cp_rank = f" cp_rank {self.metadata['cp_rank']}" if "cp_rank" in self.metadata else ""
         return (
-            f"<Shard {self.position} rank {self.metadata['rank']}: {kind}{self._size()}, "
+            f"<Shard {self.position} rank {self.metadata['rank']}{cp_rank}: {kind}{self._size()}, "
             f"{count} micro-batch{'es' * (count != 1)}>"
         )
 
@@ -334,13 +361,22 @@ def _next_logprobs(logits: torch.Tensor, sequences: torch.Tensor) -> torch.Tenso
     return torch.nn.functional.pad(known, (0, 1))
 
 
+def _label_logprobs(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Compute the log-probability of each label; 0 where there is none."""
+    chosen = logits.gather(-1, labels.clamp(min=0).long().unsqueeze(-1)).squeeze(-1)
+    return (chosen - logits.logsumexp(-1)).masked_fill(labels < 0, 0)
+
+
 def load_shard(
     path: str | os.PathLike[str],
     *,
+    cp_rank: int | None = None,
     device: torch.device | str | None = None,
     dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> Shard:
     """Map a shard file, for example one written by `gristmill batch`. The shard cannot be acknowledged.
+
+    cp_rank: the context-parallel rank whose part of the shard to return; None: the whole shard.
 
     Raises OSError if the file cannot be read, and InvalidArgumentError if it is not a whole shard.
 
@@ -348,10 +384,12 @@ def load_shard(
             train(micro["sequences"], micro["attention_mask"], micro.position_ids())
     """
     tensors, metadata = map_shard(os.fspath(path))
+    if cp_rank is not None:
+        tensors, metadata = cut_shard(tensors, metadata, cp_rank)
     convert = Conversion(device, dtypes)
     convert.check(name.rpartition("/")[2] for name in tensors)
     position = Position(metadata["batch"], 0, metadata["mini_batch"])
-    return Shard(tensors, metadata, convert, position, is_mapped=True)
+    return Shard(tensors, metadata, convert, position, is_mapped=cp_rank is None)
 
 
 def _with_items(tensors: Tensors) -> Tensors:

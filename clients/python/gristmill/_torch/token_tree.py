@@ -24,7 +24,9 @@ class TokenTree:
 
     parents: int32 (tokens,), the previous token of each token, -1 for a root. segment_starts, segment_parents: int32
     (segments,), the first token of each segment (tokens without a branch between them), and the segment that it
-    follows, -1 for none. row_ends: int32 (rows,), each row's last token. Results are on the device of `parents`.
+    follows, -1 for none. row_ends: int32 (rows,), each row's last token. queries: int32 (n,), the tokens of one
+    context-parallel rank, whole blocks of 128; masks then have one line per query instead of one per token. None: all.
+    Results are on the device of `parents`.
     """
 
     def __init__(
@@ -33,10 +35,12 @@ class TokenTree:
         segment_starts: torch.Tensor,
         segment_parents: torch.Tensor,
         row_ends: torch.Tensor,
+        queries: torch.Tensor | None = None,
     ) -> None:
         self.parents, self.row_ends = parents.long(), row_ends.tolist()
         self._edges = [*segment_starts.tolist(), len(parents)]
         self._segment_parents = segment_parents.tolist()
+        self._queries = None if queries is None else queries.long()
 
     def __len__(self) -> int:
         """Return the number of tokens."""
@@ -55,9 +59,11 @@ class TokenTree:
 
     @cached_property
     def mask(self) -> torch.Tensor:
-        """Return the dense mask, where each token attends to itself and its ancestors; bool (tokens, tokens)."""
+        """Return the dense mask, where each token attends to itself and its ancestors; bool (tokens, tokens), or
+        (queries, tokens) for a context-parallel rank."""
         places = torch.arange(len(self), device=self.parents.device)
-        return (places[None, :] <= places[:, None]) & (places[:, None] < self.descendant_ends[None, :])
+        queries = places if self._queries is None else self._queries
+        return (places[None, :] <= queries[:, None]) & (queries[:, None] < self.descendant_ends[None, :])
 
     @cached_property
     def mask_mod(self) -> MaskMod:
@@ -65,6 +71,13 @@ class TokenTree:
         # Pad, because FlexAttention rounds indices up to blocks of a multiple of 128 tokens. torch.compile supports a
         # closure over a tensor.
         ends = torch.nn.functional.pad(self.descendant_ends, (0, -len(self) % 4096))
+        if self._queries is not None:
+            queries = torch.nn.functional.pad(self._queries, (0, -len(self._queries) % 4096))
+
+            def attends_from(batch: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+                return (key <= queries[query]) & (queries[query] < ends[key])
+
+            return attends_from
 
         def attends(batch: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
             return (key <= query) & (query < ends[key])
@@ -74,7 +87,8 @@ class TokenTree:
     def block_mask(self, block_size: int = 128) -> BlockMask:
         """Return the mask for `torch.nn.attention.flex_attention`, computed from one number per token, not per pair.
 
-        block_size: tokens per block. Raises ImportError if PyTorch has no FlexAttention (before 2.5).
+        block_size: tokens per block, 128 for a context-parallel rank. Raises ImportError if PyTorch is older than 2.5,
+            without FlexAttention.
         """
         from torch.nn.attention.flex_attention import BlockMask
 
@@ -87,12 +101,16 @@ class TokenTree:
         # query, and empty if no range ends after the first query.
         full = below & (least[None, :] >= begins[:, None] + block_size)
         partial = (below & (most[None, :] > begins[:, None]) & ~full) | (begins[None, :] == begins[:, None])
+        count = len(self)
+        if self._queries is not None:
+            of_rank, count = self._queries[::block_size] // block_size, len(self._queries)
+            full, partial = full[of_rank], partial[of_rank]
         return BlockMask.from_kv_blocks(
             *_listed(partial),
             *_listed(full),
             BLOCK_SIZE=block_size,
             mask_mod=self.mask_mod,
-            seq_lengths=(len(self),) * 2,
+            seq_lengths=(count, len(self)),
         )
 
     @cached_property

@@ -49,6 +49,14 @@ _MERGES: dict[ColumnScope, tuple[ColumnMerge, ...]] = {
 LOSS_WEIGHT = "loss_weight"
 """The column of the weights of tokens in the loss. A run may declare it, so that rows contain it."""
 
+AXIS_TENSORS = frozenset(
+    ("cu_seqlens", "cu_seqlens_padded", "parents", "segment_starts", "segment_parents", "row_ends")
+)
+"""The tensors that describe where rows are on a token axis."""
+
+CP_TENSORS = ("query_positions", "label_positions", "label_queries", "labels")
+"""The tensors that shards of context-parallel ranks have in addition."""
+
 SHARD_TENSORS = (
     *("sequences", "attention_mask", "position_ids", "response_mask", "loss_mask", "rewards", "advantages", "returns"),
     *("rollout_logprobs", "token_policy_version", "token_step", "loss_weight", "cu_seqlens", "cu_seqlens_padded"),

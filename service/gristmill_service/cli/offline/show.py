@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from gristmill._wire.column_spec import BUILT_IN
 from gristmill._wire.columns import Array
+from gristmill._wire.context_parallel import own_tokens
 from gristmill.errors import InvalidArgumentError, NotFoundError
 from gristmill_service.cli.terminal import printable
 
@@ -120,7 +121,7 @@ def read_figures(path: Path) -> ShardFigures:
                 elif column == "row_ends":
                     ends = file.get_tensor(name)
                     lengths[rows] = file.get_tensor(f"{prefix}/position_ids")[ends] + 1
-                    distinct += int(_own_tokens(file.get_tensor(f"{prefix}/parents"), ends)[~padding[rows]].sum())
+                    distinct += int(own_tokens(file.get_tensor(f"{prefix}/parents"), ends)[1][~padding[rows]].sum())
                 elif column == "loss_mask":
                     losses[rows] = _row_sums(file.get_tensor(name), _edges(file, prefix, names))
                 elif column == "sequences":
@@ -157,14 +158,6 @@ def _edges(file: Any, prefix: str, names: Sequence[str]) -> Array | None:
         return np.append(0, file.get_tensor(f"{prefix}/row_ends") + 1)
     name = next((name for name in ("cu_seqlens_padded", "cu_seqlens") if f"{prefix}/{name}" in names), None)
     return None if name is None else file.get_tensor(f"{prefix}/{name}")
-
-
-def _own_tokens(parents: Array, ends: Array) -> Array:
-    """Counts each row's own tokens on an axis that rows share: those after its last token that does not follow the
-    token before it on the axis, or after the row before. Padding follows a row, so it is not counted."""
-    begins = np.append(0, np.flatnonzero(parents != np.arange(len(parents)) - 1))
-    own: Array = ends + 1 - np.maximum(begins[np.searchsorted(begins, ends, "right") - 1], np.append(0, ends[:-1] + 1))
-    return own
 
 
 def _row_sums(mask: Array, edges: Array | None) -> Array:

@@ -292,7 +292,7 @@ class Metadata:
         batch: int,
     ) -> None:
         self._head = {"run": _json(run), "batch": _json(batch)}
-        self._dp_size = _json(config.dp_size)
+        self._parallel = {"dp_size": _json(config.dp_size), **_context_parallel(config)}
         self._labels = {name: values[placed].tolist() for name, values in labels.items()}
         self._tokens = {name: values[placed] for name, values in _tokens(denominators, len(labels["uids"])).items()}
         # Caches JSON by micro-batch bounds, which are equal in most shards of a batch.
@@ -307,7 +307,7 @@ class Metadata:
             "model": _json(address.model),
             "mini_batch": _json(address.mini_batch),
             "rank": _json(address.rank),
-            "dp_size": self._dp_size,
+            **self._parallel,
             **{name: _json(values[rows]) for name, values in self._labels.items()},
             "micro_batches": self._positions(rank),
             "loss_denominators": _json(denominators.totals | tokens),
@@ -318,6 +318,16 @@ class Metadata:
         if key not in self._micro_batches:
             self._micro_batches[key] = _json(rank.micro_batches)
         return self._micro_batches[key]
+
+
+def _context_parallel(config: RunConfig) -> dict[str, str]:
+    """Returns what a client needs to cut a shard for a context-parallel rank; empty if the run does not cut shards."""
+    if config.cp_shards == "none":
+        return {}
+    declared = [column.name for column in config.columns if column.scope == "token"]
+    tensors = ["sequences", "position_ids", *declared]
+    cut = {"size": config.cp_size, "shards": config.cp_shards, "token_tensors": tensors}
+    return {"context_parallel": _json(cut)}
 
 
 def _tokens(denominators: Sequence[Denominators], rows: int) -> dict[str, Int64s]:

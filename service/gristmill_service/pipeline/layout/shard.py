@@ -18,7 +18,8 @@ import orjson
 from numpy.typing import NDArray
 
 from gristmill._wire.column_spec import BUILT_IN
-from gristmill._wire.columns import Int64s
+from gristmill._wire.columns import Int64s, starts_of
+from gristmill._wire.context_parallel import load_ratio
 from gristmill_service.config import RunConfig
 from gristmill_service.pipeline.layout.columns import (
     SCOPES,
@@ -298,6 +299,19 @@ def _widths(
         for scope in SCOPES
     ]
     return (dict(zip(SCOPES, pair, strict=True)) for pair in zip(*widths, strict=True))
+
+
+def cp_barrier_ratio(shards: Sequence[Shard], cp_size: int) -> float:
+    """Returns the attention of the slowest context-parallel rank divided by a rank's mean, over the micro-batches of
+    the policy's shards; 1 if ranks never wait for one another."""
+    axes = []
+    for shard in shards:
+        placement = shard.placed.placement
+        if shard.address.model == "policy" and placement.shared is not None:
+            for block in shard.blocks:
+                counts, first = placement.on_axis[block.begin : block.end], placement.shared[block.begin : block.end]
+                axes.append(np.arange(counts.sum()) + np.repeat(first - starts_of(counts), counts))
+    return load_ratio(axes, cp_size) if axes else 1.0
 
 
 def _tails(placement: Placement, edges: Sequence[int], config: RunConfig) -> Int64s:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 class TrainerOptions(TypedDict, total=False):
     """The options of a `TrainerClient`, for type checkers."""
 
+    cp_rank: int | None
     dp_size: int | None
     model: str
     device: torch.device | str | None
@@ -56,6 +57,8 @@ class TrainerClient(Generic[S]):
         of the run. Batches yield a `MiniBatch` for each mini-batch, with the shard of each rank in `shards[rank]`. It
         is acknowledged for all ranks. If a crash left ranks at different mini-batches, all continue at the first
         mini-batch that a rank has not acknowledged.
+    cp_rank: the context-parallel rank of this process, from 0: shards contain its part of the tokens, if the run has
+        `cp_shards`. None: shards are whole.
     dp_size: if set, it must equal the run's `dp_size`, so that a trainer of another size does not start by mistake. To
         resume with another number of ranks, call `load_state_dict`.
     model: `policy`, or `critic` if the run has one. Each model has its own training order.
@@ -65,7 +68,8 @@ class TrainerClient(Generic[S]):
     auto_commit: whether an acknowledgement also commits. Use True without checkpoints. With checkpoints, pass False and
         call `commit` after each.
     acks: set it to False in all but one process of a data-parallel rank (tensor, pipeline, context parallel). These
-        processes read the same shards, and their `ack` changes only their own position.
+        processes read the same shards, and their `ack` changes only their own position. A `cp_rank` above 0 never
+        acknowledges.
     prefetch: the number of shards to open in the background during training, including the first shard of the next
         batch if that is published. Opened shards are in memory, unless they are mapped. 0 opens each shard on demand.
     columns: the declared columns to read; None: all. Other columns are not streamed, copied or converted.
@@ -130,6 +134,7 @@ class TrainerClient(Generic[S]):
         rank: int | None = None,
         *,
         ranks: range | Literal["all"] | None = None,
+        cp_rank: int | None = None,
         dp_size: int | None = None,
         model: str = "policy",
         device: torch.device | str | None = None,
@@ -147,6 +152,8 @@ class TrainerClient(Generic[S]):
             raise InvalidArgumentError(f"prefetch is {prefetch}; set the number of shards to open ahead, 0 or more")
         if isinstance(columns, str):
             raise InvalidArgumentError(f"columns is {columns!r}; pass a list of names: [{columns!r}]")
+        if cp_rank is not None and ranks is not None:
+            raise InvalidArgumentError(f"cp_rank is {cp_rank} and ranks is {ranks}; set rank instead of ranks")
         self.run, self.model = check_run(run), model
         self._ranks = Ranks.of(rank, ranks)
         self._transport = Transport(address, timeout_s, "TrainerClient", credentials)
@@ -160,7 +167,7 @@ class TrainerClient(Generic[S]):
             self._ranks,
             dp_size=dp_size,
             auto_commit=auto_commit,
-            acks=acks,
+            acks=acks and not cp_rank,
             on_read=self._declare,
             on_resume=self._forget_opened,
         )
@@ -172,6 +179,7 @@ class TrainerClient(Generic[S]):
             columns=self._columns,
             ahead=prefetch,
             position=lambda: self.position,
+            cp_rank=cp_rank,
         )
         # The plan of the last batch, and the seconds that the trainer waited for it.
         self._last_batch: tuple[dict[str, Any], float] | None = None

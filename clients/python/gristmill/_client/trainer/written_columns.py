@@ -35,6 +35,11 @@ def write_requests(
             f"run {run!r}: the shard is of model {metadata['model']} and run {metadata['run']!r}; write columns for "
             "policy shards of this run, which another TrainerClient (acks=False) can read"
         )
+    if "cp_rank" in metadata:
+        raise InvalidArgumentError(
+            f"run {run!r}: the shard has the tokens of cp_rank {metadata['cp_rank']} alone; gather the values of all "
+            "context-parallel ranks by label_positions, and write them for the whole shard"
+        )
     if metadata["dp_size"] != dp_size:
         raise InvalidArgumentError(
             f"run {run!r}: the shard is for dp_size {metadata['dp_size']}, but the trainer resumed with {dp_size}; "

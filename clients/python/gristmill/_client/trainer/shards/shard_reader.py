@@ -11,6 +11,7 @@ from gristmill._client.trainer.shards.chosen_columns import ChosenColumns
 from gristmill._client.trainer.shards.prefetch import Prefetch
 from gristmill._client.trainer.shards.pull import Opened, ReplacedError, map_published, stream
 from gristmill._client.trainer.written_columns import KeptColumns
+from gristmill._torch.context_parallel import cut_shard
 from gristmill._torch.conversion import Conversion
 from gristmill._wire.addresses import MODELS, Position, ShardAddress
 from gristmill.errors import (
@@ -43,6 +44,7 @@ class ShardReader:
 
     convert: starts copying shards that are opened ahead to the device. columns: the declared columns to read.
     ahead: the number of mini-batches to open in the background. position: returns the trainer's position.
+    cp_rank: the context-parallel rank whose part of each shard to return; None: whole shards.
     kept: records which columns the trainer has stored.
     """
 
@@ -56,9 +58,11 @@ class ShardReader:
         columns: ChosenColumns,
         ahead: int,
         position: Callable[[], Position],
+        cp_rank: int | None = None,
     ) -> None:
         self._transport, self._run, self._model = transport, run, model
         self._convert, self._columns, self._position = convert, columns, position
+        self._cp_rank = cp_rank
         self.kept = KeptColumns()
         self._answer: tuple[Wanted, trainer_pb2.GetShardResponse] | None = None
         self._prefetch: Prefetch[Wanted, list[Opened]] = Prefetch(self._open_ahead, ahead)
@@ -133,7 +137,11 @@ class ShardReader:
                 # The shard was withdrawn or freed since the answer. The next answer says which.
                 self._transport.pause(_WITHDRAWN_PAUSE_S)
                 continue
-            return Opened(self._columns.among(tensors), metadata, is_mapped=mapped is not None, is_forward=is_forward)
+            tensors, is_mapped = self._columns.among(tensors), mapped is not None
+            if self._cp_rank is not None:
+                tensors, metadata = cut_shard(tensors, metadata, self._cp_rank)
+                is_mapped = False
+            return Opened(tensors, metadata, is_mapped=is_mapped, is_forward=is_forward)
 
     def _find_shard(self, wanted: Wanted, rank: int, is_wanted: Callable[[], bool]) -> trainer_pb2.GetShardResponse:
         if (known := self._answer) is not None and known[0] == wanted:
