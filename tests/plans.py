@@ -40,10 +40,10 @@ def settings_of(**overrides: Any) -> RunConfig:
     return parse_config(make_config(train_batch_size=lcm(*sizes)) | overrides)
 
 
-def planned(groups: Groups, config: RunConfig) -> list[MiniBatchPlan]:
+def planned(groups: Groups, config: RunConfig, partitions: Sequence[int] | None = None) -> list[MiniBatchPlan]:
     lengths = np.array([tokens for group in groups for tokens in group], dtype=np.int64)
     bounds = np.array([0, *accumulate(map(len, groups))], dtype=np.int64)
-    return schedule(lengths, bounds, config)
+    return schedule(lengths, bounds, config, partitions=None if partitions is None else np.array(partitions))
 
 
 def shards(plan: MiniBatchPlan) -> list[list[int]]:

@@ -4,7 +4,7 @@ Contains every rule that can be checked before a rollout arrives.
 """
 
 from gristmill_service.config.parsing import parse_config, read_config, stored_config, with_dp_size
-from gristmill_service.config.rules import MOST_TAGS, warnings_of
+from gristmill_service.config.rules import MOST_PADDED_TO, MOST_TAGS, warnings_of
 from gristmill_service.config.run_config import (
     MERGE_MODES,
     SETTINGS,
@@ -21,6 +21,7 @@ from gristmill_service.config.run_config import (
 
 __all__ = [
     "MERGE_MODES",
+    "MOST_PADDED_TO",
     "MOST_TAGS",
     "SETTINGS",
     "Flops",

@@ -14,7 +14,7 @@ from gristmill_service.config.run_config import MERGE_MODES, SETTINGS, RunConfig
 from gristmill_service.estimators import GroupEstimator, TokenEstimator, readers
 from gristmill_service.validation_messages import shown
 
-_MOST_PADDED_TO = 1 << 17
+MOST_PADDED_TO = 1 << 17
 # The limit per mini-batch with `micro_batch.count`. Each micro-batch contains at least a padding row.
 _MOST_MICRO_BATCHES = 1 << 20
 # Limited because each tag is a label value of metrics.
@@ -122,12 +122,11 @@ def _check_mini_batches(config: RunConfig) -> None:
 
 def _check_padding(config: RunConfig) -> None:
     """Rejects mini-batches with too many padding rows. A padding row costs as much work as a real row."""
-    each = config.micro_batch
-    least = max(config.align_to, config.dp_size * (each.count or 1)) * (each.size if each.full and each.size else 1)
-    if least > _MOST_PADDED_TO:
+    if config.least_rows > MOST_PADDED_TO:
         raise InvalidArgumentError(
-            f"every mini-batch would be padded to at least {least} rows, and the limit is {_MOST_PADDED_TO}; lower a "
-            "factor: dp_size × microbatch_group_size (with VPP) or × micro_batch.count, × micro_batch.size with full"
+            f"every mini-batch would be padded to at least {config.least_rows} rows, and the limit is "
+            f"{MOST_PADDED_TO}; lower a factor: dp_size × microbatch_group_size (with VPP) or × micro_batch.count, × "
+            "micro_batch.size with full"
         )
 
 

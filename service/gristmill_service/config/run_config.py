@@ -280,6 +280,13 @@ class RunConfig(BaseModel):
         return self.dp_size * (self.microbatch_group_size if self.vpp_size > 1 else 1)
 
     @property
+    def least_rows(self) -> int:
+        """The number of rows to which every mini-batch is padded at least."""
+        each = self.micro_batch
+        most = max(self.align_to, self.dp_size * (each.count or 1))
+        return most * (each.size if each.full and each.size else 1)
+
+    @property
     def token_cap(self) -> int | None:
         """The maximum tokens (prompt and response) of a micro-batch; None without `micro_batch.max_tokens`."""
         tokens = self.micro_batch.max_tokens

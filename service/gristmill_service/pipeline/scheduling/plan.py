@@ -41,7 +41,8 @@ class MiniBatchPlan:
 
     start, end, kept_end: its rows before any drop are `start:end`, and its trained rows are `start:kept_end`. groups:
     the prompt groups of the trained rows; with `mini_batch_unit: sequence`, a group may be only partly in it.
-    dropped_groups: the groups that alignment dropped. Both are ranges of group indices of the batch.
+    dropped_groups: the groups that alignment dropped. Both are ranges of group indices of the batch. partitions: int64
+    (micro-batches per rank,), the number of the partition of each micro-batch, which is the same on every rank.
     """
 
     model: Model
@@ -52,6 +53,7 @@ class MiniBatchPlan:
     groups: range
     dropped_groups: range
     ranks: tuple[RankPlan, ...]
+    partitions: NDArray[np.int64]
 
     @property
     def rows(self) -> int:

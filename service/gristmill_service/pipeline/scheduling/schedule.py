@@ -7,23 +7,27 @@ share, but no other data; no other layout changes a plan.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import heapq
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 from math import lcm
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gristmill._wire.columns import Int64s
 from gristmill.errors import InvalidArgumentError
-from gristmill_service.config import Model, RunConfig
+from gristmill_service.config import MOST_PADDED_TO, Model, RunConfig
 from gristmill_service.pipeline.rows.sharing import Sharing
 from gristmill_service.pipeline.scheduling.packing import SharingRows, WholeRows
 from gristmill_service.pipeline.scheduling.plan import PADDING, MiniBatchPlan, RankPlan
 
 Count = TypeVar("Count", int, Int64s)
+
+# A number of tokens that no micro-batch exceeds.
+_NO_CAP = 1 << 62
 
 
 class MisalignedError(InvalidArgumentError):
@@ -31,7 +35,11 @@ class MisalignedError(InvalidArgumentError):
 
 
 def schedule(
-    lengths: Int64s, group_bounds: Int64s, config: RunConfig, sharing: Sharing | None = None
+    lengths: Int64s,
+    group_bounds: Int64s,
+    config: RunConfig,
+    sharing: Sharing | None = None,
+    partitions: Int64s | None = None,
 ) -> list[MiniBatchPlan]:
     """Returns the mini-batches of one batch: the policy's, then the critic's.
 
@@ -39,8 +47,10 @@ def schedule(
     group_bounds: (groups + 1,) row bounds of the prompt groups, from 0 to the number of rows; no group is empty.
     sharing: the tokens that rows share, with `layout: prefix_tree`; caps and loads then count distinct tokens. Padding
     after rows counts, too.
+    partitions: (rows,) the number of each row's partition, by first appearance; None if the rows have none.
 
-    Raises MisalignedError if a mini-batch cannot be aligned and `on_misaligned` forbids padding.
+    Raises MisalignedError if a mini-batch cannot be aligned and `on_misaligned` forbids padding, and
+    InvalidArgumentError if micro-batches cannot be divided among partitions.
     """
     divide = _divide_groups if config.mini_batch_unit == "prompt" else _divide_rows
     parts = chain.from_iterable(divide(group_bounds, model, config) for model in config.models)
@@ -51,12 +61,7 @@ def schedule(
         if sharing is None
         else SharingRows(lengths, flops, sharing.rounded_down(config.pad_rows_to_multiple_of))
     )
-    if config.token_cap is not None:
-        return [_plan_by_tokens(part, rows, config.token_cap, config) for part in parts]
-    if config.micro_batch.count is not None:
-        no_cap = int(lengths.sum())
-        return [_plan_by_count(part, rows, config.micro_batch.count, no_cap, config) for part in parts]
-    return [_plan_by_size(part, rows, config) for part in parts]
+    return [_plan(part, rows, partitions, config) for part in parts]
 
 
 # --- Mini-batch boundaries (section 5)
@@ -107,28 +112,138 @@ def _divide_rows(group_bounds: Int64s, model: Model, config: RunConfig) -> Itera
 # --- Alignment and ranks (section 6)
 
 
-def _plan_by_size(part: _Part, batch: WholeRows, config: RunConfig) -> MiniBatchPlan:
+class _Rows(NamedTuple):
+    """The rows of a mini-batch that may share micro-batches: all of them, or those of one partition.
+
+    ordered: the rows in the order in which they are packed. ends: (groups,) the number of these rows up to the end of
+    each group of the mini-batch. padding: the number of padding rows to add. partition: the partition's number.
+    """
+
+    ordered: Int64s
+    ends: Int64s
+    padding: int
+    partition: int = 0
+
+    def kept(self, groups: int) -> int:
+        """Returns how many of the rows are in the mini-batch's first `groups` groups."""
+        return int(self.ends[groups - 1]) if groups else 0
+
+
+class _Packing(NamedTuple):
+    """How rows are packed. aligned: bool (groups,), whether the rows of each prefix of the mini-batch's groups can be
+    aligned. ranks: returns the ranks' plans for the first rows, given their number."""
+
+    rows: _Rows
+    aligned: NDArray[np.bool_]
+    ranks: Callable[[int], tuple[RankPlan, ...]]
+
+
+def _plan(part: _Part, batch: WholeRows, partitions: Int64s | None, config: RunConfig) -> MiniBatchPlan:
+    """Packs the rows of each partition by itself. Each rank gets equally many micro-batches of it."""
+    packings = _packings(part, _by_partition(part, batch, partitions), batch, config)
+    kept = _kept_groups(part, np.logical_and.reduce([packing.aligned for packing in packings]), config)
+    # All groups of a partition may be dropped, but a mini-batch without rows has padding rows.
+    chosen = [one for one in packings if one.rows.kept(kept) or len(packings) == 1]
+    ranks = [one.ranks(one.rows.kept(kept)) for one in chosen]
+    return MiniBatchPlan(
+        model=part.model,
+        index=part.index,
+        start=part.start,
+        end=part.end,
+        kept_end=part.start + (int(part.ends[kept - 1]) if kept else 0),
+        groups=part.groups[:kept],
+        dropped_groups=part.groups[kept:],
+        ranks=ranks[0] if len(ranks) == 1 else tuple(map(_joined, zip(*ranks, strict=True))),
+        partitions=np.repeat([one.rows.partition for one in chosen], [len(each[0].bounds) - 1 for each in ranks]),
+    )
+
+
+def _joined(plans: Sequence[RankPlan]) -> RankPlan:
+    """Concatenates the micro-batches of one rank."""
+    sizes = np.concatenate([np.diff(plan.bounds) for plan in plans])
+    return RankPlan(np.concatenate([plan.rows for plan in plans]), np.append(0, np.cumsum(sizes)))
+
+
+def _by_partition(part: _Part, batch: WholeRows, partitions: Int64s | None) -> list[_Rows]:
+    """Returns the rows of each partition of the mini-batch, by first appearance; all rows if they have none."""
+    ordered = batch.between(part.start, part.end)
+    if partitions is None or part.start == part.end:
+        return [_Rows(ordered, part.ends, part.padding)]
+    numbers, first = np.unique(partitions[part.start : part.end], return_index=True)
+    members = [(number, partitions[ordered] == number) for number in numbers[np.argsort(first)].tolist()]
+    return [
+        _Rows(ordered[is_member], np.cumsum(is_member)[part.ends - 1], part.padding, number)
+        for number, is_member in members
+    ]
+
+
+def _packings(part: _Part, rows: list[_Rows], batch: WholeRows, config: RunConfig) -> list[_Packing]:
+    """Returns the packings of partitions."""
+    if len(rows) > 1:
+        _check_partitions(part, len(rows), config)
+    if config.token_cap is not None:
+        return [_by_tokens(one, batch, config.token_cap, config) for one in rows]
+    if config.micro_batch.count is not None:
+        counts = _apportioned(config.micro_batch.count, [len(one.ordered) for one in rows])
+        return [_by_count(one, batch, count, config) for one, count in zip(rows, counts, strict=True)]
+    return [_by_size(one, batch, config) for one in rows]
+
+
+def _check_partitions(part: _Part, partitions: int, config: RunConfig) -> None:
+    """Rejects partitions among which micro-batches cannot be divided."""
+    where = f"{part.model} mini-batch {part.index}: its rows have {partitions} partitions"
+    if config.mini_batch_unit == "sequence":
+        raise InvalidArgumentError(
+            f"{where}, each with a number of rows of its own, but with mini_batch_unit: sequence a mini-batch has a "
+            "fixed number; use mini_batch_unit: prompt, or send rows without partition"
+        )
+    if config.micro_batch.count is not None and config.micro_batch.count < partitions:
+        raise InvalidArgumentError(
+            f"{where}, and with micro_batch.count: {config.micro_batch.count} a rank has fewer micro-batches; raise "
+            "the count, or use micro_batch: {max_tokens: ...}"
+        )
+    if config.micro_batch.count is None and partitions * config.least_rows > MOST_PADDED_TO:
+        raise InvalidArgumentError(
+            f"{where}, each padded to at least {config.least_rows} rows, and the limit is {MOST_PADDED_TO} in total; "
+            "send fewer partitions, or lower dp_size × microbatch_group_size (with VPP) or × micro_batch.size with full"
+        )
+
+
+def _apportioned(count: int, rows: Sequence[int]) -> list[int]:
+    """Divides `count` micro-batches among partitions: one to each, and each further one to the partition with the most
+    rows per micro-batch, the first on a tie. rows: the number of each partition's rows."""
+    counts = [1] * len(rows)
+    heap = [(-float(size), place) for place, size in enumerate(rows)]
+    heapq.heapify(heap)
+    for _ in range(count - len(rows)):
+        place = heap[0][1]
+        counts[place] += 1
+        heapq.heapreplace(heap, (-rows[place] / counts[place], place))
+    return counts
+
+
+def _by_size(rows: _Rows, batch: WholeRows, config: RunConfig) -> _Packing:
     """Assigns equally many rows to every rank, contiguous unless balanced, in micro-batches of `micro_batch.size`."""
-    per_micro_batch = config.micro_batch.size
+    per_micro_batch, dp_size = config.micro_batch.size, config.dp_size
     assert per_micro_batch is not None
-    multiple = config.align_to // config.dp_size
-    counts = _ceil_div(_ceil_div(part.ends, config.dp_size), per_micro_batch)  # micro-batches per rank of each prefix
-    kept = _kept_groups(part, counts % multiple == 0, config)
-    kept_rows = _rows_of(part, kept)
-    count = _ceil_div(kept_rows + part.padding, config.dp_size)  # rows per rank
-    micro_batches = _ceil_div(count, per_micro_batch)
-    if micro_batches % multiple:  # fewest padding rows: all micro-batches are full, and the last has one row
-        micro_batches = _ceil_div(micro_batches, multiple) * multiple
-        count = (micro_batches - 1) * per_micro_batch + 1
-    bounds = np.minimum(np.arange(micro_batches + 1, dtype=np.int64) * per_micro_batch, count)
-    ordered = batch.between(part.start, part.start + kept_rows)
-    padded = np.append(ordered, np.full(config.dp_size * count - kept_rows, PADDING))
-    ranks = tuple(RankPlan(rows, bounds) for rows in padded.reshape(config.dp_size, count))
-    if config.balance != "none":
-        ranks = batch.more_even(_balanced_rows(ordered, batch, per_micro_batch, bounds, config.dp_size), ranks)
-    if config.micro_batch.full:
-        ranks = tuple(_filled(rank, per_micro_batch) for rank in ranks)
-    return _plan(part, kept, ranks)
+    multiple = config.align_to // dp_size
+    counts = _ceil_div(_ceil_div(rows.ends, dp_size), per_micro_batch)  # micro-batches per rank of each prefix
+
+    def ranks(kept: int) -> tuple[RankPlan, ...]:
+        count = _ceil_div(kept + rows.padding, dp_size)  # rows per rank
+        micro_batches = _ceil_div(count, per_micro_batch)
+        if micro_batches % multiple:  # fewest padding rows: all micro-batches are full, and the last has one row
+            micro_batches = _ceil_div(micro_batches, multiple) * multiple
+            count = (micro_batches - 1) * per_micro_batch + 1
+        bounds = np.minimum(np.arange(micro_batches + 1, dtype=np.int64) * per_micro_batch, count)
+        ordered = rows.ordered[:kept]
+        padded = np.append(ordered, np.full(dp_size * count - kept, PADDING))
+        plans = tuple(RankPlan(shard, bounds) for shard in padded.reshape(dp_size, count))
+        if config.balance != "none":
+            plans = batch.more_even(_balanced_rows(ordered, batch, per_micro_batch, bounds, dp_size), plans)
+        return tuple(_filled(plan, per_micro_batch) for plan in plans) if config.micro_batch.full else plans
+
+    return _Packing(rows, counts % multiple == 0, ranks)
 
 
 def _filled(rank: RankPlan, per_micro_batch: int) -> RankPlan:
@@ -149,34 +264,39 @@ def _balanced_rows(
     return tuple(RankPlan(shard, bounds) for shard in rows)
 
 
-def _plan_by_tokens(part: _Part, batch: WholeRows, cap: int, config: RunConfig) -> MiniBatchPlan:
+def _by_tokens(rows: _Rows, batch: WholeRows, cap: int, config: RunConfig) -> _Packing:
     """Packs first-fit under the cap, splits until aligned, and assigns micro-batches to ranks in turn or by load."""
-    ordered = batch.between(part.start, part.end)
-    numbers = batch.first_fit(ordered, cap)
-    counts = np.maximum.accumulate(numbers)[part.ends - 1] + 1  # micro-batches of each prefix of whole groups
-    kept = _kept_groups(part, _ceil_div(counts, config.align_to) * config.align_to <= part.ends, config)
-    packed: list[list[int]] = [[] for _ in range(int(counts[kept - 1]))]
-    kept_rows = _rows_of(part, kept)
-    for row, number in zip(ordered[:kept_rows].tolist(), numbers[:kept_rows].tolist(), strict=True):
-        packed[number].append(row)
-    target = _ceil_div(len(packed), config.align_to) * config.align_to
-    micro_batches = batch.split_until(packed, target)
-    micro_batches += [[PADDING]] * (target - len(micro_batches))
-    if config.balance != "none":
-        return _plan(part, kept, batch.balanced(micro_batches, cap, config.dp_size))
-    return _plan(part, kept, tuple(_rank(micro_batches[rank :: config.dp_size]) for rank in range(config.dp_size)))
+    numbers, dp_size = batch.first_fit(rows.ordered, cap), config.dp_size
+    counts = np.append(0, np.maximum.accumulate(numbers) + 1)  # micro-batches of each number of first rows
+
+    def ranks(kept: int) -> tuple[RankPlan, ...]:
+        packed: list[list[int]] = [[] for _ in range(int(counts[kept]))]
+        for row, number in zip(rows.ordered[:kept].tolist(), numbers[:kept].tolist(), strict=True):
+            packed[number].append(row)
+        target = _ceil_div(len(packed), config.align_to) * config.align_to
+        micro_batches = batch.split_until(packed, target)
+        micro_batches += [[PADDING]] * (target - len(micro_batches))
+        if config.balance != "none":
+            return batch.balanced(micro_batches, cap, dp_size)
+        return tuple(_rank(micro_batches[rank::dp_size]) for rank in range(dp_size))
+
+    return _Packing(rows, _ceil_div(counts[rows.ends], config.align_to) * config.align_to <= rows.ends, ranks)
 
 
-def _plan_by_count(part: _Part, batch: WholeRows, count: int, no_cap: int, config: RunConfig) -> MiniBatchPlan:
+def _by_count(rows: _Rows, batch: WholeRows, count: int, config: RunConfig) -> _Packing:
     """Assigns `count` micro-batches to every rank: splits the rows into contiguous chunks per rank, and each chunk
-    likewise into micro-batches. no_cap: a number of tokens that no micro-batch exceeds."""
-    dp_size, ordered = config.dp_size, batch.between(part.start, part.end)
-    dealt = [rows for chunk in np.array_split(ordered, dp_size) for rows in np.array_split(chunk, count)]
-    micro_batches = [rows.tolist() or [PADDING] for rows in dealt]
-    ranks = tuple(_rank(micro_batches[rank * count : (rank + 1) * count]) for rank in range(dp_size))
-    if config.balance != "none":
-        ranks = batch.more_even(batch.balanced(batch.rearranged(micro_batches), no_cap, dp_size), ranks)
-    return _plan(part, len(part.groups), ranks)
+    likewise into micro-batches."""
+    dp_size = config.dp_size
+
+    def ranks(kept: int) -> tuple[RankPlan, ...]:
+        chunks = np.array_split(rows.ordered[:kept], dp_size)
+        micro_batches = [cut.tolist() or [PADDING] for chunk in chunks for cut in np.array_split(chunk, count)]
+        plans = tuple(_rank(micro_batches[rank * count : (rank + 1) * count]) for rank in range(dp_size))
+        if config.balance != "none":
+            plans = batch.more_even(batch.balanced(batch.rearranged(micro_batches), _NO_CAP, dp_size), plans)
+        return plans
+
+    return _Packing(rows, np.ones(len(rows.ends), np.bool_), ranks)
 
 
 def _kept_groups(part: _Part, aligned: NDArray[np.bool_], config: RunConfig) -> int:
@@ -208,27 +328,9 @@ def _misaligned(part: _Part, config: RunConfig) -> str:
     )
 
 
-def _rows_of(part: _Part, groups: int) -> int:
-    """Returns the number of rows in the mini-batch's first `groups` groups."""
-    return int(part.ends[groups - 1]) if groups else 0
-
-
 def _rank(micro_batches: Sequence[Sequence[int]]) -> RankPlan:
     rows = np.fromiter(chain.from_iterable(micro_batches), dtype=np.int64)
     return RankPlan(rows, np.array([0, *accumulate(map(len, micro_batches))], dtype=np.int64))
-
-
-def _plan(part: _Part, kept: int, ranks: tuple[RankPlan, ...]) -> MiniBatchPlan:
-    return MiniBatchPlan(
-        model=part.model,
-        index=part.index,
-        start=part.start,
-        end=part.end,
-        kept_end=part.start + _rows_of(part, kept),
-        groups=part.groups[:kept],
-        dropped_groups=part.groups[kept:],
-        ranks=ranks,
-    )
 
 
 def _ceil_div(value: Count, by: int) -> Count:
