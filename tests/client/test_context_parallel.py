@@ -214,7 +214,8 @@ def test_masks_of_blocks_are_those_of_the_whole_tree() -> None:
 
 def test_rows_are_not_taken_apart_where_a_rank_has_a_part_of_them() -> None:
     micro = micro_of(one_batch(ROWS, "zigzag"), 1)
-    for call in (lambda: micro.unpad(micro["sequences"]), lambda: micro.jagged("sequences")):
+    calls = (lambda: micro.unpad(micro["sequences"]), lambda: micro.jagged("sequences"), lambda: micro.row_edges)
+    for call in calls:
         with pytest.raises(FailedPreconditionError, match=r"cp_rank 1 has only a part .* or open the whole shard"):
             call()
 

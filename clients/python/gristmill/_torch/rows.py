@@ -116,7 +116,8 @@ class Rows:
     def row_edges(self) -> torch.Tensor | None:
         """Return where each row's own tokens begin on the token axis, and the end of the last; (rows + 1,), or None for
         padded rows. In a tree, tokens that a row shares with an earlier one belong to the earlier row. Padding after
-        a row belongs to one of its neighbors."""
+        a row belongs to one of its neighbors. Raises FailedPreconditionError for a context-parallel rank."""
+        self._check_whole()
         if self.is_tree:
             return torch.nn.functional.pad(self["row_ends"] + 1, (1, 0))
         return self["cu_seqlens_padded" if "cu_seqlens_padded" in self else "cu_seqlens"] if self.is_packed else None
