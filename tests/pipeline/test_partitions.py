@@ -21,7 +21,8 @@ ANY = BY_SIZE | BY_TOKENS | BY_COUNT
 def partitioned(draw: st.DrawFn, /, **kinds: Any) -> tuple[Batch, list[int]]:
     """A batch with mini-batches of the policy alone, and the partition of each row, by first appearance."""
     batch = draw(batches(**kinds))
-    changes: dict[str, Any] = {"critic_mini_batch_size": None, "balance": draw(st.sampled_from(["none", "none", "tokens"]))}
+    balance = draw(st.sampled_from(["none", "none", "tokens"]))
+    changes: dict[str, Any] = {"critic_mini_batch_size": None, "balance": balance}
     if batch.config.micro_batch.size is not None:
         limit = batch.config.micro_batch.model_copy(update={"full": draw(st.booleans())})
         changes["micro_batch"] = limit
