@@ -93,6 +93,9 @@ def rows_message(rows: Sequence[Mapping[str, Any]]) -> rows_pb2.Rows:
         policy_versions=[one.get("policy_version", -1) for one in rows],
         tags=[one.get("tag", "") for one in rows],
         step_keys=[one.get("step_key", "") for one in rows],
+        agents=[one.get("agent", "") for one in rows],
+        episodes=[one.get("episode", "") for one in rows],
+        partitions=[one.get("partition", "") for one in rows],
         reward_components=[rows_pb2.RewardComponents(values=one.get("reward_components", {})) for one in rows],
         token_policy_versions=_buffer([one.get("policy_versions", []) for one in rows], np.int32),
     )

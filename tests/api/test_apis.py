@@ -317,6 +317,19 @@ def test_steps_may_have_keys_by_which_gigpo_compares_them(api: Api, run_name: st
     assert any(keys)
 
 
+def test_trajectories_may_have_agents_and_episodes(api: Api, run_name: str) -> None:
+    api.create(run_name, CONFIG | {"train_batch_size": 1, "policy_mini_batch_size": 1})
+    rows = [one | {"agent": "solver", "episode": f"e{one['sample']}"} for one in group("a")]
+    with pytest.raises(Refused) as refused:
+        api.submit(run_name, [rows[0] | {"agent": "a" * 101}])
+    assert refused.value.code == "INVALID_ARGUMENT"
+    api.submit(run_name, rows)
+    assert api.batch(run_name, 0, wait_s=WAIT_S)["state"] == "published"
+    labels = metadata(api.read(run_name, 0, 0, 0))
+    assert set(json.loads(labels["agents"])) <= {"solver", ""}
+    assert {*json.loads(labels["episodes"])} & {"e0", "e1"}
+
+
 def test_tokens_may_have_a_version_each(api: Api, run_name: str) -> None:
     api.create(run_name, CONFIG | {"stale": "mask", "max_staleness": 1, "train_batch_size": 1})
     with pytest.raises(Refused) as refused:

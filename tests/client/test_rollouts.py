@@ -61,12 +61,15 @@ def test_keys_of_steps_reach_the_micro_batches(client: RolloutClient, trainer: T
     client.create_run(CONFIG | settings | {"loss_reduction": "none"})
     for uid in client.begin_groups(prompts(0, 2)):
         for sample in range(2):
-            with client.trajectory(uid, sample) as trajectory:
+            with client.trajectory(uid, sample, agent="solver", episode=uid) as trajectory:
                 trajectory.step([1], [2], step_key="hall")
                 trajectory.step([9], [3], reward=float(sample), is_last_step=True)
     shard = next(next(iter(trainer)).mini_batches())
     keys = [key for micro in shard.micro_batches() for key in micro.metadata["step_keys"]]
     assert keys == [["hall"], [""]] * (len(keys) // 2)
+    micros = list(shard.micro_batches())
+    assert {agent for micro in micros for agent in micro.metadata["agents"]} == {"solver"}
+    assert [micro.metadata["episodes"] for micro in micros] == [micro.metadata["uids"] for micro in micros]
     assert sorted({float(one) for one in shard["advantages"].reshape(-1)} - {0.0}) == [-1.0, -0.5, 0.5, 1.0]
 
 

@@ -62,15 +62,39 @@ def test_a_batch_gets_the_components_of_its_rows() -> None:
     assert bench.build_batch.batches[batch].reward_components == ['{"x": 1.0}'] * 2
 
 
-def test_keys_of_steps_are_of_their_content_and_outlive_a_restart() -> None:
+@pytest.mark.parametrize("field", ["step_key", "agent", "episode", "partition"])
+def test_strings_of_rows_are_of_their_content_and_outlive_a_restart(field: str) -> None:
     bench = Bench(train_batch_size=1, policy_mini_batch_size=1)
-    rows = group_rows("a", step_key="hall")
+    rows = [one | {field: "hall"} for one in group_rows("a")]
     bench.submit(rows[0])
     with pytest.raises(AlreadyExistsError, match="different content was accepted for this step"):
-        bench.submit(rows[0] | {"step_key": "door"})
+        bench.submit(rows[0] | {field: "door"})
     bench.submit(*rows)
     bench.reopen()
     assert bench.replayed() == bench.state
     (batch,) = bench.state.batches
     bench.make_batches()
-    assert bench.build_batch.batches[batch].step_keys == ["hall"] * 2
+    assert getattr(bench.build_batch.batches[batch], f"{field}s") == ["hall"] * 2
+
+
+@pytest.mark.parametrize("field", ["agent", "episode"])
+def test_a_trajectory_has_one_agent_and_one_episode(field: str) -> None:
+    bench = Bench(step_wise=True)
+    rows = [row("a", step=step, last=step == 1) | {field: "solver"} for step in range(2)]
+    bench.submit(rows[0])
+    refusal = f"sample 0 step 1: {field} 'judge' differs from 'solver' on step 0; send the same on every step"
+    with pytest.raises(InvalidArgumentError, match=refusal):
+        bench.submit(rows[1] | {field: "judge"})
+    bench.submit(rows[1])
+
+
+@pytest.mark.parametrize("field", ["agent", "partition"])
+def test_a_run_has_at_most_64_agents_and_64_partitions(field: str) -> None:
+    bench = Bench(train_batch_size=100)
+    for number in range(64):
+        bench.submit(*(one | {field: f"r{number}"} for one in group_rows(f"a{number}")))
+    bench.reopen()
+    refusal = f"{field} 'r64' would be one more than the 64 {field}s that a run may have"
+    with pytest.raises(InvalidArgumentError, match=refusal):
+        bench.submit(*(one | {field: "r64"} for one in group_rows("b")))
+    bench.submit(*(one | {field: "r63"} for one in group_rows("b")))

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from gristmill._wire.codecs.row_codec import decode, encode
 from gristmill._wire.columns import Ragged
 from gristmill._wire.extras import check_extras
+from gristmill._wire.row_fields import TEXT_FIELDS, TextField
 from gristmill._wire.rows import from_rows, to_rows
 from gristmill._wire.steps import Steps, concat
 from gristmill.errors import InvalidArgumentError
@@ -74,6 +75,9 @@ def table(*rows: Row, **kwargs: Any) -> Steps:
         ({"reward_components": {"a": 1}, "is_last_step": False}, "is set, and is_last_step is false; send it with"),
         ({"step_key": "k" * 1001}, "step_key 'k+'... has 1001 characters, .*; shorten it"),
         ({"step_key": 7}, "step_key is 7"),
+        ({"agent": "a" * 101}, "agent 'a+'... has 101 characters, .*; shorten it"),
+        ({"episode": "e" * 1001}, "episode 'e+'... has 1001 characters, .*; shorten it"),
+        ({"partition": "p" * 101}, "partition 'p+'... has 101 characters, .*; shorten it"),
         ({"step_key": "\ud800"}, "step_key is .* not valid Unicode"),
         ({"stop_reason": "\ud800"}, "stop_reason is .* not valid Unicode: surrogates not allowed"),
         ({"reward": "high"}, "reward is 'high'; expected a number"),
@@ -172,11 +176,12 @@ def test_the_wire_gives_back_components_of_rewards() -> None:
     assert [one.get("reward_components") for one in to_rows(received)] == [None, {"a": 0.1, "b": 1.0}]
 
 
-def test_the_wire_gives_back_keys_of_steps() -> None:
-    sent = concat([table({}), table({"step_key": "hall"})])
+@pytest.mark.parametrize("field", TEXT_FIELDS, ids=lambda field: field.key)
+def test_the_wire_gives_back_the_strings_of_rows(field: TextField) -> None:
+    sent = concat([table({}), table({field.key: "hall"})])
     received = decode(rows_pb2.Rows.FromString(encode(sent).SerializeToString()))
-    assert received.step_keys == sent.step_keys == ["", "hall"]
-    assert [one.get("step_key") for one in to_rows(received)] == [None, "hall"]
+    assert getattr(received, field.name) == getattr(sent, field.name) == ["", "hall"]
+    assert [one.get(field.key) for one in to_rows(received)] == [None, "hall"]
 
 
 @LAW

@@ -23,7 +23,7 @@ from pydantic_core import PydanticCustomError
 
 from gristmill._wire.column_spec import LOSS_WEIGHT, ColumnSpec
 from gristmill._wire.columns import Int64s
-from gristmill._wire.steps import LONGEST_COMPONENT, LONGEST_TAG, MOST_COMPONENTS
+from gristmill._wire.row_fields import LONGEST_COMPONENT, LONGEST_TAG, MOST_COMPONENTS
 from gristmill_service.estimators import ESTIMATORS, Estimator
 
 LossReduction = Literal[

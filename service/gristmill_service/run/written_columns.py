@@ -10,7 +10,8 @@ from xxhash import xxh3_128
 
 from gristmill._wire.column_spec import ColumnSpec, by_name
 from gristmill._wire.columns import Array, Ragged, bytes_of
-from gristmill._wire.steps import UNKNOWN, Extra, Steps
+from gristmill._wire.row_fields import UNKNOWN
+from gristmill._wire.steps import Extra, Steps
 from gristmill.errors import InvalidArgumentError, UnavailableError
 from gristmill_service.config import RunConfig
 from gristmill_service.pipeline.layout.columns import safetensors_name

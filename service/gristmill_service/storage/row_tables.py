@@ -20,7 +20,8 @@ import numpy as np
 from gristmill._wire.codecs.row_codec import few_of, ones
 from gristmill._wire.column_spec import BFLOAT16, DTYPES
 from gristmill._wire.columns import Array, Ragged, bytes_of
-from gristmill._wire.steps import PLAIN_FIELDS, ROW_FIELDS, TOKEN_FIELDS, Extra, Steps
+from gristmill._wire.row_fields import PLAIN_FIELDS, ROW_FIELDS, TEXT_FIELDS, TOKEN_FIELDS
+from gristmill._wire.steps import Extra, Steps
 from gristmill.errors import InvalidArgumentError, UnavailableError
 
 Stored = Steps | bytes | memoryview
@@ -202,6 +203,10 @@ def steps_of(stored: Stored) -> Steps:
     return stored if isinstance(stored, Steps) else _table(opened(stored))
 
 
+OPTIONAL_STRINGS = ("reward_components", *(one.name for one in TEXT_FIELDS))
+"""The columns of strings that a table may lack."""
+
+
 def _nbytes(table: Steps) -> int:
     columns = [table.tokens, *table.token_columns]
     extras = [extra.values for extra in table.extras.values()]
@@ -217,13 +222,8 @@ def _of_steps(table: Steps) -> Opened:
 
 
 def _strings(table: Steps) -> dict[str, list[str]]:
-    strings = {
-        "stop_reasons": table.stop_reasons,
-        "tags": table.tags,
-        "reward_components": table.reward_components,
-        "step_keys": table.step_keys,
-    }
-    return {name: [*values] for name, values in strings.items() if values is not None and any(values)}
+    columns = ((name, getattr(table, name)) for name in ("stop_reasons", *OPTIONAL_STRINGS))
+    return {name: [*values] for name, values in columns if values is not None and any(values)}
 
 
 def _numbers(table: Steps) -> Numbers:
@@ -355,18 +355,17 @@ def steps_from(
 ) -> Steps:
     """Creates a table from columns. numbers: all of `NUMBERS`, and any of `OF_SOME`."""
     single: dict[str, Any] = {name: column for name, column in numbers.items() if name != "response_lengths"}
+    texts: dict[str, Any] = {name: strings.get(name) for name in OPTIONAL_STRINGS}
     by_token: dict[str, Any] = {"logprobs": None, "token_rewards": None, **ragged}
     if "loss_mask" not in ragged:
         by_token["loss_mask"] = ones(numbers["response_lengths"])
     return Steps(
         uids=uids,
         stop_reasons=strings.get("stop_reasons") or [""] * len(uids),
-        tags=strings.get("tags"),
-        reward_components=strings.get("reward_components"),
-        step_keys=strings.get("step_keys"),
         extras=extras,
         **single,
         **by_token,
+        **texts,
     )
 
 

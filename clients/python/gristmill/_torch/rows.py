@@ -22,7 +22,8 @@ from gristmill.errors import FailedPreconditionError, InvalidArgumentError
 
 # Names of metadata with one value per row, including metadata within loss_denominators.
 _OF_ROWS = (
-    *("uids", "rounds", "stop_reasons", "tags", "reward_components", "step_keys", "response_lengths"),
+    *("uids", "rounds", "stop_reasons", "tags", "reward_components", "step_keys", "agents", "episodes"),
+    "response_lengths",
     *("row_tokens", "prompt_tokens", "trajectory_tokens"),
 )
 

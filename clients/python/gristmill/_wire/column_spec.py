@@ -17,7 +17,7 @@ import numpy as np
 
 from gristmill._wire.columns import Array
 from gristmill._wire.lists import check_no_null
-from gristmill._wire.steps import ROW_FIELDS, TOKEN_FIELDS
+from gristmill._wire.row_fields import ROW_FIELDS, TEXT_FIELDS, TOKEN_FIELDS
 from gristmill.errors import InvalidArgumentError
 
 ColumnDtype = Literal[
@@ -69,14 +69,11 @@ BUILT_IN = frozenset(
     (
         *SHARD_TENSORS,
         *("uid", "uids", "round", "rounds", "step", "steps", "attempt", "attempts", "prompt_token_ids", "response_ids"),
-        *(one.key for one in (*ROW_FIELDS, *TOKEN_FIELDS)),
+        *(one.key for one in (*ROW_FIELDS, *TOKEN_FIELDS, *TEXT_FIELDS)),
+        *(one.name for one in TEXT_FIELDS),
         *("stop_reason", "stop_reasons", "prompt_len", "response_len"),
         *(
-            "tag",
-            "tags",
             "reward_components",
-            "step_key",
-            "step_keys",
             "n_samples",
             "trajectory_ids",
             "samples",

@@ -21,6 +21,8 @@ _OURS = {
     "is_last_step": "done dones is_last terminated last_step",
     "policy_version": "model_version weight_version policy_step",
     "policy_versions": "weight_versions model_versions",
+    "agent": "agents agent_name agent_id role",
+    "episode": "episodes episode_id",
     "tag": "tags data_source env_class env_name env_id",
 }
 _NAMES = {foreign: ours for ours, names in _OURS.items() for foreign in names.split()}

@@ -15,7 +15,8 @@ from gristmill._wire import components
 from gristmill._wire.column_spec import BFLOAT16, ColumnSpec, from_bfloat16, row_columns
 from gristmill._wire.columns import lengths_of
 from gristmill._wire.foreign_names import renamings
-from gristmill._wire.steps import ROW_FIELDS, TOKEN_FIELDS, Extra, Steps
+from gristmill._wire.row_fields import ROW_FIELDS, TEXT_FIELDS, TOKEN_FIELDS
+from gristmill._wire.steps import Extra, Steps
 from gristmill._wire.tables import ARRAYS, SCALARS, ValueColumns, describe, extras_of_row
 from gristmill.errors import InvalidArgumentError
 
@@ -77,6 +78,7 @@ def to_rows(table: Steps, columns: Sequence[ColumnSpec] = ()) -> Iterator[dict[s
     singles = {column.name for column in row_columns(columns) if column.scope == "row"}
     ragged = [column for column in columns if column.is_ragged]
     of_tokens = [(one.key, column) for one in TOKEN_FIELDS if (column := getattr(table, one.name)) is not None]
+    of_rows = [(one.key, texts) for one in TEXT_FIELDS if (texts := getattr(table, one.name)) is not None]
     numbers = [(one.key, getattr(table, one.name).tolist()) for one in ROW_FIELDS]
     for index in range(len(table)):
         tokens, split = table.tokens[index], int(table.prompt_lengths[index])
@@ -90,10 +92,7 @@ def to_rows(table: Steps, columns: Sequence[ColumnSpec] = ()) -> Iterator[dict[s
         }
         if table.advantages is not None:
             row["advantage"] = float(table.advantages[index])
-        if table.tags is not None and table.tags[index]:
-            row["tag"] = table.tags[index]
-        if table.step_keys is not None and table.step_keys[index]:
-            row["step_key"] = table.step_keys[index]
+        row |= {key: text for key, texts in of_rows if (text := texts[index])}
         if table.reward_components is not None and (text := table.reward_components[index]):
             row[components.FIELD] = components.from_text(text)
         row |= {name: column[index].tolist() for name, column in of_tokens}

@@ -17,13 +17,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gristmill._wire.columns import FEW_ROWS, Array, Int64s, Ragged, least
+from gristmill._wire.row_fields import (
+    LONGEST_COMPONENT,
+    LONGEST_TAG,
+    LONGEST_TEXT,
+    LONGEST_UID,
+    MOST_COMPONENTS,
+    PLAIN_FIELDS,
+    ROW_FIELDS,
+    TEXT_FIELDS,
+    TOKEN_FIELDS,
+    UNKNOWN,
+    TokenField,
+)
 from gristmill._wire.texts import check_length, check_text
 from gristmill.errors import InvalidArgumentError
 
-UNKNOWN = -1
-LONGEST_TAG = LONGEST_COMPONENT = 100
-MOST_COMPONENTS = 64
-LONGEST_UID = LONGEST_TEXT = 1000
 INT32_MAX = 2**31 - 1
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 # np.errstate takes as long as reading about this number of values.
@@ -31,60 +40,6 @@ _MANY = 16_384
 _FINITE = "it must be finite in float32"
 
 
-class RowField(NamedTuple):
-    """A field with one number per row.
-
-    name: the name in `Steps`, in `gristmill.v1.Rows`, and in stored tables. key: the name in a row that is a mapping.
-    dtype: the column's dtype. default: the value of rows without the field. lowest: the smallest valid value.
-    is_required: whether messages must have the field.
-    """
-
-    name: str
-    key: str
-    dtype: Any
-    default: Any
-    lowest: int | None = 0
-    is_required: bool = False
-
-
-class TokenField(NamedTuple):
-    """A field with one value per response token.
-
-    name: the name in `Steps` and in stored tables. key: the name in a row that is a mapping. message: the name in
-        `gristmill.v1.Rows`. dtype: the column's dtype.
-    is_plain: whether the field is independent of all others. Codecs, tables and digests then need only this entry.
-    fill: for a plain field, the value of rows without it if other rows have it; None: such rows are refused.
-    label: for a plain field, a prefix of its values in digests of rows, which distinguishes it from other fields.
-    """
-
-    name: str
-    key: str
-    message: str
-    dtype: Any
-    is_plain: bool = False
-    fill: float | None = None
-    label: bytes = b""
-
-
-ROW_FIELDS = (
-    RowField("rounds", "round", np.int32, 0),
-    RowField("samples", "sample", np.int32, 0, is_required=True),
-    RowField("steps", "step", np.int32, 0),
-    RowField("attempts", "attempt", np.int32, 0),
-    RowField("is_last_steps", "is_last_step", np.bool_, True, lowest=None),
-    RowField("policy_versions", "policy_version", np.int32, UNKNOWN, lowest=UNKNOWN),
-)
-TOKEN_FIELDS = (
-    TokenField("loss_mask", "loss_mask", "loss_mask", np.uint8),
-    TokenField("logprobs", "rollout_logprobs", "rollout_logprobs", np.float32, is_plain=True),
-    TokenField("token_rewards", "reward", "token_rewards", np.float64),
-    TokenField("token_advantages", "advantage", "token_advantages", np.float32),
-    TokenField("token_versions", "policy_versions", "token_policy_versions", np.int32),
-)
-"""The fields of rows, from which messages, rows that are mappings, stored tables and digests are built. Digests and
-stored tables depend on the order, so append new fields."""
-
-PLAIN_FIELDS = tuple(one for one in TOKEN_FIELDS if one.is_plain)
 _KEYS = tuple(one.key for one in TOKEN_FIELDS)
 _columns_of_tokens = attrgetter(*(one.name for one in TOKEN_FIELDS))
 
@@ -165,6 +120,8 @@ class Steps:
     tags: (n,) the environment or task of each row's group, "" if the row has none; None if no row has any.
     reward_components: (n,) the components of rewards on last steps, as JSON, "" for other rows; None if no row has any.
     step_keys: (n,) a key of each step, such as a hash of a state, "" if the step has none; None if no row has any.
+    agents, episodes: (n,) the role and the joint rollout of each row's trajectory, "" if it has none; None if no row
+        has any. partitions: (n,) likewise, which rows may be in one micro-batch.
     prefix_lengths: int64 (n,), how many first tokens of each row are omitted in `tokens` because another row has them;
         None if all rows are whole.
     """
@@ -191,6 +148,9 @@ class Steps:
     tags: Sequence[str] | None = None
     reward_components: Sequence[str] | None = None
     step_keys: Sequence[str] | None = None
+    agents: Sequence[str] | None = None
+    episodes: Sequence[str] | None = None
+    partitions: Sequence[str] | None = None
     prefix_lengths: Int64s | None = None
 
     def __len__(self) -> int:
@@ -263,7 +223,7 @@ def _concat_column(name: str, tables: Sequence[Steps]) -> Any:
         }
     if name in ("uids", "stop_reasons"):
         return [value for column in columns for value in column]
-    if name in ("tags", "reward_components", "step_keys"):
+    if name in _TEXTS:
         return strings_of(name, tables)
     if name == "token_versions" and any(column is not None for column in columns):
         columns = [versions_of_tokens(table) for table in tables]
@@ -287,6 +247,7 @@ def _concat_column(name: str, tables: Sequence[Steps]) -> Any:
     return np.concatenate(columns)
 
 
+_TEXTS = {"reward_components", *(one.name for one in TEXT_FIELDS)}
 _FILLED = {one.name: one for one in PLAIN_FIELDS if one.fill is not None}
 
 
@@ -361,6 +322,10 @@ def check_uid(uid: str) -> None:
     check_text(uid, "uid")
 
 
+_LONGEST = (
+    ("stop_reasons", "stop_reason", LONGEST_TEXT),
+    *((one.name, one.key, one.longest) for one in TEXT_FIELDS if one.name != "tags"),
+)
 _LOWEST = tuple((one.name, one.lowest) for one in ROW_FIELDS if one.lowest is not None)
 
 
@@ -374,10 +339,11 @@ def _check_identity(table: Steps) -> None:
         raise InvalidArgumentError(f"row {list(table.uids).index('')}: uid is empty; set the uid of the row's prompt")
     if max(map(len, table.uids), default=0) > LONGEST_UID:
         check_uid(max(table.uids, key=len))
-    for name, texts in (("stop_reason", table.stop_reasons), ("step_key", table.step_keys or ())):
-        if max(map(len, texts), default=0) > LONGEST_TEXT:
+    for name, key, longest in _LONGEST:
+        texts = getattr(table, name)
+        if texts is not None and max(map(len, texts), default=0) > longest:
             row, text = max(enumerate(texts), key=lambda numbered: len(numbered[1]))
-            check_length(text, LONGEST_TEXT, f"{table.name(row)}: {name} {text[:50]!r}...", "shorten it")
+            check_length(text, longest, f"{table.name(row)}: {key} {text[:50]!r}...", "shorten it")
     for row, text in enumerate(table.reward_components or ()):
         if text:
             _check_components(table, row, json.loads(text))

@@ -19,19 +19,8 @@ from gristmill._wire.codecs.row_codec import ones
 from gristmill._wire.column_spec import ColumnSpec
 from gristmill._wire.columns import Array, Int64s, Ragged, exact_sum, lengths_of
 from gristmill._wire.lists import ConvertedTokens, Pieces, from_list, joined
-from gristmill._wire.steps import (
-    INT32_MAX,
-    PLAIN_FIELDS,
-    ROW_FIELDS,
-    TOKEN_FIELDS,
-    UNKNOWN,
-    Extra,
-    Steps,
-    TokenField,
-    TrajectoryKey,
-    check,
-    oldest_versions,
-)
+from gristmill._wire.row_fields import PLAIN_FIELDS, ROW_FIELDS, TEXT_FIELDS, TOKEN_FIELDS, UNKNOWN, TokenField
+from gristmill._wire.steps import INT32_MAX, Extra, Steps, TrajectoryKey, check, oldest_versions
 from gristmill._wire.values import Read, float32s, floats, is_vector, mask, scalar, tokens, version_array
 from gristmill.errors import InvalidArgumentError
 
@@ -39,8 +28,7 @@ SCALARS: dict[str, tuple[type, Any]] = {
     "uid": (str, ""),
     **{one.key: (type(one.default), one.default) for one in ROW_FIELDS},
     "stop_reason": (str, ""),
-    "tag": (str, ""),
-    "step_key": (str, ""),
+    **{one.key: (str, "") for one in TEXT_FIELDS},
 }
 """Fields with one value per row: their type, and the default value."""
 
@@ -221,6 +209,7 @@ class ValueColumns:
         numbers: dict[str, Any] = {one.name: np.array(scalars[one.key], one.dtype) for one in ROW_FIELDS}
         numbers["policy_versions"] = versions
         plain: dict[str, Any] = {one.name: self._plain_column(one, part, responses) for one in PLAIN_FIELDS}
+        texts: dict[str, Any] = {one.name: scalars[one.key] for one in TEXT_FIELDS if any(scalars[one.key])}
         masks = _cut(self._masks, part)
         loss_mask = ones(responses) if masks is None else _ragged(masks, np.uint8)
         return check(
@@ -241,11 +230,10 @@ class ValueColumns:
                     if any(array is not None for array in arrays[part])
                 },
                 token_versions=token_versions,
-                tags=scalars["tag"] if any(scalars["tag"]) else None,
-                step_keys=scalars["step_key"] if any(scalars["step_key"]) else None,
                 reward_components=self._components and self._components[part],
                 **numbers,
                 **plain,
+                **texts,
             )
         )
 

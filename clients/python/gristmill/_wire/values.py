@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from gristmill._wire.columns import Array, least
 from gristmill._wire.lists import check_no_null, from_list
-from gristmill._wire.steps import FLOAT32_MAX, INT32_MAX, UNKNOWN
+from gristmill._wire.row_fields import UNKNOWN
+from gristmill._wire.steps import FLOAT32_MAX, INT32_MAX
 from gristmill._wire.texts import check_text
 from gristmill._wire.unlike_numbers import unlike_numbers
 from gristmill.errors import InvalidArgumentError

@@ -94,6 +94,9 @@ class Rows(google.protobuf.message.Message):
     TOKEN_POLICY_VERSIONS_FIELD_NUMBER: builtins.int
     REWARD_COMPONENTS_FIELD_NUMBER: builtins.int
     STEP_KEYS_FIELD_NUMBER: builtins.int
+    AGENTS_FIELD_NUMBER: builtins.int
+    EPISODES_FIELD_NUMBER: builtins.int
+    PARTITIONS_FIELD_NUMBER: builtins.int
     tokens: builtins.bytes
     """int32: each row's prompt_token_ids, then its response_ids, without what prefix_lengths leaves out."""
     loss_mask: builtins.bytes
@@ -202,6 +205,24 @@ class Rows(google.protobuf.message.Message):
         Empty: no row has one.
         """
 
+    @property
+    def agents(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """The agent (role) that each row's trajectory played, at most 100 characters, empty if it has none. The same on all
+        steps of a trajectory. A run has at most 64 different ones. Empty: no row has one.
+        """
+
+    @property
+    def episodes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """The joint rollout of several trajectories of a group to which each row's trajectory belongs, at most 1000 characters,
+        empty if it belongs to none. The same on all steps of a trajectory. Empty: no row has one.
+        """
+
+    @property
+    def partitions(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """The partition of each row, such as its loss function or adapter, at most 100 characters, empty if it has none. A
+        micro-batch has rows of one partition. A run has at most 64 different ones. Empty: no row has one.
+        """
+
     def __init__(
         self,
         *,
@@ -232,8 +253,11 @@ class Rows(google.protobuf.message.Message):
         token_policy_versions: builtins.bytes = ...,
         reward_components: collections.abc.Iterable[global___RewardComponents] | None = ...,
         step_keys: collections.abc.Iterable[builtins.str] | None = ...,
+        agents: collections.abc.Iterable[builtins.str] | None = ...,
+        episodes: collections.abc.Iterable[builtins.str] | None = ...,
+        partitions: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["advantages", b"advantages", "attempts", b"attempts", "column_values", b"column_values", "columns", b"columns", "is_last_steps", b"is_last_steps", "loss_mask", b"loss_mask", "padding", b"padding", "policy_versions", b"policy_versions", "prefix_checksums", b"prefix_checksums", "prefix_lengths", b"prefix_lengths", "prompt_lengths", b"prompt_lengths", "response_lengths", b"response_lengths", "reward_components", b"reward_components", "rewards", b"rewards", "rewards_pending", b"rewards_pending", "rollout_logprobs", b"rollout_logprobs", "rounds", b"rounds", "samples", b"samples", "step_keys", b"step_keys", "steps", b"steps", "stop_reasons", b"stop_reasons", "tags", b"tags", "token_advantages", b"token_advantages", "token_policy_versions", b"token_policy_versions", "token_rewards", b"token_rewards", "tokens", b"tokens", "uids", b"uids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["advantages", b"advantages", "agents", b"agents", "attempts", b"attempts", "column_values", b"column_values", "columns", b"columns", "episodes", b"episodes", "is_last_steps", b"is_last_steps", "loss_mask", b"loss_mask", "padding", b"padding", "partitions", b"partitions", "policy_versions", b"policy_versions", "prefix_checksums", b"prefix_checksums", "prefix_lengths", b"prefix_lengths", "prompt_lengths", b"prompt_lengths", "response_lengths", b"response_lengths", "reward_components", b"reward_components", "rewards", b"rewards", "rewards_pending", b"rewards_pending", "rollout_logprobs", b"rollout_logprobs", "rounds", b"rounds", "samples", b"samples", "step_keys", b"step_keys", "steps", b"steps", "stop_reasons", b"stop_reasons", "tags", b"tags", "token_advantages", b"token_advantages", "token_policy_versions", b"token_policy_versions", "token_rewards", b"token_rewards", "tokens", b"tokens", "uids", b"uids"]) -> None: ...
 
 global___Rows = Rows
 

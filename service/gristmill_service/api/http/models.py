@@ -123,6 +123,11 @@ class Row(BaseModel):
         None, description="On the last step: components of the trajectory's reward, by name, for gdpo."
     )
     step_key: str = Field("", description="A key of the step, such as a hash of the environment's state, for gigpo.")
+    agent: str = Field("", description="The agent (role) of the trajectory; the same in all of its rows.")
+    episode: str = Field(
+        "", description="The joint rollout of several trajectories of the group; the same in all rows of a trajectory."
+    )
+    partition: str = Field("", description="A micro-batch has rows of one partition, such as a loss or an adapter.")
     tag: str = Field("", description="The environment or task; the same in all rows of a group.")
 
 

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from gristmill._wire.columns import Int64s, Ragged
-from gristmill._wire.steps import PLAIN_FIELDS, Steps, concat
+from gristmill._wire.row_fields import PLAIN_FIELDS
+from gristmill._wire.steps import Steps, concat
 from gristmill_service.config import RunConfig
 from gristmill_service.estimators import Float64s, TokenEstimator
 from gristmill_service.monitoring import Document

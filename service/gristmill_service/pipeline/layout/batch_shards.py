@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from gristmill._wire.column_spec import LOSS_WEIGHT
 from gristmill._wire.columns import Int64s, Ragged
-from gristmill._wire.steps import FLOAT32_MAX, UNKNOWN
+from gristmill._wire.row_fields import UNKNOWN
+from gristmill._wire.steps import FLOAT32_MAX
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.config import Model, RunConfig
 from gristmill_service.estimators import Float64s
@@ -249,9 +250,9 @@ Labels = dict[str, NDArray[Any]]
 
 
 def row_labels(scored: ScoredBatch) -> Labels:
-    """Returns each row's uid, round and stop reason; its tag if any group has one; its trajectory's reward components
-    if trajectories have them; the keys of its steps if steps have them; and with `layout: prefix_tree` the length of
-    its response, which no mask shows then. (rows + 1,) each, the padding row's last."""
+    """Returns each row's uid, round and stop reason; its tag if any group has one; its trajectory's reward components,
+    agent and episode if trajectories have them; the keys of its steps if steps have them; and with `layout:
+    prefix_tree` the length of its response, which no mask shows then. (rows + 1,) each, the padding row's last."""
     received, rows = scored.received, scored.rows
     uids = [uid for _, uid in received.groups]
     # Includes dropped groups, so that a search for one does not find padding.
@@ -263,6 +264,9 @@ def row_labels(scored: ScoredBatch) -> Labels:
     components: Labels = {}
     if (of_trajectories := received.components) is not None:
         components = {"reward_components": _objects([*of_trajectories, None])[np.append(rows.trajectories, -1)]}
+    for name, texts in (("agents", received.agents), ("episodes", received.episodes)):
+        if texts is not None:
+            components[name] = _objects([*texts, ""])[np.append(rows.trajectories, -1)]
     if (keys := received.steps.step_keys) is not None and any(keys):
         paths = np.split(rows.steps, rows.edges[1:-1])
         components["step_keys"] = _objects([*([keys[step] for step in path] for path in paths), None])

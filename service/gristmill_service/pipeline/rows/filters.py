@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gristmill._wire.columns import Int64s, Ragged
-from gristmill._wire.steps import UNKNOWN, Steps, versions_of_tokens
+from gristmill._wire.row_fields import UNKNOWN
+from gristmill._wire.steps import Steps, versions_of_tokens
 from gristmill_service.config import RunConfig
 from gristmill_service.estimators import Float64s, flat
 from gristmill_service.pipeline.credit.advantage import by_size

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gristmill._wire.columns import Int64s, Ragged
-from gristmill._wire.steps import UNKNOWN
+from gristmill._wire.row_fields import UNKNOWN
 from gristmill_service.config import RunConfig
 from gristmill_service.pipeline.rows.joins import Joins, Mismatch, breaks, find_joins, mismatch
 from gristmill_service.pipeline.rows.validate import Received

@@ -5,7 +5,9 @@ The order is by group (first appearance), then sample, then step. No value is mo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ from numpy.typing import NDArray
 
 from gristmill._wire.columns import Int64s
 from gristmill._wire.components import from_text
+from gristmill._wire.row_fields import TEXT_FIELDS
 from gristmill._wire.steps import Steps
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.config import RunConfig
@@ -45,6 +48,21 @@ class Received:
         return [from_text(texts[last]) for last in (self.trajectory_bounds[1:] - 1).tolist()]
 
     @property
+    def agents(self) -> list[str] | None:
+        """The agent of each trajectory, "" for one without; None if rows have none."""
+        return self._of_trajectories(self.steps.agents)
+
+    @property
+    def episodes(self) -> list[str] | None:
+        """The episode of each trajectory, "" for one without; None if rows have none."""
+        return self._of_trajectories(self.steps.episodes)
+
+    def _of_trajectories(self, texts: Sequence[str] | None) -> list[str] | None:
+        if texts is None or not any(texts):
+            return None
+        return [texts[first] for first in self.trajectory_bounds[:-1].tolist()]
+
+    @property
     def trajectory_of_step(self) -> Int64s:
         lengths = np.diff(self.trajectory_bounds)
         return np.repeat(np.arange(len(lengths)), lengths)
@@ -63,6 +81,7 @@ def receive(steps: Steps, config: RunConfig) -> Received:
     _check_samples(steps, config)
     _check_group_sizes(steps, bounds, group_bounds, config)
     _check_steps(steps, bounds, config)
+    _check_texts(steps, bounds)
     _check_rewards(steps)
     _check_advantages(steps, bounds, config)
     if steps.reward_components is not None or config.estimator.reads_components:
@@ -191,6 +210,21 @@ def _check_steps(steps: Steps, bounds: Int64s, config: RunConfig) -> None:
         row = int(wrong[0])
         problem = "is false on the last step" if last[row] else "is true, and later steps follow"
         raise InvalidArgumentError(f"{steps.name(row)}: is_last_step {problem}; set it only on the last step")
+
+
+def _check_texts(steps: Steps, bounds: Int64s) -> None:
+    """Rejects a trajectory with two agents or episodes."""
+    for one in TEXT_FIELDS:
+        texts = getattr(steps, one.name)
+        if not one.of_trajectory or texts is None:
+            continue
+        for begin, end in pairwise(bounds.tolist()):
+            for row in range(begin + 1, end):
+                if texts[row] != texts[begin]:
+                    raise InvalidArgumentError(
+                        f"{steps.name(row)}: {one.key} {texts[row]!r} differs from {texts[begin]!r} on step 0; send "
+                        "the same on every step of a trajectory"
+                    )
 
 
 def _check_rewards(steps: Steps) -> None:

@@ -16,7 +16,8 @@ from xxhash import xxh3_128, xxh3_128_digest
 
 from gristmill._wire.columns import Array, Ragged, bytes_of, exact_sum
 from gristmill._wire.named_tuples import made_of
-from gristmill._wire.steps import PLAIN_FIELDS, Steps, TrajectoryKey
+from gristmill._wire.row_fields import PLAIN_FIELDS, TEXT_FIELDS
+from gristmill._wire.steps import Steps, TrajectoryKey
 from gristmill_service.run.machine.events import RowName, RowRef, StoredRow
 
 ROW_OVERHEAD_BYTES = 768
@@ -86,6 +87,8 @@ def describe_rows(
         parents,
         checks,
         _reward_rests(steps, rewards),
+        steps.agents or [""] * count,
+        steps.episodes or [""] * count,
     )
 
 
@@ -128,11 +131,10 @@ class RowDigests:
             # JSON has no zero byte, and a text without it is a stop reason alone.
             texts = [f"\0{text}".encode() if text else b"" for text in steps.reward_components]
             self._texts = [*map(bytes.__add__, self._texts, texts)]
-        if steps.step_keys is not None:
-            self._texts = [
-                text + f"\0\0{key}".encode() if key else text
-                for text, key in zip(self._texts, steps.step_keys, strict=True)
-            ]
+        for one in TEXT_FIELDS:
+            if one.label and (values := getattr(steps, one.name)) is not None:
+                texts = [f"{one.label}{value}".encode() if value else b"" for value in values]
+                self._texts = [*map(bytes.__add__, self._texts, texts)]
         self._values: list[Sequence[Any]] = [steps.loss_mask.memory(), *_plain_parts(steps)]
         if steps.token_advantages is not None:
             self._values.append(steps.token_advantages.memory())

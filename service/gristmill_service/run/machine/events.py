@@ -64,6 +64,7 @@ class StoredRow(NamedTuple):
     reward: the step's reward; None while it is pending. reward_rest: the rounding error of `reward`, if it is a sum of
         rewards per token. reward_digest: the digest of rewards per token.
     late_rewards: rewards per token, float64, that were set after the row arrived.
+    agent, episode: the role and the joint rollout of the trajectory; empty if it has none.
     """
 
     trajectory: TrajectoryKey
@@ -83,6 +84,8 @@ class StoredRow(NamedTuple):
     parent: RowName | None = None
     check: bytes = b""
     reward_rest: float = 0.0
+    agent: str = ""
+    episode: str = ""
 
     def __str__(self) -> str:
         return f"{self.trajectory} step {self.step}"
@@ -110,12 +113,15 @@ class RowSchema:
     """The optional columns of a run, which every row has or none. None: not determined yet, or not applicable.
 
     components: the names in the `reward_components` of every last step; empty if these have none.
+    agents, partitions: those of any row so far.
     """
 
     logprobs: bool | None = None
     token_rewards: bool | None = None
     token_advantages: bool | None = None
     components: tuple[str, ...] | None = None
+    agents: tuple[str, ...] = ()
+    partitions: tuple[str, ...] = ()
 
 
 ROW_KINDS = {

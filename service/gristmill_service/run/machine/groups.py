@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gristmill._wire.steps import UNKNOWN
+from gristmill._wire.row_fields import UNKNOWN
 from gristmill_service.run.machine.described_rows import reward_rest
 from gristmill_service.run.machine.events import GroupKey, RowName, RowRef, SetReward, StoredRow
 

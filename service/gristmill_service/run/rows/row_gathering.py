@@ -24,6 +24,7 @@ from gristmill_service.storage.row_tables import (
     NUMBERS,
     OF_RESPONSES,
     OF_SOME,
+    OPTIONAL_STRINGS,
     PLAIN,
     Column,
     Header,
@@ -64,7 +65,7 @@ def gather(
     if token_rewards:
         ragged["token_rewards"] = _token_rewards(rows, stored)
     strings = {"tags": [one.tag for one in picked]} | {
-        name: [row.text(name) for row in rows] for name in ("stop_reasons", "reward_components", "step_keys")
+        name: [row.text(name) for row in rows] for name in ("stop_reasons", *OPTIONAL_STRINGS) if name != "tags"
     }
     columns_of_text = {name: values for name, values in strings.items() if any(values)}
     uids = [one.trajectory.uid for one in stored]

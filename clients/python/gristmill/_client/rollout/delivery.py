@@ -12,7 +12,8 @@ import numpy as np
 
 from gristmill._client.connection.failures import Failure, failure_of_row, with_message
 from gristmill._wire.columns import Int64s, lengths_of
-from gristmill._wire.steps import TOKEN_FIELDS, Steps, TrajectoryKey
+from gristmill._wire.row_fields import TOKEN_FIELDS
+from gristmill._wire.steps import Steps, TrajectoryKey
 from gristmill.errors import GristmillError
 from gristmill.v1 import rollout_pb2
 

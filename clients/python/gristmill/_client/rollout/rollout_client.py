@@ -18,7 +18,7 @@ from gristmill._client.rollout.rollout_core import RolloutCore
 from gristmill._client.rollout.sender import Sender
 from gristmill._client.rollout.trajectory import Trajectory
 from gristmill._client.run_status import RunStatus
-from gristmill._wire.steps import UNKNOWN
+from gristmill._wire.row_fields import UNKNOWN
 from gristmill.errors import GristmillError
 
 _log = logging.getLogger("gristmill")
@@ -169,15 +169,27 @@ class RolloutClient:
     # Trajectories and rows.
 
     def trajectory(
-        self, uid: str, sample: int, round: int = 0, attempt: int | None = None, policy_version: int = UNKNOWN
+        self,
+        uid: str,
+        sample: int,
+        round: int = 0,
+        attempt: int | None = None,
+        policy_version: int = UNKNOWN,
+        *,
+        agent: str = "",
+        episode: str = "",
     ) -> Trajectory:
         """Returns a trajectory, to which steps are then added one by one. Makes no call.
 
         attempt: the number of this attempt; increase it by one if the trajectory is sampled again. It supersedes
             earlier attempts. None: 0, or the next attempt of a trajectory that this client aborted.
         policy_version: the version that samples the steps, -1 if unknown.
+        agent: the role that the trajectory plays, such as "solver". Estimators compare the trajectories of one agent.
+        episode: names a joint rollout of several trajectories of the group; `episode_agents` lists the agents that are
+            compared within it.
         """
-        return Trajectory(self._core.trajectory(uid, sample, round, attempt, policy_version))
+        sampled = self._core.trajectory(uid, sample, round, attempt, policy_version, agent=agent, episode=episode)
+        return Trajectory(sampled)
 
     def submit(self, rows: Iterable[Mapping[str, Any]]) -> list[RowOutcome]:
         """Submits rows, waits for their outcomes, and returns the outcomes.

@@ -22,8 +22,9 @@ from gristmill._client.rollout.sender import Sender
 from gristmill._client.rollout.step_writer import StepWriter
 from gristmill._client.rollout.trajectory import AsyncTrajectory
 from gristmill._client.run_status import RunStatus, status_of
+from gristmill._wire.row_fields import UNKNOWN
 from gristmill._wire.rows import columns_of, extra_names
-from gristmill._wire.steps import UNKNOWN, TrajectoryKey
+from gristmill._wire.steps import TrajectoryKey
 from gristmill._wire.tables import ValueColumns
 from gristmill.errors import DeadlineExceededError, GristmillError, NotFoundError
 from gristmill.v1 import rollout_pb2, run_pb2
@@ -144,13 +145,21 @@ class RolloutCore:
     # Trajectories and rows.
 
     def trajectory(
-        self, uid: str, sample: int, round: int = 0, attempt: int | None = None, policy_version: int = UNKNOWN
+        self,
+        uid: str,
+        sample: int,
+        round: int = 0,
+        attempt: int | None = None,
+        policy_version: int = UNKNOWN,
+        *,
+        agent: str = "",
+        episode: str = "",
     ) -> AsyncTrajectory:
         key = TrajectoryKey(round, uid, sample)
         self._begun.check(round, uid)
         following = self._next_attempts.get(key, 0)
         attempt = following if attempt is None else attempt
-        writer = StepWriter(key, attempt, policy_version, self._token_rewards)
+        writer = StepWriter(key, attempt, policy_version, self._token_rewards, agent, episode)
         return AsyncTrajectory(self.sender, self._abort_sampled, self._declared, writer, attempt > 0 or following > 0)
 
     async def submit(self, rows: Iterable[Mapping[str, Any]]) -> list[RowOutcome]:

@@ -14,8 +14,9 @@ from gristmill._wire.column_spec import ColumnSpec, start_of
 from gristmill._wire.columns import Array, Ragged
 from gristmill._wire.extras import check_extras
 from gristmill._wire.lists import size_of
+from gristmill._wire.row_fields import UNKNOWN
 from gristmill._wire.rows import extras_of, from_rows
-from gristmill._wire.steps import UNKNOWN, Extra, Steps, TrajectoryKey
+from gristmill._wire.steps import Extra, Steps, TrajectoryKey
 from gristmill._wire.values import is_vector, token_ids
 from gristmill.errors import FailedPreconditionError, InvalidArgumentError
 
@@ -33,13 +34,21 @@ class Step(NamedTuple):
 class StepWriter:
     """Builds the rows of one trajectory, in step order. Makes no calls. Stores the trajectory's last step."""
 
-    def __init__(self, key: TrajectoryKey, attempt: int, policy_version: int, token_rewards: bool) -> None:
+    def __init__(
+        self,
+        key: TrajectoryKey,
+        attempt: int,
+        policy_version: int,
+        token_rewards: bool,
+        agent: str = "",
+        episode: str = "",
+    ) -> None:
         self.key = key
         self.attempt = attempt
         self.policy_version = policy_version
         self.next_step = 0
         self.is_ended = False
-        self._token_rewards = token_rewards
+        self._token_rewards, self._agent, self._episode = token_rewards, agent, episode
         self._last: LastStep | None = None
         self._last_extras: Mapping[str, Extra] = {}
         self._covered: Mapping[str, int] = {}
@@ -72,6 +81,8 @@ class StepWriter:
             **self.key._asdict(),
             "step": self.next_step,
             "attempt": self.attempt,
+            "agent": self._agent,
+            "episode": self._episode,
             "is_last_step": is_last_step,
             "response_ids": response,
             "loss_mask": np.ones(length, np.uint8) if loss_mask is None else plain(loss_mask, "loss_mask", where),

@@ -36,6 +36,7 @@ class StepFields(TypedDict, total=False):
     advantage: Any
     reward_components: Mapping[str, float] | None
     step_key: str
+    partition: str
     columns: Mapping[str, Any] | None
 
 
@@ -86,6 +87,7 @@ class AsyncTrajectory:
         advantage: Any = None,
         reward_components: Mapping[str, float] | None = None,
         step_key: str = "",
+        partition: str = "",
         columns: Mapping[str, Any] | None = None,
     ) -> bool:
         self._raise_failure()
@@ -107,6 +109,7 @@ class AsyncTrajectory:
                 advantage=advantage,
                 reward_components=reward_components,
                 step_key=step_key,
+                partition=partition,
                 columns=values,
                 declared=declared.columns,
                 shared=declared.shared,
@@ -234,6 +237,7 @@ class Trajectory:
         advantage: Any = None,
         reward_components: Mapping[str, float] | None = None,
         step_key: str = "",
+        partition: str = "",
         columns: Mapping[str, Any] | None = None,
     ) -> bool:
         """Adds the next step. Returns False if the trajectory `is_dropped`; then stop sampling it.
@@ -247,6 +251,7 @@ class Trajectory:
         reward_components: on the last step, the components of the trajectory's reward by name, which the estimator
             `gdpo` reads. They do not change `reward`.
         step_key: a key of the step, such as a hash of the environment's state; `gigpo` compares steps with equal keys.
+        partition: the partition of the step, such as a loss function or an adapter: a micro-batch has rows of one.
         columns: values of the run's declared columns, by name, in the shape of the declared scope. The first step with
             columns requests the declared columns from the service, unless this client created the run.
 
@@ -277,6 +282,7 @@ class Trajectory:
                 advantage=advantage,
                 reward_components=reward_components,
                 step_key=step_key,
+                partition=partition,
                 columns=columns,
             )
         )

@@ -15,17 +15,8 @@ from numpy.typing import NDArray
 from gristmill._wire import components
 from gristmill._wire.column_spec import BFLOAT16, DTYPES, MOST_AXES, MOST_ELEMENT_BYTES
 from gristmill._wire.columns import FEW_ROWS, Array, Int64s, Ragged, greatest, least, starts_of, sum_of
-from gristmill._wire.steps import (
-    PLAIN_FIELDS,
-    ROW_FIELDS,
-    TOKEN_FIELDS,
-    UNKNOWN,
-    Extra,
-    Steps,
-    check,
-    oldest_versions,
-    strings_of,
-)
+from gristmill._wire.row_fields import PLAIN_FIELDS, ROW_FIELDS, TEXT_FIELDS, TOKEN_FIELDS, UNKNOWN
+from gristmill._wire.steps import Extra, Steps, check, oldest_versions, strings_of
 from gristmill.errors import InvalidArgumentError
 from gristmill.v1 import rows_pb2
 
@@ -107,6 +98,7 @@ def small_fields(tables: Sequence[Steps], prefixes: Prefixes | None = None) -> r
     first = tables[0]
     rewards = first.token_rewards is None
     numbers: dict[str, Any] = {name: _unless(_column(tables, name), default) for name, _, default in _NUMBERS}
+    texts: dict[str, Any] = {one.name: strings_of(one.name, tables) or () for one in TEXT_FIELDS}
     return rows_pb2.Rows(
         uids=[uid for table in tables for uid in table.uids],
         prompt_lengths=_column(tables, "prompt_lengths").tolist(),
@@ -115,8 +107,6 @@ def small_fields(tables: Sequence[Steps], prefixes: Prefixes | None = None) -> r
         rewards_pending=_unless(_column(tables, "rewards_pending"), False),
         advantages=() if first.advantages is None else _column(tables, "advantages").tolist(),
         stop_reasons=_stop_reasons(tables),
-        tags=strings_of("tags", tables) or (),
-        step_keys=strings_of("step_keys", tables) or (),
         reward_components=[
             rows_pb2.RewardComponents(values=components.from_text(text))
             for text in strings_of("reward_components", tables) or ()
@@ -124,6 +114,7 @@ def small_fields(tables: Sequence[Steps], prefixes: Prefixes | None = None) -> r
         prefix_lengths=() if prefixes is None else prefixes.lengths.tolist(),
         prefix_checksums=() if prefixes is None else prefixes.checksums.tolist(),
         **numbers,
+        **texts,
     )
 
 
@@ -192,6 +183,9 @@ def read(message: rows_pb2.Rows, apart: Buffers, column_values: Sequence[memoryv
     plain: dict[str, Any] = {
         one.name: of_responses.ragged(buffer(one.message), one.message, one.dtype) for one in PLAIN_FIELDS
     }
+    texts: dict[str, Any] = {
+        one.name: _strings(sent, one.name, count) for one in TEXT_FIELDS if (sent := getattr(message, one.name))
+    }
     steps = Steps(
         uids=uids,
         stop_reasons=_strings(message.stop_reasons, "stop_reasons", count),
@@ -207,12 +201,11 @@ def read(message: rows_pb2.Rows, apart: Buffers, column_values: Sequence[memoryv
         token_advantages=of_responses.ragged(buffer("token_advantages"), "token_advantages", np.float32),
         extras=_extras(message.columns, [*column_values, *message.column_values], count) if message.columns else {},
         token_versions=token_versions,
-        tags=_strings(message.tags, "tags", count) if message.tags else None,
-        step_keys=_strings(message.step_keys, "step_keys", count) if message.step_keys else None,
         reward_components=_components(message, uids) if message.reward_components else None,
         prefix_lengths=None if prefixes is None else prefixes.lengths,
         **plain,
         **numbers,
+        **texts,
     )
     return Sent(steps, prefixes)
 

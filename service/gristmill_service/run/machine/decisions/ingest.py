@@ -11,6 +11,7 @@ from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
+from gristmill._wire.row_fields import MOST_AGENTS, MOST_PARTITIONS
 from gristmill._wire.steps import Steps, TrajectoryKey
 from gristmill.errors import (
     AlreadyExistsError,
@@ -91,6 +92,8 @@ class _Intake:
     ) -> None:
         self._view, self._state, self._steps, self._by_row = view, view.state, steps, by_row
         self._tags = steps.tags
+        limited = (("agents", steps.agents, MOST_AGENTS), ("partitions", steps.partitions, MOST_PARTITIONS))
+        self._limited = [(name, texts, most) for name, texts, most in limited if texts is not None]
         self._schema = _checked_schema(steps, view.state.schema, view.config)
         # Scalar rewards are checked row by row, because their table may also contain rows with pending rewards.
         self._takes_no_scalars = steps.token_rewards is None and bool(self._schema.token_rewards)
@@ -126,7 +129,8 @@ class _Intake:
         if trajectory is not None and outcome is _ACCEPTED:
             if self._state.finished:
                 raise finished()
-            names = self._schema.components
+            schema = self._with_names(index, row) if self._limited else self._schema
+            names = schema.components
             if row.is_last:
                 names = checked_components(self._steps, index, names, self._view.config)
             begins = None if group.is_open else tag or self._named.names.get(key, "")
@@ -135,13 +139,29 @@ class _Intake:
             if begins is not None:
                 self._begun.append(key)
                 group.is_open = True
-            if names != self._schema.components:
-                self._schema = replace(self._schema, components=names)
+            if names != schema.components:
+                schema = replace(schema, components=names)
+            self._schema = schema
             trajectory.add(row)
             self._stored.append(row)
         if tag:
             self._named.names[key] = tag
         return outcome
+
+    def _with_names(self, index: int, row: StoredRow) -> RowSchema:
+        """Returns the schema with the row's agent and partition. Raises InvalidArgumentError for one too many."""
+        schema = self._schema
+        for name, texts, most in self._limited:
+            text, known = texts[index], getattr(schema, name)
+            if text and text not in known:
+                if len(known) == most:
+                    raise InvalidArgumentError(
+                        f"{row}: {name[:-1]} {text!r} would be one more than the {most} {name} that a run may have "
+                        f"({', '.join(map(repr, known[:5]))}, ...); use fewer"
+                    )
+                change: dict[str, Any] = {name: (*known, text)}
+                schema = replace(schema, **change)
+        return schema
 
     def events(self) -> list[Event]:
         events: list[Event] = []
@@ -259,6 +279,12 @@ class _TrajectoryView:
                 "accepted; set it on the step with the highest number"
             )
         other = next(chain(self.added.values(), self.before.values()))
+        for name in ("agent", "episode"):
+            if (known := getattr(other, name)) != (given := getattr(row, name)):
+                raise InvalidArgumentError(
+                    f"{row}: {name} {given!r} differs from {known!r} on step {other.step}; send the same on every step "
+                    "of a trajectory"
+                )
         if other.advantage != row.advantage:
             raise InvalidArgumentError(
                 f"{row}: advantage {row.advantage} differs from {other.advantage} on step "
