@@ -14,8 +14,9 @@ from safetensors.numpy import load
 
 from gristmill._wire.column_spec import specs_of
 from gristmill._wire.columns import Ragged
+from gristmill._wire.context_parallel import own_tokens
 from gristmill._wire.rows import from_rows
-from gristmill._wire.steps import Steps
+from gristmill._wire.steps import Extra, Steps
 from gristmill_service.config import parse_config
 from gristmill_service.monitoring.views.batch_summary import BatchReader
 from gristmill_service.monitoring.views.batch_view import BatchBreaks, BatchPicture, BatchScores
@@ -66,6 +67,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "a width a micro-batch": {"pad_width": "micro_batch"},
     "packed": {"layout": "packed"},
     "a prefix tree": {"layout": "prefix_tree", "merge": "none", "flops": {"linear": 1.0, "quadratic": 0.001}},
+    "packed, with padding": {
+        "layout": "packed",
+        "pad_rows_to_multiple_of": 64,
+        "pad_packed_to": [32_000, 64_000],
+        "micro_batch": {"max_tokens": 24_000},
+    },
+    "a prefix tree with padding": {"layout": "prefix_tree", "merge": "none", "pad_rows_to_multiple_of": 64},
+    "costs in a column": {
+        "flops": {"linear": 1.0, "column": "patches"},
+        "columns": [{"name": "patches", "dtype": "float32", "scope": "row", "merge": "sum"}],
+    },
     "a prefix tree of paths": {"layout": "prefix_tree", "merge": "tree", "retokenized_tail": 3},
     "by tokens, balanced": {"micro_batch": {"max_tokens": 24_000}, "balance": "tokens"},
     "groups dropped": {"micro_batch": {"max_tokens": 24_000}, "on_misaligned": "drop_trailing", "dp_size": 7},
@@ -81,6 +93,10 @@ def test_bars_are_the_rows_of_the_shards(service: Service, client: httpx.Client,
     steps = agents()
     if case == "filters":
         steps = replace(steps, stop_reasons=["length" if row % 7 == 0 else "stop" for row in range(len(steps))])
+    if case == "costs in a column":
+        ones = np.ones(len(steps), np.int64)
+        patches = Extra(Ragged.from_lengths((100 * (np.arange(len(steps)) % 7)).astype(np.float32), ones), ones == 1)
+        steps = replace(steps, extras={"patches": patches})
     run = stage.published(service.runs, run_name, {**CONFIG, **CONFIGS[case]}, [steps])
     for model in run.config.models:
         picture = client.get(f"/v1/runs/{run_name}/batches/0/picture", params={"model": model}).json()
@@ -125,15 +141,27 @@ def in_file(data: bytes) -> list[list[int]]:
     return pairs
 
 
-NAMES = ("sequences", "attention_mask", "response_mask", "loss_mask", "cu_seqlens", "row_ends")
+NAMES = (
+    "sequences",
+    "attention_mask",
+    "response_mask",
+    "loss_mask",
+    "cu_seqlens",
+    "cu_seqlens_padded",
+    "row_ends",
+    "parents",
+)
 
 
 def block(tensors: dict[str, Any]) -> Any:
     if "attention_mask" not in tensors:
         # Of a tree what each row brings.
-        edges = tensors["cu_seqlens"] if "cu_seqlens" in tensors else np.append(0, tensors["row_ends"] + 1)
-        starts, lengths = edges[:-1], np.diff(edges)
-        widths = lengths
+        if "cu_seqlens" in tensors:
+            edges = tensors.get("cu_seqlens_padded", tensors["cu_seqlens"])
+            starts, lengths = edges[:-1], np.diff(tensors["cu_seqlens"])
+        else:
+            starts, lengths = own_tokens(tensors["parents"], tensors["row_ends"])
+        widths = np.diff(np.append(starts, len(tensors["sequences"])))
         responses, trained = (
             np.add.reduceat(tensors[name].astype(int), starts) for name in ("response_mask", "loss_mask")
         )

@@ -14,6 +14,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from gristmill._wire.rows import from_rows
+from gristmill.errors import InvalidArgumentError
+from gristmill_service.config import parse_config
+from gristmill_service.pipeline import build_batch
 from gristmill_service.pipeline.scheduling.balance import barrier_ratio, loads_of
 from gristmill_service.pipeline.scheduling.plan import PADDING, MiniBatchPlan
 from gristmill_service.pipeline.scheduling.schedule import schedule
@@ -29,6 +33,7 @@ from tests.pipeline.test_schedule_laws import (
     row_batches,
 )
 from tests.plans import Batch, all_micro_batches, micro_batches, of, planned, real_rows, settings_of, shards
+from tests.rows import make_config, make_row
 
 REFERENCE = json.loads((Path(__file__).parents[1] / "reference" / "balance.json").read_text())
 CAP = REFERENCE["cap"]
@@ -370,3 +375,31 @@ def test_a_hundred_thousand_rows_are_balanced_at_once(micro_batch: dict[str, int
     start = time.process_time()
     schedule(lengths, np.arange(0, 100_001, 8), config)
     assert time.process_time() - start < 2  # 0.25 s
+
+
+def test_a_column_adds_to_the_cost_of_rows() -> None:
+    patches = [0, 900, 0, 300, 300, 300, 0, 0]
+    rows = [
+        make_row(uid=f"p{index}", prompt=[7] * (40 + index), response=[8] * 10) | {"patches": count}
+        for index, count in enumerate(patches)
+    ]
+    config = make_config(train_batch_size=8, policy_mini_batch_size=8, dp_size=2, step_wise=False)
+    config |= {"columns": [{"name": "patches", "dtype": "int32", "scope": "row"}], "balance": "flops"}
+    for limit in ({"size": 4}, {"max_tokens": 500}, {"count": 1}):
+        ratios = {}
+        for name in (None, "patches"):
+            checked = parse_config(config | {"micro_batch": limit, "flops": {"linear": 1.0, "column": name}})
+            (part,) = build_batch(
+                from_rows(rows, step_wise=False, columns=checked.columns), checked, run="r", batch=0
+            ).plan.mini_batches
+            loads = [sum(50 + row + patches[row] for row in rank.rows if row >= 0) for rank in part.ranks]
+            ratios[name] = max(loads) * 2 / sum(loads)
+        assert ratios["patches"] < 1.03 < ratios[None]
+
+
+def test_a_negative_cost_is_refused() -> None:
+    config = make_config(dp_size=1, step_wise=False, flops={"column": "patches"})
+    checked = parse_config(config | {"columns": [{"name": "patches", "dtype": "int32", "scope": "row"}]})
+    steps = from_rows([make_row() | {"patches": -1}], step_wise=False, columns=checked.columns)
+    with pytest.raises(InvalidArgumentError, match="patches is -1, and flops adds it to the row's cost; send 0"):
+        build_batch(steps, checked, run="r", batch=0)

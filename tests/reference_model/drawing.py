@@ -89,6 +89,8 @@ def _config(random: Random) -> Config:
             config["retokenized_tail"] = some([0, 0, 1, 3, 50])
     if config["balance"] == "flops" or maybe(0.2):
         config["flops"] = {"linear": some([1.0, 0.5]), "quadratic": some([0.0, 0.25])}
+        if maybe(0.4):
+            config["flops"]["column"] = "patches"
     if maybe(0.3):
         config["critic_mini_batch_size"] = some(sizes)
     if maybe(0.2):
@@ -120,6 +122,9 @@ def _config(random: Random) -> Config:
     _credit(random, config)
     if maybe(0.3):
         config.setdefault("columns", []).append(_response_column("loss_weight"))
+    if config.get("flops", {}).get("column"):
+        patches = {"name": "patches", "dtype": some(["int32", "float32"]), "scope": "row"}
+        config.setdefault("columns", []).append(patches | {"merge": some(["sum", "last", "first"])})
     if maybe(0.5):
         config.setdefault("columns", []).extend(_columns(random, config))
     return config
@@ -280,7 +285,7 @@ def _values(random: Random, config: Config, row: Row) -> Row:
             one = partial(random.choice, [0.0, 0.25, 1.0])
         elif column["name"] == "sum_pi_squared":
             one = partial(random.choice, [0.25, 0.5, 1.0])
-        elif not column["name"].startswith("x"):
+        elif not column["name"].startswith("x") and column["name"] != "patches":
             one = partial(_eighths, random)
         elif column.get("merge") == "equal":
             one = partial(_maybe, random, 0.05)

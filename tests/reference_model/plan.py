@@ -7,6 +7,7 @@ from fractions import Fraction
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
+from tests.reference_model import columns
 from tests.reference_model import credit as credits
 from tests.reference_model.scheduling import PADDING, MiniBatch, Ranks
 
@@ -147,11 +148,15 @@ def _load(batch: Batch, policy: list[MiniBatch]) -> Plan:
     def load(tokens: int) -> float:
         return float(flops.get("linear", 1.0) * tokens + flops.get("quadratic", 0.0) * tokens**2)
 
+    def cost(row: int) -> float:
+        named = [column for column in batch.config["columns"] if column["name"] == flops.get("column")]
+        return sum(float(columns.value(batch.rows[row], column)) for column in named)
+
     slowest = mean = 0.0
     for part in policy:
         for step in zip(*part.ranks, strict=True):
             loads = [
-                sum(load(batch.padded[row]) for row in rows if row != PADDING)
+                sum(load(batch.padded[row]) + cost(row) for row in rows if row != PADDING)
                 - sum(load(count // multiple * multiple) for count in batch.shared(rows))
                 for rows in step
             ]

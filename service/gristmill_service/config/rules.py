@@ -202,8 +202,22 @@ def _check_balance(config: RunConfig) -> None:
             "quadratic·n²; set flops (dense transformer: linear = 2 × parameters, quadratic = 2 × layers × hidden "
             "size; PaLM, arXiv:2204.02311, appendix B), or balance: tokens"
         )
-    if config.flops is not None and config.flops.linear == 0 and config.flops.quadratic == 0:
+    if config.flops is None:
+        return
+    if config.flops.column is not None:
+        _check_cost_column(config, config.flops.column)
+    elif config.flops.linear == 0 and config.flops.quadratic == 0:
         raise InvalidArgumentError("flops: linear and quadratic are both 0, so every row would cost 0; set one")
+
+
+def _check_cost_column(config: RunConfig, name: str) -> None:
+    column = next((column for column in config.columns if column.name == name), None)
+    is_number = column is not None and column.scope == "row" and column.dtype != "bool" and not column.shape
+    if column is None or not is_number or not column.required or column.source != "rollout":
+        raise InvalidArgumentError(
+            f"columns: flops reads the cost of each row from {name}; declare it with scope: row, a dtype of numbers, "
+            "no shape, required: true and source: rollout"
+        )
 
 
 def _check_columns(config: RunConfig) -> None:

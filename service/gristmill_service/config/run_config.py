@@ -111,7 +111,8 @@ ColumnName = Annotated[str, Field(pattern="^[a-z][a-z0-9_]*$", max_length=63)]
 
 
 class Flops(BaseModel):
-    """The FLOPs of a row of n tokens are `linear * n + quadratic * n**2`.
+    """The FLOPs of a row of n tokens are `linear * n + quadratic * n**2`, plus its value of `column` if that is set:
+    the cost of what tokens do not count, such as image patches.
 
     Only their ratio matters. For a dense transformer, use 2 * parameters and 2 * layers * hidden size: a forward pass
     costs 2 * parameters + 4 * layers * hidden size * context per token (PaLM, arXiv:2204.02311, appendix B, which
@@ -122,6 +123,7 @@ class Flops(BaseModel):
 
     linear: Coefficient = 1.0
     quadratic: Coefficient = 0.0
+    column: ColumnName | None = None
 
 
 class TagShare(BaseModel):

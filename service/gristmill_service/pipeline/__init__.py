@@ -97,4 +97,4 @@ def plan_batch(steps: Steps, config: RunConfig, *, batch: int) -> PlanDocument:
 
 
 def _schedule(scored: ScoredBatch, config: RunConfig) -> list[MiniBatchPlan]:
-    return schedule(scored.rows.lengths, scored.row_group_bounds, config, scored.sharing)
+    return schedule(scored.rows.lengths, scored.row_group_bounds, config, scored.sharing, costs=scored.costs)

@@ -207,7 +207,7 @@ def _performance(
     if scored.sharing is not None:
         figures["distinct_tokens"] = distinct = tokens - scored.sharing.shared_tokens(policy)
         shared = shared_loads(scored.sharing.rounded_down(config.pad_rows_to_multiple_of), config.flops)
-    loads = loads_of(config.padded(scored.rows.lengths), config.flops)
+    loads = loads_of(config.padded(scored.rows.lengths), config.flops, scored.costs)
     figures["barrier_ratio"] = barrier_ratio(policy, loads, shared)
     if laid_out is not None:
         elements = sum(shard.sequence_elements for shard in laid_out if shard.address.model == "policy")

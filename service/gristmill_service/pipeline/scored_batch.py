@@ -18,6 +18,7 @@ from gristmill_service.estimators import Float64s
 from gristmill_service.pipeline.credit import advantage
 from gristmill_service.pipeline.credit.assignment import Credit, credit
 from gristmill_service.pipeline.credit.kl import credit_columns
+from gristmill_service.pipeline.layout.extra_columns import row_costs
 from gristmill_service.pipeline.rows import filters
 from gristmill_service.pipeline.rows.joins import Mismatch
 from gristmill_service.pipeline.rows.merge import Rows, merge, realigned_tokens, row_loss_tokens
@@ -43,7 +44,8 @@ class ScoredBatch:
     staleness: (trajectories with a known policy version,) how many versions the oldest step is behind.
     stale: (round, uid) of groups dropped as stale. counts: the number of cases of each rule, by name.
     awaits: names of the columns that trainers have not written yet.
-    sharing: the tokens that rows share, with `layout: prefix_tree`.
+    sharing: the tokens that rows share, with `layout: prefix_tree`. costs: float64 (rows,), the FLOPs of each row that
+    `flops` reads from a column.
     """
 
     received: Received
@@ -60,6 +62,7 @@ class ScoredBatch:
     counts: dict[str, int] = field(default_factory=dict)
     awaits: frozenset[str] = frozenset()
     sharing: Sharing | None = None
+    costs: Float64s | None = None
 
     @property
     def row_groups(self) -> Int64s:
@@ -115,6 +118,7 @@ def score_batch(
             | ({} if column_mismatches is None else {"column_mismatches": column_mismatches}),
             awaits=awaits,
             sharing=_sharing(received, rows, row_group_bounds, config),
+            costs=row_costs(received.steps, rows, config),
         )
         return scored if awaits & credit_columns(config) else _credited(scored, config)
 

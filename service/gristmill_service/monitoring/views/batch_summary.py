@@ -21,6 +21,7 @@ from gristmill_service.config import RunConfig
 from gristmill_service.estimators import Float64s, TokenEstimator
 from gristmill_service.monitoring import Document
 from gristmill_service.pipeline.credit import advantage
+from gristmill_service.pipeline.layout.extra_columns import row_costs
 from gristmill_service.pipeline.rows import filters
 from gristmill_service.pipeline.rows.joins import Mismatch, breaks, mismatch
 from gristmill_service.pipeline.rows.merge import merge_rows, visit_loss_tokens
@@ -61,6 +62,7 @@ class BatchSummary:
     """The rows of a batch, numbered as in the plan.
 
     prompts, lengths, trained: (rows,) number of tokens in the prompt, in the whole row, and with loss_mask 1.
+    costs: (rows,) what `flops` reads from a column; None if it reads none.
     first, last, steps: (rows,) the numbers of the row's first and last step, and how many steps it has.
     trajectories: (rows,). scores, responses, advantages: (trajectories,); responses is the number of response tokens of
     all steps; advantages is None if clients sent one per token. breaks_in_all: how many steps joined no other; breaks:
@@ -71,6 +73,7 @@ class BatchSummary:
     prompts: Int64s
     lengths: Int64s
     trained: Int64s
+    costs: Float64s | None
     first: NDArray[np.int32]
     last: NDArray[np.int32]
     steps: Int64s
@@ -101,6 +104,7 @@ class BatchReader:
         self._trained: list[Int64s] = []
         self._counts: list[Int64s] = []
         self._lengths: list[Int64s] = []
+        self._costs: list[Float64s] = []
         self._responses: list[Int64s] = []
         self._breaks_in_all = 0
         self._breaks: list[PrefixBreak] = []
@@ -145,6 +149,7 @@ class BatchReader:
             prompts=steps.prompt_lengths[first],
             lengths=np.concatenate(self._lengths),
             trained=trained,
+            costs=np.concatenate(self._costs) if self._costs else None,
             first=steps.steps[first],
             last=steps.steps[last],
             steps=counts,
@@ -173,6 +178,8 @@ class BatchReader:
         self._trained.append(visit_loss_tokens(rows, filters.fresh_loss_mask(table, config, self._version)))
         self._counts.append(np.diff(rows.edges))
         self._lengths.append(rows.lengths)
+        if (costs := row_costs(table, rows, config)) is not None:
+            self._costs.append(costs)
         self._rows_read += len(table)
         self._responses.append(np.add.reduceat(table.response_lengths, received.trajectory_bounds[:-1]))
         self._bare.append(_without_tokens(table))

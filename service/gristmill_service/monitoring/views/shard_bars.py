@@ -14,6 +14,7 @@ from gristmill._wire.columns import Int64s
 from gristmill_service.config import RunConfig
 from gristmill_service.monitoring import Document
 from gristmill_service.monitoring.views.batch_summary import BatchSummary
+from gristmill_service.pipeline.layout.shard import padding_after
 from gristmill_service.pipeline.plan_document import MiniBatchDocument, RankDocument
 from gristmill_service.pipeline.scheduling.balance import loads_of
 
@@ -87,8 +88,8 @@ class ShardBars:
         observed = rows.lengths - rows.prompts - rows.trained
         # A padding row has only padding tokens.
         self._parts = [np.append(values, 0) for values in (rows.prompts, observed, rows.trained)]
-        self._lengths = config.padded(np.append(rows.lengths, padding_row))
-        loads = loads_of(config.padded(rows.lengths), config.flops)
+        self._lengths = np.append(rows.lengths, padding_row)
+        loads = loads_of(config.padded(rows.lengths), config.flops, rows.costs)
         self._load_scale = 1.0 if config.flops is None or not loads.sum() else rows.lengths.sum() / loads.sum()
         self._loads = np.append(loads, 0.0)
 
@@ -121,7 +122,9 @@ class ShardBars:
 
     def _shard(self, rank: _Rank, widths: Int64s, per_bar: int, per_cell: int) -> ShardPicture:
         prompt, observation, trained = (values[rank.rows] for values in self._parts)
-        loads = self._load_scale * (self._loads[rank.rows] - loads_of(rank.shared, self._config.flops))
+        multiple = self._config.pad_rows_to_multiple_of
+        shared = loads_of(rank.shared // multiple * multiple, self._config.flops)
+        loads = self._load_scale * (self._loads[rank.rows] - shared)
         loads = np.add.reduceat(loads, rank.starts) if len(rank.rows) else np.empty(0)
         widths = widths - rank.shared
         # Shared tokens are a row's first tokens, and the row does not train them.
@@ -154,11 +157,14 @@ class ShardBars:
 
     def _widths(self, rank: _Rank, part: Sequence[_Rank], every: Sequence[Sequence[_Rank]]) -> Int64s:
         """Returns the padded width of each row: the width of the widest row that is padded together with it."""
+        edges = [*rank.starts.tolist(), len(rank.rows)]
         if self._config.has_token_axis:
-            return self._lengths[rank.rows]
+            lengths = self._lengths[rank.rows]
+            if not self._config.pads_rows:
+                return lengths
+            return lengths + padding_after(lengths - rank.shared, lengths, edges, self._config)
         match self._config.pad_width:
             case "micro_batch":
-                edges = [*rank.starts.tolist(), len(rank.rows)]
                 each = [self._widest([rank.rows[start:end]]) for start, end in pairwise(edges)]
                 return np.repeat(np.array(each, np.int64), np.diff(edges))
             case "shard":

@@ -18,7 +18,7 @@ from gristmill.errors import InvalidArgumentError
 from gristmill_service.config import KlEstimator, KlInReward, RunConfig
 from gristmill_service.estimators import SUM_PI_SQUARED, Float64s
 from gristmill_service.pipeline.credit.trained_tokens import TrainedTokens
-from gristmill_service.pipeline.rows.validate import Received, check_lambda
+from gristmill_service.pipeline.rows.validate import Received, check_costs, check_lambda
 
 
 def kl(logprobs: Float64s, reference: Float64s, estimator: KlEstimator) -> Float64s:
@@ -139,6 +139,7 @@ def check_credit_columns(steps: Steps, config: RunConfig) -> None:
         _check_fits(steps, name)
     reference = config.kl_in_reward
     check_lambda(steps, config)
+    check_costs(steps, config)
     if reference is not None and reference.estimator is not None and "ref_logprobs" in steps.extras:
         _check_kl(steps, config)
 

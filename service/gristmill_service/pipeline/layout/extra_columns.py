@@ -19,6 +19,7 @@ from gristmill._wire.column_spec import ColumnSpec, from_bfloat16, to_bfloat16
 from gristmill._wire.columns import Array, Int64s, Ragged
 from gristmill._wire.extras import starts_of
 from gristmill._wire.steps import Extra, Steps, no_extra
+from gristmill_service.config import RunConfig
 from gristmill_service.pipeline.layout.columns import (
     Block,
     ByteRanges,
@@ -375,6 +376,17 @@ def _row_values(spec: ColumnSpec, values: Ragged, given: Bools, rows: Rows) -> A
     has = visits >= 0
     elements[:-1][has] = values.values[values.starts[rows.steps[visits[has]]]]
     return elements
+
+
+def row_costs(steps: Steps, rows: Rows, config: RunConfig) -> NDArray[np.float64] | None:
+    """Returns the cost of each row that `flops` reads from a column; (rows,), None if it reads none."""
+    name = None if config.flops is None else config.flops.column
+    if name is None:
+        return None
+    (spec,) = (column for column in config.columns if column.name == name)
+    extra = extra_of(spec, steps)
+    values = _row_values(spec, extra.values, extra.given[rows.steps], rows)[:-1]
+    return (from_bfloat16(values) if spec.dtype == "bfloat16" else values).astype(np.float64)
 
 
 def _sums(spec: ColumnSpec, values: Ragged, given: Bools, rows: Rows) -> Array:

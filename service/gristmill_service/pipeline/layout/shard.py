@@ -130,7 +130,8 @@ class Layout:
         leads = {scope: _leads(placed, blocks, scope, geometry) for scope in SCOPES}
         self.placement = Placement(placed, leads, geometry, shared)
         if config.pads_rows:
-            self.placement.tails = _tails(self.placement, edges, config)
+            own, lengths = self.placement.own["sequence"], self.placement.lengths["sequence"]
+            self.placement.tails = padding_after(own, lengths, edges, config)
         own, on_axis = self.placement.own["sequence"], self.placement.on_axis
         self._branches = None if shared is None else branches(shared, own, on_axis, edges)
         self.begins = [blocks[0].begin for blocks in self._blocks]
@@ -314,17 +315,16 @@ def cp_barrier_ratio(shards: Sequence[Shard], cp_size: int) -> float:
     return load_ratio(axes, cp_size) if axes else 1.0
 
 
-def _tails(placement: Placement, edges: Sequence[int], config: RunConfig) -> Int64s:
+def padding_after(own: Int64s, lengths: Int64s, edges: Sequence[int], config: RunConfig) -> Int64s:
     """Returns the padding after each row, (rows,): up to a multiple of `pad_rows_to_multiple_of`, and after the last
     row of a micro-batch up to one of the sizes of `pad_packed_to`. In a tree, a row that the next row continues has
     none, so that the multiple is that of the tokens from one leaf to the next.
 
-    edges: the begins of micro-batches among the rows, and the end of the last one.
+    own: int64 (rows,), tokens that the row before does not have. lengths: int64 (rows,), all tokens. edges: the begins
+    of micro-batches among the rows, and the end of the last one.
     """
-    own, shared = placement.own["sequence"], placement.shared
-    leaves = np.arange(len(own))
-    if shared is not None:
-        leaves = np.flatnonzero(np.append(shared[1:], 0) < placement.lengths["sequence"])
+    shared = lengths - own
+    leaves = np.flatnonzero(np.append(shared[1:], 0) < lengths)
     tails = np.zeros_like(own)
     tails[leaves] = -np.diff(np.cumsum(own)[leaves], prepend=0) % config.pad_rows_to_multiple_of
     if config.pad_packed_to:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from gristmill._wire.columns import Int64s
 from gristmill._wire.components import from_text
 from gristmill._wire.row_fields import TEXT_FIELDS
-from gristmill._wire.steps import Steps
+from gristmill._wire.steps import FLOAT32_MAX, Steps
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.config import RunConfig
 
@@ -88,6 +88,7 @@ def receive(steps: Steps, config: RunConfig) -> Received:
         _check_components(steps, config)
     check_lambda(steps, config)
     check_lengths(steps, config)
+    check_costs(steps, config)
     return Received(
         steps=steps,
         groups=groups,
@@ -314,6 +315,20 @@ def check_lambda(steps: Steps, config: RunConfig) -> None:
         row = int(outside[0])
         raise InvalidArgumentError(
             f"{steps.name(row)}: {name} is {values[row]}, and lambda reads it; send a number from 0 to 1"
+        )
+
+
+def check_costs(steps: Steps, config: RunConfig) -> None:
+    """Rejects rows with a negative cost, if `flops` reads a column."""
+    name = None if config.flops is None else config.flops.column
+    if name is None or name not in steps.extras:
+        return
+    values = steps.extras[name].values.compact().values
+    wrong = np.flatnonzero(~((values >= 0) & (values <= FLOAT32_MAX)))
+    if wrong.size:
+        row = int(wrong[0])
+        raise InvalidArgumentError(
+            f"{steps.name(row)}: {name} is {values[row]}, and flops adds it to the row's cost; send 0 or more"
         )
 
 

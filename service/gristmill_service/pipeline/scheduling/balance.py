@@ -32,14 +32,15 @@ _EVEN_ENOUGH = 1.001
 _ROUNDING = 1e-12
 
 
-def loads_of(lengths: Int64s, flops: Flops | None) -> Loads:
+def loads_of(lengths: Int64s, flops: Flops | None, costs: Loads | None = None) -> Loads:
     """Returns each row's cost: FLOPs in units of the larger coefficient (which avoids overflow), or tokens.
 
-    lengths: (rows,) tokens.
+    lengths: (rows,) tokens. costs: (rows,) further FLOPs of each row; None: tokens are all that counts.
     """
     linear, quadratic = (1.0, 0.0) if flops is None else (flops.linear, flops.quadratic)
-    tokens, unit = lengths.astype(np.float64), max(linear, quadratic)
-    return (linear / unit + quadratic / unit * tokens) * tokens
+    tokens, unit = lengths.astype(np.float64), max(linear, quadratic) or 1.0
+    loads: Loads = (linear / unit + quadratic / unit * tokens) * tokens
+    return loads if costs is None else loads + costs / unit
 
 
 def balanced_by_tokens(lengths: Int64s, loads: Loads, packed: Int64s, cap: int, dp_size: int) -> tuple[Int64s, Int64s]:

@@ -83,12 +83,14 @@ def _doubled(room: Sequence[int], cap: int) -> list[int]:
 class WholeRows:
     """The rows of a batch, by index, each with all of its tokens.
 
-    lengths: int64 (rows,) tokens. flops: their cost; None: a row costs its tokens.
+    lengths: int64 (rows,) tokens. flops: their cost; None: a row costs its tokens. costs: float64 (rows,), further
+    FLOPs of each row; None: none.
     """
 
-    def __init__(self, lengths: Int64s, flops: Flops | None) -> None:
+    def __init__(self, lengths: Int64s, flops: Flops | None, costs: Loads | None = None) -> None:
         self._lengths, self._tokens, self._flops = lengths, lengths.tolist(), flops
-        self._loads = loads_of(lengths, flops)
+        self._loads = loads_of(lengths, flops, costs)
+        self._grows_with_tokens = costs is None
         self._shared_loads: SharedLoads | None = None
 
     def between(self, start: int, end: int) -> Int64s:
@@ -142,7 +144,8 @@ class WholeRows:
         rows, packed = unsorted[by_row], numbers[by_row]
         real = rows != PADDING
         tokens, loads = np.where(real, self._lengths[rows], 0), np.where(real, self._loads[rows], 0.0)
-        rank, step = balanced_by_tokens(tokens, loads, packed, cap, dp_size)
+        sizes = tokens if self._grows_with_tokens else _growing(tokens, loads)
+        rank, step = balanced_by_tokens(sizes, loads, packed, cap, dp_size)
         return _ranks(rows, rank, step, len(micro_batches), dp_size)
 
     def more_even(self, balanced: tuple[RankPlan, ...], plain: tuple[RankPlan, ...]) -> tuple[RankPlan, ...]:
@@ -174,8 +177,8 @@ class SharingRows(WholeRows):
     rows in which each row shares tokens with the previous one. It is placed in one micro-batch if it fits.
     """
 
-    def __init__(self, lengths: Int64s, flops: Flops | None, sharing: Sharing) -> None:
-        super().__init__(lengths, flops)
+    def __init__(self, lengths: Int64s, flops: Flops | None, sharing: Sharing, costs: Loads | None = None) -> None:
+        super().__init__(lengths, flops, costs)
         self._sharing, self._shared_loads = sharing, shared_loads(sharing, flops)
 
     def between(self, start: int, end: int) -> Int64s:

@@ -40,6 +40,7 @@ def schedule(
     config: RunConfig,
     sharing: Sharing | None = None,
     partitions: Int64s | None = None,
+    costs: NDArray[np.float64] | None = None,
 ) -> list[MiniBatchPlan]:
     """Returns the mini-batches of one batch: the policy's, then the critic's.
 
@@ -48,18 +49,19 @@ def schedule(
     sharing: the tokens that rows share, with `layout: prefix_tree`; caps and loads then count distinct tokens. Padding
     after rows counts, too.
     partitions: (rows,) the number of each row's partition, by first appearance; None if the rows have none.
+    costs: (rows,) FLOPs of each row in addition to those of its tokens; None: none.
 
     Raises MisalignedError if a mini-batch cannot be aligned and `on_misaligned` forbids padding, and
     InvalidArgumentError if micro-batches cannot be divided among partitions.
     """
     divide = _divide_groups if config.mini_batch_unit == "prompt" else _divide_rows
     parts = chain.from_iterable(divide(group_bounds, model, config) for model in config.models)
-    flops = config.flops if config.balance == "flops" else None
+    flops, costs = (config.flops, costs) if config.balance == "flops" else (None, None)
     lengths = config.padded(lengths)
     rows = (
-        WholeRows(lengths, flops)
+        WholeRows(lengths, flops, costs)
         if sharing is None
-        else SharingRows(lengths, flops, sharing.rounded_down(config.pad_rows_to_multiple_of))
+        else SharingRows(lengths, flops, sharing.rounded_down(config.pad_rows_to_multiple_of), costs)
     )
     return [_plan(part, rows, partitions, config) for part in parts]
 
