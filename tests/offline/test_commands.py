@@ -360,6 +360,68 @@ def summary_lines(output: str) -> dict[str, str]:
     return {name: " ".join(figures.split()) for name, figures in matches}
 
 
+def test_a_plan_is_compared_with_those_of_other_settings(config: Path, file: Path) -> None:
+    """Each of two batches has two groups of equal scores; merged, a trajectory is one row instead of two."""
+    chosen = ("--what-if", "merge=none", "--what-if", "advantage_estimator=gdpo")
+    printed = json.loads(run("plan", file, "--config", config, *chosen, "--json").stdout)["alternatives"]
+    own, unmerged, refused = printed
+    plans = [json.loads(line) for line in run("plan", file, "--config", config).stdout.splitlines()]
+    assert own["steps"] == sum(plan["optimizer_steps"] for plan in plans) == 4
+    assert (own["setting"], own["rows"], own["zero_share"], own["advantage_largest"]) == ("", 8, 1.0, 0.0)
+    assert (unmerged["setting"], unmerged["rows"], unmerged["groups"]) == ("merge: none", 16, 4)
+    assert (refused["rows"], "reward_components is missing" in refused["reason"]) == (None, True)
+    table = run("plan", file, "--config", config, *chosen).stdout.splitlines()
+    assert [line.split("  ")[0] for line in table[:4]] == [
+        "settings",
+        "as configured",
+        "merge: none",
+        "advantage_estimator: gdpo",
+    ]
+    assert table[3].split()[2:] == ["-"] * 12
+    assert "reward_components is missing" in table[4]
+
+
+def test_the_usual_alternatives_are_those_that_change_a_number(
+    config: Path, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    printed = run("plan", file, "--config", config, "--what-if", "usual", "--json").stdout
+    names = [one["setting"] for one in json.loads(printed)["alternatives"]]
+    assert names[:2] == ["", "advantage_estimator: reinforce++"]
+    assert "merge: none, retokenized_tail: 0" in names
+    assert "advantage_estimator: rloo" not in names
+    # Many rows are planned in two processes.
+    monkeypatch.setattr("gristmill_service.cli.offline.what_if._MANY_ROWS", 1)
+    assert run("plan", file, "--config", config, "--what-if", "usual", "--json").stdout == printed
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("rloo", "write NAME=VALUE, separated by commas"),
+        ("merge=rebase", "merge: input should be"),
+        ("train_batch_size=4", "train_batch_size decides which rows a batch has"),
+        ("zero_variance_filter=replace", "zero_variance_filter: replace decides which rows"),
+    ],
+)
+def test_an_alternative_that_no_rows_could_have_is_refused(
+    config: Path, tmp_path: Path, text: str, message: str
+) -> None:
+    assert message in run("plan", tmp_path / "none", "--config", config, "--what-if", text, expect=1).stderr
+
+
+def test_lengths_have_no_advantages_to_compare(config: Path, tmp_path: Path) -> None:
+    config.write_text(json.dumps(CONFIG | {"merge": "none", "step_wise": False}))
+    file = tmp_path / "lengths.jsonl"
+    rows = [{"uid": f"p{n // 2}", "sample": n % 2, "prompt_len": 3, "response_len": 4 + n} for n in range(4)]
+    file.write_text(lines(rows))
+    chosen = ("--what-if", "layout=packed", "--what-if", "zero_variance_filter=mask", "--json")
+    printed = json.loads(run("plan", file, "--config", config, *chosen).stdout)["alternatives"]
+    assert [one["padding_share"] for one in printed][1:] == [0.0, None]
+    assert [one["advantage_mean"] for one in printed] == [None] * 3
+    assert "advantages need rows with rewards" in printed[1]["reason"]
+    assert "the rows have only lengths" in printed[2]["reason"]
+
+
 @pytest.mark.slow
 def test_a_plan_whose_reader_has_enough_ends_quietly(config: Path, file: Path) -> None:
     file.write_text(lines(rollouts(400)))

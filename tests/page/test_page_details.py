@@ -53,6 +53,9 @@ def test_what_other_settings_would_give_is_computed_of_the_batch(client: httpx.C
     plan = answered(client, f"/runs/{run}/batches/0/picture")
     assert costs[""]["padding_share"] == plan["metrics"]["padding_share"]
     assert costs["layout: packed"]["padding_share"] < costs[""]["padding_share"]
+    assert costs[""]["steps"] == plan["mini_batches_in_all"]
+    assert costs["advantage_estimator: rloo"]["advantage_std"] != costs[""]["advantage_std"]
+    assert costs["advantage_estimator: rloo"]["tokens"] == costs[""]["tokens"]
     refused = client.get(f"/runs/{run}/batches/7/costs")
     assert refused.status_code == 412
     assert "batch 7 has no stored rows" in refused.json()["error"]["message"]

@@ -31,10 +31,11 @@ from rich.table import Table
 from gristmill._wire.steps import Steps
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.cli.offline.rollout_files import read_batches
+from gristmill_service.cli.offline.what_if import USUAL, parse_what_if, print_alternatives, what_if
 from gristmill_service.cli.terminal import counted, messages, refusals, screen
 from gristmill_service.config import RunConfig, read_config, warnings_of
 from gristmill_service.pipeline import BuiltBatch, build_batch, plan_batch
-from gristmill_service.pipeline.alternatives import BatchCost, costs
+from gristmill_service.pipeline.alternatives import Alternative, Sealed, cheaper, compared, effective
 from gristmill_service.pipeline.plan_document import PlanDocument, encode_plan
 from gristmill_service.storage.shard_files import write_shards
 
@@ -58,19 +59,38 @@ def register(app: typer.Typer) -> None:
     app.command()(show)
 
 
-def plan(file: RolloutsArgument, config: ConfigOption) -> None:
+def plan(
+    file: RolloutsArgument,
+    config: ConfigOption,
+    choices: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--what-if",
+            metavar="NAME=VALUE,...",
+            help="Instead of plans, print a table of what the batches become with these settings, next to CONFIG's. "
+            f"Repeat the option for several alternatives; {USUAL}: the usual ones, except those without effect.",
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the table of --what-if as JSON.")] = False,
+) -> None:
     """Print the plan of each batch in FILE, one JSON document per line, and a summary on standard error.
 
     FILE may also be a lengths file, with prompt_len and response_len instead of tokens, masks and rewards.
 
     Example: gristmill plan rollouts.jsonl --config run.yaml | jq .optimizer_steps
+
+    Example: gristmill plan rollouts.jsonl --config run.yaml --what-if usual --what-if merge=none,layout=packed
     """
     with refusals():
         settings = _read_settings(config)
+        parse_what_if(choices or (), settings)
         batches, is_lengths = _read(file, settings)
         if is_lengths:
             nothing = {"zero_variance_filter": None, "overlong_filter": ()}
             settings = settings.model_copy(update=nothing | ({"stale": "count"} if settings.stale == "mask" else {}))
+        if choices:
+            print_alternatives(what_if([Sealed(steps) for steps in batches], settings, choices), as_json)
+            return
         documents = []
         for number, steps in enumerate(batches):
             documents.append(document := plan_batch(steps, settings, batch=number))
@@ -179,8 +199,8 @@ def _summarize(plans: Sequence[PlanDocument], first: Steps, config: RunConfig) -
     table.add_column("first batch" if len(plans) > 1 else "")
     for name in ("rows", "padding rows", "tokens", "padding share", "slowest rank"):
         table.add_column(name, justify="right")
-    for setting, cost in costs(first, config):
-        table.add_row(f"with {setting}" if setting else "as configured", *_cells(cost))
+    for alternative in effective(compared([Sealed(first)], config, cheaper(config))):
+        table.add_row(f"with {alternative.name}" if alternative.name else "as configured", *_cells(alternative))
     # The width in a pipe or a log, where no column may be cut.
     Console(stderr=True, highlight=False, width=None if messages.is_terminal else 120).print(table)
 
@@ -197,13 +217,15 @@ def _totals(plans: Sequence[PlanDocument]) -> str:
     return "; ".join(parts)
 
 
-def _cells(cost: BatchCost) -> list[str]:
+def _cells(alternative: Alternative) -> list[str]:
+    outcome = alternative.outcome
+    assert outcome is not None, "others are not effective"
     return [
-        f"{cost.rows:,}",
-        f"{cost.padding_rows:,}",
-        "-" if cost.tokens is None else f"{cost.tokens:,}",
-        "-" if cost.padding_share is None else f"{cost.padding_share:.1%}",
-        f"{cost.barrier_ratio:.2f} x mean",
+        f"{outcome.rows:,}",
+        f"{outcome.padding_rows:,}",
+        f"{outcome.tokens:,}",
+        f"{outcome.padding_share:.1%}",
+        f"{outcome.barrier_ratio:.2f} x mean",
     ]
 
 

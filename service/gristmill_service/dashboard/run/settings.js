@@ -11,7 +11,7 @@ export class SettingsView {
     this.costs = make("div", { role: "status" });
     this.ask = make("button", { onclick: () => this.compute() }, "Compare other settings");
     const details = make("details", {}, make("summary", {}, make("h2", {}, "Settings")), this.list,
-      make("p", { class: "small quiet" }, "Plans the batch shown above again, with one setting changed at a time."), this.ask, this.costs);
+      make("p", { class: "small quiet" }, "Plans the batch shown above again with other estimators, filters, merging and layouts."), this.ask, this.costs);
     details.addEventListener("toggle", () => { if (details.open) this.show(); });
     this.node = make("section", { "aria-label": "Settings" }, details);
   }
@@ -32,11 +32,15 @@ export class SettingsView {
     this.costs.replaceChildren(quiet(`Planning batch ${batch} again. A large batch takes seconds.`));
     try {
       const answer = await read(paths.batch(this.run, batch, "costs"));
-      const line = one => [one.setting ? make("code", {}, one.setting) : "as configured", one.rows, one.padding_rows,
-        one.tokens == null ? "unknown" : one.tokens, one.padding_share == null ? "" : share(one.padding_share), `${one.barrier_ratio.toFixed(2)} × the mean`];
-      this.costs.replaceChildren(...(answer.costs.length > 1 ? [] : [make("p", {}, "No other allowed setting would lower the cost.")]),
-        make("p", { class: "small quiet" }, `Batch ${count(batch)}`), tableRegion("Other settings",
-          ["setting", "rows", "padding rows", "tokens", "padding share", "slowest rank"], answer.costs.map(line)));
+      const known = (value, text) => value == null ? "-" : text(value);
+      const decimals = value => value.toFixed(3);
+      const line = one => [one.setting ? make("code", {}, one.setting) : "as configured", one.steps, one.groups, known(one.zero_share, share),
+        one.rows, one.padding_rows, one.tokens, share(one.padding_share), one.loss_tokens, `${one.barrier_ratio.toFixed(2)} × the mean`,
+        ...[one.advantage_mean, one.advantage_std, one.advantage_largest].map(value => known(value, decimals))];
+      this.costs.replaceChildren(...(answer.costs.length > 1 ? [] : [make("p", {}, "No other allowed setting would change a number.")]),
+        make("p", { class: "small quiet" }, `Batch ${count(batch)}. ${answer.costs[0].reason}`), tableRegion("Other settings",
+          ["setting", "steps", "groups", "zero groups", "rows", "padding rows", "tokens", "padding share", "loss tokens", "slowest rank",
+            "advantage", "std", "largest"], answer.costs.map(line)));
     } catch (error) {
       this.costs.replaceChildren(quiet(error.message));
     }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from typing import Any
 
 from pydantic import Field
@@ -14,7 +13,7 @@ from gristmill.errors import FailedPreconditionError, ResourceExhaustedError
 from gristmill_service.config import RunConfig
 from gristmill_service.monitoring import Document
 from gristmill_service.off_loop import OneByOne
-from gristmill_service.pipeline.alternatives import costs
+from gristmill_service.pipeline.alternatives import Sealed, compared, effective, usual
 from gristmill_service.run.run import Run
 
 # The limit exists because the rows are read into memory again, and planned several times.
@@ -34,18 +33,28 @@ class RunSettings(Document):
 
 
 class Cost(Document):
-    setting: str = Field(description="The changed setting, such as `layout: packed`; empty for the run's own settings.")
+    """What the batch becomes with some settings. A number is null for the `reason`."""
+
+    setting: str = Field(description="The changed settings, such as `layout: packed`; empty for the run's own.")
+    steps: int = Field(description="Optimizer steps, in all epochs.")
+    groups: int = Field(description="Groups with trained rows.")
     rows: int
     padding_rows: int
-    tokens: int | None = Field(description="Tokens that the model computes, including padding.")
-    padding_share: float | None
+    tokens: int = Field(description="Tokens that the model computes, including padding.")
+    padding_share: float
+    loss_tokens: int
     barrier_ratio: float = Field(description="The load of each micro-step's slowest rank, divided by the mean load.")
+    zero_share: float | None = Field(description="Share of these groups whose trained tokens all have advantage 0.")
+    advantage_mean: float | None = Field(description="Of trained tokens, without the factor of `loss_reduction`.")
+    advantage_std: float | None
+    advantage_largest: float | None = Field(description="The largest absolute value.")
+    reason: str = Field(description="Why numbers are missing.")
 
 
 class BatchCosts(Document):
     run: str
     batch: int
-    costs: list[Cost] = Field(description="The cost as configured, and with each setting that changes it.")
+    costs: list[Cost] = Field(description="As configured, and with the usual alternatives that change a number.")
 
 
 def run_settings(run: Run) -> RunSettings:
@@ -58,24 +67,29 @@ def run_settings(run: Run) -> RunSettings:
 
 
 async def batch_costs(run: Run, batch: int, one_by_one: OneByOne) -> BatchCosts:
-    """Plans the batch once for each setting that may reduce its cost, in a thread. Takes seconds for a large batch.
+    """Plans the batch again for each of the usual alternatives, in a thread. Takes seconds for a large batch.
 
     Raises FailedPreconditionError if the batch's rows are freed, and ResourceExhaustedError if they have more than a
     gigabyte.
     """
-    size = run.read(lambda state, _: state.batches[batch].row_bytes if batch in state.batches else None)
-    if size is None:
+    sealed = run.read(
+        lambda state, _: (
+            (state.batches[batch].row_bytes, state.batches[batch].policy_version) if batch in state.batches else None
+        )
+    )
+    if sealed is None:
         raise FailedPreconditionError(f"batch {batch} has no stored rows, so it cannot be planned; choose another")
+    size, version = sealed
     if size > _LARGEST:
         raise ResourceExhaustedError(
             f"batch {batch} has {size} bytes of rows, and the limit is {_LARGEST} while the run trains; "
             "use gristmill export and gristmill plan"
         )
     tables, config = [table async for table in run.export(batch)], run.config
-    planned = await one_by_one(lambda: costs(concat(tables), config))
-    return BatchCosts(
-        run=run.name, batch=batch, costs=[Cost(setting=setting, **asdict(cost)) for setting, cost in planned]
+    planned = await one_by_one(
+        lambda: list(effective(compared([Sealed(concat(tables), version)], config, usual(config))))
     )
+    return BatchCosts(run=run.name, batch=batch, costs=[Cost(**one.figures) for one in planned])
 
 
 def _setting(name: str, value: Any, field: FieldInfo) -> Setting:

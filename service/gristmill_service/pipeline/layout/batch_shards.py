@@ -142,34 +142,19 @@ class _ShardBuilder:
             return self._of_tokens(credit.of_tokens, mini_batches, scale)
         tokens = self._scored.received.steps.token_advantages
         if tokens is None:
-            values: Float64s = self._of_rows(credit.advantages, mini_batches) * scale
+            values: Float64s = row_advantages(credit.advantages, self._scored, mini_batches, self._config) * scale
             self._check_fits(values)
             return [RowScalars("advantages", values, self._zeros)]
         scaled = self._scaled(self._scored.rows.standing(tokens), scale)
         return [StepTokens("advantages", scaled, self._geometry, self._zeros)]
 
-    def _of_rows(self, advantages: Float64s, mini_batches: Sequence[MiniBatchPlan]) -> Float64s:
-        """Returns each row's advantage, whitened with `whiten: mini_batch`. advantages: float64 (trajectories,)."""
-        trajectories = self._scored.rows.trajectories
-        result = advantages[trajectories]
-        if self._config.whiten == "mini_batch":
-            for mini_batch in mini_batches:
-                kept = slice(mini_batch.start, mini_batch.kept_end)
-                owners, places = np.unique(trajectories[kept], return_inverse=True)
-                tokens = trajectory_tokens(places, self._scored.loss_tokens[kept], len(owners))
-                result[kept] = whitened_with_counts(advantages[owners], tokens)[places]
-        return result
-
     def _of_tokens(self, credit: TokenCredit, mini_batches: Sequence[MiniBatchPlan], scale: Float64s) -> list[Column]:
         """Returns the columns of tokens' advantages and returns. scale: float64 (rows,)."""
-        tokens, rows = credit.tokens, self._scored.rows
-        advantages = credit.advantages
+        rows, advantages = self._scored.rows, credit.advantages
         if self._config.whiten == "mini_batch" or (scale != 1).any():
-            row_of_token = tokens.of(rows.trained_in(tokens.edges))
-            if self._config.whiten == "mini_batch":
-                advantages = whiten(advantages, _mini_batch_of_rows(mini_batches, len(rows))[row_of_token])
+            advantages, row_of_token = token_advantages(credit, self._scored, mini_batches, self._config)
             advantages = advantages * scale[row_of_token]
-        columns = {"advantages": tokens.response(advantages, "advantages")}
+        columns = {"advantages": credit.tokens.response(advantages, "advantages")}
         if credit.returns is not None:
             columns["returns"] = credit.returns
         return [StepTokens(name, rows.trained(values), self._geometry, self._zeros) for name, values in columns.items()]
@@ -214,6 +199,32 @@ class _ShardBuilder:
             "is_padding": np.zeros(len(rows)),
         }
         return {4: _stacked(integers, np.int32, PADDING), 1: _stacked(flags, np.uint8, 1)}
+
+
+def row_advantages(
+    advantages: Float64s, scored: ScoredBatch, mini_batches: Sequence[MiniBatchPlan], config: RunConfig
+) -> Float64s:
+    """Returns each row's advantage, whitened with `whiten: mini_batch`. advantages: float64 (trajectories,)."""
+    trajectories = scored.rows.trajectories
+    result = advantages[trajectories]
+    if config.whiten == "mini_batch":
+        for mini_batch in mini_batches:
+            kept = slice(mini_batch.start, mini_batch.kept_end)
+            owners, places = np.unique(trajectories[kept], return_inverse=True)
+            tokens = trajectory_tokens(places, scored.loss_tokens[kept], len(owners))
+            result[kept] = whitened_with_counts(advantages[owners], tokens)[places]
+    return result
+
+
+def token_advantages(
+    credit: TokenCredit, scored: ScoredBatch, mini_batches: Sequence[MiniBatchPlan], config: RunConfig
+) -> tuple[Float64s, Int64s]:
+    """Returns the advantage of each trained token, whitened with `whiten: mini_batch`, and the row that trains it."""
+    row_of_token = credit.tokens.of(scored.rows.trained_in(credit.tokens.edges))
+    if config.whiten != "mini_batch":
+        return credit.advantages, row_of_token
+    parts = _mini_batch_of_rows(mini_batches, len(scored.rows))[row_of_token]
+    return whiten(credit.advantages, parts), row_of_token
 
 
 def _addressed(
