@@ -111,3 +111,9 @@ def test_the_options_are_in_the_custom_configuration() -> None:
     assert options_of(arguments(gristmill={"address": "here", "run": "r"})) == Gristmill("here", "r")
     with pytest.raises(InvalidArgumentError, match="--custom-config-path: gristmill is missing"):
         options_of(arguments())
+
+
+@pytest.mark.parametrize("setting", [{"pad_rows_to_multiple_of": 8}, {"pad_packed_to": [64]}, {"cp_shards": "zigzag"}])
+def test_padding_and_parts_of_rows_are_left_to_slime(setting: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgumentError, match=f"{next(iter(setting))}.* slime pads rows and cuts them .*omit it"):
+        settings(Gristmill("here", "run", settings=setting))

@@ -130,6 +130,13 @@ def is_given(_: Any, __: Configured) -> bool:
     return True
 
 
+def refuse_row_padding(trainer: str) -> tuple[RefuseSetting, ...]:
+    """Refuse padding after rows and parts for context-parallel ranks, for a trainer that makes both of whole rows."""
+    names = ("pad_rows_to_multiple_of", "pad_packed_to", "cp_shards")
+    why = f"is not supported: {trainer} pads rows and cuts them for context parallelism itself"
+    return tuple(RefuseSetting(name, is_given, why, "omit it") for name in names)
+
+
 def written_column(name: str) -> dict[str, Any]:
     """Declare a column with one number per response token, which the trainer computes and writes back."""
     return {"name": name, "dtype": "float32", "scope": "response", "source": "trainer"}

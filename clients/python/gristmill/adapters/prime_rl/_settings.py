@@ -5,7 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from gristmill.adapters._core.options import Gristmill
-from gristmill.adapters._core.settings import Configured, Default, Fixed, Refuse, Row, SettingsTable
+from gristmill.adapters._core.settings import (
+    Configured,
+    Default,
+    Fixed,
+    Refuse,
+    Row,
+    SettingsTable,
+    refuse_row_padding,
+)
 
 PACKED = Fixed("layout", "packed", "prime-rl concatenates all rows of a micro-batch on one axis")
 UNREDUCED = Fixed("loss_reduction", "none", "prime-rl itself divides by the trained tokens of a mini-batch")
@@ -39,6 +47,7 @@ _ROWS: tuple[Row, ...] = (
     UNREDUCED,
     Default("micro_batch", _micro_batch),
     Default("max_buffered_batches", _max_buffered_batches),
+    *refuse_row_padding("prime-rl"),
     Refuse(
         "rollout_transport.type",
         lambda value, _: value not in ("filesystem", "zmq"),

@@ -18,6 +18,7 @@ from gristmill.adapters._core.settings import (
     SettingsTable,
     is_given,
     is_on,
+    refuse_row_padding,
 )
 
 ADVANTAGE_FUNCTION = "gristmill.adapters.slime.advantages"
@@ -135,6 +136,7 @@ _ROWS: tuple[Row, ...] = (
     RefuseSetting(
         "update_epochs_per_batch", lambda value, _: value != 1, "is not supported: slime makes one pass", "omit it"
     ),
+    *refuse_row_padding("slime"),
     RefuseSetting("critic_mini_batch_size", is_given, "has no effect: slime's critic is not supported", "omit it"),
 )
 

@@ -19,6 +19,7 @@ from gristmill.adapters._core.settings import (
     is_on,
     off,
     one_of,
+    refuse_row_padding,
     written_column,
 )
 
@@ -153,6 +154,7 @@ _ROWS: tuple[Row, ...] = (
     Fixed("layout", "packed", "verl's workers accept rows without padding"),
     Default("step_wise", lambda c: True),
     Default("max_buffered_batches", _max_buffered_batches),
+    *refuse_row_padding("verl"),
     RefuseSetting("columns", is_given, "is not supported: verl's workers get no other columns", "omit it"),
     RefuseSetting(
         "loss_reduction",
