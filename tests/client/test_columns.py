@@ -171,6 +171,25 @@ def test_a_service_without_the_step_before_gets_all_values(
         check(micro)
 
 
+def test_a_turn_of_another_partition_brings_its_own_values_of_all_tokens(
+    service: Service, run_name: str, connect: Connect
+) -> None:
+    prompt, values = list(range(20)), experts(0, 33)
+    column = {"routed_experts": values[:25]}
+    with connect(service.grpc_address, run_name) as client:
+        client.create_run(CONFIG | {"columns": COLUMNS[:1], "train_batch_size": 1, "policy_mini_batch_size": 1})
+        with client.trajectory("a", 0) as trajectory:
+            trajectory.step(prompt, [7] * 5, columns=column)
+            own = {"routed_experts": values + 100}
+            trajectory.step(
+                [*prompt, *[7] * 5, 8, 9, 7], [7] * 5, reward=1.0, columns=own, partition="sft", is_last_step=True
+            )
+    shard = first_shard(service.grpc_address, run_name)
+    of_rows = [micro["routed_experts"][0] for micro in shard.micro_batches()]
+    assert torch.equal(of_rows[0][-25:], values[:25])
+    assert torch.equal(of_rows[1], values + 100)
+
+
 @pytest.mark.parametrize("shape", [np.asarray, torch.tensor, np.ndarray.tolist])
 def test_what_a_caller_does_with_its_arrays_afterwards_changes_nothing(
     service: Service, run_name: str, shape: Callable[[Any], Any]

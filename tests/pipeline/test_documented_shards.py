@@ -123,6 +123,7 @@ def rows(layout: str = "left_padded") -> list[Row]:
                 "tag": "math",
                 "reward_components": {"correct": 1.0},
                 "step_key": "hall",
+                "partition": "math",
                 "agent": "solver",
                 "episode": "first",
                 "experts": np.zeros((2 + prompt + count, 2, 3), np.int16).tolist(),

@@ -9,8 +9,14 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from gristmill._wire.rows import from_rows
 from gristmill.errors import InvalidArgumentError
+from gristmill_service.config import parse_config
+from gristmill_service.pipeline import BuiltBatch, build_batch
+from gristmill_service.pipeline.plan_document import encode_plan
 from gristmill_service.pipeline.scheduling.plan import PADDING, MiniBatchPlan
+from tests import naive
+from tests.client.test_shards import as_shard
 from tests.pipeline.test_schedule_laws import BY_COUNT, BY_SIZE, BY_TOKENS, DROPPING, PADDED, STRICT, batches
 from tests.plans import Batch, all_micro_batches, micro_batches, naive_kept, planned, real_rows, settings_of
 
@@ -130,7 +136,6 @@ def test_micro_batches_of_a_fixed_number_go_where_most_rows_are() -> None:
     ("settings", "message"),
     [
         ({"micro_batch": {"count": 1}}, "policy mini-batch 0: its rows have 2 partitions, .* raise the count"),
-        ({"mini_batch_unit": "sequence", "policy_mini_batch_size": 2}, "use mini_batch_unit: prompt, or send rows"),
         ({"micro_batch": {"size": 8192, "full": True}, "dp_size": 16}, "the limit is 131072 in total; send fewer part"),
     ],
 )
@@ -139,3 +144,72 @@ def test_partitions_that_micro_batches_cannot_be_divided_among_are_refused(
 ) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
         planned([[2, 2]], settings_of(**settings), [0, 1])
+
+
+SETTINGS: dict[str, Any] = {
+    "train_batch_size": 1,
+    "n_samples_per_prompt": 2,
+    "policy_mini_batch_size": 1,
+    "micro_batch": {"max_tokens": 64},
+    "step_wise": True,
+    "merge": "prefix",
+}
+
+
+def steps(sample: int, *partitions: str, **changes: Any) -> list[dict[str, Any]]:
+    """A trajectory whose steps extend each other."""
+    return [
+        {
+            "uid": "a",
+            "sample": sample,
+            "step": step,
+            "is_last_step": step == len(partitions) - 1,
+            "prompt_token_ids": list(range(1, 3 + 2 * step)),
+            "response_ids": [3 + 2 * step],
+            "loss_mask": [1],
+            "reward": float(sample),
+            **({"partition": partition} if partition else {}),
+            **changes,
+        }
+        for step, partition in enumerate(partitions)
+    ]
+
+
+def built(rows: list[dict[str, Any]], **changes: Any) -> BuiltBatch:
+    return build_batch(from_rows(rows), parse_config(SETTINGS | changes), run="r", batch=0)
+
+
+@pytest.mark.parametrize("merge", ["prefix", "tree"])
+def test_steps_of_different_partitions_are_rows_of_their_own_and_reported(merge: str) -> None:
+    plan = built([*steps(0, "", "sft", "sft"), *steps(1, "", "")], merge=merge).plan
+    assert plan.rows == 3
+    (mismatch,) = plan.merge_mismatches
+    assert (mismatch.sample, mismatch.step, mismatch.column) == (0, 1, "partition")
+
+
+@pytest.mark.parametrize("layout", ["left_padded", "packed", "prefix_tree"])
+def test_plan_metadata_and_micro_batches_name_the_partition(layout: str) -> None:
+    rows = [*steps(0, "", "sft"), *steps(1, "sft", "")]
+    batch = built(rows, layout=layout, dp_size=2)
+    assert [part.partitions for part in batch.plan.mini_batches] == [["", "sft"]]
+    names = {0: "", 1: "sft", 2: "sft", 3: ""}
+    for shard in batch.shards:
+        micros = list(as_shard(naive.shard_bytes(shard)).micro_batches())
+        assert [micro.partition for micro in micros] == ["", "sft"]
+        for micro in micros:
+            assert {names[row] for row in micro["row"].tolist() if row != PADDING} <= {micro.partition}
+
+
+def test_without_partitions_plans_and_shards_do_not_mention_them() -> None:
+    batch = built([*steps(0, ""), *steps(1, "")])
+    assert b"partition" not in encode_plan(batch.plan)
+    (shard,) = batch.shards
+    (micro,) = as_shard(naive.shard_bytes(shard)).micro_batches()
+    assert "partitions" not in micro.metadata
+    assert micro.partition == ""
+
+
+def test_rows_with_a_partition_are_refused_where_a_mini_batch_is_a_number_of_rows() -> None:
+    settings = {"mini_batch_unit": "sequence", "micro_batch": {"size": 1}}
+    with pytest.raises(InvalidArgumentError, match=r"sample 0 step 1: partition 'sft' would .*; omit partition, or"):
+        built([*steps(0, "", "sft"), *steps(1, "")], **settings)

@@ -53,6 +53,7 @@ def test_another_cut_of_the_same_values_gives_each_token_the_same_value(
     other = config | {
         "dp_size": data.draw(st.integers(1, 4)),
         "layout": data.draw(st.sampled_from(["packed", "left_padded"])),
+        "pad_rows_to_multiple_of": 1,
     }
     completed = built(rows, other, computed(built(rows, of_rollouts(other))))
     assert _per_token(files(completed)) == _per_token(files(built(rows, of_rollouts(config))))

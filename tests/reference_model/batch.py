@@ -63,6 +63,7 @@ class Batch:
         self.lengths = [len(row.tokens) for row in self.rows]
         multiple = self.config["pad_rows_to_multiple_of"]
         self.padded = [-(-length // multiple) * multiple for length in self.lengths]
+        self.partitions = [row.partition for row in self.rows]
         sizes = [sum(self.group(row) is group for row in self.rows) for group in self.groups]
         self.bounds = [sum(sizes[:end]) for end in range(len(sizes) + 1)]
 
@@ -75,7 +76,7 @@ class Batch:
         return self.shares.get(tuple(rows), [0] * len(rows))
 
     def schedule(self, got: plan.Plan | None) -> None:
-        self.parts = scheduling.mini_batches(self.bounds, self.padded, self.config)
+        self.parts = scheduling.mini_batches(self.bounds, self.padded, self.partitions, self.config)
         is_open = self.config["balance"] != "none" or self.config["layout"] == "prefix_tree"
         for part, found in zip(self.parts, got["mini_batches"], strict=True) if is_open and got else ():
             self.shares |= check_placed(part, found, self.rows, self.bounds, self.config)
@@ -235,6 +236,8 @@ class Batch:
             "micro_batches": plan.places(part.ranks[rank]),
             "loss_denominators": totals | by_row,
         }
+        if any(self.partitions):
+            labels["partitions"] = part.partitions
         if any(group.tag for group in self.groups):
             labels["tags"] = each(lambda row: self.group(row).tag, "")
         if any(step["step_key"] for one in self.trajectories for step in one.steps):

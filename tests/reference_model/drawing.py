@@ -28,6 +28,7 @@ def drawn(seed: str) -> tuple[list[Row], Config]:
         "rollout_logprobs": _maybe(random) or config.get("kl_from") == "rollout_logprobs",
         "stop_reason": _maybe(random, 0.8),
         "token_rewards": _maybe(random, 0.3),
+        "partition": _maybe(random, 0.3) and config.get("mini_batch_unit") != "sequence",
         "step_key": _maybe(random, 0.2) or config["advantage_estimator"] == "gigpo",
         "reward_components": _maybe(random, 0.2) or config["advantage_estimator"] == "gdpo",
         "token_advantages": _maybe(random) and config["whiten"] != "trajectories",
@@ -248,6 +249,8 @@ def _trajectory(random: Random, config: Config, prompt: list[int], kinds: int, h
         }
         if has["reward_components"] and step == count - 1:
             row["reward_components"] = {"correct": random.choice(REWARDS), "format": random.choice(REWARDS)}
+        if has["partition"]:
+            row["partition"] = random.choice(["", "sft", "sft"])
         if has["step_key"]:
             row["step_key"] = random.choice(["", "hall", "hall", "door"])
         if has["stop_reason"]:

@@ -38,6 +38,10 @@ class Merged:
         ]
 
     @property
+    def partition(self) -> str:
+        return str(self.trajectory.steps[self.path[0]]["partition"])
+
+    @property
     def observes(self) -> list[bool]:
         """Of each response token, whether it is an observation whose step is in no earlier row."""
         return [
@@ -137,8 +141,10 @@ def _mismatch(one: Trajectory, number: int, at: list[Merged], config: Config) ->
 
 
 def differing(one: Trajectory, before: int, after: int, common: int, config: Config) -> str:
-    """The first column with `merge: equal` in which two steps differ where they overlap; "" for none."""
+    """`partition`, or the first column with `merge: equal` in which two steps differ where they overlap."""
     earlier, later = one.steps[before], one.steps[after]
+    if earlier["partition"] != later["partition"]:
+        return "partition"
     for column in config["columns"]:
         name, scope = column["name"], column["scope"]
         if column.get("merge") != "equal" or scope == "response":

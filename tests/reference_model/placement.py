@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any
 
 from tests.reference_model.merging import Merged, in_common
@@ -36,6 +36,20 @@ def _group(row: Merged) -> tuple[int, str]:
     return row.trajectory.round, row.trajectory.uid
 
 
+def _check_partitions(
+    ranks: list[list[list[int]]], part: MiniBatch, found: list[str], rows: list[Merged], is_open: bool
+) -> None:
+    """is_open: whether the service chooses how many micro-batches a partition has."""
+    order = dict.fromkeys(row.partition for row in rows[part.start : part.kept_end])
+    assert [name for name, _ in groupby(found)] == [*order], "one after another, by first appearance"
+    assert found == part.partitions or is_open, "micro-batches of each partition"
+    for rank in ranks:
+        for micro_batch, name in zip(rank, found, strict=True):
+            assert {rows[row].partition for row in micro_batch if row != PADDING} <= {name}, "one partition"
+    if is_open:
+        part.partitions = found
+
+
 def check_placed(
     part: MiniBatch, found: dict[str, Any], rows: list[Merged], bounds: list[int], config: Config
 ) -> dict[tuple[int, ...], list[int]]:
@@ -58,6 +72,9 @@ def check_placed(
         part.groups += part.dropped
         part.groups, part.dropped = part.groups[: found["prompts"]], part.groups[found["prompts"] :]
         part.kept_end = bounds[part.groups[-1] + 1]
+    _check_partitions(
+        ranks, part, found.get("partitions", [""] * len(ranks[0])), rows, is_tree and "max_tokens" in limit
+    )
     placed = [row for rank in ranks for micro_batch in rank for row in micro_batch]
     assert sorted(row for row in placed if row != PADDING) == list(range(part.start, part.kept_end)), "each row once"
     counts = {len(rank) for rank in ranks}
@@ -80,7 +97,7 @@ def check_placed(
             assert pads == sum(row == PADDING for rank in part.ranks for rows_ in rank for row in rows_), "padding rows"
     if config["balance"] != "none" and "size" in limit:
         padding = [sum(row == PADDING for micro_batch in rank for row in micro_batch) for rank in ranks]
-        is_even = max(padding) - min(padding) <= 1
+        is_even = max(padding) - min(padding) <= len(set(part.partitions))
         assert is_even or is_tree or ranks == part.ranks, "padding rows are dealt evenly, or as without balance"
     part.ranks = ranks
     return shares

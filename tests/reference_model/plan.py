@@ -57,7 +57,8 @@ def _mini_batch(batch: Batch, part: MiniBatch) -> Plan:
         if batch.config["layout"] == "prefix_tree":
             ranks[-1]["shared"] = [count for rows in micro_batches for count in batch.shared(rows)]
     kept = batch.rows[part.start : part.kept_end]
-    return {
+    partitions = {"partitions": part.partitions} if any(batch.partitions) else {}
+    return partitions | {
         "model": part.model,
         "index": part.index,
         "start": part.start,

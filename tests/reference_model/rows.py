@@ -55,7 +55,7 @@ class Group:
 def filled(row: Row) -> Row:
     """The row with the defaults of what it leaves out; its policy_version is the oldest of its policy_versions."""
     defaults: Row = {"round": 0, "step": 0, "is_last_step": True, "stop_reason": "", "policy_version": -1, "tag": ""}
-    defaults["step_key"] = ""
+    defaults["step_key"] = defaults["partition"] = ""
     row = defaults | row
     if (versions := row.get("policy_versions")) is not None:
         row["policy_version"] = min((version for version in versions if version >= 0), default=-1)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from math import ceil, lcm
 from typing import Any
 
@@ -20,7 +21,7 @@ class Misaligned(Exception):
 @dataclass
 class MiniBatch:
     """start, end: its rows before any drop; kept_end: the end of those kept. groups, dropped: numbers. padding: rows
-    that fill it up with `mini_batch_unit: sequence`."""
+    that fill it up with `mini_batch_unit: sequence`. partitions: of each micro-batch of a rank."""
 
     model: str
     index: int
@@ -31,6 +32,7 @@ class MiniBatch:
     dropped: list[int]
     padding: int
     ranks: Ranks
+    partitions: list[str] = field(default_factory=list)
 
 
 def align_to(config: Config) -> int:
@@ -42,11 +44,11 @@ def models(config: Config) -> list[str]:
     return ["policy"] + (["critic"] if config["critic_mini_batch_size"] else [])
 
 
-def mini_batches(bounds: list[int], lengths: list[int], config: Config) -> list[MiniBatch]:
-    """bounds: of the groups' rows, one more than groups. Ranks are those of `balance: none`."""
+def mini_batches(bounds: list[int], lengths: list[int], partitions: list[str], config: Config) -> list[MiniBatch]:
+    """bounds: of the groups' rows, one more than groups. partitions: of each row. Ranks are those without balance."""
     parts = [part for model in models(config) for part in _parts(bounds, model, config)]
     for part in parts:
-        _align(part, bounds, lengths, config)
+        _align(part, bounds, lengths, partitions, config)
     return parts
 
 
@@ -70,9 +72,11 @@ def _parts(bounds: list[int], model: str, config: Config) -> list[MiniBatch]:
     return parts
 
 
-def _align(part: MiniBatch, bounds: list[int], lengths: list[int], config: Config) -> None:
+def _align(part: MiniBatch, bounds: list[int], lengths: list[int], partitions: list[str], config: Config) -> None:
     kept = list(part.groups)
-    while not _is_aligned(part, part.kept_end, lengths, config):
+    while not all(
+        _is_aligned(rows, lengths, config) for rows in apart(range(part.start, part.kept_end), partitions).values()
+    ):
         # How what shares tokens is packed is for the service to choose, and with it what can be aligned.
         is_open = config["layout"] == "prefix_tree" and "max_tokens" in config["micro_batch"]
         if config["on_misaligned"] == "pad" or is_open:
@@ -84,24 +88,53 @@ def _align(part: MiniBatch, bounds: list[int], lengths: list[int], config: Confi
         if part.kept_end - part.start < align_to(config):
             raise Misaligned
     part.groups, part.dropped = kept, part.groups[len(kept) :]
-    rows, dp, limit = list(range(part.start, part.kept_end)), config["dp_size"], config["micro_batch"]
+    every = apart(range(part.start, part.kept_end), partitions)
+    counts = _counts([len(rows) for rows in every.values()], config)
+    part.ranks = [[] for _ in range(config["dp_size"])]
+    for (partition, rows), count in zip((every or {"": []}).items(), counts or [None], strict=True):
+        ranks = _ranks(rows, part.padding, count, lengths, config)
+        for rank, more in zip(part.ranks, ranks, strict=True):
+            rank += more
+        part.partitions += [partition] * len(ranks[0])
+
+
+def apart(rows: Iterable[int], partitions: list[str]) -> dict[str, list[int]]:
+    """The rows of each partition, by first appearance."""
+    every: dict[str, list[int]] = {}
+    for row in rows:
+        every.setdefault(partitions[row], []).append(row)
+    return every
+
+
+def _counts(rows: list[int], config: Config) -> list[int | None]:
+    """The micro-batches of each partition on a rank, where their number is set."""
+    if "count" not in config["micro_batch"]:
+        return [None] * len(rows)
+    counts = [1] * len(rows)
+    while sum(counts) < config["micro_batch"]["count"] and rows:
+        fullest = max(range(len(rows)), key=lambda place: (rows[place] / counts[place], -place))
+        counts[fullest] += 1
+    return [*counts]
+
+
+def _ranks(rows: list[int], padding: int, count: int | None, lengths: list[int], config: Config) -> Ranks:
+    dp, limit = config["dp_size"], config["micro_batch"]
     if "max_tokens" in limit:
         packed = _packed(rows, lengths, config)
-        part.ranks = [packed[rank::dp] for rank in range(dp)]
-    elif "count" in limit:
-        part.ranks = [[cut or [PADDING] for cut in _chunks(chunk, limit["count"])] for chunk in _chunks(rows, dp)]
-    else:
-        part.ranks = _by_size(rows, part.padding, config)
+        return [packed[rank::dp] for rank in range(dp)]
+    if "count" in limit:
+        return [[cut or [PADDING] for cut in _chunks(chunk, count or limit["count"])] for chunk in _chunks(rows, dp)]
+    return _by_size(rows, padding, config)
 
 
-def _is_aligned(part: MiniBatch, end: int, lengths: list[int], config: Config) -> bool:
-    rows, limit = end - part.start, config["micro_batch"]
+def _is_aligned(rows: list[int], lengths: list[int], config: Config) -> bool:
+    limit = config["micro_batch"]
     if "max_tokens" in limit:
-        packed = len(_first_fit(list(range(part.start, end)), lengths, config))
-        return ceil(packed / align_to(config)) * align_to(config) <= rows
+        packed = len(_first_fit(rows, lengths, config))
+        return ceil(packed / align_to(config)) * align_to(config) <= len(rows)
     if "count" in limit:
         return True
-    per_rank = ceil(ceil(rows / config["dp_size"]) / limit["size"])
+    per_rank = ceil(ceil(len(rows) / config["dp_size"]) / limit["size"])
     return per_rank * config["dp_size"] % align_to(config) == 0
 
 

@@ -88,6 +88,13 @@ def test_a_trajectory_has_one_agent_and_one_episode(field: str) -> None:
     bench.submit(rows[1])
 
 
+def test_a_partition_is_refused_when_it_is_sent_where_a_mini_batch_is_a_number_of_rows() -> None:
+    bench = Bench(mini_batch_unit="sequence", micro_batch={"size": 1})
+    with pytest.raises(InvalidArgumentError, match=r"sample 0 step 0: partition 'sft' .* mini_batch_unit: prompt"):
+        bench.submit(*group_rows("a", partition="sft"))
+    assert bench.submit(*group_rows("a")) == ["ACCEPTED"] * 2
+
+
 @pytest.mark.parametrize("field", ["agent", "partition"])
 def test_a_run_has_at_most_64_agents_and_64_partitions(field: str) -> None:
     bench = Bench(train_batch_size=100)

@@ -97,4 +97,7 @@ def plan_batch(steps: Steps, config: RunConfig, *, batch: int) -> PlanDocument:
 
 
 def _schedule(scored: ScoredBatch, config: RunConfig) -> list[MiniBatchPlan]:
-    return schedule(scored.rows.lengths, scored.row_group_bounds, config, scored.sharing, costs=scored.costs)
+    partitions = None if scored.partitions is None else scored.partitions.of_rows
+    return schedule(
+        scored.rows.lengths, scored.row_group_bounds, config, scored.sharing, partitions, costs=scored.costs
+    )

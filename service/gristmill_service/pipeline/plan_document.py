@@ -38,7 +38,11 @@ class RankDocument:
 
 @dataclass(frozen=True, slots=True)
 class MiniBatchDocument:
-    """An optimizer step of one model. `start:end` are its rows before any drop; the counts cover its kept rows."""
+    """An optimizer step of one model. `start:end` are its rows before any drop; the counts cover its kept rows.
+
+    partitions: the partition of each micro-batch, which is the same on every rank; "" for rows without one. Absent if
+    no row of the batch has one.
+    """
 
     model: Model
     index: int
@@ -50,6 +54,7 @@ class MiniBatchDocument:
     loss_tokens: int
     micro_batches_per_rank: int
     ranks: list[RankDocument]
+    partitions: list[str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +99,7 @@ class PlanDocument:
 def encode_plan(plan: PlanDocument) -> bytes:
     """Returns the plan as JSON, in UTF-8 and on one line."""
     # Quotes in JSON strings are escaped, so no name can contain this text.
-    text = msgspec.json.encode(plan).replace(b',"shared":null', b"")
+    text = msgspec.json.encode(plan).replace(b',"shared":null', b"").replace(b',"partitions":null', b"")
     return text if plan.steps is not None else text.removesuffix(b',"steps":null}') + b"}"
 
 
@@ -147,6 +152,7 @@ def _mini_batch(mini_batch: MiniBatchPlan, scored: ScoredBatch) -> MiniBatchDocu
         loss_tokens=int(scored.loss_tokens[mini_batch.start : mini_batch.kept_end].sum()),
         micro_batches_per_rank=mini_batch.micro_batches_per_rank,
         ranks=[_rank(index, rank, scored.sharing) for index, rank in enumerate(mini_batch.ranks)],
+        partitions=None if scored.partitions is None else scored.partitions.named(mini_batch.partitions),
     )
 
 

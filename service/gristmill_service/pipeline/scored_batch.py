@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +34,19 @@ def no_timer(_: Stage) -> AbstractContextManager[object]:
     return nullcontext()
 
 
+class Partitions(NamedTuple):
+    """The partitions of a batch's rows, which may not share micro-batches.
+
+    names: by first appearance; "" for rows without one. of_rows: int64 (rows,), the number of each row's partition.
+    """
+
+    names: list[str]
+    of_rows: Int64s
+
+    def named(self, numbers: Int64s) -> list[str]:
+        return [self.names[number] for number in numbers.tolist()]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ScoredBatch:
     """A batch that is ready to be scheduled, for any number of ranks.
@@ -45,7 +58,7 @@ class ScoredBatch:
     stale: (round, uid) of groups dropped as stale. counts: the number of cases of each rule, by name.
     awaits: names of the columns that trainers have not written yet.
     sharing: the tokens that rows share, with `layout: prefix_tree`. costs: float64 (rows,), the FLOPs of each row that
-    `flops` reads from a column.
+    `flops` reads from a column. partitions: None if no row has one.
     """
 
     received: Received
@@ -63,6 +76,7 @@ class ScoredBatch:
     awaits: frozenset[str] = frozenset()
     sharing: Sharing | None = None
     costs: Float64s | None = None
+    partitions: Partitions | None = None
 
     @property
     def row_groups(self) -> Int64s:
@@ -119,8 +133,18 @@ def score_batch(
             awaits=awaits,
             sharing=_sharing(received, rows, row_group_bounds, config),
             costs=row_costs(received.steps, rows, config),
+            partitions=_partitions(received, rows),
         )
         return scored if awaits & credit_columns(config) else _credited(scored, config)
+
+
+def _partitions(received: Received, rows: Rows) -> Partitions | None:
+    texts = received.steps.partitions
+    if texts is None or not any(texts):
+        return None
+    names = [texts[step] for step in rows.first.tolist()]
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    return Partitions([*numbers], np.array([numbers[name] for name in names], np.int64))
 
 
 def _sharing(received: Received, rows: Rows, row_group_bounds: Int64s, config: RunConfig) -> Sharing | None:

@@ -238,6 +238,11 @@ class Rows:
 class MicroBatch(Rows):
     """The rows of one forward pass of the model, returned by `Shard.micro_batches`."""
 
+    @property
+    def partition(self) -> str:
+        """Return the partition of the rows, which is the same on all ranks; "" for rows without one."""
+        return str(self.metadata.get("partitions", [""])[0])
+
 
 class Shard(Rows):
     """One rank's rows of one mini-batch, returned by `Batch`.
@@ -294,7 +299,10 @@ class Shard(Rows):
                 name: self._copies[f"{prefix}/{name}"] for name in separate if f"{prefix}/{name}" in self._copies
             }
             tensors = cut | _items(with_items, begin, end, len(self)) | separate
-            yield MicroBatch(tensors, _metadata_of(self.metadata, begin, end), self._convert, copies)
+            metadata = _metadata_of(self.metadata, begin, end)
+            if "partitions" in metadata:
+                metadata["partitions"] = metadata["partitions"][index : index + 1]
+            yield MicroBatch(tensors, metadata, self._convert, copies)
 
     def _by_micro_batch(self) -> tuple[Tensors, dict[str, Tensors]]:
         """Return the tensors of the whole shard, and the tensors of single micro-batches by prefix."""

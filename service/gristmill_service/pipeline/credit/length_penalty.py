@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from gristmill._wire.columns import Int64s
@@ -39,9 +41,10 @@ def _lengths(received: Received, penalty: LengthPenalty, config: RunConfig) -> l
     if penalty.output_tokens:
         lengths.append((penalty.output_tokens, np.add.reduceat(steps.response_lengths, begins)))
     if penalty.input_tokens:
-        # As the tree of exactly equal tokens has them, whatever the run merges.
+        # As the tree of exactly equal tokens has them, whatever the run merges and however rows are partitioned.
         as_tree = config.model_copy(update={"merge": "tree", "retokenized_tail": 0, "columns": ()})
-        own = steps.prompt_lengths - find_joins(received, as_tree).commons
+        whole = replace(received, steps=replace(steps, partitions=None))
+        own = steps.prompt_lengths - find_joins(whole, as_tree).commons
         lengths.append((penalty.input_tokens, np.add.reduceat(own, begins)))
     if penalty.turns:
         lengths.append((penalty.turns, np.diff(received.trajectory_bounds)))

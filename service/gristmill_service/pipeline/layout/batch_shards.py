@@ -81,9 +81,18 @@ class _ShardBuilder:
         placed = layout.place(columns, self._per_row, self._tensors)
         metadata = Metadata(self._labels, denominators, layout.placement.rows, self._config, self._run, self._batch)
         return [
-            layout.shard(index, address, placed, metadata.of(address, rank, layout.begins[index], divisors))
-            for index, (address, rank, divisors) in enumerate(_addressed(of_model, denominators))
+            layout.shard(
+                index,
+                address,
+                placed,
+                metadata.of(address, rank, layout.begins[index], divisors) | self._partitions(part),
+            )
+            for index, (address, rank, divisors, part) in enumerate(_addressed(of_model, denominators))
         ]
+
+    def _partitions(self, mini_batch: MiniBatchPlan) -> dict[str, str]:
+        partitions = self._scored.partitions
+        return {} if partitions is None else {"partitions": _json(partitions.named(mini_batch.partitions))}
 
     def _shared_columns(self) -> list[Column]:
         """Returns the columns that do not depend on mini-batches: all except the advantages."""
@@ -229,11 +238,11 @@ def token_advantages(
 
 def _addressed(
     mini_batches: Sequence[MiniBatchPlan], denominators: Sequence[Denominators]
-) -> Iterator[tuple[ShardAddress, RankPlan, Denominators]]:
-    """Yields the addresses of one model's shards, in plan order, with their rank's plan and denominators."""
+) -> Iterator[tuple[ShardAddress, RankPlan, Denominators, MiniBatchPlan]]:
+    """Yields the addresses of one model's shards, in plan order, with their rank's plan, denominators, mini-batch."""
     for mini_batch, divisors in zip(mini_batches, denominators, strict=True):
         for index, rank in enumerate(mini_batch.ranks):
-            yield ShardAddress(mini_batch.model, mini_batch.index, index), rank, divisors
+            yield ShardAddress(mini_batch.model, mini_batch.index, index), rank, divisors, mini_batch
 
 
 def _mini_batch_of_rows(mini_batches: Sequence[MiniBatchPlan], rows: int) -> Int64s:

@@ -21,6 +21,7 @@ from gristmill_service.config import RunConfig
 from gristmill_service.pipeline.rows.validate import Received
 
 NONE = -1
+PARTITION = "partition"
 _COMPARED_FIRST, _COMPARED_NEXT = 1 << 7, 1 << 14
 
 
@@ -46,7 +47,7 @@ class Mismatch:
     before: the number of the step that it is compared with: the previous step, or, if the mode branches, the step with
         the longest common prefix.
     index: the index of the first token of its prompt that differs; the prompt's length if the prompt is too short.
-    column: the declared column in which the two steps differ, if no token differs.
+    column: the declared column in which the two steps differ, or `partition`, if no token differs.
     """
 
     trajectory: int
@@ -109,26 +110,28 @@ def _searched(received: Received, settled: NDArray[np.bool_], config: RunConfig)
 
 
 def joins_before(received: Received, columns: Sequence[ColumnSpec]) -> NDArray[np.bool_]:
-    """Returns for each step whether its prompt begins with the whole previous step, and no column with `merge: equal`
-    differs; bool (steps,)."""
+    """Returns for each step whether its prompt begins with the whole previous step, and neither the partition nor a
+    column with `merge: equal` differs; bool (steps,)."""
     steps = received.steps
     fits = np.zeros(len(steps), np.bool_)
     fits[1:] = steps.tokens.lengths[:-1] <= steps.prompt_lengths[1:]
     fits[received.trajectory_bounds[:-1]] = False
     joins = extends(steps.tokens, fits)
-    if any(column.merge == "equal" for column in columns):
+    if steps.partitions is not None or any(column.merge == "equal" for column in columns):
         for step in np.flatnonzero(joins).tolist():
             joins[step] = not differing(columns, steps, step - 1, step, int(steps.tokens.lengths[step - 1]))
     return joins
 
 
 def differing(columns: Sequence[ColumnSpec], steps: Steps, before: int, step: int, common: int) -> str:
-    """Returns the first column with `merge: equal` in which a step differs from an earlier step that it would join; ""
-    if no column differs.
+    """Returns `partition`, or the first column with `merge: equal`, in which a step differs from an earlier step that
+    it would join; "" if nothing differs.
 
     Compares values per row, values of the first `common` tokens, and items, of which the later step may have more. For
     a partial column, compares only tokens for which both steps have a value.
     """
+    if steps.partitions is not None and steps.partitions[before] != steps.partitions[step]:
+        return PARTITION
     for column in columns:
         if column.merge == "equal" and column.scope != "response" and (extra := steps.extras.get(column.name)):
             one, other = extra.values[before], extra.values[step]

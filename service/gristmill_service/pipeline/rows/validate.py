@@ -89,6 +89,7 @@ def receive(steps: Steps, config: RunConfig) -> Received:
     check_lambda(steps, config)
     check_lengths(steps, config)
     check_costs(steps, config)
+    check_partitions(steps, config)
     return Received(
         steps=steps,
         groups=groups,
@@ -287,6 +288,17 @@ def checked_components(steps: Steps, row: int, others: tuple[str, ...] | None, c
     else:
         return names
     raise InvalidArgumentError(f"{steps.name(row)}: reward_components {problem} with each trajectory's last step")
+
+
+def check_partitions(steps: Steps, config: RunConfig) -> None:
+    """Rejects partitions in a run whose mini-batches have a fixed number of rows."""
+    if config.mini_batch_unit == "sequence" and steps.partitions is not None and any(steps.partitions):
+        row = next(row for row, text in enumerate(steps.partitions) if text)
+        raise InvalidArgumentError(
+            f"{steps.name(row)}: partition {steps.partitions[row]!r} would have padding rows of its own, and with "
+            "mini_batch_unit: sequence a mini-batch has a fixed number of rows; omit partition, or create the run with "
+            "mini_batch_unit: prompt"
+        )
 
 
 def check_lengths(steps: Steps, config: RunConfig) -> None:

@@ -194,11 +194,6 @@ def _packings(part: _Part, rows: list[_Rows], batch: WholeRows, config: RunConfi
 def _check_partitions(part: _Part, partitions: int, config: RunConfig) -> None:
     """Rejects partitions among which micro-batches cannot be divided."""
     where = f"{part.model} mini-batch {part.index}: its rows have {partitions} partitions"
-    if config.mini_batch_unit == "sequence":
-        raise InvalidArgumentError(
-            f"{where}, each with a number of rows of its own, but with mini_batch_unit: sequence a mini-batch has a "
-            "fixed number; use mini_batch_unit: prompt, or send rows without partition"
-        )
     if config.micro_batch.count is not None and config.micro_batch.count < partitions:
         raise InvalidArgumentError(
             f"{where}, and with micro_batch.count: {config.micro_batch.count} a rank has fewer micro-batches; raise "

@@ -30,6 +30,7 @@ class LastStep(NamedTuple):
     """The last step of a trajectory so far.
 
     tokens: int32, the step's prompt and response; checksum: their CRC-32. columns: the step's shared declared columns.
+    partition: the step's, with which alone it merges.
     """
 
     attempt: int
@@ -37,6 +38,7 @@ class LastStep(NamedTuple):
     tokens: NDArray[np.int32]
     checksum: int
     columns: frozenset[str]
+    partition: str
 
 
 def follow(before: LastStep | None, table: Steps, row: int, shared: frozenset[str]) -> tuple[Prefix, LastStep | None]:
@@ -46,14 +48,17 @@ def follow(before: LastStep | None, table: Steps, row: int, shared: frozenset[st
     with their tokens (`ColumnSpec.is_shared`). The new last step is None if the trajectory ends with this row.
     """
     step, attempt, tokens = int(table.steps[row]), int(table.attempts[row]), table.tokens[row]
+    partition = partition_of(table, row)
     columns = frozenset(name for name in shared & table.extras.keys() if table.extras[name].given[row])
     length = checksum = 0
     left_out: frozenset[str] = frozenset()
     if before is not None and (before.attempt, before.step) == (attempt, step - 1):
         length = _common(before.tokens, tokens[: int(table.prompt_lengths[row])])
         if length == len(before.tokens):
-            # The service merges the two steps into one row, with the values of the first step.
-            checksum, left_out = before.checksum, columns & before.columns
+            checksum = before.checksum
+            if partition == before.partition:
+                # The service merges the two steps into one row, with the values of the first step.
+                left_out = columns & before.columns
         elif length:
             checksum = zlib.crc32(bytes_of(tokens[:length]))
     prefix = Prefix(length, checksum, left_out) if length >= _LEAST_TOKENS else WHOLE
@@ -62,7 +67,11 @@ def follow(before: LastStep | None, table: Steps, row: int, shared: frozenset[st
     if 2 * tokens.nbytes < table.tokens.values.nbytes:
         # A view would keep the whole table in memory.
         tokens = tokens.copy()
-    return prefix, LastStep(attempt, step, tokens, zlib.crc32(bytes_of(tokens[length:]), checksum), columns)
+    return prefix, LastStep(attempt, step, tokens, zlib.crc32(bytes_of(tokens[length:]), checksum), columns, partition)
+
+
+def partition_of(table: Steps, row: int) -> str:
+    return "" if table.partitions is None else table.partitions[row]
 
 
 class _LastSteps:

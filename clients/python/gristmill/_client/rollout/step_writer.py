@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gristmill._client.rollout.delivery import Prefix
-from gristmill._client.rollout.prefix_dedup import LastStep, follow
+from gristmill._client.rollout.prefix_dedup import LastStep, follow, partition_of
 from gristmill._wire.column_spec import ColumnSpec, start_of
 from gristmill._wire.columns import Array, Ragged
 from gristmill._wire.extras import check_extras
@@ -149,8 +149,8 @@ class StepWriter:
         }
 
     def _extends_last(self, table: Steps) -> bool:
-        """Returns whether the row's prompt begins with all tokens of the last step."""
-        if self._last is None:
+        """Returns whether the row's prompt begins with all tokens of the last step, which has the same partition."""
+        if self._last is None or self._last.partition != partition_of(table, 0):
             return False
         prompt = table.tokens[0][: table.prompt_lengths[0]]
         return np.array_equal(self._last.tokens, prompt[: len(self._last.tokens)])
