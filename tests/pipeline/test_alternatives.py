@@ -44,13 +44,22 @@ def first(rows: list[Row], config: dict[str, Any], version: int | None = 3) -> A
     st.sampled_from(["count", "mask"]),
     st.sampled_from([None, "mask"]),
     st.sampled_from(["grpo", "reinforce++", "opo"]),
+    st.sampled_from([1, 4]),
 )
 def test_as_configured_is_what_the_plan_and_the_shards_have(
-    drawn: tuple[list[Row], dict[str, Any]], whiten: str, layout: str, stale: str, zero: str | None, estimator: str
+    drawn: tuple[list[Row], dict[str, Any]],
+    whiten: str,
+    layout: str,
+    stale: str,
+    zero: str | None,
+    estimator: str,
+    multiple: int,
 ) -> None:
     rows, config = drawn
     config |= {"whiten": whiten, "layout": layout, "stale": stale, "zero_variance_filter": zero}
     config |= {"advantage_estimator": estimator}
+    if layout != "left_padded":
+        config |= {"pad_rows_to_multiple_of": multiple}
     figures = first(rows, config).figures
     batch = build_batch(from_rows(rows), parse_config(config), run="r", batch=0, policy_version=3)
     metrics, policy = batch.plan.metrics, [part for part in batch.plan.mini_batches if part.model == "policy"]

@@ -22,7 +22,7 @@ from gristmill_service.pipeline.scheduling.schedule import schedule
 from gristmill_service.pipeline.scored_batch import ScoredBatch, StageTimer, no_timer, score_batch, with_columns
 from gristmill_service.pipeline.written import ShardForm, Written, form_of, values_of_steps
 
-__all__ = ["BuiltBatch", "build_batch", "plan_batch"]
+__all__ = ["BuiltBatch", "build_batch", "plan_batch", "scheduled"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,7 +65,7 @@ def build_batch(
     """
     scored = score_batch(steps, config, policy_version, timed, begun)
     with timed("schedule"):
-        mini_batches = _schedule(scored, config)
+        mini_batches = scheduled(scored, config)
     if written is not None:
         with timed("advantage"):
             scored = with_columns(
@@ -92,11 +92,12 @@ def build_batch(
 def plan_batch(steps: Steps, config: RunConfig, *, batch: int) -> PlanDocument:
     """Returns a batch's plan without its shards. The table may contain only lengths, without tokens."""
     scored = score_batch(steps, config, None)
-    mini_batches = _schedule(scored, config)
+    mini_batches = scheduled(scored, config)
     return plan_document(scored, mini_batches, config, batch, None, count_groups(scored, mini_batches, None))
 
 
-def _schedule(scored: ScoredBatch, config: RunConfig) -> list[MiniBatchPlan]:
+def scheduled(scored: ScoredBatch, config: RunConfig) -> list[MiniBatchPlan]:
+    """Returns the mini-batches of all models, the policy's first."""
     partitions = None if scored.partitions is None else scored.partitions.of_rows
     return schedule(
         scored.rows.lengths, scored.row_group_bounds, config, scored.sharing, partitions, costs=scored.costs

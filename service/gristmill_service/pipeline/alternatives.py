@@ -21,14 +21,15 @@ from gristmill._wire.steps import Steps
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.config import RunConfig, parse_config
 from gristmill_service.estimators import ESTIMATORS, Float64s
+from gristmill_service.pipeline import scheduled
 from gristmill_service.pipeline.credit.assignment import TokenCredit
 from gristmill_service.pipeline.credit.trained_tokens import trained_tokens
-from gristmill_service.pipeline.figures import elements
 from gristmill_service.pipeline.layout.batch_shards import row_advantages, token_advantages
+from gristmill_service.pipeline.layout.columns import Geometry
+from gristmill_service.pipeline.layout.shard import Layout
+from gristmill_service.pipeline.plan_document import performance
 from gristmill_service.pipeline.rows.merge import kept_tokens
-from gristmill_service.pipeline.scheduling.balance import barrier_ratio, loads_of, shared_loads
 from gristmill_service.pipeline.scheduling.plan import MiniBatchPlan
-from gristmill_service.pipeline.scheduling.schedule import schedule
 from gristmill_service.pipeline.scored_batch import ScoredBatch, score_batch
 
 Changes = Mapping[str, Any]
@@ -255,29 +256,25 @@ def _planned(batch: Sealed, config: RunConfig, known: _Schedule | None = None) -
     scored = score_batch(batch.steps, config, batch.policy_version)
     lengths, bounds = scored.rows.lengths, scored.row_group_bounds
     if known is None or not known.fits(scored):
-        mini_batches = schedule(lengths, bounds, config, scored.sharing)
+        mini_batches = scheduled(scored, config)
         known = _Schedule(lengths, bounds, mini_batches, scored.sharing is not None)
     policy = [part for part in known.mini_batches if part.model == "policy"]
     kept = np.zeros(len(scored.rows), np.bool_)
     for part in policy:
         kept[part.start : part.kept_end] = True
-    own = int(lengths[kept].sum())
-    tokens = elements(lengths, policy, config) if policy else {}
-    computed = tokens.get(config.pad_width if config.layout == "left_padded" else "packed", 0)
-    sharing, loads = None, loads_of(lengths, config.flops)
-    if scored.sharing is not None:
-        shared = scored.sharing.shared_tokens(policy)
-        own, computed, sharing = own - shared, computed - shared, shared_loads(scored.sharing, config.flops)
+    geometry = Geometry(scored.rows, config.padding_row_tokens)
+    computed = Layout(policy, geometry, config, scored.sharing).sequence_elements if policy else 0
+    cost: Any = performance(scored, policy, config, int(lengths[kept].sum()), computed)
     groups = _marked(scored.row_groups[kept])
     planned = Outcome(
         steps=len(policy) * config.update_epochs_per_batch,
         groups=groups,
         rows=int(kept.sum()),
-        padding_rows=sum(part.padding_rows for part in policy),
+        padding_rows=cost["padding_rows"],
         tokens=computed,
-        padding_tokens=computed - own,
+        padding_tokens=cost["padding_tokens"],
         loss_tokens=int(scored.loss_tokens[kept].sum()),
-        slowest=barrier_ratio(policy, loads, sharing) * computed,
+        slowest=cost["barrier_ratio"] * computed,
         advantages=_advantages(scored, policy, kept, groups, config) if has_rewards else None,
     )
     return planned, known

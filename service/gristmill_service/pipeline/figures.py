@@ -289,14 +289,7 @@ def _cause(scored: ScoredBatch, mismatch: Mismatch) -> str:
 def _padding_shares(
     scored: ScoredBatch, policy: Sequence[MiniBatchPlan], config: RunConfig, trained: int, laid_out: float
 ) -> dict[str, float]:
-    sizes = elements(scored.rows.lengths, policy, config)
-    return {"laid_out": laid_out, **{level: 1 - trained / size for level, size in sizes.items()}}
-
-
-def elements(row_lengths: Int64s, policy: Sequence[MiniBatchPlan], config: RunConfig) -> dict[str, int]:
-    """Counts the elements of `sequences`, with padding, as `packed` and each `pad_width` lay them out; tokens that rows
-    share count in each. row_lengths: int64 (rows,)."""
-    lengths = np.append(row_lengths, config.padding_row_tokens)
+    lengths = np.append(scored.rows.lengths, config.padding_row_tokens)
     ranks = [rank for part in policy for rank in part.ranks]
     placed = lengths[np.concatenate([rank.rows for rank in ranks])]
     begins = np.cumsum([0, *(len(rank.rows) for rank in ranks)])
@@ -307,7 +300,8 @@ def elements(row_lengths: Int64s, policy: Sequence[MiniBatchPlan], config: RunCo
         "batch": begins[:1],
     }
     sizes = {level: _elements(placed, edge, config.pad_to_multiple_of) for level, edge in edges.items()}
-    return {"packed": int(placed.sum()), **sizes}
+    shares = {level: 1 - trained / size for level, size in [("packed", int(placed.sum())), *sizes.items()]}
+    return {"laid_out": laid_out, **shares}
 
 
 def _elements(lengths: Int64s, begins: Int64s, multiple: int) -> int:

@@ -203,7 +203,21 @@ def _performance(
     laid_out: Sequence[Shard] | None,
     tokens: int,
 ) -> dict[str, int | float]:
-    """Returns the cost of the policy's shards, with padding listed separately. tokens: the tokens of trained rows.
+    """Returns the cost of the policy's shards, with padding listed separately. tokens: the tokens of trained rows."""
+    if laid_out is None:
+        return performance(scored, policy, config, tokens, None)
+    elements = sum(shard.sequence_elements for shard in laid_out if shard.address.model == "policy")
+    figures = performance(scored, policy, config, tokens, elements)
+    if config.cp_shards == "blocks":
+        figures["cp_barrier_ratio"] = cp_barrier_ratio(laid_out, config.cp_size)
+    return figures | {"shard_bytes": sum(shard.size for shard in laid_out)}
+
+
+def performance(
+    scored: ScoredBatch, policy: Sequence[MiniBatchPlan], config: RunConfig, tokens: int, elements: int | None
+) -> dict[str, int | float]:
+    """Returns the cost of the policy's mini-batches. tokens: those of trained rows. elements: those of `sequences`,
+    including padding; None if nothing is laid out.
 
     The barrier ratio is computed from FLOPs if the configuration has `flops`, else from tokens. Shared tokens count
     once in loads and padding; `distinct_tokens` is the number of tokens without repetition.
@@ -215,13 +229,9 @@ def _performance(
         shared = shared_loads(scored.sharing.rounded_down(config.pad_rows_to_multiple_of), config.flops)
     loads = loads_of(config.padded(scored.rows.lengths), config.flops, scored.costs)
     figures["barrier_ratio"] = barrier_ratio(policy, loads, shared)
-    if laid_out is not None:
-        elements = sum(shard.sequence_elements for shard in laid_out if shard.address.model == "policy")
+    if elements is not None:
         figures["padding_tokens"] = elements - distinct
         figures["padding_share"] = (elements - distinct) / elements if elements else 0.0
-        if config.cp_shards == "blocks":
-            figures["cp_barrier_ratio"] = cp_barrier_ratio(laid_out, config.cp_size)
-        figures["shard_bytes"] = sum(shard.size for shard in laid_out)
     return figures
 
 

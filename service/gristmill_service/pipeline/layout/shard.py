@@ -139,6 +139,11 @@ class Layout:
         self._token_ends = np.append(0, np.cumsum(on_axis))
 
     @property
+    def sequence_elements(self) -> int:
+        """The number of elements of all `sequences` tensors of all shards, including padding."""
+        return sum(self._elements(block, "sequence") for blocks in self._blocks for block in blocks)
+
+    @property
     def tree_columns(self) -> list[Column]:
         """The columns that describe an axis on which rows share tokens; empty if rows share no tokens."""
         if self._branches is None or self.placement.shared is None:
