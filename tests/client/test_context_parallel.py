@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import flex_attention
 
 from gristmill import FailedPreconditionError, InvalidArgumentError, RolloutClient, TrainerClient
 from gristmill._torch.context_parallel import NO_LABEL, cut_shard
@@ -21,7 +22,7 @@ from gristmill._torch.shard_files import parse_shard
 from gristmill._wire.addresses import Position
 from gristmill._wire.context_parallel import BLOCK, deal, load_ratio
 from gristmill._wire.rows import from_rows
-from gristmill.torch import MicroBatch, Shard, load_shard
+from gristmill.torch import MicroBatch, Shard, load_shard, tree_attention
 from gristmill_service.config import parse_config
 from gristmill_service.pipeline import BuiltBatch, build_batch
 from gristmill_service.pipeline.layout.iovec import join
@@ -210,6 +211,23 @@ def test_masks_of_blocks_are_those_of_the_whole_tree() -> None:
         local = torch.arange(len(queries))[:, None]
         attends = mask.mask_mod(torch.tensor(0), torch.tensor(0), local, torch.arange(len(whole))[None])
         assert torch.equal(attends, whole.mask[queries])
+
+
+def test_a_rank_s_queries_attend_to_gathered_keys_as_in_the_whole_tree() -> None:
+    rows = [make_row(sample=sample, prompt=[1] * 300, response=[sample] * 90) for sample in range(3)]
+    config = make_config(n_samples_per_prompt=3, dp_size=1, step_wise=False, micro_batch={"max_tokens": 65536})
+    batch = built(rows, config | settings("blocks"))
+    whole = micro_of(batch, None).tree
+    query, key, value = torch.randn(3, 1, 2, len(whole), 16, dtype=torch.float64)
+    module = torch.nn.Module()
+    expected, _ = tree_attention(module, query, key, value, None, tree=whole)
+    for cp_rank in range(2):
+        micro = micro_of(batch, cp_rank)
+        queries = micro["query_positions"].long()
+        output, _ = tree_attention(module, query[:, :, queries], key, value, None, tree=micro.tree)
+        torch.testing.assert_close(output, expected[:, queries])
+        by_blocks = flex_attention(query[:, :, queries], key, value, block_mask=micro.tree.block_mask())
+        torch.testing.assert_close(by_blocks.transpose(1, 2), expected[:, queries])
 
 
 def test_rows_are_not_taken_apart_where_a_rank_has_a_part_of_them() -> None:

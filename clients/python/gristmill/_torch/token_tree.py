@@ -46,6 +46,11 @@ class TokenTree:
         """Return the number of tokens."""
         return len(self.parents)
 
+    @property
+    def query_count(self) -> int:
+        """Return the number of tokens that attend: all, or those of one context-parallel rank."""
+        return len(self) if self._queries is None else len(self._queries)
+
     @cached_property
     def descendant_ends(self) -> torch.Tensor:
         """Return the end of each token's range of descendants, which starts at the token itself; int64 (tokens,)."""
@@ -101,16 +106,15 @@ class TokenTree:
         # query, and empty if no range ends after the first query.
         full = below & (least[None, :] >= begins[:, None] + block_size)
         partial = (below & (most[None, :] > begins[:, None]) & ~full) | (begins[None, :] == begins[:, None])
-        count = len(self)
         if self._queries is not None:
-            of_rank, count = self._queries[::block_size] // block_size, len(self._queries)
+            of_rank = self._queries[::block_size] // block_size
             full, partial = full[of_rank], partial[of_rank]
         return BlockMask.from_kv_blocks(
             *_listed(partial),
             *_listed(full),
             BLOCK_SIZE=block_size,
             mask_mod=self.mask_mod,
-            seq_lengths=(count, len(self)),
+            seq_lengths=(self.query_count, len(self)),
         )
 
     @cached_property

@@ -43,7 +43,8 @@ def tree_attention(
 ) -> tuple[torch.Tensor, None]:
     """Compute attention in which each token attends only to its row: by FlexAttention on a GPU, else by a dense mask.
 
-    query: (1, heads, tokens, size); key, value: (1, heads or fewer, tokens, size). tree: the micro-batch's tree.
+    query: (1, heads, tokens, size); key, value: (1, heads or fewer, tokens, size). tree: the micro-batch's tree. For a
+    context-parallel rank, `query` has the rank's tokens, and `key` and `value` those of all ranks, at their positions.
     Returns the output (1, tokens, heads, size), and None instead of weights. Raises InvalidArgumentError without a
     tree, for other shapes, and for unsupported kinds of attention (sliding window, soft caps, sinks).
     """
@@ -51,7 +52,7 @@ def tree_attention(
         raise InvalidArgumentError(
             f"attention {NAME!r} needs the micro-batch's tree; call the model with tree=micro.tree"
         )
-    if query.shape[0] != 1 or query.shape[2] != len(tree) or key.shape[2] != len(tree):
+    if query.shape[0] != 1 or query.shape[2] != tree.query_count or key.shape[2] != len(tree):
         raise InvalidArgumentError(
             f"attention {NAME!r} got queries of shape {tuple(query.shape)} and keys of shape {tuple(key.shape)} for a "
             f"tree of {len(tree)} tokens; call the model with one micro-batch, sequences[None], and no cache"
