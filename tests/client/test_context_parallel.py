@@ -129,11 +129,24 @@ def test_the_ranks_together_have_each_token_once_and_each_value_where_its_token_
         for own, *cut in zip(whole.micro_batches(), *(part.micro_batches() for part in parts), strict=True):
             positions = torch.cat([part["query_positions"] for part in cut])
             assert sorted(positions.tolist()) == list(range(len(own["sequences"])))
-            for part in cut:
+            for cp_rank, part in enumerate(cut):
                 _check_part(part, own)
+                if kind != "blocks":
+                    assert part["query_positions"].tolist() == _pieces(own, kind, cp_size, cp_rank)
             places = torch.cat([part["label_positions"] for part in cut]).tolist()
             trained = own["loss_mask"].nonzero().squeeze(1).tolist()
             assert [places.count(place) for place in trained] == [1] * len(trained)
+
+
+def _pieces(own: MicroBatch, kind: str, cp_size: int, cp_rank: int) -> list[int]:
+    """The positions of a rank's pieces of each row."""
+    pieces, count = ([cp_rank, 2 * cp_size - 1 - cp_rank], 2 * cp_size) if kind == "zigzag" else ([cp_rank], cp_size)
+    return [
+        begin + piece * (end - begin) // count + place
+        for begin, end in pairwise(own["cu_seqlens_padded"].tolist())
+        for piece in pieces
+        for place in range((end - begin) // count)
+    ]
 
 
 def _check_part(part: MicroBatch, own: MicroBatch) -> None:
@@ -213,6 +226,7 @@ def test_masks_of_blocks_are_those_of_the_whole_tree() -> None:
         assert torch.equal(attends, whole.mask[queries])
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_a_rank_s_queries_attend_to_gathered_keys_as_in_the_whole_tree() -> None:
     rows = [make_row(sample=sample, prompt=[1] * 300, response=[sample] * 90) for sample in range(3)]
     config = make_config(n_samples_per_prompt=3, dp_size=1, step_wise=False, micro_batch={"max_tokens": 65536})

@@ -244,6 +244,13 @@ class Batch:
             labels["step_keys"] = each(lambda row: [row.trajectory.steps[step]["step_key"] for step in row.path], None)
         if any("reward_components" in one.steps[-1] for one in self.trajectories):
             labels["reward_components"] = each(lambda row: row.trajectory.steps[-1]["reward_components"], None)
+        if self.config["cp_shards"] != "none":
+            declared = [column["name"] for column in self.config["columns"] if column["scope"] == "token"]
+            labels["context_parallel"] = {
+                "size": self.config["cp_size"],
+                "shards": self.config["cp_shards"],
+                "token_tensors": ["sequences", "position_ids", *declared],
+            }
         if self.config["layout"] == "prefix_tree":
             labels["response_lengths"] = each(lambda row: len(row.sources), 0)
         return labels

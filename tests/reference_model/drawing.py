@@ -84,6 +84,9 @@ def _config(random: Random) -> Config:
         config["pad_rows_to_multiple_of"] = some([1, 1, 2, 8])
         if maybe(0.3) and "max_tokens" in config["micro_batch"]:
             config["pad_packed_to"] = [128, 512]
+        shards = ["zigzag", "contiguous"] if config["layout"] == "packed" else ["blocks"]
+        if maybe(0.3) and config["pad_rows_to_multiple_of"] == 8:
+            config |= {"cp_size": 2, "cp_shards": some(shards)}
     if config["step_wise"]:
         config["merge"] = some(["none", "prefix", "prefix", "tree", "tree"])
         if config["merge"] != "none":

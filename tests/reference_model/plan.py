@@ -181,4 +181,21 @@ def _padding(batch: Batch, policy: list[MiniBatch], shards: dict[Any, Any]) -> P
     )
     padding = elements - distinct
     metrics: Plan = {"padding_tokens": padding, "padding_share": padding / elements if elements else 0.0}
+    if batch.config["cp_shards"] == "blocks":
+        metrics["cp_barrier_ratio"] = _cp_barrier_ratio(shards, batch.config["cp_size"])
     return metrics | ({"distinct_tokens": distinct} if batch.config["layout"] == "prefix_tree" else {})
+
+
+def _cp_barrier_ratio(shards: dict[Any, Any], cp_size: int) -> float:
+    """The sum over micro-batches of the largest load of a context-parallel rank, by the sum of the ranks' means."""
+    slowest = mean = 0.0
+    for (model, _, _), (tensors, _) in shards.items():
+        for name, (_, _, depths) in tensors.items():
+            if model == "policy" and name.endswith("position_ids"):
+                blocks = [sum(depths[at : at + 128]) + len(depths[at : at + 128]) for at in range(0, len(depths), 128)]
+                ranks: list[list[int]] = [[] for _ in range(cp_size)]
+                for block in sorted(blocks, reverse=True):
+                    open_ranks = [rank for rank in ranks if len(rank) < math.ceil(len(blocks) / cp_size)]
+                    min(open_ranks, key=sum).append(block)
+                slowest, mean = slowest + max(map(sum, ranks)), mean + sum(blocks) / cp_size
+    return slowest / mean if mean else 1.0

@@ -21,7 +21,7 @@ DEFAULTS: Config = {
     "max_staleness": None, "stale": "count", "max_samples_per_prompt": None, "dp_size": 1, "cp_size": 1, "vpp_size": 1,
     "microbatch_group_size": 1, "on_misaligned": "pad", "balance": "none", "flops": None, "tag_shares": {},
     "layout": "left_padded", "pad_width": "shard", "pad_to_multiple_of": 1, "pad_token_id": 0, "max_seq_len": None,
-    "pad_rows_to_multiple_of": 1, "pad_packed_to": [],
+    "pad_rows_to_multiple_of": 1, "pad_packed_to": [], "cp_shards": "none",
     "columns": [], "component_weights": {}, "length_penalty": None,
     "step_groups": None, "token_step": False, "observation_weight": 0.0,
 }

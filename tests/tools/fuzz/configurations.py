@@ -50,6 +50,7 @@ _MORE: list[dict[str, Any]] = [
         "pad_rows_to_multiple_of": 4,
         "pad_packed_to": [64, 128],
         "cp_size": 2,
+        "cp_shards": "zigzag",
         "micro_batch": {"max_tokens": 64},
     },
 ]
