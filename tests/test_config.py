@@ -234,7 +234,10 @@ def test_a_required_setting_that_is_missing_is_named(name: str) -> None:
         ),
         ({"grpo_epsilon": 0}, "grpo_epsilon: input should be greater than 0, got 0"),
         ({"grpo_std_over": "prompt"}, "grpo_std_over: input should be 'group' or 'batch', got 'prompt'"),
-        ({"advantage_estimator": "pass@k"}, "advantage_estimator: input should be 'grpo', .*'gdpo', 'gigpo', 'passk'"),
+        (
+            {"advantage_estimator": "pass@k"},
+            "advantage_estimator: input should be 'grpo', .*'gigpo', 'rae', 'passk'",
+        ),
         ({"kl_from": "logprobs"}, "kl_from: input should be 'old_logprobs' or 'rollout_logprobs', got 'logprobs'"),
         ({"lambda": {"length_adaptive": 0}}, "lambda.length_adaptive: input should be greater than 0, got 0"),
         ({"lambda": {"alpha": 0.05}}, "unknown setting lambda.alpha; expected one of length_adaptive, column"),

@@ -4,10 +4,11 @@ The rules and warnings of a configuration, and the pipeline, use this table; no 
 arithmetic is float64. An entry is one of these:
 
 - `Estimator`: computes nothing; clients send advantages.
-- `GroupEstimator`: computes one advantage per trajectory from the scores of its prompt group, and in
+- `GroupEstimator`: computes one advantage per trajectory from the scores of its comparison group, and in
   some cases one per step.
+- `RunningEstimator`: computes one advantage per trajectory from its score and the scores before it.
 - `TokenEstimator`: computes an advantage and a return for each trained token from the rewards of its trajectory, and in
-  some cases of its prompt group.
+  some cases of its comparison group.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class Settings(Protocol):
 
 
 class Groups(NamedTuple):
-    """Prompt groups of one size.
+    """Comparison groups of one size.
 
     scores, tokens: float64 (..., trajectories of each), each trajectory's score and its number of trained tokens.
     batch_std: the standard deviation of all scores of the batch, with n - 1; read with `grpo_std_over: batch`.
@@ -76,7 +77,7 @@ class Estimator:
 
     settings: the settings that not every estimator reads. columns: the response columns that the run must declare.
     reads_components: whether each of `reward_components` takes the place of the scores, and the advantages are summed
-    by `component_weights`. compares_groups: whether a `TokenEstimator` compares the trajectories of a prompt group.
+    by `component_weights`. compares_groups: whether a `TokenEstimator` compares the trajectories of a group.
     compares_steps: whether a `GroupEstimator` also compares steps.
     """
 
@@ -95,7 +96,7 @@ class Estimator:
 
 @dataclass(frozen=True, slots=True)
 class GroupEstimator(Estimator):
-    """Computes one advantage per trajectory from its prompt group.
+    """Computes one advantage per trajectory from its comparison group.
 
     compute: returns the advantages of groups of two or more trajectories with different scores; float64 (groups,
     trajectories of each), like the scores. of_one: the same for groups of one in runs with one sample per prompt;
@@ -108,14 +109,20 @@ class GroupEstimator(Estimator):
 
 
 @dataclass(frozen=True, slots=True)
+class RunningEstimator(Estimator):
+    """Computes one advantage per trajectory from a baseline that the run keeps over its batches;
+    `gristmill_service.pipeline.credit.baselines` computes both."""
+
+
+@dataclass(frozen=True, slots=True)
 class TokenEstimator(Estimator):
     """Computes an advantage and a return for each trained token.
 
     compute(settings, bounds, rewards, *columns): returns both, possibly as the same array; float64 (trained tokens,),
     like rewards and each column. bounds: int64 (trajectories + 1,): trajectory t has the tokens
     `bounds[t]:bounds[t + 1]`. The caller rejects overflow.
-    With `compares_groups` it is called with whole groups, and with int64 (groups + 1,) as the first column: group g has
-    the trajectories `[g]:[g + 1]`.
+    With `compares_groups` it is called with whole groups, and the first column is int64 (trajectories,): the number of
+    the comparison group of each.
     """
 
     compute: Callable[..., tuple[Float64s, Float64s]] = lambda settings, bounds, rewards: (rewards, rewards)
@@ -131,7 +138,7 @@ def flat(scores: Float64s) -> NDArray[np.bool_]:
 
 
 def group_advantages(estimator: GroupEstimator, groups: Groups, settings: Settings) -> Float64s:
-    """Returns one advantage per trajectory, for prompt groups of one size; (..., trajectories of each).
+    """Returns one advantage per trajectory, for comparison groups of one size; (..., trajectories of each).
 
     Equal scores give exactly 0 by comparison; arithmetic would leave 1e-10 even in float64. A group of one that remains
     of several samples has no baseline and gets 0. Except for `batch_std`, a group's result does not depend on others.
@@ -265,9 +272,11 @@ def _otb(
     weights = 1 - 2 * np.exp(np.minimum(logprobs, 50.0)) + sum_pi_squared
     for begin, end in pairwise(bounds.tolist()):
         np.add.accumulate(weights[begin:end], out=weights[begin:end])
-    longest = [lengths[begin:end].max(initial=0) for begin, end in pairwise(groups.tolist())]
+    groups = np.unique(groups, return_inverse=True)[1]
+    longest = np.zeros(groups.max(initial=-1) + 1, np.int64)
+    np.maximum.at(longest, groups, lengths)
     # Tokens that are compared have the same place: first those of the first group, by their index.
-    first = np.repeat(np.cumsum([0, *longest])[:-1], np.diff(groups))
+    first = (np.cumsum(longest) - longest)[groups]
     places = np.arange(len(rewards)) + np.repeat(first - bounds[:-1], lengths)
     baselines = np.bincount(places, returns * weights) / (np.bincount(places, weights) + OTB_EPSILON)
     baselines[np.bincount(places) < 2] = 0
@@ -379,6 +388,7 @@ ESTIMATORS: dict[str, Estimator] = {
             of_one=_grpo_of_one,
             compares_steps=True,
         ),
+        RunningEstimator("rae", ("rae",)),
         GroupEstimator("passk", ("grpo_epsilon",), compute=_passk),
         Estimator("none"),
         TokenEstimator("gae", ("gamma", "lambda", "critic_lambda"), ("values",), compute=_gae),

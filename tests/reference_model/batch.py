@@ -25,11 +25,19 @@ class Expected:
 
 
 def expected(
-    rows: list[Row], config: Config, *, run: str, number: int, got: plan.Plan | None, announced: int | None = None
+    rows: list[Row],
+    config: Config,
+    *,
+    run: str,
+    number: int,
+    got: plan.Plan | None,
+    announced: int | None = None,
+    baselines: dict[tuple[str, str], float] | None = None,
 ) -> Expected:
-    """got: the plan to judge, whose placement of rows is taken where the specification leaves it open (`balance`,
-    `layout: prefix_tree`), once it is checked. announced: the current policy version; None: the batch's newest."""
-    batch = Batch(rows, DEFAULTS | config, announced)
+    """baselines: the run's before the batch, which are changed to those after it. got: the plan to judge, whose
+    placement of rows is taken where the specification leaves it open (`balance`, `layout: prefix_tree`), once it is
+    checked. announced: the current policy version; None: the batch's newest."""
+    batch = Batch(rows, DEFAULTS | config, announced, {} if baselines is None else baselines)
     batch.schedule(got)
     shards = batch.shards(run, number)
     return Expected(plan.document(batch, number, shards), shards)
@@ -43,6 +51,7 @@ class Batch:
     received: list[Row]
     config: Config
     announced: int | None
+    baselines: dict[tuple[str, str], float]
     padding: dict[int, int] = field(default_factory=dict)
     parts: list[MiniBatch] = field(default_factory=list)
     shares: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
@@ -59,7 +68,8 @@ class Batch:
         if self.config["retokenized_tail"]:
             self.counts |= _realigned(self.rows_of)
         self.counts |= mask_steps(self.groups, self.config)
-        self.credit: Credit = credits.credit(self.groups, self.rows_of, self.config)
+        self.before = dict(self.baselines)
+        self.credit: Credit = credits.credit(self.groups, self.rows_of, self.config, self.baselines)
         self.lengths = [len(row.tokens) for row in self.rows]
         multiple = self.config["pad_rows_to_multiple_of"]
         self.padded = [-(-length // multiple) * multiple for length in self.lengths]
@@ -240,6 +250,9 @@ class Batch:
             labels["partitions"] = part.partitions
         if any(group.tag for group in self.groups):
             labels["tags"] = each(lambda row: self.group(row).tag, "")
+        for name in ("agent", "episode"):
+            if any(one.steps[0][name] for one in self.trajectories):
+                labels[f"{name}s"] = each(lambda row, name=name: row.trajectory.steps[0][name], "")
         if any(step["step_key"] for one in self.trajectories for step in one.steps):
             labels["step_keys"] = each(lambda row: [row.trajectory.steps[step]["step_key"] for step in row.path], None)
         if any("reward_components" in one.steps[-1] for one in self.trajectories):

@@ -35,6 +35,16 @@ def all_equal(scores: list[float]) -> bool:
     return len(scores) > 1 and len(set(scores)) == 1
 
 
+def compared(trajectories: list[Trajectory], config: Config) -> list[list[int]]:
+    """The places of the trajectories that are compared with each other."""
+    groups: dict[Any, list[int]] = {}
+    for place, one in enumerate(trajectories):
+        agent, episode = one.steps[0]["agent"], one.steps[0]["episode"]
+        within = episode if agent in config["episode_agents"] else None
+        groups.setdefault((one.round, one.uid, agent, within), []).append(place)
+    return list(groups.values())
+
+
 def as_list(reward: Any) -> list[float]:
     return reward if isinstance(reward, list) else [reward]
 
@@ -91,8 +101,10 @@ class Credit:
     uncredited: int = 0
 
 
-def credit(groups: list[Group], rows: list[list[Merged]], config: Config) -> Credit:
-    """rows: of each trajectory of the batch, in order."""
+def credit(
+    groups: list[Group], rows: list[list[Merged]], config: Config, baselines: dict[tuple[str, str], float]
+) -> Credit:
+    """rows: of each trajectory of the batch, in order. baselines: the run's before the batch, which `rae` changes."""
     trajectories = [one for group in groups for one in group.trajectories]
     kl, estimator = config["kl_in_reward"], config["advantage_estimator"]
     result = Credit([], [], [])
@@ -125,47 +137,60 @@ def credit(groups: list[Group], rows: list[list[Merged]], config: Config) -> Cre
     if estimator == "none" and not any(isinstance(one.steps[0]["advantage"], list) for one in trajectories):
         result.advantages = [float(one.steps[0]["advantage"]) for one in trajectories]
     if config["length_penalty"] is not None:
-        scores = _penalized(groups, scores, config["length_penalty"])
+        scores = _penalized(trajectories, scores, config)
     if estimator == "otb":
-        for group in groups:
-            members = [place for place, one in enumerate(trajectories) if any(one is own for own in group.trajectories)]
+        for members in compared(trajectories, config):
             result.of_tokens = _less_baselines(result.of_tokens, trajectories, members)
     if estimator == "gigpo":
-        of_steps = _of_steps(groups, scores, config)
+        of_steps = _of_steps(trajectories, scores, config)
         result.of_tokens = [
             {(step, index): (own[step], 0.0) for step, index in trained}
             for own, trained in zip(of_steps, of_all, strict=True)
         ]
     if estimator == "gdpo":
-        result.advantages = _of_components(groups, tokens, config)
-    if estimator not in (*PER_TOKEN, "none", "gdpo", "gigpo"):
-        for group in groups:
-            own = slice(len(result.advantages), len(result.advantages) + len(group.trajectories))
-            result.advantages += group_advantages(scores[own], tokens[own], scores, config)
+        result.advantages = _of_components(trajectories, tokens, config)
+    if estimator == "rae":
+        tags = [group.tag for group in groups for _ in group.trajectories]
+        decay = (config["rae"] or {}).get("decay", 0.95)
+        for one, tag, own in zip(trajectories, tags, scores, strict=True):
+            key = tag, one.steps[0]["agent"]
+            before = baselines.get(key, 0.0)
+            baselines[key] = decay * before + (1 - decay) * own
+            result.advantages.append(own - before)
+    if estimator not in (*PER_TOKEN, "none", "gdpo", "gigpo", "rae"):
+        result.advantages = _of_groups(trajectories, scores, tokens, config)
     return result
 
 
-def _of_steps(groups: list[Group], scores: list[float], config: Config) -> list[list[float]]:
+def _of_groups(trajectories: list[Trajectory], scores: list[float], tokens: list[int], config: Config) -> list[float]:
+    """What an outcome estimator makes of each trajectory's score."""
+    result = [0.0] * len(scores)
+    for members in compared(trajectories, config):
+        own = [scores[place] for place in members]
+        advantages = group_advantages(own, [tokens[place] for place in members], scores, config)
+        for place, advantage in zip(members, advantages, strict=True):
+            result[place] = advantage
+    return result
+
+
+def _of_steps(trajectories: list[Trajectory], scores: list[float], config: Config) -> list[list[float]]:
     """`gigpo`: the advantages of each trajectory's steps."""
     rule, by_grpo = config["step_groups"] or {}, {**config, "advantage_estimator": "grpo"}
-    returns = {id(one): _returns(one.steps, rule.get("gamma", 1.0)) for group in groups for one in group.trajectories}
-    every = [value for of_one in returns.values() for value in of_one]
-    result = list[list[float]]()
-    for group in groups:
-        own = scores[len(result) : len(result) + len(group.trajectories)]
-        for one, advantage in zip(group.trajectories, group_advantages(own, [], scores, by_grpo), strict=True):
-            result.append([advantage] * len(one.steps))
-        here = result[-len(group.trajectories) :]
+    returns = [_returns(one.steps, rule.get("gamma", 1.0)) for one in trajectories]
+    every = [value for of_one in returns for value in of_one]
+    whole = _of_groups(trajectories, scores, [0] * len(scores), by_grpo)
+    result = [[advantage] * len(one.steps) for one, advantage in zip(trajectories, whole, strict=True)]
+    for members in compared(trajectories, config):
         by_key: dict[Any, list[tuple[int, int]]] = {}
-        for place, one in enumerate(group.trajectories):
-            for number, step in enumerate(one.steps):
+        for place in members:
+            for number, step in enumerate(trajectories[place].steps):
                 key = number if rule.get("key") == "index" else step["step_key"]
                 by_key.setdefault(key, []).append((place, number))
         for key, among in by_key.items():
             if len(among) > 1 and key != "":
-                compared = [returns[id(group.trajectories[place])][number] for place, number in among]
-                for at, advantage in zip(among, group_advantages(compared, [], every, by_grpo), strict=True):
-                    here[at[0]][at[1]] += rule.get("omega", 1.0) * advantage
+                own = [returns[place][number] for place, number in among]
+                for at, advantage in zip(among, group_advantages(own, [], every, by_grpo), strict=True):
+                    result[at[0]][at[1]] += rule.get("omega", 1.0) * advantage
     return result
 
 
@@ -177,23 +202,23 @@ def _returns(steps: list[Row], gamma: float) -> list[float]:
     return result[:-1]
 
 
-def _penalized(groups: list[Group], scores: list[float], penalty: Config) -> list[float]:
+def _penalized(trajectories: list[Trajectory], scores: list[float], config: Config) -> list[float]:
     """The scores less what the lengths of trajectories take of them."""
-    result = list[float]()
-    for group in groups:
-        own = scores[len(result) : len(result) + len(group.trajectories)]
-        mean = sum(map(Fraction, own)) / len(own)
+    result, penalty = list(scores), config["length_penalty"]
+    for members in compared(trajectories, config):
+        own = [trajectories[place] for place in members]
+        mean = sum(Fraction(scores[place]) for place in members) / len(members)
         lengths = {
-            "output_tokens": [sum(len(step["response_ids"]) for step in one.steps) for one in group.trajectories],
-            "input_tokens": [_others(one.steps) for one in group.trajectories],
-            "turns": [len(one.steps) for one in group.trajectories],
+            "output_tokens": [sum(len(step["response_ids"]) for step in one.steps) for one in own],
+            "input_tokens": [_others(one.steps) for one in own],
+            "turns": [len(one.steps) for one in own],
         }
-        for place, one in enumerate(own):
+        for at, place in enumerate(members):
             shares = (
-                Fraction(penalty.get(name, 0.0)) * Fraction(of_all[place], max([1, *of_all]))
+                Fraction(penalty.get(name, 0.0)) * Fraction(of_all[at], max([1, *of_all]))
                 for name, of_all in lengths.items()
             )
-            result.append(one - float(mean * sum(shares)))
+            result[place] = scores[place] - float(mean * sum(shares))
     return result
 
 
@@ -232,15 +257,12 @@ def _less_baselines(
     return result
 
 
-def _of_components(groups: list[Group], tokens: list[int], config: Config) -> list[float]:
+def _of_components(trajectories: list[Trajectory], tokens: list[int], config: Config) -> list[float]:
     """The weighted sum of what `grpo` makes of each component of the rewards."""
-    every = [one.steps[-1]["reward_components"] for group in groups for one in group.trajectories]
+    every = [one.steps[-1]["reward_components"] for one in trajectories]
     total, by_grpo = [0.0] * len(every), {**config, "advantage_estimator": "grpo"}
     for name in sorted(every[0]) if every else []:
-        scores, advantages = [float(one[name]) for one in every], list[float]()
-        for group in groups:
-            own = slice(len(advantages), len(advantages) + len(group.trajectories))
-            advantages += group_advantages(scores[own], tokens[own], scores, by_grpo)
+        advantages = _of_groups(trajectories, [float(one[name]) for one in every], tokens, by_grpo)
         weight = config["component_weights"].get(name, 1.0)
         total = [one + weight * advantage for one, advantage in zip(total, advantages, strict=True)]
     return total

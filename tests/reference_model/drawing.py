@@ -30,6 +30,7 @@ def drawn(seed: str) -> tuple[list[Row], Config]:
         "token_rewards": _maybe(random, 0.3),
         "partition": _maybe(random, 0.3) and config.get("mini_batch_unit") != "sequence",
         "step_key": _maybe(random, 0.2) or config["advantage_estimator"] == "gigpo",
+        "agent": _maybe(random, 0.3) or "episode_agents" in config,
         "reward_components": _maybe(random, 0.2) or config["advantage_estimator"] == "gdpo",
         "token_advantages": _maybe(random) and config["whiten"] != "trajectories",
     }
@@ -59,7 +60,7 @@ def _config(random: Random) -> Config:
             ["grpo"] * 3
             + ["gdpo"] * 2
             + ["gigpo"] * 2
-            + ["rloo", "maxrl", "opo", "passk", "none", "gae", "reinforce++", "otb"]
+            + ["rloo", "maxrl", "opo", "passk", "none", "gae", "reinforce++", "otb", "rae", "rae"]
         ),
         "grpo_std_over": some(["group", "group", "batch"]),
         "grpo_norm_by_std": maybe(0.7),
@@ -158,9 +159,13 @@ def _credit(random: Random, config: Config) -> None:
         if config["lambda"] == {"column": "trust"}:
             merge = some(["first", "last", "sum"])
             config["columns"].append({"name": "trust", "dtype": "float32", "scope": "row", "merge": merge})
-    if estimator in ("grpo", "rloo", "maxrl", "opo", "passk", "gigpo") and random.random() < 0.25:
+    if estimator in ("grpo", "rloo", "maxrl", "opo", "passk", "gigpo", "rae") and random.random() < 0.25:
         lengths = random.sample(["output_tokens", "input_tokens", "turns"], random.randint(1, 3))
         config["length_penalty"] = {name: some([0.0, 0.25, 2.0]) for name in lengths}
+    if random.random() < 0.3:
+        config["episode_agents"] = some([[], ["solver"], ["solver", "proposer"]])
+    if estimator == "rae":
+        config["rae"] = some([None, {"decay": some([0.0, 0.5, 1.0])}])
     if estimator == "gdpo":
         config["component_weights"] = some([{}, {"format": 0.5}, {"correct": 2.0, "format": 0.0}])
     if random.random() < 0.4 and estimator not in ("none", "gdpo", "gigpo"):
@@ -217,7 +222,11 @@ def _batch(random: Random, config: Config, has: dict[str, bool], batch: int) -> 
         for sample in samples:
             begin = prompt if maybe(0.8) else _some(random, kinds, 5)
             of_one = _trajectory(random, config, begin, kinds, has)
+            agent = random.choice(["solver", "solver", "proposer", ""])
+            episode = random.choice(["first", "second", ""])
             for row in of_one:
+                if has["agent"]:
+                    row |= {"agent": agent, "episode": episode}
                 row |= {"uid": uid, "sample": sample, "round": batch}
                 if tag:
                     row["tag"] = tag

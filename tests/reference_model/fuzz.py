@@ -81,9 +81,17 @@ def _wanted(rows: list[Row], config: Config, plans: list[Any]) -> list[Expected]
     if not plans and config.get("layout") == "prefix_tree":
         # Whether what shares tokens can be aligned depends on how it is packed.
         return None
+    baselines: dict[tuple[str, str], float] = {}
     try:
         return [
-            expected(batch, config, run="rows", number=number, got=plans[number] if plans else None)
+            expected(
+                batch,
+                config,
+                run="rows",
+                number=number,
+                got=plans[number] if plans else None,
+                baselines=baselines,
+            )
             for number, batch in enumerate(batches)
         ]
     except Misaligned:
@@ -118,7 +126,7 @@ def _kind(rows: list[Row], config: Config, check: Check) -> str:
 
 
 _ONE_GROUP = {"train_batch_size": 1, "policy_mini_batch_size": 1, "micro_batch": {"size": 8}}
-_OPTIONAL = ("policy_versions", "policy_version", "rollout_logprobs", "stop_reason", "tag", "round")
+_OPTIONAL = ("agent", "episode", "policy_versions", "policy_version", "rollout_logprobs", "stop_reason", "tag", "round")
 
 
 def _smaller(rows: list[Row], config: Config) -> Iterator[tuple[list[Row], Config]]:

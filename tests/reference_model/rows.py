@@ -23,7 +23,7 @@ DEFAULTS: Config = {
     "layout": "left_padded", "pad_width": "shard", "pad_to_multiple_of": 1, "pad_token_id": 0, "max_seq_len": None,
     "pad_rows_to_multiple_of": 1, "pad_packed_to": [], "cp_shards": "none",
     "columns": [], "component_weights": {}, "length_penalty": None,
-    "step_groups": None, "token_step": False, "observation_weight": 0.0,
+    "step_groups": None, "episode_agents": [], "rae": None, "token_step": False, "observation_weight": 0.0,
 }
 # fmt: on
 
@@ -55,7 +55,7 @@ class Group:
 def filled(row: Row) -> Row:
     """The row with the defaults of what it leaves out; its policy_version is the oldest of its policy_versions."""
     defaults: Row = {"round": 0, "step": 0, "is_last_step": True, "stop_reason": "", "policy_version": -1, "tag": ""}
-    defaults["step_key"] = defaults["partition"] = ""
+    defaults |= {"step_key": "", "partition": "", "agent": "", "episode": ""}
     row = defaults | row
     if (versions := row.get("policy_versions")) is not None:
         row["policy_version"] = min((version for version in versions if version >= 0), default=-1)
@@ -143,10 +143,11 @@ def mask_steps(groups: list[Group], config: Config) -> dict[str, int]:
     """Masks overlong steps and groups of equal scores."""
     counts: dict[str, int] = {}
     reasons, overlong, equal = config["overlong_filter"], 0, 0
-    for group in groups:
-        is_equal = credit.all_equal([one.score for one in group.trajectories])
+    every = [one for group in groups for one in group.trajectories]
+    for members in credit.compared(every, config):
+        is_equal = credit.all_equal([every[place].score for place in members])
         equal += is_equal
-        for one in group.trajectories:
+        for one in (every[place] for place in members):
             for number, step in enumerate(one.steps):
                 is_overlong = step["stop_reason"] in reasons
                 overlong += is_overlong

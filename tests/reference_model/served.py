@@ -12,7 +12,7 @@ import numpy as np
 from gristmill import RolloutClient
 from tests.reference_model.batch import Expected, expected
 from tests.reference_model.comparing import ARRAYS, Disagreement, compare
-from tests.reference_model.credit import all_equal, score
+from tests.reference_model.credit import compared, score
 from tests.reference_model.layout import Tensors
 from tests.reference_model.rows import DEFAULTS, Config, Group, Row, group_of, groups_of
 
@@ -29,10 +29,14 @@ class ByService:
     def __init__(self, grpc_address: str, http_url: str) -> None:
         self._grpc, self._http = grpc_address, httpx.Client(base_url=f"{http_url}/v1/runs", timeout=60)
 
+        # Of the run before its next batch.
+        self._baselines: dict[tuple[str, str], float] = {}
+
     def close(self) -> None:
         self._http.close()
 
     def __call__(self, rows: list[Row], config: Config) -> int:
+        self._baselines.clear()
         run, config = f"fuzz-{next(_numbers)}", _served(rows, config)
         is_sent = {column["name"] for column in config["columns"] if column.get("source") != "trainer"}
         names = {column["name"] for column in config["columns"]}
@@ -56,7 +60,7 @@ class ByService:
     def _compare(self, run: str, number: int, rows: list[Row], config: Config, is_forward: bool) -> None:
         plan = self._plan(run, number, "forward" if is_forward else "published")
         try:
-            want = expected(rows, config, run=run, number=number, got=plan, announced=NEWEST)
+            want = expected(rows, config, run=run, number=number, got=plan, announced=NEWEST, baselines=self._baselines)
         except AssertionError as error:
             raise Disagreement(f"placement: {error!r}") from error
         if is_forward:
@@ -94,7 +98,7 @@ def _served(rows: list[Row], config: Config) -> Config:
     """The configuration without what only files can have; of every second one, trainers write what credit is computed
     from, and of every third, groups of equal scores are replaced."""
     kept = {name: value for name, value in config.items() if name not in ("on_misaligned", "tag_shares")}
-    trainers = {"source": "trainer"} if len(rows) % 2 else {}
+    trainers = {"source": "trainer"} if len(rows) % 2 and config["advantage_estimator"] != "rae" else {}
     columns = [column | (trainers if column["name"] in _CREDIT else {}) for column in config.get("columns", [])]
     if len(rows) % 3 == 0:
         kept["zero_variance_filter"] = "replace"
@@ -132,9 +136,16 @@ def _sealed(groups: list[Group], config: Config) -> list[list[Group]]:
             if all(NEWEST - version <= most for one in group.trajectories for version in one.versions())
         ]
     if config["zero_variance_filter"] == "replace":
-        groups = [group for group in groups if not all_equal([score(one.steps, config) for one in group.trajectories])]
+        groups = [group for group in groups if not _is_equal(group, config)]
     size = config["train_batch_size"]
     return [groups[begin : begin + size] for begin in range(0, len(groups), size)]
+
+
+def _is_equal(group: Group, config: Config) -> bool:
+    """Whether no trajectory's score differs from those that it is compared with."""
+    scores = [score(one.steps, config) for one in group.trajectories]
+    compares = [{scores[place] for place in members} for members in compared(group.trajectories, config)]
+    return len(scores) > 1 and all(len(own) == 1 for own in compares)
 
 
 def _forward(want: Expected, config: Config) -> Expected:

@@ -26,6 +26,7 @@ from gristmill.errors import (
 )
 from gristmill_service.config import RunConfig, parse_config
 from gristmill_service.monitoring.collectors.run_monitor import Monitor
+from gristmill_service.pipeline.credit.baselines import NO_BASELINES, Baselines
 from gristmill_service.pipeline.figures import Figures
 from gristmill_service.pipeline.layout.iovec import Iovec, Region, join
 from gristmill_service.pipeline.plan_document import MiniBatchDocument, PlanDocument
@@ -213,6 +214,7 @@ class BuildBatch:
         timed: StageTimer,
         written: Written | None = None,
         begun: Mapping[tuple[int, str], int] | None = None,
+        baselines: Baselines = NO_BASELINES,
     ) -> Built:
         self.entered.set()
         if self._gate is not None:

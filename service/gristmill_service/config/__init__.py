@@ -15,6 +15,7 @@ from gristmill_service.config.run_config import (
     LossReduction,
     MicroBatch,
     Model,
+    Rae,
     RunConfig,
     StepGroups,
 )
@@ -31,6 +32,7 @@ __all__ = [
     "LossReduction",
     "MicroBatch",
     "Model",
+    "Rae",
     "RunConfig",
     "StepGroups",
     "parse_config",

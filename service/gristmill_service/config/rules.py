@@ -11,7 +11,7 @@ from gristmill._wire.column_spec import CP_TENSORS, LOSS_WEIGHT, ColumnScope, Co
 from gristmill._wire.context_parallel import pieces_of
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.config.run_config import MERGE_MODES, SETTINGS, RunConfig
-from gristmill_service.estimators import GroupEstimator, TokenEstimator, readers
+from gristmill_service.estimators import GroupEstimator, RunningEstimator, TokenEstimator, readers
 from gristmill_service.validation_messages import shown
 
 MOST_PADDED_TO = 1 << 17
@@ -24,6 +24,7 @@ MOST_TAGS = 64
 def check(config: RunConfig) -> None:
     """Raises InvalidArgumentError for settings that conflict."""
     _check_step_groups(config)
+    _check_running(config)
     _check_columns(config)
     _check_written(config)
     _check_tree(config)
@@ -63,13 +64,26 @@ def check(config: RunConfig) -> None:
             f"whiten: trajectories needs one advantage per trajectory, and advantage_estimator: {estimator.name} "
             f"computes one per {'step' if estimator.compares_steps else 'token'}; use whiten: batch or mini_batch"
         )
-    if config.length_penalty is not None and (not isinstance(estimator, GroupEstimator) or estimator.reads_components):
+    compares_scores = isinstance(estimator, GroupEstimator | RunningEstimator) and not estimator.reads_components
+    if config.length_penalty is not None and not compares_scores:
         raise InvalidArgumentError(
             f"length_penalty changes scores, and advantage_estimator: {estimator.name} is not computed from "
             "scores; leave length_penalty out, or use another estimator"
         )
     if config.stale != "count" and config.max_staleness is None:
         raise InvalidArgumentError(f"stale: {config.stale} needs max_staleness, which is not set; set max_staleness")
+
+
+def _check_running(config: RunConfig) -> None:
+    kl = config.kl_in_reward
+    read = set() if kl is None else {config.kl_from, "ref_logprobs", kl.column}
+    awaited = [column.name for column in config.written_columns if column.name in read]
+    if isinstance(config.estimator, RunningEstimator) and awaited:
+        raise InvalidArgumentError(
+            f"advantage_estimator: {config.advantage_estimator} reads scores in the order in which batches are sealed, "
+            f"and with kl_in_reward they wait for the column {awaited[0]}, which trainers write in any order; let "
+            "rollouts send the column, or leave kl_in_reward out"
+        )
 
 
 def _check_step_groups(config: RunConfig) -> None:

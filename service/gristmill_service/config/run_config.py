@@ -23,7 +23,7 @@ from pydantic_core import PydanticCustomError
 
 from gristmill._wire.column_spec import LOSS_WEIGHT, ColumnSpec
 from gristmill._wire.columns import Int64s
-from gristmill._wire.row_fields import LONGEST_COMPONENT, LONGEST_TAG, MOST_COMPONENTS
+from gristmill._wire.row_fields import LONGEST_AGENT, LONGEST_COMPONENT, LONGEST_TAG, MOST_AGENTS, MOST_COMPONENTS
 from gristmill_service.estimators import ESTIMATORS, Estimator
 
 LossReduction = Literal[
@@ -99,6 +99,7 @@ def _encodable(text: str) -> str:
 
 
 Tag = Annotated[str, AfterValidator(_encodable), Field(min_length=1, max_length=LONGEST_TAG)]
+Agent = Annotated[str, AfterValidator(_encodable), Field(min_length=1, max_length=LONGEST_AGENT)]
 StopReason = Annotated[str, AfterValidator(_encodable), Field(max_length=1000)]
 Coefficient = Annotated[NonNegativeFloat, BeforeValidator(_number)]
 Epsilon = Annotated[float, BeforeValidator(_number), Field(gt=0)]
@@ -165,6 +166,14 @@ class LengthPenalty(BaseModel):
     turns: Factor = 0.0
 
 
+class Rae(BaseModel):
+    """The running baselines of `rae`: each score changes that of its tag and agent by `1 - decay` of the difference."""
+
+    model_config = _STRICT
+
+    decay: Discount = 0.95
+
+
 class StepGroups(BaseModel):
     """The advantages of steps that `gigpo` adds to those of trajectories, `omega` times. Steps of a prompt group are
     compared if they have the same `step_key`, or the same number (`key: index`), by their returns with the discount
@@ -215,12 +224,14 @@ class RunConfig(BaseModel):
     retokenized_tail: Annotated[int, Field(ge=0, le=INT64_MAX)] = 0
     trajectory_score: Literal["last_step", "sum"] = "last_step"
     advantage_estimator: EstimatorName = "grpo"
+    episode_agents: Annotated[tuple[Agent, ...], FailFast()] = Field(default=(), strict=False, max_length=MOST_AGENTS)
     grpo_norm_by_std: bool = True
     grpo_epsilon: Epsilon = 1e-6
     grpo_std_over: Literal["group", "batch"] = "group"
     component_weights: dict[ComponentName, Weight] = Field(default={}, max_length=MOST_COMPONENTS)
     length_penalty: LengthPenalty | None = None
     step_groups: StepGroups | None = None
+    rae: Rae | None = None
     gamma: Discount = 1.0
     lambda_: Lambda = Field(default=1.0, alias="lambda")
     critic_lambda: Discount | None = None

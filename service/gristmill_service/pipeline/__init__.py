@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from gristmill._wire.steps import Steps
 from gristmill_service.config import RunConfig
+from gristmill_service.pipeline.credit.baselines import NO_BASELINES, Baselines
 from gristmill_service.pipeline.figures import Figures, count_groups, figures
 from gristmill_service.pipeline.layout.batch_shards import shards
 from gristmill_service.pipeline.layout.shard import Shard
@@ -52,6 +53,7 @@ def build_batch(
     timed: StageTimer = no_timer,
     written: Written | None = None,
     begun: Mapping[tuple[int, str], int] | None = None,
+    baselines: Baselines = NO_BASELINES,
 ) -> BuiltBatch:
     """Returns the plan and the shards of one batch.
 
@@ -60,10 +62,11 @@ def build_batch(
     policy_version: the current version, for staleness; None (offline): the largest version in the batch.
     begun: the number of samples of each group that was begun with its own number, by round and uid; None (offline):
         unknown.
+    baselines: those of the run before the batch; `BuiltBatch.plan` has those after it.
     timed: returns the context in which to run the stage with this name.
     Raises InvalidArgumentError if the rows violate a rule or cannot be aligned.
     """
-    scored = score_batch(steps, config, policy_version, timed, begun)
+    scored = score_batch(steps, config, policy_version, timed, begun, baselines)
     with timed("schedule"):
         mini_batches = scheduled(scored, config)
     if written is not None:
@@ -89,9 +92,10 @@ def build_batch(
     )
 
 
-def plan_batch(steps: Steps, config: RunConfig, *, batch: int) -> PlanDocument:
-    """Returns a batch's plan without its shards. The table may contain only lengths, without tokens."""
-    scored = score_batch(steps, config, None)
+def plan_batch(steps: Steps, config: RunConfig, *, batch: int, baselines: Baselines = NO_BASELINES) -> PlanDocument:
+    """Returns a batch's plan without its shards. The table may contain only lengths, without tokens. baselines: those
+    of the run before the batch."""
+    scored = score_batch(steps, config, None, baselines=baselines)
     mini_batches = scheduled(scored, config)
     return plan_document(scored, mini_batches, config, batch, None, count_groups(scored, mini_batches, None))
 

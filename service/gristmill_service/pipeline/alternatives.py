@@ -23,6 +23,7 @@ from gristmill_service.config import RunConfig, parse_config
 from gristmill_service.estimators import ESTIMATORS, Float64s
 from gristmill_service.pipeline import scheduled
 from gristmill_service.pipeline.credit.assignment import TokenCredit
+from gristmill_service.pipeline.credit.baselines import NO_BASELINES, Baselines
 from gristmill_service.pipeline.credit.trained_tokens import trained_tokens
 from gristmill_service.pipeline.layout.batch_shards import row_advantages, token_advantages
 from gristmill_service.pipeline.layout.columns import Geometry
@@ -177,13 +178,13 @@ def compared(
 ) -> Iterator[Alternative]:
     """Yields the outcome of all batches as configured, with the name "", and then with each of the changes, or the
     reason why the rows refuse it. each: calls a function for each of the changes, like `map`."""
-    own = [_planned(batch, config) for batch in batches]
+    own = list(_all_planned(batches, config, [None] * len(batches)))
 
     def alternative(one: Changes) -> Alternative:
         try:
             settings = changed(config, one)
             known = [schedule if one.keys() <= set(_UNSCHEDULED.split()) else None for _, schedule in own]
-            outcomes = [_planned(batch, settings, plan)[0] for batch, plan in zip(batches, known, strict=True)]
+            outcomes = [outcome for outcome, _ in _all_planned(batches, settings, known)]
         except InvalidArgumentError as error:
             return Alternative(named(one), None, str(error))
         return _sum(named(one), outcomes)
@@ -247,13 +248,25 @@ class _Schedule(NamedTuple):
         return not self.shares and scored.sharing is None and all(starmap(np.array_equal, rows))
 
 
-def _planned(batch: Sealed, config: RunConfig, known: _Schedule | None = None) -> tuple[Outcome, _Schedule]:
-    """Plans a batch. known: a schedule with the same settings, which is used if it is for rows of the same lengths.
-    Raises InvalidArgumentError if the rows do not fit the configuration."""
+def _all_planned(
+    batches: Sequence[Sealed], config: RunConfig, known: Sequence[_Schedule | None]
+) -> Iterator[tuple[Outcome, _Schedule]]:
+    """Plans batches that follow one another."""
+    baselines = NO_BASELINES
+    for batch, schedule in zip(batches, known, strict=True):
+        outcome, planned, baselines = _planned(batch, config, baselines, schedule)
+        yield outcome, planned
+
+
+def _planned(
+    batch: Sealed, config: RunConfig, baselines: Baselines, known: _Schedule | None
+) -> tuple[Outcome, _Schedule, Baselines]:
+    """Plans a batch. Also returns the run's baselines after it. known: a schedule with the same settings, which is used
+    if it is for rows of the same lengths. Raises InvalidArgumentError if the rows do not fit the configuration."""
     has_rewards = bool(batch.steps.tokens.values.size)
     if not has_rewards and (config.zero_variance_filter is not None or config.overlong_filter):
         raise InvalidArgumentError("the rows have only lengths, which no filter reads; pass rows with rewards")
-    scored = score_batch(batch.steps, config, batch.policy_version)
+    scored = score_batch(batch.steps, config, batch.policy_version, baselines=baselines)
     lengths, bounds = scored.rows.lengths, scored.row_group_bounds
     if known is None or not known.fits(scored):
         mini_batches = scheduled(scored, config)
@@ -277,7 +290,7 @@ def _planned(batch: Sealed, config: RunConfig, known: _Schedule | None = None) -
         slowest=cost["barrier_ratio"] * computed,
         advantages=_advantages(scored, policy, kept, groups, config) if has_rewards else None,
     )
-    return planned, known
+    return planned, known, baselines if scored.credit is None else scored.credit.baselines
 
 
 def _marked(numbers: Int64s) -> int:

@@ -161,8 +161,11 @@ def count_groups(
     if not received.groups:
         return GroupCounts(), {}
     begins, sizes = received.group_bounds[:-1], np.diff(received.group_bounds)
-    best, worst = np.maximum.reduceat(scores, begins), np.minimum.reduceat(scores, begins)
-    flat = (sizes > 1) & (best == worst)
+    best = np.maximum.reduceat(scores, begins)
+    lowest, highest = received.compared.ranges(scores)
+    differ = np.zeros(len(sizes), np.bool_)
+    differ[received.trajectory_groups[received.compared.order[received.compared.bounds[:-1]]][lowest != highest]] = True
+    flat = (sizes > 1) & ~differ
     responses = np.add.reduceat(received.steps.response_lengths, received.trajectory_bounds[:-1])
     rewards = np.add.reduceat(received.steps.rewards, received.trajectory_bounds[:-1])
     kept = np.zeros(len(scored.rows), np.bool_)

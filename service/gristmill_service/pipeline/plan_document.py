@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import msgspec
 
 from gristmill_service.config import Model, RunConfig
+from gristmill_service.pipeline.credit.baselines import BaselineKey, Baselines
 from gristmill_service.pipeline.figures import GroupCounts
 from gristmill_service.pipeline.layout.shard import Shard, cp_barrier_ratio
 from gristmill_service.pipeline.rows.sharing import Sharing
@@ -71,13 +72,24 @@ class MismatchDocument:
 
 
 @dataclass(frozen=True, slots=True)
+class BaselineDocument:
+    """The running baseline of a tag and an agent, before and after the batch."""
+
+    tag: str
+    agent: str
+    before: float
+    after: float
+
+
+@dataclass(frozen=True, slots=True)
 class PlanDocument:
     """The plan of a batch: when and where each row trains. Row indices refer to rows after merging.
 
     dropped_uids: uids of groups dropped as stale or by alignment. counts: the number of cases of each rule, by name.
     metrics: the policy's metrics. merge_mismatches: the first ones of each trajectory. tags: the environment or task of
     each prompt group, in the batch's order, "" for a group without; empty if no group has one. tag_metrics: metrics by
-    tag. steps: with `merge: tree`, the numbers of the steps on each row's path; absent with other modes.
+    tag. baselines: those of the run, with an estimator that keeps any. steps: with `merge: tree`, the numbers of the
+    steps on each row's path; absent with other modes.
     """
 
     batch: int
@@ -93,6 +105,7 @@ class PlanDocument:
     merge_mismatches: list[MismatchDocument]
     tags: list[str]
     tag_metrics: dict[str, dict[str, int | float]]
+    baselines: list[BaselineDocument] = field(default_factory=list)
     steps: list[list[int]] | None = None
 
 
@@ -106,6 +119,11 @@ def encode_plan(plan: PlanDocument) -> bytes:
 def decode_plan(text: bytes) -> PlanDocument:
     """Returns the plan that `encode_plan` wrote. Raises msgspec.ValidationError for other text."""
     return msgspec.json.decode(text, type=PlanDocument)
+
+
+def baselines_after(plan: PlanDocument) -> Baselines:
+    """Returns the run's baselines after the batch."""
+    return {BaselineKey(one.tag, one.agent): one.after for one in plan.baselines}
 
 
 def plan_document(
@@ -136,8 +154,14 @@ def plan_document(
         merge_mismatches=_mismatches(scored),
         tags=received.tags,
         tag_metrics={tag: _tag(counts, laid_out is not None) for tag, counts in tags.items()},
+        baselines=_baselines(scored),
         steps=_paths(scored) if config.merging.branches else None,
     )
+
+
+def _baselines(scored: ScoredBatch) -> list[BaselineDocument]:
+    after = {} if scored.credit is None else scored.credit.baselines
+    return [BaselineDocument(*key, scored.baselines.get(key, 0.0), number) for key, number in sorted(after.items())]
 
 
 def _mini_batch(mini_batch: MiniBatchPlan, scored: ScoredBatch) -> MiniBatchDocument:

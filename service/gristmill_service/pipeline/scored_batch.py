@@ -17,6 +17,7 @@ from gristmill_service.config import RunConfig
 from gristmill_service.estimators import Float64s
 from gristmill_service.pipeline.credit import advantage
 from gristmill_service.pipeline.credit.assignment import Credit, credit
+from gristmill_service.pipeline.credit.baselines import NO_BASELINES, Baselines
 from gristmill_service.pipeline.credit.kl import credit_columns
 from gristmill_service.pipeline.layout.extra_columns import row_costs
 from gristmill_service.pipeline.rows import filters
@@ -58,7 +59,7 @@ class ScoredBatch:
     stale: (round, uid) of groups dropped as stale. counts: the number of cases of each rule, by name.
     awaits: names of the columns that trainers have not written yet.
     sharing: the tokens that rows share, with `layout: prefix_tree`. costs: float64 (rows,), the FLOPs of each row that
-    `flops` reads from a column. partitions: None if no row has one.
+    `flops` reads from a column. partitions: None if no row has one. baselines: the run's, before the batch.
     """
 
     received: Received
@@ -77,6 +78,7 @@ class ScoredBatch:
     sharing: Sharing | None = None
     costs: Float64s | None = None
     partitions: Partitions | None = None
+    baselines: Baselines = field(default_factory=dict)
 
     @property
     def row_groups(self) -> Int64s:
@@ -90,10 +92,11 @@ def score_batch(
     policy_version: int | None,
     timed: StageTimer = no_timer,
     begun: Mapping[tuple[int, str], int] | None = None,
+    baselines: Baselines = NO_BASELINES,
 ) -> ScoredBatch:
     """Validates, filters, merges and scores a batch: the stages that depend neither on ranks nor on trainers.
 
-    policy_version, timed, begun: see `build_batch`.
+    policy_version, timed, begun, baselines: see `build_batch`.
     """
     awaits = frozenset(column.name for column in config.written_columns)
     with timed("validate"):
@@ -134,6 +137,7 @@ def score_batch(
             sharing=_sharing(received, rows, row_group_bounds, config),
             costs=row_costs(received.steps, rows, config),
             partitions=_partitions(received, rows),
+            baselines=baselines,
         )
         return scored if awaits & credit_columns(config) else _credited(scored, config)
 
@@ -172,7 +176,7 @@ def _credited(scored: ScoredBatch, config: RunConfig) -> ScoredBatch:
     if len(received.steps) > 0 and not received.steps.tokens.values.size:
         # A lengths file contains no data for advantages, and nothing to lay out.
         return replace(scored, credit=Credit(np.zeros(len(scores))))
-    result = credit(received, scored.rows, scores, scored.trained, scored.loss_tokens, config)
+    result = credit(received, scored.rows, scores, scored.trained, scored.loss_tokens, config, scored.baselines)
     uncredited = None if result.of_tokens is None else result.of_tokens.uncredited
     counts = {} if uncredited is None else {"uncredited_rewards": uncredited}
     return replace(scored, credit=result, counts=scored.counts | counts)

@@ -26,16 +26,18 @@ from gristmill.errors import (
 from gristmill_service import tracing
 from gristmill_service.config import Model, RunConfig
 from gristmill_service.pipeline import BuiltBatch
-from gristmill_service.pipeline.plan_document import encode_plan
+from gristmill_service.pipeline.credit.baselines import Baselines
+from gristmill_service.pipeline.plan_document import baselines_after, encode_plan
 from gristmill_service.pipeline.scheduling.plan import ShardAddress
 from gristmill_service.pipeline.scheduling.schedule import MisalignedError
 from gristmill_service.pipeline.written import ShardForm, Written
 from gristmill_service.process_tuning import give_back_memory
 from gristmill_service.run.capacity import ShardRoom
 from gristmill_service.run.machine.answers import ColumnPlace
+from gristmill_service.run.machine.batch import Batch
 from gristmill_service.run.machine.decisions import progress, sealing
 from gristmill_service.run.machine.events import BatchFailed, BatchPublished, WrittenColumn
-from gristmill_service.run.machine.state import Batch, State
+from gristmill_service.run.machine.state import State
 from gristmill_service.run.monitor import RunMonitor
 from gristmill_service.run.rows.row_buffer import PickedRow, RowBuffer, not_held
 from gristmill_service.run.rows.row_gathering import Load, gather
@@ -62,6 +64,7 @@ class _Job(NamedTuple):
 
     rows: empty once they are released. tables: the tables of written columns, if they are in memory.
     written: the columns that trainers wrote; None if some are missing or the batch awaits none.
+    baselines: the run's before the batch.
     """
 
     number: int
@@ -72,6 +75,7 @@ class _Job(NamedTuple):
     is_first: bool
     written: dict[ColumnPlace, WrittenColumn] | None
     tables: dict[int, Stored | None]
+    baselines: Baselines
 
 
 class BatchBuilder:
@@ -181,7 +185,8 @@ class BatchBuilder:
         written = dict(batch.written) if config.written_columns and _is_written(batch, config) else None
         tables = {column.table: rows.table(column.table) for column in (written or {}).values()}
         is_first, token_rewards = batch.mini_batches is None, bool(state.schema.token_rewards)
-        job = _Job(number, batch, config, _pick(rows, batch), token_rewards, is_first, written, tables)
+        baselines = state.baselines if batch.baselines is None else batch.baselines
+        job = _Job(number, batch, config, _pick(rows, batch), token_rewards, is_first, written, tables, baselines)
         # The rows are read from the log, so they must be in it.
         await self._writer.commits.safe()
         return job
@@ -228,6 +233,7 @@ class BatchBuilder:
                 timed=self._monitor.timed,
                 written=self._written(job),
                 begun=_own_sizes(job),
+                baselines=job.baselines,
             )
             mini_batches: dict[Model, int] = dict.fromkeys(job.config.models, 0)
             for part in built.plan.mini_batches:
@@ -251,7 +257,8 @@ class BatchBuilder:
             reason = str(error) or type(error).__name__
             return BatchFailed(job.number, reason, keeps_rows=isinstance(error, MisalignedError)), b"", {}
         record = self._monitor.built(job.number, built.stats) if job.is_first else None
-        event = BatchPublished(job.number, mini_batches, nbytes, tuple(sorted(built.awaits)), record)
+        after = dict(baselines_after(built.plan)) or None
+        event = BatchPublished(job.number, mini_batches, nbytes, tuple(sorted(built.awaits)), record, after)
         return event, plan, built.forms
 
     def _loaded(self, rows: Sequence[PickedRow]) -> Load:

@@ -36,7 +36,8 @@ from gristmill_service.cli.terminal import counted, messages, refusals, screen
 from gristmill_service.config import RunConfig, read_config, warnings_of
 from gristmill_service.pipeline import BuiltBatch, build_batch, plan_batch
 from gristmill_service.pipeline.alternatives import Alternative, Sealed, cheaper, compared, effective
-from gristmill_service.pipeline.plan_document import PlanDocument, encode_plan
+from gristmill_service.pipeline.credit.baselines import NO_BASELINES
+from gristmill_service.pipeline.plan_document import PlanDocument, baselines_after, encode_plan
 from gristmill_service.storage.shard_files import write_shards
 
 RolloutsArgument = Annotated[
@@ -91,9 +92,10 @@ def plan(
         if choices:
             print_alternatives(what_if([Sealed(steps) for steps in batches], settings, choices), as_json)
             return
-        documents = []
+        documents, baselines = [], NO_BASELINES
         for number, steps in enumerate(batches):
-            documents.append(document := plan_batch(steps, settings, batch=number))
+            documents.append(document := plan_batch(steps, settings, batch=number, baselines=baselines))
+            baselines = baselines_after(document)
             _warn(document.counts)
             sys.stdout.buffer.write(encode_plan(document) + b"\n")
         sys.stdout.flush()
@@ -185,8 +187,10 @@ def _read(file: Path, config: RunConfig) -> tuple[list[Steps], bool]:
 
 
 def _build_all(batches: list[Steps], config: RunConfig, run: str, advance: _Advance) -> Iterator[BuiltBatch]:
+    baselines = NO_BASELINES
     for number, steps in enumerate(batches):
-        built = build_batch(steps, config, run=run, batch=number)
+        built = build_batch(steps, config, run=run, batch=number, baselines=baselines)
+        baselines = baselines_after(built.plan)
         _warn(built.plan.counts)
         advance(1)
         yield built

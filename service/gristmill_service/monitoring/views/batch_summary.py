@@ -18,7 +18,7 @@ from gristmill._wire.columns import Int64s, Ragged
 from gristmill._wire.row_fields import PLAIN_FIELDS
 from gristmill._wire.steps import Steps, concat
 from gristmill_service.config import RunConfig
-from gristmill_service.estimators import Float64s, TokenEstimator
+from gristmill_service.estimators import Float64s, RunningEstimator, TokenEstimator
 from gristmill_service.monitoring import Document
 from gristmill_service.pipeline.credit import advantage
 from gristmill_service.pipeline.layout.extra_columns import row_costs
@@ -131,19 +131,23 @@ class BatchReader:
         trained = np.concatenate(self._trained) * filters.trained_steps(received, scores, config)[0][visited]
         begins = np.cumsum(counts) - counts
         first, last = visited[begins], visited[begins + counts - 1]
-        # Advantages per token or step, or that include a KL, need declared columns, a length penalty needs tokens, and
-        # whitening a mini-batch its plan.
+        # Advantages per token or step, or that include a KL, need declared columns, a length penalty needs tokens,
+        # running baselines the batches before, and whitening a mini-batch its plan.
         is_elsewhere = (
             config.whiten == "mini_batch"
             or steps.token_advantages is not None
             or config.kl_in_reward is not None
             or config.length_penalty is not None
-            or isinstance(config.estimator, TokenEstimator)
+            or isinstance(config.estimator, TokenEstimator | RunningEstimator)
             or config.estimator.compares_steps
         )
         trained = np.add.reduceat(trained, begins) if len(begins) else trained
         trajectories = received.trajectory_of_step[first]
         tokens = advantage.trajectory_tokens(trajectories, trained, len(scores))
+        advantages = None
+        if not is_elsewhere:
+            estimated = advantage.estimated(received, scores, tokens, config)
+            advantages = advantage.whitened_of_trajectories(estimated, tokens, config)
         return BatchSummary(
             received=received,
             prompts=steps.prompt_lengths[first],
@@ -156,7 +160,7 @@ class BatchReader:
             trajectories=trajectories,
             scores=scores,
             responses=np.concatenate(self._responses),
-            advantages=None if is_elsewhere else advantage.advantages(received, scores, tokens, config),
+            advantages=advantages,
             breaks_in_all=self._breaks_in_all,
             breaks=self._breaks,
             pairs=[TokenPair(was=was, now=now, count=count) for (was, now), count in self._pairs.most_common(10)],

@@ -1,4 +1,4 @@
-"""Computes trajectories' scores, their advantages within the prompt group, and the denominators of the loss.
+"""Computes trajectories' scores, their advantages within the comparison group, and the denominators of the loss.
 
 Scores come from the steps as received, so that merging cannot change them. All arithmetic is float64.
 """
@@ -6,16 +6,16 @@ Scores come from the steps as received, so that merging cannot change them. All 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from gristmill._wire.columns import Int64s, Ragged
 from gristmill_service.config import RunConfig, StepGroups
-from gristmill_service.estimators import Float64s, GroupEstimator, Groups, discounted_sums, flat, group_advantages
+from gristmill_service.estimators import Float64s, GroupEstimator, Groups, discounted_sums, group_advantages
 from gristmill_service.pipeline.credit.length_penalty import penalized
 from gristmill_service.pipeline.credit.whitening import whitened_with_counts
+from gristmill_service.pipeline.rows.comparison import Comparison
 from gristmill_service.pipeline.rows.validate import Received
 from gristmill_service.pipeline.scheduling.plan import MiniBatchPlan
 
@@ -48,19 +48,6 @@ def trajectory_scores(
     return scores
 
 
-def all_equal(scores: Float64s) -> bool:
-    """Returns whether a group of two or more trajectories has equal scores only: no estimator learns from it."""
-    return bool(flat(scores))
-
-
-def by_size(group_bounds: Int64s) -> Iterator[tuple[Int64s, Int64s]]:
-    """Yields the groups of each size: their numbers, (groups,), and their trajectories, (groups, size)."""
-    sizes = np.diff(group_bounds)
-    for size in np.flatnonzero(np.bincount(sizes)).tolist():
-        groups = np.flatnonzero(sizes == size)
-        yield groups, group_bounds[groups][:, np.newaxis] + np.arange(size)
-
-
 def trajectory_tokens(row_trajectories: Int64s, loss_tokens: Int64s, trajectories: int) -> Float64s:
     """Returns how many tokens of each trajectory are trained, without those that a filter masks; float64
     (trajectories,).
@@ -71,19 +58,17 @@ def trajectory_tokens(row_trajectories: Int64s, loss_tokens: Int64s, trajectorie
     return tokens
 
 
-def advantages(received: Received, scores: Float64s, tokens: Float64s, config: RunConfig) -> Float64s:
-    """Returns one advantage per trajectory, whitened with `whiten: batch` or `trajectories`. It is computed, or, with
-    `advantage_estimator: none`, as clients sent it.
-
-    Zeros if clients sent advantages per token, which are laid out as a column. tokens: `trajectory_tokens`.
-    """
-    advantages = _estimated(received, scores, tokens, config)
+def whitened_of_trajectories(advantages: Float64s, tokens: Float64s, config: RunConfig) -> Float64s:
+    """Returns the advantages of trajectories, whitened with `whiten: batch` or `trajectories`. tokens:
+    `trajectory_tokens`."""
     if config.whiten == "batch":
         return whitened_with_counts(advantages, tokens)
     return whitened_with_counts(advantages, np.ones(len(tokens))) if config.whiten == "trajectories" else advantages
 
 
-def _estimated(received: Received, scores: Float64s, tokens: Float64s, config: RunConfig) -> Float64s:
+def estimated(received: Received, scores: Float64s, tokens: Float64s, config: RunConfig) -> Float64s:
+    """Returns one advantage per trajectory, not yet whitened. It is computed, or, with `advantage_estimator: none`, as
+    clients sent it; zeros if they sent advantages per token, which are laid out as a column."""
     estimator = config.estimator
     if not isinstance(estimator, GroupEstimator):
         sent = received.steps.advantages
@@ -100,21 +85,17 @@ def _estimated(received: Received, scores: Float64s, tokens: Float64s, config: R
 
 def step_advantages(received: Received, scores: Float64s, tokens: Float64s, config: RunConfig) -> Float64s:
     """Returns the advantage of each step, not yet whitened: that of its trajectory plus `omega` times its own, which
-    compares its return with those of the steps of its group with the same key (`step_groups`); float64 (steps,). A step
-    that compares with none has 0 of its own. tokens: `trajectory_tokens`."""
+    compares its return with those of the steps of its comparison group with the same key (`step_groups`); float64
+    (steps,). A step that compares with none has 0 of its own. tokens: `trajectory_tokens`."""
     estimator, rule, bounds = config.estimator, config.step_groups or StepGroups(), received.trajectory_bounds
     assert isinstance(estimator, GroupEstimator), "only these compare steps"
-    of_trajectories = _estimated(received, scores, tokens, config)
+    of_trajectories = estimated(received, scores, tokens, config)
     keys, lengths = _step_keys(received, rule), np.diff(bounds)
     returns, own = discounted_sums(received.steps.rewards, bounds, rule.gamma), np.zeros(len(keys))
     batch_std = _exact_std(returns) if config.grpo_std_over == "batch" else 0.0
-    of_groups = np.repeat(received.trajectory_groups, lengths) * (keys.max(initial=0) + 1) + keys
-    order = np.argsort(of_groups, kind="stable")
-    order = order[keys[order] >= 0]
-    edges = np.append(np.flatnonzero(np.diff(of_groups[order], prepend=-1)), len(order))
-    for _, places in by_size(edges):
-        if places.shape[1] > 1:
-            steps = order[places]
+    of_groups = np.repeat(received.compared.numbers, lengths) * (keys.max(initial=0) + 1) + keys
+    for steps in Comparison.of(np.where(keys < 0, -1, of_groups)).by_size():
+        if steps.shape[1] > 1:
             own[steps] = group_advantages(estimator, Groups(returns[steps], np.ones(steps.shape), batch_std), config)
     return np.repeat(of_trajectories, lengths) + rule.omega * own
 
@@ -136,7 +117,7 @@ def _of_groups(
     """Returns the advantages of trajectories with these scores."""
     result = np.zeros(len(scores))
     batch_std = _exact_std(scores) if config.grpo_std_over == "batch" else 0.0
-    for _, trajectories in by_size(received.group_bounds):
+    for trajectories in received.compared.by_size():
         groups = Groups(scores[trajectories], tokens[trajectories], batch_std)
         result[trajectories] = group_advantages(estimator, groups, config)
     return result

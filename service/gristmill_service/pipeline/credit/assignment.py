@@ -6,7 +6,7 @@ then the KL, then advantages. Ranks and layout play no part.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -15,9 +15,11 @@ from numpy.typing import NDArray
 from gristmill._wire.columns import Int64s, Ragged
 from gristmill._wire.steps import Steps
 from gristmill_service.config import RunConfig
-from gristmill_service.estimators import Float64s, Settings, TokenEstimator
+from gristmill_service.estimators import Float64s, RunningEstimator, Settings, TokenEstimator
 from gristmill_service.helper_thread import in_two_threads
 from gristmill_service.pipeline.credit import advantage, kl
+from gristmill_service.pipeline.credit.baselines import Baselines, running_advantages
+from gristmill_service.pipeline.credit.length_penalty import penalized
 from gristmill_service.pipeline.credit.trained_tokens import (
     Part,
     TrainedTokens,
@@ -71,11 +73,13 @@ class Credit:
     of_tokens: set with a `TokenEstimator`, for advantages of steps, and for those of tokens that clients sent and
     `whiten` changes.
     token_rewards: float32 over the steps' responses; set if they include a KL.
+    baselines: the run's baselines after the batch.
     """
 
     advantages: Float64s
     of_tokens: TokenCredit | None = None
     token_rewards: Ragged | None = None
+    baselines: Baselines = field(default_factory=dict)
 
 
 def credit(
@@ -85,11 +89,12 @@ def credit(
     trained: NDArray[np.bool_],
     loss_tokens: Int64s,
     config: RunConfig,
+    before: Baselines,
 ) -> Credit:
     """Computes the credit of a batch.
 
     scores: float64 (trajectories,), without the KL. trained: bool (steps,), False where a filter masks. loss_tokens:
-    `row_loss_tokens`.
+    `row_loss_tokens`. before: the run's baselines before this batch.
     Raises InvalidArgumentError naming a trajectory or token whose numbers float32 cannot hold.
     """
     per_token = isinstance(config.estimator, TokenEstimator)
@@ -107,30 +112,45 @@ def credit(
             whitened(of_tokens, out=of_tokens)
         return Credit(np.zeros(len(scores)), TokenCredit(tokens, of_tokens))
     if reference is None and not per_token:
-        return Credit(advantage.advantages(received, scores, lengths, config))
+        return _of_trajectories(received, scores, lengths, before, config)
     if reference is not None and reference.column is not None:
         sums = kl.kl_of_steps(received, reference.column)
         changed = kl.kl_in_scores(received, scores, sums, reference.coef)
-        return Credit(advantage.advantages(received, changed, lengths, config))
+        return _of_trajectories(received, changed, lengths, before, config)
     kept = kept_tokens(rows, len(trained))
-    numbers = _Numbers(trained_tokens(received, trained, kept.most), kept, config)
+    compared = received.compared.numbers if config.estimator.compares_groups else None
+    numbers = _Numbers(trained_tokens(received, trained, kept.most), kept, compared, config)
     numbers.compute(received.group_bounds if config.estimator.compares_groups else None)
     if per_token:
         return Credit(np.zeros(len(scores)), numbers.of_tokens(), numbers.token_rewards)
     assert reference is not None, "without a KL there is nothing to do"
     changed = kl.kl_in_scores(received, scores, numbers.kl_sums, reference.coef)
-    return Credit(advantage.advantages(received, changed, lengths, config), token_rewards=numbers.token_rewards)
+    return replace(_of_trajectories(received, changed, lengths, before, config), token_rewards=numbers.token_rewards)
+
+
+def _of_trajectories(
+    received: Received, scores: Float64s, tokens: Float64s, before: Baselines, config: RunConfig
+) -> Credit:
+    """Returns the credit of trajectories with these scores. tokens: `advantage.trajectory_tokens`."""
+    after = before
+    if isinstance(config.estimator, RunningEstimator):
+        scores = penalized(received, scores, config)
+        estimated, after = running_advantages(received, scores, before, config)
+    else:
+        estimated = advantage.estimated(received, scores, tokens, config)
+    return Credit(advantage.whitened_of_trajectories(estimated, tokens, config), baselines=after)
 
 
 class _Numbers:
     """Computes arrays over a batch's trained tokens, for some trajectories at a time.
 
-    kept: see `response_rewards`. kl_sums: float64 (trajectories,), the sums of the KL estimates; empty for a
+    kept: see `response_rewards`. compared: int64 (trajectories,), the comparison group of each, if they are compared.
+    kl_sums: float64 (trajectories,), the sums of the KL estimates; empty for a
     `TokenEstimator`.
     """
 
-    def __init__(self, tokens: TrainedTokens, kept: KeptTokens, config: RunConfig) -> None:
-        self._tokens, self._kept, self._config = tokens, kept, config
+    def __init__(self, tokens: TrainedTokens, kept: KeptTokens, compared: Int64s | None, config: RunConfig) -> None:
+        self._tokens, self._kept, self._compared, self._config = tokens, kept, compared, config
         # Pages that are never touched take no memory.
         self._rewards, self._returns = (np.empty(tokens.edges[-1], np.float32) for _ in range(2))
         self._advantages, self._uncredited = np.empty(len(tokens)), 0
@@ -174,7 +194,7 @@ class _Numbers:
     def _credit(self, estimator: TokenEstimator, part: Part, rewards: Float64s) -> int:
         tokens = part.tokens
         credited, uncredited = credited_rewards(tokens, rewards)
-        columns: list[Any] = [part.groups] if estimator.compares_groups else []
+        columns: list[Any] = [] if self._compared is None else [self._compared[part.trajectories]]
         columns += [tokens.take(_column(tokens.steps, name)) for name in estimator.columns]
         if (name := self._config.lambda_column) is not None:
             columns.append(tokens.of_steps(_column(tokens.steps, name)))

@@ -15,22 +15,21 @@ from gristmill_service.pipeline.rows.validate import Received
 
 def penalized(received: Received, scores: Float64s, config: RunConfig) -> Float64s:
     """Returns the scores less m · (a·o/max o + b·i/max i + c·t/max t), where m is the mean score of the trajectory's
-    prompt group, and each maximum is that of the group; a maximum of 0 counts as 1.
+    comparison group, and each maximum is that of the group; a maximum of 0 counts as 1.
 
     a, o: `output_tokens` and the trajectory's response tokens, over its steps. b, i: `input_tokens` and its other
     tokens, each counted once where steps share it. c, t: `turns` and its steps.
     """
-    penalty, bounds = config.length_penalty, received.group_bounds
+    penalty, compared = config.length_penalty, received.compared
     if penalty is None or not len(scores):
         return scores
-    sizes = np.diff(bounds)
     shares = np.zeros(len(scores))
     for coefficient, lengths in _lengths(received, penalty, config):
-        longest = np.maximum(1, np.maximum.reduceat(lengths, bounds[:-1]))
-        shares += coefficient * lengths / np.repeat(longest, sizes)
+        longest = np.maximum(1, compared.ranges(lengths)[1])
+        shares += coefficient * lengths / longest[compared.numbers]
     # Scores of a group are added in their order, whatever else is in the batch.
-    means = np.array([part.mean() for part in np.split(scores, bounds[1:-1])])
-    result: Float64s = scores - np.repeat(means, sizes) * shares
+    means = np.array([part.mean() for part in np.split(scores[compared.order], compared.bounds[1:-1])])
+    result: Float64s = scores - means[compared.numbers] * shares
     return result
 
 

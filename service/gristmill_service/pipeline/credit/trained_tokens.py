@@ -80,7 +80,9 @@ class TrainedTokens:
             None if self.mask is None else self.mask[edges[0] : edges[-1]],
             step_bounds - step_bounds[0],
         )
-        return Part(tokens, steps, slice(step_bounds[0], step_bounds[-1]), slice(edges[0], edges[-1]), units - begin)
+        return Part(
+            tokens, slice(begin, end), steps, slice(step_bounds[0], step_bounds[-1]), slice(edges[0], edges[-1])
+        )
 
     def of(self, numbers: NDArray[Any]) -> NDArray[Any]:
         """Selects the numbers of trained tokens from those of response tokens; the same array where all are."""
@@ -125,15 +127,15 @@ class TrainedTokens:
 class Part(NamedTuple):
     """Consecutive trajectories of a batch.
 
-    steps, trained, responses: their ranges among the batch's steps, trained tokens and response tokens. groups: int64,
-    the bounds of their groups among them, if `parts` was called with groups.
+    trajectories, steps, trained, responses: their ranges among the batch's trajectories, steps, trained tokens and
+    response tokens.
     """
 
     tokens: TrainedTokens
+    trajectories: slice
     steps: slice
     trained: slice
     responses: slice
-    groups: Int64s
 
 
 def trained_tokens(received: Received, trained: NDArray[np.bool_], kept: Int64s | None = None) -> TrainedTokens:

@@ -14,8 +14,7 @@ from gristmill._wire.columns import Int64s, Ragged
 from gristmill._wire.row_fields import UNKNOWN
 from gristmill._wire.steps import Steps, versions_of_tokens
 from gristmill_service.config import RunConfig
-from gristmill_service.estimators import Float64s, flat
-from gristmill_service.pipeline.credit.advantage import by_size
+from gristmill_service.estimators import Float64s
 from gristmill_service.pipeline.rows.validate import Received, receive
 
 
@@ -29,18 +28,11 @@ def trained_steps(received: Received, scores: Float64s, config: RunConfig) -> tu
         trained &= ~overlong
         counts["overlong_steps"] = int(overlong.sum())
     if config.zero_variance_filter == "mask":
-        constant = zero_variance_groups(received, scores)
-        trained &= ~constant[received.trajectory_groups][received.trajectory_of_step]
+        lowest, highest = received.compared.ranges(scores) if len(scores) else (scores, scores)
+        constant = (lowest == highest) & (np.diff(received.compared.bounds) > 1)
+        trained &= ~constant[received.compared.numbers][received.trajectory_of_step]
         counts["zero_variance_groups"] = int(constant.sum())
     return trained, counts
-
-
-def zero_variance_groups(received: Received, scores: Float64s) -> NDArray[np.bool_]:
-    """Returns which groups have two or more trajectories with equal scores; bool (groups,)."""
-    is_constant = np.zeros(len(received.groups), np.bool_)
-    for groups, trajectories in by_size(received.group_bounds):
-        is_constant[groups] = flat(scores[trajectories])
-    return is_constant
 
 
 def newest_version(steps: Steps) -> int:

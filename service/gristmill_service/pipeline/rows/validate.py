@@ -19,6 +19,7 @@ from gristmill._wire.row_fields import TEXT_FIELDS
 from gristmill._wire.steps import FLOAT32_MAX, Steps
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.config import RunConfig
+from gristmill_service.pipeline.rows.comparison import Comparison, comparison_groups
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,6 +31,7 @@ class Received:
     trajectory_groups: (trajectories,), the group of each.
     group_bounds: (groups + 1,), group g is the trajectories `bounds[g]:bounds[g + 1]`.
     tags: the environment or task of each group, "" for a group without; empty if no group has one.
+    compared: the groups of trajectories that estimators compare.
     """
 
     steps: Steps
@@ -38,6 +40,7 @@ class Received:
     trajectory_groups: Int64s
     group_bounds: Int64s
     tags: list[str]
+    compared: Comparison
 
     @property
     def components(self) -> list[dict[str, float]] | None:
@@ -50,22 +53,23 @@ class Received:
     @property
     def agents(self) -> list[str] | None:
         """The agent of each trajectory, "" for one without; None if rows have none."""
-        return self._of_trajectories(self.steps.agents)
+        return _of_trajectories(self.steps.agents, self.trajectory_bounds)
 
     @property
     def episodes(self) -> list[str] | None:
         """The episode of each trajectory, "" for one without; None if rows have none."""
-        return self._of_trajectories(self.steps.episodes)
-
-    def _of_trajectories(self, texts: Sequence[str] | None) -> list[str] | None:
-        if texts is None or not any(texts):
-            return None
-        return [texts[first] for first in self.trajectory_bounds[:-1].tolist()]
+        return _of_trajectories(self.steps.episodes, self.trajectory_bounds)
 
     @property
     def trajectory_of_step(self) -> Int64s:
         lengths = np.diff(self.trajectory_bounds)
         return np.repeat(np.arange(len(lengths)), lengths)
+
+
+def _of_trajectories(texts: Sequence[str] | None, trajectory_bounds: Int64s) -> list[str] | None:
+    if texts is None or not any(texts):
+        return None
+    return [texts[first] for first in trajectory_bounds[:-1].tolist()]
 
 
 def receive(steps: Steps, config: RunConfig) -> Received:
@@ -97,6 +101,13 @@ def receive(steps: Steps, config: RunConfig) -> Received:
         trajectory_groups=trajectory_groups,
         group_bounds=group_bounds,
         tags=_group_tags(steps, group_of_step, len(groups)),
+        compared=comparison_groups(
+            trajectory_groups,
+            group_bounds,
+            _of_trajectories(steps.agents, bounds),
+            _of_trajectories(steps.episodes, bounds),
+            config.episode_agents,
+        ),
     )
 
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from gristmill._wire.steps import TrajectoryKey
 from gristmill_service.config import Model
+from gristmill_service.pipeline.credit.baselines import BaselineKey
 from gristmill_service.pipeline.figures import Figures
 from gristmill_service.run.machine.answers import ColumnPlace, Position
 
@@ -219,7 +220,7 @@ class BatchPublished(Event):
     """The shards of a batch are published: forward shards if `awaits` is not empty.
 
     awaits: the columns that trainers must write before training. record: the figures to store permanently, when the
-    batch is published for the first time.
+    batch is published for the first time. baselines: the run's after the batch, if it keeps any.
     """
 
     batch: int
@@ -227,6 +228,7 @@ class BatchPublished(Event):
     nbytes: int
     awaits: tuple[str, ...] = ()
     record: Figures | None = None
+    baselines: dict[BaselineKey, float] | None = None
 
 
 class WrittenColumn(NamedTuple):

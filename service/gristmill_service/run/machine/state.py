@@ -6,16 +6,17 @@ Only `apply` changes a state; it never fails and decides nothing. Decisions (`in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from gristmill_service.config import Model, RunConfig
+from gristmill_service.pipeline.credit.baselines import BaselineKey
 from gristmill_service.pipeline.figures import Figures
 from gristmill_service.run.machine.answers import ColumnPlace, Position
+from gristmill_service.run.machine.batch import Batch
 from gristmill_service.run.machine.batch_records import keep
 from gristmill_service.run.machine.events import (
-    COLUMNS,
     Acknowledged,
     BatchFailed,
     BatchFreed,
@@ -39,7 +40,6 @@ from gristmill_service.run.machine.events import (
     RanksBegan,
     Resized,
     RewardsSet,
-    RowRef,
     RowSchema,
     RowsStored,
     RunFinished,
@@ -47,7 +47,6 @@ from gristmill_service.run.machine.events import (
     TagSharesLapsed,
     TagWait,
     TrajectoryAborted,
-    WrittenColumn,
 )
 from gristmill_service.run.machine.groups import NOTHING, Group, Released, by_group
 
@@ -56,45 +55,6 @@ GIVEN_UP = "given up: "
 """Starts the failure reason of a batch that a resuming trainer skipped, rather than of one that cannot be built."""
 BATCH_FAILED = "batch_failed"
 """The reason under which the groups of a failed batch are dropped."""
-
-
-@dataclass(slots=True)
-class Batch:
-    """A sealed batch that is not freed.
-
-    mini_batches: the number of mini-batches per model; set when the batch is first published, and never unset.
-    awaits: the columns that trainers must write for each policy shard before training; until they are complete, the
-        published shards are forward shards.
-    written: the columns written so far. They are stored like rows, so that the shards can be built again.
-    """
-
-    policy_version: int
-    prompts: int
-    groups: list[Group]
-    mini_batches: dict[Model, int] | None = None
-    is_published: bool = False
-    nbytes: int = 0
-    awaits: tuple[str, ...] = ()
-    written: dict[ColumnPlace, WrittenColumn] = field(default_factory=dict)
-
-    def places(self, ranks: Collection[int]) -> Iterator[ColumnPlace]:
-        """Yields the awaited columns of these ranks, written or not."""
-        for mini_batch in range((self.mini_batches or {}).get("policy", 0)):
-            for rank in ranks:
-                for column in self.awaits:
-                    yield ColumnPlace(mini_batch, rank, column)
-
-    def refs(self) -> list[RowRef]:
-        """Returns references to everything that is stored for the batch: rows and written columns."""
-        return [ref for group in self.groups for ref in group.refs()] + self.written_refs()
-
-    def written_refs(self) -> list[RowRef]:
-        return [RowRef(column.table, COLUMNS) for column in self.written.values()]
-
-    @property
-    def row_bytes(self) -> int:
-        rows = sum(group.nbytes for group in self.groups)
-        return rows + sum(column.nbytes for column in self.written.values())
 
 
 @dataclass(slots=True)
@@ -164,6 +124,7 @@ class State:
     generation: 1 plus the number of rollbacks, in which the log lost events that were already confirmed.
     rollbacks: for each rollback, the furthest known position of each model's ranks.
     records: the figures of all published batches, oldest first.
+    baselines: the running baselines after all batches that were ever published, in the order in which they first were.
     """
 
     dp_size: int
@@ -195,6 +156,7 @@ class State:
     generation: int = 1
     rollbacks: list[dict[Model, Position]] = field(default_factory=list)
     records: list[Figures] = field(default_factory=list)
+    baselines: dict[BaselineKey, float] = field(default_factory=dict)
 
     @classmethod
     def initial(cls, config: RunConfig) -> State:
@@ -413,10 +375,13 @@ def _apply_batch(
             state.prompts.append(len(keys))
             state.groups_sealed += len(keys)
             return NOTHING
-        case BatchPublished(number, mini_batches, nbytes, awaits, record):
+        case BatchPublished(number, mini_batches, nbytes, awaits, record, baselines):
             if record is not None:
                 keep(state.records, record)
             batch = state.batches[number]
+            # A batch that is built again begins with the same baselines, and does not change them again.
+            if baselines is not None and batch.baselines is None:
+                batch.baselines, state.baselines = state.baselines, dict(baselines)
             # The new shards replace the batch's forward shards, if there are any.
             state.shard_bytes += nbytes - batch.nbytes
             batch.mini_batches, batch.nbytes, batch.is_published = dict(mini_batches), nbytes, True

@@ -15,7 +15,8 @@ from gristmill._wire.columns import Ragged
 from gristmill._wire.steps import TrajectoryKey
 from gristmill.errors import FailedPreconditionError, ResourceExhaustedError
 from gristmill_service.config import RunConfig
-from gristmill_service.pipeline.credit.advantage import all_equal, trajectory_scores
+from gristmill_service.pipeline.credit.advantage import trajectory_scores
+from gristmill_service.pipeline.rows.comparison import compared_by
 from gristmill_service.run.machine.answers import ColumnPlace, Sealed
 from gristmill_service.run.machine.decisions.admission import RETRY_AFTER_S, UNBOUNDED, Room, lacking_tags
 from gristmill_service.run.machine.events import (
@@ -275,4 +276,8 @@ def _is_zero_variance(group: Group, config: RunConfig) -> bool:
     parts = np.array([[row.reward, row.reward_rest] for row in rows], np.float64)
     starts = [index for index, row in enumerate(rows) if row.step == 0]
     bounds, pairs = np.array([*starts, len(rows)]), Ragged.from_lengths(parts.ravel(), np.full(len(rows), 2))
-    return all_equal(trajectory_scores(parts[:, 0], bounds, config.trajectory_score, pairs))
+    scores = trajectory_scores(parts[:, 0], bounds, config.trajectory_score, pairs).tolist()
+    first = [rows[start] for start in starts]
+    groups = compared_by((row.agent for row in first), (row.episode for row in first), config.episode_agents)
+    # Each comparison group has one score.
+    return len(scores) > 1 and len({*zip(groups, scores, strict=True)}) == len({*groups})
