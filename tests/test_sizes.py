@@ -9,7 +9,7 @@ import pytest
 
 from tests.tools.bench.sizes import sizes
 
-MOST_LINES, MOST_FILES = 33_340, 236
+MOST_LINES, MOST_FILES = 33_750, 236
 """Of the service. Lower them when it shrinks; a change that needs more says why."""
 
 MOST_OF_A_WAY = {"SubmitRows": (225, 52), "Acknowledge": (162, 37)}
