@@ -345,18 +345,18 @@ def test_the_summary_says_what_was_made_and_what_another_setting_would_make(
     # last row, and its prompt of 2 tokens once.
     assert summary_lines(output) == {
         "as configured": "8 0 48 16.7% 1.00 x mean",
-        "with merge: prefix": "4 0 24 0.0% 1.00 x mean",
-        "with layout: packed": "8 0 40 0.0% 1.00 x mean",
-        "with layout: prefix_tree": "8 0 24 0.0% 1.00 x mean",
+        "merge: prefix": "4 0 24 0.0% 1.00 x mean",
+        "layout: packed": "8 0 40 0.0% 1.00 x mean",
+        "layout: prefix_tree": "8 0 24 0.0% 1.00 x mean",
     }
     config.write_text(json.dumps(CONFIG | {"merge": "none", "micro_batch": {"size": 4}, "layout": "packed"}))
     changed = run("plan", file, "--config", config).stderr
-    assert summary_lines(changed)["as configured"] == summary_lines(output)["with layout: packed"]
+    assert summary_lines(changed)["as configured"] == summary_lines(output)["layout: packed"]
 
 
 def summary_lines(output: str) -> dict[str, str]:
     """Return the figures of each line of the summary by its first word."""
-    matches = re.findall(r"^ *(as configured|with \S+ \S+) +(.*x mean)", output, re.MULTILINE)
+    matches = re.findall(r"^ *(as configured|\S+: \S+) +(.*x mean)", output, re.MULTILINE)
     return {name: " ".join(figures.split()) for name, figures in matches}
 
 
@@ -371,7 +371,7 @@ def test_a_plan_is_compared_with_those_of_other_settings(config: Path, file: Pat
     assert (unmerged["setting"], unmerged["rows"], unmerged["groups"]) == ("merge: none", 16, 4)
     assert (refused["rows"], "reward_components is missing" in refused["reason"]) == (None, True)
     table = run("plan", file, "--config", config, *chosen).stdout.splitlines()
-    assert [line.split("  ")[0] for line in table[:4]] == [
+    assert [line.strip().split("  ")[0] for line in table[:4]] == [
         "settings",
         "as configured",
         "merge: none",
@@ -381,17 +381,13 @@ def test_a_plan_is_compared_with_those_of_other_settings(config: Path, file: Pat
     assert "reward_components is missing" in table[4]
 
 
-def test_the_usual_alternatives_are_those_that_change_a_number(
-    config: Path, file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_usual_alternatives_are_those_that_change_a_number(config: Path, file: Path) -> None:
     printed = run("plan", file, "--config", config, "--what-if", "usual", "--json").stdout
     names = [one["setting"] for one in json.loads(printed)["alternatives"]]
-    assert names[:2] == ["", "advantage_estimator: reinforce++"]
+    assert names[0] == ""
+    assert "advantage_estimator: reinforce++" in names
     assert "merge: none, retokenized_tail: 0" in names
     assert "advantage_estimator: rloo" not in names
-    # Many rows are planned in two processes.
-    monkeypatch.setattr("gristmill_service.cli.offline.what_if._MANY_ROWS", 1)
-    assert run("plan", file, "--config", config, "--what-if", "usual", "--json").stdout == printed
 
 
 @pytest.mark.parametrize(

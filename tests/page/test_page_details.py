@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from gristmill._wire.rows import from_rows
 from gristmill_service.monitoring.health import findings
+from tests.cli.terminal import gristmill
 from tests.on_loop import Service
 from tests.page import stage
 from tests.page.conftest import OpenPage
@@ -144,6 +146,53 @@ def test_the_settings_and_what_would_be_gained_are_shown(open_page: OpenPage, ru
     settings.get_by_role("row", name="merge prefix none").wait_for()
     settings.get_by_role("button", name="Compare other settings").click()
     settings.get_by_role("row", name="layout: packed").wait_for()
+
+
+def test_of_a_freed_batch_its_outline_is_compared(
+    service: Service, client: httpx.Client, run: str, run_name: str
+) -> None:
+    """By the page's address, before and after its rows are freed; and another run is created with the alternative."""
+    chosen = {"advantage_estimator": "rloo", "zero_variance_filter": "mask", "micro_batch": {"size": 1}}
+    text = ",".join(f"{name}={json.dumps(value)}" for name, value in chosen.items())
+    command = ("plan", f"{service.http_url}/#/{run}/0", "--what-if", text, "--what-if", "merge=none", "--json")
+
+    def compared() -> list[dict[str, Any]]:
+        printed: list[dict[str, Any]] = json.loads(gristmill(*command, expect=0).stdout)["alternatives"]
+        return printed
+
+    own, other, unmerged = before = compared()
+    assert unmerged["rows"] == 8 > own["rows"]
+    for mini_batch in range(2):
+        for rank in range(2):
+            stage.acknowledge(service.runs.get(run), rank, mini_batch, commit=True)
+    stage.until(lambda: service.runs.get(run).status().batches_freed == 1)
+    *after, unknown = compared()
+    assert after == before[:2]
+    assert unknown["rows"] is None
+    assert "needs what is freed with the batch's rows" in unknown["reason"]
+    usual = {one["setting"]: one for one in answered(client, f"/runs/{run}/batches/0/costs")["costs"]}
+    assert usual["advantage_estimator: rloo"]["reason"] == ""
+    assert "freed" in usual["layout: prefix_tree"]["reason"]
+    rows = [from_rows([row for uid in "ab" for row in stage.group(uid)], step_wise=True)]
+    stage.published(service.runs, f"{run_name}-other", stage.CONFIG | chosen, rows)
+    plan = answered(client, f"/runs/{run_name}-other/batches/0/picture")
+    assert other["rows"] == plan["rows"]
+    assert other["padding_share"] == plan["metrics"]["padding_share"]
+    assert other["steps"] == plan["mini_batches_in_all"]
+    groups = answered(client, f"/runs/{run_name}-other/batches/0/scores")["groups"]
+    assert other["advantage_largest"] == max(abs(value) for group in groups for value in group["advantages"])
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ("/#/{run}/7", "batch 7 has no stored rows"),
+        ("/#/{run}", "is not the page of a batch; write http://HOST:PORT/#/RUN/BATCH"),
+    ],
+)
+def test_a_run_without_the_batch_is_refused(service: Service, run: str, place: str, message: str) -> None:
+    done = gristmill("plan", service.http_url + place.format(run=run), "--what-if", "usual", expect=1)
+    assert message in done.stderr
 
 
 def test_distributions_are_named_where_they_are_pointed_at(open_page: OpenPage, run: str) -> None:

@@ -14,11 +14,13 @@ from gristmill.errors import InvalidArgumentError
 from gristmill_service.config import parse_config
 from gristmill_service.pipeline import build_batch
 from gristmill_service.pipeline.alternatives import (
+    FREED,
     Alternative,
     Outcome,
     Sealed,
     changed,
     compared,
+    compared_outline,
     parse_changes,
     usual,
 )
@@ -121,10 +123,9 @@ def test_batches_are_summed() -> None:
     )
     assert isinstance(one, Outcome)
     assert isinstance(other, Outcome)
-    assert both == one + other
-    assert both.advantages is not None
-    assert (both.steps, both.groups, both.rows, both.advantages.zero_groups) == (4, 4, 4, 2)
-    assert both.advantages.largest == 4
+    assert both == one.joined(other)
+    assert (both.steps, both.groups, both.rows, both.zero_groups, both.advantages) == (4, 4, 4, 2, -2.0)
+    assert both.largest == 4
 
 
 def test_settings_are_parsed_as_yaml() -> None:
@@ -146,3 +147,33 @@ def test_what_is_no_list_of_settings_is_refused(text: str) -> None:
 def test_settings_by_which_rows_came_cannot_be_changed(name: str) -> None:
     with pytest.raises(InvalidArgumentError, match=f"{name} decides which rows a batch has"):
         changed(parse_config(make_config()), {name: 4})
+
+
+@LAW
+@given(
+    batches_and_settings(max_staleness=1),
+    st.sampled_from(["count", "drop", "mask"]),
+    st.sampled_from([None, "mask"]),
+)
+def test_an_outline_answers_like_the_rows_or_not_at_all(
+    drawn: tuple[list[Row], dict[str, Any]], stale: str, zero: str | None
+) -> None:
+    rows, config = drawn
+    config |= {"stale": stale, "zero_variance_filter": zero, "overlong_filter": ["length"]}
+    settings = parse_config(config)
+    try:
+        batch = build_batch(from_rows(rows), settings, run="r", batch=0, policy_version=3)
+    except InvalidArgumentError:
+        assume(False)
+        raise
+    assume(batch.plan.rows)
+    others = [*usual(settings), {"dp_size": 2}, {"micro_batch": {"size": 2}}, {"layout": "packed"}]
+    known = list(compared_outline(batch.stats().outline, settings, others))
+    for answer, expected in zip(known, compared([Sealed(from_rows(rows), 3)], settings, others), strict=True):
+        if answer.reason != FREED:
+            numbers, others_numbers = answer.figures, expected.figures
+            assert numbers.pop("reason").partition(": ")[0] == others_numbers.pop("reason").partition(": ")[0]
+            assert numbers == pytest.approx(others_numbers)
+    answered = {answer.name for answer in known if answer.outcome is not None}
+    assert answered >= {"", "dp_size: 2"}
+    assert not answered & {"merge: prefix", "layout: prefix_tree", "advantage_estimator: reinforce++"}

@@ -156,7 +156,7 @@ def over_http(place: str) -> Iterator[Check]:
     credentials = Credentials()
     url = f"{'https' if credentials.is_encrypted else 'http'}://{place}/readyz"
     try:
-        with httpx.Client(verify=_trust(credentials), timeout=_HTTP_TIMEOUT_S, trust_env=False) as client:
+        with httpx.Client(verify=trust(credentials), timeout=_HTTP_TIMEOUT_S, trust_env=False) as client:
             answer, difference = _with_clock(client, place, url)
             if difference is not None and not difference.is_well:
                 # A busy server sends the time of an earlier second.
@@ -199,7 +199,8 @@ def clock(place: str, ahead_s: float, unsure_s: float = 0.0) -> Check:
     )
 
 
-def _trust(credentials: Credentials) -> ssl.SSLContext | bool:
+def trust(credentials: Credentials) -> ssl.SSLContext | bool:
+    """Returns how httpx verifies a service."""
     if not credentials.is_encrypted:
         return False
     context = ssl.create_default_context(cafile=None if credentials.ca_file is None else str(credentials.ca_file))

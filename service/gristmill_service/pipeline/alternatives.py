@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import reduce
-from itertools import starmap
+from math import isnan, nan
 from operator import add
 from typing import Any, NamedTuple
 
@@ -28,6 +26,7 @@ from gristmill_service.pipeline.credit.trained_tokens import trained_tokens
 from gristmill_service.pipeline.layout.batch_shards import row_advantages, token_advantages
 from gristmill_service.pipeline.layout.columns import Geometry
 from gristmill_service.pipeline.layout.shard import Layout
+from gristmill_service.pipeline.outline import needs_rows, outlined, restored
 from gristmill_service.pipeline.plan_document import performance
 from gristmill_service.pipeline.rows.merge import kept_tokens
 from gristmill_service.pipeline.scheduling.plan import MiniBatchPlan
@@ -35,60 +34,25 @@ from gristmill_service.pipeline.scored_batch import ScoredBatch, score_batch
 
 Changes = Mapping[str, Any]
 """Settings that differ from the run's own, by name."""
-Each = Callable[[Callable[[Changes], "Alternative"], Iterable[Changes]], Iterable["Alternative"]]
 
 _DECIDED = """
     train_batch_size n_samples_per_prompt max_samples_per_prompt min_samples surplus step_wise columns seal_order
     group_timeout_s tag_shares tag_timeout_s max_buffered_batches max_buffered_bytes
 """
 """The settings by which rows are sent and batches sealed: both have happened."""
-_UNSCHEDULED = """
-    merge retokenized_tail trajectory_score advantage_estimator grpo_norm_by_std grpo_epsilon grpo_std_over
-    component_weights length_penalty step_groups gamma lambda critic_lambda whiten kl_in_reward kl_from
-    loss_reduction zero_variance_filter overlong_filter max_staleness stale layout pad_width pad_token_id
-"""
-"""The settings that scheduling does not read: rows of the same lengths, which share no tokens, are scheduled alike."""
-
-
-_FIGURES = (
-    *("steps", "groups", "rows", "padding_rows", "tokens", "padding_share", "loss_tokens", "barrier_ratio"),
-    *("zero_share", "advantage_mean", "advantage_std", "advantage_largest"),
-)
+USUAL = "usual"
+"""The text for the usual alternatives, except those without effect."""
+FREED = "needs what is freed with the batch's rows: their tokens, rewards of steps, and columns"
 _NO_ADVANTAGES = "advantages need rows with rewards, and every column that trainers write for them"
 
 
-class Advantages(NamedTuple):
-    """The advantages of trained tokens, without the factor of `loss_reduction`.
+class Outcome(NamedTuple):
+    """What batches become with some settings: the policy's mini-batches, each trained once. Sums over batches.
 
-    zero_groups: trained groups of which every trained token has advantage 0. largest: the largest absolute value.
-    """
-
-    tokens: int
-    zero_groups: int
-    total: float
-    squares: float
-    largest: float
-
-    @property
-    def mean(self) -> float:
-        return self.total / self.tokens if self.tokens else 0.0
-
-    @property
-    def std(self) -> float:
-        return math.sqrt(max(0.0, self.squares / self.tokens - self.mean**2)) if self.tokens else 0.0
-
-    def joined(self, other: Advantages) -> Advantages:
-        sums = Advantages(*map(add, self, other))
-        return sums._replace(largest=max(self.largest, other.largest))
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What batches become with some settings: the policy's mini-batches, each trained once.
-
-    steps: optimizer steps, in all epochs. groups: those with trained rows. rows: trained rows, without padding rows.
-    tokens: all tokens that the model computes, including padding. slowest: the sum over batches of `barrier_ratio`
-    times tokens. advantages: None if a column of the trainer is missing, or the rows have only lengths.
+    steps: optimizer steps, in all epochs. groups: those with trained rows; zero_groups: of these, those whose trained
+    tokens all have advantage 0. rows: trained rows, without padding rows. tokens: all that the model computes, with
+    padding. slowest: the `barrier_ratio` times tokens. advantages, squares: sums over loss tokens, without the factor
+    of `loss_reduction`; NaN where they are unknown. largest: the largest absolute value.
     """
 
     steps: int
@@ -99,21 +63,13 @@ class Outcome:
     padding_tokens: int
     loss_tokens: int
     slowest: float
-    advantages: Advantages | None
+    zero_groups: int
+    advantages: float
+    squares: float
+    largest: float
 
-    @property
-    def padding_share(self) -> float:
-        return self.padding_tokens / self.tokens if self.tokens else 0.0
-
-    @property
-    def barrier_ratio(self) -> float:
-        """The load of each micro-step's slowest rank, divided by the mean load; 1 if no rank waits."""
-        return self.slowest / self.tokens if self.tokens else 1.0
-
-    def __add__(self, other: Outcome) -> Outcome:
-        both = self.advantages, other.advantages
-        sums: Any = {name: getattr(self, name) + getattr(other, name) for name in self.__slots__[:-1]}
-        return Outcome(**sums, advantages=None if both[0] is None or both[1] is None else both[0].joined(both[1]))
+    def joined(self, other: Outcome) -> Outcome:
+        return Outcome(*map(add, self, other))._replace(largest=max(self.largest, other.largest))
 
 
 class Alternative(NamedTuple):
@@ -126,21 +82,34 @@ class Alternative(NamedTuple):
     @property
     def figures(self) -> dict[str, Any]:
         """The numbers by name, for tables and JSON; None for those that are unknown."""
-        outcome, numbers = self.outcome, dict.fromkeys(_FIGURES)
-        if outcome is not None:
-            numbers |= {name: getattr(outcome, name) for name in _FIGURES[:-4]}
-        if outcome is not None and (advantages := outcome.advantages) is not None:
-            zero_share = advantages.zero_groups / outcome.groups if outcome.groups else 0.0
-            values = zero_share, advantages.mean, advantages.std, advantages.largest
-            numbers |= zip(_FIGURES[-4:], values, strict=True)
-        return {"setting": self.name, **numbers, "reason": self.reason}
+        if (sums := self.outcome) is None:
+            return {"setting": self.name, **dict.fromkeys(FIGURES), "reason": self.reason}
+        mean = sums.advantages / max(1, sums.loss_tokens)
+        std = max(0.0, sums.squares / max(1, sums.loss_tokens) - mean * mean) ** 0.5
+        advantages = sums.zero_groups / max(1, sums.groups), mean, std, sums.largest
+        numbers = (
+            *(sums.steps, sums.groups, sums.rows, sums.padding_rows, sums.tokens, sums.loss_tokens),
+            sums.padding_tokens / max(1, sums.tokens),
+            sums.slowest / sums.tokens if sums.tokens else 1.0,
+            *((None,) * 4 if isnan(mean) else advantages),
+        )
+        return {"setting": self.name, **dict(zip(FIGURES, numbers, strict=True)), "reason": self.reason}
+
+
+FIGURES = (
+    *("steps", "groups", "rows", "padding_rows", "tokens", "loss_tokens", "padding_share", "barrier_ratio"),
+    *("zero_share", "advantage_mean", "advantage_std", "advantage_largest"),
+)
+"""The numbers of an alternative. barrier_ratio: the load of each micro-step's slowest rank by the mean load."""
 
 
 class Sealed(NamedTuple):
-    """The rows of a batch. policy_version: the current one when it was sealed; None: the largest one of its rows."""
+    """The rows of a batch. policy_version: the current one when it was sealed; None: the largest one of its rows.
+    baselines: the run's before the batch, with an estimator that keeps any."""
 
     steps: Steps
     policy_version: int | None = None
+    baselines: Baselines = NO_BASELINES
 
 
 def parse_changes(text: str) -> Changes:
@@ -174,35 +143,62 @@ def named(changes: Changes) -> str:
 
 
 def compared(
-    batches: Sequence[Sealed], config: RunConfig, changes: Iterable[Changes], each: Each = map
+    batches: Sequence[Sealed],
+    config: RunConfig,
+    changes: Iterable[Changes],
 ) -> Iterator[Alternative]:
     """Yields the outcome of all batches as configured, with the name "", and then with each of the changes, or the
-    reason why the rows refuse it. each: calls a function for each of the changes, like `map`."""
-    own = list(_all_planned(batches, config, [None] * len(batches)))
+    reason why the rows refuse it."""
 
     def alternative(one: Changes) -> Alternative:
         try:
             settings = changed(config, one)
-            known = [schedule if one.keys() <= set(_UNSCHEDULED.split()) else None for _, schedule in own]
-            outcomes = [outcome for outcome, _ in _all_planned(batches, settings, known)]
+            return _sum(named(one), _all_planned(batches, settings))
         except InvalidArgumentError as error:
             return Alternative(named(one), None, str(error))
-        return _sum(named(one), outcomes)
 
-    yield _sum("", [outcome for outcome, _ in own])
-    yield from each(alternative, changes)
-
-
-def _sum(name: str, outcomes: Sequence[Outcome]) -> Alternative:
-    total = reduce(add, outcomes)
-    return Alternative(name, total, _NO_ADVANTAGES if total.advantages is None else "")
+    yield _sum("", _all_planned(batches, config))
+    yield from map(alternative, changes)
 
 
-def effective(alternatives: Iterable[Alternative]) -> Iterator[Alternative]:
-    """Omits changes that conflict with other settings or the rows, and those without effect."""
+def _sum(name: str, outcomes: Iterable[Outcome]) -> Alternative:
+    total = reduce(Outcome.joined, outcomes)
+    return Alternative(name, total, _NO_ADVANTAGES if isnan(total.advantages) else "")
+
+
+def compared_outline(outline: bytes, config: RunConfig, changes: Sequence[Changes]) -> Iterator[Alternative]:
+    """Like `compared`, for a batch whose rows are freed. Numbers that need more than the outline are missing."""
+    settings, is_complete = outlined(config)
+    possible = [one for one in changes if not needs_rows(one, config)]
+    answers = compared([Sealed(*restored(outline))], settings, possible)
+    for one in ({}, *changes):
+        if needs_rows(one, config):
+            yield Alternative(named(one), None, FREED)
+        elif (answer := next(answers)).outcome is None or is_complete:
+            yield answer
+        else:
+            yield answer._replace(outcome=answer.outcome._replace(**_UNKNOWN), reason=FREED)
+
+
+def effective(alternatives: Iterable[Alternative], chosen: Sequence[str] = ()) -> Iterator[Alternative]:
+    """Omits changes that conflict with other settings or the rows, and those without effect, but not the first ones,
+    which were `chosen`."""
     own, *others = alternatives
-    yield own
-    yield from (other for other in others if other.outcome not in (None, own.outcome))
+    first = len([text for text in chosen if text != USUAL])
+    yield from (own, *others[:first])
+    for other in others[first:]:
+        is_freed = other.outcome is None and other.reason == FREED
+        if is_freed or (other.outcome and other.figures != {**own.figures, "setting": other.name}):
+            yield other
+
+
+def parse_all(texts: Sequence[str], config: RunConfig) -> list[Changes]:
+    """Parses texts with `parse_changes`; `USUAL` stands for the usual alternatives. Raises InvalidArgumentError for
+    settings that conflict."""
+    chosen = [parse_changes(text) for text in texts if text != USUAL]
+    for changes in chosen:
+        changed(config, changes)
+    return [*chosen, *(usual(config) if USUAL in texts else ())]
 
 
 def cheaper(config: RunConfig) -> Iterator[Changes]:
@@ -235,51 +231,30 @@ def usual(config: RunConfig) -> Iterator[Changes]:
     yield from cheaper(config)
 
 
-class _Schedule(NamedTuple):
-    """A batch's mini-batches, and the rows for which they are scheduled. shares: whether these share tokens."""
-
-    lengths: Int64s
-    group_bounds: Int64s
-    mini_batches: list[MiniBatchPlan]
-    shares: bool
-
-    def fits(self, scored: ScoredBatch) -> bool:
-        rows = (self.lengths, scored.rows.lengths), (self.group_bounds, scored.row_group_bounds)
-        return not self.shares and scored.sharing is None and all(starmap(np.array_equal, rows))
-
-
-def _all_planned(
-    batches: Sequence[Sealed], config: RunConfig, known: Sequence[_Schedule | None]
-) -> Iterator[tuple[Outcome, _Schedule]]:
+def _all_planned(batches: Sequence[Sealed], config: RunConfig) -> Iterator[Outcome]:
     """Plans batches that follow one another."""
-    baselines = NO_BASELINES
-    for batch, schedule in zip(batches, known, strict=True):
-        outcome, planned, baselines = _planned(batch, config, baselines, schedule)
-        yield outcome, planned
+    baselines = batches[0].baselines
+    for batch in batches:
+        outcome, baselines = _planned(batch, config, baselines)
+        yield outcome
 
 
-def _planned(
-    batch: Sealed, config: RunConfig, baselines: Baselines, known: _Schedule | None
-) -> tuple[Outcome, _Schedule, Baselines]:
-    """Plans a batch. Also returns the run's baselines after it. known: a schedule with the same settings, which is used
-    if it is for rows of the same lengths. Raises InvalidArgumentError if the rows do not fit the configuration."""
+def _planned(batch: Sealed, config: RunConfig, baselines: Baselines) -> tuple[Outcome, Baselines]:
+    """Plans a batch. Also returns the run's baselines after it. Raises InvalidArgumentError if the rows do not fit the
+    configuration."""
     has_rewards = bool(batch.steps.tokens.values.size)
     if not has_rewards and (config.zero_variance_filter is not None or config.overlong_filter):
         raise InvalidArgumentError("the rows have only lengths, which no filter reads; pass rows with rewards")
     scored = score_batch(batch.steps, config, batch.policy_version, baselines=baselines)
-    lengths, bounds = scored.rows.lengths, scored.row_group_bounds
-    if known is None or not known.fits(scored):
-        mini_batches = scheduled(scored, config)
-        known = _Schedule(lengths, bounds, mini_batches, scored.sharing is not None)
-    policy = [part for part in known.mini_batches if part.model == "policy"]
+    policy = [part for part in scheduled(scored, config) if part.model == "policy"]
     kept = np.zeros(len(scored.rows), np.bool_)
     for part in policy:
         kept[part.start : part.kept_end] = True
     geometry = Geometry(scored.rows, config.padding_row_tokens)
     computed = Layout(policy, geometry, config, scored.sharing).sequence_elements if policy else 0
-    cost: Any = performance(scored, policy, config, int(lengths[kept].sum()), computed)
+    cost: Any = performance(scored, policy, config, int(scored.rows.lengths[kept].sum()), computed)
     groups = _marked(scored.row_groups[kept])
-    planned = Outcome(
+    outcome = Outcome(
         steps=len(policy) * config.update_epochs_per_batch,
         groups=groups,
         rows=int(kept.sum()),
@@ -288,9 +263,9 @@ def _planned(
         padding_tokens=cost["padding_tokens"],
         loss_tokens=int(scored.loss_tokens[kept].sum()),
         slowest=cost["barrier_ratio"] * computed,
-        advantages=_advantages(scored, policy, kept, groups, config) if has_rewards else None,
+        **_advantages(scored, policy, kept, groups, config) if has_rewards else _UNKNOWN,
     )
-    return planned, known, baselines if scored.credit is None else scored.credit.baselines
+    return outcome, baselines if scored.credit is None else scored.credit.baselines
 
 
 def _marked(numbers: Int64s) -> int:
@@ -300,20 +275,23 @@ def _marked(numbers: Int64s) -> int:
 
 def _advantages(
     scored: ScoredBatch, policy: Sequence[MiniBatchPlan], kept: NDArray[np.bool_], groups: int, config: RunConfig
-) -> Advantages | None:
+) -> Mapping[str, Any]:
     """kept: bool (rows,), of mini-batches. groups: those of kept rows."""
     if scored.credit is None:
-        return None
+        return _UNKNOWN
     values, rows, counts = _trained(scored, policy, config)
     is_trained = (counts > 0) & kept[rows]
     values, rows, counts = values[is_trained], rows[is_trained], counts[is_trained]
-    return Advantages(
-        tokens=int(counts.sum()),
-        zero_groups=groups - _marked(scored.row_groups[rows[values != 0]]),
-        total=float(counts @ values),
-        squares=float(counts @ (values * values)),
-        largest=float(np.abs(values).max(initial=0)),
-    )
+    return {
+        "zero_groups": groups - _marked(scored.row_groups[rows[values != 0]]),
+        "advantages": float(counts @ values),
+        "squares": float(counts @ (values * values)),
+        "largest": float(np.abs(values).max(initial=0)),
+    }
+
+
+# A constant, as one NaN equals itself in tuples.
+_UNKNOWN: Mapping[str, Any] = {"zero_groups": 0, "advantages": nan, "squares": nan, "largest": 0.0}
 
 
 def _trained(

@@ -19,6 +19,7 @@ from gristmill._wire.columns import Int64s
 from gristmill_service.config import RunConfig
 from gristmill_service.pipeline.layout.columns import Block
 from gristmill_service.pipeline.layout.shard import Shard
+from gristmill_service.pipeline.outline import outline_of
 from gristmill_service.pipeline.rows.joins import Mismatch, breaks
 from gristmill_service.pipeline.scheduling.plan import MiniBatchPlan
 from gristmill_service.pipeline.scored_batch import ScoredBatch
@@ -84,6 +85,7 @@ class Figures(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     mismatches: the breaks by cause, see `_causes`. column_bytes: of the shards of all models, by declared column.
     padding_shares: of the last batch, as it is laid out, and as `packed` and each `pad_width` would be.
     staleness: trajectories with a known policy version, by how many versions they are behind; not in logs.
+    outline: of the batch, see `outline_of`; empty for several batches.
 
     A log has the fields in this order: a new one comes last, and has a default. Older logs end with `tags`.
     """
@@ -120,6 +122,7 @@ class Figures(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     column_bytes: dict[str, int] = {}
     padding_shares: dict[str, float] = {}
     staleness: dict[int, int] = {}
+    outline: bytes = b""
 
     @property
     def submitted_tokens(self) -> int:
@@ -134,7 +137,7 @@ class Figures(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
         sums = {
             name: _sum(getattr(self, name), getattr(later, name))
             for name in self.__struct_fields__
-            if name not in ("first", "last", "at", "stalest", "padding_shares", "staleness")
+            if name not in ("first", "last", "at", "stalest", "padding_shares", "staleness", "outline")
         }
         return Figures(
             first=self.first,
@@ -242,6 +245,7 @@ def figures(
         if elements
         else {},
         staleness=dict(zip(versions.tolist(), trajectories.tolist(), strict=True)),
+        outline=outline_of(scored, config),
     )
 
 

@@ -36,6 +36,7 @@ from gristmill_service.monitoring.views.batch_view import (
 from gristmill_service.monitoring.views.groups import FoundGroups, GroupSamples, OpenRowTokens
 from gristmill_service.monitoring.views.run_settings import BatchCosts, RunSettings
 from gristmill_service.monitoring.views.tokens import RowTokens, ShownTokens, TokenTexts
+from gristmill_service.pipeline.alternatives import USUAL
 from gristmill_service.run.machine.batch_records import MOST as MOST_POINTS
 from gristmill_service.run.machine.events import GroupKey
 
@@ -232,10 +233,12 @@ async def batch_row(
 
 
 @router.get("/runs/{run}/batches/{batch}/costs")
-async def batch_costs(run: RunDep, views: ViewsDep, batch: Int64) -> BatchCosts:
-    """Returns the cost of the batch with its configuration and with other settings. Its rows are planned again for
-    each, which takes seconds for a large batch."""
-    return await settings.batch_costs(run, batch, views.one_by_one)
+async def batch_costs(
+    run: RunDep, views: ViewsDep, batch: Int64, what_if: Annotated[tuple[str, ...], Query(max_length=64)] = (USUAL,)
+) -> BatchCosts:
+    """Returns what the batch becomes as configured and with other settings, such as `merge=none,layout=packed`, or the
+    `usual` ones. Its rows are planned again for each, which takes seconds for a large batch."""
+    return await settings.batch_costs(run, batch, what_if, views.one_by_one)
 
 
 def _row_with_texts(row: T, texts: TokenTexts | None) -> T:

@@ -26,16 +26,15 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
-from rich.table import Table
 
 from gristmill._wire.steps import Steps
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.cli.offline.rollout_files import read_batches
-from gristmill_service.cli.offline.what_if import USUAL, parse_what_if, print_alternatives, what_if
+from gristmill_service.cli.offline.what_if import alternatives_of_run, alternatives_table, print_alternatives
 from gristmill_service.cli.terminal import counted, messages, refusals, screen
 from gristmill_service.config import RunConfig, read_config, warnings_of
 from gristmill_service.pipeline import BuiltBatch, build_batch, plan_batch
-from gristmill_service.pipeline.alternatives import Alternative, Sealed, cheaper, compared, effective
+from gristmill_service.pipeline.alternatives import USUAL, Sealed, cheaper, compared, effective, parse_all
 from gristmill_service.pipeline.credit.baselines import NO_BASELINES
 from gristmill_service.pipeline.plan_document import PlanDocument, baselines_after, encode_plan
 from gristmill_service.storage.shard_files import write_shards
@@ -61,8 +60,19 @@ def register(app: typer.Typer) -> None:
 
 
 def plan(
-    file: RolloutsArgument,
-    config: ConfigOption,
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="FILE",
+            help="Rollouts: .jsonl, .jsonl.gz or .parquet, one row per step. With --what-if also a batch of a run, by "
+            "the address of its page: http://HOST:PORT/#/RUN/BATCH.",
+            show_default=False,
+        ),
+    ],
+    config: Annotated[
+        Path | None,
+        typer.Option(metavar="CONFIG", help="The configuration of FILE's run, YAML or JSON.", show_default=False),
+    ] = None,
     choices: Annotated[
         list[str] | None,
         typer.Option(
@@ -83,14 +93,21 @@ def plan(
     Example: gristmill plan rollouts.jsonl --config run.yaml --what-if usual --what-if merge=none,layout=packed
     """
     with refusals():
-        settings = _read_settings(config)
-        parse_what_if(choices or (), settings)
+        if "://" in source:
+            print_alternatives(alternatives_of_run(source, choices or (USUAL,)), as_json)
+            return
+        if config is None:
+            raise InvalidArgumentError("--config is missing; pass the configuration with which FILE is planned")
+        file, settings = Path(source), _read_settings(config)
+        alternatives = parse_all(choices or (), settings)
         batches, is_lengths = _read(file, settings)
         if is_lengths:
             nothing = {"zero_variance_filter": None, "overlong_filter": ()}
             settings = settings.model_copy(update=nothing | ({"stale": "count"} if settings.stale == "mask" else {}))
         if choices:
-            print_alternatives(what_if([Sealed(steps) for steps in batches], settings, choices), as_json)
+            sealed = [Sealed(steps) for steps in batches]
+            answers = effective(compared(sealed, settings, alternatives), choices)
+            print_alternatives([answer.figures for answer in answers], as_json)
             return
         documents, baselines = [], NO_BASELINES
         for number, steps in enumerate(batches):
@@ -199,12 +216,10 @@ def _build_all(batches: list[Steps], config: RunConfig, run: str, advance: _Adva
 def _summarize(plans: Sequence[PlanDocument], first: Steps, config: RunConfig) -> None:
     """Prints the totals of the plans, and the cost of the first batch with other settings."""
     messages.print(_totals(plans))
-    table = Table(box=None, header_style="bold")
-    table.add_column("first batch" if len(plans) > 1 else "")
-    for name in ("rows", "padding rows", "tokens", "padding share", "slowest rank"):
-        table.add_column(name, justify="right")
-    for alternative in effective(compared([Sealed(first)], config, cheaper(config))):
-        table.add_row(f"with {alternative.name}" if alternative.name else "as configured", *_cells(alternative))
+    alternatives = effective(compared([Sealed(first)], config, cheaper(config)))
+    figures = [alternative.figures for alternative in alternatives]
+    table = alternatives_table(figures, "rows", "padding rows", "tokens", "padding share", "slowest rank")
+    table.columns[0].header = "first batch" if len(plans) > 1 else ""
     # The width in a pipe or a log, where no column may be cut.
     Console(stderr=True, highlight=False, width=None if messages.is_terminal else 120).print(table)
 
@@ -219,18 +234,6 @@ def _totals(plans: Sequence[PlanDocument]) -> str:
         f"{counted(plans[0].dp_size, 'rank', 'ranks')}",
     ]
     return "; ".join(parts)
-
-
-def _cells(alternative: Alternative) -> list[str]:
-    outcome = alternative.outcome
-    assert outcome is not None, "others are not effective"
-    return [
-        f"{outcome.rows:,}",
-        f"{outcome.padding_rows:,}",
-        f"{outcome.tokens:,}",
-        f"{outcome.padding_share:.1%}",
-        f"{outcome.barrier_ratio:.2f} x mean",
-    ]
 
 
 def _warn(counts: dict[str, int]) -> None:

@@ -3,78 +3,66 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
-import sys
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
-from typing import Any, TypeVar
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+import httpx
 from rich.table import Table
 from rich.text import Text
 
+from gristmill._client.connection.credentials import Credentials
+from gristmill.errors import InvalidArgumentError, UnavailableError
+from gristmill_service.cli.checks import trust
 from gristmill_service.cli.terminal import printable, screen
-from gristmill_service.config import RunConfig
-from gristmill_service.pipeline.alternatives import (
-    Alternative,
-    Changes,
-    Sealed,
-    changed,
-    compared,
-    effective,
-    parse_changes,
-    usual,
-)
-
-USUAL = "usual"
-
-T = TypeVar("T")
-R = TypeVar("R")
-
-# Fewer rows are planned before a second process has started.
-_MANY_ROWS = 100_000
 
 
-def parse_what_if(texts: Sequence[str], config: RunConfig) -> list[Changes]:
-    """Parses the values of `--what-if`, without `usual`. Raises InvalidArgumentError for settings that conflict."""
-    alternatives = [parse_changes(text) for text in texts if text != USUAL]
-    for changes in alternatives:
-        changed(config, changes)
+def alternatives_of_run(url: str, texts: Sequence[str]) -> list[dict[str, Any]]:
+    """Asks a service what a batch becomes with other settings. url: of the batch on the service's page. Raises
+    InvalidArgumentError if the service refuses, and UnavailableError."""
+    match = re.fullmatch(r"(https?://[^/#]+)/#/([^/]+)/(\d+)(?:/.*)?", url)
+    if match is None:
+        raise InvalidArgumentError(f"{url} is not the page of a batch; write http://HOST:PORT/#/RUN/BATCH")
+    host, run, batch = match.groups()
+    credentials = Credentials()
+    try:
+        with httpx.Client(verify=trust(credentials), headers=credentials.metadata(), trust_env=False) as client:
+            place = f"{host}/v1/runs/{run}/batches/{batch}/costs"
+            answer = client.get(place, params={"what_if": [*texts]}, timeout=_TIMEOUT_S)
+            document = answer.json()
+    except (httpx.HTTPError, OSError, ValueError) as error:
+        raise UnavailableError(f"{host} does not answer: {error}; start the service, or correct the address") from None
+    if not answer.is_success:
+        raise InvalidArgumentError(document["error"]["message"])
+    alternatives: list[dict[str, Any]] = document["costs"]
     return alternatives
 
 
-def what_if(batches: Sequence[Sealed], config: RunConfig, texts: Sequence[str]) -> list[Alternative]:
-    """Returns what the batches become as configured, and with each value of `--what-if`."""
-    chosen = parse_what_if(texts, config)
-    others = list(usual(config)) if USUAL in texts else []
-    is_large = sum(len(batch.steps) for batch in batches) >= _MANY_ROWS
-    own, *rest = compared(
-        batches, config, [*chosen, *others], _in_two_processes if is_large and sys.platform == "linux" else map
-    )
-    return [own, *rest[: len(chosen)], *list(effective([own, *rest[len(chosen) :]]))[1:]]
-
-
-def print_alternatives(alternatives: Sequence[Alternative], as_json: bool) -> None:
+def print_alternatives(alternatives: Sequence[Mapping[str, Any]], as_json: bool) -> None:
     """Prints a row for each alternative, and below the table the reasons for numbers that are missing."""
     if as_json:
-        print(json.dumps({"alternatives": [alternative.figures for alternative in alternatives]}))
+        print(json.dumps({"alternatives": alternatives}))
         return
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    table.add_column("settings", overflow="fold")
-    for name in _COLUMNS:
-        table.add_column(name, justify="right")
-    for alternative in alternatives:
-        figures = alternative.figures
-        cells = ("-" if figures[key] is None else shown.format(figures[key]) for key, shown in _COLUMNS.values())
-        table.add_row(Text(printable(alternative.name or "as configured")), *cells)
     output = screen(160)
-    output.print(table)
-    for alternative in alternatives:
-        if alternative.reason:
-            output.print(
-                f"{printable(alternative.name or 'as configured')}: {printable(alternative.reason)}", markup=False
-            )
+    output.print(alternatives_table(alternatives))
+    for figures in alternatives:
+        if figures["reason"]:
+            output.print(Text(printable(f"{figures['setting'] or _OWN}: {figures['reason']}")))
 
 
+def alternatives_table(alternatives: Sequence[Mapping[str, Any]], *columns: str) -> Table:
+    """Returns a table with a row for each alternative. columns: those to show; all by default."""
+    table = Table("settings", box=None, header_style="bold")
+    for column in columns or _COLUMNS:
+        table.add_column(column, justify="right")
+    for figures in alternatives:
+        shown = [_COLUMNS[column] for column in columns or _COLUMNS]
+        cells = ("-" if figures[key] is None else text.format(figures[key]) for key, text in shown)
+        table.add_row(Text(printable(figures["setting"] or _OWN)), *cells)
+    return table
+
+
+_OWN, _TIMEOUT_S = "as configured", 600.0
 _COLUMNS = {
     "steps": ("steps", "{:,}"),
     "groups": ("groups", "{:,}"),
@@ -82,7 +70,7 @@ _COLUMNS = {
     "rows": ("rows", "{:,}"),
     "padding rows": ("padding_rows", "{:,}"),
     "tokens": ("tokens", "{:,}"),
-    "padding": ("padding_share", "{:.1%}"),
+    "padding share": ("padding_share", "{:.1%}"),
     "loss tokens": ("loss_tokens", "{:,}"),
     "slowest rank": ("barrier_ratio", "{:.2f} x mean"),
     "advantage": ("advantage_mean", "{:.3f}"),
@@ -90,21 +78,3 @@ _COLUMNS = {
     "largest": ("advantage_largest", "{:.3f}"),
 }
 """The header of each column, its name in JSON, and its format."""
-
-
-def _in_two_processes(do: Callable[[T], R], tasks: Iterable[T]) -> Iterable[R]:
-    """Performs the tasks in two forks of this process, because planning holds the GIL most of the time."""
-    try:
-        with ProcessPoolExecutor(2, multiprocessing.get_context("fork"), _inherited.append, (do,)) as pool:
-            return list(pool.map(_call, tasks))
-    except BrokenExecutor:
-        # The system lacks the memory for two.
-        return map(do, tasks)
-
-
-_inherited: list[Callable[..., Any]] = []
-"""The function that a fork performs: a fork needs no copies of its rows."""
-
-
-def _call(task: Any) -> Any:
-    return _inherited[0](task)

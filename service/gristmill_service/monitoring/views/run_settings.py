@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from pydantic import Field
@@ -13,7 +15,15 @@ from gristmill.errors import FailedPreconditionError, ResourceExhaustedError
 from gristmill_service.config import RunConfig
 from gristmill_service.monitoring import Document
 from gristmill_service.off_loop import OneByOne
-from gristmill_service.pipeline.alternatives import Sealed, compared, effective, usual
+from gristmill_service.pipeline.alternatives import (
+    Alternative,
+    Sealed,
+    compared,
+    compared_outline,
+    effective,
+    parse_all,
+)
+from gristmill_service.pipeline.credit.baselines import NO_BASELINES
 from gristmill_service.run.run import Run
 
 # The limit exists because the rows are read into memory again, and planned several times.
@@ -36,14 +46,16 @@ class Cost(Document):
     """What the batch becomes with some settings. A number is null for the `reason`."""
 
     setting: str = Field(description="The changed settings, such as `layout: packed`; empty for the run's own.")
-    steps: int = Field(description="Optimizer steps, in all epochs.")
-    groups: int = Field(description="Groups with trained rows.")
-    rows: int
-    padding_rows: int
-    tokens: int = Field(description="Tokens that the model computes, including padding.")
-    padding_share: float
-    loss_tokens: int
-    barrier_ratio: float = Field(description="The load of each micro-step's slowest rank, divided by the mean load.")
+    steps: int | None = Field(description="Optimizer steps, in all epochs.")
+    groups: int | None = Field(description="Groups with trained rows.")
+    rows: int | None
+    padding_rows: int | None
+    tokens: int | None = Field(description="Tokens that the model computes, including padding.")
+    padding_share: float | None
+    loss_tokens: int | None
+    barrier_ratio: float | None = Field(
+        description="The load of each micro-step's slowest rank, divided by the mean load."
+    )
     zero_share: float | None = Field(description="Share of these groups whose trained tokens all have advantage 0.")
     advantage_mean: float | None = Field(description="Of trained tokens, without the factor of `loss_reduction`.")
     advantage_std: float | None
@@ -66,29 +78,34 @@ def run_settings(run: Run) -> RunSettings:
     return RunSettings(run=run.name, settings=sorted(settings, key=lambda setting: setting.is_default))
 
 
-async def batch_costs(run: Run, batch: int, one_by_one: OneByOne) -> BatchCosts:
-    """Plans the batch again for each of the usual alternatives, in a thread. Takes seconds for a large batch.
+async def batch_costs(run: Run, batch: int, texts: Sequence[str], one_by_one: OneByOne) -> BatchCosts:
+    """Plans the batch again with other settings, in a thread: from its rows or, if these are freed, from its outline.
+    Takes seconds for a large batch. texts: see `parse_all`.
 
-    Raises FailedPreconditionError if the batch's rows are freed, and ResourceExhaustedError if they have more than a
+    Raises FailedPreconditionError if the log has neither, and ResourceExhaustedError if the rows have more than a
     gigabyte.
     """
-    sealed = run.read(
+    sealed, outline = run.read(
         lambda state, _: (
-            (state.batches[batch].row_bytes, state.batches[batch].policy_version) if batch in state.batches else None
+            state.batches.get(batch),
+            next((record.outline for record in state.records if record.first == record.last == batch), b""),
         )
     )
-    if sealed is None:
+    changes = parse_all(texts, run.config)
+    compare: Callable[..., Iterator[Alternative]] = partial(compared_outline, outline)
+    if sealed is not None:
+        size = sealed.row_bytes
+        if size > _LARGEST:
+            raise ResourceExhaustedError(
+                f"batch {batch} has {size} bytes of rows, and the limit is {_LARGEST} while the run trains; "
+                "use gristmill export and gristmill plan"
+            )
+        tables, baselines = [table async for table in run.export(batch)], sealed.baselines or NO_BASELINES
+        rows = [Sealed(concat(tables), sealed.policy_version, baselines)]
+        compare = partial(compared, rows)
+    elif not outline:
         raise FailedPreconditionError(f"batch {batch} has no stored rows, so it cannot be planned; choose another")
-    size, version = sealed
-    if size > _LARGEST:
-        raise ResourceExhaustedError(
-            f"batch {batch} has {size} bytes of rows, and the limit is {_LARGEST} while the run trains; "
-            "use gristmill export and gristmill plan"
-        )
-    tables, config = [table async for table in run.export(batch)], run.config
-    planned = await one_by_one(
-        lambda: list(effective(compared([Sealed(concat(tables), version)], config, usual(config))))
-    )
+    planned = await one_by_one(lambda: list(effective(compare(run.config, changes), texts)))
     return BatchCosts(run=run.name, batch=batch, costs=[Cost(**one.figures) for one in planned])
 
 
