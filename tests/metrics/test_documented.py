@@ -29,9 +29,11 @@ def busy() -> Metrics:
         merge="prefix",
         columns=columns,
         tag_shares={"math": {"min": 1.0}},
+        advantage_estimator="rae",
     )
     bench.begin("a", "b", "c")
     rows = [row | {"level": 3, "tag": tag} for uid, tag in (("a", "math"), ("b", "")) for row in group_rows(uid)]
+    rows = [row | {"agent": "solver", "reward_components": {"format": 1.0}} for row in rows]
     bench.run.submit(from_rows(rows, columns=bench.run.config.columns))
     bench.run.seal(0)
     bench.make_batches()

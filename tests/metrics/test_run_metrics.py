@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from gristmill._wire.steps import TrajectoryKey
 from gristmill_service.monitoring.health.findings import STATES
@@ -39,6 +40,17 @@ def test_rows_are_counted_by_why_they_are_not_trained() -> None:
     assert values(bench, "gristmill_rows_dropped_total") == {"superseded": 1, "aborted": 3, "timeout": 1}
     assert values(bench, "gristmill_tokens_dropped_total") == {"superseded": 3, "aborted": 8 + 3, "timeout": 3}
     assert values(bench, "gristmill_groups_shortened_total") == {"timeout": 1}
+
+
+def test_agents_components_and_baselines_have_gauges() -> None:
+    settings: dict[str, Any] = {"advantage_estimator": "rae", "rae": {"decay": 0.5}, "train_batch_size": 1}
+    bench = Bench(build_batch=build_batch, **settings, policy_mini_batch_size=1)
+    judge = row("a", 0, agent="judge", reward=2.0, reward_components={"format": 0.5})
+    bench.submit(judge, row("a", 1, agent="solver", reward=1.0, reward_components={"format": 1.0}))
+    bench.make_batches()
+    assert values(bench, "gristmill_agent_score_mean") == {"judge": 2, "solver": 1}
+    assert values(bench, "gristmill_reward_component_mean") == {"format": 0.75}
+    assert values(bench, "gristmill_running_baseline") == {"none/judge": 1, "none/solver": 0.5}
 
 
 def test_a_worker_that_finds_no_room_is_throttled_until_it_finds_some() -> None:

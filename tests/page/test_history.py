@@ -92,6 +92,32 @@ def test_groups_of_environments_have_figures_of_their_own(
     }
 
 
+def test_agents_components_and_baselines_have_curves(
+    open_page: OpenPage, service: Service, client: httpx.Client, run_name: str
+) -> None:
+    config = TAGGED | {"advantage_estimator": "rae", "rae": {"decay": 0.5}}
+    tables = []
+    for batch in range(2):
+        rows = batch_rows(batch, tag="math")
+        for row in rows:
+            row |= {"agent": "solver" if row["sample"] else "judge"}
+            row |= {"reward_components": {"format": 0.25}} if row["is_last_step"] else {}
+        tables.append(from_rows(rows, step_wise=True))
+    stage.published(service.runs, run_name, config, tables)
+    points = history(client, run_name)["points"]
+    names = {"agents/judge/score_mean", "agents/solver/score_mean", "components/format/mean"}
+    names |= {"baselines/math/judge", "baselines/math/solver"}
+    assert [set(point["means"]) for point in points] == [names] * 2
+    assert [point["means"]["components/format/mean"] for point in points] == [0.25] * 2
+    plan = client.get(f"/runs/{run_name}/batches/1/picture").json()
+    assert plan["metrics"]["baselines/math/solver"] == pytest.approx(points[1]["means"]["baselines/math/solver"], 1e-5)
+    page = open_page(f"#/{run_name}")
+    shown = page.locator("section[aria-label=History]")
+    for curve in ("score by agent", "reward components", "running baselines"):
+        chart = shown.locator("figure.curve").filter(has_text=curve)
+        chart.wait_for(state="attached")
+
+
 def test_a_failed_batch_is_shown_with_its_reason_and_what_to_do(
     open_page: OpenPage, service: Service, client: httpx.Client, run_name: str
 ) -> None:

@@ -112,7 +112,21 @@ def _accuracy(batch: Batch) -> Plan:
         max(batch.current - version for version in one.versions()) for one in batch.trajectories if one.versions()
     ]
     staleness = {"staleness_mean": math.fsum(behind) / len(behind), "staleness_max": max(behind)} if behind else {}
-    return _means(batch.groups) | staleness
+    return _means(batch.groups) | staleness | _means_by_name(batch)
+
+
+def _means_by_name(batch: Batch) -> Plan:
+    """Scores by agent, components of rewards, and running baselines."""
+    found: dict[str, list[float]] = {}
+    has_agents = any(one.steps[0]["agent"] for one in batch.trajectories)
+    for one in batch.trajectories:
+        if has_agents:
+            found.setdefault(f"agents/{one.steps[0]['agent'] or 'none'}/score_mean", []).append(one.score)
+        for name, number in one.steps[-1].get("reward_components", {}).items():
+            found.setdefault(f"components/{name}/mean", []).append(float(number))
+    for (tag, agent), after in batch.baselines.items():
+        found[f"baselines/{tag or 'none'}/{agent or 'none'}"] = [after]
+    return {name: math.fsum(numbers) / len(numbers) for name, numbers in found.items()}
 
 
 def _means(groups: list[Group]) -> Plan:

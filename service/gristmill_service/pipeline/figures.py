@@ -6,6 +6,7 @@ count them, and a run's log stores them. Shards do not contain them.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from operator import add
@@ -27,6 +28,7 @@ from gristmill_service.pipeline.scored_batch import ScoredBatch
 CAUSES = ("prompt", "response", "truncated", "column", "further")
 LEVELS = ("laid_out", "packed", "micro_batch", "shard", "mini_batch", "batch")
 MOST_TAGS = 8
+MOST_MEANS = 65
 
 
 class GroupCounts(msgspec.Struct, array_like=True, frozen=True):
@@ -68,6 +70,20 @@ class GroupCounts(msgspec.Struct, array_like=True, frozen=True):
         return self.padding / (self.padding + self.tokens) if self.padding else 0.0
 
 
+class Mean(msgspec.Struct, array_like=True, frozen=True):
+    """A mean, as a sum and the number of its terms."""
+
+    terms: int
+    total: float
+
+    def __add__(self, other: Mean) -> Mean:
+        return Mean(self.terms + other.terms, self.total + other.total)
+
+    @property
+    def value(self) -> float:
+        return self.total / self.terms
+
+
 class Figures(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     """Figures of batches `first` to `last`, of which `batches` were published. They count the policy's mini-batches,
     and each row once, however many epochs there are.
@@ -86,6 +102,7 @@ class Figures(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     padding_shares: of the last batch, as it is laid out, and as `packed` and each `pad_width` would be.
     staleness: trajectories with a known policy version, by how many versions they are behind; not in logs.
     outline: of the batch, see `outline_of`; empty for several batches.
+    means: see `means_by_name`.
 
     A log has the fields in this order: a new one comes last, and has a default. Older logs end with `tags`.
     """
@@ -123,6 +140,7 @@ class Figures(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     padding_shares: dict[str, float] = {}
     staleness: dict[int, int] = {}
     outline: bytes = b""
+    means: dict[str, Mean] = {}
 
     @property
     def submitted_tokens(self) -> int:
@@ -153,6 +171,22 @@ def most_frequent(tags: Mapping[str, GroupCounts]) -> dict[str, GroupCounts]:
     """Returns the counts of the tags with the most groups."""
     groups = Counter({tag: counts.groups for tag, counts in sorted(tags.items())})
     return {tag: tags[tag] for tag in sorted(dict(groups.most_common(MOST_TAGS)))}
+
+
+def means_by_name(scored: ScoredBatch) -> dict[str, Mean]:
+    """Returns the mean score of each agent, the mean of each component of rewards, and the running baselines after the
+    batch, if there are any, under the names that they have in the plan's metrics. At most `MOST_MEANS` of each kind."""
+    found: dict[str, list[float]] = {}
+    scores, received = scored.scores.tolist(), scored.received
+    for agent, score in zip(received.agents or (), scores, strict=False):
+        found.setdefault(f"agents/{agent or 'none'}/score_mean", []).append(score)
+    for components in received.components or ():
+        for name, number in components.items():
+            found.setdefault(f"components/{name}/mean", []).append(number)
+    after = {} if scored.credit is None else scored.credit.baselines
+    for (tag, agent), baseline in sorted(after.items())[:MOST_MEANS]:
+        found[f"baselines/{tag or 'none'}/{agent or 'none'}"] = [baseline]
+    return {name: Mean(len(numbers), math.fsum(numbers)) for name, numbers in found.items()}
 
 
 def count_groups(
@@ -246,6 +280,7 @@ def figures(
         else {},
         staleness=dict(zip(versions.tolist(), trajectories.tolist(), strict=True)),
         outline=outline_of(scored, config),
+        means=means_by_name(scored),
     )
 
 

@@ -14,7 +14,7 @@ import msgspec
 
 from gristmill_service.config import Model, RunConfig
 from gristmill_service.pipeline.credit.baselines import BaselineKey, Baselines
-from gristmill_service.pipeline.figures import GroupCounts
+from gristmill_service.pipeline.figures import GroupCounts, means_by_name
 from gristmill_service.pipeline.layout.shard import Shard, cp_barrier_ratio
 from gristmill_service.pipeline.rows.sharing import Sharing
 from gristmill_service.pipeline.scheduling.balance import barrier_ratio, loads_of, shared_loads
@@ -204,7 +204,8 @@ def _accuracy(scored: ScoredBatch, groups: GroupCounts) -> dict[str, int | float
     behind = (
         {"staleness_mean": float(staleness.mean()), "staleness_max": int(staleness.max())} if staleness.size else {}
     )
-    return {**groups.means, **behind}
+    means = {name: mean.value for name, mean in means_by_name(scored).items()}
+    return {**groups.means, **behind, **means}
 
 
 def _tag(counts: GroupCounts, is_laid_out: bool) -> dict[str, int | float]:

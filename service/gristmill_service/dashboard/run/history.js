@@ -96,9 +96,16 @@ export class HistoryView {
 const byTag = (name, value) => (points, totals) => [{ name: Object.keys(totals.tags).length ? "all" : name, value: point => point[value] },
   ...Object.keys(totals.tags).map(tag => ({ name: tag || "no tag", value: point => point.tags[tag]?.[value] ?? null }))];
 
+// Lines for the means of a kind, such as "agents/solver/score_mean"; the last part is left out of the line's name.
+const means = (kind, last) => (points, totals) => Object.keys(totals.means).filter(name => name.startsWith(kind)).map(name =>
+  ({ name: name.slice(kind.length, name.length - last.length), value: point => point.means[name] ?? null }));
+
 const FIRST = 4;
 const CURVES = [
   ["score", byTag("score", "score_mean"), number],
+  ["score by agent", means("agents/", "/score_mean"), number],
+  ["reward components", means("components/", "/mean"), number],
+  ["running baselines", means("baselines/", ""), number],
   ["padding", () => [{ name: "padding", value: point => point.padding_share }], percent],
   ["tokens per second", () => [{ name: "tokens per second", value: point => point.tokens_per_second }], value => count(Math.round(value))],
   ["waits, seconds per batch", () => [

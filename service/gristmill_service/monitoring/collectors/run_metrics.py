@@ -73,7 +73,15 @@ _GAUGES = {
     "gristmill_padding_share": ("Share of the last published batch that is padding.", "level"),
     "gristmill_tag_score_mean": ("Mean score of trajectories of the last batch with the tag.", "tag"),
     "gristmill_tag_response_length_mean": ("Mean response tokens of the same trajectories.", "tag"),
+    "gristmill_agent_score_mean": ("Mean score of trajectories of the last batch with the agent.", "agent"),
+    "gristmill_reward_component_mean": ("Mean of a component of rewards in the last batch.", "component"),
+    "gristmill_running_baseline": ("Running baseline after the last batch, by TAG/AGENT.", "baseline"),
     "gristmill_tag_padding_share": ("Share of the rows of a tag that is padding, in the last batch with it.", "tag"),
+}
+_MEANS = {
+    "agents": "gristmill_agent_score_mean",
+    "components": "gristmill_reward_component_mean",
+    "baselines": "gristmill_running_baseline",
 }
 # The buckets range from a stage of a small batch to waiting for a trainer or a full disk.
 _SECONDS = (0.001, 0.005, 0.025, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
@@ -327,6 +335,9 @@ class RunMetrics:
                 lengths = counts.means["response_length_mean"]
                 self._gauges["gristmill_tag_response_length_mean"].labels(tag).set(lengths)
                 self._gauges["gristmill_tag_padding_share"].labels(tag).set(counts.padding_share)
+        for name, mean in figures.means.items():
+            kind, _, rest = name.partition("/")
+            self._gauges[_MEANS[kind]].labels(rest.removesuffix("/score_mean").removesuffix("/mean")).set(mean.value)
         for behind, trajectories in figures.staleness.items():
             for _ in range(trajectories):
                 self._histograms["gristmill_staleness_versions"].observe(behind)

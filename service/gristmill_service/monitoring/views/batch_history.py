@@ -52,6 +52,10 @@ class BatchFigures(GroupFigures):
     tags: dict[str, GroupFigures] = Field(
         description="By tag, for the 8 tags with the most groups; empty without tags."
     )
+    means: dict[str, float] = Field(
+        description="Mean scores by agent (agents/AGENT/score_mean), means of the components of rewards "
+        "(components/NAME/mean), and running baselines (baselines/TAG/AGENT)."
+    )
 
 
 class FailedBatch(Document):
@@ -114,6 +118,7 @@ def _batch_figures(record: Figures) -> BatchFigures:
         workers_waited=_short(record.workers_waited),
         stages={stage: _short(seconds) for stage, seconds in record.stages.items()},
         tags={tag: GroupFigures(**_group_figures(counts)) for tag, counts in record.tags.items()},
+        means={name: _short(mean.value) for name, mean in record.means.items()},
     )
 
 
