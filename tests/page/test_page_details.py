@@ -146,6 +146,28 @@ def test_the_settings_and_what_would_be_gained_are_shown(open_page: OpenPage, ru
     settings.get_by_role("row", name="merge prefix none").wait_for()
     settings.get_by_role("button", name="Compare other settings").click()
     settings.get_by_role("row", name="layout: packed").wait_for()
+    settings.get_by_label("Settings to compare").fill("merge=none,advantage_estimator=rloo")
+    settings.get_by_role("button", name="Compare other settings").click()
+    settings.get_by_role("row", name="merge: none, advantage_estimator: rloo").wait_for()
+    assert settings.get_by_role("row", name="layout: packed").count() == 0
+    settings.get_by_label("Settings to compare").fill("merge=rebase")
+    settings.get_by_role("button", name="Compare other settings").click()
+    settings.get_by_text("merge: input should be").wait_for()
+
+
+def test_of_a_freed_batch_the_page_shows_what_its_outline_answers(
+    open_page: OpenPage, service: Service, run: str
+) -> None:
+    for mini_batch in range(2):
+        for rank in range(2):
+            stage.acknowledge(service.runs.get(run), rank, mini_batch, commit=True)
+    stage.until(lambda: service.runs.get(run).status().batches_freed == 1)
+    settings = open_page(f"#/{run}/0").locator("section[aria-label=Settings]")
+    settings.locator("summary").first.click()
+    settings.get_by_role("button", name="Compare other settings").click()
+    settings.get_by_role("row", name="layout: packed").wait_for()
+    settings.get_by_role("row", name="layout: prefix_tree - - -").wait_for()
+    settings.get_by_text("needs what is freed with the batch's rows").wait_for()
 
 
 def test_of_a_freed_batch_its_outline_is_compared(

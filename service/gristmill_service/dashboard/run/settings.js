@@ -9,9 +9,10 @@ export class SettingsView {
     this.batchOf = batchOf;
     this.list = make("div", {});
     this.costs = make("div", { role: "status" });
+    this.field = make("input", { type: "text", name: "what_if", placeholder: "the usual ones, or NAME=VALUE,…", "aria-label": "Settings to compare" });
     this.ask = make("button", { onclick: () => this.compute() }, "Compare other settings");
     const details = make("details", {}, make("summary", {}, make("h2", {}, "Settings")), this.list,
-      make("p", { class: "small quiet" }, "Plans the batch shown above again with other estimators, filters, merging and layouts."), this.ask, this.costs);
+      make("p", { class: "small quiet" }, "Plans the batch shown above again with other estimators, filters, merging and layouts."), this.field, this.ask, this.costs);
     details.addEventListener("toggle", () => { if (details.open) this.show(); });
     this.node = make("section", { "aria-label": "Settings" }, details);
   }
@@ -31,16 +32,20 @@ export class SettingsView {
     if (batch == null) return this.costs.replaceChildren(quiet("Select a batch first."));
     this.costs.replaceChildren(quiet(`Planning batch ${batch} again. A large batch takes seconds.`));
     try {
-      const answer = await read(paths.batch(this.run, batch, "costs"));
-      const known = (value, text) => value == null ? "-" : text(value);
+      const answer = await read(paths.batch(this.run, batch, "costs", this.field.value ? `?what_if=${encodeURIComponent(this.field.value)}` : ""));
+      const known = (value, text = value => value) => value == null ? "-" : text(value);
       const decimals = value => value.toFixed(3);
-      const line = one => [one.setting ? make("code", {}, one.setting) : "as configured", one.steps, one.groups, known(one.zero_share, share),
-        one.rows, one.padding_rows, one.tokens, share(one.padding_share), one.loss_tokens, `${one.barrier_ratio.toFixed(2)} × the mean`,
+      const line = one => [one.setting ? make("code", {}, one.setting) : "as configured", known(one.steps), known(one.groups),
+        known(one.zero_share, share), known(one.rows), known(one.padding_rows), known(one.tokens), known(one.padding_share, share),
+        known(one.loss_tokens), known(one.barrier_ratio, value => `${value.toFixed(2)} × the mean`),
         ...[one.advantage_mean, one.advantage_std, one.advantage_largest].map(value => known(value, decimals))];
+      const reasons = [...new Set(answer.costs.map(one => one.reason))].filter(reason => reason);
+      const without = reason => answer.costs.filter(one => one.reason === reason).map(one => one.setting || "as configured").join("; ");
       this.costs.replaceChildren(...(answer.costs.length > 1 ? [] : [make("p", {}, "No other allowed setting would change a number.")]),
-        make("p", { class: "small quiet" }, `Batch ${count(batch)}. ${answer.costs[0].reason}`), tableRegion("Other settings",
+        make("p", { class: "small quiet" }, `Batch ${count(batch)}`), tableRegion("Other settings",
           ["setting", "steps", "groups", "zero groups", "rows", "padding rows", "tokens", "padding share", "loss tokens", "slowest rank",
-            "advantage", "std", "largest"], answer.costs.map(line)));
+            "advantage", "std", "largest"], answer.costs.map(line)),
+        ...reasons.map(reason => make("p", { class: "small quiet" }, `- for ${without(reason)}: ${reason}`)));
     } catch (error) {
       this.costs.replaceChildren(quiet(error.message));
     }
