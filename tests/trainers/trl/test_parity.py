@@ -40,6 +40,7 @@ LOSSES: dict[str, dict[str, Any]] = {
     "grpo": {"loss_type": "grpo", "scale_rewards": "none"},
     "cut off completions masked": {"mask_truncated_completions": True},
     "dr_grpo": {"loss_type": "dr_grpo"},
+    "rewards scaled over the batch": {"scale_rewards": "batch"},
     "cispo": {"loss_type": "cispo", "epsilon_high": 5.0},
     "sapo": {"loss_type": "sapo"},
     "luspo": {"loss_type": "luspo", "importance_sampling_level": "sequence"},

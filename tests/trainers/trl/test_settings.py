@@ -39,6 +39,24 @@ def test_a_configuration_of_trl_is_a_run_of_the_service(tmp_path: Path) -> None:
     parse_config(settings)
 
 
+@pytest.mark.parametrize(
+    ("scale_rewards", "normed"),
+    [("group", (True, "group")), ("batch", (True, "batch")), ("none", (False, "group")), (False, (False, "group"))],
+)
+def test_rewards_are_scaled_over_what_trl_scales_them_over(
+    tmp_path: Path, scale_rewards: Any, normed: tuple[bool, str]
+) -> None:
+    run = parse_config(run_settings(config(tmp_path, scale_rewards=scale_rewards), OWN, dp_size=1))
+    assert (run.grpo_norm_by_std, run.grpo_std_over) == normed
+
+
+def test_the_remedy_for_several_objectives_is_a_run(tmp_path: Path) -> None:
+    gdpo = {"advantage_estimator": "gdpo", "whiten": "trajectories"}
+    gristmill = Gristmill("127.0.0.1:1", "run", rollouts="workers", settings=gdpo)
+    run = parse_config(run_settings(config(tmp_path), gristmill, dp_size=1))
+    assert (run.advantage_estimator, run.whiten, run.grpo_epsilon) == ("gdpo", "trajectories", 1e-4)
+
+
 def test_completions_that_were_cut_off_are_masked_by_the_run(tmp_path: Path) -> None:
     settings = run_settings(config(tmp_path, mask_truncated_completions=True), OWN, dp_size=1, pad_token_id=0)
     assert settings["overlong_filter"] == ["length"]
@@ -82,11 +100,11 @@ def test_columns_that_workers_bring_are_declared_with_those_of_the_loss(tmp_path
     ("more", "gristmill", "message"),
     [
         ({"loss_type": "bnpo"}, OWN, "loss_type: 'bnpo' divides by the tokens of each micro-batch.* use 'dapo'"),
-        ({"scale_rewards": "batch"}, OWN, "scale_rewards: 'batch' is not supported.* use group, none"),
+        ({"scale_rewards": "mean"}, OWN, "scale_rewards: 'mean' is not supported; use group, batch, none"),
         (
             {"multi_objective_aggregation": "normalize_then_sum"},
             OWN,
-            "multi_objective_aggregation: 'normalize_then_sum' is not supported",
+            "multi_objective_aggregation: 'normalize_then_sum' is not supported.* let workers send reward_components",
         ),
         ({"gradient_accumulation_steps": 1, "num_generations": 2, "per_device_train_batch_size": 3,
           "steps_per_generation": 2}, OWN, "results in 3 rows per optimizer step.* a multiple of 6 rows"),

@@ -21,6 +21,7 @@ GUIDE = (Path(__file__).parents[3] / "docs/trainers/verl.md").read_text()
 SIZES = batches(groups=8, samples=4, mini_batch=2, micro_batch=3)
 DYNAMIC = ["actor_rollout_ref.actor.use_dynamic_bsz=True", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096"]
 GAE = ["algorithm.adv_estimator=gae", "algorithm.gamma=0.9", "algorithm.lam=0.8", "critic.ppo_mini_batch_size=4"]
+GDPO = ["algorithm.adv_estimator=gdpo", "+algorithm.gdpo_reward_keys=[format, answer]"]
 KL = ["algorithm.use_kl_in_reward=True", "algorithm.kl_penalty=low_var_kl", "algorithm.kl_ctrl.kl_coef=0.05"]
 
 
@@ -72,8 +73,18 @@ def test_estimators_have_verls_settings() -> None:
     assert (gae.advantage_estimator, gae.gamma, gae.lambda_, gae.whiten) == ("gae", 0.9, 0.8, "batch")
     assert gae.critic_mini_batch_size == 4
     assert [column.name for column in gae.written_columns] == ["values"]
+    assert run_of("algorithm.adv_estimator=opo").advantage_estimator == "opo"
+    passk = run_of("algorithm.adv_estimator=grpo_passk", "algorithm.norm_adv_by_std_in_grpo=False")
+    assert (passk.advantage_estimator, passk.grpo_norm_by_std) == ("passk", False)
     plain = run_of("algorithm.adv_estimator=reinforce_plus_plus")
     assert (plain.advantage_estimator, plain.whiten, plain.models) == ("reinforce++", "batch", ("policy",))
+
+
+def test_gdpo_has_verls_components_and_is_whitened_over_tokens() -> None:
+    gdpo = run_of("algorithm.norm_adv_by_std_in_grpo=False", *GDPO)
+    assert (gdpo.advantage_estimator, gdpo.whiten, gdpo.grpo_norm_by_std) == ("gdpo", "batch", True)
+    assert gdpo.component_weights == {"format": 1.0, "answer": 1.0}
+    assert run_of(*GDPO, "+algorithm.gdpo_reward_weights=[0.5, 2]").component_weights == {"format": 0.5, "answer": 2.0}
 
 
 def test_kl_in_rewards_waits_for_what_verls_workers_compute() -> None:
@@ -98,9 +109,10 @@ def test_batches_that_a_checkpoint_has_not_yet_leave_room_for_more() -> None:
 
 REFUSED: list[tuple[list[str], str]] = [
     (
-        ["algorithm.adv_estimator=opo"],
-        r"algorithm.adv_estimator: 'opo' is not an estimator of the service; use grpo, .*",
+        ["algorithm.adv_estimator=remax"],
+        r"algorithm.adv_estimator: 'remax' is not an estimator of the service; use grpo, .*",
     ),
+    (["algorithm.adv_estimator=gdpo"], r"adv_estimator: 'gdpo' .*gdpo_reward_keys names none; .* reward_components"),
     ([*KL, "algorithm.kl_penalty=abs"], r"algorithm.kl_penalty: 'abs' is not supported in rewards; use kl, "),
     ([*KL, "algorithm.kl_ctrl.type=adaptive"], r"algorithm.kl_ctrl.type: 'adaptive' .* use fixed"),
     (["algorithm.filter_groups.enable=True"], r"filter_groups.enable: True .*zero_variance_filter=replace"),

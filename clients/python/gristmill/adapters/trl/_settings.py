@@ -121,7 +121,8 @@ _ROWS: tuple[Row, ...] = (
     Fixed("mini_batch_unit", "prompt", "TRL's optimizer steps have whole prompts"),
     Same("n_samples_per_prompt", "num_generations"),
     Same("update_epochs_per_batch", "num_iterations"),
-    Derived("grpo_norm_by_std", lambda c: c["scale_rewards"] == "group"),
+    Derived("grpo_norm_by_std", lambda c: c["scale_rewards"] != "none"),
+    Derived("grpo_std_over", lambda c: "batch" if c["scale_rewards"] == "batch" else None),
     Fixed("grpo_epsilon", _EPSILON, "TRL adds it to standard deviations"),
     Fixed("layout", "left_padded", "TRL's loss accepts padded rows"),
     Derived("pad_to_multiple_of", lambda c: c["pad_to_multiple_of"] or 1),
@@ -137,8 +138,14 @@ _ROWS: tuple[Row, ...] = (
         "divides by the tokens of each micro-batch, so the loss depends on how the mini-batch is split",
         "use 'dapo', which divides by the tokens of the whole mini-batch",
     ),
-    one_of("scale_rewards", ("group", "none"), "is not supported: advantages are computed per group"),
-    one_of("multi_objective_aggregation", ("sum_then_normalize",), "is not supported: a row has one reward"),
+    one_of("scale_rewards", ("group", "batch", "none"), "is not supported"),
+    Refuse(
+        "multi_objective_aggregation",
+        lambda value, _: value != "sum_then_normalize",
+        "is not supported: the adapter sends the sum of the reward functions",
+        "use 'sum_then_normalize', and for GDPO let workers send reward_components (rollouts='workers', "
+        "settings={'advantage_estimator': 'gdpo', 'whiten': 'trajectories'})",
+    ),
     Refuse(
         "gradient_accumulation_steps",
         lambda _, c: bool(_rows_per_step(c) % c["num_generations"]),

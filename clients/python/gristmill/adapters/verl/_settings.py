@@ -37,8 +37,14 @@ _ESTIMATORS = {
     "rloo_vectorized": "rloo",
     "gae": "gae",
     "reinforce_plus_plus": "reinforce++",
+    "opo": "opo",
+    "grpo_passk": "passk",
+    "gdpo": "gdpo",
 }
+_WITH_STD = ("grpo", "passk")
+"""The estimators for which verl reads `norm_adv_by_std_in_grpo`; its gdpo always divides."""
 _PER_TOKEN = ("gae", "reinforce++")
+_WHITENED = (*_PER_TOKEN, "gdpo")
 # verl.trainer.ppo.core_algos.kl_penalty
 _KL_ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 _STRATEGIES = ("fsdp", "fsdp2", "megatron")
@@ -70,6 +76,12 @@ def bypasses_old_logprobs(config: Any) -> bool:
 
 def _estimator(c: Configured) -> str | None:
     return _ESTIMATORS.get(c["algorithm.adv_estimator"])
+
+
+def _component_weights(c: Configured) -> dict[str, float] | None:
+    keys = c.get("algorithm.gdpo_reward_keys") if _estimator(c) == "gdpo" else None
+    weights = c.get("algorithm.gdpo_reward_weights") or [1.0] * len(keys or ())
+    return {str(key): float(weight) for key, weight in zip(keys, weights, strict=False)} if keys else None
 
 
 def _has_kl(c: Configured) -> bool:
@@ -145,9 +157,10 @@ _ROWS: tuple[Row, ...] = (
     Derived("advantage_estimator", _estimator),
     Derived("micro_batch", _micro_batch),
     Derived("cp_size", _cp_size),
-    Same("grpo_norm_by_std", "algorithm.norm_adv_by_std_in_grpo", when=lambda c: _estimator(c) == "grpo"),
+    Same("grpo_norm_by_std", "algorithm.norm_adv_by_std_in_grpo", when=lambda c: _estimator(c) in _WITH_STD),
+    Derived("component_weights", _component_weights),
     Same("gamma", "algorithm.gamma", when=lambda c: _estimator(c) in _PER_TOKEN),
-    Derived("whiten", lambda c: "batch" if _estimator(c) in _PER_TOKEN else None),
+    Derived("whiten", lambda c: "batch" if _estimator(c) in _WHITENED else None),
     Same("lambda", "algorithm.lam", when=lambda c: _estimator(c) == "gae"),
     Derived("kl_in_reward", _kl_in_reward),
     Derived("kl_from", _kl_from),
@@ -163,6 +176,12 @@ _ROWS: tuple[Row, ...] = (
         f"omit it, and set {_ACTOR}.loss_agg_mode",
     ),
     one_of("algorithm.adv_estimator", _ESTIMATORS, "is not an estimator of the service"),
+    Refuse(
+        "algorithm.adv_estimator",
+        lambda value, c: value == "gdpo" and not c.get("algorithm.gdpo_reward_keys"),
+        "compares the components of rewards, and algorithm.gdpo_reward_keys names none",
+        "set it to the names of the rows' reward_components",
+    ),
     one_of("algorithm.kl_penalty", _KL_ESTIMATORS, "is not supported in rewards", _has_kl),
     one_of("algorithm.kl_ctrl.type", ("fixed",), "changes the coefficient, but a run has a fixed one", _has_kl),
     Refuse(
