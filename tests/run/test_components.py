@@ -77,6 +77,16 @@ def test_strings_of_rows_are_of_their_content_and_outlive_a_restart(field: str) 
     assert getattr(bench.build_batch.batches[batch], f"{field}s") == ["hall"] * 2
 
 
+@pytest.mark.parametrize("field", ["tag", "step_key", "agent", "episode", "partition"])
+def test_long_strings_count_as_bytes_of_their_rows(field: str) -> None:
+    sizes = []
+    for text in ("", "x" * 100):
+        bench = Bench()
+        bench.submit(row("a") | {field: text})
+        sizes.append(bench.state.row_bytes)
+    assert sizes[1] - sizes[0] == 100
+
+
 @pytest.mark.parametrize("field", ["agent", "episode"])
 def test_a_trajectory_has_one_agent_and_one_episode(field: str) -> None:
     bench = Bench(step_wise=True)

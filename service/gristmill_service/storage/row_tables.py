@@ -20,7 +20,7 @@ import numpy as np
 from gristmill._wire.codecs.row_codec import few_of, ones
 from gristmill._wire.column_spec import BFLOAT16, DTYPES
 from gristmill._wire.columns import Array, Ragged, bytes_of
-from gristmill._wire.row_fields import PLAIN_FIELDS, ROW_FIELDS, TEXT_FIELDS, TOKEN_FIELDS
+from gristmill._wire.row_fields import OPTIONAL_STRINGS, PLAIN_FIELDS, ROW_FIELDS, TOKEN_FIELDS
 from gristmill._wire.steps import Extra, Steps
 from gristmill.errors import InvalidArgumentError, UnavailableError
 
@@ -201,10 +201,6 @@ def opened(stored: Stored) -> Opened:
 def steps_of(stored: Stored) -> Steps:
     """Decodes a stored table. Raises like `opened`."""
     return stored if isinstance(stored, Steps) else _table(opened(stored))
-
-
-OPTIONAL_STRINGS = ("reward_components", *(one.name for one in TEXT_FIELDS))
-"""The columns of strings that a table may lack."""
 
 
 def _nbytes(table: Steps) -> int:

@@ -88,3 +88,5 @@ TEXT_FIELDS = (
 """Digests and stored tables depend on the order, so append new fields."""
 
 PLAIN_FIELDS = tuple(one for one in TOKEN_FIELDS if one.is_plain)
+OPTIONAL_STRINGS = ("reward_components", *(one.name for one in TEXT_FIELDS))
+"""The columns of strings that a table may lack."""

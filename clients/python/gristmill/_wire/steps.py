@@ -23,6 +23,7 @@ from gristmill._wire.row_fields import (
     LONGEST_TEXT,
     LONGEST_UID,
     MOST_COMPONENTS,
+    OPTIONAL_STRINGS,
     PLAIN_FIELDS,
     ROW_FIELDS,
     TEXT_FIELDS,
@@ -223,7 +224,7 @@ def _concat_column(name: str, tables: Sequence[Steps]) -> Any:
         }
     if name in ("uids", "stop_reasons"):
         return [value for column in columns for value in column]
-    if name in _TEXTS:
+    if name in OPTIONAL_STRINGS:
         return strings_of(name, tables)
     if name == "token_versions" and any(column is not None for column in columns):
         columns = [versions_of_tokens(table) for table in tables]
@@ -247,7 +248,6 @@ def _concat_column(name: str, tables: Sequence[Steps]) -> Any:
     return np.concatenate(columns)
 
 
-_TEXTS = {"reward_components", *(one.name for one in TEXT_FIELDS)}
 _FILLED = {one.name: one for one in PLAIN_FIELDS if one.fill is not None}
 
 

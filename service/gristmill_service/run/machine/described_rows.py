@@ -16,7 +16,7 @@ from xxhash import xxh3_128, xxh3_128_digest
 
 from gristmill._wire.columns import Array, Ragged, bytes_of, exact_sum
 from gristmill._wire.named_tuples import made_of
-from gristmill._wire.row_fields import PLAIN_FIELDS, TEXT_FIELDS
+from gristmill._wire.row_fields import OPTIONAL_STRINGS, PLAIN_FIELDS, TEXT_FIELDS
 from gristmill._wire.steps import Steps, TrajectoryKey
 from gristmill_service.run.machine.events import RowName, RowRef, StoredRow
 
@@ -68,6 +68,9 @@ def describe_rows(
     sizes = [ROW_OVERHEAD_BYTES + 4 * tokens + item * response for tokens, response in stored]
     for extra in steps.extras.values():
         sizes = [*map(add, sizes, extra.row_bytes.tolist())]
+    for name in OPTIONAL_STRINGS:
+        if (texts := getattr(steps, name)) is not None:
+            sizes = [*map(add, sizes, map(len, texts))]
     return made_of(
         StoredRow,
         keys.trajectories,

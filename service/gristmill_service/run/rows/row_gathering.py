@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gristmill._wire.columns import Array, Int64s, Ragged
+from gristmill._wire.row_fields import OPTIONAL_STRINGS
 from gristmill._wire.steps import Extra, Steps
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.run.machine.events import RowRef, StoredRow
@@ -24,7 +25,6 @@ from gristmill_service.storage.row_tables import (
     NUMBERS,
     OF_RESPONSES,
     OF_SOME,
-    OPTIONAL_STRINGS,
     PLAIN,
     Column,
     Header,
