@@ -82,9 +82,9 @@ def test_the_page_of_the_api_describes_a_plan_and_plans_are_as_it_says(http_api:
     response = http_api.client.get(f"/v1/runs/{run_name}/batches/0", params={"wait_s": 20}).json()
     plan = response["plan"]
     assert list(plan) == schemas["PlanDocument"]["required"]
-    assert [*plan, "steps"] == list(schemas["PlanDocument"]["properties"])
+    assert [*plan, "baselines", "steps"] == list(schemas["PlanDocument"]["properties"])
     (first, *_), part = plan["mini_batches"], schemas["MiniBatchDocument"]
-    assert list(first) == list(part["properties"])
+    assert [*first, "partitions"] == list(part["properties"])
     assert [*first["ranks"][0], "shared"] == list(schemas["RankDocument"]["properties"])
     assert models.Batch.model_validate(response).plan is not None
 

@@ -70,7 +70,7 @@ def test_the_plan_has_the_baselines_before_and_after() -> None:
     plan = build_batch(
         from_rows(rows_of([("a", 1.0)])), config, run="r", batch=0, baselines={BaselineKey("", "a"): 2.0}
     ).plan
-    (baseline,) = decode_plan(encode_plan(plan)).baselines
+    [baseline] = decode_plan(encode_plan(plan)).baselines or []
     assert (baseline.tag, baseline.agent, baseline.before, baseline.after) == ("", "a", 2.0, 1.5)
     assert baselines_after(plan) == {BaselineKey("", "a"): 1.5}
 

@@ -34,7 +34,7 @@ def test_it_has_the_fields_of_the_specification_in_their_order() -> None:
     document = json.loads(encode_plan(batch.plan))
     assert list(document) == [
         *("batch", "rows_received", "rows", "prompts", "optimizer_steps", "dp_size", "dropped_uids", "mini_batches"),
-        *("counts", "metrics", "merge_mismatches", "tags", "tag_metrics", "baselines"),
+        *("counts", "metrics", "merge_mismatches", "tags", "tag_metrics"),
     ]
     assert document["mini_batches"] == [
         {

@@ -45,11 +45,12 @@ def document(batch: Batch, number: int, shards: dict[Any, Any]) -> Plan:
         ],
         "tags": [group.tag for group in batch.groups] if has_tags else [],
         "tag_metrics": {tag: _of_tag(batch, policy, tag) for tag in {group.tag for group in batch.groups} if has_tags},
-        "baselines": [
+    }
+    if batch.baselines:
+        plan["baselines"] = [
             {"tag": tag, "agent": agent, "before": batch.before.get((tag, agent), 0.0), "after": after}
             for (tag, agent), after in sorted(batch.baselines.items())
-        ],
-    }
+        ]
     return plan | ({"steps": [row.path for row in batch.rows]} if batch.config["merge"] == "tree" else {})
 
 

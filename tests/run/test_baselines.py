@@ -27,7 +27,7 @@ def plan_of(bench: Bench, batch: int) -> PlanDocument:
 
 def baselines(bench: Bench, batch: int) -> tuple[float, float]:
     """Before and after a batch."""
-    (one,) = plan_of(bench, batch).baselines
+    [one] = plan_of(bench, batch).baselines or []
     return one.before, one.after
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 
 import msgspec
@@ -88,8 +88,8 @@ class PlanDocument:
     dropped_uids: uids of groups dropped as stale or by alignment. counts: the number of cases of each rule, by name.
     metrics: the policy's metrics. merge_mismatches: the first ones of each trajectory. tags: the environment or task of
     each prompt group, in the batch's order, "" for a group without; empty if no group has one. tag_metrics: metrics by
-    tag. baselines: those of the run, with an estimator that keeps any. steps: with `merge: tree`, the numbers of the
-    steps on each row's path; absent with other modes.
+    tag. baselines: those of the run; absent with an estimator that keeps none. steps: with `merge: tree`, the numbers
+    of the steps on each row's path; absent with other modes.
     """
 
     batch: int
@@ -105,7 +105,7 @@ class PlanDocument:
     merge_mismatches: list[MismatchDocument]
     tags: list[str]
     tag_metrics: dict[str, dict[str, int | float]]
-    baselines: list[BaselineDocument] = field(default_factory=list)
+    baselines: list[BaselineDocument] | None = None
     steps: list[list[int]] | None = None
 
 
@@ -113,6 +113,7 @@ def encode_plan(plan: PlanDocument) -> bytes:
     """Returns the plan as JSON, in UTF-8 and on one line."""
     # Quotes in JSON strings are escaped, so no name can contain this text.
     text = msgspec.json.encode(plan).replace(b',"shared":null', b"").replace(b',"partitions":null', b"")
+    text = text.replace(b',"baselines":null', b"")
     return text if plan.steps is not None else text.removesuffix(b',"steps":null}') + b"}"
 
 
@@ -123,7 +124,7 @@ def decode_plan(text: bytes) -> PlanDocument:
 
 def baselines_after(plan: PlanDocument) -> Baselines:
     """Returns the run's baselines after the batch."""
-    return {BaselineKey(one.tag, one.agent): one.after for one in plan.baselines}
+    return {BaselineKey(one.tag, one.agent): one.after for one in plan.baselines or ()}
 
 
 def plan_document(
@@ -159,9 +160,11 @@ def plan_document(
     )
 
 
-def _baselines(scored: ScoredBatch) -> list[BaselineDocument]:
+def _baselines(scored: ScoredBatch) -> list[BaselineDocument] | None:
     after = {} if scored.credit is None else scored.credit.baselines
-    return [BaselineDocument(*key, scored.baselines.get(key, 0.0), number) for key, number in sorted(after.items())]
+    return [
+        BaselineDocument(*key, scored.baselines.get(key, 0.0), number) for key, number in sorted(after.items())
+    ] or None
 
 
 def _mini_batch(mini_batch: MiniBatchPlan, scored: ScoredBatch) -> MiniBatchDocument:
