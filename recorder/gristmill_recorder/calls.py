@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -33,6 +33,7 @@ from gristmill_recorder.refusals import (
 )
 from gristmill_recorder.runs import Runs
 from gristmill_recorder.settings import RecorderSettings
+from gristmill_recorder.splicing.splicer import Splicer
 
 VERSION = f"{HEADER}policy-version"
 
@@ -49,6 +50,7 @@ class Calls:
     def __init__(self, settings: RecorderSettings, runs: Runs, engine: Engine, metrics: Metrics) -> None:
         self._settings, self._runs, self._engine, self._metrics = settings, runs, engine, metrics
         self._asking = Asking(settings.engine, settings.logprobs)
+        self._splicer = Splicer(settings.splice, engine, metrics)
         self._under_way = 0
 
     async def answer(self, request: web.BaseRequest, name: TrajectoryName, path: str) -> web.StreamResponse:
@@ -62,10 +64,15 @@ class Calls:
             version = _version(request, run.policy_version)
             temperature, has_note = self._settings.trainer_temperature, self._settings.sampling_column
             sampling = Sampling.of(form.request, temperature, has_note=has_note)
-            record = partial(
-                recording.record, policy_version=version, sampling=sampling, has_logprobs=self._settings.logprobs
-            )
-            exchange = Exchange(request, form, record, self._settings.max_body_bytes)
+            headers = _engine_headers(request)
+            plan = await self._splicer.plan(form.path, form.request, recording, headers)
+
+            def record(samples: Sequence[Sampled], choices: Sequence[Document]) -> None:
+                keys = plan.keys(samples, choices)
+                recording.record(samples, keys, version, sampling, has_logprobs=self._settings.logprobs)
+                self._splicer.recorded(plan, samples, keys)
+
+            exchange = Exchange(request, form, plan.request, headers, record, self._settings.max_body_bytes)
             await self._run(exchange, request)
             took = time.perf_counter() - began
             self._metrics.answered(form.api, exchange.response.status, took, exchange.engine_s)
@@ -139,8 +146,17 @@ def _version(request: web.BaseRequest, announced: int) -> int:
     return version
 
 
-Record = Callable[[Sequence[Sampled]], None]
-"""Records samples. When it returns, the samples survive a crash of the process."""
+def _engine_headers(request: web.BaseRequest) -> MutableMapping[str, str]:
+    headers = request_headers(request)
+    if key := headers.pop("x-api-key", None):
+        # Anthropic's clients send the key in this header; engines read it from `authorization`.
+        headers.setdefault("authorization", f"Bearer {key}")
+    headers["content-type"] = "application/json"
+    return headers
+
+
+Record = Callable[[Sequence[Sampled], Sequence[Document]], None]
+"""Records samples and their choices. When it returns, the samples survive a crash of the process."""
 
 _STREAM = "text/event-stream"
 _REMEDY = "check --engine, and that this version of the engine returns token ids"
@@ -153,12 +169,22 @@ class AgentGoneError(Exception):
 class Exchange:
     """One call and its answer.
 
+    sent, headers: the body and the headers of the call to the engine.
     engine_s: seconds spent waiting for the engine. is_recorded: whether the sampled tokens are in the journal.
     most_bytes: the limit of an answer, or of one event of a stream.
     """
 
-    def __init__(self, request: web.BaseRequest, form: Form, record: Record, most_bytes: int) -> None:
+    def __init__(
+        self,
+        request: web.BaseRequest,
+        form: Form,
+        sent: Document,
+        headers: MutableMapping[str, str],
+        record: Record,
+        most_bytes: int,
+    ) -> None:
         self._request, self._form, self._record, self._most_bytes = request, form, record, most_bytes
+        self._sent, self._headers = sent, headers
         self.response = web.StreamResponse()
         self.engine_s = 0.0
         self.is_recorded = False
@@ -170,17 +196,12 @@ class Exchange:
         Raises AgentGoneError or RefusalError; then nothing was recorded. After a part of a stream was sent, the only
         refusals raised are EngineAway and EngineSlow; others are sent as an event of the stream.
         """
-        headers = request_headers(self._request)
-        if key := headers.pop("x-api-key", None):
-            # Anthropic's clients send the key in this header; engines read it from `authorization`.
-            headers.setdefault("authorization", f"Bearer {key}")
-        headers["content-type"] = "application/json"
         try:
-            body = orjson.dumps(self._form.request)
+            body = orjson.dumps(self._sent)
         except TypeError as error:
             raise WrongCall(f"the request cannot be encoded as JSON: {error}; nest it less deeply") from None
         asked = time.perf_counter()
-        async with engine.call("POST", self._form.path, query_of(self._request), headers, body) as answer:
+        async with engine.call("POST", self._form.path, query_of(self._request), self._headers, body) as answer:
             self.engine_s += time.perf_counter() - asked
             if answer.status != 200:
                 self.response = await unchanged(answer)
@@ -204,10 +225,10 @@ class Exchange:
                 )
         with _recordable():
             document = orjson.loads(body)
-            samples = sampled(document)
+            samples, choices = sampled(document), list(document.get("choices") or ())
             answered = orjson.dumps(self._form.whole(document))
             # Recorded last: an answer that cannot be converted must not be recorded.
-            self._record(samples)
+            self._record(samples, choices)
             self.is_recorded = True
         self.response = web.Response(body=answered, headers=answer_headers(answer))
         # Sent here, not when the handler returns, so that metrics count the call after its answer was sent.
@@ -245,7 +266,7 @@ class Exchange:
             if not stream.is_complete:
                 raise EngineAway("the engine ended its stream before the answer was complete; retry the call")
             with _recordable():
-                self._record(stream.sampled())
+                self._record(stream.sampled(), stream.choices())
                 self.is_recorded = True
         await self._write(buffered)
 

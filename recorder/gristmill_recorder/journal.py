@@ -26,7 +26,7 @@ from gristmill.errors import FailedPreconditionError, InvalidArgumentError, Unav
 from gristmill_recorder.forms.sampling import PLAIN, Sampling
 from gristmill_recorder.names import TrajectoryName
 
-_LAYOUT = 3
+_LAYOUT = 4
 _TABLES = """
 CREATE TABLE trajectories (
     id INTEGER PRIMARY KEY,
@@ -41,15 +41,15 @@ CREATE TABLE steps (
     trajectory INTEGER NOT NULL, step INTEGER NOT NULL,
     shared INTEGER NOT NULL, rest BLOB NOT NULL, response BLOB NOT NULL, logprobs BLOB,
     stop_reason TEXT NOT NULL, policy_version INTEGER NOT NULL, policy_versions BLOB,
-    is_masked INTEGER NOT NULL, note BLOB,
+    is_masked INTEGER NOT NULL, note BLOB, said BLOB, is_cut INTEGER NOT NULL,
     PRIMARY KEY (trajectory, step)
 );
 """
 # A prompt is stored as the number of tokens shared with the previous step, and the remaining tokens. So the tokens of a
 # conversation are stored once.
 _STEPS = (
-    "SELECT step, shared, rest, response, logprobs, stop_reason, policy_version, policy_versions, is_masked, note "
-    "FROM steps WHERE trajectory = ? ORDER BY step"
+    "SELECT step, shared, rest, response, logprobs, stop_reason, policy_version, policy_versions, is_masked, note, "
+    "said, is_cut FROM steps WHERE trajectory = ? ORDER BY step"
 )
 
 
@@ -59,7 +59,8 @@ class Row:
 
     prompt, response: int32 token ids. logprobs: float32, one per response token; None if rows have none.
     policy_versions: int32, one per response token; None if `policy_version` applies to all. reward: None while it is
-    pending. is_last: whether the trajectory ends with this step. is_masked, note: see `Sampling`.
+    pending. is_last: whether the trajectory ends with this step. is_masked, note: see `Sampling`. said: the key of the
+    conversation up to this answer, None without splicing. is_cut: whether the answer has no end of turn.
     """
 
     step: int
@@ -71,6 +72,8 @@ class Row:
     policy_versions: NDArray[np.int32] | None = None
     is_masked: bool = False
     note: bytes | None = None
+    said: bytes | None = None
+    is_cut: bool = False
     reward: float | None = 0.0
     is_last: bool = False
 
@@ -152,8 +155,9 @@ class Entry:
     """A trajectory in the journal.
 
     id: 0 until the first step is written. next_step: the number of steps. delivered: the number of steps that the
-    service has acknowledged. rows: the steps to deliver. is_ended, reward: set when the trajectory ends. outcome: the
-    result, "" while the trajectory is open; an open trajectory with an outcome must still be aborted in the service.
+    service has acknowledged. rows: the steps to deliver. ends: the last step of each conversation, by its key.
+    is_ended, reward: set when the trajectory ends. outcome: the result, "" while the trajectory is open; an open
+    trajectory with an outcome must still be aborted in the service.
     """
 
     name: TrajectoryName
@@ -164,6 +168,7 @@ class Entry:
     reward: float | None = None
     outcome: str = ""
     rows: list[Row] = field(default_factory=list)
+    ends: dict[bytes, int] = field(default_factory=dict)
 
 
 class Journal:
@@ -197,12 +202,22 @@ class Journal:
         """Yields the open trajectories, with the rows to deliver."""
         for record in self._database.execute(f"{_FIND} WHERE closed_at IS NULL ORDER BY id").fetchall():
             entry = _entry(record)
-            before: Row | None = None
-            for record in self._database.execute(_STEPS, (entry.id,)):
-                before = _row(record, before)
-                if before.step >= entry.delivered:
-                    entry.rows.append(before)
+            for row in self._rows(entry.id):
+                if row.step >= entry.delivered:
+                    entry.rows.append(row)
+                if row.said is not None:
+                    entry.ends[row.said] = row.step
             yield entry
+
+    def row(self, trajectory: int, step: int) -> Row | None:
+        """Returns a step of an open trajectory; None if its steps are deleted."""
+        return next((row for row in self._rows(trajectory) if row.step == step), None)
+
+    def _rows(self, trajectory: int) -> Iterator[Row]:
+        before: Row | None = None
+        for record in self._database.execute(_STEPS, (trajectory,)).fetchall():
+            before = _row(record, before)
+            yield before
 
     def append(self, entry: Entry, rows: Sequence[Row], before: Row | None) -> None:
         """Appends the next steps of a trajectory, all or none, and updates `id` and `next_step` of the entry.
@@ -214,7 +229,7 @@ class Journal:
         with self._writing() if is_single else self._transaction():
             id_ = entry.id or self._insert(entry.name)
             records = _records(id_, rows, before)
-            self._database.executemany("INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", records)
+            self._database.executemany("INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", records)
         entry.id, entry.next_step = id_, rows[-1].step + 1
 
     def _insert(self, name: TrajectoryName) -> int:
@@ -352,19 +367,31 @@ def _records(trajectory: int, rows: Sequence[Row], before: Row | None) -> Iterat
         shared = 0 if before is None else before.shared(row.prompt)
         logprobs, versions = (None if a is None else a.data for a in (row.logprobs, row.policy_versions))
         tokens = (row.prompt[shared:].data, row.response.data, logprobs)
-        more = (row.stop_reason, row.policy_version, versions, row.is_masked, row.note)
+        more = (row.stop_reason, row.policy_version, versions, row.is_masked, row.note, row.said, row.is_cut)
         yield trajectory, row.step, shared, *tokens, *more
         before = row
 
 
 def _row(record: tuple[Any, ...], before: Row | None) -> Row:
-    step, shared, rest, response, logprobs, stop_reason, policy_version, versions, is_masked, note = record
+    step, shared, rest, response, logprobs, stop_reason, policy_version, versions, is_masked, note, *end = record
     prompt, sampled = np.frombuffer(rest, np.int32), np.frombuffer(response, np.int32)
     if before is not None and shared:
         prompt = np.concatenate([np.concatenate([before.prompt, before.response])[:shared], prompt])
     values = None if logprobs is None else np.frombuffer(logprobs, np.float32)
     of_tokens = None if versions is None else np.frombuffer(versions, np.int32)
-    return Row(step, prompt, sampled, values, stop_reason, policy_version, of_tokens, bool(is_masked), note)
+    return Row(
+        step,
+        prompt,
+        sampled,
+        values,
+        stop_reason,
+        policy_version,
+        of_tokens,
+        bool(is_masked),
+        note,
+        end[0],
+        bool(end[1]),
+    )
 
 
 def _numbers(code: str, values: Sequence[float]) -> NDArray[Any]:

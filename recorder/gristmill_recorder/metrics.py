@@ -59,6 +59,20 @@ class Metrics:
             ("setting",),
             registry=registry,
         )
+        self.splices = Counter(
+            name("splices"), "Recorded chat completions by the result of splicing.", ("result",), registry=registry
+        )
+        self.splice_differences = Counter(
+            name("splice_differences"),
+            "Verified calls by the place where the spliced prompt differs first from the engine's.",
+            ("place",),
+            registry=registry,
+        )
+        self.splice_saved = Counter(
+            name("splice_saved_tokens"),
+            "Prompt tokens of verified calls that began a row, and would not with splicing.",
+            registry=registry,
+        )
         self.row_bytes = RowBytes()
         undelivered = Gauge(
             name("row_bytes"), "Bytes of steps that the service has not acknowledged yet.", registry=registry

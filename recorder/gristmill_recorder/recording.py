@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
 from gristmill import AsyncRolloutClient, RowOutcome
@@ -73,6 +73,16 @@ class Recording:
     def steps(self) -> int:
         return self._entry.next_step
 
+    @property
+    def ends(self) -> Mapping[bytes, int]:
+        """The last step of each recorded conversation, by its key."""
+        return self._entry.ends
+
+    def row(self, step: int) -> Row | None:
+        """Returns a recorded step; None if the trajectory is closed."""
+        newest = self._waiting[-1] if self._waiting else None
+        return newest if newest is not None and newest.step == step else self._journal.row(self._entry.id, step)
+
     @contextmanager
     def calling(self) -> Iterator[Recording]:
         """Counts a call as in progress within the block. Raises TrajectoryOver if the trajectory is closed."""
@@ -87,9 +97,17 @@ class Recording:
                 self._on_closed(self)
 
     def record(
-        self, choices: Sequence[Sampled], policy_version: int, sampling: Sampling, *, has_logprobs: bool
+        self,
+        choices: Sequence[Sampled],
+        keys: Sequence[tuple[bytes, bool]],
+        policy_version: int,
+        sampling: Sampling,
+        *,
+        has_logprobs: bool,
     ) -> None:
         """Records one step per choice of a call. When it returns, the steps are in the journal.
+
+        keys: `said` and `is_cut` of each step; empty without splicing.
 
         Raises GristmillError if the answer is incomplete or the journal cannot be written, and TrajectoryOver if the
         trajectory was closed in the meantime; then nothing was recorded.
@@ -102,9 +120,12 @@ class Recording:
         ]
         if not rows:
             return
+        for row, (said, is_cut) in zip(rows, keys, strict=False):
+            row.said, row.is_cut = said, is_cut
         with self._metrics.journal_seconds.time():
             self._journal.append(self._entry, rows, self._waiting[-1] if self._waiting else None)
         self._waiting += rows
+        self._entry.ends |= {row.said: row.step for row in rows if row.said is not None}
         self._metrics.recorded(rows, sampling.odd)
         # The answer waits for this method, so delivery starts later.
         asyncio.get_running_loop().call_soon(self.deliver)

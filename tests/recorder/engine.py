@@ -7,7 +7,8 @@ and what is refused.
 
 A token is a byte of the text; 256 and 257 begin and end a turn, as in ChatML. The last message says what is answered:
 `say WORDS`, `think WORDS; WORDS` (reasoning, then words), `call NAME JSON` (a tool), `hold NAME WORDS` (once the test
-lets NAME go), or what goes wrong: `fail STATUS`, `cut AFTER` (tokens), `wait SECONDS WORDS`, `tokenless WORDS`, `mute`.
+lets NAME go), `short WORDS` (cut at a length: without END), or what goes wrong: `fail STATUS`, `cut AFTER` (tokens),
+`wait SECONDS WORDS`, `tokenless WORDS`, `mute`.
 `reload WORDS` samples the first two tokens by weights 3 and the rest by 4, and has routes that nobody asked for.
 Anything else is answered with `ok`.
 """
@@ -17,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -35,6 +36,7 @@ class Words:
     reasoning: str = ""
     text: str = ""
     tool: tuple[str, str] | None = None
+    is_cut: bool = False
 
     @property
     def spoken(self) -> str:
@@ -59,7 +61,7 @@ def prompt_of(messages: list[Mapping[str, Any]]) -> list[int]:
 
 
 def answer_of(words: Words) -> list[int]:
-    return [*tokens_of(words.spoken), END]
+    return [*tokens_of(words.spoken), *(() if words.is_cut else (END,))]
 
 
 def logprobs_for(count: int) -> list[float]:
@@ -78,7 +80,8 @@ def _spoken(message: Mapping[str, Any]) -> str:
 @dataclass
 class Engine:
     """One that listens at `url` and remembers what it was asked. is_sglang: whose form it answers in. let_go: the names
-    of calls that are held no longer."""
+    of calls that are held no longer. has_render: whether it renders chat completions, as with vLLM's
+    `--enable-scale-out`. takes_tokens: whether it takes a prompt as tokens. template: what `/tokenize` renders by."""
 
     is_sglang: bool = False
     port: int = 0
@@ -87,6 +90,10 @@ class Engine:
     headers: list[Mapping[str, str]] = field(default_factory=list)
     cancelled: int = 0
     let_go: set[str] = field(default_factory=set)
+    has_render: bool = False
+    takes_tokens: bool = True
+    template: Callable[[list[Mapping[str, Any]]], list[int]] = prompt_of
+    rendered: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=64 << 20)
@@ -95,6 +102,8 @@ class Engine:
         app.router.add_post("/v1/completions", self._completions)
         app.router.add_post("/v1/responses", self._responses)
         app.router.add_post("/v1/embeddings", self._embeddings)
+        app.router.add_post("/tokenize", self._tokenize)
+        app.router.add_post("/v1/chat/completions/render", self._render)
         return app
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -102,6 +111,19 @@ class Engine:
 
     async def _embeddings(self, request: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": []})
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        body: dict[str, Any] = await request.json()
+        self.rendered.append(("tokenize", body))
+        tokens = self.template(body["messages"])
+        return web.json_response({"count": len(tokens), "max_model_len": 1 << 20, "tokens": tokens})
+
+    async def _render(self, request: web.Request) -> web.Response:
+        if not self.has_render:
+            return web.json_response({"error": "start the server with --enable-scale-out"}, status=403)
+        body: dict[str, Any] = await request.json()
+        self.rendered.append(("render", body))
+        return web.json_response({"token_ids": prompt_of(body["messages"]), "sampling_params": {}})
 
     async def _read(self, request: web.Request) -> dict[str, Any]:
         body: dict[str, Any] = await request.json()
@@ -111,7 +133,8 @@ class Engine:
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         body = await self._read(request)
-        prompt = prompt_of(body["messages"])
+        sent = (body.get("kv_transfer_params") or {}).get("prompt_token_ids") if self.takes_tokens else None
+        prompt = sent or prompt_of(body["messages"])
         return await self._answer(request, body, [prompt], _spoken(body["messages"][-1]), "chat")
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
@@ -186,6 +209,8 @@ def _words(script: str, number: int = 0) -> Words:
         return Words(text=rest.partition(" ")[2] + more)
     if verb == "cut":
         return Words(text="a long answer that is cut")
+    if verb == "short":
+        return Words(text=rest, is_cut=True)
     if verb in ("say", "tokenless", "reload"):
         return Words(text=rest + more)
     return Words(text="ok" + more)
@@ -265,7 +290,7 @@ class _Form:
 
     def _part(self, words: Words, tokens: list[int], position: int) -> dict[str, Any]:
         is_last = position == len(tokens) - 1
-        text = "" if is_last else bytes([tokens[position]]).decode("latin-1")
+        text = "" if tokens[position] == END else bytes([tokens[position]]).decode("latin-1")
         part: dict[str, Any] = {"finish_reason": _finish(words) if is_last else None}
         if self._kind == "completion":
             part["text"] = text
@@ -318,11 +343,11 @@ def _delta(words: Words, text: str, position: int, is_last: bool) -> dict[str, A
     if position < thought:
         is_spoken = len("<think>") <= position < thought - len("</think>")
         return {"reasoning": text} if is_spoken else {}
-    return {} if is_last else {"content": text}
+    return {"content": text} if text else {}
 
 
 def _finish(words: Words) -> str:
-    return "tool_calls" if words.tool else "stop"
+    return "length" if words.is_cut else "tool_calls" if words.tool else "stop"
 
 
 def _usage(prompts: list[list[int]], said: list[Words]) -> dict[str, int]:

@@ -65,5 +65,5 @@ def test_every_metric_is_documented_with_its_labels(recorder: Recorder) -> None:
 
 def test_every_recorded_path_and_every_flag_that_is_named_exists() -> None:
     assert all(f"/{path}`" in TEXT for path in FORMS)
-    flags = set(re.findall(r"`--(?:no-)?([a-z-]+)", TEXT)) - {"logprobs-mode", "generation-config"}
+    flags = set(re.findall(r"`--(?:no-)?([a-z-]+)", TEXT)) - {"logprobs-mode", "generation-config", "enable-scale-out"}
     assert flags <= {name.replace("_", "-") for name in RecorderSettings.model_fields}

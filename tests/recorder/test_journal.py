@@ -56,6 +56,21 @@ def test_steps_come_back_as_they_were_but_those_that_were_delivered(journal: Jou
     assert entry.rows[1].fields(NAME)["sampling"].tobytes() == b"note"
 
 
+def test_any_step_of_an_open_trajectory_is_found_by_its_conversation(journal: Journal) -> None:
+    begun, first, second = Entry(NAME), row(0), row(1)
+    first.said, second.said, second.is_cut = b"one", b"two", True
+    journal.append(begun, [first], None)
+    journal.append(begun, [second, row(2)], first)
+    begun.delivered = 2
+    journal.deliver(begun)
+    (entry,) = journal.open()
+    assert entry.ends == {b"one": 0, b"two": 1}
+    stored = journal.row(entry.id, entry.ends[b"two"])
+    assert stored is not None
+    assert (stored.prompt.tolist(), stored.response.tolist(), stored.is_cut) == ([1, 2, 1], [3, 4], True)
+    assert journal.row(entry.id, 3) is None
+
+
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=6)
 
 

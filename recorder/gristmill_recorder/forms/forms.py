@@ -14,6 +14,7 @@ import orjson
 from gristmill.completions import ChunkReader, Sampled, sampled
 from gristmill.errors import InvalidArgumentError
 from gristmill_recorder.refusals import NotRecorded, WrongCall
+from gristmill_recorder.splicing.conversation import ChoiceReader
 
 Document = dict[str, Any]
 DONE = b"[DONE]"
@@ -98,6 +99,9 @@ class Stream(Protocol):
 
     def read(self, event: Event) -> bytes:
         """Returns the bytes to send to the agent. Raises InvalidArgumentError if token ids are missing."""
+
+    def choices(self) -> list[Document]:
+        """Returns the choices of a chat completion, without their tokens; none of another answer."""
 
     def sampled(self) -> list[Sampled]:
         """Returns the sampled choices. Raises InvalidArgumentError like `gristmill.completions.sampled`."""
@@ -185,13 +189,16 @@ class ChatStream:
     """Reads the chunks of a completion."""
 
     def __init__(self, form: ChatForm) -> None:
-        self._form, self._reader = form, ChunkReader()
+        self._form, self._reader, self._choices = form, ChunkReader(), ChoiceReader()
         self.is_over = self.has_failed = False
         self._is_first = form.comes_first
 
     @property
     def is_complete(self) -> bool:
         return self._reader.finished >= self._form.choices
+
+    def choices(self) -> list[Document]:
+        return self._choices.choices()
 
     def sampled(self) -> list[Sampled]:
         return self._reader.sampled()
@@ -214,6 +221,7 @@ class ChatStream:
             self.has_failed = True
             return None
         self._reader.read(chunk)
+        self._choices.read(chunk)
         if self._is_first and chunk.get("choices"):
             self._is_first = False
             if not self._reader.has_prompt:
@@ -258,6 +266,9 @@ class ResponseStream:
         self._form, self._answer = form, dict[str, Any]()
         self._sampled: list[Sampled] = []
         self.is_complete = self.is_over = self.has_failed = False
+
+    def choices(self) -> list[Document]:
+        return []
 
     def sampled(self) -> list[Sampled]:
         return self._sampled

@@ -1,0 +1,100 @@
+"""Finds the tokens with which the engine continues a recorded answer: the *bridge*.
+
+A chat template renders a conversation, and may render it otherwise when messages follow. So the bridge is not the
+difference of two renderings with and without the new messages. Here three renderings of the same messages differ in one
+place each: what follows the answer in all of them is the template's own rendering of what is new.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from itertools import takewhile
+from typing import Any
+
+Document = dict[str, Any]
+Tokens = Sequence[int]
+
+_NAMES = ("role", "name", "tool_call_id")
+_QUESTION = {"role": "user", "content": "0"}
+
+
+def skeletons(messages: Sequence[Document], count: int) -> list[list[Document]]:
+    """Returns three conversations: with one answer, with another answer, and with other words in all new messages.
+
+    messages: of the call; the first `count` are recorded, and the last of these is the answer. Recorded messages are
+    emptied, because only the roles, names and ids of earlier messages can change how later ones are rendered.
+    """
+    old, answer, new = [_emptied(message) for message in messages[:count]], messages[count - 1], messages[count:]
+    first, second = ([*old[:-1], _answer(answer, word)] for word in "xy")
+    return [[*first, *new], [*second, *new], [*first, *map(_reworded, new)]]
+
+
+def bridge(renderings: Sequence[Tokens], last: int, ends: Collection[int], *, is_cut: bool) -> Tokens | None:
+    """Returns the tokens that follow the answer; None if they cannot be told apart from it.
+
+    renderings: of the three skeletons. last: the last token of the recorded answer. ends: tokens that end answers of
+    the model. is_cut: whether the answer has no end of turn; then the bridge contains the template's own.
+    """
+    first, other_answer, other_words = renderings
+    if first in (other_answer, other_words):
+        return None
+    rest = _common_ending(first, other_answer)
+    # Only here can the answer have ended: behind it the new messages begin, which may contain ends of turns too.
+    between = rest[: max(0, len(_common_beginning(first, other_words)) - (len(first) - len(rest)))]
+    if not between or is_cut:
+        return rest if between else None
+    known = [last] if last in between else ends
+    place = next((place for place, token in enumerate(between) if token in known), None)
+    return None if place is None else rest[place + 1 :]
+
+
+def end_probes() -> list[list[Document]]:
+    """Returns the four conversations from whose renderings `end_of_turn` reads the template's end of turn."""
+    answered = [[_QUESTION, {"role": "assistant", "content": word}] for word in "xy"]
+    return [*answered, *([*messages, _QUESTION] for messages in answered)]
+
+
+def end_of_turn(renderings: Sequence[Tokens]) -> set[int]:
+    """Returns the token that ends an answer in the template, or nothing: some templates only begin the next turn."""
+    first, second, continued, also_continued = renderings
+    shared = _common_beginning(_common_ending(first, second), _common_ending(continued, also_continued))
+    return {*shared[:1]}
+
+
+def _common_beginning(first: Tokens, second: Tokens) -> Tokens:
+    return [one for one, _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))]
+
+
+def _common_ending(first: Tokens, second: Tokens) -> Tokens:
+    return _common_beginning(first[::-1], second[::-1])[::-1]
+
+
+def _emptied(message: Mapping[str, Any]) -> Document:
+    """Returns the message without its words. A system's words stay, because some templates read them."""
+    if message["role"] in ("system", "developer"):
+        return dict(message)
+    kept = {name: message[name] for name in _NAMES if message.get(name) is not None}
+    if not (calls := message.get("tool_calls")):
+        return {**kept, "content": "0"}
+    # Some tokenizers refuse an answer with both words and calls.
+    return {**kept, "content": "", "tool_calls": [_call(call, {}) for call in calls]}
+
+
+def _answer(message: Mapping[str, Any], word: str) -> Document:
+    """Returns the emptied answer with one word: as its content, or as an argument of its last call."""
+    empty = _emptied(message)
+    if calls := empty.get("tool_calls"):
+        return {**empty, "tool_calls": [*calls[:-1], _call(calls[-1], {"a": word})]}
+    return {**empty, "content": word}
+
+
+def _call(call: Mapping[str, Any], arguments: Document) -> Document:
+    return {**call, "function": {**call["function"], "arguments": json.dumps(arguments)}}
+
+
+def _reworded(message: Document) -> Document:
+    content = message.get("content")
+    text = content if isinstance(content, str) else "".join(part.get("text", "") for part in content or ())
+    word = "y" if text.startswith("x") else "x"
+    return {**message, "content": [{"type": "text", "text": word}] if isinstance(content, list) else word}

@@ -1,0 +1,135 @@
+"""Compares conversations by what was said: clients send an answer back in another form than they received it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from hashlib import blake2b
+from itertools import accumulate
+from typing import Any
+
+Document = dict[str, Any]
+Message = Mapping[str, Any]
+
+_SETTINGS = ("model", "tools", "chat_template", "chat_template_kwargs", "reasoning_effort", "documents")
+_THOUGHTS = ("thinking", "redacted_thinking", "reasoning")
+_CUT = ("length", "abort", "repetition", "error")
+_DIGEST_BYTES = 16
+
+
+class Conversation:
+    """The messages of a call, with a key for each of their beginnings. Beginnings with the same key say the same, under
+    the same tools and template settings.
+
+    messages: as the call has them. settings: a digest of the tools and the template settings.
+    """
+
+    def __init__(self, request: Mapping[str, Any]) -> None:
+        """Raises AttributeError, KeyError, TypeError or ValueError if the engine would refuse the call."""
+        self.messages: list[Document] = list(request["messages"])
+        values = [request.get(name) or None for name in _SETTINGS]
+        is_without_tools = request.get("tool_choice") == "none"
+        self.settings = _digest(b"", [*values, is_without_tools, request.get("add_special_tokens") is True])
+        self._digests = list(accumulate(map(said, self.messages), _digest, initial=b""))
+
+    @property
+    def answered(self) -> int:
+        """The number of messages up to the last answer of the model; 0 if there is none."""
+        roles = [message.get("role") for message in self.messages]
+        return len(roles) - roles[::-1].index("assistant") if "assistant" in roles else 0
+
+    def key(self, count: int) -> bytes:
+        """Returns the key of the first `count` messages."""
+        return self._digests[count] + self.settings
+
+    def key_after(self, answer: Message) -> bytes:
+        """Returns the key of all messages and an answer to them."""
+        return _digest(self._digests[-1], said(answer)) + self.settings
+
+    def has_other_settings(self, count: int, key: bytes) -> bool:
+        """Returns whether the key belongs to the first `count` messages under other settings."""
+        return key.startswith(self._digests[count]) and not key.endswith(self.settings)
+
+
+def said(message: Message) -> Any:
+    """Returns what a message says, in a form that does not depend on the client.
+
+    The content is one text, empty or missing alike; the arguments of calls are values; thoughts are left out, because
+    many agents do not send them back.
+    """
+    calls = [
+        (call.get("id"), call["function"]["name"], _arguments(call["function"].get("arguments")))
+        for call in message.get("tool_calls") or ()
+    ]
+    content = _words(message.get("content"))
+    return message.get("role"), content, calls, message.get("tool_call_id"), message.get("name")
+
+
+def is_cut(choice: Mapping[str, Any], request: Mapping[str, Any]) -> bool:
+    """Returns whether the answer has no end of turn, because the call or the engine ended it: by a stop string, by a
+    stop token of the call, or at a limit."""
+    stop = choice.get("stop_reason")
+    is_stop_of_call = isinstance(stop, str) or stop in (request.get("stop_token_ids") or ())
+    return choice.get("finish_reason") in _CUT or is_stop_of_call
+
+
+class ChoiceReader:
+    """Collects the choices of a streamed chat completion in the form of one that is not streamed."""
+
+    def __init__(self) -> None:
+        self._choices: dict[int, Document] = {}
+        self._texts: dict[int, list[str]] = {}
+        self._calls: dict[tuple[int, int], Document] = {}
+
+    def read(self, chunk: Mapping[str, Any]) -> None:
+        for part in chunk.get("choices") or ():
+            index, delta = part.get("index", 0), part.get("delta") or {}
+            choice = self._choices.setdefault(index, {"index": index})
+            choice |= {name: part[name] for name in ("finish_reason", "stop_reason") if part.get(name) is not None}
+            self._texts.setdefault(index, []).append(delta.get("content") or "")
+            for call in delta.get("tool_calls") or ():
+                self._read_call(index, call)
+
+    def _read_call(self, index: int, part: Mapping[str, Any]) -> None:
+        function = part.get("function") or {}
+        call = self._calls.setdefault((index, part.get("index", 0)), {"id": None, "name": None, "arguments": []})
+        call["id"], call["name"] = part.get("id") or call["id"], function.get("name") or call["name"]
+        call["arguments"].append(function.get("arguments") or "")
+
+    def choices(self) -> list[Document]:
+        return [{**choice, "message": self._message(index)} for index, choice in sorted(self._choices.items())]
+
+    def _message(self, index: int) -> Document:
+        calls = [
+            {"id": call["id"], "function": {"name": call["name"], "arguments": "".join(call["arguments"])}}
+            for (owner, _), call in sorted(self._calls.items())
+            if owner == index
+        ]
+        return {"role": "assistant", "content": "".join(self._texts[index]), "tool_calls": calls}
+
+
+def _words(content: Any) -> Any:
+    """Returns the text of a content; its parts if some are not text."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts = [part for part in content if part.get("type") not in _THOUGHTS]
+    return "".join(part["text"] for part in parts) if all("text" in part for part in parts) else parts
+
+
+def _arguments(text: Any) -> Any:
+    """Rewrites the arguments of a call: clients write spaces, escapes and numbers in their own way."""
+    try:
+        return json.dumps(json.loads(text or "{}", parse_float=_number), sort_keys=True)
+    except (RecursionError, TypeError, ValueError):
+        return text
+
+
+def _number(text: str) -> float:
+    """Returns a whole number as int: JavaScript writes 1.0 as 1."""
+    value = float(text)
+    return int(value) if value.is_integer() else value
+
+
+def _digest(before: bytes, value: Any) -> bytes:
+    text = json.dumps(value, sort_keys=True).encode()
+    return blake2b(before + text, digest_size=_DIGEST_BYTES).digest()

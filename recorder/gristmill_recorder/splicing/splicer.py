@@ -1,0 +1,141 @@
+"""Decides for each chat completion whether it is spliced, and checks that the engine read what was sent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from gristmill.completions import Sampled
+from gristmill_recorder.engine import Engine
+from gristmill_recorder.journal import Row
+from gristmill_recorder.metrics import Metrics
+from gristmill_recorder.recording import Recording
+from gristmill_recorder.splicing.bridge import bridge, end_of_turn, end_probes, skeletons
+from gristmill_recorder.splicing.conversation import Conversation, Document, is_cut
+from gristmill_recorder.splicing.vllm import Renderer, takes_tokens, with_tokens
+
+CHAT = "v1/chat/completions"
+_MAX_SETTINGS = 4096
+
+
+@dataclass(slots=True)
+class Plan:
+    """How a call is sent to the engine.
+
+    request: the body to send. conversation: None if the call is no chat completion, or splicing is off. cause: why the
+    call is not spliced. spliced: the prompt by splicing, if it is possible. base: the step that the prompt continues.
+    rendering: the engine's rendering of a first call with these settings, to compare with the prompt of the answer.
+    """
+
+    request: Document
+    conversation: Conversation | None = None
+    cause: str = ""
+    spliced: list[int] | None = None
+    base: Row | None = None
+    rendering: list[int] | None = None
+
+    def keys(self, samples: Sequence[Sampled], choices: Sequence[Document]) -> list[tuple[bytes, bool]]:
+        """Returns for each sample the key of its conversation, and whether it was cut."""
+        if self.conversation is None or len(samples) != len(choices):
+            return []
+        ordered = sorted(choices, key=lambda choice: int(choice.get("index", 0)))
+        return [(self.conversation.key_after(each["message"]), is_cut(each, self.request)) for each in ordered]
+
+
+class Splicer:
+    """Splices the calls of all trajectories. mode: `verify` sends calls unchanged, and counts differences."""
+
+    def __init__(self, mode: Literal["off", "on", "verify"], engine: Engine, metrics: Metrics) -> None:
+        self._mode, self._metrics = mode, metrics
+        self._renderer = Renderer(engine)
+        # Whether the engine's rendering is the prompt of its answers, by settings.
+        self._renders: dict[bytes, bool] = {}
+        self._ends: dict[str, set[int]] = {}
+        self._probed: set[str] = set()
+
+    async def plan(self, path: str, request: Document, recording: Recording, headers: Mapping[str, str]) -> Plan:
+        if self._mode == "off" or path != CHAT:
+            return Plan(request)
+        try:
+            plan = Plan(request, Conversation(request))
+        except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
+            return Plan(request)
+        plan.cause = await self._splice(plan, recording, headers)
+        if plan.spliced is not None and self._mode == "on":
+            plan.request = with_tokens(request, plan.spliced)
+        return plan
+
+    async def _splice(self, plan: Plan, recording: Recording, headers: Mapping[str, str]) -> str:
+        """Sets the plan's prompt, or returns why there is none."""
+        request, conversation = plan.request, plan.conversation
+        assert conversation is not None
+        if not takes_tokens(request):
+            return "fields"
+        messages, count = conversation.messages, conversation.answered
+        if not count or not recording.ends:
+            if conversation.settings not in self._renders:
+                prompts = await self._renderer.render(request, [messages], headers)
+                plan.rendering = prompts[0] if prompts else None
+            return "start"
+        step = recording.ends.get(conversation.key(count))
+        base = None if step is None or count == len(messages) else recording.row(step)
+        if base is None:
+            is_other = any(conversation.has_other_settings(count, key) for key in recording.ends)
+            return "settings" if is_other else "history"
+        if not self._renders.get(conversation.settings, True):
+            return "rendering"
+        prompts = await self._renderer.render(request, skeletons(messages, count), headers)
+        if prompts is None:
+            return "rendering"
+        following = await self._bridge(request, prompts, base, headers)
+        if following is None:
+            return "end"
+        plan.spliced, plan.base = [*base.prompt.tolist(), *base.response.tolist(), *following], base
+        return ""
+
+    async def _bridge(
+        self, request: Document, prompts: list[list[int]], base: Row, headers: Mapping[str, str]
+    ) -> Sequence[int] | None:
+        model, last = str(request.get("model")), int(base.response[-1])
+        ends = self._ends.setdefault(model, set())
+        following = bridge(prompts, last, ends, is_cut=base.is_cut)
+        if following is None and model not in self._probed:
+            # The model ended its answer by a token that the template does not write there.
+            if probes := await self._renderer.render(request, end_probes(), headers):
+                self._probed.add(model)
+                ends |= end_of_turn(probes)
+            following = bridge(prompts, last, ends, is_cut=base.is_cut)
+        return following
+
+    def recorded(self, plan: Plan, samples: Sequence[Sampled], keys: Sequence[tuple[bytes, bool]]) -> None:
+        """Compares the prompt that the engine read with the plan, after the answer was recorded, and counts the
+        result."""
+        if plan.conversation is None or not samples:
+            return
+        prompt = [*samples[0].prompt_token_ids]
+        if plan.rendering is not None:
+            if len(self._renders) >= _MAX_SETTINGS:
+                self._renders.clear()
+            self._renders[plan.conversation.settings] = plan.rendering == prompt
+        whole = (sample.response_ids[-1] for sample, (_, was_cut) in zip(samples, keys, strict=False) if not was_cut)
+        self._ends.setdefault(str(plan.request.get("model")), set()).update(whole)
+        self._metrics.splices.labels(self._result(plan, prompt)).inc()
+
+    def _result(self, plan: Plan, prompt: list[int]) -> str:
+        if plan.spliced is None or plan.base is None:
+            return plan.cause
+        if self._mode == "on":
+            return "spliced" if prompt == plan.spliced else "ignored"
+        same = plan.base.shared(np.array(prompt, np.int32))
+        if prompt == plan.spliced:
+            place = "none"
+        elif same >= len(plan.base.prompt) + len(plan.base.response):
+            place = "new"
+        else:
+            place = "answer" if same >= len(plan.base.prompt) else "earlier"
+            self._metrics.splice_saved.inc(len(prompt))
+        self._metrics.splice_differences.labels(place).inc()
+        return "verified"

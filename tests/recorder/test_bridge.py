@@ -1,0 +1,185 @@
+"""The bridge is the template's own rendering of the new messages, whatever the template does to earlier ones.
+
+A token is a character here. Control tokens are single signs: ▶ begins and ■ ends a turn.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gristmill_recorder.splicing.bridge import bridge, end_of_turn, end_probes, skeletons
+
+Messages = list[dict[str, Any]]
+Template = Callable[[Messages], str]
+
+
+def last_user(messages: Messages) -> int:
+    return max(place for place, message in enumerate(messages) if message["role"] == "user")
+
+
+def calls_of(message: dict[str, Any]) -> str:
+    functions = [call["function"] for call in message.get("tool_calls") or ()]
+    return "".join(f"<call>{each['name']}{json.dumps(json.loads(each['arguments']))}</call>" for each in functions)
+
+
+def drops_thoughts(messages: Messages) -> str:
+    """As Qwen3 does: an answer before the last user's message loses its thoughts, and one after it always has some."""
+    turns, last = "", last_user(messages)
+    for place, message in enumerate(messages):
+        has_thoughts = message["role"] == "assistant" and place > last
+        thoughts = f"<think>{message.get('reasoning', '')}</think>" if has_thoughts else ""
+        turns += f"▶{message['role']}\n{thoughts}{message['content']}{calls_of(message)}■\n"
+    return f"{turns}▶assistant\n"
+
+
+def opens_thoughts(messages: Messages) -> str:
+    """As Qwen3.5 and MiniMax do: the generation prompt begins the thoughts, and the history has none."""
+    return "".join(f"▶{m['role']}\n{m['content']}{calls_of(m)}■\n" for m in messages) + "▶assistant\n<think>\n"
+
+
+def writes_another_end(messages: Messages) -> str:
+    """As gpt-oss does: the model ends its last answer by ◼ and a call by ◇; the history writes ◆ and ◇."""
+    turns = ""
+    for message in messages:
+        name = "functions.look" if message["role"] == "tool" else message["role"]
+        end = "◇" if message.get("tool_calls") else "◆"
+        turns += f"▶{name}|{message['content']}{calls_of(message)}{end}"
+    return f"{turns}▶assistant"
+
+
+def moves_tools(messages: Messages) -> str:
+    """As Mistral does: the tools and the system's words stand before the last user's message."""
+    turns, last = "", last_user(messages)
+    system = "".join(f"{message['content']}\n" for message in messages if message["role"] == "system")
+    for place, message in enumerate(messages):
+        if message["role"] == "user":
+            turns += f"[TOOLS]look[/TOOLS][INST]{system}" if place == last else "[INST]"
+            turns += f"{message['content']}[/INST]"
+        elif message["role"] == "tool":
+            turns += f"[RESULT]{message['content']}[/RESULT]"
+        elif message["role"] == "assistant":
+            turns += f"{message['content']}{calls_of(message)}■"
+    return turns
+
+
+def has_no_ends(messages: Messages) -> str:
+    """As GLM does: a turn ends where the next begins. The model ends its answers by the beginning of the next turn."""
+    begin = {"system": "◓", "user": "◐", "assistant": "◑", "tool": "◒"}
+    return "".join(f"{begin[m['role']]}\n{m['content']}{calls_of(m)}" for m in messages) + "◑"
+
+
+def goes_on_after_results(messages: Messages) -> str:
+    """As Gemma 4 does: the result of a tool is a part of the model's turn, and ◎ both ends a call and begins it."""
+    turns = ""
+    for message in messages:
+        if message["role"] == "tool":
+            turns += f"◎{message['content']}◉"
+        else:
+            end = "" if message.get("tool_calls") else "■\n"
+            turns += f"▶{message['role']}\n{message['content']}{calls_of(message)}{end}"
+    return turns if messages[-1]["role"] == "tool" else f"{turns}▶assistant\n"
+
+
+def moves_system(messages: Messages) -> str:
+    """All system messages come first."""
+    return opens_thoughts(sorted(messages, key=lambda message: message["role"] != "system"))
+
+
+def call(arguments: str = '{"at" :"clock"}') -> dict[str, Any]:
+    function = {"name": "look", "arguments": arguments}
+    return {"role": "assistant", "content": None, "tool_calls": [{"id": "call-1", "function": function}]}
+
+
+def result(words: str) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": "call-1", "content": words}
+
+
+def user(words: str) -> dict[str, Any]:
+    return {"role": "user", "content": words}
+
+
+CALLED: Messages = [{"role": "system", "content": "Be brief."}, user("hello"), call()]
+ANSWERED: Messages = [*CALLED, result("noon"), {"role": "assistant", "content": "It is noon."}]
+
+
+def tokens(text: str) -> list[int]:
+    return [ord(letter) for letter in text]
+
+
+def bridged(template: Template, old: Messages, new: Messages, last: str, *, is_cut: bool = False) -> str | None:
+    renderings = [tokens(template(messages)) for messages in skeletons([*old, *new], len(old))]
+    ends = end_of_turn([tokens(template(messages)) for messages in end_probes()])
+    found = bridge(renderings, ord(last), ends, is_cut=is_cut)
+    return None if found is None else "".join(map(chr, found))
+
+
+@pytest.mark.parametrize(
+    ("template", "old", "new", "last", "expected"),
+    [
+        (drops_thoughts, ANSWERED, user("why"), "■", "\n▶user\nwhy■\n▶assistant\n"),
+        (drops_thoughts, CALLED, result("xii"), "■", "\n▶tool\nxii■\n▶assistant\n"),
+        (opens_thoughts, ANSWERED, user("why"), "■", "\n▶user\nwhy■\n▶assistant\n<think>\n"),
+        (writes_another_end, ANSWERED, user("why"), "◼", "▶user|why◆▶assistant"),
+        (writes_another_end, CALLED, result("xii"), "◇", "▶functions.look|xii◆▶assistant"),
+        (moves_tools, ANSWERED, user("why"), "■", "[TOOLS]look[/TOOLS][INST]Be brief.\nwhy[/INST]"),
+        (moves_tools, CALLED, result("xii"), "■", "[RESULT]xii[/RESULT]"),
+        (has_no_ends, ANSWERED, user("why"), "◐", "\nwhy◑"),
+        (has_no_ends, CALLED, result("xii"), "◒", "\nxii◑"),
+        (goes_on_after_results, ANSWERED, user("why"), "■", "\n▶user\nwhy■\n▶assistant\n"),
+        (goes_on_after_results, CALLED, result("xii"), "◎", "xii◉"),
+        (moves_system, ANSWERED, user("why"), "■", "\n▶user\nwhy■\n▶assistant\n<think>\n"),
+    ],
+)
+def test_what_follows_an_answer_is_what_the_template_writes_behind_it(
+    template: Template, old: Messages, new: dict[str, Any], last: str, expected: str
+) -> None:
+    assert bridged(template, old, [new], last) == expected
+
+
+@pytest.mark.parametrize("template", [drops_thoughts, opens_thoughts, goes_on_after_results])
+def test_an_answer_that_was_cut_gets_the_end_of_turn_of_the_template(template: Template) -> None:
+    whole = bridged(template, ANSWERED, [user("why")], "■")
+    assert bridged(template, ANSWERED, [user("why")], "n", is_cut=True) == f"■{whole}"
+
+
+@pytest.mark.parametrize(
+    ("template", "old", "new", "last"),
+    [
+        # The end that the template writes stands in the tool's message alone: behind it the result would be lost.
+        (writes_another_end, CALLED, [result("xii")], "◼"),
+        (has_no_ends, ANSWERED, [user("why")], "◼"),
+        # The words would stand before the recorded tokens.
+        (moves_system, ANSWERED, [{"role": "system", "content": "Stop."}, user("why")], "■"),
+        (moves_system, ANSWERED, [user("why"), {"role": "system", "content": "Stop."}], "■"),
+        # The template shows no results of tools.
+        (lambda m: drops_thoughts([each for each in m if each["role"] != "tool"]), CALLED, [result("xii")], "■"),
+    ],
+)
+def test_where_a_message_would_be_lost_there_is_no_bridge(
+    template: Template, old: Messages, new: Messages, last: str
+) -> None:
+    assert bridged(template, old, new, last) is None
+
+
+WORDS = st.text("xy0a \n", min_size=1, max_size=5)
+EACH = pytest.mark.parametrize("template", [drops_thoughts, opens_thoughts, goes_on_after_results])
+
+
+@EACH
+@given(turns=st.lists(st.tuples(WORDS, WORDS), min_size=1, max_size=4), new=st.lists(WORDS, min_size=1, max_size=2))
+def test_the_bridge_is_the_end_of_the_whole_rendering(
+    template: Template, turns: list[tuple[str, str]], new: list[str]
+) -> None:
+    old = [message for asked, said in turns for message in (user(asked), {"role": "assistant", "content": said})]
+    following = [user(words) for words in new]
+    found = bridged(template, old, following, "■")
+    whole = template([*old, *following])
+    assert found is not None
+    assert whole.endswith(f"■{found}")
+    assert whole.removesuffix(found).count("▶") == len(old)

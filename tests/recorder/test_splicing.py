@@ -1,0 +1,267 @@
+"""A recorder that splices: the engine reads the recorded tokens and what is new, so that a conversation is one row."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import pytest
+
+from gristmill import InvalidArgumentError
+from gristmill_recorder.metrics import Metrics
+from gristmill_recorder.settings import RecorderSettings
+from gristmill_recorder.splicing.splicer import CHAT, Splicer
+from gristmill_service.settings import load
+from tests.on_loop import Service
+from tests.recorder.engine import END, Engine, Words, answer_of, prompt_of, serving, tokens_of, turn
+from tests.recorder.recorders import Recorder, StartRecorder, end, post, start, trained
+from tests.recorder.test_chat import ask, user
+
+BEGIN_ANSWER = prompt_of([])
+
+
+@pytest.fixture(scope="module")
+def vllm() -> Iterator[Engine]:
+    with serving(Engine()) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def splicer(vllm: Engine, service: Service, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recorder]:
+    directory = tmp_path_factory.mktemp("splicer")
+    flags = ("--journal", str(directory / "journal.sqlite3"), "--splice", "on")
+    running = start(directory / "log", vllm.url, service.grpc_address, *flags)
+    yield running
+    end(running)
+
+
+@pytest.fixture(autouse=True)
+def _as_started(vllm: Engine) -> Iterator[None]:
+    yield
+    vllm.takes_tokens, vllm.has_render, vllm.template = True, False, prompt_of
+
+
+def sent_back(message: Any) -> Any:
+    """An answer as many agents put it into their history: without thoughts, with arguments in their own spelling."""
+    calls = [call.model_dump(include={"id", "type", "function"}) for call in message.tool_calls or ()]
+    for call in calls:
+        call["function"]["arguments"] = json.dumps(json.loads(call["function"]["arguments"]))
+    return {"role": "assistant", "content": message.content or "", **({"tool_calls": calls} if calls else {})}
+
+
+def result(text: str) -> Any:
+    return {"role": "tool", "tool_call_id": "call-1", "content": text}
+
+
+def converse(recorder: Recorder, run: str, *new: Any, history: list[Any] | None = None, **more: Any) -> list[Any]:
+    """Asks with one new message after the other, and returns the whole conversation."""
+    messages = list(history or ())
+    with recorder.openai(run) as client:
+        for message in new:
+            messages.append(message)
+            messages.append(sent_back(ask(client, messages, **more).choices[0].message))
+    return messages
+
+
+class Results:
+    """What the recorder counted since this was made."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._before = self._now()
+
+    def _now(self) -> dict[str, float]:
+        names = ("start", "spliced", "verified", "history", "settings", "fields", "rendering", "end", "ignored")
+        return {name: self._recorder.metric(f'splices_total{{result="{name}"}}') for name in names}
+
+    def counted(self) -> dict[str, float]:
+        counts = {name: count - self._before[name] for name, count in self._now().items()}
+        return {name: count for name, count in counts.items() if count}
+
+
+SCRIPT = (user("think hm; done"), user('call look {"at" :"clock"}'), result("short it is no"), user("say noon"))
+ANSWERS = (
+    Words("hm", "done"),
+    Words(tool=("look", '{"at" :"clock"}')),
+    Words(text="it is no", is_cut=True),
+    Words(text="noon"),
+)
+ROLES = ("user", "user", "tool", "user")
+
+
+def row_of(count: int) -> list[int]:
+    """The tokens of the first `count` turns of SCRIPT in one row: each answer as sampled, each message as rendered."""
+    row: list[int] = []
+    for role, message, words in list(zip(ROLES, SCRIPT, ANSWERS, strict=True))[:count]:
+        row += [*turn(role, message["content"]), *BEGIN_ANSWER, *answer_of(words)]
+        row += tokens_of("\n") if row[-1] == END else [END, *tokens_of("\n")]
+    return row[:-1]
+
+
+@pytest.mark.parametrize("has_render", [False, True])
+def test_a_conversation_is_one_row_whatever_the_agent_sends_back(
+    splicer: Recorder, vllm: Engine, service: Service, run: str, has_render: bool
+) -> None:
+    vllm.has_render = has_render
+    results = Results(splicer)
+    converse(splicer, run, *SCRIPT)
+    assert results.counted() == {"start": 1, "spliced": 3}
+    splicer.finish(run)
+    (row,) = trained(service.grpc_address, run)
+    assert row.tokens == row_of(4)
+    assert row.trained == [token for words in ANSWERS for token in answer_of(words)]
+
+
+def test_without_splicing_the_same_conversation_is_several_rows(recorder: Recorder, service: Service, run: str) -> None:
+    converse(recorder, run, *SCRIPT)
+    recorder.finish(run)
+    assert len(trained(service.grpc_address, run)) == 3
+
+
+def test_a_stream_is_spliced_too(splicer: Recorder, service: Service, run: str) -> None:
+    messages: list[Any] = []
+    with splicer.openai(run) as client:
+        for message in SCRIPT:
+            messages.append(message)
+            deltas = [chunk.choices[0].delta for chunk in ask(client, messages, stream=True)]
+            text = "".join(delta.content or "" for delta in deltas)
+            calls = [call.model_dump(exclude={"index"}) for delta in deltas for call in delta.tool_calls or ()]
+            messages.append({"role": "assistant", "content": text, **({"tool_calls": calls} if calls else {})})
+    splicer.finish(run)
+    (row,) = trained(service.grpc_address, run)
+    assert row.tokens == row_of(4)
+
+
+def test_anthropics_messages_are_spliced_too(splicer: Recorder, service: Service, run: str) -> None:
+    client = anthropic.Anthropic(base_url=splicer.base(run), api_key="key", max_retries=0)
+    messages: list[Any] = []
+    for text in ("think hm; done", "say noon"):
+        messages.append(user(text))
+        answer = client.messages.create(model="toy", max_tokens=99, messages=messages)
+        messages.append({"role": "assistant", "content": [each for each in answer.content if each.type == "text"]})
+    client.close()
+    splicer.finish(run)
+    (row,) = trained(service.grpc_address, run)
+    assert row.trained == [*answer_of(Words("hm", "done")), *answer_of(Words(text="noon"))]
+
+
+def test_a_call_goes_on_from_any_recorded_answer(splicer: Recorder, service: Service, run: str) -> None:
+    with splicer.openai(run) as client:
+        choices = ask(client, [user("think a; b")], n=2).choices
+    results = Results(splicer)
+    for choice in choices:
+        converse(splicer, run, user("say on"), history=[user("think a; b"), sent_back(choice.message)])
+    assert results.counted() == {"spliced": 2}
+    splicer.finish(run)
+    rows = trained(service.grpc_address, run)
+    firsts = [answer_of(Words("a", text)) for text in ("b", "b #1")]
+    assert [row.trained for row in rows] == [[*first, *answer_of(Words(text="on"))] for first in firsts]
+
+
+def test_a_changed_history_begins_a_row_and_is_counted(splicer: Recorder, service: Service, run: str) -> None:
+    messages = converse(splicer, run, user("think a; b"), user("say c"))
+    results = Results(splicer)
+    messages[1]["content"] = "a summary"
+    converse(splicer, run, user("say d"), history=messages)
+    assert results.counted() == {"history": 1}
+    splicer.finish(run)
+    first, second = trained(service.grpc_address, run)
+    assert first.trained == [*answer_of(Words("a", "b")), *answer_of(Words(text="c"))]
+    assert second.tokens == [*prompt_of([*messages, user("say d")]), *answer_of(Words(text="d"))]
+
+
+@pytest.mark.parametrize(
+    ("cause", "fields"),
+    [
+        ("settings", {"tools": [{"type": "function", "function": {"name": "look"}}]}),
+        ("settings", {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}),
+        ("fields", {"extra_body": {"truncate_prompt_tokens": 10}}),
+    ],
+)
+def test_a_call_that_cannot_be_spliced_goes_as_it_came(
+    splicer: Recorder, vllm: Engine, run: str, cause: str, fields: dict[str, Any]
+) -> None:
+    messages = converse(splicer, run, user("think a; b"))
+    results = Results(splicer)
+    converse(splicer, run, user("say c"), history=messages, **fields)
+    assert results.counted() == {cause: 1}
+    assert "kv_transfer_params" not in vllm.requests[-1]
+    assert vllm.requests[-1]["messages"] == [*messages, user("say c")]
+
+
+def test_an_engine_that_does_not_read_the_tokens_is_counted_and_recorded_right(
+    splicer: Recorder, vllm: Engine, service: Service, run: str
+) -> None:
+    vllm.takes_tokens = False
+    results = Results(splicer)
+    messages = converse(splicer, run, user("think a; b"), user("say c"))
+    assert results.counted() == {"start": 1, "ignored": 1}
+    splicer.finish(run)
+    assert [row.tokens for row in trained(service.grpc_address, run)] == [
+        [*prompt_of(messages[:1]), *answer_of(Words("a", "b"))],
+        [*prompt_of(messages[:3]), *answer_of(Words(text="c"))],
+    ]
+
+
+def test_a_model_whose_rendering_is_not_the_prompt_of_its_answers_is_not_spliced(
+    splicer: Recorder, vllm: Engine, run: str
+) -> None:
+    vllm.template = lambda messages: [*turn("system", "rendered by the template"), *prompt_of(messages)]
+    settings: dict[str, Any] = {"extra_body": {"chat_template_kwargs": {"renders": "otherwise"}}}
+    results = Results(splicer)
+    converse(splicer, run, user("think a; b"), user("say c"), **settings)
+    assert results.counted() == {"start": 1, "rendering": 1}
+
+
+def test_the_agents_transfer_parameters_reach_the_engine(splicer: Recorder, vllm: Engine, run: str) -> None:
+    converse(splicer, run, user("say a"), user("say b"), extra_body={"kv_transfer_params": {"do_remote_decode": True}})
+    sent = vllm.requests[-1]["kv_transfer_params"]
+    assert sent["do_remote_decode"] is True
+    assert sent["prompt_token_ids"][: len(prompt_of([user("say a")]))] == prompt_of([user("say a")])
+
+
+def test_a_conversation_stays_one_row_through_a_kill(
+    start_recorder: StartRecorder, vllm: Engine, service: Service, run: str
+) -> None:
+    first = start_recorder(vllm.url, service.grpc_address, "--splice", "on")
+    messages = converse(first, run, *SCRIPT[:3])
+    first.kill()
+    second = start_recorder(vllm.url, service.grpc_address, "--splice", "on")
+    converse(second, run, *SCRIPT[3:], history=messages)
+    assert second.finish(run) == {"steps": 4, "outcome": "accepted"}
+    (row,) = trained(service.grpc_address, run)
+    assert row.tokens == row_of(4)
+
+
+def test_verify_sends_calls_unchanged_and_counts_what_splicing_would_have_saved(
+    start_recorder: StartRecorder, vllm: Engine, service: Service, run: str
+) -> None:
+    recorder = start_recorder(vllm.url, service.grpc_address, "--splice", "verify")
+    results = Results(recorder)
+    messages = converse(recorder, run, user("say a"), user("think b; c"), user("say d"))
+    assert results.counted() == {"start": 1, "verified": 2}
+    assert all("kv_transfer_params" not in request for request in vllm.requests[-3:])
+    assert recorder.metric('splice_differences_total{place="none"}') == 1
+    assert recorder.metric('splice_differences_total{place="answer"}') == 1
+    assert recorder.metric("splice_saved_tokens_total") == len(prompt_of(messages[:-1]))
+
+
+def test_a_call_that_the_engine_refuses_is_refused_by_the_engine(splicer: Recorder, run: str) -> None:
+    body = {"model": "toy", "messages": [user("fail 400")]}
+    assert post(f"{splicer.base(run)}/v1/chat/completions", body)[0] == 400
+
+
+@pytest.mark.parametrize("messages", [None, "words", ["words"], [{"role": "assistant", "tool_calls": [{}]}]])
+def test_a_call_that_is_no_conversation_goes_as_it_came(messages: Any) -> None:
+    nothing: Any = None
+    request = {"messages": messages}
+    plan = asyncio.run(Splicer("on", nothing, Metrics()).plan(CHAT, request, nothing, {}))
+    assert (plan.request, plan.conversation) == (request, None)
+
+
+def test_splicing_needs_vllm() -> None:
+    with pytest.raises(InvalidArgumentError, match="engine sglang takes no tokens"):
+        load(RecorderSettings, {"upstream": "http://sglang", "engine": "sglang", "splice": "on"})
