@@ -8,6 +8,8 @@ from hashlib import blake2b
 from itertools import accumulate
 from typing import Any
 
+import orjson
+
 Document = dict[str, Any]
 Message = Mapping[str, Any]
 
@@ -119,7 +121,7 @@ def _words(content: Any) -> Any:
 def _arguments(text: Any) -> Any:
     """Rewrites the arguments of a call: clients write spaces, escapes and numbers in their own way."""
     try:
-        return json.dumps(json.loads(text or "{}", parse_float=_number), sort_keys=True)
+        return _ENCODE(_DECODE(text or "{}"))
     except (RecursionError, TypeError, ValueError):
         return text
 
@@ -130,6 +132,10 @@ def _number(text: str) -> float:
     return int(value) if value.is_integer() else value
 
 
+_DECODE = json.JSONDecoder(parse_float=_number).decode
+_ENCODE = json.JSONEncoder(sort_keys=True).encode
+
+
 def _digest(before: bytes, value: Any) -> bytes:
-    text = json.dumps(value, sort_keys=True).encode()
+    text = orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
     return blake2b(before + text, digest_size=_DIGEST_BYTES).digest()
