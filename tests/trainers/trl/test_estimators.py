@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ast
 import inspect
-from types import SimpleNamespace
+from functools import cache
+from types import CodeType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,16 +20,22 @@ EPSILON = 1e-4
 """TRL's."""
 
 
-def trl_s(rewards: Float64s, samples: int, **config: Any) -> SimpleNamespace:
-    """Return `rewards` and `advantages` as TRL computes them: by its own statement, which is in a long method.
-
-    rewards: (rows, reward functions). samples: of each group.
-    """
-    (statement,) = (
+@cache
+def statement() -> CodeType:
+    """Return the statement of TRL's trainer that computes advantages, which is in a long method."""
+    (advantages,) = (
         node
         for node in ast.walk(ast.parse(inspect.getsource(grpo_trainer)))
         if isinstance(node, ast.If) and ast.unparse(node.test).startswith("self.multi_objective_aggregation == 'sum")
     )
+    return compile(ast.Module([advantages], []), inspect.getfile(grpo_trainer), "exec")
+
+
+def trl_s(rewards: Float64s, samples: int, **config: Any) -> SimpleNamespace:
+    """Return `rewards` and `advantages` as TRL computes them, by its own statement.
+
+    rewards: (rows, reward functions). samples: of each group.
+    """
     of_functions = torch.tensor(rewards)
     weights = torch.tensor(config.pop("weights", [1.0] * rewards.shape[1]), dtype=torch.float64)
     names = vars(grpo_trainer) | {
@@ -38,7 +45,7 @@ def trl_s(rewards: Float64s, samples: int, **config: Any) -> SimpleNamespace:
         "num_generations": samples,
         "device": "cpu",
     }
-    exec(compile(ast.Module([statement], []), inspect.getfile(grpo_trainer), "exec"), names)
+    exec(statement(), names)
     return SimpleNamespace(rewards=names["rewards"].numpy(), advantages=names["advantages"].numpy())
 
 

@@ -22,6 +22,7 @@ SIZES = batches(groups=8, samples=4, mini_batch=2, micro_batch=3)
 DYNAMIC = ["actor_rollout_ref.actor.use_dynamic_bsz=True", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096"]
 GAE = ["algorithm.adv_estimator=gae", "algorithm.gamma=0.9", "algorithm.lam=0.8", "critic.ppo_mini_batch_size=4"]
 GDPO = ["algorithm.adv_estimator=gdpo", "+algorithm.gdpo_reward_keys=[format, answer]"]
+OTB = ["algorithm.adv_estimator=tir_optimal_token_baseline", "actor_rollout_ref.actor.calculate_sum_pi_squared=True"]
 KL = ["algorithm.use_kl_in_reward=True", "algorithm.kl_penalty=low_var_kl", "algorithm.kl_ctrl.kl_coef=0.05"]
 
 
@@ -80,6 +81,13 @@ def test_estimators_have_verls_settings() -> None:
     assert (plain.advantage_estimator, plain.whiten, plain.models) == ("reinforce++", "batch", ("policy",))
 
 
+def test_the_optimal_token_baseline_waits_for_what_verls_workers_compute() -> None:
+    run = run_of(*OTB)
+    assert (run.advantage_estimator, run.whiten) == ("otb", "none")
+    assert [column.name for column in run.written_columns] == ["old_logprobs", "sum_pi_squared"]
+    assert len(run_of(*OTB, *KL).written_columns) == 3
+
+
 def test_gdpo_has_verls_components_and_is_whitened_over_tokens() -> None:
     gdpo = run_of("algorithm.norm_adv_by_std_in_grpo=False", *GDPO)
     assert (gdpo.advantage_estimator, gdpo.whiten, gdpo.grpo_norm_by_std) == ("gdpo", "batch", True)
@@ -113,6 +121,15 @@ REFUSED: list[tuple[list[str], str]] = [
         r"algorithm.adv_estimator: 'remax' is not an estimator of the service; use grpo, .*",
     ),
     (["algorithm.adv_estimator=gdpo"], r"adv_estimator: 'gdpo' .*gdpo_reward_keys names none; .* reward_components"),
+    (
+        ["algorithm.adv_estimator=optimal_token_baseline"],
+        r"'optimal_token_baseline' .*; use tir_optimal_token_baseline",
+    ),
+    ([OTB[0]], r"calculate_sum_pi_squared: False leaves out .* set it to True"),
+    (
+        [*OTB, "algorithm.rollout_correction.bypass_mode=True"],
+        r"bypass_mode: True computes no old_log_probs.* to False",
+    ),
     ([*KL, "algorithm.kl_penalty=abs"], r"algorithm.kl_penalty: 'abs' is not supported in rewards; use kl, "),
     ([*KL, "algorithm.kl_ctrl.type=adaptive"], r"algorithm.kl_ctrl.type: 'adaptive' .* use fixed"),
     (["algorithm.filter_groups.enable=True"], r"filter_groups.enable: True .*zero_variance_filter=replace"),

@@ -14,7 +14,10 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import Qwen2ForCausalLM
-from verl.trainer.ppo.core_algos import compute_gae_advantage_return
+from verl.trainer.ppo.core_algos import (
+    compute_gae_advantage_return,
+    compute_multi_turn_optimal_token_baseline_advantage,
+)
 
 from gristmill import NotFoundError, RolloutClient
 from gristmill._torch.conversion import Conversion
@@ -239,32 +242,41 @@ GAE = [
     "critic.ppo_micro_batch_size_per_gpu=4",
     "critic.optim.lr=0.01",
 ]
+OTB = [
+    *batches(GROUPS, SAMPLES, mini_batch=2, micro_batch=4),
+    "trainer.total_training_steps=9",
+    "trainer.save_freq=8",
+    "algorithm.adv_estimator=tir_optimal_token_baseline",
+    "actor_rollout_ref.actor.calculate_sum_pi_squared=True",
+]
 OF_RESPONSES = ("loss_mask", "rewards", "values", "old_logprobs", "ref_logprobs", "advantages", "returns")
 
 
 class Rows(NamedTuple):
-    """Of a batch, without padding rows. sequences: of each row. others: by name of the tokens of responses, (rows,
-    longest response), 0 behind each."""
+    """Of a batch, without padding rows. sequences, uids: of each row. others: by name of the tokens of responses,
+    (rows, longest response), 0 behind each."""
 
     sequences: list[list[int]]
     others: dict[str, torch.Tensor]
+    uids: list[str]
 
 
-def rows_of(service: Service, run: str, batch: int) -> Rows:
+def rows_of(service: Service, run: str, batch: int, names: tuple[str, ...] = OF_RESPONSES) -> Rows:
     """What the service gave the trainer."""
-    parts = dict[str, list[torch.Tensor]]()
+    parts, uids = dict[str, list[torch.Tensor]](), list[str]()
     for mini_batch in range(2):
         url = f"{service.http_url}/v1/runs/{run}/batches/{batch}/policy/{mini_batch}/0"
         with urlopen(url, timeout=600) as answer:
             tensors, metadata = parse_shard(np.frombuffer(bytearray(answer.read()), np.uint8), url)
         shard = Shard(tensors, metadata, Conversion(), Position(batch, 0, mini_batch), is_mapped=False)
         is_real = (shard["is_padding"] == 0).tolist()
-        for name in ("sequences", *OF_RESPONSES):
+        uids += [uid for uid, real in zip(metadata["uids"], is_real, strict=True) if real]
+        for name in ("sequences", *names):
             jagged = shard.jagged(name, "row" if name == "sequences" else "response")
             rows = [row for row, real in zip(jagged.nested().unbind(), is_real, strict=True) if real]
             parts.setdefault(name, []).extend(rows)
     sequences = [row.tolist() for row in parts.pop("sequences")]
-    return Rows(sequences, {name: pad_sequence(each, batch_first=True) for name, each in parts.items()})
+    return Rows(sequences, {name: pad_sequence(each, batch_first=True) for name, each in parts.items()}, uids)
 
 
 @torch.no_grad()
@@ -294,7 +306,7 @@ def test_values_and_the_kl_are_written_back_and_a_finished_run_ends_training(
     trainer.wait()
 
     reference = Qwen2ForCausalLM.from_pretrained(tmp_path / "model")
-    for sequences, rows in by_batch:
+    for sequences, rows, _ in by_batch:
         mask = rows["loss_mask"].float()
         expected = logprobs_of(reference, sequences, mask)
         torch.testing.assert_close(rows["ref_logprobs"] * mask, expected * mask, rtol=0, atol=1e-4)
@@ -302,7 +314,7 @@ def test_values_and_the_kl_are_written_back_and_a_finished_run_ends_training(
         torch.testing.assert_close(rows["returns"] * mask, returns * mask, rtol=0, atol=1e-4)
         torch.testing.assert_close(rows["advantages"] * mask, advantages * mask, rtol=0, atol=1e-4)
         assert rows["values"][mask != 0].std() > 1e-3
-    differences = [(rows["old_logprobs"] - rows["ref_logprobs"]) * rows["loss_mask"] for _, rows in by_batch]
+    differences = [(rows["old_logprobs"] - rows["ref_logprobs"]) * rows["loss_mask"] for _, rows, _ in by_batch]
     # The policy is the reference at first, and its KL to it is nothing.
     assert differences[0].abs().max() < 1e-5
     assert differences[1].abs().max() > 1e-2
@@ -314,3 +326,31 @@ def test_values_and_the_kl_are_written_back_and_a_finished_run_ends_training(
     assert len(trainer.metrics("critic/vf_loss")) == len(trainer.metrics("critic/values/mean")) == 2
     assert (tmp_path / "checkpoints" / "global_step_2" / "gristmill.json").exists()
     assert rollout_client.status().batches_freed == 2
+
+
+def test_the_optimal_token_baseline_is_that_of_verl_for_what_its_workers_wrote_back(
+    start: Start, rollout_client: RolloutClient, service: Service, tmp_path: Path
+) -> None:
+    trainer = start(*OTB)
+    trainer.wait_until(partial(run_exists, rollout_client))
+    submit(rollout_client, 0, most_turns=1, trains_last=True)
+    trainer.wait_until(lambda: trained(rollout_client) == 1)
+    names = ("loss_mask", "rewards", "old_logprobs", "sum_pi_squared", "advantages", "returns")
+    sequences, rows, uids = rows_of(service, rollout_client.run, 0, names)
+    rollout_client.finish()
+    trainer.wait()
+
+    policy, mask = Qwen2ForCausalLM.from_pretrained(tmp_path / "model"), rows["loss_mask"].float()
+    torch.testing.assert_close(
+        rows["old_logprobs"] * mask, logprobs_of(policy, sequences, mask) * mask, rtol=0, atol=1e-4
+    )
+    for row, sequence in enumerate(sequences):
+        length = int(mask[row].nonzero().max()) + 1
+        squares = policy(torch.tensor([sequence])).logits[0, :-1].softmax(-1).square().sum(-1)[-length:]
+        torch.testing.assert_close(rows["sum_pi_squared"][row, :length], squares.detach(), rtol=0, atol=1e-4)
+    advantages, returns = compute_multi_turn_optimal_token_baseline_advantage(
+        rows["rewards"], mask, np.array(uids, dtype=object), rows["old_logprobs"], rows["sum_pi_squared"]
+    )
+    torch.testing.assert_close(rows["advantages"] * mask, advantages, rtol=0, atol=1e-4)
+    torch.testing.assert_close(rows["returns"] * mask, returns * mask, rtol=0, atol=1e-4)
+    assert advantages.abs().max() > 0.1

@@ -26,7 +26,12 @@ from gristmill.adapters._core.settings import (
 OPTIONS = "trainer.v1.gristmill"
 """The path of the adapter's options in verl's configuration."""
 
-WRITTEN = {"old_logprobs": "old_log_probs", "ref_logprobs": "ref_log_prob", "values": "values"}
+WRITTEN = {
+    "old_logprobs": "old_log_probs",
+    "ref_logprobs": "ref_log_prob",
+    "values": "values",
+    "sum_pi_squared": "sum_pi_squared",
+}
 """verl's names of the columns that the trainer writes back."""
 
 _ACTOR = "actor_rollout_ref.actor"
@@ -40,7 +45,9 @@ _ESTIMATORS = {
     "opo": "opo",
     "grpo_passk": "passk",
     "gdpo": "gdpo",
+    "tir_optimal_token_baseline": "otb",
 }
+_INSTEAD = {"optimal_token_baseline": "tir_optimal_token_baseline, which has no baseline where one rollout is left"}
 _WITH_STD = ("grpo", "passk")
 """The estimators for which verl reads `norm_adv_by_std_in_grpo`; its gdpo always divides."""
 _PER_TOKEN = ("gae", "reinforce++")
@@ -124,6 +131,8 @@ def _written_columns(c: Configured) -> list[dict[str, Any]]:
         names += ["ref_logprobs"] if bypasses_old_logprobs(c.config) else ["old_logprobs", "ref_logprobs"]
     if c["algorithm.adv_estimator"] == "gae":
         names.append("values")
+    if _estimator(c) == "otb":
+        names += ["sum_pi_squared"] if "old_logprobs" in names else ["old_logprobs", "sum_pi_squared"]
     return [written_column(name) for name in names]
 
 
@@ -175,7 +184,24 @@ _ROWS: tuple[Row, ...] = (
         "is not supported: verl reduces losses itself",
         f"omit it, and set {_ACTOR}.loss_agg_mode",
     ),
-    one_of("algorithm.adv_estimator", _ESTIMATORS, "is not an estimator of the service"),
+    Refuse(
+        "algorithm.adv_estimator",
+        lambda value, _: value not in _ESTIMATORS,
+        "is not an estimator of the service",
+        lambda c: f"use {_INSTEAD.get(c['algorithm.adv_estimator'], ', '.join(_ESTIMATORS))}",
+    ),
+    Refuse(
+        f"{_ACTOR}.calculate_sum_pi_squared",
+        lambda value, c: not value and _estimator(c) == "otb",
+        "leaves out what the optimal token baseline is computed from",
+        "set it to True",
+    ),
+    Refuse(
+        "algorithm.rollout_correction.bypass_mode",
+        lambda value, c: bool(value) and _estimator(c) == "otb",
+        "computes no old_log_probs, which the optimal token baseline is computed from",
+        "set it to False",
+    ),
     Refuse(
         "algorithm.adv_estimator",
         lambda value, c: value == "gdpo" and not c.get("algorithm.gdpo_reward_keys"),

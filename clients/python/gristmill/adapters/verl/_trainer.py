@@ -207,9 +207,12 @@ class GristmillTrainer(PPOTrainer):  # type: ignore[misc]
             yield "values", self._values
 
     def _old_log_probs(self, part: MiniBatchData) -> dict[str, Jagged]:
-        output = self.actor_rollout_wg.compute_log_prob(self._to_infer(part, calculate_entropy=True))
-        log_probs, entropy = part.of_responses(output["log_probs"]), part.of_responses(output["entropy"])
-        return {"old_log_probs": log_probs, "entropy": entropy}
+        squared = bool(self.config.actor_rollout_ref.actor.calculate_sum_pi_squared)
+        data = self._to_infer(part, calculate_entropy=True, calculate_sum_pi_squared=squared)
+        output = self.actor_rollout_wg.compute_log_prob(data)
+        names = {"old_log_probs": "log_probs", "entropy": "entropy"}
+        names |= {"sum_pi_squared": "sum_pi_squared"} if squared else {}
+        return {name: part.of_responses(output[theirs]) for name, theirs in names.items()}
 
     def _ref_log_probs(self, part: MiniBatchData) -> dict[str, Jagged]:
         if self.ref_in_actor:
