@@ -21,7 +21,12 @@ from tests.faults.services import CONFIG, Service, Services, patiently, uids_of
 
 KILLS, ROLLBACKS = int(os.environ.get("KILLS", "3")), int(os.environ.get("ROLLBACKS", "1"))
 AGENTS = ("solver", "judge")
-RAE = CONFIG | {"advantage_estimator": "rae", "rae": {"decay": 0.75}, "max_buffered_batches": 5000}
+RAE = CONFIG | {
+    "advantage_estimator": "rae",
+    "rae": {"decay": 0.75},
+    "max_buffered_batches": 5000,
+    "max_staleness": None,
+}
 
 
 def rows_of(uid: str) -> list[Json]:
