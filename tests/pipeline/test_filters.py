@@ -128,3 +128,12 @@ def test_lone_survivors_and_incomplete_groups_are_counted() -> None:
 def test_maxrl_counts_groups_whose_mean_is_not_positive() -> None:
     counts = built(rows([[-1.0, 0.0], [0.0, 1.0]]), advantage_estimator="maxrl").plan.counts
     assert counts["maxrl_nonpositive_groups"] == 1
+
+
+def test_rows_of_a_version_that_is_not_announced_yet_count_as_of_an_unknown_one() -> None:
+    rows = [make_row(sample=sample, policy_version=version) for sample, version in enumerate([0, 5, 2, 3])]
+    config = parse_config(make_config(n_samples_per_prompt=4))
+    built = build_batch(from_rows(rows), config, run="r", batch=0, policy_version=2)
+    assert built.plan.metrics["staleness_mean"] == 1.0
+    assert built.stats().staleness == {0: 1, 2: 1}
+    assert built.stats().outline

@@ -40,11 +40,8 @@ def outline_of(scored: ScoredBatch, config: RunConfig) -> bytes:
     if not 0 < len(rows) <= MOST_ROWS or scored.costs is not None or scored.partitions is not None or received.agents:
         return b""
     trained, _ = trained_steps(received, scored.scores, config.model_copy(update={"zero_variance_filter": None}))
-    newest = np.maximum.reduceat(received.steps.policy_versions, received.trajectory_bounds[:-1])
-    behind = np.full(len(newest), UNKNOWN, np.int64)
-    behind[newest > UNKNOWN] = scored.staleness
     columns = (
-        *(np.diff(received.group_bounds), behind, np.bincount(rows.trajectories, minlength=len(behind))),
+        *(np.diff(received.group_bounds), scored.behind, np.bincount(rows.trajectories, minlength=len(scored.scores))),
         *(rows.prompt_lengths, rows.response_lengths, row_loss_tokens(rows, received.steps.loss_mask, trained)),
     )
     lists = [column.tolist() for column in columns], scored.scores.tolist()

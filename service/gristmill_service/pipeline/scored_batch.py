@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gristmill._wire.columns import Int64s
+from gristmill._wire.row_fields import UNKNOWN
 from gristmill._wire.steps import Extra, Steps
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.config import RunConfig
@@ -55,7 +56,7 @@ class ScoredBatch:
     trained: bool (steps,), False for steps that a filter masks. scores: float64 (trajectories,), without the KL.
     credit: the advantages; None while a required column is missing. loss_tokens: int64 (rows,).
     row_group_bounds: (groups + 1,) row bounds. rows_received: the number of all steps, including dropped groups.
-    staleness: (trajectories with a known policy version,) how many versions the oldest step is behind.
+    behind: int64 (trajectories,), see `filters.versions_behind`.
     stale: (round, uid) of groups dropped as stale. counts: the number of cases of each rule, by name.
     awaits: names of the columns that trainers have not written yet.
     sharing: the tokens that rows share, with `layout: prefix_tree`. costs: float64 (rows,), the FLOPs of each row that
@@ -71,7 +72,7 @@ class ScoredBatch:
     loss_tokens: Int64s
     row_group_bounds: Int64s
     rows_received: int
-    staleness: Int64s
+    behind: Int64s
     stale: list[tuple[int, str]] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
     awaits: frozenset[str] = frozenset()
@@ -79,6 +80,11 @@ class ScoredBatch:
     costs: Float64s | None = None
     partitions: Partitions | None = None
     baselines: Baselines = field(default_factory=dict)
+
+    @property
+    def staleness(self) -> Int64s:
+        """How many versions the oldest step of each trajectory with a known policy version is behind."""
+        return self.behind[self.behind > UNKNOWN]
 
     @property
     def row_groups(self) -> Int64s:
@@ -124,7 +130,7 @@ def score_batch(
             loss_tokens=loss_tokens,
             row_group_bounds=row_group_bounds,
             rows_received=len(steps),
-            staleness=filters.staleness(received, current),
+            behind=filters.versions_behind(received, current),
             stale=stale,
             counts=counts
             | stale_tokens

@@ -87,11 +87,12 @@ def _are_stale(versions: NDArray[np.int32], max_staleness: int, current: int) ->
     return stale
 
 
-def staleness(received: Received, current: int) -> Int64s:
-    """Returns how many versions the oldest step of each trajectory with a known version is behind the current one."""
+def versions_behind(received: Received, current: int) -> Int64s:
+    """Returns how many versions the oldest step of each trajectory is behind the current one; -1 if its version is
+    unknown, or if it is newer than that one; int64 (trajectories,)."""
     versions = received.steps.policy_versions.astype(np.int64)
     if not len(versions):
         return versions
     behind = np.where(versions == UNKNOWN, UNKNOWN, current - versions)
     oldest = np.maximum.reduceat(behind, received.trajectory_bounds[:-1])
-    return oldest[oldest > UNKNOWN]
+    return np.maximum(oldest, UNKNOWN)
