@@ -98,13 +98,13 @@ class Disturbed:
 
     def batches(self) -> list[tuple[list[str], dict[str, tuple[float, float]]]]:
         """The uids of each batch, in order, and the baselines in its plan."""
-        found = []
+        batches = []
         for number in range(self.service.grpc.finish(self._run)):
             plan = patiently(partial(self.service.grpc.batch, self._run, number, wait_s=20))["plan"]
             data = patiently(partial(self.service.grpc.read, self._run, number, 0, 0))
             of_agents = {one["agent"]: (one["before"], one["after"]) for one in plan["baselines"]}
-            found.append((list(dict.fromkeys(uids_of(data))), of_agents))
-        return found
+            batches.append((list(dict.fromkeys(uids_of(data))), of_agents))
+        return batches
 
 
 @pytest.mark.slow
@@ -126,10 +126,10 @@ def test_baselines_are_those_of_an_undisturbed_run(services: Services, tmp_path:
     assert sorted(uid for uids, _ in batches for uid in uids) == sorted(disturbed.submitted)
     differing = [
         number
-        for number, ((_, found), expected) in enumerate(
+        for number, ((_, planned), expected) in enumerate(
             zip(batches, undisturbed([uids for uids, _ in batches]), strict=True)
         )
-        if found != expected
+        if planned != expected
     ]
     assert not differing, f"of {len(batches)} batches after {KILLS} kills and {ROLLBACKS} rollbacks"
     print(f"{len(batches)} batches, {KILLS} kills, {ROLLBACKS} rollbacks: 0 baselines differ")

@@ -60,11 +60,11 @@ def test_a_length_penalty_is_relative_to_the_comparison_group() -> None:
     rows = rows_of([("a", "", 1.0), ("a", "", 1.0), ("b", "", 1.0), ("b", "", 1.0)])
     rows[0] |= {"response_ids": [7, 7], "loss_mask": [1, 1]}
     rows[3] |= {"response_ids": [7] * 4, "loss_mask": [1] * 4}
-    found = {
+    advantages_by_sample = {
         sample: advantage
         for _, sample, advantage in advantages_of(rows, config_of(rows, length_penalty={"output_tokens": 1.0}))
     }
-    assert found == {0: -0.25, 1: 0.25, 2: 0.375, 3: -0.375}
+    assert advantages_by_sample == {0: -0.25, 1: 0.25, 2: 0.375, 3: -0.375}
 
 
 def test_equal_scores_of_one_agent_are_masked_and_others_are_trained() -> None:

@@ -104,14 +104,14 @@ def test_groups_in_one_batch_or_in_several_have_the_same_advantages(
     for agent, score in (one for group in groups for one in group):
         expected.append(score - running[agent])
         running[agent] = decay * running[agent] + (1 - decay) * score
-    found: list[float] = []
+    computed: list[float] = []
     baselines: dict[BaselineKey, float] = {}
     for begin in range(0, len(groups), size):
         part = groups[begin : begin + size]
         rows = [row for at, group in enumerate(part) for row in rows_of(group, uid=f"g{at}")]
         advantages, baselines = estimated(rows, baselines, train_batch_size=size, rae={"decay": decay})
-        found += advantages
-    assert found == expected
+        computed += advantages
+    assert computed == expected
     assert {key.agent: value for key, value in baselines.items()}.items() <= running.items()
 
 
@@ -121,7 +121,7 @@ def test_merging_and_layout_change_nothing() -> None:
         for sample in range(4)
         for step in range(2)
     ]
-    found = [
+    computed = [
         advantages_of(rows, make_config() | HALF | changes)
         for changes in (
             {"merge": "none"},
@@ -130,4 +130,4 @@ def test_merging_and_layout_change_nothing() -> None:
             {"dp_size": 2},
         )
     ]
-    assert found == [found[0]] * 4
+    assert computed == [computed[0]] * 4

@@ -118,16 +118,16 @@ def _accuracy(batch: Batch) -> Plan:
 
 def _means_by_name(batch: Batch) -> Plan:
     """Scores by agent, components of rewards, and running baselines."""
-    found: dict[str, list[float]] = {}
+    terms: dict[str, list[float]] = {}
     has_agents = any(one.steps[0]["agent"] for one in batch.trajectories)
     for one in batch.trajectories:
         if has_agents:
-            found.setdefault(f"agents/{one.steps[0]['agent'] or 'none'}/score_mean", []).append(one.score)
+            terms.setdefault(f"agents/{one.steps[0]['agent'] or 'none'}/score_mean", []).append(one.score)
         for name, number in one.steps[-1].get("reward_components", {}).items():
-            found.setdefault(f"components/{name}/mean", []).append(float(number))
+            terms.setdefault(f"components/{name}/mean", []).append(float(number))
     for (tag, agent), after in batch.baselines.items():
-        found[f"baselines/{tag or 'none'}/{agent or 'none'}"] = [after]
-    return {name: math.fsum(numbers) / len(numbers) for name, numbers in found.items()}
+        terms[f"baselines/{tag or 'none'}/{agent or 'none'}"] = [after]
+    return {name: math.fsum(numbers) / len(numbers) for name, numbers in terms.items()}
 
 
 def _means(groups: list[Group]) -> Plan:

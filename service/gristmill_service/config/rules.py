@@ -7,7 +7,7 @@ from fractions import Fraction
 
 from pydantic import BaseModel
 
-from gristmill._wire.column_spec import CP_TENSORS, LOSS_WEIGHT, ColumnScope, ColumnSpec
+from gristmill._wire.column_spec import CP_TENSORS, LOSS_WEIGHT, ColumnScope, ColumnSpec, by_name
 from gristmill._wire.context_parallel import pieces_of
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.config.run_config import MERGE_MODES, SETTINGS, RunConfig
@@ -225,7 +225,7 @@ def _check_balance(config: RunConfig) -> None:
 
 
 def _check_cost_column(config: RunConfig, name: str) -> None:
-    column = next((column for column in config.columns if column.name == name), None)
+    column = by_name(config.columns).get(name)
     is_number = column is not None and column.scope == "row" and column.dtype != "bool" and not column.shape
     if column is None or not is_number or not column.required or column.source != "rollout":
         raise InvalidArgumentError(
@@ -242,8 +242,8 @@ def _check_columns(config: RunConfig) -> None:
             config, name, "response", f"advantage_estimator: {config.advantage_estimator} is computed from it"
         )
     _check_lambda(config)
-    weights: dict[str, str] = {"name": LOSS_WEIGHT, "dtype": "float32", "scope": "response"}
-    if config.declares_loss_weight and ColumnSpec.of(weights) not in config.columns:
+    weights = ColumnSpec.of({"name": LOSS_WEIGHT, "dtype": "float32", "scope": "response"})
+    if by_name(config.columns).get(LOSS_WEIGHT) not in (None, weights):
         raise InvalidArgumentError(
             f"columns: {LOSS_WEIGHT} has the weight of each response token in the loss, so it can only have the "
             "settings dtype: float32 and scope: response; omit the others"

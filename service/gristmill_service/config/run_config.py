@@ -21,7 +21,7 @@ from pydantic import (
 from pydantic import Tag as UnionTag
 from pydantic_core import PydanticCustomError
 
-from gristmill._wire.column_spec import LOSS_WEIGHT, ColumnSpec
+from gristmill._wire.column_spec import ColumnSpec
 from gristmill._wire.columns import Int64s
 from gristmill._wire.row_fields import LONGEST_AGENT, LONGEST_COMPONENT, LONGEST_TAG, MOST_AGENTS, MOST_COMPONENTS
 from gristmill_service.estimators import ESTIMATORS, Estimator
@@ -339,11 +339,6 @@ class RunConfig(BaseModel):
     def written_columns(self) -> tuple[ColumnSpec, ...]:
         """The columns that trainers write back. A batch waits for them."""
         return tuple(column for column in self.columns if column.source == "trainer")
-
-    @property
-    def declares_loss_weight(self) -> bool:
-        """Whether rows contain `loss_weight`."""
-        return any(column.name == LOSS_WEIGHT for column in self.columns)
 
     @property
     def models(self) -> tuple[Model, ...]:

@@ -142,23 +142,16 @@ def named(changes: Changes) -> str:
     return ", ".join(f"{name}: {text}" for name, text in texts.items())
 
 
-def compared(
-    batches: Sequence[Sealed],
-    config: RunConfig,
-    changes: Iterable[Changes],
-) -> Iterator[Alternative]:
+def compared(batches: Sequence[Sealed], config: RunConfig, changes: Iterable[Changes]) -> Iterator[Alternative]:
     """Yields the outcome of all batches as configured, with the name "", and then with each of the changes, or the
     reason why the rows refuse it."""
-
-    def alternative(one: Changes) -> Alternative:
-        try:
-            settings = changed(config, one)
-            return _sum(named(one), _all_planned(batches, settings))
-        except InvalidArgumentError as error:
-            return Alternative(named(one), None, str(error))
-
     yield _sum("", _all_planned(batches, config))
-    yield from map(alternative, changes)
+    for one in changes:
+        try:
+            alternative = _sum(named(one), _all_planned(batches, changed(config, one)))
+        except InvalidArgumentError as error:
+            alternative = Alternative(named(one), None, str(error))
+        yield alternative
 
 
 def _sum(name: str, outcomes: Iterable[Outcome]) -> Alternative:

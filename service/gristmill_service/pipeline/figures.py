@@ -176,17 +176,17 @@ def most_frequent(tags: Mapping[str, GroupCounts]) -> dict[str, GroupCounts]:
 def means_by_name(scored: ScoredBatch) -> dict[str, Mean]:
     """Returns the mean score of each agent, the mean of each component of rewards, and the running baselines after the
     batch, if there are any, under the names that they have in the plan's metrics. At most `MOST_MEANS` of each kind."""
-    found: dict[str, list[float]] = {}
+    terms: dict[str, list[float]] = {}
     scores, received = scored.scores.tolist(), scored.received
     for agent, score in zip(received.agents or (), scores, strict=False):
-        found.setdefault(f"agents/{agent or 'none'}/score_mean", []).append(score)
+        terms.setdefault(f"agents/{agent or 'none'}/score_mean", []).append(score)
     for components in received.components or ():
         for name, number in components.items():
-            found.setdefault(f"components/{name}/mean", []).append(number)
+            terms.setdefault(f"components/{name}/mean", []).append(number)
     after = {} if scored.credit is None else scored.credit.baselines
     for (tag, agent), baseline in sorted(after.items())[:MOST_MEANS]:
-        found[f"baselines/{tag or 'none'}/{agent or 'none'}"] = [baseline]
-    return {name: Mean(len(numbers), math.fsum(numbers)) for name, numbers in found.items()}
+        terms[f"baselines/{tag or 'none'}/{agent or 'none'}"] = [baseline]
+    return {name: Mean(len(numbers), math.fsum(numbers)) for name, numbers in terms.items()}
 
 
 def count_groups(
@@ -199,9 +199,8 @@ def count_groups(
         return GroupCounts(), {}
     begins, sizes = received.group_bounds[:-1], np.diff(received.group_bounds)
     best = np.maximum.reduceat(scores, begins)
-    lowest, highest = received.compared.ranges(scores)
     differ = np.zeros(len(sizes), np.bool_)
-    differ[received.trajectory_groups[received.compared.order[received.compared.bounds[:-1]]][lowest != highest]] = True
+    differ[received.trajectory_groups[received.compared.differ(scores)[received.compared.numbers]]] = True
     flat = (sizes > 1) & ~differ
     responses = np.add.reduceat(received.steps.response_lengths, received.trajectory_bounds[:-1])
     rewards = np.add.reduceat(received.steps.rewards, received.trajectory_bounds[:-1])

@@ -111,10 +111,11 @@ class PlanDocument:
 
 def encode_plan(plan: PlanDocument) -> bytes:
     """Returns the plan as JSON, in UTF-8 and on one line."""
-    # Quotes in JSON strings are escaped, so no name can contain this text.
-    text = msgspec.json.encode(plan).replace(b',"shared":null', b"").replace(b',"partitions":null', b"")
-    text = text.replace(b',"baselines":null', b"")
-    return text if plan.steps is not None else text.removesuffix(b',"steps":null}') + b"}"
+    text = msgspec.json.encode(plan)
+    for name in (b"shared", b"partitions", b"baselines", b"steps"):
+        # Quotes in JSON strings are escaped, so no name can contain this text.
+        text = text.replace(b',"%s":null' % name, b"")
+    return text
 
 
 def decode_plan(text: bytes) -> PlanDocument:

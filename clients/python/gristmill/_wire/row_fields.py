@@ -9,7 +9,9 @@ import numpy as np
 UNKNOWN = -1
 LONGEST_TAG = LONGEST_COMPONENT = LONGEST_AGENT = 100
 LONGEST_UID = LONGEST_TEXT = 1000
-MOST_COMPONENTS = MOST_AGENTS = MOST_PARTITIONS = 64
+MOST_COMPONENTS = MOST_AGENTS = 64
+MOST_OF_RUN = {"agents": MOST_AGENTS, "partitions": 64}
+"""How many different strings a run may have in these fields."""
 
 
 class RowField(NamedTuple):

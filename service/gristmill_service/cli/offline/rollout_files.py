@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from gristmill._wire.columns import Ragged
 from gristmill._wire.extras import check_extras
-from gristmill._wire.row_fields import MOST_AGENTS, MOST_PARTITIONS
+from gristmill._wire.row_fields import MOST_OF_RUN
 from gristmill._wire.rows import from_rows
 from gristmill._wire.steps import Steps
 from gristmill.errors import InvalidArgumentError
@@ -165,7 +165,7 @@ def _check_tags(table: Steps) -> None:
     names = set(table.tags or ()) - {""}
     if len(names) > MOST_TAGS:
         raise InvalidArgumentError(f"has {len(names)} tags, and the limit is {MOST_TAGS}; use one tag per task")
-    for name, most in (("agents", MOST_AGENTS), ("partitions", MOST_PARTITIONS)):
+    for name, most in MOST_OF_RUN.items():
         names = set(getattr(table, name) or ()) - {""}
         if len(names) > most:
             raise InvalidArgumentError(f"has {len(names)} {name}, and the limit is {most}; use fewer")

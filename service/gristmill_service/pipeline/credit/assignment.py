@@ -145,8 +145,7 @@ class _Numbers:
     """Computes arrays over a batch's trained tokens, for some trajectories at a time.
 
     kept: see `response_rewards`. compared: int64 (trajectories,), the comparison group of each, if they are compared.
-    kl_sums: float64 (trajectories,), the sums of the KL estimates; empty for a
-    `TokenEstimator`.
+    kl_sums: float64 (trajectories,), the sums of the KL estimates; empty for a `TokenEstimator`.
     """
 
     def __init__(self, tokens: TrainedTokens, kept: KeptTokens, compared: Int64s | None, config: RunConfig) -> None:

@@ -280,22 +280,21 @@ def row_labels(scored: ScoredBatch) -> Labels:
     groups = np.append(scored.row_groups, len(uids))
     lasts = np.append(rows.last, len(received.steps))
     lengths = {} if scored.sharing is None else {"response_lengths": np.append(rows.response_lengths, 0)}
-    tags = {"tags": _objects([*received.tags, ""])[groups]} if any(received.tags) else {}
-    components: Labels = {}
-    if (of_trajectories := received.components) is not None:
-        components = {"reward_components": _objects([*of_trajectories, None])[np.append(rows.trajectories, -1)]}
+    optional: Labels = {"tags": _objects([*received.tags, ""])[groups]} if any(received.tags) else {}
+    trajectories = np.append(rows.trajectories, -1)
+    if (components := received.components) is not None:
+        optional["reward_components"] = _objects([*components, None])[trajectories]
     for name, texts in (("agents", received.agents), ("episodes", received.episodes)):
         if texts is not None:
-            components[name] = _objects([*texts, ""])[np.append(rows.trajectories, -1)]
+            optional[name] = _objects([*texts, ""])[trajectories]
     if (keys := received.steps.step_keys) is not None and any(keys):
         paths = np.split(rows.steps, rows.edges[1:-1])
-        components["step_keys"] = _objects([*([keys[step] for step in path] for path in paths), None])
+        optional["step_keys"] = _objects([*([keys[step] for step in path] for path in paths), None])
     return {
         "uids": _objects([*uids, _unused("padding", taken)])[groups],
         "rounds": np.array([*(round_ for round_, _ in received.groups), -1])[groups],
         "stop_reasons": _objects([*received.steps.stop_reasons, "padding"])[lasts],
-        **tags,
-        **components,
+        **optional,
         **lengths,
     }
 

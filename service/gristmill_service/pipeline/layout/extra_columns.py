@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gristmill._wire import extras
-from gristmill._wire.column_spec import ColumnSpec, from_bfloat16, to_bfloat16
+from gristmill._wire.column_spec import ColumnSpec, by_name, from_bfloat16, to_bfloat16
 from gristmill._wire.columns import Array, Int64s, Ragged
 from gristmill._wire.extras import starts_of
 from gristmill._wire.steps import Extra, Steps, no_extra
@@ -383,7 +383,7 @@ def row_costs(steps: Steps, rows: Rows, config: RunConfig) -> NDArray[np.float64
     name = None if config.flops is None else config.flops.column
     if name is None:
         return None
-    (spec,) = (column for column in config.columns if column.name == name)
+    spec = by_name(config.columns)[name]
     extra = extra_of(spec, steps)
     values = _row_values(spec, extra.values, extra.given[rows.steps], rows)[:-1]
     return (from_bfloat16(values) if spec.dtype == "bfloat16" else values).astype(np.float64)

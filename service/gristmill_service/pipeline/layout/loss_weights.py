@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from gristmill._wire.column_spec import LOSS_WEIGHT
+from gristmill._wire.column_spec import LOSS_WEIGHT, by_name
 from gristmill._wire.columns import Ragged
 from gristmill_service.config import RunConfig
 from gristmill_service.pipeline.layout.extra_columns import extra_of
@@ -18,13 +18,13 @@ def loss_weights(scored: ScoredBatch, config: RunConfig) -> Ragged | None:
     contains it, and weight 0 in later rows, so that it counts once. Observations have `observation_weight`, other
     tokens the weight that was sent, or, if rows contain no weights, their `loss_mask` after filters.
     """
-    declared = [column for column in config.columns if column.name == LOSS_WEIGHT]
-    if not declared and not config.observation_weight:
+    declared = by_name(config.columns).get(LOSS_WEIGHT)
+    if declared is None and not config.observation_weight:
         return None
     steps, rows = scored.received.steps, scored.rows
     counts = np.stack([rows.observed, rows.shared, rows.kept - rows.shared], axis=1)
-    if declared:
-        own = rows.trained(extra_of(declared[0], steps).values).compact().values
+    if declared is not None:
+        own = rows.trained(extra_of(declared, steps).values).compact().values
     else:
         own = rows.trained(steps.loss_mask).compact().values * np.repeat(scored.trained[rows.steps], counts[:, 2])
     levels = np.zeros(counts.shape, np.float32)

@@ -44,6 +44,12 @@ class Comparison(NamedTuple):
         ordered, begins = values[self.order], self.bounds[:-1]
         return np.minimum.reduceat(ordered, begins), np.maximum.reduceat(ordered, begins)
 
+    def differ(self, values: NDArray[Any]) -> NDArray[np.bool_]:
+        """Returns whether each group has two different values; (groups,)."""
+        lowest, highest = self.ranges(values)
+        different: NDArray[np.bool_] = lowest != highest
+        return different
+
 
 def comparison_groups(
     trajectory_groups: Int64s,

@@ -28,8 +28,7 @@ def trained_steps(received: Received, scores: Float64s, config: RunConfig) -> tu
         trained &= ~overlong
         counts["overlong_steps"] = int(overlong.sum())
     if config.zero_variance_filter == "mask":
-        lowest, highest = received.compared.ranges(scores) if len(scores) else (scores, scores)
-        constant = (lowest == highest) & (np.diff(received.compared.bounds) > 1)
+        constant = ~received.compared.differ(scores) & (np.diff(received.compared.bounds) > 1)
         trained &= ~constant[received.compared.numbers][received.trajectory_of_step]
         counts["zero_variance_groups"] = int(constant.sum())
     return trained, counts

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gristmill._wire.columns import Array, Int64s, Ragged
-from gristmill._wire.row_fields import OPTIONAL_STRINGS
 from gristmill._wire.steps import Extra, Steps
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.run.machine.events import RowRef, StoredRow
@@ -64,9 +63,10 @@ def gather(
     ragged = {"tokens": _tokens(picked, rows, tables, copying)} | _of_responses(rows, kinds, numbers, copying)
     if token_rewards:
         ragged["token_rewards"] = _token_rewards(rows, stored)
-    strings = {"tags": [one.tag for one in picked]} | {
-        name: [row.text(name) for row in rows] for name in ("stop_reasons", *OPTIONAL_STRINGS) if name != "tags"
-    }
+    stored_strings = {name for row in {id(row.strings): row for row in rows}.values() for name in row.strings}
+    strings = {name: [row.text(name) for row in rows] for name in stored_strings}
+    # A group's tag may have come with another row.
+    strings["tags"] = [one.tag for one in picked]
     columns_of_text = {name: values for name, values in strings.items() if any(values)}
     uids = [one.trajectory.uid for one in stored]
     extras = _extras(rows, kinds, copying)

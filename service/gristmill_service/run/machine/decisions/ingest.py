@@ -11,7 +11,7 @@ from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
-from gristmill._wire.row_fields import MOST_AGENTS, MOST_PARTITIONS
+from gristmill._wire.row_fields import MOST_OF_RUN
 from gristmill._wire.steps import Steps, TrajectoryKey
 from gristmill.errors import (
     AlreadyExistsError,
@@ -97,7 +97,7 @@ class _Intake:
     ) -> None:
         self._view, self._state, self._steps, self._by_row = view, view.state, steps, by_row
         self._tags = steps.tags
-        limited = (("agents", steps.agents, MOST_AGENTS), ("partitions", steps.partitions, MOST_PARTITIONS))
+        limited = ((name, getattr(steps, name), most) for name, most in MOST_OF_RUN.items())
         self._limited = [(name, texts, most) for name, texts, most in limited if texts is not None]
         self._schema = _checked_schema(steps, view.state.schema, view.config)
         # Scalar rewards are checked row by row, because their table may also contain rows with pending rewards.
