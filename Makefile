@@ -50,7 +50,7 @@ pictures: dev  ## Take pictures of every view of the page: build/pictures, and t
 demo: setup  ## Watch a small multi-turn RL run train through gristmill (under 4 minutes)
 	$(BIN)/python clients/demo
 
-test: dev  ## Run all tests but the slow ones: 5 minutes on two cores
+test: dev  ## Run all tests but the slow ones: 8 minutes on two cores
 	$(PYTEST) -m "not slow" --durations 10 --durations-min 5
 
 # Slow tests wait more than they compute: three for each two cores.
