@@ -12,8 +12,9 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from gristmill.errors import GristmillError, InvalidArgumentError
-from gristmill_recorder.calls import FORMS, Calls, read_body, read_document, unchanged
+from gristmill_recorder.calls import Calls, read_body, read_document, unchanged
 from gristmill_recorder.engine import Engine, query_of, request_headers
+from gristmill_recorder.languages.paths import RECORDED, form_at
 from gristmill_recorder.metrics import Metrics
 from gristmill_recorder.names import TrajectoryName, split
 from gristmill_recorder.refusals import Busy, Conflict, RefusalError, UnknownPath, WrongCall
@@ -62,8 +63,8 @@ class RecorderApp:
             name, rest = split(path, request.headers)
         except InvalidArgumentError as error:
             raise WrongCall(str(error)) from None
-        if request.method == "POST" and rest in FORMS:
-            return await self._calls.answer(request, _named(name), rest)
+        if request.method == "POST" and (make_form := form_at(rest)) is not None:
+            return await self._calls.answer(request, _named(name), rest, make_form)
         # Agents may build this path from their base URL, which ends with /v1.
         end = rest.removeprefix("v1/")
         if request.method == "POST" and end == "finish":
@@ -74,7 +75,7 @@ class RecorderApp:
         if is_of_models or (request.method == "POST" and rest in _PASSED_ON):
             return await self._pass_on(request, rest)
         raise UnknownPath(
-            f"{request.method} {path}: unknown path; the recorder records POST {', '.join(FORMS)}, forwards POST "
+            f"{request.method} {path}: unknown path; the recorder records POST {', '.join(RECORDED)}, forwards POST "
             f"{', '.join(sorted(_PASSED_ON))} and GET {_MODELS}, and ends a trajectory at POST .../finish or .../abort"
         )
 

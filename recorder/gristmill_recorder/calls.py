@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from typing import NamedTuple
 
 import orjson
 from aiohttp import ClientResponse, web
@@ -17,9 +17,10 @@ from aiohttp import ClientResponse, web
 from gristmill.completions import Sampled, sampled
 from gristmill.errors import FailedPreconditionError, InvalidArgumentError
 from gristmill_recorder.engine import Engine, answer_headers, query_of, request_headers
-from gristmill_recorder.forms.forms import Asking, ChatForm, Document, EventSplitter, Form, ResponsesForm, Stream
-from gristmill_recorder.forms.messages import MessagesForm
-from gristmill_recorder.forms.sampling import Sampling
+from gristmill_recorder.languages.events import EventSplitter
+from gristmill_recorder.languages.language import Asking, Document, Form, Stream
+from gristmill_recorder.languages.paths import FormMaker
+from gristmill_recorder.languages.sampling import Sampling
 from gristmill_recorder.metrics import Metrics
 from gristmill_recorder.names import HEADER, INT32_MAX, TrajectoryName, int32_of
 from gristmill_recorder.refusals import (
@@ -36,14 +37,8 @@ from gristmill_recorder.settings import RecorderSettings
 from gristmill_recorder.splicing.splicer import Splicer
 
 VERSION = f"{HEADER}policy-version"
-
-FORMS: dict[str, Callable[[Document, Asking], Form]] = {
-    "v1/chat/completions": partial(ChatForm, "chat/completions"),
-    "v1/completions": partial(ChatForm, "completions"),
-    "v1/responses": ResponsesForm,
-    "v1/messages": MessagesForm,
-}
-"""The form of each recorded call, by path."""
+# Anthropic's and Google's clients send the key in these headers; engines read it from `authorization`.
+_KEYS = ("x-api-key", "x-goog-api-key")
 
 
 class Calls:
@@ -53,14 +48,16 @@ class Calls:
         self._splicer = Splicer(settings.splice, engine, metrics)
         self._under_way = 0
 
-    async def answer(self, request: web.BaseRequest, name: TrajectoryName, path: str) -> web.StreamResponse:
+    async def answer(
+        self, request: web.BaseRequest, name: TrajectoryName, path: str, make_form: FormMaker
+    ) -> web.StreamResponse:
         """Answers a call, and records it. If it raises RefusalError, nothing was recorded."""
         began = time.perf_counter()
         with self._counted(), self._runs.recording(name).calling() as recording:
             document = await read_document(request)
             run = self._runs.run(name.run)
             await run.check()
-            form = FORMS[path](document, self._asking)
+            form = make_form(document, self._asking)
             version = _version(request, run.policy_version)
             temperature, has_note = self._settings.trainer_temperature, self._settings.sampling_column
             sampling = Sampling.of(form.request, temperature, has_note=has_note)
@@ -72,7 +69,10 @@ class Calls:
                 recording.record(samples, keys, version, sampling, has_logprobs=self._settings.logprobs)
                 self._splicer.recorded(plan, samples, keys)
 
-            exchange = Exchange(request, form, plan.request, headers, record, self._settings.max_body_bytes)
+            # Of a translated call the query belongs to another path.
+            query = query_of(request) if form.path == path else ""
+            sent = Sent(form.path, query, headers, plan.request)
+            exchange = Exchange(request, form, sent, record, self._settings.max_body_bytes)
             await self._run(exchange, request)
             took = time.perf_counter() - began
             self._metrics.answered(form.api, exchange.response.status, took, exchange.engine_s)
@@ -148,9 +148,9 @@ def _version(request: web.BaseRequest, announced: int) -> int:
 
 def _engine_headers(request: web.BaseRequest) -> MutableMapping[str, str]:
     headers = request_headers(request)
-    if key := headers.pop("x-api-key", None):
-        # Anthropic's clients send the key in this header; engines read it from `authorization`.
-        headers.setdefault("authorization", f"Bearer {key}")
+    for name in _KEYS:
+        if key := headers.pop(name, None):
+            headers.setdefault("authorization", f"Bearer {key}")
     headers["content-type"] = "application/json"
     return headers
 
@@ -166,10 +166,18 @@ class AgentGoneError(Exception):
     """The agent closed its connection."""
 
 
+class Sent(NamedTuple):
+    """A call to the engine. query: still escaped."""
+
+    path: str
+    query: str
+    headers: MutableMapping[str, str]
+    document: Document
+
+
 class Exchange:
     """One call and its answer.
 
-    sent, headers: the body and the headers of the call to the engine.
     engine_s: seconds spent waiting for the engine. is_recorded: whether the sampled tokens are in the journal.
     most_bytes: the limit of an answer, or of one event of a stream.
     """
@@ -178,13 +186,12 @@ class Exchange:
         self,
         request: web.BaseRequest,
         form: Form,
-        sent: Document,
-        headers: MutableMapping[str, str],
+        sent: Sent,
         record: Record,
         most_bytes: int,
     ) -> None:
         self._request, self._form, self._record, self._most_bytes = request, form, record, most_bytes
-        self._sent, self._headers = sent, headers
+        self._sent = sent
         self.response = web.StreamResponse()
         self.engine_s = 0.0
         self.is_recorded = False
@@ -197,11 +204,11 @@ class Exchange:
         refusals raised are EngineAway and EngineSlow; others are sent as an event of the stream.
         """
         try:
-            body = orjson.dumps(self._sent)
+            body = orjson.dumps(self._sent.document)
         except TypeError as error:
             raise WrongCall(f"the request cannot be encoded as JSON: {error}; nest it less deeply") from None
         asked = time.perf_counter()
-        async with engine.call("POST", self._form.path, query_of(self._request), self._headers, body) as answer:
+        async with engine.call("POST", *self._sent[:3], body) as answer:
             self.engine_s += time.perf_counter() - asked
             if answer.status != 200:
                 self.response = await unchanged(answer)

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from gristmill.completions import Sampled
 from gristmill.errors import FailedPreconditionError, InvalidArgumentError, UnavailableError
-from gristmill_recorder.forms.sampling import PLAIN, Sampling
+from gristmill_recorder.languages.sampling import PLAIN, Sampling
 from gristmill_recorder.names import TrajectoryName
 
 _LAYOUT = 4

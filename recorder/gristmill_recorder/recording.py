@@ -22,8 +22,8 @@ from gristmill.errors import (
     InvalidArgumentError,
     NotFoundError,
 )
-from gristmill_recorder.forms.sampling import Sampling
 from gristmill_recorder.journal import Entry, Journal, Row
+from gristmill_recorder.languages.sampling import Sampling
 from gristmill_recorder.metrics import Metrics
 from gristmill_recorder.refusals import CallsUnderWay, Conflict, TrajectoryOver
 

@@ -46,7 +46,7 @@ class RecorderSettings(BaseSettings):
     )
     logprobs: bool = Field(
         True,
-        description="Whether rows have logprobs: all rows of a run have them, or none. /v1/responses returns none.",
+        description="Whether rows have logprobs: all rows of a run have them, or none.",
     )
     trainer_temperature: float | None = Field(
         None,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gristmill_recorder.calls import FORMS
+from gristmill_recorder.languages.paths import RECORDED
 from gristmill_recorder.metrics import Metrics
 from gristmill_recorder.settings import RecorderSettings
 from tests.on_loop import Service
@@ -64,6 +64,6 @@ def test_every_metric_is_documented_with_its_labels(recorder: Recorder) -> None:
 
 
 def test_every_recorded_path_and_every_flag_that_is_named_exists() -> None:
-    assert all(f"/{path}`" in TEXT for path in FORMS)
+    assert all(f"/{path}`" in TEXT for path in RECORDED)
     flags = set(re.findall(r"`--(?:no-)?([a-z-]+)", TEXT)) - {"logprobs-mode", "generation-config", "enable-scale-out"}
     assert flags <= {name.replace("_", "-") for name in RecorderSettings.model_fields}

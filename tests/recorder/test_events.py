@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gristmill_recorder.forms.forms import EventSplitter
+from gristmill_recorder.languages.events import EventSplitter
 from gristmill_recorder.refusals import NotRecorded
 
 LINES = st.lists(st.sampled_from(["data: {}", "data:x", ": ping", "event: message", "id: 1", "data: ä"]), min_size=1)

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from gristmill import FailedPreconditionError, InvalidArgumentError, UnavailableError
 from gristmill.completions import Sampled
-from gristmill_recorder.forms.sampling import PLAIN, Sampling
 from gristmill_recorder.journal import Entry, Journal, Row
+from gristmill_recorder.languages.sampling import PLAIN, Sampling
 from gristmill_recorder.names import TrajectoryName
 
 NAME = TrajectoryName("run", "uid", 0, 0, 0)

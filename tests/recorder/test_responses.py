@@ -1,60 +1,166 @@
-"""OpenAI's responses through a recorder, where vLLM gives their token ids."""
+"""OpenAI's responses through a recorder, in front of an engine that knows chat completions."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 
 from tests.on_loop import Service
-from tests.recorder.engine import END, Engine, prompt_of
-from tests.recorder.recorders import Recorder, end, post, start, trained
+from tests.recorder.engine import END, Engine, Words, answer_of, logprobs_for, prompt_of
+from tests.recorder.recorders import Recorder, post, trained
+
+TOOLS: Any = [{"type": "function", "name": "look", "description": "Look.", "parameters": {"type": "object"}}]
+PATCH: Any = {"type": "custom", "name": "patch", "description": "Patch.", "format": {"type": "text"}}
+GRAMMAR: Any = {"type": "grammar", "syntax": "lark", "definition": "start: WORD"}
 
 
-@pytest.fixture(scope="module")
-def plain(engine: Engine, service: Service, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recorder]:
-    """A recorder of rows without logprobs."""
-    directory: Path = tmp_path_factory.mktemp("plain")
-    flags = ("--journal", str(directory / "journal.sqlite3"), "--no-logprobs")
-    running = start(directory / "log", engine.url, service.grpc_address, *flags)
-    yield running
-    end(running)
+def call(client: openai.OpenAI, given: Any, stream: bool = False, **more: Any) -> Any:
+    """Calls, and returns the response: a streamed one as the library puts it together."""
+    if not stream:
+        return client.responses.create(model="toy", input=given, **more)
+    with client.responses.stream(model="toy", input=given, **more) as events:
+        for _ in events:
+            pass
+        return events.get_final_response()
+
+
+def sent_back(response: Any) -> list[Any]:
+    return [item.to_dict() for item in response.output]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_response_is_a_step(plain: Recorder, engine: Engine, service: Service, run: str, stream: bool) -> None:
-    with plain.openai(run) as client:
-        answer: Any = client.responses.create(model="toy", input="say hello", stream=stream)
-        last = list(answer)[-1].response if stream else answer
-        assert last.output_text == "hello"
-        assert "output_messages" not in last.model_dump()
-        client.chat.completions.create(model="toy", messages=[{"role": "user", "content": "say more"}])
-    assert engine.requests[-1].get("logprobs") is None
-    assert plain.finish(run)["steps"] == 2
-    first, second = trained(service.grpc_address, run)
-    assert first.tokens == [*prompt_of([{"role": "user", "content": "say hello"}]), *b"hello", END]
-    assert (first.trained, second.trained) == ([*b"hello", END], [*b"more", END])
+def test_a_conversation_with_reasoning_and_a_tool_is_trained_where_the_model_spoke(
+    recorder: Recorder, engine: Engine, service: Service, run: str, stream: bool
+) -> None:
+    with recorder.openai(run) as client:
+        more: Any = {"instructions": "Be brief.", "tools": TOOLS, "max_output_tokens": 100, "stream": stream}
+        items: list[Any] = [{"role": "user", "content": 'call look {"at": "clock"}'}]
+        looked = call(client, items, **more)
+        assert [(item.type, item.name, item.arguments) for item in looked.output] == [
+            ("function_call", "look", '{"at": "clock"}')
+        ]
+        items += sent_back(looked)
+        items.append({"type": "function_call_output", "call_id": looked.output[0].call_id, "output": "think hm; noon"})
+        thought = call(client, items, **more)
+        assert [item.type for item in thought.output] == ["reasoning", "message"]
+        assert (thought.output[0].content[0].text, thought.output_text, thought.status) == ("hm", "noon", "completed")
+        assert thought.usage.output_tokens == len(answer_of(Words("hm", "noon")))
+        items += [*sent_back(thought), {"role": "user", "content": [{"type": "input_text", "text": "say bye"}]}]
+        assert call(client, items, **more).output_text == "bye"
+    sent = engine.requests[-1]
+    assert (sent["max_completion_tokens"], sent["tool_choice"], sent["messages"][0]["role"]) == (100, "auto", "system")
+    assert recorder.finish(run) == {"steps": 3, "outcome": "accepted"}
+    (row,) = trained(service.grpc_address, run)
+    spoken = (Words(tool=("look", '{"at": "clock"}')), Words("hm", "noon"), Words(text="bye"))
+    assert row.trained == [token for words in spoken for token in answer_of(words)]
+    assert row.tokens == [*prompt_of(sent["messages"]), *b"bye", END]
+    assert row.logprobs == [logprob for words in spoken for logprob in logprobs_for(len(answer_of(words)))]
 
 
-def test_an_engines_error_passes(plain: Recorder, run: str) -> None:
-    status, answer = post(f"{plain.base(run)}/v1/responses", {"model": "toy", "input": "fail 422"})
-    assert (status, answer["error"]["message"]) == (422, "failed on request")
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_custom_tool_gets_its_input_as_text(recorder: Recorder, engine: Engine, run: str, stream: bool) -> None:
+    with recorder.openai(run) as client:
+        tools = [{**PATCH, "format": GRAMMAR}]
+        items: list[Any] = [{"role": "user", "content": 'call patch {"input": "+ \\"a\\""}'}]
+        patched = call(client, items, stream, tools=tools)
+        (item,) = patched.output
+        assert (item.type, item.name, item.input) == ("custom_tool_call", "patch", '+ "a"')
+        output = {"type": "custom_tool_call_output", "call_id": item.call_id, "output": "say done"}
+        assert call(client, [*items, *sent_back(patched), output], stream, tools=tools).output_text == "done"
+    sent = engine.requests[-1]
+    assert sent["tools"][0]["function"]["parameters"]["required"] == ["input"]
+    assert "start: WORD" in sent["tools"][0]["function"]["description"]
+    assert sent["messages"][1]["tool_calls"][0]["function"]["arguments"] == '{"input": "+ \\"a\\""}'
+
+
+def test_a_custom_tool_gets_what_the_model_wrote_if_it_is_no_input(recorder: Recorder, run: str) -> None:
+    with recorder.openai(run) as client:
+        (item,) = call(client, "call patch + b", tools=[PATCH]).output
+    assert item.input == "+ b"
+
+
+def test_the_events_of_a_stream_are_numbered_and_each_item_ends_as_it_is_in_the_response(
+    recorder: Recorder, run: str
+) -> None:
+    with recorder.openai(run) as client:
+        events: Any = list(client.responses.create(model="toy", input="think hm; noon", stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert [event.type for event in events[:2]] == ["response.created", "response.in_progress"]
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == "noon"
+    done = [event.item.to_dict() for event in events if event.type == "response.output_item.done"]
+    assert done == [item.to_dict() for item in events[-1].response.output]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_was_cut_is_incomplete(recorder: Recorder, run: str, stream: bool) -> None:
+    with recorder.openai(run) as client:
+        said: Any = client.responses.create(model="toy", input="short it is", stream=stream)
+        response = list(said)[-1].response if stream else said
+    assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+
+
+def test_instructions_and_the_first_developer_messages_are_one_system_message(
+    recorder: Recorder, engine: Engine, run: str
+) -> None:
+    items: Any = [{"role": "developer", "content": [{"type": "input_text", "text": "Never ask."}]}]
+    with recorder.openai(run) as client:
+        call(client, [*items, {"role": "user", "content": "say hi"}], instructions="Be brief.")
+    assert engine.requests[-1]["messages"] == [
+        {"role": "system", "content": "Be brief.\n\nNever ask."},
+        {"role": "user", "content": "say hi"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("more", "sent"),
+    [
+        ({"reasoning": {"effort": "low"}}, {"reasoning_effort": "low"}),
+        ({"text": {"format": {"type": "json_object"}}}, {"response_format": {"type": "json_object"}}),
+        (
+            {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "object"}}}},
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}},
+        ),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "function", "name": "look"}},
+            {"tool_choice": {"type": "function", "function": {"name": "look"}}},
+        ),
+        ({"top_k": 5, "temperature": 0.5}, {"top_k": 5, "temperature": 0.5}),
+    ],
+)
+def test_settings_are_those_of_a_chat_completion(
+    recorder: Recorder, engine: Engine, run: str, more: dict[str, Any], sent: dict[str, Any]
+) -> None:
+    post(f"{recorder.base(run)}/v1/responses", {"model": "toy", "input": "say hi", **more})
+    assert sent.items() <= engine.requests[-1].items()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_errors_reach_the_library_as_its_own(recorder: Recorder, run: str, stream: bool) -> None:
+    with recorder.openai(run) as client:
+        with pytest.raises(openai.UnprocessableEntityError, match="failed on request"):
+            call(client, "fail 422", stream)
+        with pytest.raises(openai.APIError, match="token ids"):
+            call(client, "tokenless hi", stream)
 
 
 @pytest.mark.parametrize(
     ("more", "problem"),
     [
         ({"background": True}, "background is set"),
+        ({"previous_response_id": "resp_1"}, "send the whole conversation"),
+        ({"include": ["message.output_text.logprobs"]}, "rows have logprobs without them"),
+        ({"tools": [{"type": "web_search"}]}, "type web_search, which OpenAI runs itself"),
+        ({"tools": TOOLS, "tool_choice": {"type": "file_search"}}, "tool_choice has type file_search"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "records only tokens"),
+        ({"input": [{"type": "function_call_output", "call_id": "a", "output": [{"type": "input_image"}]}]}, "tokens"),
+        ({"input": [{"type": "item_reference", "id": "a"}]}, "an input item has type item_reference"),
+        ({"input": 3}, "does not follow OpenAI's API"),
     ],
 )
-def test_what_cannot_be_recorded_is_refused(plain: Recorder, run: str, more: dict[str, Any], problem: str) -> None:
-    status, answer = post(f"{plain.base(run)}/v1/responses", {"model": "toy", "input": "say hi", **more})
-    assert (status, problem in answer["error"]["message"]) == (400, True)
-
-
-def test_a_recorder_of_logprobs_says_why_it_refuses_responses(recorder: Recorder, run: str) -> None:
-    status, answer = post(f"{recorder.base(run)}/v1/responses", {"model": "toy", "input": "say hi"})
-    assert (status, "--no-logprobs" in answer["error"]["message"]) == (400, True)
+def test_what_no_chat_completion_has_is_refused(
+    recorder: Recorder, run: str, more: dict[str, Any], problem: str
+) -> None:
+    status, answer = post(f"{recorder.base(run)}/v1/responses", {"model": "toy", "input": "say hi", **more})
+    assert (status, problem in answer["error"]["message"]) == (400, True), answer

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gristmill import TrainerClient
-from gristmill_recorder.forms.sampling import Sampling
+from gristmill_recorder.languages.sampling import Sampling
 from tests.on_loop import Service
 from tests.recorder.engine import Engine
 from tests.recorder.recorders import StartRecorder, create_run

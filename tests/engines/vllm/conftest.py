@@ -148,9 +148,18 @@ def _float32(values: list[float]) -> list[float]:
 
 
 @pytest.fixture
-def rollout(engine: str, folder: Path, service: Service, tmp_path: Path, run_name: str) -> Iterator[Rollout]:
+def flags() -> tuple[str, ...]:
+    """More arguments of the recorder."""
+    return ()
+
+
+@pytest.fixture
+def rollout(
+    engine: str, folder: Path, service: Service, tmp_path: Path, run_name: str, flags: tuple[str, ...]
+) -> Iterator[Rollout]:
     create_run(service.grpc_address, run_name, merge="none")
+    flags = ("--journal", str(tmp_path / "journal"), *flags)
     with serving(Witness(engine)) as witness:
-        recorder = start(tmp_path / "log", witness.url, service.grpc_address, "--journal", str(tmp_path / "journal"))
+        recorder = start(tmp_path / "log", witness.url, service.grpc_address, *flags)
         yield Rollout(run_name, recorder, service, witness, tiny_model.load(folder))
         end(recorder)

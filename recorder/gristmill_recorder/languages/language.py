@@ -1,0 +1,88 @@
+"""A language is an API in which agents call an engine.
+
+Its form belongs to one call: it translates the request, so that the engine returns token ids, and translates the
+answer, whole or streamed, so that the agent gets what it asked for.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple, Protocol
+
+from gristmill.completions import Sampled
+from gristmill_recorder.languages.events import Event
+from gristmill_recorder.refusals import WrongCall
+
+Document = dict[str, Any]
+
+_MEDIA = ("image", "audio", "video", "file")
+
+
+class Asking(NamedTuple):
+    """The data that the recorder requests. engine: selects the API for token ids. logprobs: whether to request them."""
+
+    engine: Literal["vllm", "sglang"]
+    logprobs: bool
+
+
+class Stream(Protocol):
+    """Reads a streamed answer event by event."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every choice has ended. From then on, events are buffered until the answer is recorded."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the stream has ended."""
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the engine reported an error. Then nothing is recorded."""
+
+    def read(self, event: Event) -> bytes:
+        """Returns the bytes to send to the agent. Raises InvalidArgumentError if token ids are missing."""
+
+    def choices(self) -> list[Document]:
+        """Returns the choices of a chat completion, without their tokens; none of another answer."""
+
+    def sampled(self) -> list[Sampled]:
+        """Returns the sampled choices. Raises InvalidArgumentError like `gristmill.completions.sampled`."""
+
+
+class Form(Protocol):
+    """A call. api: its label in metrics. path: its path at the engine."""
+
+    api: str
+    path: str
+
+    @property
+    def request(self) -> Document:
+        """The request body for the engine."""
+
+    def whole(self, answer: Document) -> Document:
+        """Converts an answer that is not streamed into the answer for the agent. May change it in place."""
+
+    def stream(self) -> Stream: ...
+
+
+def refuse(document: Document, name: str, reason: str) -> None:
+    """Raises WrongCall if the field is set."""
+    if document.get(name):
+        raise WrongCall(f"{name} is set, but {reason}; omit {name}")
+
+
+def refuse_media(items: Any) -> None:
+    """Raises WrongCall for images, audio, video and files: the row would be trained without them."""
+    for item in items if isinstance(items, list) else ():
+        content = item.get("content") if isinstance(item, dict) else None
+        for part in content if isinstance(content, list) else ():
+            kind = str(part.get("type", "")) if isinstance(part, dict) else ""
+            if any(medium in kind for medium in _MEDIA):
+                raise unrecorded(f"part of type {kind}")
+
+
+def unrecorded(part: str) -> WrongCall:
+    return WrongCall(
+        f"a message contains a {part}, but the recorder records only tokens; submit these rows with a client, and "
+        "declare columns for the images"
+    )

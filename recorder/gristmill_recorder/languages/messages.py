@@ -1,0 +1,238 @@
+"""Translates Anthropic's `/v1/messages` into chat completions, and the answers back.
+
+Engines translate messages into chat completions too, but return no token ids for them. This module translates like
+vLLM's `entrypoints/anthropic/serving.py`, so that prompts are the same (https://docs.anthropic.com/en/api/messages).
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import orjson
+
+from gristmill_recorder.languages.chat import ChatForm
+from gristmill_recorder.languages.language import Asking, Document, refuse_media
+from gristmill_recorder.languages.translation import Block, Completion, TranslatedStream, translating
+from gristmill_recorder.refusals import WrongCall
+
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_SAME = ("model", "max_tokens", "temperature", "top_p", "top_k", "chat_template_kwargs")
+# Claude Code sends this text with a number that changes with each request. It is removed, because otherwise no prompt
+# would extend the previous one.
+_BILLING = "x-anthropic-billing-header"
+_JSON = "output_config"
+_STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
+
+
+class MessagesForm(ChatForm):
+    """A call of `/v1/messages`. Raises WrongCall for fields without a counterpart in a chat completion."""
+
+    def __init__(self, document: Document, asking: Asking) -> None:
+        with translating("Anthropic"):
+            chat = _chat_of(document)
+        super().__init__("chat/completions", chat, asking)
+        self.api = "messages"
+
+    def whole(self, answer: Document) -> Document:
+        completion = Completion.of(answer)
+        content = [_content(block) for block in completion.blocks]
+        return {**_message(completion), "content": content, **_stop(completion), "usage": _usage(completion)}
+
+    def stream(self) -> TranslatedStream:
+        return TranslatedStream(self, MessageWriter())
+
+
+def _chat_of(document: Document) -> Document:
+    refuse_media(document.get("messages"))
+    chat: Document = {name: document[name] for name in _SAME if document.get(name) is not None}
+    chat["messages"] = [*_system(document), *_messages(document.get("messages") or ())]
+    if stop := document.get("stop_sequences"):
+        chat["stop"] = stop
+    if document.get("stream"):
+        chat |= {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    if document.get(_JSON):
+        chat |= _output(document[_JSON])
+    if tools := document.get("tools"):
+        chat["tools"] = [_tool(tool) for tool in tools]
+        chat["tool_choice"] = "auto"
+    if choice := document.get("tool_choice"):
+        chat["tool_choice"] = _tool_choice(choice)
+        if choice.get("disable_parallel_tool_use"):
+            chat["parallel_tool_calls"] = False
+    return chat
+
+
+def _system(document: Document) -> Iterator[Document]:
+    """Yields one system message with all system texts, or nothing."""
+    contents = [document.get("system") or (), *(m["content"] for m in document.get("messages") or () if _is_system(m))]
+    parts = [part for content in contents for part in _texts(content) if not part.startswith(_BILLING)]
+    if parts:
+        yield {"role": "system", "content": "".join(parts)}
+
+
+def _is_system(message: Mapping[str, Any]) -> bool:
+    return message.get("role") == "system"
+
+
+def _texts(content: Any) -> list[str]:
+    if isinstance(content, str):
+        return [content]
+    return [part["text"] for part in content if part.get("type") == "text" and part.get("text")]
+
+
+def _messages(messages: Any) -> Iterator[Document]:
+    for message in messages:
+        if _is_system(message):
+            continue
+        role, content = message.get("role"), message.get("content")
+        if isinstance(content, str):
+            yield {"role": role, "content": content}
+        elif role == "assistant":
+            yield _assistant(content or ())
+        else:
+            yield from _user(content or ())
+
+
+def _assistant(blocks: Any) -> Document:
+    message: Document = {"role": "assistant"}
+    if texts := _texts(blocks):
+        message["content"] = texts[0] if len(texts) == 1 else [{"type": "text", "text": text} for text in texts]
+    thoughts = [block["thinking"] for block in blocks if block.get("type") == "thinking" and block.get("thinking")]
+    if thoughts:
+        # vLLM's own name is `reasoning`, but it also accepts this one.
+        message["reasoning_content"] = "".join(thoughts)
+    calls = [_call(block) for block in blocks if block.get("type") == "tool_use"]
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _call(block: Mapping[str, Any]) -> Document:
+    arguments = json.dumps(block.get("input") or {})
+    return {"id": block.get("id"), "type": "function", "function": {"name": block.get("name"), "arguments": arguments}}
+
+
+def _user(blocks: Any) -> Iterator[Document]:
+    """Yields each tool result as a message, and then the text as another."""
+    for block in blocks:
+        kind = block.get("type")
+        if kind == "tool_result":
+            refuse_media([block])
+            said = "\n".join(_texts(block.get("content") or ""))
+            yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": said}
+        elif kind != "text":
+            raise WrongCall(
+                f"a message contains a part of type {kind}, which chat completions do not have; omit this part"
+            )
+    if texts := _texts(blocks):
+        yield {
+            "role": "user",
+            "content": texts[0] if len(texts) == 1 else [{"type": "text", "text": text} for text in texts],
+        }
+
+
+def _tool(tool: Mapping[str, Any]) -> Document:
+    if "input_schema" not in tool:
+        raise WrongCall(
+            f"tool {tool.get('name')!r} has no input_schema: it is one of Anthropic's own tools, which the engine does "
+            "not provide; set input_schema, or omit the tool"
+        )
+    function = {"name": tool.get("name"), "description": tool.get("description"), "parameters": tool["input_schema"]}
+    return {"type": "function", "function": function}
+
+
+def _tool_choice(choice: Mapping[str, Any]) -> Any:
+    kind = choice.get("type")
+    if kind == "tool":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    if kind not in _CHOICES:
+        raise WrongCall(f"tool_choice.type is {kind!r}; expected one of tool, {', '.join(_CHOICES)}")
+    return _CHOICES[kind]
+
+
+def _output(config: Mapping[str, Any]) -> Document:
+    chat: Document = {}
+    if schema := (config.get("format") or {}).get("schema"):
+        chat["response_format"] = {"type": "json_schema", "json_schema": {"name": "json_schema", "schema": schema}}
+    if effort := config.get("effort"):
+        chat["reasoning_effort"] = effort
+    return chat
+
+
+# Answers.
+
+
+class MessageWriter:
+    """Writes the events of a streamed message."""
+
+    def begun(self, answer: Completion) -> Iterator[bytes]:
+        usage = {**_usage(answer), "output_tokens": 0}
+        nothing: Document = {"content": [], "stop_reason": None, "stop_sequence": None}
+        yield _event_of("message_start", message={**_message(answer), **nothing, "usage": usage})
+
+    def opened(self, block: Block) -> Iterator[bytes]:
+        kinds: dict[str, Document] = {
+            "thought": {"type": "thinking", "thinking": ""},
+            "text": {"type": "text", "text": ""},
+            "call": {"type": "tool_use", "id": block.id, "name": block.name, "input": {}},
+        }
+        yield _event_of("content_block_start", index=block.number, content_block=kinds[block.kind])
+
+    def extended(self, block: Block, text: str) -> Iterator[bytes]:
+        kind, name = _DELTAS[block.kind]
+        yield _event_of("content_block_delta", index=block.number, delta={"type": kind, name: text})
+
+    def closed(self, block: Block) -> Iterator[bytes]:
+        if block.kind == "thought":
+            delta = {"type": "signature_delta", "signature": _signature()}
+            yield _event_of("content_block_delta", index=block.number, delta=delta)
+        yield _event_of("content_block_stop", index=block.number)
+
+    def ended(self, answer: Completion) -> Iterator[bytes]:
+        yield _event_of("message_delta", delta=_stop(answer), usage=_usage(answer))
+        yield _event_of("message_stop")
+
+    def failed(self, message: str) -> Iterator[bytes]:
+        yield _event_of("error", error={"type": "api_error", "message": message})
+
+
+_DELTAS = {
+    "thought": ("thinking_delta", "thinking"),
+    "text": ("text_delta", "text"),
+    "call": ("input_json_delta", "partial_json"),
+}
+
+
+def _message(answer: Completion) -> Document:
+    return {"id": answer.id, "type": "message", "role": "assistant", "model": answer.model}
+
+
+def _content(block: Block) -> Document:
+    if block.kind == "thought":
+        return {"type": "thinking", "thinking": block.text, "signature": _signature()}
+    if block.kind == "text":
+        return {"type": "text", "text": block.text}
+    return {"type": "tool_use", "id": block.id, "name": block.name, "input": block.arguments}
+
+
+def _signature() -> str:
+    return uuid.uuid4().hex
+
+
+def _usage(answer: Completion) -> Document:
+    usage = answer.usage
+    return {"input_tokens": usage.get("prompt_tokens", 0), "output_tokens": usage.get("completion_tokens", 0)}
+
+
+def _stop(answer: Completion) -> Document:
+    """Returns the stop reason, and the stop sequence if the engine names one."""
+    if answer.finish == "stop" and isinstance(answer.stop, str):
+        return {"stop_reason": "stop_sequence", "stop_sequence": answer.stop}
+    return {"stop_reason": _STOPS.get(answer.finish or "stop", "end_turn"), "stop_sequence": None}
+
+
+def _event_of(kind: str, **content: Any) -> bytes:
+    return f"event: {kind}\ndata: ".encode() + orjson.dumps({"type": kind, **content}) + b"\n\n"

@@ -1,0 +1,329 @@
+"""Translates OpenAI's `/v1/responses` into chat completions, and the answers back.
+
+vLLM's own route does not return the logprobs of all tokens (https://platform.openai.com/docs/api-reference/responses).
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+import orjson
+
+from gristmill_recorder.languages.chat import ChatForm
+from gristmill_recorder.languages.language import Asking, Document, refuse, refuse_media
+from gristmill_recorder.languages.translation import Block, Completion, TranslatedStream, translating
+from gristmill_recorder.refusals import WrongCall
+
+# Fields of a call that a chat completion does not have, or has in another form. All others stay as they are.
+_TRANSLATED = frozenset(
+    (
+        *("input", "instructions", "max_output_tokens", "reasoning", "text", "tools", "tool_choice", "include"),
+        *("background", "conversation", "previous_response_id", "prompt", "store", "truncation", "max_tool_calls"),
+        *("metadata", "client_metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"),
+        *("service_tier", "stream_options", "top_logprobs", "user"),
+    )
+)
+# What an answer repeats of its call, with the values of calls that do not set it.
+_REPEATED: Document = {
+    **dict.fromkeys(("instructions", "max_output_tokens", "metadata", "previous_response_id", "user")),
+    "parallel_tool_calls": True,
+    "store": False,
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "truncation": "disabled",
+    "tool_choice": "auto",
+    "tools": [],
+    "reasoning": {},
+    "text": {"format": {"type": "text"}},
+}
+_STATEFUL = "the recorder does not store responses"
+_LOGPROBS = "message.output_text.logprobs"
+_CALLS = ("function_call", "custom_tool_call")
+# The argument that stands for the input of a custom tool, which is a text.
+_INPUT = "input"
+
+
+class ResponsesForm(ChatForm):
+    """A call of `/v1/responses`. Raises WrongCall for fields without a counterpart in a chat completion."""
+
+    def __init__(self, document: Document, asking: Asking) -> None:
+        refuse(document, "background", "the answer of a background call cannot be recorded")
+        for name in ("previous_response_id", "conversation", "prompt"):
+            refuse(document, name, f"{_STATEFUL}, so send the whole conversation as input")
+        with translating("OpenAI"):
+            if document.get("top_logprobs") or _LOGPROBS in (document.get("include") or ()):
+                raise WrongCall(
+                    "the call asks for logprobs, which the recorder does not translate; omit top_logprobs and "
+                    f"{_LOGPROBS}: the rows have logprobs without them"
+                )
+            chat = _chat_of(document)
+        super().__init__("chat/completions", chat, asking)
+        self.api = "responses"
+        self._repeated = {name: document.get(name) or value for name, value in _REPEATED.items()}
+        self._custom = {tool["name"] for tool in document.get("tools") or () if tool["type"] == "custom"}
+
+    def whole(self, answer: Document) -> Document:
+        return self.response(Completion.of(answer))
+
+    def stream(self) -> TranslatedStream:
+        return TranslatedStream(self, ResponseWriter(self))
+
+    def response(self, answer: Completion, status: str = "") -> Document:
+        """Returns the answer as a response. status: of one that has not ended."""
+        is_cut = answer.finish == "length"
+        return {
+            **self._repeated,
+            "id": f"resp_{answer.id}",
+            "object": "response",
+            "created_at": int(time.time()),
+            "model": answer.model,
+            "status": status or ("incomplete" if is_cut else "completed"),
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "output": [] if status else [self.item(block, answer) for block in answer.blocks],
+            "usage": None if status else _usage(answer.usage),
+        }
+
+    def item(self, block: Block, answer: Completion, status: str = "completed") -> Document:
+        """Returns the output item of a block. An item in progress is empty."""
+        is_whole = status == "completed"
+        text = block.text if is_whole else ""
+        item: Document = {"id": f"item_{answer.id}_{block.number}", "type": self.kind(block), "status": status}
+        if block.kind == "thought":
+            return {**item, "summary": [], "content": [{"type": "reasoning_text", "text": text}] if is_whole else []}
+        if block.kind == "text":
+            return {**item, "role": "assistant", "content": [_part(text)] if is_whole else []}
+        call = {**item, "call_id": block.id, "name": block.name}
+        if block.name in self._custom:
+            return {**call, "input": custom_input(block) if is_whole else ""}
+        return {**call, "arguments": text}
+
+    def kind(self, block: Block) -> str:
+        if block.kind == "call":
+            return "custom_tool_call" if block.name in self._custom else "function_call"
+        return "reasoning" if block.kind == "thought" else "message"
+
+
+def custom_input(block: Block) -> str:
+    """Returns the input of a custom tool; what the model wrote, if it is not the only argument."""
+    value = block.arguments.get(_INPUT)
+    return value if isinstance(value, str) else block.text
+
+
+def _part(text: str) -> Document:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _usage(usage: Mapping[str, Any]) -> Document:
+    prompt, completion = usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0)
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    thought = (usage.get("completion_tokens_details") or {}).get("reasoning_tokens") or 0
+    return {
+        "input_tokens": prompt,
+        "input_tokens_details": {"cached_tokens": cached},
+        "output_tokens": completion,
+        "output_tokens_details": {"reasoning_tokens": thought},
+        "total_tokens": prompt + completion,
+    }
+
+
+# Calls.
+
+
+def _chat_of(document: Document) -> Document:
+    chat = {name: value for name, value in document.items() if name not in _TRANSLATED}
+    chat["messages"] = _messages(document)
+    if most := document.get("max_output_tokens"):
+        chat["max_completion_tokens"] = most
+    if document.get("stream"):
+        chat["stream_options"] = {"include_usage": True}
+    if effort := (document.get("reasoning") or {}).get("effort"):
+        chat["reasoning_effort"] = effort
+    if response_format := _format((document.get("text") or {}).get("format")):
+        chat["response_format"] = response_format
+    if tools := document.get("tools"):
+        chat["tools"] = [_tool(tool) for tool in tools]
+        chat["tool_choice"] = _choice(document.get("tool_choice") or "auto")
+    return chat
+
+
+def _format(asked: Mapping[str, Any] | None) -> Document | None:
+    if asked is None or asked["type"] == "text":
+        return None
+    if asked["type"] == "json_object":
+        return {"type": "json_object"}
+    schema = {name: asked[name] for name in ("name", "description", "schema", "strict") if asked.get(name) is not None}
+    return {"type": "json_schema", "json_schema": schema}
+
+
+def _tool(tool: Mapping[str, Any]) -> Document:
+    kind = tool["type"]
+    if kind == "function":
+        names = ("name", "description", "parameters", "strict")
+        return {"type": "function", "function": {name: tool[name] for name in names if tool.get(name) is not None}}
+    if kind == "custom":
+        parameters = {"type": "object", "properties": {_INPUT: {"type": "string"}}, "required": [_INPUT]}
+        described = "\n\n".join(text for text in (tool.get("description"), _grammar(tool)) if text)
+        function = {"name": tool["name"], "description": described, "parameters": parameters}
+        return {"type": "function", "function": function}
+    raise WrongCall(
+        f"a tool has type {kind}, which OpenAI runs itself and the engine does not provide; omit this tool, or turn it "
+        "off in the agent"
+    )
+
+
+def _grammar(tool: Mapping[str, Any]) -> str:
+    """Returns the grammar of a custom tool's input as words for the model. The engine does not enforce it."""
+    definition = (tool.get("format") or {}).get("definition")
+    return f"The input follows this grammar:\n{definition}" if definition else ""
+
+
+def _choice(choice: Any) -> Any:
+    if isinstance(choice, str):
+        return choice
+    if choice["type"] not in ("function", "custom"):
+        raise WrongCall(f"tool_choice has type {choice['type']}; set it to auto, none, required, or a function's name")
+    return {"type": "function", "function": {"name": choice["name"]}}
+
+
+def _messages(document: Document) -> list[Document]:
+    """Returns the items as messages: all that the model said at once is one. A beginning of several instructions is one
+    message, because many templates take a system's words only once."""
+    given = document.get("input") or ()
+    items = [{"role": "user", "content": given}] if isinstance(given, str) else list(given)
+    refuse_media(items)
+    messages = [each for is_said, group in groupby(items, _is_said) for each in _of_group(is_said, [*group])]
+    if instructions := document.get("instructions"):
+        messages.insert(0, {"role": "system", "content": instructions})
+    count = next((place for place, each in enumerate(messages) if each["role"] != "system"), len(messages))
+    if count > 1:
+        words = "\n\n".join(each["content"] for each in messages[:count])
+        messages[:count] = [{"role": "system", "content": words}]
+    return messages
+
+
+def _of_group(is_said: bool, items: Sequence[Document]) -> Iterator[Document]:
+    if is_said:
+        yield _answer(items)
+    else:
+        yield from map(_given, items)
+
+
+def _is_said(item: Mapping[str, Any]) -> bool:
+    """Returns whether the model said this item."""
+    return item.get("role") == "assistant" or item.get("type") in ("reasoning", *_CALLS)
+
+
+def _given(item: Mapping[str, Any]) -> Document:
+    kind = item.get("type", "message")
+    if kind in ("function_call_output", "custom_tool_call_output"):
+        refuse_media([{"content": item["output"]}])
+        return {"role": "tool", "tool_call_id": item["call_id"], "content": _text(item["output"])}
+    if kind != "message":
+        raise WrongCall(f"an input item has type {kind}, which chat completions do not have; omit this item")
+    role = "system" if item["role"] == "developer" else item["role"]
+    return {"role": role, "content": _text(item.get("content"))}
+
+
+def _answer(items: Sequence[Mapping[str, Any]]) -> Document:
+    said = "".join(_text(item.get("content")) for item in items if item.get("role") == "assistant")
+    thoughts = "".join(_text(item.get("content")) for item in items if item.get("type") == "reasoning")
+    calls = [_call(item) for item in items if item.get("type") in _CALLS]
+    message: Document = {"role": "assistant", "content": said}
+    return message | ({"reasoning": thoughts} if thoughts else {}) | ({"tool_calls": calls} if calls else {})
+
+
+def _call(item: Mapping[str, Any]) -> Document:
+    is_custom = item["type"] == "custom_tool_call"
+    arguments = json.dumps({_INPUT: item["input"]}) if is_custom else item["arguments"]
+    return {"id": item["call_id"], "type": "function", "function": {"name": item["name"], "arguments": arguments}}
+
+
+def _text(content: Any) -> str:
+    """Returns the words of a content: a text, or parts of texts."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "".join(part.get("text") or part.get("refusal") or "" for part in content)
+
+
+# Answers.
+
+
+class ResponseWriter:
+    """Writes the events of a streamed response."""
+
+    def __init__(self, form: ResponsesForm) -> None:
+        self._form, self._answer, self._number = form, Completion(), 0
+
+    def begun(self, answer: Completion) -> Iterator[bytes]:
+        self._answer = answer
+        for kind in ("response.created", "response.in_progress"):
+            yield self._event(kind, response=self._form.response(answer, "in_progress"))
+
+    def opened(self, block: Block) -> Iterator[bytes]:
+        item = self._form.item(block, self._answer, "in_progress")
+        yield self._event("response.output_item.added", output_index=block.number, item=item)
+        if block.kind == "text":
+            yield self._of(block, "content_part.added", content_index=0, part=_part(""))
+
+    def extended(self, block: Block, text: str) -> Iterator[bytes]:
+        kind = self._form.kind(block)
+        # The input of a custom tool is known only at the end.
+        if kind in _STREAMED:
+            name, more = _STREAMED[kind]
+            yield self._of(block, f"{name}.delta", delta=text, **more)
+
+    def closed(self, block: Block) -> Iterator[bytes]:
+        yield from _CLOSED[self._form.kind(block)](self, block)
+        item = self._form.item(block, self._answer)
+        yield self._event("response.output_item.done", output_index=block.number, item=item)
+
+    def close_thought(self, block: Block) -> Iterator[bytes]:
+        yield self._of(block, "reasoning_text.done", content_index=0, text=block.text)
+
+    def close_text(self, block: Block) -> Iterator[bytes]:
+        yield self._of(block, "output_text.done", content_index=0, text=block.text, logprobs=[])
+        yield self._of(block, "content_part.done", content_index=0, part=_part(block.text))
+
+    def close_call(self, block: Block) -> Iterator[bytes]:
+        yield self._of(block, "function_call_arguments.done", name=block.name, arguments=block.text)
+
+    def close_custom(self, block: Block) -> Iterator[bytes]:
+        for name, field in (("delta", "delta"), ("done", "input")):
+            yield self._of(block, f"custom_tool_call_input.{name}", **{field: custom_input(block)})
+
+    def ended(self, answer: Completion) -> Iterator[bytes]:
+        response = self._form.response(answer)
+        yield self._event(f"response.{response['status']}", response=response)
+
+    def failed(self, message: str) -> Iterator[bytes]:
+        response = self._form.response(self._answer, "failed")
+        yield self._event(
+            "response.failed", response={**response, "error": {"code": "server_error", "message": message}}
+        )
+
+    def _of(self, block: Block, kind: str, **content: Any) -> bytes:
+        item = f"item_{self._answer.id}_{block.number}"
+        return self._event(f"response.{kind}", item_id=item, output_index=block.number, **content)
+
+    def _event(self, kind: str, **content: Any) -> bytes:
+        event = {"type": kind, "sequence_number": self._number, **content}
+        self._number += 1
+        return f"event: {kind}\ndata: ".encode() + orjson.dumps(event) + b"\n\n"
+
+
+_STREAMED: dict[str, tuple[str, Document]] = {
+    "reasoning": ("reasoning_text", {"content_index": 0}),
+    "message": ("output_text", {"content_index": 0, "logprobs": []}),
+    "function_call": ("function_call_arguments", {}),
+}
+_CLOSED: dict[str, Callable[[ResponseWriter, Block], Iterator[bytes]]] = {
+    "reasoning": ResponseWriter.close_thought,
+    "message": ResponseWriter.close_text,
+    "function_call": ResponseWriter.close_call,
+    "custom_tool_call": ResponseWriter.close_custom,
+}
