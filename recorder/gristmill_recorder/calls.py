@@ -16,7 +16,8 @@ from aiohttp import ClientResponse, web
 
 from gristmill.completions import Sampled, sampled
 from gristmill.errors import FailedPreconditionError, InvalidArgumentError
-from gristmill_recorder.engine import Engine, answer_headers, query_of, request_headers
+from gristmill_recorder.engines.connection import Engine, answer_headers, query_of, request_headers
+from gristmill_recorder.engines.names import ENGINES
 from gristmill_recorder.languages.events import EventSplitter
 from gristmill_recorder.languages.language import Asking, Document, Form, Stream
 from gristmill_recorder.languages.paths import FormMaker
@@ -44,8 +45,9 @@ _KEYS = ("x-api-key", "x-goog-api-key")
 class Calls:
     def __init__(self, settings: RecorderSettings, runs: Runs, engine: Engine, metrics: Metrics) -> None:
         self._settings, self._runs, self._engine, self._metrics = settings, runs, engine, metrics
-        self._asking = Asking(settings.engine, settings.logprobs)
-        self._splicer = Splicer(settings.splice, engine, metrics)
+        api = ENGINES[settings.engine]
+        self._asking = Asking(api, settings.logprobs)
+        self._splicer = Splicer(settings.splice, api, engine, metrics)
         self._under_way = 0
 
     async def answer(

@@ -14,7 +14,9 @@ from aiohttp.log import server_logger
 
 from gristmill import AsyncRolloutClient, UnavailableError
 from gristmill_recorder.app import RecorderApp
-from gristmill_recorder.engine import Engine
+from gristmill_recorder.engines.connection import Engine
+from gristmill_recorder.engines.names import ENGINES
+from gristmill_recorder.engines.probe import Probe
 from gristmill_recorder.journal import Journal
 from gristmill_recorder.metrics import Metrics
 from gristmill_recorder.runs import Runs
@@ -51,9 +53,10 @@ async def serve(settings: RecorderSettings) -> None:
     runs = Runs(settings.address, journal, metrics)
     engine = Engine(settings)
     app = RecorderApp(settings, runs, engine, metrics)
+    probe = Probe(engine, ENGINES[settings.engine], logprobs=settings.logprobs, splice=settings.splice != "off")
     if left := runs.resume():
         _log.info("%d open trajectories resumed from the journal", left)
-    tasks = [asyncio.create_task(_sync(journal)), asyncio.create_task(_expire(runs, journal, settings))]
+    tasks = [asyncio.create_task(each) for each in (_sync(journal), _expire(runs, journal, settings), probe.run())]
     try:
         runner = await _listening(app, settings)
         print(f"gristmill record is ready: {_url(settings, runner)} in front of {settings.upstream}", flush=True)

@@ -26,7 +26,7 @@ class RecorderSettings(BaseSettings):
     splice: Literal["off", "on", "verify"] = Field(
         "off",
         description="Whether a chat completion that continues a recorded conversation is sent as the recorded tokens "
-        "and what is new. verify: it is sent unchanged, and differences are counted. Requires engine vllm.",
+        "and what is new. verify: it is sent unchanged, and differences are counted.",
     )
     address: str = Field(
         "127.0.0.1:50051",
@@ -112,12 +112,6 @@ class RecorderSettings(BaseSettings):
         if not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
             raise ValueError("expected HOST:PORT with a port from 0 to 65535")
         return address
-
-    @model_validator(mode="after")
-    def _check_splice(self) -> RecorderSettings:
-        if self.splice != "off" and self.engine != "vllm":
-            raise ValueError(f"splice is {self.splice}, but engine {self.engine} takes no tokens; omit --splice")
-        return self
 
     @model_validator(mode="after")
     def _check_reach(self) -> RecorderSettings:

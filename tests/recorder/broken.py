@@ -91,13 +91,13 @@ def _serve(listener: socket.socket, engine: BrokenEngine, tls: ssl.SSLContext | 
 
 
 def _answer(accepted: socket.socket, engine: BrokenEngine, tls: ssl.SSLContext | None) -> None:
-    engine.connections += 1
     with (
         suppress(ConnectionError, EOFError, ssl.SSLError),
         accepted,
         accepted if tls is None else tls.wrap_socket(accepted, server_side=True) as connection,
     ):
         _read_request(connection, engine)
+        engine.connections += 1
         connection.sendall(engine.answer)
         while engine.keeps:
             _read_request(connection, engine)
@@ -110,8 +110,11 @@ def _answer(accepted: socket.socket, engine: BrokenEngine, tls: ssl.SSLContext |
 
 
 def _read_request(connection: socket.socket, engine: BrokenEngine) -> None:
-    """Takes note of the next one. Raises EOFError where none comes."""
+    """Takes note of the next one. Raises EOFError where none comes, and after the recorder's question for models."""
     head, _, body = _until(connection, b"", lambda received: b"\r\n\r\n" in received).partition(b"\r\n\r\n")
+    if head.startswith(b"GET "):
+        connection.sendall(b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n")
+        raise EOFError
     length = next(int(line[15:]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:"))
     engine.heads.append(head)
     engine.requests.append(_until(connection, body, lambda received: len(received) >= length))

@@ -81,7 +81,8 @@ def _spoken(message: Mapping[str, Any]) -> str:
 class Engine:
     """One that listens at `url` and remembers what it was asked. is_sglang: whose form it answers in. let_go: the names
     of calls that are held no longer. has_render: whether it renders chat completions, as with vLLM's
-    `--enable-scale-out`. takes_tokens: whether it takes a prompt as tokens. template: what `/tokenize` renders by."""
+    `--enable-scale-out`. takes_tokens: whether it takes a prompt as tokens. template: what `/tokenize` renders by.
+    says: what it is told to answer, whatever the messages say."""
 
     is_sglang: bool = False
     port: int = 0
@@ -93,6 +94,7 @@ class Engine:
     has_render: bool = False
     takes_tokens: bool = True
     template: Callable[[list[Mapping[str, Any]]], list[int]] = prompt_of
+    says: str = ""
     rendered: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
 
     def app(self) -> web.Application:
@@ -133,9 +135,10 @@ class Engine:
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         body = await self._read(request)
-        sent = (body.get("kv_transfer_params") or {}).get("prompt_token_ids") if self.takes_tokens else None
-        prompt = sent or prompt_of(body["messages"])
-        return await self._answer(request, body, [prompt], _spoken(body["messages"][-1]), "chat")
+        transfer = body.get("kv_transfer_params") or {}
+        given = body.get("input_ids") if self.is_sglang else transfer.get("prompt_token_ids")
+        prompt = (self.takes_tokens and given) or prompt_of(body["messages"])
+        return await self._answer(request, body, [prompt], self.says or _spoken(body["messages"][-1]), "chat")
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         body = await self._read(request)

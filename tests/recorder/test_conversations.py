@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from gristmill_recorder.engines.api import tokenize_body
+from gristmill_recorder.engines.vllm import VLLM
 from gristmill_recorder.splicing.conversation import ChoiceReader, Conversation, is_cut, said
-from gristmill_recorder.splicing.vllm import takes_tokens, tokenize_request, with_tokens
 
 
 def call(arguments: str, name: str = "look", id_: str = "1") -> dict[str, Any]:
@@ -124,12 +125,12 @@ def test_the_choices_of_a_stream_are_those_of_the_whole_answer() -> None:
     ],
 )
 def test_calls_whose_prompt_is_not_rendered_from_their_messages_alone_are_not_spliced(fields: dict[str, Any]) -> None:
-    assert takes_tokens({"messages": []})
-    assert not takes_tokens({"messages": [], **fields})
+    assert VLLM.takes_tokens({"messages": []})
+    assert not VLLM.takes_tokens({"messages": [], **fields})
 
 
 def test_the_agents_own_transfer_parameters_stay() -> None:
-    sent = with_tokens({"messages": [], "kv_transfer_params": {"do_remote_decode": True}}, [1, 2])
+    sent = VLLM.with_tokens({"messages": [], "kv_transfer_params": {"do_remote_decode": True}}, [1, 2])
     assert sent == {"messages": [], "kv_transfer_params": {"do_remote_decode": True, "prompt_token_ids": [1, 2]}}
 
 
@@ -137,4 +138,4 @@ def test_tokenize_takes_as_template_settings_what_chat_takes_as_fields() -> None
     request = {"model": "toy", "messages": [], "reasoning_effort": "none", "documents": [{}], "temperature": 1.0}
     request |= {"chat_template_kwargs": {"mode": "brief"}}
     kwargs = {"documents": [{}], "reasoning_effort": "none", "enable_thinking": False, "mode": "brief"}
-    assert tokenize_request(request) == {"model": "toy", "messages": [], "chat_template_kwargs": kwargs}
+    assert tokenize_body(request) == {"model": "toy", "messages": [], "chat_template_kwargs": kwargs}

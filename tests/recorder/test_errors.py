@@ -17,7 +17,7 @@ from aiohttp.log import server_logger
 from aiohttp.test_utils import make_mocked_request
 
 from gristmill import RolloutClient
-from gristmill_recorder.engine import request_headers
+from gristmill_recorder.engines.connection import request_headers
 from gristmill_recorder.server import _InOneLine
 from tests.on_loop import Service
 from tests.recorder.engine import FAILURE, Engine, serving

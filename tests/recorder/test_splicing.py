@@ -10,11 +10,9 @@ from typing import Any
 import anthropic
 import pytest
 
-from gristmill import InvalidArgumentError
+from gristmill_recorder.engines.vllm import VLLM
 from gristmill_recorder.metrics import Metrics
-from gristmill_recorder.settings import RecorderSettings
 from gristmill_recorder.splicing.splicer import CHAT, Splicer
-from gristmill_service.settings import load
 from tests.on_loop import Service
 from tests.recorder.engine import END, Engine, Words, answer_of, prompt_of, serving, tokens_of, turn
 from tests.recorder.recorders import Recorder, StartRecorder, end, post, start, trained
@@ -115,6 +113,16 @@ def test_a_conversation_is_one_row_whatever_the_agent_sends_back(
     assert row.trained == [token for words in ANSWERS for token in answer_of(words)]
 
 
+def test_sglang_takes_the_tokens_too(start_recorder: StartRecorder, sglang: Engine, service: Service, run: str) -> None:
+    recorder = start_recorder(sglang.url, service.grpc_address, "--splice", "on", "--engine", "sglang")
+    results = Results(recorder)
+    converse(recorder, run, *SCRIPT)
+    assert results.counted() == {"start": 1, "spliced": 3}
+    recorder.finish(run)
+    (row,) = trained(service.grpc_address, run)
+    assert row.tokens == row_of(4)
+
+
 def test_without_splicing_the_same_conversation_is_several_rows(recorder: Recorder, service: Service, run: str) -> None:
     converse(recorder, run, *SCRIPT)
     recorder.finish(run)
@@ -192,17 +200,22 @@ def test_a_call_that_cannot_be_spliced_goes_as_it_came(
     assert vllm.requests[-1]["messages"] == [*messages, user("say c")]
 
 
-def test_an_engine_that_does_not_read_the_tokens_is_counted_and_recorded_right(
-    splicer: Recorder, vllm: Engine, service: Service, run: str
+def test_an_engine_that_does_not_read_the_tokens_is_named_and_recorded_right(
+    start_recorder: StartRecorder, vllm: Engine, service: Service, run: str
 ) -> None:
     vllm.takes_tokens = False
-    results = Results(splicer)
-    messages = converse(splicer, run, user("think a; b"), user("say c"))
+    recorder = start_recorder(vllm.url, service.grpc_address, "--splice", "on")
+    results = Results(recorder)
+    messages = converse(recorder, run, user("think a; b"), user("say c"))
     assert results.counted() == {"start": 1, "ignored": 1}
-    splicer.finish(run)
+    assert "ignores the tokens of a prompt, calls are not spliced; use vLLM 0.32 or newer" in recorder.log.read_text()
+    vllm.rendered.clear()
+    messages = converse(recorder, run, user("say d"), history=messages)
+    assert (results.counted(), vllm.rendered) == ({"start": 1, "ignored": 2}, [])
+    recorder.finish(run)
     assert [row.tokens for row in trained(service.grpc_address, run)] == [
         [*prompt_of(messages[:1]), *answer_of(Words("a", "b"))],
-        [*prompt_of(messages[:3]), *answer_of(Words(text="c"))],
+        [*prompt_of(messages[:5]), *answer_of(Words(text="d"))],
     ]
 
 
@@ -258,10 +271,5 @@ def test_a_call_that_the_engine_refuses_is_refused_by_the_engine(splicer: Record
 def test_a_call_that_is_no_conversation_goes_as_it_came(messages: Any) -> None:
     nothing: Any = None
     request = {"messages": messages}
-    plan = asyncio.run(Splicer("on", nothing, Metrics()).plan(CHAT, request, nothing, {}))
+    plan = asyncio.run(Splicer("on", VLLM, nothing, Metrics()).plan(CHAT, request, nothing, {}))
     assert (plan.request, plan.conversation) == (request, None)
-
-
-def test_splicing_needs_vllm() -> None:
-    with pytest.raises(InvalidArgumentError, match="engine sglang takes no tokens"):
-        load(RecorderSettings, {"upstream": "http://sglang", "engine": "sglang", "splice": "on"})

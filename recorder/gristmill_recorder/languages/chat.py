@@ -13,17 +13,6 @@ from gristmill_recorder.languages.language import Asking, Document, refuse, refu
 from gristmill_recorder.refusals import WrongCall
 from gristmill_recorder.splicing.conversation import ChoiceReader
 
-_IDS, _VERSIONS, _ROUTES = "return_token_ids", "return_weight_versions", "return_routed_experts"
-_SGLANG_IDS = ("return_input_ids_in_sglext", "return_output_ids_in_sglext")
-# Fields of answers that an agent gets only if its request set the flag named here. SGLang can be started with a flag
-# that adds routed experts to every answer.
-_ASKED_BY = {
-    **dict.fromkeys(("token_ids", "response_token_ids", "prompt_token_ids"), _IDS),
-    **dict(zip(("input_ids", "output_ids"), _SGLANG_IDS, strict=True)),
-    "weight_versions": _VERSIONS,
-    "routed_experts": _ROUTES,
-}
-
 
 class ChatForm:
     """A call of `/v1/chat/completions` or `/v1/completions`. Raises WrongCall if its answer could not be recorded."""
@@ -32,6 +21,7 @@ class ChatForm:
         self.api, self.path = api, f"v1/{api}"
         self._document, self._asking = document, asking
         self._is_chat = api == "chat/completions"
+        self.comes_first = asking.api.comes_first
         refuse(document, "use_beam_search", "beam search does not sample tokens")
         refuse(document, "echo", "the prompt would be recorded as sampled")
         if document.get("include_reasoning") is False:
@@ -40,22 +30,13 @@ class ChatForm:
         refuse(document, "prompt_embeds", "embeddings have no token ids")
         self.choices = _count(document.get("n")) * (1 if self._is_chat else _prompts(document.get("prompt")))
         self._keeps_logprobs = _wants_logprobs(document)
-        self._hidden = [part for part, asked in _ASKED_BY.items() if not document.get(asked)]
+        self._hidden = [part for part, asked in asking.api.asked_by.items() if not document.get(asked)]
 
     @property
     def request(self) -> Document:
-        more: Document = {}
-        is_sglang = self._asking.engine == "sglang"
-        if not (is_sglang and self._is_chat and self._document.get("stream")):
-            more[_IDS] = True
-        if is_sglang and self._is_chat:
-            more |= dict.fromkeys(_SGLANG_IDS, True)
-        if not is_sglang:
-            more[_VERSIONS] = True
-        if self._asking.logprobs and not self._keeps_logprobs:
-            # Request the logprob of the sampled token only. SGLang takes 0 to mean no logprobs.
-            more["logprobs"] = True if self._is_chat else int(is_sglang)
-        return {**self._document, **more}
+        logprobs = self._asking.logprobs and not self._keeps_logprobs
+        asked = self._asking.api.asked(self._document, self._is_chat, logprobs)
+        return {**self._document, **asked}
 
     def whole(self, answer: Document) -> Document:
         self._strip(answer)
@@ -70,11 +51,6 @@ class ChatForm:
         self._strip(chunk)
         is_empty = had_extension and "sglext" not in chunk and not chunk.get("choices") and not chunk.get("usage")
         return None if is_empty else chunk
-
-    @property
-    def comes_first(self) -> bool:
-        """Whether the first chunk of a stream contains the prompt's token ids, as with vLLM."""
-        return self._asking.engine == "vllm"
 
     def _strip(self, answer: Document) -> None:
         for part in (answer, answer.get("sglext") or {}, *(answer.get("choices") or ())):

@@ -6,9 +6,10 @@ answer, whole or streamed, so that the agent gets what it asked for.
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from gristmill.completions import Sampled
+from gristmill_recorder.engines.api import EngineApi
 from gristmill_recorder.languages.events import Event
 from gristmill_recorder.refusals import WrongCall
 
@@ -18,9 +19,9 @@ _MEDIA = ("image", "audio", "video", "file")
 
 
 class Asking(NamedTuple):
-    """The data that the recorder requests. engine: selects the API for token ids. logprobs: whether to request them."""
+    """The data that the recorder requests. api: of the engine. logprobs: whether to request them."""
 
-    engine: Literal["vllm", "sglang"]
+    api: EngineApi
     logprobs: bool
 
 

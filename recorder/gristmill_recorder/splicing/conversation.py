@@ -15,6 +15,7 @@ Message = Mapping[str, Any]
 
 _SETTINGS = ("model", "tools", "chat_template", "chat_template_kwargs", "reasoning_effort", "documents")
 _THOUGHTS = ("thinking", "redacted_thinking", "reasoning")
+_ENDS = ("finish_reason", "stop_reason", "matched_stop")
 _CUT = ("length", "abort", "repetition", "error")
 _DIGEST_BYTES = 16
 
@@ -70,7 +71,8 @@ def said(message: Message) -> Any:
 def is_cut(choice: Mapping[str, Any], request: Mapping[str, Any]) -> bool:
     """Returns whether the answer has no end of turn, because the call or the engine ended it: by a stop string, by a
     stop token of the call, or at a limit."""
-    stop = choice.get("stop_reason")
+    # SGLang calls it `matched_stop`.
+    stop = choice.get("stop_reason", choice.get("matched_stop"))
     is_stop_of_call = isinstance(stop, str) or stop in (request.get("stop_token_ids") or ())
     return choice.get("finish_reason") in _CUT or is_stop_of_call
 
@@ -87,7 +89,7 @@ class ChoiceReader:
         for part in chunk.get("choices") or ():
             index, delta = part.get("index", 0), part.get("delta") or {}
             choice = self._choices.setdefault(index, {"index": index})
-            choice |= {name: part[name] for name in ("finish_reason", "stop_reason") if part.get(name) is not None}
+            choice |= {name: part[name] for name in _ENDS if part.get(name) is not None}
             self._texts.setdefault(index, []).append(delta.get("content") or "")
             for call in delta.get("tool_calls") or ():
                 self._read_call(index, call)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -9,16 +11,21 @@ from typing import Literal
 import numpy as np
 
 from gristmill.completions import Sampled
-from gristmill_recorder.engine import Engine
+from gristmill_recorder.engines.api import EngineApi
+from gristmill_recorder.engines.connection import Engine
+from gristmill_recorder.engines.renderer import Renderer
 from gristmill_recorder.journal import Row
 from gristmill_recorder.metrics import Metrics
 from gristmill_recorder.recording import Recording
 from gristmill_recorder.splicing.bridge import bridge, end_of_turn, end_probes, skeletons
 from gristmill_recorder.splicing.conversation import Conversation, Document, is_cut
-from gristmill_recorder.splicing.vllm import Renderer, takes_tokens, with_tokens
 
 CHAT = "v1/chat/completions"
 _MAX_SETTINGS = 4096
+# After an engine ignored the tokens of a prompt, it is not asked for renderings in vain; then it may be a newer one.
+_IGNORED_S = 60.0
+
+_log = logging.getLogger("gristmill.recorder")
 
 
 @dataclass(slots=True)
@@ -48,13 +55,14 @@ class Plan:
 class Splicer:
     """Splices the calls of all trajectories. mode: `verify` sends calls unchanged, and counts differences."""
 
-    def __init__(self, mode: Literal["off", "on", "verify"], engine: Engine, metrics: Metrics) -> None:
-        self._mode, self._metrics = mode, metrics
-        self._renderer = Renderer(engine)
+    def __init__(self, mode: Literal["off", "on", "verify"], api: EngineApi, engine: Engine, metrics: Metrics) -> None:
+        self._mode, self._api, self._metrics = mode, api, metrics
+        self._renderer = Renderer(engine, api)
         # Whether the engine's rendering is the prompt of its answers, by settings.
         self._renders: dict[bytes, bool] = {}
         self._ends: dict[str, set[int]] = {}
         self._probed: set[str] = set()
+        self._ignored_until = 0.0
 
     async def plan(self, path: str, request: Document, recording: Recording, headers: Mapping[str, str]) -> Plan:
         if self._mode == "off" or path != CHAT:
@@ -65,14 +73,14 @@ class Splicer:
             return Plan(request)
         plan.cause = await self._splice(plan, recording, headers)
         if plan.spliced is not None and self._mode == "on":
-            plan.request = with_tokens(request, plan.spliced)
+            plan.request = self._api.with_tokens(request, plan.spliced)
         return plan
 
     async def _splice(self, plan: Plan, recording: Recording, headers: Mapping[str, str]) -> str:
         """Sets the plan's prompt, or returns why there is none."""
         request, conversation = plan.request, plan.conversation
         assert conversation is not None
-        if not takes_tokens(request):
+        if not self._api.takes_tokens(request):
             return "fields"
         messages, count = conversation.messages, conversation.answered
         if not count or not recording.ends:
@@ -85,6 +93,8 @@ class Splicer:
         if base is None:
             is_other = any(conversation.has_other_settings(count, key) for key in recording.ends)
             return "settings" if is_other else "history"
+        if time.monotonic() < self._ignored_until:
+            return "ignored"
         if not self._renders.get(conversation.settings, True):
             return "rendering"
         prompts = await self._renderer.render(request, skeletons(messages, count), headers)
@@ -128,7 +138,12 @@ class Splicer:
         if plan.spliced is None or plan.base is None:
             return plan.cause
         if self._mode == "on":
-            return "spliced" if prompt == plan.spliced else "ignored"
+            if prompt == plan.spliced:
+                return "spliced"
+            if time.monotonic() >= self._ignored_until:
+                _log.warning("the engine ignores the tokens of a prompt, calls are not spliced; %s", self._api.splicing)
+            self._ignored_until = time.monotonic() + _IGNORED_S
+            return "ignored"
         same = plan.base.shared(np.array(prompt, np.int32))
         if prompt == plan.spliced:
             place = "none"

@@ -1,0 +1,57 @@
+"""What the recorder has to know of an engine's API: an engine is one file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+Document = dict[str, Any]
+
+
+class Rendering(NamedTuple):
+    """A route that renders conversations. body: makes its body of a chat completion. tokens: where its answer has the
+    tokens. remedy: how to start the engine so that it has the route."""
+
+    path: str
+    body: Callable[[Document], Document]
+    tokens: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class EngineApi:
+    """The names of an engine.
+
+    comes_first: whether the first chunk of a stream contains the prompt's token ids. asked_by: fields of answers that
+    an agent gets only if its request set the flag named here. remedy: which versions return token ids. splicing: which
+    versions take a prompt as tokens. renderings: routes that render, the best first.
+
+    asked: returns the fields to add to a request; is_chat: whether it is a chat completion; logprobs: whether to ask
+    for the logprob of each sampled token.
+    takes_tokens: returns whether the engine would take the prompt of a chat completion as tokens, and the agent does
+    not send any.
+    with_tokens: returns the chat completion with a prompt of tokens. Its messages stay, because parsers read them.
+    """
+
+    comes_first: bool
+    asked_by: Mapping[str, str]
+    remedy: str
+    splicing: str
+    renderings: Sequence[Rendering]
+    asked: Callable[[Document, bool, bool], Document]
+    takes_tokens: Callable[[Document], bool]
+    with_tokens: Callable[[Document, Sequence[int]], Document]
+
+
+def tokenize_body(request: Document) -> Document:
+    """Returns the body of `/tokenize` that renders like this chat completion. Some fields it takes as kwargs only."""
+    kwargs: Document = {"documents": request["documents"]} if request.get("documents") else {}
+    if effort := request.get("reasoning_effort"):
+        kwargs |= {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+    kwargs |= request.get("chat_template_kwargs") or {}
+    body = {name: request[name] for name in _TOKENIZED if request.get(name) is not None}
+    return {**body, "chat_template_kwargs": kwargs} if kwargs else body
+
+
+_TOKENIZED = ("model", "messages", "tools", "chat_template", "add_special_tokens", "mm_processor_kwargs")

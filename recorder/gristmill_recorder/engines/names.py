@@ -1,0 +1,6 @@
+"""The engines by the names of `--engine`."""
+
+from gristmill_recorder.engines.sglang import SGLANG
+from gristmill_recorder.engines.vllm import VLLM
+
+ENGINES = {"vllm": VLLM, "sglang": SGLANG}

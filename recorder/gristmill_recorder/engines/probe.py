@@ -1,0 +1,99 @@
+"""Asks an engine once what it gives, and says what is missing and how to start the engine so that it has it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import orjson
+from multidict import CIMultiDict
+
+from gristmill.completions import Sampled, sampled
+from gristmill.errors import InvalidArgumentError
+from gristmill_recorder.engines.api import Document, EngineApi
+from gristmill_recorder.engines.connection import Engine
+from gristmill_recorder.engines.renderer import Renderer
+from gristmill_recorder.refusals import EngineAway, EngineSlow
+
+_log = logging.getLogger("gristmill.recorder")
+
+_MESSAGES: list[Document] = [{"role": "user", "content": "0"}]
+_HEADERS = {"content-type": "application/json"}
+_PAUSE_S = 2.0
+
+
+class Probe:
+    """Samples one token of the engine's first model. logprobs, splice: whether the recorder needs them."""
+
+    def __init__(self, engine: Engine, api: EngineApi, *, logprobs: bool, splice: bool) -> None:
+        self._engine, self._api, self._logprobs, self._splice = engine, api, logprobs, splice
+
+    async def run(self) -> None:
+        """Logs what is missing. Returns when the engine has answered."""
+        while True:
+            try:
+                problems = [problem async for problem in self.problems()]
+                break
+            except (EngineAway, EngineSlow):
+                await asyncio.sleep(_PAUSE_S)
+        for problem in problems:
+            _log.warning("the engine was probed: %s", problem)
+        if not problems:
+            _log.info("the engine was probed: it gives all that is recorded")
+
+    async def problems(self) -> AsyncIterator[str]:
+        """Yields what is missing, with its remedy. Raises EngineAway and EngineSlow."""
+        status, models = await self._call("GET", "v1/models", None)
+        if status != 200 or not models.get("data"):
+            yield f"/v1/models answered with status {status} and no model, so the engine's answers were not checked"
+            return
+        request = {"model": models["data"][0]["id"], "messages": _MESSAGES, "max_tokens": 1}
+        request |= self._api.asked(request, True, self._logprobs)
+        status, answer = await self._call("POST", "v1/chat/completions", request)
+        if status != 200:
+            yield f"a chat completion of one token was refused with status {status}; calls may be refused too"
+            return
+        choice = _sampled(answer)
+        if choice is None:
+            yield f"its answers have no token ids, so no call can be recorded; {self._api.remedy}"
+            return
+        if self._logprobs and choice.rollout_logprobs is None:
+            yield "its answers have no logprobs, so no call can be recorded; start the recorder with --no-logprobs"
+        if self._splice:
+            async for problem in self._of_splicing(request, choice.prompt_token_ids):
+                yield problem
+
+    async def _of_splicing(self, request: Document, prompt: Sequence[int]) -> AsyncIterator[str]:
+        best, *_, last = (self._api.renderings[0], *self._api.renderings)
+        rendered = await Renderer(self._engine, self._api).render(request, [_MESSAGES], _HEADERS)
+        if rendered is None:
+            yield f"it renders no conversation, so calls are not spliced; {last.remedy}"
+        elif rendered[0] != [*prompt]:
+            yield f"/{last.path} renders otherwise than its chat completions, so some are not spliced; {best.remedy}"
+        longer = [*prompt, prompt[-1]]
+        _, answer = await self._call("POST", "v1/chat/completions", self._api.with_tokens(request, longer))
+        choice = _sampled(answer)
+        if choice is None or [*choice.prompt_token_ids] != longer:
+            yield f"it ignores the tokens of a prompt, so calls are not spliced; {self._api.splicing}"
+
+    async def _call(self, method: str, path: str, body: Document | None) -> tuple[int, Document]:
+        encoded = None if body is None else orjson.dumps(body)
+        async with self._engine.call(method, path, "", CIMultiDict(_HEADERS), encoded) as answer:
+            return answer.status, _document(await answer.read())
+
+
+def _document(body: bytes) -> Document:
+    try:
+        document: Any = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return {}
+    return document if isinstance(document, dict) else {}
+
+
+def _sampled(answer: Document) -> Sampled | None:
+    try:
+        return next(iter(sampled(answer)), None)
+    except (AttributeError, InvalidArgumentError, KeyError, TypeError):
+        return None

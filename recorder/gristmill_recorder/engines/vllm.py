@@ -1,0 +1,53 @@
+"""vLLM: `entrypoints/openai` and `entrypoints/scale_out` of vllm-project/vllm."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gristmill_recorder.engines.api import Document, EngineApi, Rendering, tokenize_body
+
+_IDS, _VERSIONS = "return_token_ids", "return_weight_versions"
+_TRANSFER, _PROMPT = "kv_transfer_params", "prompt_token_ids"
+# `render` does not need these fields.
+_NOT_RENDERED = frozenset((_TRANSFER, "stream", "stream_options"))
+# Calls with these fields are not rendered from their messages alone, or vLLM does not take tokens for them.
+_NOT_SPLICED = ("continue_final_message", "truncate_prompt_tokens", "echo")
+
+
+def _render_body(request: Document) -> Document:
+    return {name: value for name, value in request.items() if name not in _NOT_RENDERED}
+
+
+def _asked(request: Document, is_chat: bool, logprobs: bool) -> Document:
+    more: Document = {_IDS: True, _VERSIONS: True}
+    if logprobs:
+        more["logprobs"] = True if is_chat else 0
+    return more
+
+
+def _takes_tokens(request: Document) -> bool:
+    is_continued = any(request.get(name) for name in _NOT_SPLICED) or request.get("add_generation_prompt") is False
+    return not is_continued and _PROMPT not in (request.get(_TRANSFER) or {})
+
+
+def _with_tokens(request: Document, prompt: Sequence[int]) -> Document:
+    return {**request, _TRANSFER: {**(request.get(_TRANSFER) or {}), _PROMPT: list(prompt)}}
+
+
+VLLM = EngineApi(
+    comes_first=True,
+    asked_by={
+        **dict.fromkeys(("token_ids", _PROMPT), _IDS),
+        "weight_versions": _VERSIONS,
+        "routed_experts": "return_routed_experts",
+    },
+    remedy="use vLLM 0.10.2 or newer",
+    splicing="use vLLM 0.32 or newer, and let kv_transfer_params through",
+    renderings=(
+        Rendering("v1/chat/completions/render", _render_body, "token_ids", "start vLLM with --enable-scale-out"),
+        Rendering("tokenize", tokenize_body, "tokens", "let its /tokenize through"),
+    ),
+    asked=_asked,
+    takes_tokens=_takes_tokens,
+    with_tokens=_with_tokens,
+)

@@ -1,0 +1,56 @@
+"""At its start the recorder asks the engine once, and says what is missing and how to get it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from gristmill_recorder.engines.connection import Engine as Connection
+from gristmill_recorder.engines.names import ENGINES
+from gristmill_recorder.engines.probe import Probe
+from gristmill_recorder.settings import RecorderSettings
+from gristmill_service.settings import load
+from tests.recorder.engine import Engine, prompt_of, serving, turn
+
+
+def with_a_system(messages: list[Any]) -> list[int]:
+    return [*turn("system", "a"), *prompt_of(messages)]
+
+
+def problems(engine: Engine, *, splice: bool = False, logprobs: bool = True) -> list[str]:
+    name = "sglang" if engine.is_sglang else "vllm"
+
+    async def probe() -> list[str]:
+        connection = Connection(load(RecorderSettings, {"upstream": engine.url, "engine": name}))
+        try:
+            found = Probe(connection, ENGINES[name], logprobs=logprobs, splice=splice)
+            return [problem async for problem in found.problems()]
+        finally:
+            await connection.close()
+
+    return asyncio.run(probe())
+
+
+@pytest.mark.parametrize("is_sglang", [False, True])
+def test_an_engine_that_gives_all_has_no_problem(is_sglang: bool) -> None:
+    with serving(Engine(is_sglang=is_sglang)) as engine:
+        assert problems(engine, splice=True) == []
+        assert [request["max_tokens"] for request in engine.requests] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("fault", "problem"),
+    [
+        ({"takes_tokens": False}, "ignores the tokens of a prompt, so calls are not spliced; use vLLM 0.32 or newer"),
+        ({"template": with_a_system}, "start vLLM with --enable-scale-out"),
+        ({"template": lambda messages: []}, "renders no conversation"),
+        ({"says": "tokenless a"}, "no token ids, so no call can be recorded; use vLLM 0.10.2 or newer"),
+        ({"says": "fail 401"}, "refused with status 401"),
+    ],
+)
+def test_what_is_missing_is_named_with_its_remedy(fault: dict[str, Any], problem: str) -> None:
+    with serving(Engine(**fault)) as engine:
+        (said,) = problems(engine, splice=True)
+        assert problem in said
