@@ -264,12 +264,13 @@ def _otb(
 ) -> tuple[Float64s, Float64s]:
     """Returns to go, less the optimal token baseline: verl's `tir_optimal_token_baseline`.
 
-    W is the sum of 1 - 2π + Σπ² over a trajectory's trained tokens up to this one. The baseline of the group's tokens
-    with the same index in their trajectories is Σ G·W / (Σ W + 1e-8), 0 where only one trajectory has such a token.
+    W is the sum of 1 - 2π + Σπ², at least 0, over a trajectory's trained tokens up to this one. The baseline of the
+    group's tokens with the same index in their trajectories is Σ G·W / (Σ W + 1e-8), 0 where only one trajectory has
+    such a token.
     """
     returns, lengths = discounted_sums(rewards, bounds, 1.0), np.diff(bounds)
-    # No log-probability is above 0, but for rounding; the limit keeps one from an overflow that would fail its batch.
-    weights = 1 - 2 * np.exp(np.minimum(logprobs, 50.0)) + sum_pi_squared
+    # Never below 0, but for rounding: weights of tokens with a probability of nearly 1 would cancel each other.
+    weights = np.maximum(0.0, 1 - 2 * np.exp(logprobs) + sum_pi_squared)
     for begin, end in pairwise(bounds.tolist()):
         np.add.accumulate(weights[begin:end], out=weights[begin:end])
     groups = np.unique(groups, return_inverse=True)[1]

@@ -65,6 +65,12 @@ def test_a_group_of_one_has_no_baseline() -> None:
     assert credit([row_of("p", 0, [1.0, 2.0], [-1.0, -1.0], [0.5, 0.5])]) == ([3.0, 2.0], [3.0, 2.0])
 
 
+def test_rounded_probabilities_of_nearly_1_leave_a_baseline_between_the_returns() -> None:
+    """Weights of 6e-7 and -6e-7 cancelled each other, and rewards of 1 and 0 became advantages of -59 and -60."""
+    rows = [row_of("p", 0, [1.0], [-3e-7], [1.0]), row_of("p", 1, [0.0], [0.0], [1 - 6e-7])]
+    assert credit(rows)[0] == pytest.approx([0, -1], abs=0.02)
+
+
 def test_observations_are_skipped() -> None:
     plain = [row_of("p", sample, [sample, 1.0], [-1.0, -2.0], [0.5, 0.25]) for sample in range(2)]
     observed = [
@@ -101,7 +107,7 @@ def naive_advantages(trajectories: list[list[tuple[float, float, float, int]]]) 
         for reward, logprob, square, mask in tokens:
             if mask:
                 rewards.append(reward)
-                weights.append(1 - 2 * exp(logprob) + square)
+                weights.append(max(0.0, 1 - 2 * exp(logprob) + square))
             elif rewards:
                 rewards[-1] += reward
         returns.append([sum(rewards[at:]) for at in range(len(rewards))])

@@ -242,7 +242,7 @@ def _less_baselines(
         energies[member] = []
         for step, index in sorted(credits[member]):
             square = float32(steps[step]["sum_pi_squared"][index])
-            total += 1 - 2 * math.exp(float32(steps[step]["old_logprobs"][index])) + square
+            total += max(0.0, 1 - 2 * math.exp(float32(steps[step]["old_logprobs"][index])) + square)
             energies[member].append(total)
     result = list(credits)
     for member in members:
