@@ -21,6 +21,7 @@ from gristmill_service.pipeline.alternatives import (
     changed,
     compared,
     compared_outline,
+    parse_all,
     parse_changes,
     usual,
 )
@@ -137,13 +138,30 @@ def test_settings_are_parsed_as_yaml() -> None:
     }
 
 
-@pytest.mark.parametrize("text", ["", "rloo", "merge", "={", "merge=[", "merge: none"])
+@pytest.mark.parametrize(
+    "text", ["", "rloo", "merge", "={", "merge=[", "merge: none", "=", "=none", "MERGE=none", "merge=none, whiten"]
+)
 def test_what_is_no_list_of_settings_is_refused(text: str) -> None:
     with pytest.raises(InvalidArgumentError, match="write NAME=VALUE, separated by commas"):
         parse_changes(text)
 
 
-@pytest.mark.parametrize("name", ["train_batch_size", "n_samples_per_prompt", "columns", "group_timeout_s"])
+def test_a_setting_given_twice_is_refused() -> None:
+    """The last value was taken, silently."""
+    with pytest.raises(InvalidArgumentError, match="'merge=none,merge=prefix' sets merge twice; write its other value"):
+        parse_changes("merge=none,merge=prefix")
+    assert parse_changes("length_penalty={turns: 0.5, output_tokens: 1},gamma=0.5")["gamma"] == 0.5
+
+
+def test_a_chosen_alternative_that_is_usual_too_is_listed_once() -> None:
+    settings = parse_config(make_config())
+    alternatives = parse_all(["layout=packed", "usual"], settings)
+    assert alternatives[0] == {"layout": "packed"}
+    assert [*alternatives].count({"layout": "packed"}) == 1
+    assert len(alternatives) == len([*usual(settings)])
+
+
+@pytest.mark.parametrize("name", ["train_batch_size", "n_samples_per_prompt", "columns", "group_timeout_s", "seal_by"])
 def test_settings_by_which_rows_came_cannot_be_changed(name: str) -> None:
     with pytest.raises(InvalidArgumentError, match=f"{name} decides which rows a batch has"):
         changed(parse_config(make_config()), {name: 4})

@@ -36,7 +36,7 @@ Changes = Mapping[str, Any]
 """Settings that differ from the run's own, by name."""
 
 _DECIDED = """
-    train_batch_size n_samples_per_prompt max_samples_per_prompt min_samples surplus step_wise columns seal_order
+    train_batch_size n_samples_per_prompt max_samples_per_prompt min_samples surplus step_wise columns seal_order seal_by
     group_timeout_s tag_shares tag_timeout_s max_buffered_batches max_buffered_bytes
 """
 """The settings by which rows are sent and batches sealed: both have happened."""
@@ -44,6 +44,9 @@ USUAL = "usual"
 """The text for the usual alternatives, except those without effect."""
 FREED = "needs what is freed with the batch's rows: their tokens, rewards of steps, and columns"
 _NO_ADVANTAGES = "advantages need rows with rewards, and every column that trainers write for them"
+
+
+_ASSIGNED = re.compile(r"(^|,)\s*([a-z_]+)\s*=")
 
 
 class Outcome(NamedTuple):
@@ -114,12 +117,17 @@ class Sealed(NamedTuple):
 
 def parse_changes(text: str) -> Changes:
     """Parses settings such as `advantage_estimator=rloo,whiten=batch`; values are YAML."""
+    document = "{" + _ASSIGNED.sub(r"\1 \2: ", text) + "}"
     try:
-        changes = yaml.safe_load("{" + re.sub(r"(^|,)\s*([a-z_]+)\s*=", r"\1 \2: ", text) + "}")
+        changes, entries = yaml.safe_load(document), yaml.compose(document, yaml.SafeLoader).value
     except yaml.YAMLError:
-        changes = None
-    if not changes or "=" not in text:
+        changes, entries = {}, []
+    if not changes or not changes.keys() <= {match[2] for match in _ASSIGNED.finditer(text)}:
         raise InvalidArgumentError(f"{text!r} is not a list of settings; write NAME=VALUE, separated by commas")
+    names = [key.value for key, _ in entries]
+    if len(changes) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise InvalidArgumentError(f"{text!r} sets {twice} twice; write its other value as another alternative")
     return dict(changes)
 
 
@@ -191,7 +199,7 @@ def parse_all(texts: Sequence[str], config: RunConfig) -> list[Changes]:
     chosen = [parse_changes(text) for text in texts if text != USUAL]
     for changes in chosen:
         changed(config, changes)
-    return [*chosen, *(usual(config) if USUAL in texts else ())]
+    return [*chosen, *(one for one in (usual(config) if USUAL in texts else ()) if one not in chosen)]
 
 
 def cheaper(config: RunConfig) -> Iterator[Changes]:
