@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from gristmill._wire.steps import Steps
 from gristmill_service.config import RunConfig
 from gristmill_service.pipeline.credit.baselines import NO_BASELINES, Baselines
-from gristmill_service.pipeline.figures import Figures, count_groups, figures
+from gristmill_service.pipeline.figures import Figures, count, figures
 from gristmill_service.pipeline.layout.batch_shards import shards
 from gristmill_service.pipeline.layout.shard import Shard
 from gristmill_service.pipeline.plan_document import PlanDocument, plan_document
@@ -77,7 +77,7 @@ def build_batch(
     with timed("layout"):
         laid_out = shards(scored, mini_batches, config, run=run, batch=batch)
     with timed("plan"):
-        counts = count_groups(scored, mini_batches, laid_out)
+        counts = count(scored, mini_batches, laid_out)
         document = plan_document(scored, mini_batches, config, batch, laid_out, counts)
     return BuiltBatch(
         document,
@@ -97,7 +97,7 @@ def plan_batch(steps: Steps, config: RunConfig, *, batch: int, baselines: Baseli
     of the run before the batch."""
     scored = score_batch(steps, config, None, baselines=baselines)
     mini_batches = scheduled(scored, config)
-    return plan_document(scored, mini_batches, config, batch, None, count_groups(scored, mini_batches, None))
+    return plan_document(scored, mini_batches, config, batch, None, count(scored, mini_batches, None))
 
 
 def scheduled(scored: ScoredBatch, config: RunConfig) -> list[MiniBatchPlan]:

@@ -36,8 +36,8 @@ Changes = Mapping[str, Any]
 """Settings that differ from the run's own, by name."""
 
 _DECIDED = """
-    train_batch_size n_samples_per_prompt max_samples_per_prompt min_samples surplus step_wise columns seal_order seal_by
-    group_timeout_s tag_shares tag_timeout_s max_buffered_batches max_buffered_bytes
+    train_batch_size n_samples_per_prompt max_samples_per_prompt min_samples surplus step_wise columns seal_order
+    seal_by group_timeout_s tag_shares tag_timeout_s max_buffered_batches max_buffered_bytes
 """
 """The settings by which rows are sent and batches sealed: both have happened."""
 USUAL = "usual"
@@ -119,12 +119,12 @@ def parse_changes(text: str) -> Changes:
     """Parses settings such as `advantage_estimator=rloo,whiten=batch`; values are YAML."""
     document = "{" + _ASSIGNED.sub(r"\1 \2: ", text) + "}"
     try:
-        changes, entries = yaml.safe_load(document), yaml.compose(document, yaml.SafeLoader).value
+        changes, root = yaml.safe_load(document), yaml.compose(document, yaml.SafeLoader)
     except yaml.YAMLError:
-        changes, entries = {}, []
-    if not changes or not changes.keys() <= {match[2] for match in _ASSIGNED.finditer(text)}:
+        changes, root = {}, None
+    if root is None or not changes or not changes.keys() <= {match[2] for match in _ASSIGNED.finditer(text)}:
         raise InvalidArgumentError(f"{text!r} is not a list of settings; write NAME=VALUE, separated by commas")
-    names = [key.value for key, _ in entries]
+    names = [key.value for key, _ in root.value]
     if len(changes) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise InvalidArgumentError(f"{text!r} sets {twice} twice; write its other value as another alternative")

@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from operator import add
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -102,7 +102,7 @@ class Figures(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     padding_shares: of the last batch, as it is laid out, and as `packed` and each `pad_width` would be.
     staleness: trajectories with a known policy version, by how many versions they are behind; not in logs.
     outline: of the batch, see `outline_of`; empty for several batches.
-    means: see `means_by_name`.
+    means: see `Counts`.
 
     A log has the fields in this order: a new one comes last, and has a default. Older logs end with `tags`.
     """
@@ -173,9 +173,17 @@ def most_frequent(tags: Mapping[str, GroupCounts]) -> dict[str, GroupCounts]:
     return {tag: tags[tag] for tag in sorted(dict(groups.most_common(MOST_TAGS)))}
 
 
-def means_by_name(scored: ScoredBatch) -> dict[str, Mean]:
-    """Returns the mean score of each agent, the mean of each component of rewards, and the running baselines after the
-    batch, if there are any, under the names that they have in the plan's metrics. At most `MOST_MEANS` of each kind."""
+class Counts(NamedTuple):
+    """Counts of a batch's groups: all, and those of each tag. means: the mean score of each agent, the mean of each
+    component of rewards, and the running baselines after the batch, under their names in the plan's metrics; at most
+    `MOST_MEANS` of each kind."""
+
+    groups: GroupCounts
+    tags: dict[str, GroupCounts]
+    means: dict[str, Mean]
+
+
+def _means_by_name(scored: ScoredBatch) -> dict[str, Mean]:
     terms: dict[str, list[float]] = {}
     scores, received = scored.scores.tolist(), scored.received
     for agent, score in zip(received.agents or (), scores, strict=False):
@@ -189,14 +197,12 @@ def means_by_name(scored: ScoredBatch) -> dict[str, Mean]:
     return {name: Mean(len(numbers), math.fsum(numbers)) for name, numbers in terms.items()}
 
 
-def count_groups(
-    scored: ScoredBatch, mini_batches: Sequence[MiniBatchPlan], laid_out: Sequence[Shard] | None
-) -> tuple[GroupCounts, dict[str, GroupCounts]]:
+def count(scored: ScoredBatch, mini_batches: Sequence[MiniBatchPlan], laid_out: Sequence[Shard] | None) -> Counts:
     """Counts all groups, and those of each tag if any group has one. laid_out: None if the batch is only planned."""
     policy = [part for part in mini_batches if part.model == "policy"]
-    received, scores, lengths = scored.received, scored.scores, scored.rows.lengths
+    received, scores, lengths, means = scored.received, scored.scores, scored.rows.lengths, _means_by_name(scored)
     if not received.groups:
-        return GroupCounts(), {}
+        return Counts(GroupCounts(), {}, means)
     begins, sizes = received.group_bounds[:-1], np.diff(received.group_bounds)
     best = np.maximum.reduceat(scores, begins)
     differ = np.zeros(len(sizes), np.bool_)
@@ -209,7 +215,7 @@ def count_groups(
         kept[part.start : part.kept_end] = True
     padding = np.zeros_like(lengths) if laid_out is None else _row_padding(scored, policy, laid_out)
 
-    def count(groups: NDArray[np.bool_]) -> GroupCounts:
+    def counted(groups: NDArray[np.bool_]) -> GroupCounts:
         trajectories, rows = groups[received.trajectory_groups], kept & groups[scored.row_groups]
         return GroupCounts(
             groups=int(groups.sum()),
@@ -226,8 +232,8 @@ def count_groups(
         )
 
     tags = np.array(received.tags)
-    by_tag = {tag: count(tags == tag) for tag in sorted(set(received.tags))} if any(received.tags) else {}
-    return count(np.ones(len(received.groups), np.bool_)), by_tag
+    by_tag = {tag: counted(tags == tag) for tag in sorted(set(received.tags))} if any(received.tags) else {}
+    return Counts(counted(np.ones(len(received.groups), np.bool_)), by_tag, means)
 
 
 def figures(
@@ -236,13 +242,13 @@ def figures(
     laid_out: Sequence[Shard],
     config: RunConfig,
     batch: int,
-    counts: tuple[GroupCounts, dict[str, GroupCounts]],
+    counts: Counts,
     tokens_submitted: int,
 ) -> Figures:
-    """Returns a batch's figures, without times. counts: the result of `count_groups`. tokens_submitted: prompt and
-    response tokens of all submitted rows, including stale groups."""
+    """Returns a batch's figures, without times. tokens_submitted: prompt and response tokens of all submitted rows,
+    including stale groups."""
     policy = [part for part in mini_batches if part.model == "policy"]
-    groups, tags = counts
+    groups, tags, means = counts
     steps, rows, staleness = scored.received.steps, scored.rows, scored.staleness
     fresh, merged = steps.tokens.total, int(rows.lengths.sum())
     elements = sum(shard.sequence_elements for shard in laid_out if shard.address.model == "policy")
@@ -279,7 +285,7 @@ def figures(
         else {},
         staleness=dict(zip(versions.tolist(), trajectories.tolist(), strict=True)),
         outline=outline_of(scored, config),
-        means=means_by_name(scored),
+        means=means,
     )
 
 

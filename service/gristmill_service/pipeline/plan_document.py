@@ -14,7 +14,7 @@ import msgspec
 
 from gristmill_service.config import Model, RunConfig
 from gristmill_service.pipeline.credit.baselines import BaselineKey, Baselines
-from gristmill_service.pipeline.figures import GroupCounts, means_by_name
+from gristmill_service.pipeline.figures import Counts, GroupCounts
 from gristmill_service.pipeline.layout.shard import Shard, cp_barrier_ratio
 from gristmill_service.pipeline.rows.sharing import Sharing
 from gristmill_service.pipeline.scheduling.balance import barrier_ratio, loads_of, shared_loads
@@ -134,11 +134,9 @@ def plan_document(
     config: RunConfig,
     batch: int,
     laid_out: Sequence[Shard] | None,
-    counts: tuple[GroupCounts, dict[str, GroupCounts]],
+    counts: Counts,
 ) -> PlanDocument:
-    """Returns the document of a batch. laid_out: its shards, for the cost of padding; None if it is only planned.
-    counts: the result of `count_groups`."""
-    groups, tags = counts
+    """Returns the document of a batch. laid_out: its shards, for the cost of padding; None if it is only planned."""
     received = scored.received
     policy = [mini_batch for mini_batch in mini_batches if mini_batch.model == "policy"]
     dropped = [received.groups[group] for mini_batch in policy for group in mini_batch.dropped_groups]
@@ -152,10 +150,10 @@ def plan_document(
         dropped_uids=[uid for _, uid in [*scored.stale, *dropped]],
         mini_batches=[_mini_batch(mini_batch, scored) for mini_batch in mini_batches],
         counts=_counts(scored, len(dropped), config),
-        metrics=_accuracy(scored, groups) | _performance(scored, policy, config, laid_out, groups.tokens),
+        metrics=_accuracy(scored, counts) | _performance(scored, policy, config, laid_out, counts.groups.tokens),
         merge_mismatches=_mismatches(scored),
         tags=received.tags,
-        tag_metrics={tag: _tag(counts, laid_out is not None) for tag, counts in tags.items()},
+        tag_metrics={tag: _tag(one, laid_out is not None) for tag, one in counts.tags.items()},
         baselines=_baselines(scored),
         steps=_paths(scored) if config.merging.branches else None,
     )
@@ -200,16 +198,15 @@ def _counts(scored: ScoredBatch, dropped: int, config: RunConfig) -> dict[str, i
     return counts
 
 
-def _accuracy(scored: ScoredBatch, groups: GroupCounts) -> dict[str, int | float]:
+def _accuracy(scored: ScoredBatch, counts: Counts) -> dict[str, int | float]:
     """Returns means of rewards and lengths. Each trajectory counts once, and padding does not count."""
-    if not groups.groups:
+    if not counts.groups.groups:
         return {}
     staleness = scored.staleness
     behind = (
         {"staleness_mean": float(staleness.mean()), "staleness_max": int(staleness.max())} if staleness.size else {}
     )
-    means = {name: mean.value for name, mean in means_by_name(scored).items()}
-    return {**groups.means, **behind, **means}
+    return {**counts.groups.means, **behind, **{name: mean.value for name, mean in counts.means.items()}}
 
 
 def _tag(counts: GroupCounts, is_laid_out: bool) -> dict[str, int | float]:
