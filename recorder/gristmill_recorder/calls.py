@@ -16,6 +16,7 @@ from aiohttp import ClientResponse, web
 
 from gristmill.completions import Sampled, sampled
 from gristmill.errors import FailedPreconditionError, InvalidArgumentError
+from gristmill_recorder.columns import Source, columns_of
 from gristmill_recorder.engines.connection import Engine, answer_headers, query_of, request_headers
 from gristmill_recorder.engines.names import ENGINES
 from gristmill_recorder.languages.events import EventSplitter
@@ -47,7 +48,9 @@ class Calls:
         self._settings, self._runs, self._engine, self._metrics = settings, runs, engine, metrics
         api = ENGINES[settings.engine]
         self._asking = Asking(api, settings.logprobs)
-        self._splicer = Splicer(settings.splice, api, engine, metrics)
+        self._columns = [name for name in settings.columns.split(",") if name]
+        reads = "conversation" in self._columns
+        self._splicer = Splicer(settings.splice, api, engine, metrics, reads=reads)
         self._under_way = 0
 
     async def answer(
@@ -61,14 +64,16 @@ class Calls:
             await run.check()
             form = make_form(document, self._asking)
             version = _version(request, run.policy_version)
-            temperature, has_note = self._settings.trainer_temperature, self._settings.sampling_column
-            sampling = Sampling.of(form.request, temperature, has_note=has_note)
+            sampling = Sampling.of(form.request, self._settings.trainer_temperature)
             headers = _engine_headers(request)
             plan = await self._splicer.plan(form.path, form.request, recording, headers)
 
             def record(samples: Sequence[Sampled], choices: Sequence[Document]) -> None:
-                keys = plan.keys(samples, choices)
-                recording.record(samples, keys, version, sampling, has_logprobs=self._settings.logprobs)
+                said = _of_samples(choices, samples)
+                keys, turn = plan.keys(said), plan.turn
+                pairs = zip(said, samples, strict=True)
+                columns = [columns_of(self._columns, Source(choice, one, sampling, turn)) for choice, one in pairs]
+                recording.record(samples, columns, keys, version, sampling, has_logprobs=self._settings.logprobs)
                 self._splicer.recorded(plan, samples, keys)
 
             # Of a translated call the query belongs to another path.
@@ -136,6 +141,13 @@ async def read_body(request: web.BaseRequest) -> bytes:
         return await request.read()
     except web.HTTPRequestEntityTooLarge as error:
         raise TooLarge(f"the request is too large: {error.text}; shorten it, or raise --max-body-bytes") from None
+
+
+def _of_samples(choices: Sequence[Document], samples: Sequence[Sampled]) -> Sequence[Document]:
+    """Returns the choice of each sample; empty ones if some choices have no tokens, so that it is not known."""
+    if len(choices) != len(samples):
+        return [{} for _ in samples]
+    return sorted(choices, key=lambda choice: int(choice.get("index", 0)))
 
 
 def _version(request: web.BaseRequest, announced: int) -> int:

@@ -18,15 +18,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from gristmill.completions import Sampled
 from gristmill.errors import FailedPreconditionError, InvalidArgumentError, UnavailableError
+from gristmill_recorder.columns import Columns
 from gristmill_recorder.languages.sampling import PLAIN, Sampling
 from gristmill_recorder.names import TrajectoryName
 
-_LAYOUT = 4
+_LAYOUT = 5
 _TABLES = """
 CREATE TABLE trajectories (
     id INTEGER PRIMARY KEY,
@@ -41,14 +43,14 @@ CREATE TABLE steps (
     trajectory INTEGER NOT NULL, step INTEGER NOT NULL,
     shared INTEGER NOT NULL, rest BLOB NOT NULL, response BLOB NOT NULL, logprobs BLOB,
     stop_reason TEXT NOT NULL, policy_version INTEGER NOT NULL, policy_versions BLOB,
-    is_masked INTEGER NOT NULL, note BLOB, said BLOB, is_cut INTEGER NOT NULL,
+    is_masked INTEGER NOT NULL, columns BLOB, said BLOB, is_cut INTEGER NOT NULL,
     PRIMARY KEY (trajectory, step)
 );
 """
 # A prompt is stored as the number of tokens shared with the previous step, and the remaining tokens. So the tokens of a
 # conversation are stored once.
 _STEPS = (
-    "SELECT step, shared, rest, response, logprobs, stop_reason, policy_version, policy_versions, is_masked, note, "
+    "SELECT step, shared, rest, response, logprobs, stop_reason, policy_version, policy_versions, is_masked, columns, "
     "said, is_cut FROM steps WHERE trajectory = ? ORDER BY step"
 )
 
@@ -59,7 +61,8 @@ class Row:
 
     prompt, response: int32 token ids. logprobs: float32, one per response token; None if rows have none.
     policy_versions: int32, one per response token; None if `policy_version` applies to all. reward: None while it is
-    pending. is_last: whether the trajectory ends with this step. is_masked, note: see `Sampling`. said: the key of the
+    pending. is_last: whether the trajectory ends with this step. is_masked: see `Sampling`. columns: the
+    declared columns of the run. said: the key of the
     conversation up to this answer, None without splicing. is_cut: whether the answer has no end of turn.
     """
 
@@ -71,7 +74,7 @@ class Row:
     policy_version: int
     policy_versions: NDArray[np.int32] | None = None
     is_masked: bool = False
-    note: bytes | None = None
+    columns: Columns = field(default_factory=dict)
     said: bytes | None = None
     is_cut: bool = False
     reward: float | None = 0.0
@@ -84,6 +87,7 @@ class Row:
         step: int,
         policy_version: int,
         sampling: Sampling = PLAIN,
+        columns: Columns | None = None,
         *,
         has_logprobs: bool,
     ) -> Row:
@@ -113,13 +117,14 @@ class Row:
             )
         if versions is not None and (versions == versions[0]).all():
             policy_version, versions = int(versions[0]), None
-        stop, is_masked, note = choice.stop_reason, sampling.is_masked, sampling.note
-        return cls(step, prompt, response, logprobs, stop, policy_version, versions, is_masked, note)
+        stop, is_masked = choice.stop_reason, sampling.is_masked
+        return cls(step, prompt, response, logprobs, stop, policy_version, versions, is_masked, columns or {})
 
     @property
     def nbytes(self) -> int:
         logprobs = 0 if self.logprobs is None else self.logprobs.nbytes
-        return int(self.prompt.nbytes + self.response.nbytes + logprobs)
+        columns = sum(values.nbytes for values in self.columns.values())
+        return int(self.prompt.nbytes + self.response.nbytes + logprobs + columns)
 
     def shared(self, prompt: NDArray[np.int32]) -> int:
         """Returns how many leading tokens a later prompt shares with this step's prompt and response."""
@@ -143,8 +148,7 @@ class Row:
         }
         if self.logprobs is not None:
             fields["rollout_logprobs"] = self.logprobs
-        if self.note is not None:
-            fields["sampling"] = np.frombuffer(self.note, np.uint8)
+        fields |= {name: values if values.ndim else int(values) for name, values in self.columns.items()}
         if self.policy_versions is None:
             return {**fields, "policy_version": self.policy_version}
         return {**fields, "policy_versions": self.policy_versions}
@@ -367,13 +371,31 @@ def _records(trajectory: int, rows: Sequence[Row], before: Row | None) -> Iterat
         shared = 0 if before is None else before.shared(row.prompt)
         logprobs, versions = (None if a is None else a.data for a in (row.logprobs, row.policy_versions))
         tokens = (row.prompt[shared:].data, row.response.data, logprobs)
-        more = (row.stop_reason, row.policy_version, versions, row.is_masked, row.note, row.said, row.is_cut)
+        more = (
+            row.stop_reason,
+            row.policy_version,
+            versions,
+            row.is_masked,
+            _packed(row.columns),
+            row.said,
+            row.is_cut,
+        )
         yield trajectory, row.step, shared, *tokens, *more
         before = row
 
 
+def _packed(columns: Columns) -> bytes | None:
+    values = [(name, each.dtype.str, each.shape, each.tobytes()) for name, each in columns.items()]
+    return msgspec.msgpack.encode(values) if values else None
+
+
+def _unpacked(columns: bytes | None) -> Columns:
+    values = msgspec.msgpack.decode(columns) if columns else ()
+    return {name: np.frombuffer(data, dtype).reshape(shape) for name, dtype, shape, data in values}
+
+
 def _row(record: tuple[Any, ...], before: Row | None) -> Row:
-    step, shared, rest, response, logprobs, stop_reason, policy_version, versions, is_masked, note, *end = record
+    step, shared, rest, response, logprobs, stop_reason, policy_version, versions, is_masked, columns, *end = record
     prompt, sampled = np.frombuffer(rest, np.int32), np.frombuffer(response, np.int32)
     if before is not None and shared:
         prompt = np.concatenate([np.concatenate([before.prompt, before.response])[:shared], prompt])
@@ -388,7 +410,7 @@ def _row(record: tuple[Any, ...], before: Row | None) -> Row:
         policy_version,
         of_tokens,
         bool(is_masked),
-        note,
+        _unpacked(columns),
         end[0],
         bool(end[1]),
     )

@@ -22,6 +22,7 @@ from gristmill.errors import (
     InvalidArgumentError,
     NotFoundError,
 )
+from gristmill_recorder.columns import Columns
 from gristmill_recorder.journal import Entry, Journal, Row
 from gristmill_recorder.languages.sampling import Sampling
 from gristmill_recorder.metrics import Metrics
@@ -99,6 +100,7 @@ class Recording:
     def record(
         self,
         choices: Sequence[Sampled],
+        columns: Sequence[Columns],
         keys: Sequence[tuple[bytes, bool]],
         policy_version: int,
         sampling: Sampling,
@@ -107,7 +109,7 @@ class Recording:
     ) -> None:
         """Records one step per choice of a call. When it returns, the steps are in the journal.
 
-        keys: `said` and `is_cut` of each step; empty without splicing.
+        columns: of each step. keys: `said` and `is_cut` of each step; empty if they are not known.
 
         Raises GristmillError if the answer is incomplete or the journal cannot be written, and TrajectoryOver if the
         trajectory was closed in the meantime; then nothing was recorded.
@@ -115,8 +117,8 @@ class Recording:
         self._check_open()
         first = self._entry.next_step
         rows = [
-            Row.of(choice, first + number, policy_version, sampling, has_logprobs=has_logprobs)
-            for number, choice in enumerate(choices)
+            Row.of(choice, first + number, policy_version, sampling, more, has_logprobs=has_logprobs)
+            for number, (choice, more) in enumerate(zip(choices, columns, strict=True))
         ]
         if not rows:
             return

@@ -10,6 +10,8 @@ from urllib.parse import urlsplit
 from pydantic import ByteSize, Field, PositiveInt, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from gristmill_recorder.columns import NAMES
+
 ENVIRONMENT_PREFIX = "GRISTMILL_RECORD_"
 
 
@@ -54,9 +56,10 @@ class RecorderSettings(BaseSettings):
         description="The temperature at which the trainer computes logprobs. Steps with other sampling settings "
         "(temperature, top-p, penalties, a grammar) get loss_mask 0. None: all steps are trained.",
     )
-    sampling_column: bool = Field(
-        False,
-        description="Whether rows contain their sampling settings in the column `sampling`. The run must declare it.",
+    columns: str = Field(
+        "",
+        description="The columns that rows get from answers, separated by commas: conversation, sampling, "
+        "sampling_mask, routed_experts. The run must declare them.",
     )
     max_body_bytes: ByteSize = Field(
         ByteSize(64 << 20), gt=0, description="Limit of a request, and of an answer, in bytes or as 64MiB."
@@ -91,6 +94,13 @@ class RecorderSettings(BaseSettings):
         "info", description="The lowest level that is logged."
     )
     log_format: Literal["human", "json"] = Field("human", description="human, or json: one object per line.")
+
+    @field_validator("columns")
+    @classmethod
+    def _check_columns(cls, columns: str) -> str:
+        if unknown := sorted({name for name in columns.split(",") if name} - set(NAMES)):
+            raise ValueError(f"there is no column {unknown[0]}; expected some of {', '.join(NAMES)}")
+        return columns
 
     @field_validator("upstream")
     @classmethod

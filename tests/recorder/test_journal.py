@@ -20,12 +20,14 @@ from gristmill_recorder.languages.sampling import PLAIN, Sampling
 from gristmill_recorder.names import TrajectoryName
 
 NAME = TrajectoryName("run", "uid", 0, 0, 0)
+EXPERTS = np.arange(6, dtype=np.int16).reshape(1, 3, 2)
 
 
 def row(step: int, *, logprobs: bool = True) -> Row:
     choice = Sampled([1, 2, step], [3, 4], [-0.5, -1.0], "stop", [8, 9] if step == 2 else None)
-    sampling = Sampling(("top_p",), True, b"note") if step == 2 else PLAIN
-    return Row.of(choice, step, 7, sampling, has_logprobs=logprobs)
+    sampling = Sampling(("top_p",), True) if step == 2 else PLAIN
+    columns = {"experts": EXPERTS, "experts_start": np.array(2)} if step == 2 else {}
+    return Row.of(choice, step, 7, sampling, columns, has_logprobs=logprobs)
 
 
 @pytest.fixture
@@ -52,8 +54,10 @@ def test_steps_come_back_as_they_were_but_those_that_were_delivered(journal: Jou
     assert "policy_versions" not in entry.rows[0].fields(NAME)
     assert entry.rows[1].fields(NAME)["policy_versions"].tolist() == [8, 9]
     assert [each.fields(NAME)["loss_mask"].tolist() for each in entry.rows] == [[1, 1], [0, 0]]
-    assert "sampling" not in entry.rows[0].fields(NAME)
-    assert entry.rows[1].fields(NAME)["sampling"].tobytes() == b"note"
+    assert "experts" not in entry.rows[0].fields(NAME)
+    fields = entry.rows[1].fields(NAME)
+    assert (fields["experts"].dtype, fields["experts_start"]) == (EXPERTS.dtype, 2)
+    assert np.array_equal(fields["experts"], EXPERTS)
 
 
 def test_any_step_of_an_open_trajectory_is_found_by_its_conversation(journal: Journal) -> None:

@@ -38,7 +38,7 @@ SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": {}}}
     ],
 )
 def test_settings_that_change_the_distribution_are_named(request_: dict[str, Any], odd: tuple[str, ...]) -> None:
-    assert Sampling.of(request_, None, has_note=False) == (odd, False, None)
+    assert Sampling.of(request_, None)[:2] == (odd, False)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_settings_that_change_the_distribution_are_named(request_: dict[str, Any
 def test_a_step_is_masked_unless_it_has_the_trainers_temperature_alone(
     request_: dict[str, Any], temperature: float, is_masked: bool
 ) -> None:
-    assert Sampling.of(request_, temperature, has_note=False).is_masked is is_masked
+    assert Sampling.of(request_, temperature).is_masked is is_masked
 
 
 def test_a_step_that_a_trainer_cannot_reproduce_is_noted_counted_and_not_trained(
@@ -56,7 +56,7 @@ def test_a_step_that_a_trainer_cannot_reproduce_is_noted_counted_and_not_trained
 ) -> None:
     column = {"name": "sampling", "dtype": "uint8", "scope": "items", "merge": "concat"}
     create_run(service.grpc_address, run_name, columns=[column])
-    recorder = start_recorder(engine.url, service.grpc_address, "--trainer-temperature", "0.5", "--sampling-column")
+    recorder = start_recorder(engine.url, service.grpc_address, "--trainer-temperature", "0.5", "--columns", "sampling")
     messages: Any = [{"role": "user", "content": "say hi"}]
     with recorder.openai(run_name) as client:
         said = client.chat.completions.create(model="toy", messages=messages, temperature=0.5).choices[0].message

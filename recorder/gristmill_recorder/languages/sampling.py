@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
-
-import orjson
 
 _SETS = ("allowed_token_ids", "bad_words", "custom_logit_processor", "logit_bias", "min_new_tokens", "min_tokens")
 # The values of each setting that leave the distribution unchanged. vLLM and SGLang use the same names.
@@ -25,23 +24,21 @@ class Sampling(NamedTuple):
     """The sampling settings of a call.
 
     odd: the names of the settings that a trainer cannot reproduce: it computes logprobs at one temperature, without
-    other settings. is_masked: whether the steps get loss mask 0. note: the settings as one line of JSON; None if the
-    rows have no column `sampling`.
+    other settings. is_masked: whether the steps get loss mask 0. settings: those that change the distribution.
     """
 
     odd: tuple[str, ...] = ()
     is_masked: bool = False
-    note: bytes | None = None
+    settings: Mapping[str, Any] = MappingProxyType({})
 
     @classmethod
-    def of(cls, request: dict[str, Any], temperature: float | None, *, has_note: bool) -> Sampling:
+    def of(cls, request: dict[str, Any], temperature: float | None) -> Sampling:
         """Reads the settings of a request to the engine. temperature: the trainer's; None: mask no steps."""
         settings = dict(_settings(request))
         odd = set(settings) - {"temperature"}
         if settings.get("temperature", 1) != (1 if temperature is None else temperature):
             odd.add("temperature")
-        note = orjson.dumps(settings) + b"\n" if has_note else None
-        return cls(tuple(sorted(odd)), bool(odd) and temperature is not None, note)
+        return cls(tuple(sorted(odd)), bool(odd) and temperature is not None, settings)
 
 
 PLAIN = Sampling()

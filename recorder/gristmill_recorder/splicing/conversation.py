@@ -83,6 +83,7 @@ class ChoiceReader:
     def __init__(self) -> None:
         self._choices: dict[int, Document] = {}
         self._texts: dict[int, list[str]] = {}
+        self._thoughts: dict[int, list[str]] = {}
         self._calls: dict[tuple[int, int], Document] = {}
 
     def read(self, chunk: Mapping[str, Any]) -> None:
@@ -90,7 +91,8 @@ class ChoiceReader:
             index, delta = part.get("index", 0), part.get("delta") or {}
             choice = self._choices.setdefault(index, {"index": index})
             choice |= {name: part[name] for name in _ENDS if part.get(name) is not None}
-            self._texts.setdefault(index, []).append(delta.get("content") or "")
+            self._texts.setdefault(index, []).append(delta.get("content") or part.get("text") or "")
+            self._thoughts.setdefault(index, []).append(delta.get("reasoning") or delta.get("reasoning_content") or "")
             for call in delta.get("tool_calls") or ():
                 self._read_call(index, call)
 
@@ -109,7 +111,9 @@ class ChoiceReader:
             for (owner, _), call in sorted(self._calls.items())
             if owner == index
         ]
-        return {"role": "assistant", "content": "".join(self._texts[index]), "tool_calls": calls}
+        message: Document = {"role": "assistant", "content": "".join(self._texts[index]), "tool_calls": calls}
+        thoughts = "".join(self._thoughts[index])
+        return {**message, "reasoning": thoughts} if thoughts else message
 
 
 def _words(content: Any) -> Any:

@@ -20,6 +20,8 @@ from gristmill_recorder.recording import Recording
 from gristmill_recorder.splicing.bridge import bridge, end_of_turn, end_probes, skeletons
 from gristmill_recorder.splicing.conversation import Conversation, Document, is_cut
 
+Mode = Literal["off", "on", "verify"]
+
 CHAT = "v1/chat/completions"
 _MAX_SETTINGS = 4096
 # After an engine ignored the tokens of a prompt, it is not asked for renderings in vain; then it may be a newer one.
@@ -32,31 +34,44 @@ _log = logging.getLogger("gristmill.recorder")
 class Plan:
     """How a call is sent to the engine.
 
-    request: the body to send. conversation: None if the call is no chat completion, or splicing is off. cause: why the
-    call is not spliced. spliced: the prompt by splicing, if it is possible. base: the step that the prompt continues.
+    request: the body to send. conversation: None if the call is no chat completion, or nobody needs it. continues: the
+    recorded step that the call continues. cause: why the call is not spliced. spliced: the prompt by splicing, if it is possible. base: the step that the prompt continues.
     rendering: the engine's rendering of a first call with these settings, to compare with the prompt of the answer.
     """
 
     request: Document
     conversation: Conversation | None = None
+    continues: int | None = None
     cause: str = ""
     spliced: list[int] | None = None
     base: Row | None = None
     rendering: list[int] | None = None
 
-    def keys(self, samples: Sequence[Sampled], choices: Sequence[Document]) -> list[tuple[bytes, bool]]:
-        """Returns for each sample the key of its conversation, and whether it was cut."""
-        if self.conversation is None or len(samples) != len(choices):
+    def keys(self, choices: Sequence[Document]) -> list[tuple[bytes, bool]]:
+        """Returns for each choice the key of its conversation, and whether it was cut."""
+        if self.conversation is None or not all(choices):
             return []
-        ordered = sorted(choices, key=lambda choice: int(choice.get("index", 0)))
-        return [(self.conversation.key_after(each["message"]), is_cut(each, self.request)) for each in ordered]
+        return [(self.conversation.key_after(each["message"]), is_cut(each, self.request)) for each in choices]
+
+    @property
+    def turn(self) -> Document:
+        """The messages of the call, without those of the step that it continues."""
+        if self.conversation is None:
+            return {"prompt": self.request.get("prompt")}
+        known = 0 if self.continues is None else self.conversation.answered
+        return {"continues": self.continues, "messages": self.conversation.messages[known:]}
 
 
 class Splicer:
-    """Splices the calls of all trajectories. mode: `verify` sends calls unchanged, and counts differences."""
+    """Splices the calls of all trajectories.
 
-    def __init__(self, mode: Literal["off", "on", "verify"], api: EngineApi, engine: Engine, metrics: Metrics) -> None:
+    mode: `verify` sends calls unchanged, and counts differences. reads: whether conversations are compared even if
+    nothing is spliced.
+    """
+
+    def __init__(self, mode: Mode, api: EngineApi, engine: Engine, metrics: Metrics, *, reads: bool = False) -> None:
         self._mode, self._api, self._metrics = mode, api, metrics
+        self._reads = reads or mode != "off"
         self._renderer = Renderer(engine, api)
         # Whether the engine's rendering is the prompt of its answers, by settings.
         self._renders: dict[bytes, bool] = {}
@@ -65,12 +80,17 @@ class Splicer:
         self._ignored_until = 0.0
 
     async def plan(self, path: str, request: Document, recording: Recording, headers: Mapping[str, str]) -> Plan:
-        if self._mode == "off" or path != CHAT:
+        if not self._reads or path != CHAT:
             return Plan(request)
         try:
-            plan = Plan(request, Conversation(request))
+            conversation = Conversation(request)
         except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
             return Plan(request)
+        plan = Plan(request, conversation)
+        if 0 < conversation.answered < len(conversation.messages):
+            plan.continues = recording.ends.get(conversation.key(conversation.answered))
+        if self._mode == "off":
+            return plan
         plan.cause = await self._splice(plan, recording, headers)
         if plan.spliced is not None and self._mode == "on":
             plan.request = self._api.with_tokens(request, plan.spliced)
@@ -88,8 +108,7 @@ class Splicer:
                 prompts = await self._renderer.render(request, [messages], headers)
                 plan.rendering = prompts[0] if prompts else None
             return "start"
-        step = recording.ends.get(conversation.key(count))
-        base = None if step is None or count == len(messages) else recording.row(step)
+        base = None if plan.continues is None else recording.row(plan.continues)
         if base is None:
             is_other = any(conversation.has_other_settings(count, key) for key in recording.ends)
             return "settings" if is_other else "history"
@@ -123,7 +142,7 @@ class Splicer:
     def recorded(self, plan: Plan, samples: Sequence[Sampled], keys: Sequence[tuple[bytes, bool]]) -> None:
         """Compares the prompt that the engine read with the plan, after the answer was recorded, and counts the
         result."""
-        if plan.conversation is None or not samples:
+        if plan.conversation is None or self._mode == "off" or not samples:
             return
         prompt = [*samples[0].prompt_token_ids]
         if plan.rendering is not None:

@@ -1,0 +1,112 @@
+"""Rows of a recorder have the columns that `--columns` names, with what the engine gave and the agent said."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gristmill import InvalidArgumentError, TrainerClient
+from gristmill.completions import Sampled
+from gristmill_recorder.columns import Source, columns_of
+from gristmill_recorder.languages.sampling import PLAIN
+from gristmill_recorder.settings import RecorderSettings
+from gristmill_service.settings import load
+from tests.on_loop import Service
+from tests.recorder.engine import Engine
+from tests.recorder.recorders import Recorder, create_run, end, start
+from tests.recorder.test_chat import user
+from tests.recorder.test_splicing import converse
+
+LINES = {"name": "conversation", "dtype": "uint8", "scope": "items", "merge": "concat"}
+
+
+@pytest.fixture(scope="module", params=["off", "on"])
+def talking(
+    request: pytest.FixtureRequest, engine: Engine, service: Service, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Recorder]:
+    directory = tmp_path_factory.mktemp("talking")
+    flags = ("--journal", str(directory / "journal"), "--columns", "conversation", "--splice", request.param)
+    running = start(directory / "log", engine.url, service.grpc_address, *flags)
+    yield running
+    end(running)
+
+
+def conversations(address: str, run: str) -> list[list[Any]]:
+    """The lines of each row of the run's first batch."""
+    with TrainerClient(address, run, 0, timeout_s=20) as trainer:
+        (shard,) = next(iter(trainer)).mini_batches()
+        edges = shard["conversation_offsets"]
+        texts = [bytes(shard["conversation"][edges[row] : edges[row + 1]].tolist()) for row in range(len(edges) - 1)]
+        shard.ack()
+    return [[json.loads(line) for line in text.splitlines()] for text in texts if text]
+
+
+def test_a_row_has_each_message_of_its_conversation_once(talking: Recorder, service: Service, run_name: str) -> None:
+    create_run(service.grpc_address, run_name, columns=[LINES])
+    first, second = user("say a"), user("think b; c")
+    converse(talking, run_name, first, second, user('call look {"at": 1}'))
+    talking.finish(run_name)
+    (lines,) = conversations(service.grpc_address, run_name)
+    assert [line["continues"] for line in lines] == [None, 0, 1]
+    assert [line["messages"] for line in lines][:2] == [[first], [second]]
+    assert [line["answer"]["content"] for line in lines] == ["a", "c", None]
+    assert lines[1]["answer"]["reasoning"] == "b"
+    assert lines[2]["answer"]["tool_calls"][0]["function"]["arguments"] == '{"at": 1}'
+
+
+def test_a_stream_is_kept_as_one_answer(talking: Recorder, service: Service, run_name: str) -> None:
+    create_run(service.grpc_address, run_name, columns=[LINES])
+    with talking.openai(run_name) as client:
+        list(client.chat.completions.create(model="toy", messages=[user("think b; c")], stream=True))
+        list(client.completions.create(model="toy", prompt="say d", stream=True))
+    talking.finish(run_name)
+    first, second = (lines[0] for lines in conversations(service.grpc_address, run_name))
+    assert (first["answer"]["reasoning"], first["answer"]["content"]) == ("b", "c")
+    assert (second["prompt"], second["answer"]["content"]) == ("say d", "d")
+
+
+def npy(array: Any) -> str:
+    file = io.BytesIO()
+    np.save(file, array)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def read(name: str, choice: dict[str, Any], mask: Any = None) -> Any:
+    sample = Sampled([1, 2, 3], [4, 5], None, "stop", None, mask)
+    return columns_of([name], Source(choice, sample, PLAIN, {}))
+
+
+@pytest.mark.parametrize("start", [0, 2])
+def test_routed_experts_are_those_of_the_newest_tokens_but_the_last(start: int) -> None:
+    experts = np.arange((4 - start) * 6, dtype=np.int16).reshape(4 - start, 3, 2)
+    columns = read("routed_experts", {"routed_experts": npy(experts)})
+    assert np.array_equal(columns["routed_experts"], experts)
+    assert columns["routed_experts_start"] == start
+
+
+def test_a_sampling_mask_is_kept_token_by_token() -> None:
+    columns = read("sampling_mask", {}, [[7, 8], []])
+    assert columns["sampling_mask"].tolist() == [7, 8]
+    assert columns["sampling_mask_offsets"].tolist() == [0, 2, 2]
+
+
+@pytest.mark.parametrize("name", ["routed_experts", "sampling_mask"])
+def test_what_the_engine_does_not_give_is_left_out(name: str) -> None:
+    assert read(name, {}) == {}
+
+
+@pytest.mark.parametrize("experts", ["!", npy(np.array([object()], dtype=object))])
+def test_experts_that_cannot_be_read_are_refused_and_nothing_is_unpickled(experts: str) -> None:
+    with pytest.raises(InvalidArgumentError, match="omit it from --columns"):
+        read("routed_experts", {"routed_experts": experts})
+
+
+def test_an_unknown_column_is_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="there is no column thoughts; expected some of conversation"):
+        load(RecorderSettings, {"upstream": "http://engine", "columns": "sampling,thoughts"})
