@@ -371,16 +371,8 @@ def _records(trajectory: int, rows: Sequence[Row], before: Row | None) -> Iterat
         shared = 0 if before is None else before.shared(row.prompt)
         logprobs, versions = (None if a is None else a.data for a in (row.logprobs, row.policy_versions))
         tokens = (row.prompt[shared:].data, row.response.data, logprobs)
-        more = (
-            row.stop_reason,
-            row.policy_version,
-            versions,
-            row.is_masked,
-            _packed(row.columns),
-            row.said,
-            row.is_cut,
-        )
-        yield trajectory, row.step, shared, *tokens, *more
+        more = (row.stop_reason, row.policy_version, versions, row.is_masked, _packed(row.columns))
+        yield trajectory, row.step, shared, *tokens, *more, row.said, row.is_cut
         before = row
 
 

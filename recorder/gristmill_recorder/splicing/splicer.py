@@ -35,8 +35,9 @@ class Plan:
     """How a call is sent to the engine.
 
     request: the body to send. conversation: None if the call is no chat completion, or nobody needs it. continues: the
-    recorded step that the call continues. cause: why the call is not spliced. spliced: the prompt by splicing, if it is possible. base: the step that the prompt continues.
-    rendering: the engine's rendering of a first call with these settings, to compare with the prompt of the answer.
+    recorded step that the call continues. cause: why the call is not spliced. spliced: the prompt by splicing, if it is
+    possible. base: the step that the prompt continues. rendering: the engine's rendering of a first call with these
+    settings, to compare with the prompt of the answer.
     """
 
     request: Document
