@@ -12,6 +12,9 @@ from gristmill._wire.column_spec import ColumnSpec
 from gristmill._wire.rows import to_rows
 from gristmill._wire.steps import Steps
 
+CONVERSATION = "conversation"
+"""The column in which a recorder writes what was said: one line of JSON per step."""
+
 
 def json_lines(steps: Steps, columns: Sequence[ColumnSpec]) -> Iterator[bytes]:
     """Yields each row as one line. columns: the run's declared columns."""
@@ -19,6 +22,14 @@ def json_lines(steps: Steps, columns: Sequence[ColumnSpec]) -> Iterator[bytes]:
     write: Callable[[Any], bytes] = _with_nonfinite if any(one.allow_nonfinite for one in columns) else orjson.dumps
     for row in to_rows(steps, columns):
         yield write(row) + b"\n"
+
+
+def conversation_lines(steps: Steps, columns: Sequence[ColumnSpec]) -> Iterator[bytes]:
+    """Yields each row as one line, with the messages of its column `conversation` beside its tokens."""
+    others = {column.name for column in columns}
+    for row in to_rows(steps, columns):
+        said = orjson.loads(bytes(row.get(CONVERSATION) or b"{}"))
+        yield orjson.dumps({**{name: row[name] for name in row if name not in others}, **said}) + b"\n"
 
 
 def _with_nonfinite(row: Any) -> bytes:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,12 +15,15 @@ import yaml
 
 from gristmill._client.connection.transport import Transport
 from gristmill._wire.codecs.row_codec import decode
-from gristmill._wire.column_spec import ColumnSpec, specs_of
+from gristmill._wire.column_spec import specs_of
+from gristmill._wire.steps import Steps
 from gristmill.errors import InvalidArgumentError
 from gristmill.v1 import run_pb2, trainer_pb2
 from gristmill_service.cli.options import ADDRESS, AddressOption
 from gristmill_service.cli.terminal import refusals
-from gristmill_service.rollout_lines import json_lines
+from gristmill_service.rollout_lines import CONVERSATION, conversation_lines, json_lines
+
+Lines = Callable[[Steps], Iterator[bytes]]
 
 
 def register(app: typer.Typer) -> None:
@@ -36,19 +40,29 @@ def export(
         Path | None,
         typer.Option("--config", metavar="FILE", help="Also write the run's configuration to this file, as YAML."),
     ] = None,
+    conversations: Annotated[
+        bool, typer.Option("--conversations", help="Write what was said in place of the columns: messages and tokens.")
+    ] = False,
 ) -> None:
     """Write the submitted rows of a sealed batch to a file.
 
     Example: gristmill export my-run 12 --out rollouts.jsonl.gz --config run.yaml
 
-    From these two files, gristmill batch builds the same tensors as the service.
+    From these two files, gristmill batch builds the same tensors as the service. With --conversations the file has the
+    messages of the run's column `conversation` beside the tokens.
     """
     with refusals(), closing(Transport(address, 10.0, "gristmill export")) as transport:
         settings = _settings(transport, run)
         if config is not None:
             config.write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
         columns = specs_of(settings.get("columns", ()))
-        _write(transport, trainer_pb2.ExportBatchRequest(run=run, batch=batch), columns, out)
+        if conversations and CONVERSATION not in {column.name for column in columns}:
+            raise InvalidArgumentError(
+                f"--conversations: run {run!r} has no column {CONVERSATION}; declare it, and start gristmill record "
+                f"with --columns {CONVERSATION}"
+            )
+        lines = conversation_lines if conversations else json_lines
+        _write(transport, trainer_pb2.ExportBatchRequest(run=run, batch=batch), partial(lines, columns=columns), out)
 
 
 def _settings(transport: Transport, run: str) -> dict[str, Any]:
@@ -61,9 +75,7 @@ def _settings(transport: Transport, run: str) -> dict[str, Any]:
     return settings
 
 
-def _write(
-    transport: Transport, request: trainer_pb2.ExportBatchRequest, columns: Sequence[ColumnSpec], out: Path
-) -> None:
+def _write(transport: Transport, request: trainer_pb2.ExportBatchRequest, lines_of: Lines, out: Path) -> None:
     """Writes the complete file, or no file."""
     if out.suffix not in (".jsonl", ".gz"):
         raise InvalidArgumentError(f"--out {out} is not a rollout file; use the extension .jsonl or .jsonl.gz")
@@ -72,7 +84,7 @@ def _write(
         pages = transport.call(
             lambda request, timeout: list(transport.trainers.ExportBatch(request, timeout=timeout)), request
         )
-        lines = b"".join(line for page in pages for line in json_lines(decode(page.rows), columns))
+        lines = b"".join(line for page in pages for line in lines_of(decode(page.rows)))
         draft.write_bytes(gzip.compress(lines) if out.suffix == ".gz" else lines)
         draft.rename(out)
     finally:

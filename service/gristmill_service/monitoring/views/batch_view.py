@@ -167,7 +167,7 @@ class BatchView:
         has no such row, and like `Run.export` if the rows are freed."""
         key, row_of_trajectory = key_of(self._rows, row)
         trajectory = await rows_of(run.export(self._batch), key)
-        tokens, mask = await asyncio.to_thread(tokens_of, trajectory, row_of_trajectory, self._config)
+        tokens, mask, conversation = await asyncio.to_thread(tokens_of, trajectory, row_of_trajectory, self._config)
         shown = slice(start, start + SHOWN_TOKENS)
         return RowTokens(
             run=self._run,
@@ -181,6 +181,7 @@ class BatchView:
             start=start,
             tokens=tokens[shown],
             loss_mask=mask[shown],
+            conversation="" if start else conversation,
         )
 
     def distributions(self) -> BatchDistributions:

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from gristmill.errors import NotFoundError
 from gristmill_service.monitoring import Document
-from gristmill_service.monitoring.views.tokens import SHOWN_TOKENS, ShownTokens
+from gristmill_service.monitoring.views.tokens import SHOWN_TOKENS, ShownTokens, conversation_of
 from gristmill_service.run.machine.answers import GroupAnswer, GroupState
 from gristmill_service.run.machine.events import GroupKey
 from gristmill_service.run.machine.groups import Group, Trajectory
@@ -159,6 +159,7 @@ async def row_tokens(run: Run, key: GroupKey, sample: int, step: int, start: int
         start=start,
         tokens=tokens[shown],
         loss_mask=mask[shown],
+        conversation="" if start else conversation_of(row, [0]),
     )
 
 

@@ -15,6 +15,7 @@ from gristmill_service.monitoring import Document
 from gristmill_service.monitoring.views.batch_summary import BatchSummary
 from gristmill_service.pipeline.rows.merge import merge_rows
 from gristmill_service.pipeline.rows.validate import receive
+from gristmill_service.rollout_lines import CONVERSATION
 
 SHOWN_TOKENS = 2_000
 
@@ -32,6 +33,10 @@ class ShownTokens(Document):
     tokens: list[int]
     loss_mask: list[int]
     texts: dict[int, str] = Field(default={}, description="The text of each token, if the service has a tokenizer.")
+    conversation: str = Field(
+        default="",
+        description="What was said, one line of JSON per step: the column `conversation`, as a recorder writes it.",
+    )
 
 
 class RowTokens(ShownTokens):
@@ -66,8 +71,16 @@ async def rows_of(tables: AsyncIterator[Steps], key: TrajectoryKey) -> Steps:
     return concat(parts)
 
 
-def tokens_of(trajectory: Steps, row: int, config: RunConfig) -> tuple[list[int], list[int]]:
-    """Returns the tokens of this row of the trajectory, and the loss mask of each; -1 in the prompt."""
+def conversation_of(steps: Steps, indices: Iterable[int]) -> str:
+    """Returns the column `conversation` of these steps; "" if the run has none."""
+    column = steps.extras.get(CONVERSATION)
+    if column is None:
+        return ""
+    return b"".join(column.values[index].tobytes() for index in indices).decode(errors="replace")
+
+
+def tokens_of(trajectory: Steps, row: int, config: RunConfig) -> tuple[list[int], list[int], str]:
+    """Returns the tokens of this row of the trajectory, the loss mask of each, -1 in the prompt, and what was said."""
     received = receive(trajectory, config)
     rows = merge_rows(received, config)
     prompt = int(rows.prompt_lengths[row])
@@ -77,7 +90,8 @@ def tokens_of(trajectory: Steps, row: int, config: RunConfig) -> tuple[list[int]
     for visit in range(int(rows.edges[row]), int(rows.edges[row + 1])):
         begin = prompt + int(rows.starts[visit]) + int(rows.shared[visit])
         mask[begin : begin + int(trained.lengths[visit])] = trained[visit]
-    return tokens, mask.tolist()
+    visited = rows.steps[int(rows.edges[row]) : int(rows.edges[row + 1])].tolist()
+    return tokens, mask.tolist(), conversation_of(received.steps, visited)
 
 
 class TokenTexts:
