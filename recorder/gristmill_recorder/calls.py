@@ -14,7 +14,7 @@ from typing import NamedTuple
 import orjson
 from aiohttp import ClientResponse, web
 
-from gristmill.completions import Sampled, sampled
+from gristmill.completions import Sampled
 from gristmill.errors import FailedPreconditionError, InvalidArgumentError
 from gristmill_recorder.columns import Source, columns_of
 from gristmill_recorder.engines.connection import Engine, answer_headers, query_of, request_headers
@@ -246,7 +246,7 @@ class Exchange:
                 )
         with _recordable():
             document = orjson.loads(body)
-            samples, choices = sampled(document), list(document.get("choices") or ())
+            samples, choices = self._form.read(document)
             answered = orjson.dumps(self._form.whole(document))
             # Recorded last: an answer that cannot be converted must not be recorded.
             self._record(samples, choices)

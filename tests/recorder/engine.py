@@ -95,6 +95,7 @@ class Engine:
     takes_tokens: bool = True
     template: Callable[[list[Mapping[str, Any]]], list[int]] = prompt_of
     says: str = ""
+    is_incremental: bool = False
     rendered: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
 
     def app(self) -> web.Application:
@@ -104,6 +105,8 @@ class Engine:
         app.router.add_post("/v1/completions", self._completions)
         app.router.add_post("/v1/responses", self._responses)
         app.router.add_post("/v1/embeddings", self._embeddings)
+        app.router.add_post("/inference/v1/generate", self._vllm_generate)
+        app.router.add_post("/generate", self._sglang_generate)
         app.router.add_post("/tokenize", self._tokenize)
         app.router.add_post("/v1/chat/completions/render", self._render)
         return app
@@ -146,6 +149,31 @@ class Engine:
         prompts = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
         tokens = [tokens_of(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
         return await self._answer(request, body, tokens, str(prompts[0]), "completion")
+
+    async def _vllm_generate(self, request: web.Request) -> web.StreamResponse:
+        body = await self._read(request)
+        settings = body["sampling_params"]
+        asked = {**body, "n": settings.get("n"), "logprobs": settings.get("logprobs")}
+        prompt = body["token_ids"]
+        return await self._answer(request, asked, [prompt], bytes(prompt).decode(), "completion")
+
+    async def _sglang_generate(self, request: web.Request) -> web.StreamResponse:
+        """Each event of a stream has all tokens so far, unless `is_incremental`."""
+        body = await self._read(request)
+        tokens = answer_of(_words(bytes(body["input_ids"]).decode()))
+        ends = range(1, len(tokens) + 1) if body.get("stream") else (len(tokens),)
+        answers = [self._generated(tokens, end, bool(body.get("return_logprob"))) for end in ends]
+        return await _send_chunks(request, iter(answers), None) if body.get("stream") else web.json_response(answers[0])
+
+    def _generated(self, tokens: list[int], end: int, has_logprobs: bool) -> dict[str, Any]:
+        begin = end - 1 if self.is_incremental else 0
+        meta: dict[str, Any] = {"id": "1", "completion_tokens": end, "finish_reason": None}
+        if end == len(tokens):
+            meta["finish_reason"] = {"type": "stop", "matched": END}
+        if has_logprobs:
+            values = logprobs_for(len(tokens))
+            meta["output_token_logprobs"] = [[values[place], tokens[place], None] for place in range(begin, end)]
+        return {"text": "", "output_ids": tokens[begin:end], "meta_info": meta}
 
     async def _responses(self, request: web.Request) -> web.StreamResponse:
         body = await self._read(request)

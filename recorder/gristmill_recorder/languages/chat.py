@@ -6,7 +6,7 @@ from typing import Any
 
 import orjson
 
-from gristmill.completions import ChunkReader, Sampled
+from gristmill.completions import ChunkReader, Sampled, sampled
 from gristmill.errors import InvalidArgumentError
 from gristmill_recorder.languages.events import DONE, Event
 from gristmill_recorder.languages.language import Asking, Document, refuse, refuse_media
@@ -37,6 +37,9 @@ class ChatForm:
         logprobs = self._asking.logprobs and not self._keeps_logprobs
         asked = self._asking.api.asked(self._document, self._is_chat, logprobs)
         return {**self._document, **asked}
+
+    def read(self, answer: Document) -> tuple[list[Sampled], list[Document]]:
+        return sampled(answer), list(answer.get("choices") or ())
 
     def whole(self, answer: Document) -> Document:
         self._strip(answer)

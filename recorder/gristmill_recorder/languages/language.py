@@ -60,6 +60,10 @@ class Form(Protocol):
     def request(self) -> Document:
         """The request body for the engine."""
 
+    def read(self, answer: Document) -> tuple[list[Sampled], list[Document]]:
+        """Returns the samples of an answer that is not streamed, and its choices if it is a completion. Raises
+        InvalidArgumentError like `gristmill.completions.sampled`."""
+
     def whole(self, answer: Document) -> Document:
         """Converts an answer that is not streamed into the answer for the agent. May change it in place."""
 

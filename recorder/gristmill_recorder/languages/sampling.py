@@ -34,7 +34,8 @@ class Sampling(NamedTuple):
     @classmethod
     def of(cls, request: dict[str, Any], temperature: float | None) -> Sampling:
         """Reads the settings of a request to the engine. temperature: the trainer's; None: mask no steps."""
-        settings = dict(_settings(request))
+        # The engines' own routes have them apart.
+        settings = dict(_settings({**request, **(request.get("sampling_params") or {})}))
         odd = set(settings) - {"temperature"}
         if settings.get("temperature", 1) != (1 if temperature is None else temperature):
             odd.add("temperature")

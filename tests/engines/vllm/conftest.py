@@ -33,6 +33,7 @@ _FLAGS = (
     *("--served-model-name", MODEL, "--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager"),
     *("--max-model-len", "2048", "--generation-config", "vllm", "--logprobs-mode", "processed_logprobs"),
     *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
+    "--enable-scale-out",
 )
 # One core computes as many tokens as are sampled here.
 _ENVIRONMENT = {

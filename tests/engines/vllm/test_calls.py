@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import anthropic
+import httpx
 import openai
 import pytest
 
@@ -76,6 +77,15 @@ def test_anthropics_messages(rollout: Rollout, claude: anthropic.Anthropic, stre
             said = claude.messages.create(**asked)
         content = [block.to_dict() for block in said.content]
         messages = [*messages, {"role": "assistant", "content": content}, {"role": "user", "content": "And now?"}]
+    rollout.check(2)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_vllms_own_route(rollout: Rollout, stream: bool) -> None:
+    body = {"model": MODEL, "token_ids": [70, 80, 90], "sampling_params": {"max_tokens": 40, "n": 2}, "stream": stream}
+    answer = httpx.post(f"{rollout.url}/inference/v1/generate", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    assert 'prompt_token_ids":' not in answer.text.replace('"prompt_token_ids":null', "")
     rollout.check(2)
 
 

@@ -1,0 +1,122 @@
+"""The engines' own routes, whose prompt is tokens: vLLM's `/inference/v1/generate` and SGLang's `/generate`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+
+from gristmill.completions import Sampled
+from gristmill_recorder.languages.chat import ChatForm
+from gristmill_recorder.languages.events import DONE, Event
+from gristmill_recorder.languages.language import Asking, Document, Stream
+from gristmill_recorder.refusals import NotRecorded, WrongCall
+
+_OF_LOGPROBS = ("output_token_logprobs", "input_token_logprobs", "output_token_logprobs_length")
+
+
+class VllmGenerateForm(ChatForm):
+    """A call of `/inference/v1/generate`. Its answer has choices like a completion's."""
+
+    def __init__(self, document: Document, asking: Asking) -> None:
+        prompt, settings = _prompt(document, "token_ids"), _settings(document)
+        super().__init__("completions", {"n": settings.get("n"), "logprobs": settings.get("logprobs")}, asking)
+        self.api, self.path, self.comes_first = "generate", "inference/v1/generate", False
+        self._call, self._prompt, self._sampling = document, prompt, settings
+        self._hidden.remove("token_ids")
+        if document.get("return_token_ids"):
+            self._hidden.remove("prompt_token_ids")
+
+    @property
+    def request(self) -> Document:
+        # 0 is the logprob of the sampled token alone.
+        logprobs = {"logprobs": 0} if self._asking.logprobs and not self._keeps_logprobs else {}
+        return {**self._call, "return_token_ids": True, "sampling_params": {**self._sampling, **logprobs}}
+
+
+class SglangGenerateForm:
+    """A call of `/generate` with one prompt and one answer."""
+
+    api, path = "generate", "generate"
+
+    def __init__(self, document: Document, asking: Asking) -> None:
+        self._document, self._asking = document, asking
+        self._prompt = _prompt(document, "input_ids")
+        if (count := _settings(document).get("n") or 1) != 1:
+            raise WrongCall(f"sampling_params.n is {count}; call /generate once for each answer")
+
+    @property
+    def request(self) -> Document:
+        return {**self._document, "return_logprob": True} if self._asking.logprobs else self._document
+
+    def read(self, answer: Document) -> tuple[list[Sampled], list[Document]]:
+        return [self.sample(answer, answer["output_ids"], _logprobs(answer["meta_info"]))], []
+
+    def sample(self, answer: Document, tokens: list[int], logprobs: list[float]) -> Sampled:
+        stop = answer["meta_info"]["finish_reason"]["type"]
+        return Sampled(self._prompt, tokens, logprobs if self._asking.logprobs else None, stop)
+
+    def whole(self, answer: Document) -> Document:
+        if not self._document.get("return_logprob"):
+            for name in _OF_LOGPROBS:
+                answer["meta_info"].pop(name, None)
+        return answer
+
+    def stream(self) -> Stream:
+        return SglangStream(self)
+
+
+class SglangStream:
+    """Reads the events of `/generate`. Each has all tokens so far, or with a flag of the server the new ones."""
+
+    def __init__(self, form: SglangGenerateForm) -> None:
+        self._form, self._answer = form, dict[str, Any]()
+        self._tokens, self._logprobs = list[int](), list[float]()
+        self.is_complete = self.is_over = self.has_failed = False
+
+    def read(self, event: Event) -> bytes:
+        if event.data == DONE:
+            self.is_over = True
+        if not event.data.startswith(b"{"):
+            return event.raw
+        answer: Document = orjson.loads(event.data)
+        if "error" in answer:
+            self.has_failed = True
+            return event.raw
+        self._add(answer)
+        return b"data: " + orjson.dumps(self._form.whole(answer)) + b"\n\n"
+
+    def _add(self, answer: Document) -> None:
+        meta = answer["meta_info"]
+        tokens, logprobs = answer.get("output_ids") or [], _logprobs(meta)
+        count = meta["completion_tokens"]
+        self._tokens = tokens if len(tokens) == count else [*self._tokens, *tokens]
+        self._logprobs = logprobs if len(logprobs) == count else [*self._logprobs, *logprobs]
+        if len(self._tokens) != count:
+            raise NotRecorded(f"the engine's stream has {len(self._tokens)} of {count} tokens; repeat the call")
+        self.is_complete, self._answer = meta["finish_reason"] is not None, answer
+
+    def choices(self) -> list[Document]:
+        return []
+
+    def sampled(self) -> list[Sampled]:
+        return [self._form.sample(self._answer, self._tokens, self._logprobs)]
+
+
+def _prompt(document: Document, name: str) -> list[int]:
+    prompt = document.get(name)
+    if not isinstance(prompt, list) or not prompt or not all(isinstance(token, int) for token in prompt):
+        raise WrongCall(f"the call has no list of tokens in {name}, and the engine does not return those of a text")
+    return prompt
+
+
+def _settings(document: Document) -> Mapping[str, Any]:
+    settings = document.get("sampling_params") or {}
+    if not isinstance(settings, dict):
+        raise WrongCall("sampling_params is not an object; call once for each prompt")
+    return settings
+
+
+def _logprobs(meta: Mapping[str, Any]) -> list[float]:
+    return [logprob for logprob, *_ in meta.get("output_token_logprobs") or ()]
