@@ -7,6 +7,7 @@ from typing import Any
 from gristmill_service.pipeline import build_batch
 from gristmill_service.pipeline.credit.baselines import BaselineKey
 from gristmill_service.pipeline.plan_document import PlanDocument, decode_plan
+from gristmill_service.pipeline.scheduling.schedule import MisalignedError
 from gristmill_service.run.machine.answers import Position
 from gristmill_service.run.machine.decisions.resume import Checkpoint
 from tests.run.harness import Bench, group_rows, row
@@ -82,6 +83,40 @@ def test_a_batch_that_fails_changes_no_baseline() -> None:
     bench.make_batches()
     assert bench.state.failed
     assert published(bench, "b") == (0.0, 0.5)
+
+
+def misaligned_for(*pairs: tuple[int, int]) -> Any:
+    """Batches, each with a dp_size for which it cannot be aligned."""
+
+    def build(steps: Any, config: Any, *, batch: int, **more: Any) -> Any:
+        if (batch, config.dp_size) in pairs:
+            raise MisalignedError("cannot be aligned")
+        return build_batch(steps, config, batch=batch, **more)
+
+    return build
+
+
+def test_a_published_batch_that_fails_for_other_ranks_keeps_its_change() -> None:
+    bench = Bench(build_batch=misaligned_for((0, 2)), **RAE)
+    published(bench, "a")
+    published(bench, "b")
+    bench.run.resume("policy", Checkpoint(Position(0)), "launch", 2)
+    bench.make_batches()
+    assert list(bench.state.failed) == [0]
+    assert baselines(bench, 1) == (0.5, 0.625)
+    assert published(bench, "c") == (0.625, 0.65625)
+
+
+def test_a_misaligned_batch_that_is_built_for_other_ranks_follows_those_published_meanwhile() -> None:
+    bench = Bench(build_batch=misaligned_for((0, 1)), **RAE)
+    bench.submit(*group_rows("a"))
+    bench.make_batches()
+    assert published(bench, "b") == (0.0, 0.5)
+    bench.run.resume("policy", Checkpoint(Position(0)), "launch", 2)
+    bench.make_batches()
+    assert baselines(bench, 0) == (0.5, 0.625)
+    assert baselines(bench, 1) == (0.0, 0.5)
+    assert published(bench, "c") == (0.625, 0.65625)
 
 
 def test_agents_have_baselines_of_their_own() -> None:
