@@ -418,6 +418,21 @@ def test_lengths_have_no_advantages_to_compare(config: Path, tmp_path: Path) -> 
     assert "the rows have only lengths" in printed[2]["reason"]
 
 
+@pytest.mark.parametrize(
+    "text", ["merge=prefix", "merge=tree", "merge=tree,retokenized_tail=1", "stale=mask,max_staleness=1"]
+)
+def test_what_reads_tokens_is_not_compared_of_lengths(config: Path, tmp_path: Path, text: str) -> None:
+    config.write_text(json.dumps(CONFIG | {"merge": "none", "step_wise": True}))
+    file = tmp_path / "lengths.jsonl"
+    steps = [{"step": step, "is_last_step": step == 1, "prompt_len": 3 + step, "response_len": 2} for step in range(2)]
+    file.write_text(lines([{"uid": f"p{n // 2}", "sample": n % 2} | step for n in range(4) for step in steps]))
+    printed = run("plan", file, "--config", config, "--what-if", text, "--what-if", "usual", "--json").stdout
+    own, chosen, *others = json.loads(printed)["alternatives"]
+    assert (own["rows"], chosen["rows"]) == (8, None)
+    assert "the rows have only lengths" in chosen["reason"]
+    assert not [one for one in others if one["setting"].startswith("merge")]
+
+
 @pytest.mark.slow
 def test_a_plan_whose_reader_has_enough_ends_quietly(config: Path, file: Path) -> None:
     file.write_text(lines(rollouts(400)))

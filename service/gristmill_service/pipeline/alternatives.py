@@ -244,8 +244,11 @@ def _planned(batch: Sealed, config: RunConfig, baselines: Baselines) -> tuple[Ou
     """Plans a batch. Also returns the run's baselines after it. Raises InvalidArgumentError if the rows do not fit the
     configuration."""
     has_rewards = bool(batch.steps.tokens.values.size)
-    if not has_rewards and (config.zero_variance_filter is not None or config.overlong_filter):
-        raise InvalidArgumentError("the rows have only lengths, which no filter reads; pass rows with rewards")
+    reads_rows = config.merging.joins or config.stale == "mask" or config.zero_variance_filter or config.overlong_filter
+    if reads_rows and not has_rewards:
+        raise InvalidArgumentError(
+            "the rows have only lengths, which neither merging nor filters read; pass rows with tokens and rewards"
+        )
     scored = score_batch(batch.steps, config, batch.policy_version, baselines=baselines)
     policy = [part for part in scheduled(scored, config) if part.model == "policy"]
     kept = np.zeros(len(scored.rows), np.bool_)
