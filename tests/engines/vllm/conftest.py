@@ -9,7 +9,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ MODEL = "tiny"
 _TOLERANCE = 1e-4
 _FLAGS = (
     *("--served-model-name", MODEL, "--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager"),
-    *("--max-model-len", "2048", "--generation-config", "vllm", "--logprobs-mode", "processed_logprobs"),
+    *("--generation-config", "vllm", "--logprobs-mode", "processed_logprobs"),
     *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
     "--enable-scale-out",
 )
@@ -57,10 +57,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def engine(folder: Path) -> Iterator[str]:
     """The URL of a vLLM."""
+    with running(folder, "--max-model-len", "2048") as url:
+        yield url
+
+
+@contextmanager
+def running(folder: Path, *flags: str) -> Iterator[str]:
+    """A vLLM that serves the model in the folder."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     # Not `vllm serve`, which asks for the version of a package that is called vllm.
-    command = [sys.executable, "-W", "ignore", "-m", "vllm.entrypoints.openai.api_server", *_FLAGS]
+    command = [sys.executable, "-W", "ignore", "-m", "vllm.entrypoints.openai.api_server", *_FLAGS, *flags]
     command += ["--model", str(folder), "--port", str(port)]
     with (folder / "engine.log").open("w") as log:
         process = subprocess.Popen(command, env={**os.environ, **_ENVIRONMENT}, stdout=log, stderr=log)

@@ -19,7 +19,7 @@ _TEMPLATE = (
 )
 
 
-def save(folder: Path) -> None:
+def save(folder: Path, max_tokens: int = 4096) -> None:
     """Saves Qwen2 of two layers in float32."""
     numbers = {word: number for number, word in enumerate(_WORDS)}
     backend = Tokenizer(models.BPE(numbers, []))
@@ -37,7 +37,7 @@ def save(folder: Path) -> None:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=4096,
+        max_position_embeddings=max_tokens,
         # Of the initial weights the default makes all tokens about as likely as one another.
         initializer_range=0.1,
         pad_token_id=numbers[PAD],

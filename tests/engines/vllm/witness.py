@@ -57,7 +57,8 @@ class Witness:
                 answer = choices[choice["index"]] = Answer(asked)
                 self.answers.append(answer)
             prompt = document.get("prompt_token_ids") or choice.get("prompt_token_ids")
-            answer.prompt = answer.prompt or prompt or []
+            # Of vLLM's own route only the first choice of a stream has the prompt.
+            answer.prompt = answer.prompt or prompt or choices[min(choices)].prompt
             answer.response += choice.get("token_ids") or []
             logprobs = choice.get("logprobs") or {}
             answer.logprobs += [token["logprob"] for token in logprobs.get("content") or ()]
