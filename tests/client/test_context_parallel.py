@@ -259,8 +259,10 @@ def test_a_file_is_cut_when_it_is_loaded(tmp_path: Path) -> None:
     shard = load_shard(path, cp_rank=1)
     assert "rank 0 cp_rank 1" in repr(shard)
     assert next(shard.micro_batches())["sequences"].tolist() == [3, 4, 5, 99, 7, 8]
-    with pytest.raises(InvalidArgumentError, match=r"cp_rank is 2 and cp_size is 2; expected 0..1"):
-        load_shard(path, cp_rank=2)
+    # An environment variable is a string.
+    for wrong in (2, -1, "0", 0.5):
+        with pytest.raises(InvalidArgumentError, match=rf"cp_rank is {wrong!r} and cp_size is 2; expected 0..1"):
+            load_shard(path, cp_rank=wrong)  # type: ignore[arg-type]
     path = tmp_path / "rank-001.safetensors"
     path.write_bytes(join(whole.shards[0].iovec()))
     with pytest.raises(FailedPreconditionError, match="cp_rank is 0, but the run has cp_shards: none; create it with"):

@@ -18,10 +18,10 @@ NO_LABEL = -100
 def cut_shard(tensors: Tensors, metadata: dict[str, Any], cp_rank: int) -> tuple[Tensors, dict[str, Any]]:
     """Return the tensors of a context-parallel rank, and the metadata with its `cp_rank`. Tensors with one value per
     row are whole. Raises FailedPreconditionError if the run does not cut shards."""
-    where = f"run {metadata['run']!r}: cp_rank is {cp_rank}"
+    where = f"run {metadata['run']!r}: cp_rank is {cp_rank!r}"
     if (cut := metadata.get("context_parallel")) is None:
         raise FailedPreconditionError(f"{where}, but the run has cp_shards: none; create it with cp_size and cp_shards")
-    if not 0 <= cp_rank < cut["size"]:
+    if cp_rank not in range(cut["size"]):
         raise InvalidArgumentError(f"{where} and cp_size is {cut['size']}; expected 0..{cut['size'] - 1}")
     result = {name: raw for name, raw in tensors.items() if "/" not in name}
     for prefix in dict.fromkeys(name.partition("/")[0] for name in tensors if "/" in name):
