@@ -12,8 +12,9 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from gristmill.errors import GristmillError, InvalidArgumentError
-from gristmill_recorder.calls import Calls, read_body, read_document, unchanged
+from gristmill_recorder.calls import Calls, read_body, read_document
 from gristmill_recorder.engines.connection import Engine, query_of, request_headers
+from gristmill_recorder.exchange import unchanged
 from gristmill_recorder.languages.paths import RECORDED, form_at
 from gristmill_recorder.metrics import Metrics
 from gristmill_recorder.names import TrajectoryName, split
