@@ -76,7 +76,7 @@ def test_keys_of_steps_reach_the_micro_batches(client: RolloutClient, trainer: T
 def test_components_of_rewards_come_with_the_last_step_and_reach_the_micro_batches(
     client: RolloutClient, trainer: TrainerClient
 ) -> None:
-    client.create_run(CONFIG | {"advantage_estimator": "gdpo", "component_weights": {"format": 0.5}})
+    client.create_run(CONFIG | {"advantage_estimator": "gdpo", "component_weights": {"correct": 1.0, "format": 0.5}})
     for uid in client.begin_groups(prompts(0, 2), tag="math"):
         for sample in range(2):
             with client.trajectory(uid, sample) as trajectory:

@@ -57,7 +57,7 @@ def test_each_component_is_compared_by_itself_and_then_they_are_added_by_their_w
     """Of (0, 1) `grpo` makes ∓0.5 / 0.707..; of (4, 0) ±2 / 2.828..; so that with equal weights both cancel."""
     rows = rows_of({"correct": 0.0, "format": 4.0}, {"correct": 1.0, "format": 0.0})
     half = 0.5 / (np.sqrt(0.5) + 1e-6)
-    assert advantages(rows, component_weights={"format": 0.0}) == pytest.approx([-half, half])
+    assert advantages(rows, component_weights={"correct": 1.0, "format": 0.0}) == pytest.approx([-half, half])
     assert advantages(rows) == pytest.approx([0.0, 0.0], abs=1e-5)
     raw = {"grpo_norm_by_std": False, "component_weights": {"correct": 3.0, "format": 0.5}}
     assert advantages(rows, **raw) == [0.5 * 2.0 - 3.0 * 0.5, 3.0 * 0.5 - 0.5 * 2.0]
@@ -96,7 +96,17 @@ def test_one_component_with_weight_1_is_grpo_of_it(components: list[dict[str, fl
         ),
         ([{"a": 1.0}, {}], {}, "uid 'p' sample 1 step 0: reward_components is missing, and advantage_estimator: gdpo"),
         ([{"a": 1.0}, {}], {"advantage_estimator": "grpo"}, "sample 1 step 0: reward_components has none"),
-        ([{"a": 1.0}] * 2, {"component_weights": {"c": 2.0}}, "reward_components has no 'c', which component_weights"),
+        (
+            [{"a": 1.0}] * 2,
+            {"component_weights": {"a": 1.0, "c": 2.0}},
+            "reward_components has 'a', and component_weights has 'a', 'c'; set a weight for each",
+        ),
+        # A component that was sent for metrics was trained, with weight 1.
+        (
+            [{"a": 1.0, "turns": 9.0}] * 2,
+            {"component_weights": {"a": 1.0}},
+            r"reward_components has 'a', 'turns', and component_weights has 'a'; .* \(0: for metrics alone\)",
+        ),
         ([{"a": 3e38}, {"a": -3e38}], {"grpo_norm_by_std": False, "component_weights": {"a": 9}}, "advantage is 2.7"),
     ],
 )

@@ -263,7 +263,7 @@ def _of_components(trajectories: list[Trajectory], tokens: list[int], config: Co
     total, by_grpo = [0.0] * len(every), {**config, "advantage_estimator": "grpo"}
     for name in sorted(every[0]) if every else []:
         advantages = _of_groups(trajectories, [float(one[name]) for one in every], tokens, by_grpo)
-        weight = config["component_weights"].get(name, 1.0)
+        weight = (config["component_weights"] or dict.fromkeys(every[0], 1.0))[name]
         total = [one + weight * advantage for one, advantage in zip(total, advantages, strict=True)]
     return total
 

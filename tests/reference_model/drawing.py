@@ -167,7 +167,7 @@ def _credit(random: Random, config: Config) -> None:
     if estimator == "rae":
         config["rae"] = some([None, {"decay": some([0.0, 0.5, 1.0])}])
     if estimator == "gdpo":
-        config["component_weights"] = some([{}, {"format": 0.5}, {"correct": 2.0, "format": 0.0}])
+        config["component_weights"] = some([{}, {"correct": 1.0, "format": 0.5}, {"correct": 2.0, "format": 0.0}])
     if random.random() < 0.4 and estimator not in ("none", "gdpo", "gigpo"):
         if random.random() < 0.3 and estimator not in ("gae", "reinforce++", "otb"):
             config["kl_in_reward"] = {"coef": some([0.0, 1.0, 0.1]), "column": "kl_sum"}

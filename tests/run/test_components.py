@@ -33,7 +33,7 @@ def test_all_last_steps_of_a_run_have_the_same_components_or_none_also_after_a_r
 
 
 def test_a_row_without_the_components_that_the_estimator_reads_is_refused_alone() -> None:
-    bench = Bench(advantage_estimator="gdpo", component_weights={"x": 2.0})
+    bench = Bench(advantage_estimator="gdpo", component_weights={"x": 2.0, "y": 1.0})
     good = row("a", reward_components={"x": 1.0, "y": 0.0})
     other = [row("b"), row("c", reward_components={"y": 1.0}), row("d", reward_components={"x": 1.0})]
     invalid = row("e", reward_components={"x": 1.0, "y": 0.0})
@@ -45,8 +45,8 @@ def test_a_row_without_the_components_that_the_estimator_reads_is_refused_alone(
     ]
     problems = [
         "uid 'b' sample 0 step 0: reward_components is missing, and advantage_estimator: gdpo reads it; send it",
-        "uid 'c' sample 0 step 0: reward_components has no 'x', which component_weights names; send it",
-        "uid 'd' sample 0 step 0: reward_components has 'x', and other trajectories of this run have 'x', 'y'; send",
+        "uid 'c' sample 0 step 0: reward_components has 'y', and component_weights has 'x', 'y'; set a weight",
+        "uid 'd' sample 0 step 0: reward_components has 'x', and component_weights has 'x', 'y'; set a weight",
         "uid 'e' sample 0 step 0: reward_components.x is inf; it must be finite in float32",
     ]
     for (_, error), problem in zip(sorted(taken.refused.items()), problems, strict=True):

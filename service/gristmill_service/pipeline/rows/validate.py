@@ -285,20 +285,25 @@ def checked_components(steps: Steps, row: int, others: tuple[str, ...] | None, c
     """Returns the names in the `reward_components` of a last step.
 
     others: the names of the run's other trajectories; None for the first. Raises InvalidArgumentError naming the row if
-    the names differ from them, or if the estimator needs components that the row does not have.
+    the names differ from them, or from those with weights if the estimator reads components.
     """
     names = () if steps.reward_components is None else tuple(from_text(steps.reward_components[row]))
-    lacking = [name for name in config.component_weights if name not in names]
+    weights = tuple(sorted(config.component_weights)) if config.estimator.reads_components else ()
     if config.estimator.reads_components and not names:
         problem = f"is missing, and advantage_estimator: {config.advantage_estimator} reads it; send it"
-    elif config.estimator.reads_components and lacking:
-        problem = f"has no {lacking[0]!r}, which component_weights names; send it"
+    elif weights and names != weights:
+        problem = f"has {_listed(names)}, and component_weights has {_listed(weights)}; set a weight for each (0: for "
+        problem += "metrics alone), and send each"
     elif others not in (None, names):
-        has, have = (", ".join(map(repr, some)) or "none" for some in (names, others or ()))
-        problem = f"has {has}, and other trajectories of this run have {have}; send the same names"
+        problem = f"has {_listed(names)}, and other trajectories of this run have {_listed(others or ())}; send the "
+        problem += "same names"
     else:
         return names
     raise InvalidArgumentError(f"{steps.name(row)}: reward_components {problem} with each trajectory's last step")
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names)) or "none"
 
 
 def check_partitions(steps: Steps, config: RunConfig) -> None:
