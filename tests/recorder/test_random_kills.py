@@ -1,8 +1,12 @@
-"""Whatever is killed while agents call, each answer that an agent has read is trained, and once."""
+"""Whatever is killed while agents call, each answer that an agent has read is trained, and once.
+
+`RECORDED_CALLS=1000 RECORDER_KILLS=20` makes it longer.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import random
 import socket
 import time
@@ -23,7 +27,9 @@ from tests.serving import StartService
 
 pytestmark = pytest.mark.slow
 
-AGENTS, TRAJECTORIES, TURNS, KILLS = 6, 4, 3, 3
+AGENTS, TURNS = 6, 3
+TRAJECTORIES = int(os.environ.get("RECORDED_CALLS", "72")) // (AGENTS * TURNS)
+KILLS = int(os.environ.get("RECORDER_KILLS", "3"))
 RUN = "my-run"
 
 
@@ -42,11 +48,11 @@ def send(url: str, body: dict[str, Any]) -> bytes:
     return b""
 
 
-def ask(base: str, turn: str, *, is_streamed: bool) -> str:
+def ask(base: str, turn: str, history: list[dict[str, str]], *, is_streamed: bool) -> str:
     """Makes a call until it is answered, as agents' libraries do; returns what the answer said."""
     for attempt in count():
         text = f"{turn}/{attempt}"
-        messages = [{"role": "user", "content": f"say {text}"}]
+        messages = [*history, {"role": "user", "content": f"say {text}"}]
         answer = send(f"{base}/v1/chat/completions", {"model": "toy", "messages": messages, "stream": is_streamed})
         if answer.endswith(b"[DONE]\n\n" if is_streamed else b"}"):
             return text
@@ -58,24 +64,30 @@ def agent(url: str, number: int) -> list[str]:
     read = []
     for name in (f"{number}-{trajectory}" for trajectory in range(TRAJECTORIES)):
         base = f"{url}/runs/{RUN}/uid/{name}/sample/0"
-        read += [ask(base, f"{name}/{turn}", is_streamed=(number + turn) % 2 == 0) for turn in range(TURNS)]
+        history: list[dict[str, str]] = []
+        for turn in range(TURNS):
+            read.append(ask(base, f"{name}/{turn}", history, is_streamed=(number + turn) % 2 == 0))
+            said = {"role": "user", "content": f"say {read[-1]}"}, {"role": "assistant", "content": read[-1]}
+            history += said
         while not send(f"{base}/finish", {"reward": 1.0}):
             pass
     return read
 
 
+@pytest.mark.parametrize("splice", ["off", "on"])
 def test_what_was_read_is_trained_once_whatever_is_killed(
-    start_recorder: StartRecorder, start_service: StartService, engine: Engine, tmp_path: Path
+    start_recorder: StartRecorder, start_service: StartService, engine: Engine, tmp_path: Path, splice: str
 ) -> None:
     flags = ("--journal-dir", str(tmp_path / "runs"), "--shared-memory-dir", str(tmp_path))
     service = start_service(*flags)
-    create_run(service.grpc_address, RUN, max_buffered_batches=1000)
+    create_run(service.grpc_address, RUN, max_buffered_batches=10_000)
     with socket.create_server(("127.0.0.1", 0)) as server:
         listen = f"127.0.0.1:{server.getsockname()[1]}"
     chance = random.Random(7)
 
     def recorder() -> Any:
-        return start_recorder(engine.url, service.grpc_address, "--http-address", listen, "--finish-wait-s", "1")
+        flags = ("--http-address", listen, "--finish-wait-s", "1", "--splice", splice)
+        return start_recorder(engine.url, service.grpc_address, *flags)
 
     running = recorder()
     with ThreadPoolExecutor(AGENTS) as pool:
