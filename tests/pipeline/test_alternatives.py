@@ -146,6 +146,22 @@ def test_what_is_no_list_of_settings_is_refused(text: str) -> None:
         parse_changes(text)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(f"gamma={value}" for value in ("9" * 4500, "[" * 3000, "2026-99-01", "2026-01-01", "!!set {a}", "[" * 9999)),
+        "micro_batch={2026-01-01: 1}",
+        # With more of such lists a few hundred characters become gigabytes.
+        "micro_batch={a: &a [1, 1, 1], b: &b [*a, *a, *a], c: [*b, *b, *b]}",
+    ],
+    ids=lambda text: text[:20],
+)
+def test_values_that_no_setting_could_have_are_refused_and_no_errors_of_the_service(text: str) -> None:
+    """The page's API answered 500 to them."""
+    with pytest.raises(InvalidArgumentError, match="write NAME=VALUE, separated by commas"):
+        parse_changes(text)
+
+
 def test_a_setting_given_twice_is_refused() -> None:
     """The last value was taken, silently."""
     with pytest.raises(InvalidArgumentError, match="'merge=none,merge=prefix' sets merge twice; write its other value"):

@@ -31,6 +31,7 @@ from gristmill_service.pipeline.plan_document import performance
 from gristmill_service.pipeline.rows.merge import kept_tokens
 from gristmill_service.pipeline.scheduling.plan import MiniBatchPlan
 from gristmill_service.pipeline.scored_batch import ScoredBatch, score_batch
+from gristmill_service.validation_messages import shown
 
 Changes = Mapping[str, Any]
 """Settings that differ from the run's own, by name."""
@@ -46,6 +47,7 @@ FREED = "needs what is freed with the batch's rows: their tokens, rewards of ste
 _NO_ADVANTAGES = "advantages need rows with rewards, and every column that trainers write for them"
 
 
+_LONGEST = 4096
 _ASSIGNED = re.compile(r"(^|,)\s*([a-z_]+)\s*=")
 
 
@@ -117,18 +119,27 @@ class Sealed(NamedTuple):
 
 def parse_changes(text: str) -> Changes:
     """Parses settings such as `advantage_estimator=rloo,whiten=batch`; values are YAML."""
-    document = "{" + _ASSIGNED.sub(r"\1 \2: ", text) + "}"
-    try:
-        changes, root = yaml.safe_load(document), yaml.compose(document, yaml.SafeLoader)
-    except yaml.YAMLError:
-        changes, root = {}, None
-    if root is None or not changes or not changes.keys() <= {match[2] for match in _ASSIGNED.finditer(text)}:
-        raise InvalidArgumentError(f"{text!r} is not a list of settings; write NAME=VALUE, separated by commas")
-    names = [key.value for key, _ in root.value]
+    names, changes = _parsed("{" + _ASSIGNED.sub(r"\1 \2: ", text) + "}") if len(text) <= _LONGEST else ([], {})
+    if not changes or not changes.keys() <= {match[2] for match in _ASSIGNED.finditer(text)}:
+        raise InvalidArgumentError(f"{shown(text)} is not a list of settings; write NAME=VALUE, separated by commas")
     if len(changes) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise InvalidArgumentError(f"{text!r} sets {twice} twice; write its other value as another alternative")
-    return dict(changes)
+    return changes
+
+
+def _parsed(document: str) -> tuple[list[str], dict[str, Any]]:
+    """Returns a YAML mapping and all names in it. Both are empty for other text, for values that JSON does not have,
+    and for aliases, with which a short text may become a very long one."""
+    try:
+        root = yaml.compose(document, yaml.SafeLoader)
+        if root is None or any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(document, yaml.SafeLoader)):
+            return [], {}
+        changes: dict[str, Any] = yaml.safe_load(document)
+        json.dumps(changes)
+        return [key.value for key, _ in root.value], changes
+    except (TypeError, ValueError, RecursionError, yaml.YAMLError):
+        return [], {}
 
 
 def changed(config: RunConfig, changes: Changes) -> RunConfig:
