@@ -53,9 +53,9 @@ demo: setup  ## Watch a small multi-turn RL run train through gristmill (under 4
 test: dev  ## Run all tests but the slow ones: 8 minutes on two cores
 	$(PYTEST) -m "not slow" --durations 10 --durations-min 5
 
-# Slow tests wait more than they compute: three for each two cores.
+# Slow tests wait more than they compute: three for each two cores. tests/conftest.py has the files that begin first.
 test-slow: dev  ## Run the slow tests: those that start processes or wait for real time
-	$(PYTEST) -m slow -n $$(($$(nproc) * 3 / 2)) --durations 20 --durations-min 5
+	$(PYTEST) -m slow -n $$(($$(nproc) * 3 / 2)) --no-loadscope-reorder --durations 20 --durations-min 5
 
 test-laws: dev  ## Run the laws with four times as many examples, by hand and before a release
 	LAW_EXAMPLES=200 $(PYTEST) $(LAWS)

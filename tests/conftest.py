@@ -10,7 +10,7 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -51,6 +51,23 @@ TESTS = Path(__file__).parent
 # Tests in these folders, and tests that use these fixtures, start processes or wait for real time.
 SLOW_FOLDERS = {"demo", "deploy", "faults", "image", "release", "tools"}
 SLOW_FIXTURES = {"browser", "service_process", "start_recorder", "start_service"}
+# These take longest, and begin first, so that no process is left alone with one of them at the end.
+LONGEST_FILES = (
+    "tools/chaos/test_chaos.py",
+    "demo/test_demo.py",
+    "page/test_accessibility.py",
+    "tools/power_loss/test_power_loss.py",
+    "page/test_page.py",
+    "faults/test_journal_faults.py",
+    "serve/test_process.py",
+    "serve/test_tracing.py",
+    "client/test_columns.py",
+    "faults/test_redis_faults.py",
+    "serve/test_logs.py",
+    "recorder/test_kills.py",
+    "run/test_recovery.py",
+    "redis/test_failover.py",
+)
 # These run each in a virtual environment of its own, by targets of their own.
 OTHER_TARGETS = {"trainers", "environments"}
 # Of processor time: a busy machine makes a test wait, but not compute more, except that two threads of one core compute
@@ -58,18 +75,25 @@ OTHER_TARGETS = {"trainers", "environments"}
 MAX_FAST_S = math.inf if "LAW_EXAMPLES" in os.environ else 20.0
 
 
+def rank_of(item: pytest.Item) -> int:
+    """Return the place of a test's file among those that begin first; the others are behind them."""
+    file = item.path.relative_to(TESTS).as_posix()
+    return LONGEST_FILES.index(file) if file in LONGEST_FILES else len(LONGEST_FILES)
+
+
 def folder_of(item: pytest.Item) -> str:
     """Return the folder of `tests` that a test is in, or its file's name at the top."""
     return item.path.relative_to(TESTS).parts[0]
 
 
-# Before pytest deselects tests by their markers.
+# Before pytest deselects tests by their markers, and after pytest-randomly has shuffled them.
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
-    """Mark tests slow by their folder and fixtures: CONTRIBUTING.md says which tier a test belongs to."""
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark tests slow by their folder and fixtures: CONTRIBUTING.md says which tier a test belongs to. Order files."""
     for item in items:
         if folder_of(item) in SLOW_FOLDERS or not SLOW_FIXTURES.isdisjoint(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.slow)
+    items.sort(key=rank_of)
 
 
 def processor_time() -> float:

@@ -15,7 +15,7 @@ from gristmill_service.config import MERGE_MODES
 
 Row = dict[str, Any]
 
-# Of laws that make rollouts: few examples each time, and many where `make test-slow` asks for them.
+# Of laws that make rollouts: few examples each time, and many where `make test-laws` asks for them.
 LAW = settings(
     deadline=None,
     max_examples=int(os.environ.get("LAW_EXAMPLES", "50")),

@@ -338,7 +338,7 @@ def test_an_accepted_row_ends_in_exactly_one_batch_or_is_dropped_exactly_once(
 
 
 @pytest.mark.slow
-@settings(max_examples=200, deadline=None)
+@settings(LAW, max_examples=2 * LAW.max_examples)
 @given(SETTINGS, LOGS, st.lists(st.one_of(*WRITES, RESUME, ACKNOWLEDGE, MAKE_BATCHES, REOPEN), min_size=12))
 def test_a_batch_is_completed_with_what_one_incarnation_wrote_each_column_in_its_place(
     chosen: dict[str, Any], log: type[RecordingLog], commands: list[tuple[Any, ...]]

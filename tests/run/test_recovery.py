@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gristmill.errors import (
@@ -38,7 +38,7 @@ from tests.run.deltas import Sender
 from tests.run.harness import CONFIG, Bench, BuildBatch, build_all, contents, group_rows, key, open_run, row, table
 from tests.run.logs import lose_rows
 from tests.run.test_laws import COMMANDS, MISALIGNED, SETTINGS, act
-from tests.strategies import Row
+from tests.strategies import LAW, Row
 
 pytestmark = pytest.mark.usefixtures("one_token_is_left_out")
 
@@ -377,6 +377,7 @@ class TestOtherRanks:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+@settings(LAW, max_examples=LAW.max_examples // 2)
 @given(st.data())
 def test_whenever_it_dies_every_row_is_in_one_batch_or_dropped_once(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

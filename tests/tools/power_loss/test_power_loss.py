@@ -14,6 +14,7 @@ from tests.tools.power_loss.image import PROMISED_S
 
 # A busy machine syncs late: the figure is of the campaign by hand.
 TOLERANCE_S = 2.0
+LOAD_S = 4.0
 
 
 @pytest.mark.parametrize("fsync", PROMISED_S)
@@ -25,6 +26,8 @@ def test_no_batch_fails_nothing_is_trained_twice_and_no_more_is_lost_than_promis
         pytest.skip("needs a C compiler")
     library = compiled(tmp_path, compiler)
     for seed in (0, 1):
-        findings = campaign(tmp_path / "campaign", library, fsync, images=5, seed=seed, tolerance_s=TOLERANCE_S)
+        findings = campaign(
+            tmp_path / "campaign", library, fsync, images=5, seed=seed, seconds=LOAD_S, tolerance_s=TOLERANCE_S
+        )
         assert findings.images == 5
         assert not findings.wrong
