@@ -313,6 +313,11 @@ def test_a_required_setting_that_is_missing_is_named(name: str) -> None:
             "kl_in_reward changes rewards, and advantage_estimator: gigpo compares steps by the rewards that were sent",
         ),
         (GIGPO | {"whiten": "trajectories"}, "gigpo computes one per step; use whiten: batch or mini_batch"),
+        # In self-play each agent has one trajectory in a group: all groups were replaced, and no batch was ever sealed.
+        (
+            {"advantage_estimator": "rae", "zero_variance_filter": "replace"},
+            "zero_variance_filter: replace .* compares scores with running baselines, .* leave zero_variance_filter",
+        ),
         ({"step_groups": {"key": "uid"}}, "step_groups.key: input should be 'step_key' or 'index', got 'uid'"),
         ({"component_weights": {"a": "x"}}, "component_weights.a: input should be a valid number, got 'x'"),
         ({"component_weights": {"": 1}}, "component_weights"),

@@ -165,6 +165,7 @@ def _credit(random: Random, config: Config) -> None:
     if random.random() < 0.3:
         config["episode_agents"] = some([[], ["solver"], ["solver", "proposer"]])
     if estimator == "rae":
+        config.pop("zero_variance_filter", None)
         config["rae"] = some([None, {"decay": some([0.0, 0.5, 1.0])}])
     if estimator == "gdpo":
         config["component_weights"] = some([{}, {"correct": 1.0, "format": 0.5}, {"correct": 2.0, "format": 0.0}])

@@ -100,7 +100,7 @@ def _served(rows: list[Row], config: Config) -> Config:
     kept = {name: value for name, value in config.items() if name not in ("on_misaligned", "tag_shares")}
     trainers = {"source": "trainer"} if len(rows) % 2 and config["advantage_estimator"] != "rae" else {}
     columns = [column | (trainers if column["name"] in _CREDIT else {}) for column in config.get("columns", [])]
-    if len(rows) % 3 == 0:
+    if len(rows) % 3 == 0 and config["advantage_estimator"] != "rae":
         kept["zero_variance_filter"] = "replace"
     return DEFAULTS | kept | {"columns": columns, "seal_order": "completion", "max_buffered_batches": 8}
 

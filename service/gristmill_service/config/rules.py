@@ -75,10 +75,18 @@ def check(config: RunConfig) -> None:
 
 
 def _check_running(config: RunConfig) -> None:
+    if not isinstance(config.estimator, RunningEstimator):
+        return
+    if config.zero_variance_filter is not None:
+        raise InvalidArgumentError(
+            f"zero_variance_filter: {config.zero_variance_filter} leaves out groups of equal scores, and "
+            f"advantage_estimator: {config.advantage_estimator} compares scores with running baselines, also where a "
+            "group has one trajectory of each agent; leave zero_variance_filter out"
+        )
     kl = config.kl_in_reward
     read = set() if kl is None else {config.kl_from, "ref_logprobs", kl.column}
     awaited = [column.name for column in config.written_columns if column.name in read]
-    if isinstance(config.estimator, RunningEstimator) and awaited:
+    if awaited:
         raise InvalidArgumentError(
             f"advantage_estimator: {config.advantage_estimator} reads scores in the order in which batches are sealed, "
             f"and with kl_in_reward they wait for the column {awaited[0]}, which trainers write in any order; let "
