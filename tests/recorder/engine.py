@@ -8,7 +8,7 @@ and what is refused.
 A token is a byte of the text; 256 and 257 begin and end a turn, as in ChatML. The last message says what is answered:
 `say WORDS`, `think WORDS; WORDS` (reasoning, then words), `call NAME JSON` (a tool), `hold NAME WORDS` (once the test
 lets NAME go), `short WORDS` (cut at a length: without END), or what goes wrong: `fail STATUS`, `cut AFTER` (tokens),
-`wait SECONDS WORDS`, `tokenless WORDS`, `mute`.
+`wait SECONDS WORDS`, `tokenless WORDS`, `mute`; `words JSON` has all fields of Words.
 `reload WORDS` samples the first two tokens by weights 3 and the rest by 4, and has routes that nobody asked for.
 Anything else is answered with `ok`.
 """
@@ -31,18 +31,22 @@ FAILURE = {"error": {"message": "failed on request", "type": "BadRequestError", 
 
 @dataclass(frozen=True)
 class Words:
-    """What is said: in this order, as the model's own tokens."""
+    """What is said: in this order, as the model's own tokens. id: of the answer, and of the call of the tool."""
 
     reasoning: str = ""
     text: str = ""
     tool: tuple[str, str] | None = None
     is_cut: bool = False
+    id: str = "call-1"
 
     @property
     def spoken(self) -> str:
-        thought = f"<think>{self.reasoning}</think>" if self.reasoning else ""
         call = f"<tool_call>{self.tool[0]} {self.tool[1]}</tool_call>" if self.tool else ""
-        return thought + self.text + call
+        return self.thought + self.text + call
+
+    @property
+    def thought(self) -> str:
+        return f"<think>{self.reasoning}</think>" if self.reasoning else ""
 
 
 def tokens_of(text: str) -> list[int]:
@@ -236,6 +240,8 @@ def _words(script: str, number: int = 0) -> Words:
     if verb == "call":
         name, _, arguments = rest.partition(" ")
         return Words(tool=(name, arguments))
+    if verb == "words":
+        return Words(**json.loads(rest))
     if verb in ("wait", "hold"):
         return Words(text=rest.partition(" ")[2] + more)
     if verb == "cut":
@@ -260,7 +266,7 @@ class _Form:
         self._ids = "response_token_ids" if is_sglang else "token_ids"
         asked = body.get("logprobs")
         self._has_logprobs = bool(asked) if kind == "chat" else asked is not None
-        self._base = {"id": f"{kind}-1", "created": 1, "model": body.get("model", "toy")}
+        self._base = {"id": f"{kind}-{_words(script).id}", "created": 1, "model": body.get("model", "toy")}
         self._object = {"chat": "chat.completion", "completion": "text_completion"}[kind]
 
     def whole(self, prompts: list[list[int]], said: list[Words], count: int) -> dict[str, Any]:
@@ -326,7 +332,7 @@ class _Form:
         if self._kind == "completion":
             part["text"] = text
         else:
-            part["delta"] = _delta(words, text, position, is_last)
+            part["delta"] = _delta(words, text, position)
         if self._has_logprobs:
             part["logprobs"] = self._logprobs([tokens[position]], [logprobs_for(len(tokens))[position]])
         if self._has_ids and (self._kind == "completion" or not self._is_sglang):
@@ -358,22 +364,22 @@ def _message(words: Words) -> dict[str, Any]:
     if words.reasoning:
         message["reasoning"] = words.reasoning
     if words.tool:
-        message["tool_calls"] = [_call(words.tool)]
+        message["tool_calls"] = [_call(words.tool, words.id)]
     return message
 
 
-def _call(tool: tuple[str, str]) -> dict[str, Any]:
-    return {"id": "call-1", "type": "function", "function": {"name": tool[0], "arguments": tool[1]}}
+def _call(tool: tuple[str, str], call_id: str) -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": {"name": tool[0], "arguments": tool[1]}}
 
 
-def _delta(words: Words, text: str, position: int, is_last: bool) -> dict[str, Any]:
+def _delta(words: Words, text: str, position: int) -> dict[str, Any]:
     """A tool call is one chunk; control tokens have no text."""
-    if words.tool:
-        return {"tool_calls": [{"index": 0, **_call(words.tool)}]} if not position else {}
-    thought = len(f"<think>{words.reasoning}</think>".encode()) if words.reasoning else 0
+    thought, said = len(words.thought.encode()), len((words.thought + words.text).encode())
     if position < thought:
         is_spoken = len("<think>") <= position < thought - len("</think>")
         return {"reasoning": text} if is_spoken else {}
+    if words.tool and position >= said:
+        return {"tool_calls": [{"index": 0, **_call(words.tool, words.id)}]} if position == said else {}
     return {"content": text} if text else {}
 
 

@@ -78,6 +78,16 @@ def test_texts_of_the_system_are_one_and_a_line_that_changes_with_each_call_is_l
     assert engine.requests[-1]["messages"] == [{"role": "system", "content": "Be brief."}, user("say hi")]
 
 
+def test_a_system_text_after_an_answer_stays_in_its_place(recorder: Recorder, engine: Engine, run: str) -> None:
+    first: Any = [user("say hi"), {"role": "system", "content": "Be brief."}]
+    with agent(recorder, run) as client:
+        ask(client, [*first, {"role": "assistant", "content": "hi"}, {"role": "system", "content": "say so"}])
+    assert engine.requests[-1]["messages"] == [
+        {"role": "system", "content": "Be brief."},
+        *(user("say hi"), {"role": "assistant", "content": "hi"}, user("say so")),
+    ]
+
+
 @pytest.mark.parametrize(
     ("choice", "sent"),
     [

@@ -81,6 +81,25 @@ def test_a_custom_tool_gets_what_the_model_wrote_if_it_is_no_input(recorder: Rec
     assert item.input == "+ b"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_tool_of_a_namespace_has_a_longer_name_for_the_model_alone(
+    recorder: Recorder, engine: Engine, run: str, stream: bool
+) -> None:
+    tools: Any = [{"type": "namespace", "name": "eyes", "description": "Senses.", "tools": [*TOOLS, PATCH]}]
+    items: list[Any] = [{"role": "user", "content": 'call eyes__look {"at": "clock"}'}]
+    with recorder.openai(run) as client:
+        looked = call(client, items, stream, tools=tools)
+        (item,) = looked.output
+        assert (item.type, item.namespace, item.name) == ("function_call", "eyes", "look")
+        items += [*sent_back(looked), {"type": "function_call_output", "call_id": item.call_id, "output": "say noon"}]
+        assert call(client, items, stream, tools=tools).output_text == "noon"
+    sent = engine.requests[-1]
+    functions = [tool["function"] for tool in sent["tools"]]
+    assert [each["name"] for each in functions] == ["eyes__look", "eyes__patch"]
+    assert [each["description"] for each in functions] == ["Senses.\n\nLook.", "Patch."]
+    assert sent["messages"][1]["tool_calls"][0]["function"]["name"] == "eyes__look"
+
+
 def test_the_events_of_a_stream_are_numbered_and_each_item_ends_as_it_is_in_the_response(
     recorder: Recorder, run: str
 ) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Iterator, Mapping
+from itertools import takewhile
 from typing import Any
 
 import orjson
@@ -66,8 +67,9 @@ def _chat_of(document: Document) -> Document:
 
 
 def _system(document: Document) -> Iterator[Document]:
-    """Yields one system message with all system texts, or nothing."""
-    contents = [document.get("system") or (), *(m["content"] for m in document.get("messages") or () if _is_system(m))]
+    """Yields one system message with all system texts before the first answer, or nothing."""
+    first = takewhile(lambda message: message.get("role") != "assistant", document.get("messages") or ())
+    contents = [document.get("system") or (), *(message["content"] for message in first if _is_system(message))]
     parts = [part for content in contents for part in _texts(content) if not part.startswith(_BILLING)]
     if parts:
         yield {"role": "system", "content": "".join(parts)}
@@ -84,10 +86,15 @@ def _texts(content: Any) -> list[str]:
 
 
 def _messages(messages: Any) -> Iterator[Document]:
-    for message in messages:
-        if _is_system(message):
-            continue
+    """Yields the messages but for the first system texts. A later system message stays in its place, so that earlier
+    prompts do not change; as the user's, because many templates take a system's words only at the start."""
+    roles = [message.get("role") for message in messages]
+    for place, message in enumerate(messages):
         role, content = message.get("role"), message.get("content")
+        if role == "system":
+            if "assistant" not in roles[:place]:
+                continue
+            role = "user"
         if isinstance(content, str):
             yield {"role": role, "content": content}
         elif role == "assistant":

@@ -43,6 +43,7 @@ _REPEATED: Document = {
 _STATEFUL = "the recorder does not store responses"
 _LOGPROBS = "message.output_text.logprobs"
 _CALLS = ("function_call", "custom_tool_call")
+_NAMES = ("namespace", "name")
 # The argument that stands for the input of a custom tool, which is a text.
 _INPUT = "input"
 
@@ -64,7 +65,7 @@ class ResponsesForm(ChatForm):
         super().__init__("chat/completions", chat, asking)
         self.api = "responses"
         self._repeated = {name: document.get(name) or value for name, value in _REPEATED.items()}
-        self._custom = {tool["name"] for tool in document.get("tools") or () if tool["type"] == "custom"}
+        self._tools = {_full_name(tool): tool for tool in _tools(document)}
 
     def whole(self, answer: Document) -> Document:
         return self.response(Completion.of(answer))
@@ -97,14 +98,20 @@ class ResponsesForm(ChatForm):
             return {**item, "summary": [], "content": [{"type": "reasoning_text", "text": text}] if is_whole else []}
         if block.kind == "text":
             return {**item, "role": "assistant", "content": [_part(text)] if is_whole else []}
-        call = {**item, "call_id": block.id, "name": block.name}
-        if block.name in self._custom:
+        call = {**item, "call_id": block.id, **self.name(block)}
+        if item["type"] == "custom_tool_call":
             return {**call, "input": custom_input(block) if is_whole else ""}
         return {**call, "arguments": text}
 
+    def name(self, block: Block) -> Document:
+        """Returns the name of the tool of a call, and its namespace if it has one."""
+        tool = self._tools.get(block.name) or {"name": block.name}
+        return {name: tool[name] for name in _NAMES if name in tool}
+
     def kind(self, block: Block) -> str:
         if block.kind == "call":
-            return "custom_tool_call" if block.name in self._custom else "function_call"
+            tool = self._tools.get(block.name) or {}
+            return "custom_tool_call" if tool.get("type") == "custom" else "function_call"
         return "reasoning" if block.kind == "thought" else "message"
 
 
@@ -145,7 +152,7 @@ def _chat_of(document: Document) -> Document:
         chat["reasoning_effort"] = effort
     if response_format := _format((document.get("text") or {}).get("format")):
         chat["response_format"] = response_format
-    if tools := document.get("tools"):
+    if tools := _tools(document):
         chat["tools"] = [_tool(tool) for tool in tools]
         chat["tool_choice"] = _choice(document.get("tool_choice") or "auto")
     return chat
@@ -160,15 +167,38 @@ def _format(asked: Mapping[str, Any] | None) -> Document | None:
     return {"type": "json_schema", "json_schema": schema}
 
 
+def _tools(document: Document) -> list[Document]:
+    """Returns the tools of a call. Those of a namespace, as Codex groups them, are returned each with its name."""
+    return [member for tool in document.get("tools") or () for member in _members(tool)]
+
+
+def _members(tool: Document) -> Iterator[Document]:
+    """Yields the tools of a namespace, the first with the description of all; another tool as it is."""
+    if tool["type"] != "namespace":
+        yield tool
+        return
+    shared = tool.get("description")
+    for member in tool["tools"]:
+        described = "\n\n".join(filter(None, (shared, member.get("description"))))
+        yield {**member, "namespace": tool["name"], "description": described}
+        shared = None
+
+
+def _full_name(tool: Mapping[str, Any]) -> str:
+    """Returns the name of a tool, or of a call of one, in a chat completion, which has no namespaces."""
+    return "__".join(tool[name] for name in _NAMES if tool.get(name))
+
+
 def _tool(tool: Mapping[str, Any]) -> Document:
     kind = tool["type"]
     if kind == "function":
-        names = ("name", "description", "parameters", "strict")
-        return {"type": "function", "function": {name: tool[name] for name in names if tool.get(name) is not None}}
+        names = ("description", "parameters", "strict")
+        function = {name: tool[name] for name in names if tool.get(name) is not None}
+        return {"type": "function", "function": {"name": _full_name(tool), **function}}
     if kind == "custom":
         parameters = {"type": "object", "properties": {_INPUT: {"type": "string"}}, "required": [_INPUT]}
         described = "\n\n".join(text for text in (tool.get("description"), _grammar(tool)) if text)
-        function = {"name": tool["name"], "description": described, "parameters": parameters}
+        function = {"name": _full_name(tool), "description": described, "parameters": parameters}
         return {"type": "function", "function": function}
     raise WrongCall(
         f"a tool has type {kind}, which OpenAI runs itself and the engine does not provide; omit this tool, or turn it "
@@ -240,7 +270,7 @@ def _answer(items: Sequence[Mapping[str, Any]]) -> Document:
 def _call(item: Mapping[str, Any]) -> Document:
     is_custom = item["type"] == "custom_tool_call"
     arguments = json.dumps({_INPUT: item["input"]}) if is_custom else item["arguments"]
-    return {"id": item["call_id"], "type": "function", "function": {"name": item["name"], "arguments": arguments}}
+    return {"id": item["call_id"], "type": "function", "function": {"name": _full_name(item), "arguments": arguments}}
 
 
 def _text(content: Any) -> str:
@@ -290,7 +320,7 @@ class ResponseWriter:
         yield self._of(block, "content_part.done", content_index=0, part=_part(block.text))
 
     def close_call(self, block: Block) -> Iterator[bytes]:
-        yield self._of(block, "function_call_arguments.done", name=block.name, arguments=block.text)
+        yield self._of(block, "function_call_arguments.done", name=self._form.name(block)["name"], arguments=block.text)
 
     def close_custom(self, block: Block) -> Iterator[bytes]:
         for name, field in (("delta", "delta"), ("done", "input")):
