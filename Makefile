@@ -19,7 +19,7 @@ VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"$$/\1/p' clients/python/gris
 LOCK := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate --no-header \
 	--no-emit-package colorama
 
-.PHONY: help setup dev axe pictures demo test test-slow test-laws test-all test-trainers test-later test-environments test-engines $(PACKAGES:%=test-%) $(LATER:%=test-%) check docs manifests bench bench-peers bench-trl bench-skyrl bench-verl chaos fuzz protos format clean
+.PHONY: help setup dev axe pictures demo test test-slow test-laws test-all test-trainers test-later test-environments test-engines test-agents $(PACKAGES:%=test-%) $(LATER:%=test-%) check docs manifests bench bench-peers bench-trl bench-skyrl bench-verl chaos fuzz protos format clean
 .PHONY: requirements version chart-version dist release-check image-test baseline formats
 
 help:  ## Show this help
@@ -76,6 +76,15 @@ test-environments: $(ENVIRONMENTS:%=test-%)  ## Feed runs from real environments
 
 test-engines: $(ENGINES:%=test-%)  ## Record a real vLLM on the CPU (Linux x86-64), 3.5 GB, and compare rows with its answers and a forward pass
 
+test-agents: .venv-agents/.installed build/agents/.installed  ## Record Codex, Claude Code and four frameworks of agents (Linux), 2 GB
+	.venv-agents/bin/python -m pytest $(if $(QUICK),-m "not slow") tests/agents
+
+build/agents/.installed: tests/agents/package.json
+	mkdir -p $(@D)
+	cp $< $(@D)
+	npm install --prefix $(@D) --silent --no-audit --no-fund --no-package-lock
+	@touch $@
+
 $(PACKAGES:%=test-%): test-%: .venv-%/.installed
 	.venv-$*/bin/python -m pytest $(if $(QUICK),-m "not slow") $(wildcard tests/*/$*)
 
@@ -83,7 +92,7 @@ $(PACKAGES:%=test-%): test-%: .venv-%/.installed
 # folder of tests. What no-deps.txt names comes without its requirements, which ask for CUDA. verl and TransferQueue bring
 # a package that is called as our tests are.
 .SECONDEXPANSION:
-.venv-%/.installed: $$(wildcard tests/*/%/requirements.txt) pyproject.toml constraints.txt
+.venv-%/.installed: $$(wildcard tests/%/requirements.txt tests/*/%/requirements.txt) pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-$*
 	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check \
 		-c $(or $(wildcard tests/*/$*/constraints.txt),constraints.txt) -e '.[service,torch]' \
@@ -174,4 +183,4 @@ format: dev  ## Format the code
 	$(BIN)/ruff check --fix .
 
 clean:  ## Remove what was built
-	rm -rf build dist .venv .venv-protos .venv-peers $(PACKAGES:%=.venv-%) $(LATER:%=.venv-%)
+	rm -rf build dist .venv .venv-protos .venv-peers .venv-agents $(PACKAGES:%=.venv-%) $(LATER:%=.venv-%)

@@ -69,7 +69,7 @@ LONGEST_FILES = (
     "redis/test_failover.py",
 )
 # These run each in a virtual environment of its own, by targets of their own.
-OTHER_TARGETS = {"trainers", "environments"}
+OTHER_TARGETS = {"trainers", "environments", "agents"}
 # Of processor time: a busy machine makes a test wait, but not compute more, except that two threads of one core compute
 # at half its speed each. The limit allows for that. Laws may run more examples than `make test` has.
 MAX_FAST_S = math.inf if "LAW_EXAMPLES" in os.environ else 20.0
