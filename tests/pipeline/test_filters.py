@@ -130,6 +130,13 @@ def test_maxrl_counts_groups_whose_mean_is_not_positive() -> None:
     assert counts["maxrl_nonpositive_groups"] == 1
 
 
+def test_maxrl_counts_the_groups_that_it_compares() -> None:
+    """An agent with a negative mean was not counted next to one with a higher positive one."""
+    table = [row | {"agent": "ab"[row["sample"] // 2]} for row in rows([[-1.0, 0.0, 3.0, 4.0]])]
+    counts = built(table, advantage_estimator="maxrl", n_samples_per_prompt=4).plan.counts
+    assert counts["maxrl_nonpositive_groups"] == 1
+
+
 def test_rows_of_a_version_that_is_not_announced_yet_count_as_of_an_unknown_one() -> None:
     rows = [make_row(sample=sample, policy_version=version) for sample, version in enumerate([0, 5, 2, 3])]
     config = parse_config(make_config(n_samples_per_prompt=4))

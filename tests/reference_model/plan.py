@@ -90,7 +90,8 @@ def _counts(batch: Batch, dropped: int) -> dict[str, int]:
     if n > 1:
         counts["lone_survivors"] = sum(size == 1 for size in sizes)
     if estimator == "maxrl" and sizes:
-        sums = [sum(Fraction(one.score) for one in group.trajectories) for group in batch.groups]
+        members = credits.compared(batch.trajectories, config)
+        sums = [sum(Fraction(batch.trajectories[one].score) for one in group) for group in members]
         counts["maxrl_nonpositive_groups"] = sum(total <= 0 for total in sums)
     if estimator in credits.PER_TOKEN:
         counts["uncredited_rewards"] = batch.credit.uncredited

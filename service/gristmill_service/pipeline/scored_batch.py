@@ -205,11 +205,11 @@ def _incomplete(received: Received, config: RunConfig, begun: Mapping[tuple[int,
 
 
 def _group_counts(received: Received, scores: Float64s, config: RunConfig) -> dict[str, int]:
-    sizes = np.diff(received.group_bounds)
+    sizes, compared = np.diff(received.group_bounds), received.compared
     counts = dict[str, int]()
     if config.n_samples_per_prompt > 1:
         counts["lone_survivors"] = int((sizes == 1).sum())
     if config.advantage_estimator == "maxrl" and len(sizes):
-        means = np.add.reduceat(scores, received.group_bounds[:-1]) / sizes
-        counts["maxrl_nonpositive_groups"] = int((means <= 0).sum())
+        sums = np.add.reduceat(scores[compared.order], compared.bounds[:-1])
+        counts["maxrl_nonpositive_groups"] = int((sums <= 0).sum())
     return counts

@@ -243,7 +243,7 @@ def _warn(counts: dict[str, int]) -> None:
         )
     if counts.get("maxrl_nonpositive_groups"):
         messages.print(
-            f"[yellow]warning:[/] {counts['maxrl_nonpositive_groups']} prompt groups have a mean score of 0 or less, "
+            f"[yellow]warning:[/] {counts['maxrl_nonpositive_groups']} groups have a mean score of 0 or less, "
             "for which maxrl reinforces the worse samples"
         )
     if counts.get("realigned_tokens"):
