@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-Document = dict[str, Any]
+from gristmill._engines.fields import Document, EngineFields
 
 
 class Rendering(NamedTuple):
@@ -23,23 +23,17 @@ class Rendering(NamedTuple):
 class EngineApi:
     """The names of an engine.
 
-    comes_first: whether the first chunk of a stream contains the prompt's token ids. asked_by: fields of answers that
-    an agent gets only if its request set the flag named here. remedy: which versions return token ids. splicing: which
-    versions take a prompt as tokens. renderings: routes that render, the best first.
+    fields: those by which it returns token ids. splicing: which versions take a prompt as tokens. renderings: routes
+    that render, the best first.
 
-    asked: returns the fields to add to a request; is_chat: whether it is a chat completion; logprobs: whether to ask
-    for the logprob of each sampled token.
     takes_tokens: returns whether the engine would take the prompt of a chat completion as tokens, and the agent does
     not send any.
     with_tokens: returns the chat completion with a prompt of tokens. Its messages stay, because parsers read them.
     """
 
-    comes_first: bool
-    asked_by: Mapping[str, str]
-    remedy: str
+    fields: EngineFields
     splicing: str
     renderings: Sequence[Rendering]
-    asked: Callable[[Document, bool, bool], Document]
     takes_tokens: Callable[[Document], bool]
     with_tokens: Callable[[Document, Sequence[int]], Document]
 

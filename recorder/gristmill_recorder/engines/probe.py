@@ -10,9 +10,10 @@ from typing import Any
 import orjson
 from multidict import CIMultiDict
 
+from gristmill._engines.fields import Document
 from gristmill.completions import Sampled, sampled
 from gristmill.errors import InvalidArgumentError
-from gristmill_recorder.engines.api import Document, EngineApi
+from gristmill_recorder.engines.api import EngineApi
 from gristmill_recorder.engines.connection import Engine
 from gristmill_recorder.engines.renderer import Renderer
 from gristmill_recorder.refusals import EngineAway, EngineSlow
@@ -50,14 +51,14 @@ class Probe:
             yield f"/v1/models answered with status {status} and no model, so the engine's answers were not checked"
             return
         request = {"model": models["data"][0]["id"], "messages": _MESSAGES, "max_tokens": 1}
-        request |= self._api.asked(request, True, self._logprobs)
+        request |= self._api.fields.asked(request, True, self._logprobs)
         status, answer = await self._call("POST", "v1/chat/completions", request)
         if status != 200:
             yield f"a chat completion of one token was refused with status {status}; calls may be refused too"
             return
         choice = _sampled(answer)
         if choice is None:
-            yield f"its answers have no token ids, so no call can be recorded; {self._api.remedy}"
+            yield f"its answers have no token ids, so no call can be recorded; {self._api.fields.remedy}"
             return
         if self._logprobs and choice.rollout_logprobs is None:
             yield "its answers have no logprobs, so no call can be recorded; start the recorder with --no-logprobs"

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 import orjson
 from multidict import CIMultiDict
 
-from gristmill_recorder.engines.api import Document, EngineApi
+from gristmill._engines.fields import Document
+from gristmill_recorder.engines.api import EngineApi
 from gristmill_recorder.engines.connection import Engine
 from gristmill_recorder.refusals import RefusalError
 

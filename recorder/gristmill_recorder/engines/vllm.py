@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gristmill_recorder.engines.api import Document, EngineApi, Rendering, tokenize_body
+from gristmill._engines import fields
+from gristmill._engines.fields import Document
+from gristmill_recorder.engines.api import EngineApi, Rendering, tokenize_body
 
-_IDS, _VERSIONS = "return_token_ids", "return_weight_versions"
 _TRANSFER, _PROMPT = "kv_transfer_params", "prompt_token_ids"
 # `render` does not need these fields.
 _NOT_RENDERED = frozenset((_TRANSFER, "stream", "stream_options"))
@@ -16,13 +17,6 @@ _NOT_SPLICED = ("continue_final_message", "truncate_prompt_tokens", "echo")
 
 def _render_body(request: Document) -> Document:
     return {name: value for name, value in request.items() if name not in _NOT_RENDERED}
-
-
-def _asked(request: Document, is_chat: bool, logprobs: bool) -> Document:
-    more: Document = {_IDS: True, _VERSIONS: True}
-    if logprobs:
-        more["logprobs"] = True if is_chat else 0
-    return more
 
 
 def _takes_tokens(request: Document) -> bool:
@@ -35,19 +29,12 @@ def _with_tokens(request: Document, prompt: Sequence[int]) -> Document:
 
 
 VLLM = EngineApi(
-    comes_first=True,
-    asked_by={
-        **dict.fromkeys(("token_ids", _PROMPT), _IDS),
-        "weight_versions": _VERSIONS,
-        "routed_experts": "return_routed_experts",
-    },
-    remedy="use vLLM 0.10.2 or newer",
+    fields=fields.VLLM,
     splicing="use vLLM 0.32 or newer, and let kv_transfer_params through",
     renderings=(
         Rendering("v1/chat/completions/render", _render_body, "token_ids", "start vLLM with --enable-scale-out"),
         Rendering("tokenize", tokenize_body, "tokens", "let its /tokenize through"),
     ),
-    asked=_asked,
     takes_tokens=_takes_tokens,
     with_tokens=_with_tokens,
 )

@@ -1,51 +1,25 @@
-"""Server-sent events (https://html.spec.whatwg.org/multipage/server-sent-events.html)."""
+"""The events of an engine's stream, of limited size."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
-from typing import NamedTuple
 
+from gristmill._engines import events
+from gristmill._engines.events import Event
 from gristmill_recorder.refusals import NotRecorded
 
-DONE = b"[DONE]"
 
-_END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
-_END_LENGTH = 4
-
-
-class Event(NamedTuple):
-    """raw: the whole event, including the empty line at its end. data: its `data` lines, joined."""
-
-    raw: bytes
-    data: bytes
-
-
-class EventSplitter:
+class EventSplitter(events.EventSplitter):
     """Splits a stream into events. Raises NotRecorded for an event of more than most_bytes."""
 
     def __init__(self, most_bytes: int) -> None:
-        self._rest = bytearray()
+        super().__init__()
         self._most_bytes = most_bytes
 
     def feed(self, received: bytes) -> Iterator[Event]:
-        """Adds received bytes. Yields the events that are complete now."""
-        # An event may arrive in a thousand parts: do not search earlier parts again.
-        seen, start = max(0, len(self._rest) - _END_LENGTH), 0
-        self._rest += received
-        for end in _END.finditer(self._rest, seen):
-            yield _event(bytes(self._rest[start : end.end()]))
-            start = end.end()
-        del self._rest[:start]
-        if len(self._rest) > self._most_bytes:
+        yield from super().feed(received)
+        if self.buffered_bytes > self._most_bytes:
             raise NotRecorded(
                 f"an event of the engine's stream is larger than --max-body-bytes, {self._most_bytes}; raise "
                 "--max-body-bytes"
             )
-
-
-def _event(raw: bytes) -> Event:
-    if raw.startswith(b"data: ") and raw.count(b"\n") == 2 and b"\r" not in raw:
-        return Event(raw, raw[6:-2])
-    lines = [line[5:] for line in raw.splitlines() if line.startswith(b"data:")]
-    return Event(raw, b"\n".join(line.removeprefix(b" ") for line in lines))

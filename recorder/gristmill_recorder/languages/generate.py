@@ -7,9 +7,9 @@ from typing import Any
 
 import orjson
 
+from gristmill._engines.events import DONE, Event
 from gristmill.completions import Sampled
 from gristmill_recorder.languages.chat import ChatForm
-from gristmill_recorder.languages.events import DONE, Event
 from gristmill_recorder.languages.language import Asking, Document, Stream
 from gristmill_recorder.refusals import NotRecorded, WrongCall
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, Protocol
 
+from gristmill._engines import refusals
+from gristmill._engines.events import Event
 from gristmill.completions import Sampled
 from gristmill_recorder.engines.api import EngineApi
-from gristmill_recorder.languages.events import Event
 from gristmill_recorder.refusals import WrongCall
 
 Document = dict[str, Any]
-
-_MEDIA = ("image", "audio", "video", "file")
 
 
 class Asking(NamedTuple):
@@ -72,22 +71,13 @@ class Form(Protocol):
 
 def refuse(document: Document, name: str, reason: str) -> None:
     """Raises WrongCall if the field is set."""
-    if document.get(name):
-        raise WrongCall(f"{name} is set, but {reason}; omit {name}")
+    refusals.refuse(document, name, reason, WrongCall)
 
 
 def refuse_media(items: Any) -> None:
     """Raises WrongCall for images, audio, video and files: the row would be trained without them."""
-    for item in items if isinstance(items, list) else ():
-        content = item.get("content") if isinstance(item, dict) else None
-        for part in content if isinstance(content, list) else ():
-            kind = str(part.get("type", "")) if isinstance(part, dict) else ""
-            if any(medium in kind for medium in _MEDIA):
-                raise unrecorded(f"part of type {kind}")
+    refusals.refuse_media(items, WrongCall)
 
 
 def unrecorded(part: str) -> WrongCall:
-    return WrongCall(
-        f"a message contains a {part}, but the recorder records only tokens; submit these rows with a client, and "
-        "declare columns for the images"
-    )
+    return WrongCall(refusals.unrecorded(part))

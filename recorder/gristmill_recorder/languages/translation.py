@@ -12,8 +12,8 @@ from typing import Any, Literal, Protocol
 
 import orjson
 
+from gristmill._engines.events import Event
 from gristmill_recorder.languages.chat import ChatForm, ChatStream
-from gristmill_recorder.languages.events import Event
 from gristmill_recorder.languages.language import Document
 from gristmill_recorder.refusals import WrongCall
 

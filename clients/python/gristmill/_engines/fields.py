@@ -1,0 +1,77 @@
+"""The fields of a completion by which each engine returns token ids and logprobs.
+
+Sources: `entrypoints/openai` of vllm-project/vllm, and `srt/entrypoints/openai` of sgl-project/sglang (pull requests
+30917, 34488 and 35225).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Document = dict[str, Any]
+
+_IDS, _VERSIONS = "return_token_ids", "return_weight_versions"
+_EXTENSION = ("return_input_ids_in_sglext", "return_output_ids_in_sglext")
+
+
+@dataclass(frozen=True)
+class EngineFields:
+    """The fields of an engine.
+
+    comes_first: whether the first chunk of a stream contains the prompt's token ids. asked_by: fields of answers that
+    an agent gets only if its request set the flag named here. remedy: which versions return token ids.
+
+    asked: returns the fields to add to a request; is_chat: whether it is a chat completion; logprobs: whether to ask
+    for the logprob of each sampled token.
+    """
+
+    comes_first: bool
+    asked_by: Mapping[str, str]
+    remedy: str
+    asked: Callable[[Document, bool, bool], Document]
+
+
+def _asked_of_vllm(request: Document, is_chat: bool, logprobs: bool) -> Document:
+    more: Document = {_IDS: True, _VERSIONS: True}
+    if logprobs:
+        more["logprobs"] = True if is_chat else 0
+    return more
+
+
+def _asked_of_sglang(request: Document, is_chat: bool, logprobs: bool) -> Document:
+    more: Document = dict.fromkeys(_EXTENSION, True) if is_chat else {}
+    if not (is_chat and request.get("stream")):
+        more[_IDS] = True
+    if logprobs:
+        # SGLang takes 0 to mean no logprobs.
+        more["logprobs"] = True if is_chat else 1
+    return more
+
+
+VLLM = EngineFields(
+    comes_first=True,
+    asked_by={
+        **dict.fromkeys(("token_ids", "prompt_token_ids"), _IDS),
+        "weight_versions": _VERSIONS,
+        "routed_experts": "return_routed_experts",
+    },
+    remedy="use vLLM 0.10.2 or newer",
+    asked=_asked_of_vllm,
+)
+
+SGLANG = EngineFields(
+    comes_first=False,
+    # A flag of the server adds routed experts to every answer.
+    asked_by={
+        **dict.fromkeys(("token_ids", "response_token_ids", "prompt_token_ids"), _IDS),
+        **dict(zip(("input_ids", "output_ids"), _EXTENSION, strict=True)),
+        "routed_experts": "return_routed_experts",
+    },
+    remedy="use SGLang 0.5.17 or newer",
+    asked=_asked_of_sglang,
+)
+
+FIELDS = {"vllm": VLLM, "sglang": SGLANG}
+"""The fields by the names of engines."""
