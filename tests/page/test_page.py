@@ -302,10 +302,12 @@ def test_a_service_that_is_gone_is_reported_and_found_again(
 ) -> None:
     first = start_service("--journal-dir", str(tmp_path / "journal"))
     page = browser.new_page()
+    page.clock.install()
     page.goto(first.http_url)
     page.get_by_text("No runs yet").wait_for()
     first.stop()
     page.locator("#live", has_text="no answer").wait_for()
     start_service("--journal-dir", str(tmp_path / "journal"), "--http-address", first.http_url.removeprefix("http://"))
+    page.clock.fast_forward(30_000)  # the longest that it waits before it asks again
     page.locator("#live", has_text="live").wait_for()
     page.close()
