@@ -111,6 +111,10 @@ def test_calls_without_ids_are_answered_in_their_order(recorder: Recorder, engin
         ),
         ({"tools": [LOOK]}, {"tool_choice": "auto"}),
         (
+            {"tools": [LOOK], "tool_config": {"function_calling_config": {"mode": "VALIDATED"}}},
+            {"tool_choice": "auto"},
+        ),
+        (
             {
                 "tools": [LOOK],
                 "tool_config": {"function_calling_config": {"mode": "ANY", "allowed_function_names": ["look"]}},
@@ -148,6 +152,13 @@ def test_errors_reach_the_library_as_its_own(recorder: Recorder, run: str, strea
         ({"generationConfig": {"candidateCount": 2}}, "call once for each candidate"),
         ({"generationConfig": {"responseLogprobs": True}}, "rows have them without it"),
         ({"cachedContent": "a"}, "does not store contents"),
+        (
+            {
+                "tools": [{"functionDeclarations": [{"name": "look"}]}],
+                "toolConfig": {"functionCallingConfig": {"mode": "VALIDATED", "allowedFunctionNames": ["look"]}},
+            },
+            "has mode VALIDATED with 1 names",
+        ),
     ],
 )
 def test_what_no_chat_completion_has_is_refused(

@@ -24,7 +24,8 @@ _SETTINGS = {
     "presencePenalty": "presence_penalty",
     "frequencyPenalty": "frequency_penalty",
 }
-_CHOICES = {"AUTO": "auto", "ANY": "required", "NONE": "none"}
+# VALIDATED is AUTO whose calls follow their schemas: whether they do is the engine's.
+_CHOICES = {"AUTO": "auto", "VALIDATED": "auto", "ANY": "required", "NONE": "none"}
 _STOPS = {"length": "MAX_TOKENS", "content_filter": "SAFETY"}
 
 
@@ -148,10 +149,10 @@ def _tool(function: Mapping[str, Any]) -> Document:
 def _choice(document: Document) -> Any:
     config = (document.get("toolConfig") or {}).get("functionCallingConfig") or {}
     names, mode = config.get("allowedFunctionNames") or (), config.get("mode") or "AUTO"
-    if mode not in _CHOICES or len(names) > 1:
+    if mode not in _CHOICES or len(names) > (mode == "ANY"):
         raise WrongCall(
-            f"functionCallingConfig has mode {mode} with {len(names)} names; set one of {', '.join(_CHOICES)}, with at "
-            "most one name"
+            f"functionCallingConfig has mode {mode} with {len(names)} names; set one of {', '.join(_CHOICES)}, and at "
+            "most one name, for ANY"
         )
     return {"type": "function", "function": {"name": names[0]}} if names else _CHOICES[mode]
 
