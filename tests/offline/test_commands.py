@@ -9,18 +9,14 @@ import re
 import signal
 import subprocess
 from collections.abc import Iterable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from safetensors import safe_open
 
-from gristmill.errors import InvalidArgumentError
-from gristmill_service.cli.offline.what_if import alternatives_of_run
 from tests.cli.terminal import GRISTMILL, gristmill, gristmill_process
 from tests.rows import make_config
 from tests.strategies import Row
@@ -407,15 +403,6 @@ def test_an_alternative_that_no_rows_could_have_is_refused(
     config: Path, tmp_path: Path, text: str, message: str
 ) -> None:
     assert message in run("plan", tmp_path / "none", "--config", config, "--what-if", text, expect=1).stderr
-
-
-@pytest.mark.parametrize(("status", "body"), [(404, {"detail": "Not Found"}), (200, {"ok": True}), (200, [1])])
-def test_an_address_of_another_server_is_refused(monkeypatch: pytest.MonkeyPatch, status: int, body: Any) -> None:
-    """It ended in a traceback."""
-    other = httpx.MockTransport(lambda request: httpx.Response(status, json=body))
-    monkeypatch.setattr(httpx, "Client", partial(httpx.Client, transport=other))
-    with pytest.raises(InvalidArgumentError, match="http://other:80 answers, but is not a gristmill service"):
-        alternatives_of_run("http://other:80/#/run/0", ["usual"])
 
 
 def test_lengths_have_no_advantages_to_compare(config: Path, tmp_path: Path) -> None:

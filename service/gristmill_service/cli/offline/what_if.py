@@ -30,14 +30,11 @@ def alternatives_of_run(url: str, texts: Sequence[str]) -> list[dict[str, Any]]:
             place = f"{host}/v1/runs/{run}/batches/{batch}/costs"
             answer = client.get(place, params={"what_if": [*texts]}, timeout=_TIMEOUT_S)
             document = answer.json()
-        result: Any = document["costs"] if answer.is_success else document["error"]["message"]
     except (httpx.HTTPError, OSError, ValueError) as error:
         raise UnavailableError(f"{host} does not answer: {error}; start the service, or correct the address") from None
-    except (LookupError, TypeError):
-        raise InvalidArgumentError(f"{host} answers, but is not a gristmill service; correct the address") from None
     if not answer.is_success:
-        raise InvalidArgumentError(result)
-    alternatives: list[dict[str, Any]] = result
+        raise InvalidArgumentError(document["error"]["message"])
+    alternatives: list[dict[str, Any]] = document["costs"]
     return alternatives
 
 
