@@ -31,22 +31,36 @@ FAILURE = {"error": {"message": "failed on request", "type": "BadRequestError", 
 
 @dataclass(frozen=True)
 class Words:
-    """What is said: in this order, as the model's own tokens. id: of the answer, and of the call of the tool."""
+    """What is said: in this order, as the model's own tokens. id: of the answer, and of the call of the tool;
+    then: calls of tools after it."""
 
     reasoning: str = ""
     text: str = ""
     tool: tuple[str, str] | None = None
     is_cut: bool = False
     id: str = "call-1"
+    then: tuple[tuple[str, str], ...] = ()
 
     @property
     def spoken(self) -> str:
-        call = f"<tool_call>{self.tool[0]} {self.tool[1]}</tool_call>" if self.tool else ""
-        return self.thought + self.text + call
+        return self.thought + self.text + "".join(map(_spoken_call, self.calls))
 
     @property
     def thought(self) -> str:
         return f"<think>{self.reasoning}</think>" if self.reasoning else ""
+
+    @property
+    def calls(self) -> list[dict[str, Any]]:
+        tools = [self.tool, *self.then] if self.tool else []
+        return [_call(tool, self.id + f"-{number}" * bool(number)) for number, tool in enumerate(tools)]
+
+
+def _call(tool: tuple[str, str], call_id: str) -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": {"name": tool[0], "arguments": tool[1]}}
+
+
+def _spoken_call(call: Mapping[str, Any]) -> str:
+    return f"<tool_call>{call['function']['name']} {call['function']['arguments']}</tool_call>"
 
 
 def tokens_of(text: str) -> list[int]:
@@ -76,9 +90,8 @@ def logprobs_for(count: int) -> list[float]:
 def _spoken(message: Mapping[str, Any]) -> str:
     content = message.get("content") or ""
     text = content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
-    calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls") or ()]
     reasoning = message.get("reasoning") or message.get("reasoning_content") or ""
-    return Words(reasoning, text).spoken + "".join(Words(tool=call).spoken for call in calls)
+    return Words(reasoning, text).spoken + "".join(map(_spoken_call, message.get("tool_calls") or ()))
 
 
 @dataclass
@@ -361,15 +374,8 @@ def _spans(tokens: list[int]) -> list[dict[str, Any]]:
 
 def _message(words: Words) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": words.text or None}
-    if words.reasoning:
-        message["reasoning"] = words.reasoning
-    if words.tool:
-        message["tool_calls"] = [_call(words.tool, words.id)]
-    return message
-
-
-def _call(tool: tuple[str, str], call_id: str) -> dict[str, Any]:
-    return {"id": call_id, "type": "function", "function": {"name": tool[0], "arguments": tool[1]}}
+    more = {"reasoning": words.reasoning, "tool_calls": words.calls}
+    return message | {name: value for name, value in more.items() if value}
 
 
 def _delta(words: Words, text: str, position: int) -> dict[str, Any]:
@@ -379,7 +385,7 @@ def _delta(words: Words, text: str, position: int) -> dict[str, Any]:
         is_spoken = len("<think>") <= position < thought - len("</think>")
         return {"reasoning": text} if is_spoken else {}
     if words.tool and position >= said:
-        return {"tool_calls": [{"index": 0, **_call(words.tool, words.id)}]} if position == said else {}
+        return {"tool_calls": [{"index": n, **call} for n, call in enumerate(words.calls)]} if position == said else {}
     return {"content": text} if text else {}
 
 

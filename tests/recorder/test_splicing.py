@@ -169,6 +169,15 @@ def test_a_call_goes_on_from_any_recorded_answer(splicer: Recorder, service: Ser
     assert [row.trained for row in rows] == [[*first, *answer_of(Words(text="on"))] for first in firsts]
 
 
+def test_an_answer_that_comes_back_without_the_spaces_around_it_is_spliced(splicer: Recorder, run: str) -> None:
+    messages = converse(splicer, run, user("think a; \n\nb\n"))
+    assert messages[-1]["content"] == "\n\nb\n"
+    messages[-1]["content"] = "b"
+    results = Results(splicer)
+    converse(splicer, run, user("say c"), history=messages)
+    assert results.counted() == {"spliced": 1}
+
+
 def test_a_changed_history_begins_a_row_and_is_counted(splicer: Recorder, service: Service, run: str) -> None:
     messages = converse(splicer, run, user("think a; b"), user("say c"))
     results = Results(splicer)

@@ -57,15 +57,17 @@ class Conversation:
 def said(message: Message) -> Any:
     """Returns what a message says, in a form that does not depend on the client.
 
-    The content is one text, empty or missing alike; the arguments of calls are values; thoughts are left out, because
-    many agents do not send them back.
+    The content is one text, empty or missing alike, and an answer's without spaces at its ends; the arguments of calls
+    are values; thoughts are left out, because many agents do not send them back.
     """
     calls = [
         (call.get("id"), call["function"]["name"], _arguments(call["function"].get("arguments")))
         for call in message.get("tool_calls") or ()
     ]
-    content = _words(message.get("content"))
-    return message.get("role"), content, calls, message.get("tool_call_id"), message.get("name")
+    role, content = message.get("role"), _words(message.get("content"))
+    if role == "assistant" and isinstance(content, str):
+        content = content.strip()
+    return role, content, calls, message.get("tool_call_id"), message.get("name")
 
 
 def is_cut(choice: Mapping[str, Any], request: Mapping[str, Any]) -> bool:
