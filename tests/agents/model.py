@@ -17,6 +17,12 @@ def call(tool: str, reasoning: str = "", text: str = "", **arguments: Any) -> Wo
     return Words(reasoning, text, (tool, json.dumps(arguments)))
 
 
+def together(*answers: Words) -> Words:
+    """What a model says that calls the tools of several answers at once."""
+    tools = [answer.tool for answer in answers[1:] if answer.tool]
+    return replace(answers[0], then=tuple(tools))
+
+
 @dataclass
 class Branch:
     """The calls of one agent, or of one of its helpers.

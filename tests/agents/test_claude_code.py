@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.agents.conftest import Rollout
-from tests.agents.model import Branch, call
+from tests.agents.model import Branch, call, together
 from tests.recorder.engine import Words
 
 
@@ -11,7 +11,10 @@ def test_a_task_with_a_sub_agent_is_a_row_of_each(rollout: Rollout) -> None:
     numbers = rollout.folder / "numbers.txt"
     asked = {"description": "Count lines", "prompt": "SUBTASK: count the lines", "subagent_type": "general-purpose"}
     main = (
-        call("Read", "Look first.", "I look.", file_path=str(numbers)),
+        together(
+            call("Read", "Look first.", "\n\nI look.", file_path=str(numbers)),
+            call("Bash", command="ls", description="List files"),
+        ),
         call("Agent", "Not mine.", **asked, run_in_background=False),
         call("Bash", command="echo 3 > count.txt", description="Write the count"),
         Words("Done.", "There are three."),

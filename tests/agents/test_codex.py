@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from tests.agents.conftest import Rollout
-from tests.agents.model import Branch, call
+from tests.agents.model import Branch, call, together
 from tests.recorder.engine import Words
 
 CONFIG = """
@@ -28,7 +28,10 @@ def wait(spawned: str) -> Words:
 
 def test_a_task_with_a_sub_agent_is_a_row_of_each(rollout: Rollout) -> None:
     main = (
-        call("exec_command", "Look first.", "I look.", cmd="cat numbers.txt"),
+        together(
+            call("exec_command", "Look first.", "\n\nI look.", cmd="cat numbers.txt"),
+            call("exec_command", cmd="ls"),
+        ),
         call("multi_agent_v1__spawn_agent", "Not mine.", message="SUBTASK: count the lines"),
         wait,
         call("exec_command", cmd="echo 3 > count.txt"),

@@ -11,7 +11,7 @@ from langgraph.graph import END, START, MessagesState, StateGraph
 from langgraph.prebuilt import ToolNode, tools_condition
 
 from tests.agents.conftest import Rollout
-from tests.agents.model import Branch, call
+from tests.agents.model import Branch, call, together
 from tests.recorder.engine import Words
 
 
@@ -45,7 +45,7 @@ def test_a_graph_and_its_subgraph_are_a_row_each(rollout: Rollout, language: str
             "leader",
             "You lead.",
             (
-                call("look", "Look first.", "I look.", room="attic"),
+                together(call("look", "Look first.", "\n\nI look.", room="attic"), call("look", room="barn")),
                 call("count", "Not mine.", room="cellar"),
                 Words("Two and two.", "Four."),
                 call("look", room="hall"),

@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from tests.agents.conftest import Rollout
-from tests.agents.model import Branch, call
+from tests.agents.model import Branch, call, together
 from tests.recorder.engine import Words
 
 LANGUAGES = {"chat": agents.OpenAIChatCompletionsModel, "responses": agents.OpenAIResponsesModel}
@@ -52,7 +52,7 @@ def test_agents_as_tools_and_handoffs_are_rows_of_their_own(rollout: Rollout, la
             "leader",
             "You lead.",
             (
-                call("look", "Look first.", "I look.", room="attic"),
+                together(call("look", "Look first.", "\n\nI look.", room="attic"), call("look", room="barn")),
                 call("count", "Not mine.", input="Count in the cellar."),
                 Words("Two and two.", "Four."),
                 call("transfer_to_writer", "The writer's."),

@@ -16,7 +16,7 @@ from pydantic_ai.providers.google import GoogleProvider
 from pydantic_ai.providers.openai import OpenAIProvider
 
 from tests.agents.conftest import Rollout
-from tests.agents.model import Branch, call
+from tests.agents.model import Branch, call, together
 from tests.recorder.engine import Words
 
 LANGUAGES: dict[str, Callable[[str], Any]] = {
@@ -69,7 +69,7 @@ def test_an_agent_and_the_one_that_it_delegates_to_are_a_row_each(
             "leader",
             "You lead.",
             (
-                call("look", "Look first.", "I look.", room="attic"),
+                together(call("look", "Look first.", "\n\nI look.", room="attic"), call("look", room="barn")),
                 call("count", "Not mine.", room="cellar"),
                 Words("Two and two.", "Four."),
                 call("look", room="hall"),

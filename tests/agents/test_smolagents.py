@@ -32,7 +32,7 @@ def play(rollout: Rollout, kind: type[Any], stream: bool, **more: Any) -> None:
 
 def code(reasoning: str, line: str) -> Words:
     """What a model says that is stopped after a block of code."""
-    return Words(reasoning, f"I go on.\n<code>\n{line}\n</code>", is_cut=True)
+    return Words(reasoning, f"\n\nI go on.\n<code>\n{line}\n</code>", is_cut=True)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -54,7 +54,7 @@ def test_an_agent_that_writes_code_and_the_one_that_it_manages_are_a_row_each(ro
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_agent_that_rewrites_its_calls_as_text_has_a_row_of_each_answer(rollout: Rollout, stream: bool) -> None:
     leader = (
-        call("look", "Look first.", "I look.", room="attic"),
+        call("look", "Look first.", "\n\nI look.", room="attic"),
         call("counter", "Not mine.", task="Count in the cellar.", additional_args={}),
         call("final_answer", "Two and two.", answer="Four."),
     )
