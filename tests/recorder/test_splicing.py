@@ -169,6 +169,20 @@ def test_a_call_goes_on_from_any_recorded_answer(splicer: Recorder, service: Ser
     assert [row.trained for row in rows] == [[*first, *answer_of(Words(text="on"))] for first in firsts]
 
 
+@pytest.mark.parametrize(
+    ("identity", "result"), [("call_0123456789abcdef01234567", "spliced"), ("functions.look:0", "history")]
+)
+def test_a_call_whose_arguments_the_agent_rewrote_is_known_by_a_random_id(
+    splicer: Recorder, run: str, identity: str, result: str
+) -> None:
+    words = {"tool": ["look", '{"at": "clock  "}'], "id": identity}
+    messages = converse(splicer, run, user(f"words {json.dumps(words)}"))
+    messages[-1]["tool_calls"][0]["function"]["arguments"] = '{"at": "clock", "all": false}'
+    results = Results(splicer)
+    converse(splicer, run, {"role": "tool", "tool_call_id": identity, "content": "say noon"}, history=messages)
+    assert results.counted() == {result: 1}
+
+
 def test_an_answer_that_comes_back_without_the_spaces_around_it_is_spliced(splicer: Recorder, run: str) -> None:
     messages = converse(splicer, run, user("think a; \n\nb\n"))
     assert messages[-1]["content"] == "\n\nb\n"

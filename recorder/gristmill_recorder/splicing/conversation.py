@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from hashlib import blake2b
 from itertools import accumulate
@@ -18,6 +19,8 @@ _THOUGHTS = ("thinking", "redacted_thinking", "reasoning")
 _ENDS = ("finish_reason", "stop_reason", "matched_stop")
 _CUT = ("length", "abort", "repetition", "error")
 _DIGEST_BYTES = 16
+# As in vLLM's and SGLang's ids of calls; those of Kimi's parser are `functions.NAME:0`, with the number of the call.
+_RANDOM_ID = re.compile("[0-9a-f]{16}")
 
 
 class Conversation:
@@ -60,14 +63,20 @@ def said(message: Message) -> Any:
     The content is one text, empty or missing alike, and an answer's without spaces at its ends; the arguments of calls
     are values; thoughts are left out, because many agents do not send them back.
     """
-    calls = [
-        (call.get("id"), call["function"]["name"], _arguments(call["function"].get("arguments")))
-        for call in message.get("tool_calls") or ()
-    ]
+    calls = [_called(call) for call in message.get("tool_calls") or ()]
     role, content = message.get("role"), _words(message.get("content"))
     if role == "assistant" and isinstance(content, str):
         content = content.strip()
     return role, content, calls, message.get("tool_call_id"), message.get("name")
+
+
+def _called(call: Mapping[str, Any]) -> Any:
+    """Returns what a call says. A random id says all: agents rewrite arguments (Claude Code adds defaults, and removes
+    spaces at the ends of lines)."""
+    identity, function = call.get("id"), call["function"]
+    if _RANDOM_ID.search(identity or ""):
+        return identity
+    return identity, function["name"], _arguments(function.get("arguments"))
 
 
 def is_cut(choice: Mapping[str, Any], request: Mapping[str, Any]) -> bool:
