@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
+from uuid import uuid4
 
 from aiohttp import web
 
@@ -63,8 +64,8 @@ class Model(Engine):
     async def _answer(
         self, request: web.Request, body: dict[str, Any], prompts: list[list[int]], script: str, kind: str
     ) -> web.StreamResponse:
-        # Agents know answers, and calls of tools, by their ids.
-        words = replace(self._words(body, prompts[0]), id=f"call-{len(self.requests)}")
+        # Agents know answers, and calls of tools, by their ids, which are random as vLLM's.
+        words = replace(self._words(body, prompts[0]), id=f"call_{uuid4().hex}")
         return await super()._answer(request, body, prompts, f"words {json.dumps(asdict(words))}", kind)
 
     def _words(self, body: Mapping[str, Any], prompt: list[int]) -> Words:
