@@ -91,7 +91,7 @@ def test_clients_import_nothing_of_the_service(package: str) -> None:
     assert wrong == []
 
 
-LAYERS = ("_wire", "_torch", "_engines", "_client", "torch", "_converters", "adapters")
+LAYERS = ("_wire", "_torch", "_engines", "_client", "_capture", "torch", "_converters", "adapters")
 """The client package from the bottom up: each may import those before it."""
 
 

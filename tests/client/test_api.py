@@ -63,6 +63,7 @@ def test_all_is_the_public_surface() -> None:
         "UnauthenticatedError",
         "UnavailableError",
         "UnsupportedError",
+        "capture",
     ]
 
 

@@ -51,6 +51,13 @@ def test_a_worker_records_by_the_client(engine: Engine, service: Service, run: s
     assert bytes(trained(service.grpc_address, run)[0].trained[:-1]) == b"hello"
 
 
+def test_an_agent_is_captured_in_its_own_process(engine: Engine, service: Service, run: str) -> None:
+    code = snippet("capture").replace("http://vllm:8000", engine.url).replace("my-run", run)
+    exec(code.replace("127.0.0.1:50051", service.grpc_address), {})
+    (row,) = trained(service.grpc_address, run)
+    assert (bytes(row.trained[:-1]), row.reward) == (b"hello", 1.0)
+
+
 def test_every_metric_is_documented_with_its_labels(recorder: Recorder) -> None:
     documented = {
         name: (kind, set(re.findall(r"`(\w+)`", labels)))

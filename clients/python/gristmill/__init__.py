@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from gristmill._capture.capture import capture
     from gristmill._client.connection.credentials import Credentials
     from gristmill._client.rollout.delivery import RowOutcome
     from gristmill._client.rollout.groups import Group, GroupState
@@ -76,6 +77,7 @@ __all__ = [
     "UnauthenticatedError",
     "UnavailableError",
     "UnsupportedError",
+    "capture",
 ]
 
 _MODULES = {
@@ -98,6 +100,7 @@ _MODULES = {
     "TrainerClient": "_client.trainer.trainer_client",
     "Trajectory": "_client.rollout.trajectory",
     "TrajectoryKey": "_wire.steps",
+    "capture": "_capture.capture",
 }
 
 

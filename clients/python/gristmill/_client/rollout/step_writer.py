@@ -73,7 +73,7 @@ class StepWriter:
         columns: values of declared columns by name. shared, covered: as in `Declared`; their values are omitted for
         tokens that have them from earlier steps. fields: other fields by their names in a rollouts file.
         """
-        self._check_goes_on()
+        self.check_goes_on()
         where = f"{self.key} step {self.next_step}"
         response = plain(response_ids, "response_ids", where)
         length = size_of(response)
@@ -111,7 +111,7 @@ class StepWriter:
 
     def extended(self, observation_ids: Any) -> Array:
         """Returns all tokens so far, followed by the tokens of the observation; int32."""
-        self._check_goes_on()
+        self.check_goes_on()
         if self._last is None:
             raise FailedPreconditionError(
                 f"{self.key}: the trajectory has no step to extend; add its first step with "
@@ -121,7 +121,8 @@ class StepWriter:
         observation = token_ids(plain(observation_ids, "observation_ids", where), "observation_ids", where)
         return np.concatenate((self._last.tokens, observation))
 
-    def _check_goes_on(self) -> None:
+    def check_goes_on(self) -> None:
+        """Raises FailedPreconditionError if the trajectory has ended."""
         if self.is_ended:
             raise FailedPreconditionError(
                 f"{self.key}: the trajectory ended with step {self.next_step - 1}; sample it again as another attempt, "

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self, TypedDict, Unpack
@@ -16,7 +18,7 @@ from gristmill._client.rollout.delivery import Delivery
 from gristmill._client.rollout.sender import Sender
 from gristmill._client.rollout.step_writer import Step, StepWriter
 from gristmill._wire.steps import TrajectoryKey
-from gristmill.completions import sampled
+from gristmill.completions import Sampled, sampled
 from gristmill.errors import FailedPreconditionError, GristmillError, InvalidArgumentError, NotFoundError
 
 # The service counts aborts by reason, so a reason must be short.
@@ -58,9 +60,12 @@ class AsyncTrajectory:
         self._writer = writer
         self._is_sampled_again = is_sampled_again
         self._delivery = Delivery()
+        # The newest step that `gristmill.capture` recorded: whether it is the last one is not known yet.
+        self._newest: Sampled | None = None
+        self._lock = asyncio.Lock()
 
     def __repr__(self) -> str:
-        count = self._writer.next_step
+        count = self._writer.next_step + (self._newest is not None)
         state = "ended" if self._writer.is_ended else "dropped" if self.is_dropped else "open"
         return f"<AsyncTrajectory {self.key}: {count} step{'s' * (count != 1)}, {state}>"
 
@@ -90,6 +95,7 @@ class AsyncTrajectory:
         partition: str = "",
         columns: Mapping[str, Any] | None = None,
     ) -> bool:
+        await self._add_newest()
         self._raise_failure()
         if self.is_dropped:
             return False
@@ -142,6 +148,7 @@ class AsyncTrajectory:
             raise error
 
     async def extend(self, observation_ids: Any, response_ids: Any, **fields: Unpack[StepFields]) -> bool:
+        await self._add_newest()
         return await self.step(self._writer.extended(observation_ids), response_ids, **fields)
 
     async def record(
@@ -158,21 +165,66 @@ class AsyncTrajectory:
             raise InvalidArgumentError(f"{self.key}: the completion has no sampled tokens; skip it")
         for number, choice in enumerate(choices, 1):
             ends = number == len(choices)
-            await self.step(
-                choice.prompt_token_ids,
-                choice.response_ids,
-                rollout_logprobs=choice.rollout_logprobs,
-                stop_reason=choice.stop_reason,
+            await self._add(
+                choice,
                 reward=reward if ends else None,
                 is_last_step=is_last_step and ends,
                 policy_version=policy_version,
-                policy_versions=choice.policy_versions if policy_version is None else None,
                 columns={sampling_mask: choice.sampling_mask} if sampling_mask and choice.sampling_mask else None,
             )
         return not self.is_dropped
 
+    async def _add(self, choice: Sampled, *, policy_version: int | None = None, **fields: Any) -> bool:
+        return await self.step(
+            choice.prompt_token_ids,
+            choice.response_ids,
+            rollout_logprobs=choice.rollout_logprobs,
+            stop_reason=choice.stop_reason,
+            policy_version=policy_version,
+            policy_versions=choice.policy_versions if policy_version is None else None,
+            **fields,
+        )
+
+    async def finish(self, reward: Any = None, *, reward_components: Mapping[str, float] | None = None) -> bool:
+        async with self._lock:
+            self._writer.check_goes_on()
+            if self._newest is None:
+                raise FailedPreconditionError(
+                    f"{self.key}: no captured step to end with; pass is_last_step=True with the last step, or check "
+                    "that the agent called its engine by httpx or aiohttp within gristmill.capture"
+                )
+            return await self._add_newest(reward=reward, reward_components=reward_components, is_last_step=True)
+
+    async def _capture(self, choices: Sequence[Sampled]) -> None:
+        async with self._lock:
+            self._writer.check_goes_on()
+            for choice in choices:
+                await self._add_newest()
+                self._newest = choice
+
+    def _check_captures(self) -> None:
+        self._writer.check_goes_on()
+        if self.is_dropped:
+            raise FailedPreconditionError(
+                f"{self.key}: the service no longer needs this trajectory, because its group was dropped, or sealed "
+                "without it, or a higher attempt supersedes it; stop this agent"
+            )
+
+    async def _add_newest(self, **fields: Any) -> bool:
+        """Adds the newest captured step, if there is one. It stays the newest if it cannot be added."""
+        newest, self._newest = self._newest, None
+        if newest is None:
+            return not self.is_dropped
+        step = self._writer.next_step
+        try:
+            return await self._add(newest, **fields)
+        except BaseException:
+            if self._writer.next_step == step:
+                self._newest = newest
+            raise
+
     async def abort(self, reason: str) -> None:
-        self._writer.is_ended = True
+        self._writer.is_ended, self._newest = True, None
         # Without its group, or its run, nothing waits for the trajectory.
         with suppress(NotFoundError):
             await self._abort(self.key, self._writer.attempt, reason)
@@ -189,8 +241,8 @@ class AsyncTrajectory:
             await self.abort("ended without a last step")
             raise FailedPreconditionError(
                 f"{self.key}: the block ended after {self._writer.next_step} steps without a last step, so the "
-                "trajectory was aborted; pass is_last_step=True with the last step, or call abort(reason) to abort it "
-                "on purpose"
+                "trajectory was aborted; pass is_last_step=True with the last step, call finish(reward) after "
+                "gristmill.capture, or call abort(reason) to abort it on purpose"
             )
         try:
             await self.abort(f"{type(error).__name__}: {error}"[:_REASON_LENGTH].removesuffix(": "))
@@ -208,6 +260,7 @@ class Trajectory:
 
     def __init__(self, awaited: AsyncTrajectory) -> None:
         self._awaited = awaited
+        self._lock = threading.Lock()
 
     def __repr__(self) -> str:
         return repr(self._awaited).replace("Async", "", 1)
@@ -332,6 +385,31 @@ class Trajectory:
                 sampling_mask=sampling_mask,
             )
         )
+
+    def finish(self, reward: Any = None, *, reward_components: Mapping[str, float] | None = None) -> bool:
+        """Ends a trajectory that `gristmill.capture` recorded: its newest step is the last one. Returns False if the
+        trajectory `is_dropped`.
+
+        reward, reward_components: of the last step, as in `step`; without a reward it is pending until
+            `RolloutClient.set_reward`.
+
+        Call it after the agent has its last answer. Raises FailedPreconditionError if no step was captured, and the
+        errors of `step`.
+        """
+        with self._lock:
+            return block_on(self._awaited.finish(reward, reward_components=reward_components))
+
+    def _capture(self, choices: Sequence[Sampled]) -> None:
+        """Adds the choices of an answer as steps. `gristmill.capture` calls it. Thread-safe.
+
+        Stores the newest step until another one follows, or `finish` ends the trajectory with it.
+        """
+        with self._lock:
+            block_on(self._awaited._capture(choices))
+
+    def _check_captures(self) -> None:
+        """Raises FailedPreconditionError if the trajectory takes no more steps. Makes no call."""
+        self._awaited._check_captures()
 
     def abort(self, reason: str) -> None:
         """Aborts the trajectory: its rows are dropped, and its group continues without it. Idempotent."""

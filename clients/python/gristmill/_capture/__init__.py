@@ -1,0 +1,1 @@
+"""`gristmill.capture`: records the calls of HTTP clients in the agent's own process."""

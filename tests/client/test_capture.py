@@ -1,0 +1,478 @@
+"""Within `gristmill.capture` the calls of an agent become steps, and the agent sees none of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import anthropic
+import httpx
+import httpx2
+import openai
+import pytest
+
+import gristmill
+from gristmill import (
+    AsyncRolloutClient,
+    AsyncTrajectory,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    RolloutClient,
+    Trajectory,
+)
+from gristmill._capture import clients
+from tests.on_loop import Service
+from tests.recorder.engine import END, Engine, Words, answer_of, logprobs_for, prompt_of, serving
+from tests.recorder.recorders import TrainedRow, create_run, trained
+
+HI = [{"role": "user", "content": "say hi"}]
+ADDED = {"return_token_ids": True, "return_weight_versions": True, "logprobs": True}
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    with serving(Engine()) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def sglang() -> Iterator[Engine]:
+    with serving(Engine(is_sglang=True)) as engine:
+        yield engine
+
+
+@pytest.fixture
+def run(service: Service, run_name: str) -> str:
+    """A run in which each trajectory is a batch."""
+    create_run(service.grpc_address, run_name)
+    return run_name
+
+
+@pytest.fixture
+def rollouts(service: Service, run: str) -> Iterator[RolloutClient]:
+    with RolloutClient(service.grpc_address, run, timeout_s=20) as client:
+        yield client
+
+
+@pytest.fixture
+def agent(engine: Engine) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{engine.url}/v1", api_key="none") as client:
+        yield client
+
+
+def user(text: str) -> Any:
+    return {"role": "user", "content": text}
+
+
+def ask(client: Any, text: str, **more: Any) -> Any:
+    return client.chat.completions.create(model="toy", messages=[user(text)], **more)
+
+
+def steps(trajectory: Any) -> int:
+    return int(repr(trajectory).partition(": ")[2].split()[0])
+
+
+def raw(client: Any, url: str, body: Any) -> Any:
+    return client.post(url, json=body)
+
+
+# What an agent asks for, and what it is then given as text, by each client.
+
+
+def by_openai(url: str, body: Any) -> str:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client:
+        answer: Any = client.chat.completions.create(**body)
+        return "".join(one.model_dump_json() for one in answer) if body.get("stream") else answer.model_dump_json()
+
+
+def by_httpx(url: str, body: Any) -> str:
+    with httpx.Client() as client:
+        return client.post(f"{url}/v1/chat/completions", json=body).text
+
+
+async def by_async_openai(url: str, body: Any) -> str:
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client:
+        answer: Any = await client.chat.completions.create(**body)
+        if not body.get("stream"):
+            return str(answer.model_dump_json())
+        return "".join([chunk.model_dump_json() async for chunk in answer])
+
+
+async def by_async_httpx(url: str, body: Any) -> str:
+    async with httpx.AsyncClient() as client, client.stream("POST", f"{url}/v1/chat/completions", json=body) as answer:
+        return (await answer.aread()).decode()
+
+
+async def by_aiohttp(url: str, body: Any) -> str:
+    async with (
+        aiohttp.ClientSession(f"{url}/v1/") as session,
+        session.post("chat/completions", json=body, raise_for_status=True) as answer,
+    ):
+        return await answer.text()
+
+
+async def by_aiohttp_line_by_line(url: str, body: Any) -> str:
+    async with aiohttp.ClientSession() as session, session.post(f"{url}/v1/chat/completions", json=body) as answer:
+        return "".join([line.decode() async for line in answer.content])
+
+
+SYNC = [by_openai, by_httpx]
+ASYNC = [by_async_openai, by_async_httpx, by_aiohttp, by_aiohttp_line_by_line]
+
+
+def meaning(text: str) -> str:
+    """Without the spaces that depend on who wrote the JSON, and without logprobs that are null, as vLLM has them."""
+    return text.replace('": ', '":').replace(', "', ',"').replace(", {", ",{").replace(',"logprobs":null', "")
+
+
+def expected(text: str = "hi") -> TrainedRow:
+    answer = answer_of(Words(text=text))
+    return TrainedRow([*prompt_of([user(f"say {text}")]), *answer], answer, logprobs_for(len(answer)), 1.0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("call", SYNC)
+def test_a_call_is_recorded_and_its_answer_is_as_without_capture(
+    call: Callable[[str, Any], str], stream: bool, engine: Engine, service: Service, rollouts: RolloutClient, run: str
+) -> None:
+    body = {"model": "toy", "messages": HI, "stream": stream}
+    without = call(engine.url, body)
+    assert "return_token_ids" not in engine.requests[-1]
+    with rollouts.trajectory("a", 0) as trajectory:
+        with gristmill.capture(trajectory):
+            within = call(engine.url, body)
+        assert trajectory.finish(1.0)
+    assert engine.requests[-1] == {**body, **ADDED}
+    assert meaning(within) == meaning(without)
+    assert trained(service.grpc_address, run) == [expected()]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("call", ASYNC)
+def test_an_awaited_call_is_recorded_and_its_answer_is_as_without_capture(
+    call: Callable[[str, Any], Awaitable[str]], stream: bool, engine: Engine, service: Service, run: str
+) -> None:
+    body = {"model": "toy", "messages": HI, "stream": stream}
+
+    async def work() -> tuple[str, str]:
+        without = await call(engine.url, body)
+        async with (
+            AsyncRolloutClient(service.grpc_address, run, timeout_s=20) as rollouts,
+            rollouts.trajectory("a", 0) as trajectory,
+        ):
+            with gristmill.capture(trajectory):
+                within = await call(engine.url, body)
+            assert await trajectory.finish(1.0)
+        return without, within
+
+    without, within = asyncio.run(work())
+    assert meaning(within) == meaning(without)
+    assert trained(service.grpc_address, run) == [expected()]
+
+
+def test_an_agent_with_asyncio_is_recorded_by_a_client_that_blocks(
+    engine: Engine, service: Service, rollouts: RolloutClient, run: str
+) -> None:
+    with rollouts.trajectory("a", 0) as trajectory:
+        with gristmill.capture(trajectory):
+            asyncio.run(by_async_openai(engine.url, {"model": "toy", "messages": HI}))
+        trajectory.finish(1.0)
+    assert trained(service.grpc_address, run) == [expected()]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_sglang_is_asked_by_its_own_fields(
+    sglang: Engine, service: Service, rollouts: RolloutClient, run: str, stream: bool
+) -> None:
+    with rollouts.trajectory("a", 0) as trajectory:
+        with gristmill.capture(trajectory, engine="sglang"):
+            answer = by_openai(sglang.url, {"model": "toy", "messages": HI, "stream": stream})
+        trajectory.finish(1.0)
+    assert "sglext" not in answer
+    assert trained(service.grpc_address, run) == [expected()]
+
+
+def test_a_conversation_is_one_row_with_the_reward_of_its_end(
+    agent: openai.OpenAI, service: Service, rollouts: RolloutClient, run: str
+) -> None:
+    messages = [user("say one")]
+    with rollouts.trajectory("a", 0) as trajectory, gristmill.capture(trajectory):
+        for text in ("say two", "say three"):
+            answer = agent.chat.completions.create(model="toy", messages=messages)
+            messages += [answer.choices[0].message.model_dump(exclude_none=True), user(text)]
+        agent.chat.completions.create(model="toy", messages=messages)
+        assert steps(trajectory) == 3
+        trajectory.finish()
+    assert rollouts.set_reward("a", 0, 0.5)
+    (row,) = trained(service.grpc_address, run)
+    assert row.trained == [*b"one", END, *b"two", END, *b"three", END]
+    assert row.reward == 0.5
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_each_choice_of_each_prompt_is_a_step(
+    agent: openai.OpenAI, service: Service, rollouts: RolloutClient, run: str, stream: bool
+) -> None:
+    with rollouts.trajectory("a", 0) as trajectory:
+        with gristmill.capture(trajectory):
+            answer: Any = agent.completions.create(model="toy", prompt=["say a", "say b"], n=2, stream=stream)
+            assert len(list(answer) if stream else answer.choices) >= 4
+        trajectory.finish(1.0)
+    rows = trained(service.grpc_address, run)
+    assert [bytes(row.tokens[:-1]) for row in rows] == [b"say aa", b"say aa #1", b"say ba", b"say ba #1"]
+
+
+def test_the_agent_keeps_the_fields_that_it_asked_for(agent: openai.OpenAI, rollouts: RolloutClient) -> None:
+    trajectory = rollouts.trajectory("a", 0)
+    with gristmill.capture(trajectory):
+        answer = ask(agent, "say hi", logprobs=True, extra_body={"return_token_ids": True})
+    assert answer.choices[0].logprobs.content[0].logprob == logprobs_for(1)[0]
+    assert answer.choices[0].token_ids == [*b"hi", END]
+    trajectory.abort("a test")
+
+
+def test_an_answer_is_recorded_before_the_agent_has_its_end(agent: openai.OpenAI, rollouts: RolloutClient) -> None:
+    trajectory = rollouts.trajectory("a", 0)
+    with gristmill.capture(trajectory):
+        recorded = [(chunk.choices[0].finish_reason, steps(trajectory)) for chunk in ask(agent, "say hi", stream=True)]
+    assert recorded == [(None, 0)] * 3 + [("stop", 1)]
+    trajectory.abort("a test")
+
+
+def test_an_error_of_the_engine_reaches_the_agent_and_is_not_recorded(
+    agent: openai.OpenAI, rollouts: RolloutClient
+) -> None:
+    trajectory = rollouts.trajectory("a", 0)
+    with gristmill.capture(trajectory), pytest.raises(openai.BadRequestError, match="failed on request"):
+        ask(agent, "fail 400")
+    assert steps(trajectory) == 0
+    trajectory.abort("a test")
+
+
+def test_a_stream_that_the_agent_leaves_or_the_engine_cuts_is_not_recorded(
+    agent: openai.OpenAI, rollouts: RolloutClient
+) -> None:
+    trajectory = rollouts.trajectory("a", 0)
+    with gristmill.capture(trajectory):
+        with ask(agent, "say hi", stream=True) as answer:
+            next(iter(answer))
+        with pytest.raises(openai.APIConnectionError):
+            list(ask(agent, "cut 3", stream=True))
+    assert steps(trajectory) == 0
+    trajectory.abort("a test")
+
+
+NO_IDS = "cannot be recorded.*token ids.*use vLLM 0.10.2 or newer"
+
+
+def test_an_answer_without_token_ids_is_an_error_at_once_that_names_the_remedy(
+    agent: openai.OpenAI, engine: Engine, rollouts: RolloutClient
+) -> None:
+    trajectory, asked = rollouts.trajectory("a", 0), len(engine.requests)
+    with gristmill.capture(trajectory):
+        with pytest.raises(openai.InternalServerError, match=NO_IDS):
+            ask(agent, "tokenless hi")
+        with pytest.raises(InvalidArgumentError, match=NO_IDS):
+            list(ask(agent, "tokenless hi", stream=True))
+        with pytest.raises(InvalidArgumentError, match=NO_IDS):
+            asyncio.run(by_aiohttp(engine.url, {"messages": [user("tokenless hi")]}))
+    assert (steps(trajectory), len(engine.requests) - asked) == (0, 3)
+    with pytest.raises(FailedPreconditionError, match="no captured step to end with"):
+        trajectory.finish(1.0)
+    trajectory.abort("a test")
+
+
+def test_a_call_that_could_not_be_trained_is_refused_before_the_engine_is_asked(
+    agent: openai.OpenAI, engine: Engine, rollouts: RolloutClient
+) -> None:
+    trajectory, asked = rollouts.trajectory("a", 0), len(engine.requests)
+    picture: Any = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]
+    with gristmill.capture(trajectory):
+        with pytest.raises(openai.BadRequestError, match="gristmill records only tokens"):
+            agent.chat.completions.create(model="toy", messages=picture)
+        with pytest.raises(openai.BadRequestError, match="by the recorder"):
+            agent.responses.create(model="toy", input="say hi")
+        with (
+            anthropic.Anthropic(base_url=engine.url, api_key="none") as other,
+            pytest.raises(anthropic.BadRequestError, match="by the recorder"),
+        ):
+            other.messages.create(model="toy", messages=HI, max_tokens=5)  # type: ignore[arg-type]
+    assert len(engine.requests) == asked
+    trajectory.abort("a test")
+
+
+def test_calls_to_other_urls_than_the_engines_pass(
+    agent: openai.OpenAI, engine: Engine, rollouts: RolloutClient
+) -> None:
+    trajectory = rollouts.trajectory("a", 0)
+    with gristmill.capture(trajectory, base_url="http://vllm:8000/v1"):
+        ask(agent, "say hi")
+        agent.responses.create(model="toy", input="say hi")
+    assert steps(trajectory) == 0
+    with gristmill.capture(trajectory, base_url=f"{engine.url}/v1"):
+        assert agent.embeddings.create(model="toy", input="hi", encoding_format="float").data == []
+        ask(agent, "say hi")
+    assert steps(trajectory) == 1
+    trajectory.abort("a test")
+
+
+@asynccontextmanager
+async def two_trajectories(service: Service, run: str) -> AsyncIterator[list[AsyncTrajectory]]:
+    async with AsyncRolloutClient(service.grpc_address, run, timeout_s=20) as rollouts:
+        yield [rollouts.trajectory(uid, 0) for uid in ("a", "b")]
+
+
+def test_tasks_at_the_same_time_record_each_on_its_own_trajectory(
+    engine: Engine, service: Service, run_name: str
+) -> None:
+    create_run(service.grpc_address, run_name, train_batch_size=2, policy_mini_batch_size=2)
+
+    async def work() -> None:
+        async def agent(trajectory: AsyncTrajectory) -> None:
+            with gristmill.capture(trajectory):
+                said = [f"say {trajectory.key.uid}{number}" for number in range(5)]
+                calls = [by_async_openai(engine.url, {"model": "toy", "messages": [user(text)]}) for text in said]
+                await asyncio.gather(*calls)
+            await trajectory.finish(1.0)
+
+        async with two_trajectories(service, run_name) as both:
+            await asyncio.gather(*map(agent, both))
+
+    asyncio.run(work())
+    rows = [bytes(row.trained[:-1]) for row in trained(service.grpc_address, run_name)]
+    assert sorted(rows[:5]) == [f"a{number}".encode() for number in range(5)]
+    assert sorted(rows[5:]) == [f"b{number}".encode() for number in range(5)]
+
+
+def test_the_innermost_block_records_and_then_the_outer_one_again(
+    agent: openai.OpenAI, rollouts: RolloutClient
+) -> None:
+    outer, inner = rollouts.trajectory("a", 0), rollouts.trajectory("b", 0)
+    with gristmill.capture(outer):
+        with gristmill.capture(inner):
+            ask(agent, "say hi")
+        ask(agent, "say hi")
+        with gristmill.capture(outer):
+            ask(agent, "say hi")
+    ask(agent, "say hi")
+    assert (steps(outer), steps(inner)) == (2, 1)
+    for trajectory in (outer, inner):
+        trajectory.abort("a test")
+
+
+def test_threads_of_a_pool_record_in_a_copied_context_or_in_a_block_of_their_own(
+    agent: openai.OpenAI, service: Service, rollouts: RolloutClient, run: str
+) -> None:
+    with rollouts.trajectory("a", 0) as trajectory:
+
+        def in_block() -> None:
+            with gristmill.capture(trajectory):
+                ask(agent, "say c")
+
+        with gristmill.capture(trajectory), ThreadPoolExecutor(3) as pool:
+            plain = pool.submit(ask, agent, "say a")
+            copied = pool.submit(contextvars.copy_context().run, ask, agent, "say b")
+            blocks = [pool.submit(in_block) for _ in range(5)]
+            assert [one.exception() for one in (plain, copied, *blocks)] == [None] * 7
+        trajectory.finish(1.0)
+    rows = [bytes(row.trained[:-1]) for row in trained(service.grpc_address, run)]
+    assert sorted(set(rows)) == [b"b", b"c"]
+
+
+def test_a_call_that_blocks_the_loop_of_its_recording_is_refused_and_one_in_a_thread_is_not(
+    engine: Engine, service: Service, run: str
+) -> None:
+    body = {"model": "toy", "messages": HI}
+
+    async def work() -> None:
+        async with (
+            AsyncRolloutClient(service.grpc_address, run, timeout_s=20) as rollouts,
+            rollouts.trajectory("a", 0) as trajectory,
+        ):
+            with gristmill.capture(trajectory):
+                with pytest.raises(openai.BadRequestError, match="AsyncOpenAI"):
+                    by_openai(engine.url, body)
+                await asyncio.to_thread(by_openai, engine.url, body)
+            await trajectory.finish(1.0)
+
+    asyncio.run(work())
+    assert trained(service.grpc_address, run) == [expected()]
+
+
+def test_a_call_after_the_end_is_refused(agent: openai.OpenAI, engine: Engine, rollouts: RolloutClient) -> None:
+    with rollouts.trajectory("a", 0) as trajectory, gristmill.capture(trajectory):
+        ask(agent, "say hi")
+        trajectory.finish(1.0)
+        asked = len(engine.requests)
+        with pytest.raises(openai.BadRequestError, match="the trajectory ended with step 0"):
+            ask(agent, "say hi")
+        assert len(engine.requests) == asked
+        with pytest.raises(FailedPreconditionError, match="the trajectory ended with step 0"):
+            trajectory.finish(1.0)
+
+
+def test_an_agent_of_a_dropped_trajectory_is_stopped(agent: openai.OpenAI, rollouts: RolloutClient) -> None:
+    trajectory = rollouts.trajectory("a", 0)
+    with gristmill.capture(trajectory):
+        for _ in range(2):
+            ask(agent, "say hi")
+        rollouts.flush()
+        rollouts.abort_trajectory("a", 0, reason="a test")
+        ask(agent, "say hi")
+        rollouts.flush()
+        with pytest.raises(openai.BadRequestError, match=r"no longer needs this trajectory.*stop this agent"):
+            ask(agent, "say hi")
+
+
+def test_steps_of_the_callers_own_follow_those_that_were_captured(
+    agent: openai.OpenAI, service: Service, rollouts: RolloutClient, run: str
+) -> None:
+    with rollouts.trajectory("a", 0) as trajectory:
+        with gristmill.capture(trajectory):
+            ask(agent, "say hi")
+        trajectory.extend([7], [8], rollout_logprobs=[-1.0], reward=1.0, is_last_step=True)
+    (row,) = trained(service.grpc_address, run)
+    assert row.trained == [*b"hi", END, 8]
+
+
+def test_a_trajectory_that_is_not_finished_says_how(agent: openai.OpenAI, rollouts: RolloutClient) -> None:
+    def work() -> None:
+        with rollouts.trajectory("a", 0) as trajectory, gristmill.capture(trajectory):
+            ask(agent, "say hi")
+
+    with pytest.raises(FailedPreconditionError, match=r"call finish\(reward\) after gristmill.capture"):
+        work()
+
+
+def test_a_transport_that_calls_by_aiohttp_is_recorded_once(engine: Engine, rollouts: RolloutClient) -> None:
+    class Transport(httpx2.AsyncBaseTransport):
+        async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+            async with aiohttp.ClientSession() as session, session.post(str(request.url), data=request.content) as it:
+                return httpx2.Response(it.status, headers=it.headers, content=await it.read())
+
+    async def work(trajectory: Trajectory) -> None:
+        transport = httpx2.AsyncClient(transport=Transport())
+        async with openai.AsyncOpenAI(base_url=f"{engine.url}/v1", api_key="none", http_client=transport) as client:
+            await ask(client, "say hi")
+
+    trajectory = rollouts.trajectory("a", 0)
+    with gristmill.capture(trajectory):
+        asyncio.run(work(trajectory))
+    assert steps(trajectory) == 1
+    trajectory.abort("a test")
+
+
+def test_an_unknown_engine_is_refused(rollouts: RolloutClient) -> None:
+    with pytest.raises(InvalidArgumentError, match="engine is 'tgi'; pass one of vllm, sglang"):
+        gristmill.capture(rollouts.trajectory("a", 0), engine="tgi").__enter__()  # type: ignore[arg-type]
+
+
+def test_without_an_http_client_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clients, "_imported", lambda name: None)
+    with pytest.raises(FailedPreconditionError, match="neither can be imported"):
+        clients.install.__wrapped__()
