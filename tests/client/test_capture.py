@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import gzip
+import json
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -75,10 +78,6 @@ def ask(client: Any, text: str, **more: Any) -> Any:
 
 def steps(trajectory: Any) -> int:
     return int(repr(trajectory).partition(": ")[2].split()[0])
-
-
-def raw(client: Any, url: str, body: Any) -> Any:
-    return client.post(url, json=body)
 
 
 # What an agent asks for, and what it is then given as text, by each client.
@@ -465,6 +464,109 @@ def test_a_transport_that_calls_by_aiohttp_is_recorded_once(engine: Engine, roll
         asyncio.run(work(trajectory))
     assert steps(trajectory) == 1
     trajectory.abort("a test")
+
+
+ANSWER: dict[str, Any] = {
+    "prompt_token_ids": [1],
+    "choices": [
+        {"index": 0, "finish_reason": "stop", "token_ids": [2], "logprobs": {"content": [{"logprob": -1.0}]}}
+        | {"message": {"role": "assistant", "content": "\ud83d ä"}}
+    ],
+}
+
+
+@pytest.mark.parametrize("package", [httpx, httpx2])
+def test_an_answer_that_is_compressed_all_the_same_is_read_with_any_text(package: Any, rollouts: RolloutClient) -> None:
+    seen = []
+
+    def respond(request: Any) -> Any:
+        seen.append(request.headers["accept-encoding"])
+        headers = {"content-encoding": "gzip", "content-type": "application/json"}
+        return package.Response(200, headers=headers, content=gzip.compress(json.dumps(ANSWER).encode()))
+
+    trajectory = rollouts.trajectory("a", 0)
+    with gristmill.capture(trajectory), package.Client(transport=package.MockTransport(respond)) as client:
+        answer = client.post("http://vllm/v1/chat/completions", json={"messages": HI})
+    assert (seen, steps(trajectory)) == (["identity"], 1)
+    assert answer.json()["choices"][0]["message"]["content"] == "\ud83d ä"
+    assert "token_ids" not in answer.text
+    trajectory.abort("a test")
+
+
+@pytest.mark.parametrize("content", [b"[]", b"{", b"\xff"])
+def test_a_request_or_an_answer_that_is_no_object_is_an_error(content: bytes, rollouts: RolloutClient) -> None:
+    trajectory = rollouts.trajectory("a", 0)
+    engine = httpx.MockTransport(lambda request: httpx.Response(200, content=content))
+    with gristmill.capture(trajectory), httpx.Client(transport=engine) as client:
+        url = "http://vllm/v1/completions"
+        wrong = client.post(url, content=content)
+        assert (wrong.status_code, "send a JSON object" in wrong.text) == (400, True)
+        unread = client.post(url, json={"prompt": "a"})
+        assert (unread.status_code, "the engine's answer " in unread.text) == (502, True)
+    trajectory.abort("a test")
+
+
+def test_a_reader_that_gives_up_and_reads_again_gets_the_whole_answer_once(
+    engine: Engine, service: Service, rollouts: RolloutClient, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = Trajectory._capture
+
+    def capture(self: Trajectory, choices: Any) -> None:
+        time.sleep(0.1)
+        slow(self, choices)
+
+    async def work() -> bytes:
+        body, got, late = {"messages": HI, "stream": True}, b"", 0
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(f"{engine.url}/v1/chat/completions", json=body) as answer,
+        ):
+            while not answer.content.at_eof():
+                try:
+                    got += await asyncio.wait_for(answer.content.readany(), 0.02)
+                except TimeoutError:
+                    late += 1
+        assert late
+        return got
+
+    monkeypatch.setattr(Trajectory, "_capture", capture)
+    with rollouts.trajectory("a", 0) as trajectory:
+        with gristmill.capture(trajectory):
+            assert asyncio.run(work()).endswith(b"data: [DONE]\n\n")
+        assert steps(trajectory) == 1
+        trajectory.finish(1.0)
+    assert trained(service.grpc_address, run) == [expected()]
+
+
+@pytest.mark.parametrize("call", ASYNC)
+def test_an_answer_whose_task_is_cancelled_while_it_is_recorded_is_recorded_once(
+    call: Callable[[str, Any], Awaitable[str]], engine: Engine, service: Service, run: str
+) -> None:
+    async def work() -> None:
+        recording, goes_on = asyncio.Event(), asyncio.Event()
+
+        class Slow(AsyncTrajectory):
+            async def _capture(self, choices: Any) -> None:
+                recording.set()
+                await goes_on.wait()
+                await super()._capture(choices)
+
+        async with AsyncRolloutClient(service.grpc_address, run, timeout_s=20) as rollouts:
+            trajectory = rollouts.trajectory("a", 0)
+            trajectory.__class__ = Slow
+            with gristmill.capture(trajectory):
+                asked = asyncio.ensure_future(call(engine.url, {"model": "toy", "messages": HI}))
+                await recording.wait()
+                asked.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await asked
+            goes_on.set()
+            while not steps(trajectory):
+                await asyncio.sleep(0)
+            await trajectory.finish(1.0)
+
+    asyncio.run(work())
+    assert trained(service.grpc_address, run) == [expected()]
 
 
 def test_an_unknown_engine_is_refused(rollouts: RolloutClient) -> None:

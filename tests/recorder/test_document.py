@@ -19,9 +19,9 @@ from tests.recorder.recorders import Recorder, trained
 TEXT = (Path(__file__).parents[2] / "docs/recorder.md").read_text()
 
 
-OF_ENGINES = {
+OF_OTHERS = {
     *("logprobs-mode", "generation-config", "enable-scale-out", "return-sampling-mask"),
-    *("enable-return-routed-experts", "conversations"),
+    *("enable-return-routed-experts", "conversations", "model"),
 }
 
 
@@ -78,5 +78,5 @@ def test_every_metric_is_documented_with_its_labels(recorder: Recorder) -> None:
 
 def test_every_recorded_path_and_every_flag_that_is_named_exists() -> None:
     assert all(f"/{path}`" in TEXT for path in RECORDED)
-    flags = set(re.findall(r"`--(?:no-)?([a-z-]+)", TEXT)) - OF_ENGINES
+    flags = set(re.findall(r"`--(?:no-)?([a-z-]+)", TEXT)) - OF_OTHERS
     assert flags <= {name.replace("_", "-") for name in RecorderSettings.model_fields}

@@ -40,7 +40,7 @@ class WholeAnswer:
         with _readable(self._fields):
             answer: Any = json.loads(self._body)
             samples = _checked(sampled(answer))
-            return samples, json.dumps(self._call.whole(answer), ensure_ascii=False, separators=(",", ":")).encode()
+            return samples, json.dumps(self._call.whole(answer), separators=(",", ":")).encode()
 
 
 class StreamedAnswer:

@@ -65,12 +65,15 @@ class Capture:
             )
         self._trajectory._check_captures()
         try:
-            document = json.loads(body) if isinstance(body, bytes) else dict(body)
-            is_chat = _COMPLETION.search(url.partition("?")[0])["chat"] is not None  # type: ignore[index]
-            call = CompletionCall(document, self._fields, is_chat=is_chat, logprobs=True)
-            sent = json.dumps(call.request).encode()
-        except (TypeError, ValueError) as error:
-            raise InvalidArgumentError(f"{url}: the request is not a JSON object: {error}; send one") from None
+            document = json.loads(body) if isinstance(body, bytes) else body
+        except ValueError as error:
+            raise InvalidArgumentError(f"{url}: the request is not JSON: {error}; send a JSON object") from None
+        if not isinstance(document, dict):
+            raise InvalidArgumentError(f"{url}: the request is a {type(document).__name__}; send a JSON object")
+        match = _COMPLETION.search(url.partition("?")[0])
+        is_chat = match is not None and match["chat"] is not None
+        call = CompletionCall(document, self._fields, is_chat=is_chat, logprobs=True)
+        sent = json.dumps(call.request).encode()
 
         def answer(content_type: str) -> Answer:
             kind = StreamedAnswer if content_type.startswith("text/event-stream") else WholeAnswer

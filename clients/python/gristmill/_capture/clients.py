@@ -14,8 +14,8 @@ from gristmill.errors import FailedPreconditionError
 def install() -> None:
     """Installs it once. Raises FailedPreconditionError if there is no client."""
     # httpx2 is httpx with another name; newer versions of the openai package use it. One may be an alias of the other.
-    clients = {module for name in ("httpx", "httpx2") if (module := _imported(name))}
-    for module in clients:
+    clients = {module.Client: module for name in ("httpx", "httpx2") if (module := _imported(name))}
+    for module in clients.values():
         httpx_calls.install(module)
     if aiohttp := _imported("aiohttp"):
         from gristmill._capture import aiohttp_calls

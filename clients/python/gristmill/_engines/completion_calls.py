@@ -114,7 +114,7 @@ class CompletionStream:
         return document
 
     def encode(self, chunk: Document) -> bytes:
-        return json.dumps(chunk, ensure_ascii=False, separators=(",", ":")).encode()
+        return json.dumps(chunk, separators=(",", ":")).encode()
 
 
 def _wants_logprobs(document: Document) -> bool:

@@ -191,7 +191,7 @@ class AsyncTrajectory:
             if self._newest is None:
                 raise FailedPreconditionError(
                     f"{self.key}: no captured step to end with; pass is_last_step=True with the last step, or check "
-                    "that the agent called its engine by httpx or aiohttp within gristmill.capture"
+                    "that the agent called its engine by httpx or aiohttp within gristmill.capture, at its base_url"
                 )
             return await self._add_newest(reward=reward, reward_components=reward_components, is_last_step=True)
 
