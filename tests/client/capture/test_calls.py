@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import gzip
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import aiohttp
@@ -22,116 +19,30 @@ import pytest
 import gristmill
 from gristmill import (
     AsyncRolloutClient,
-    AsyncTrajectory,
     FailedPreconditionError,
     InvalidArgumentError,
     RolloutClient,
     Trajectory,
 )
 from gristmill._capture import clients
+from tests.client.capture.callers import (
+    ASYNC,
+    HI,
+    SYNC,
+    ask,
+    by_aiohttp,
+    by_async_openai,
+    by_openai,
+    expected,
+    meaning,
+    steps,
+    user,
+)
 from tests.on_loop import Service
-from tests.recorder.engine import END, Engine, Words, answer_of, logprobs_for, prompt_of, serving
-from tests.recorder.recorders import TrainedRow, create_run, trained
+from tests.recorder.engine import END, Engine, logprobs_for
+from tests.recorder.recorders import trained
 
-HI = [{"role": "user", "content": "say hi"}]
 ADDED = {"return_token_ids": True, "return_weight_versions": True, "logprobs": True}
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[Engine]:
-    with serving(Engine()) as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def sglang() -> Iterator[Engine]:
-    with serving(Engine(is_sglang=True)) as engine:
-        yield engine
-
-
-@pytest.fixture
-def run(service: Service, run_name: str) -> str:
-    """A run in which each trajectory is a batch."""
-    create_run(service.grpc_address, run_name)
-    return run_name
-
-
-@pytest.fixture
-def rollouts(service: Service, run: str) -> Iterator[RolloutClient]:
-    with RolloutClient(service.grpc_address, run, timeout_s=20) as client:
-        yield client
-
-
-@pytest.fixture
-def agent(engine: Engine) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{engine.url}/v1", api_key="none") as client:
-        yield client
-
-
-def user(text: str) -> Any:
-    return {"role": "user", "content": text}
-
-
-def ask(client: Any, text: str, **more: Any) -> Any:
-    return client.chat.completions.create(model="toy", messages=[user(text)], **more)
-
-
-def steps(trajectory: Any) -> int:
-    return int(repr(trajectory).partition(": ")[2].split()[0])
-
-
-# What an agent asks for, and what it is then given as text, by each client.
-
-
-def by_openai(url: str, body: Any) -> str:
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client:
-        answer: Any = client.chat.completions.create(**body)
-        return "".join(one.model_dump_json() for one in answer) if body.get("stream") else answer.model_dump_json()
-
-
-def by_httpx(url: str, body: Any) -> str:
-    with httpx.Client() as client:
-        return client.post(f"{url}/v1/chat/completions", json=body).text
-
-
-async def by_async_openai(url: str, body: Any) -> str:
-    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client:
-        answer: Any = await client.chat.completions.create(**body)
-        if not body.get("stream"):
-            return str(answer.model_dump_json())
-        return "".join([chunk.model_dump_json() async for chunk in answer])
-
-
-async def by_async_httpx(url: str, body: Any) -> str:
-    async with httpx.AsyncClient() as client, client.stream("POST", f"{url}/v1/chat/completions", json=body) as answer:
-        return (await answer.aread()).decode()
-
-
-async def by_aiohttp(url: str, body: Any) -> str:
-    async with (
-        aiohttp.ClientSession(f"{url}/v1/") as session,
-        session.post("chat/completions", json=body, raise_for_status=True) as answer,
-    ):
-        return await answer.text()
-
-
-async def by_aiohttp_line_by_line(url: str, body: Any) -> str:
-    async with aiohttp.ClientSession() as session, session.post(f"{url}/v1/chat/completions", json=body) as answer:
-        return "".join([line.decode() async for line in answer.content])
-
-
-SYNC = [by_openai, by_httpx]
-ASYNC = [by_async_openai, by_async_httpx, by_aiohttp, by_aiohttp_line_by_line]
-
-
-def meaning(text: str) -> str:
-    """Without the spaces that depend on who wrote the JSON, and without logprobs that are null, as vLLM has them."""
-    return text.replace('": ', '":').replace(', "', ',"').replace(", {", ",{").replace(',"logprobs":null', "")
-
-
-def expected(text: str = "hi") -> TrainedRow:
-    answer = answer_of(Words(text=text))
-    return TrainedRow([*prompt_of([user(f"say {text}")]), *answer], answer, logprobs_for(len(answer)), 1.0)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -320,89 +231,6 @@ def test_calls_to_other_urls_than_the_engines_pass(
     trajectory.abort("a test")
 
 
-@asynccontextmanager
-async def two_trajectories(service: Service, run: str) -> AsyncIterator[list[AsyncTrajectory]]:
-    async with AsyncRolloutClient(service.grpc_address, run, timeout_s=20) as rollouts:
-        yield [rollouts.trajectory(uid, 0) for uid in ("a", "b")]
-
-
-def test_tasks_at_the_same_time_record_each_on_its_own_trajectory(
-    engine: Engine, service: Service, run_name: str
-) -> None:
-    create_run(service.grpc_address, run_name, train_batch_size=2, policy_mini_batch_size=2)
-
-    async def work() -> None:
-        async def agent(trajectory: AsyncTrajectory) -> None:
-            with gristmill.capture(trajectory):
-                said = [f"say {trajectory.key.uid}{number}" for number in range(5)]
-                calls = [by_async_openai(engine.url, {"model": "toy", "messages": [user(text)]}) for text in said]
-                await asyncio.gather(*calls)
-            await trajectory.finish(1.0)
-
-        async with two_trajectories(service, run_name) as both:
-            await asyncio.gather(*map(agent, both))
-
-    asyncio.run(work())
-    rows = [bytes(row.trained[:-1]) for row in trained(service.grpc_address, run_name)]
-    assert sorted(rows[:5]) == [f"a{number}".encode() for number in range(5)]
-    assert sorted(rows[5:]) == [f"b{number}".encode() for number in range(5)]
-
-
-def test_the_innermost_block_records_and_then_the_outer_one_again(
-    agent: openai.OpenAI, rollouts: RolloutClient
-) -> None:
-    outer, inner = rollouts.trajectory("a", 0), rollouts.trajectory("b", 0)
-    with gristmill.capture(outer):
-        with gristmill.capture(inner):
-            ask(agent, "say hi")
-        ask(agent, "say hi")
-        with gristmill.capture(outer):
-            ask(agent, "say hi")
-    ask(agent, "say hi")
-    assert (steps(outer), steps(inner)) == (2, 1)
-    for trajectory in (outer, inner):
-        trajectory.abort("a test")
-
-
-def test_threads_of_a_pool_record_in_a_copied_context_or_in_a_block_of_their_own(
-    agent: openai.OpenAI, service: Service, rollouts: RolloutClient, run: str
-) -> None:
-    with rollouts.trajectory("a", 0) as trajectory:
-
-        def in_block() -> None:
-            with gristmill.capture(trajectory):
-                ask(agent, "say c")
-
-        with gristmill.capture(trajectory), ThreadPoolExecutor(3) as pool:
-            plain = pool.submit(ask, agent, "say a")
-            copied = pool.submit(contextvars.copy_context().run, ask, agent, "say b")
-            blocks = [pool.submit(in_block) for _ in range(5)]
-            assert [one.exception() for one in (plain, copied, *blocks)] == [None] * 7
-        trajectory.finish(1.0)
-    rows = [bytes(row.trained[:-1]) for row in trained(service.grpc_address, run)]
-    assert sorted(set(rows)) == [b"b", b"c"]
-
-
-def test_a_call_that_blocks_the_loop_of_its_recording_is_refused_and_one_in_a_thread_is_not(
-    engine: Engine, service: Service, run: str
-) -> None:
-    body = {"model": "toy", "messages": HI}
-
-    async def work() -> None:
-        async with (
-            AsyncRolloutClient(service.grpc_address, run, timeout_s=20) as rollouts,
-            rollouts.trajectory("a", 0) as trajectory,
-        ):
-            with gristmill.capture(trajectory):
-                with pytest.raises(openai.BadRequestError, match="AsyncOpenAI"):
-                    by_openai(engine.url, body)
-                await asyncio.to_thread(by_openai, engine.url, body)
-            await trajectory.finish(1.0)
-
-    asyncio.run(work())
-    assert trained(service.grpc_address, run) == [expected()]
-
-
 def test_a_call_after_the_end_is_refused(agent: openai.OpenAI, engine: Engine, rollouts: RolloutClient) -> None:
     with rollouts.trajectory("a", 0) as trajectory, gristmill.capture(trajectory):
         ask(agent, "say hi")
@@ -535,37 +363,6 @@ def test_a_reader_that_gives_up_and_reads_again_gets_the_whole_answer_once(
             assert asyncio.run(work()).endswith(b"data: [DONE]\n\n")
         assert steps(trajectory) == 1
         trajectory.finish(1.0)
-    assert trained(service.grpc_address, run) == [expected()]
-
-
-@pytest.mark.parametrize("call", ASYNC)
-def test_an_answer_whose_task_is_cancelled_while_it_is_recorded_is_recorded_once(
-    call: Callable[[str, Any], Awaitable[str]], engine: Engine, service: Service, run: str
-) -> None:
-    async def work() -> None:
-        recording, goes_on = asyncio.Event(), asyncio.Event()
-
-        class Slow(AsyncTrajectory):
-            async def _capture(self, choices: Any) -> None:
-                recording.set()
-                await goes_on.wait()
-                await super()._capture(choices)
-
-        async with AsyncRolloutClient(service.grpc_address, run, timeout_s=20) as rollouts:
-            trajectory = rollouts.trajectory("a", 0)
-            trajectory.__class__ = Slow
-            with gristmill.capture(trajectory):
-                asked = asyncio.ensure_future(call(engine.url, {"model": "toy", "messages": HI}))
-                await recording.wait()
-                asked.cancel()
-                with pytest.raises(asyncio.CancelledError):
-                    await asked
-            goes_on.set()
-            while not steps(trajectory):
-                await asyncio.sleep(0)
-            await trajectory.finish(1.0)
-
-    asyncio.run(work())
     assert trained(service.grpc_address, run) == [expected()]
 
 
