@@ -19,7 +19,7 @@ VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"$$/\1/p' clients/python/gris
 LOCK := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate --no-header \
 	--no-emit-package colorama
 
-.PHONY: help setup dev axe pictures demo test test-slow test-laws test-all test-trainers test-later test-environments test-engines test-agents $(PACKAGES:%=test-%) $(LATER:%=test-%) check docs manifests bench bench-peers bench-trl bench-skyrl bench-verl chaos fuzz protos format clean
+.PHONY: help setup dev axe pictures demo test test-slow test-laws test-all test-trainers test-later test-environments test-engines test-agents test-templates $(PACKAGES:%=test-%) $(LATER:%=test-%) check docs manifests bench bench-peers bench-trl bench-skyrl bench-verl chaos fuzz protos format clean
 .PHONY: requirements version chart-version dist release-check image-test baseline formats
 
 help:  ## Show this help
@@ -83,6 +83,13 @@ build/agents/.installed: tests/agents/package.json
 	mkdir -p $(@D)
 	cp $< $(@D)
 	npm install --prefix $(@D) --silent --no-audit --no-fund --no-package-lock
+	@touch $@
+
+test-templates: dev build/templates/.fetched  ## Splice conversations of fifteen model families with their own templates and tokenizers (110 MB)
+	$(BIN)/python -m pytest tests/engines/templates
+
+build/templates/.fetched: tests/engines/templates/fetch.py
+	$(BIN)/python tests/engines/templates/fetch.py build/templates
 	@touch $@
 
 $(PACKAGES:%=test-%): test-%: .venv-%/.installed

@@ -180,7 +180,7 @@ class Engine:
         tokens = answer_of(_words(bytes(body["input_ids"]).decode()))
         ends = range(1, len(tokens) + 1) if body.get("stream") else (len(tokens),)
         answers = [self._generated(tokens, end, bool(body.get("return_logprob"))) for end in ends]
-        return await _send_chunks(request, iter(answers), None) if body.get("stream") else web.json_response(answers[0])
+        return await send_chunks(request, iter(answers), None) if body.get("stream") else web.json_response(answers[0])
 
     def _generated(self, tokens: list[int], end: int, has_logprobs: bool) -> dict[str, Any]:
         begin = end - 1 if self.is_incremental else 0
@@ -226,7 +226,7 @@ class Engine:
         said = [_words(script, number) for number in range(count)] * len(prompts)
         if body.get("stream"):
             cut = int(script.split()[1]) if script.startswith("cut ") else None
-            return await _send_chunks(request, form.chunks(prompts, said, count), cut)
+            return await send_chunks(request, form.chunks(prompts, said, count), cut)
         return web.json_response(form.whole(prompts, said, count), headers={"x-request-id": "engine-1"})
 
 
@@ -435,7 +435,7 @@ async def _send_events(request: web.Request, events: Iterator[dict[str, Any]]) -
     return response
 
 
-async def _send_chunks(request: web.Request, chunks: Iterator[dict[str, Any]], cut: int | None) -> web.StreamResponse:
+async def send_chunks(request: web.Request, chunks: Iterator[dict[str, Any]], cut: int | None) -> web.StreamResponse:
     """cut: after how many chunks the connection is lost."""
     response = await _streaming(request)
     for number, chunk in enumerate(chunks):

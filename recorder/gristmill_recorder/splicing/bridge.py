@@ -19,14 +19,15 @@ _NAMES = ("role", "name", "tool_call_id")
 _QUESTION = {"role": "user", "content": "0"}
 
 
-def skeletons(messages: Sequence[Document], count: int) -> list[list[Document]]:
+def skeletons(messages: Sequence[Document], count: int, *, shows_calls: bool = True) -> list[list[Document]]:
     """Returns three conversations: with one answer, with another answer, and with other words in all new messages.
 
     messages: of the call; the first `count` are recorded, and the last of these is the answer. Recorded messages are
     emptied, because only the roles, names and ids of earlier messages can change how later ones are rendered.
+    shows_calls: whether answers with calls differ in their arguments; otherwise in their words.
     """
     old, answer, new = [_emptied(message) for message in messages[:count]], messages[count - 1], messages[count:]
-    first, second = ([*old[:-1], _answer(answer, word)] for word in "xy")
+    first, second = ([*old[:-1], _answer(answer, word, shows_calls=shows_calls)] for word in "xy")
     return [[*first, *new], [*second, *new], [*first, *map(_reworded, new)]]
 
 
@@ -36,17 +37,31 @@ def bridge(renderings: Sequence[Tokens], last: int, ends: Collection[int], *, is
     renderings: of the three skeletons. last: the last token of the recorded answer. ends: tokens that end answers of
     the model. is_cut: whether the answer has no end of turn; then the bridge contains the template's own.
     """
-    first, other_answer, other_words = renderings
-    if first in (other_answer, other_words):
-        return None
-    rest = _common_ending(first, other_answer)
-    # Only here can the answer have ended: behind it the new messages begin, which may contain ends of turns too.
-    between = rest[: max(0, len(_common_beginning(first, other_words)) - (len(first) - len(rest)))]
+    rest, between = _rest(renderings)
     if not between or is_cut:
         return rest if between else None
     known = [last] if last in between else ends
     place = next((place for place, token in enumerate(between) if token in known), None)
     return None if place is None else rest[place + 1 :]
+
+
+def bridge_without_end(renderings: Sequence[Tokens], answers: Sequence[Tokens]) -> Tokens | None:
+    """Returns the tokens that follow the answer in a template that has no end of turn, and only begins the next turn.
+
+    renderings: of the three skeletons. answers: of the first two without the new messages.
+    """
+    rest, between = _rest(renderings)
+    return rest[len(_common_beginning(rest, _common_ending(*answers))) :] if between else None
+
+
+def _rest(renderings: Sequence[Tokens]) -> tuple[Tokens, Tokens]:
+    """Returns what follows the answer, and of this what precedes the words of the new messages: only there can the
+    answer have ended, because new messages may contain ends of turns too."""
+    first, other_answer, other_words = renderings
+    if first in (other_answer, other_words):
+        return [], []
+    rest = _common_ending(first, other_answer)
+    return rest, rest[: max(0, len(_common_beginning(first, other_words)) - (len(first) - len(rest)))]
 
 
 def end_probes() -> list[list[Document]]:
@@ -81,11 +96,12 @@ def _emptied(message: Mapping[str, Any]) -> Document:
     return {**kept, "content": "", "tool_calls": [_call(call, {}) for call in calls]}
 
 
-def _answer(message: Mapping[str, Any], word: str) -> Document:
-    """Returns the emptied answer with one word: as its content, or as an argument of its last call."""
+def _answer(message: Mapping[str, Any], word: str, *, shows_calls: bool) -> Document:
+    """Returns the emptied answer with one word: as its content, or as an argument of all calls, because some templates
+    show only the first."""
     empty = _emptied(message)
-    if calls := empty.get("tool_calls"):
-        return {**empty, "tool_calls": [*calls[:-1], _call(calls[-1], {"a": word})]}
+    if shows_calls and (calls := empty.get("tool_calls")):
+        return {**empty, "tool_calls": [_call(call, {"a": word}) for call in calls]}
     return {**empty, "content": word}
 
 

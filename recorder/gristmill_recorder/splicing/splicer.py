@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -17,7 +18,7 @@ from gristmill_recorder.engines.renderer import Renderer
 from gristmill_recorder.journal import Row
 from gristmill_recorder.metrics import Metrics
 from gristmill_recorder.recording import Recording
-from gristmill_recorder.splicing.bridge import bridge, end_of_turn, end_probes, skeletons
+from gristmill_recorder.splicing.bridge import bridge, bridge_without_end, end_of_turn, end_probes, skeletons
 from gristmill_recorder.splicing.conversation import Conversation, Document, is_cut
 
 Mode = Literal["off", "on", "verify"]
@@ -76,8 +77,9 @@ class Splicer:
         self._renderer = Renderer(engine, api)
         # Whether the engine's rendering is the prompt of its answers, by settings.
         self._renders: dict[bytes, bool] = {}
-        self._ends: dict[str, set[int]] = {}
-        self._probed: set[str] = set()
+        # The tokens that ended answers of a model, and those that its template writes at the end of turns.
+        self._ends: defaultdict[str, set[int]] = defaultdict(set)
+        self._own_ends: dict[str, set[int]] = {}
         self._ignored_until = 0.0
 
     async def plan(self, path: str, request: Document, recording: Recording, headers: Mapping[str, str]) -> Plan:
@@ -117,28 +119,41 @@ class Splicer:
             return "ignored"
         if not self._renders.get(conversation.settings, True):
             return "rendering"
-        prompts = await self._renderer.render(request, skeletons(messages, count), headers)
+        conversations = skeletons(messages, count)
+        prompts = await self._renderer.render(request, conversations, headers)
+        if prompts is not None and prompts[0] == prompts[1]:
+            # The template does not show calls.
+            conversations = skeletons(messages, count, shows_calls=False)
+            prompts = await self._renderer.render(request, conversations, headers)
         if prompts is None:
             return "rendering"
-        following = await self._bridge(request, prompts, base, headers)
+        answers = [conversation[:count] for conversation in conversations[:2]]
+        following = await self._bridge(request, prompts, answers, base, headers)
         if following is None:
             return "end"
         plan.spliced, plan.base = [*base.prompt.tolist(), *base.response.tolist(), *following], base
         return ""
 
     async def _bridge(
-        self, request: Document, prompts: list[list[int]], base: Row, headers: Mapping[str, str]
+        self,
+        request: Document,
+        prompts: list[list[int]],
+        answers: list[list[Document]],
+        base: Row,
+        headers: Mapping[str, str],
     ) -> Sequence[int] | None:
         model, last = str(request.get("model")), int(base.response[-1])
-        ends = self._ends.setdefault(model, set())
-        following = bridge(prompts, last, ends, is_cut=base.is_cut)
-        if following is None and model not in self._probed:
-            # The model ended its answer by a token that the template does not write there.
-            if probes := await self._renderer.render(request, end_probes(), headers):
-                self._probed.add(model)
-                ends |= end_of_turn(probes)
-            following = bridge(prompts, last, ends, is_cut=base.is_cut)
-        return following
+        following = bridge(prompts, last, (), is_cut=base.is_cut)
+        if following is not None:
+            return following
+        # The model ended its answer by a token that the template does not write there.
+        if model not in self._own_ends and (probes := await self._renderer.render(request, end_probes(), headers)):
+            self._own_ends[model] = end_of_turn(probes)
+        own = self._own_ends.get(model)
+        if own:
+            return bridge(prompts, last, own | self._ends[model], is_cut=base.is_cut)
+        rendered = None if own is None else await self._renderer.render(request, answers, headers)
+        return bridge_without_end(prompts, rendered) if rendered else None
 
     def recorded(self, plan: Plan, samples: Sequence[Sampled], keys: Sequence[tuple[bytes, bool]]) -> None:
         """Compares the prompt that the engine read with the plan, after the answer was recorded, and counts the
@@ -151,7 +166,7 @@ class Splicer:
                 self._renders.clear()
             self._renders[plan.conversation.settings] = plan.rendering == prompt
         whole = (sample.response_ids[-1] for sample, (_, was_cut) in zip(samples, keys, strict=False) if not was_cut)
-        self._ends.setdefault(str(plan.request.get("model")), set()).update(whole)
+        self._ends[str(plan.request.get("model"))].update(whole)
         self._metrics.splices.labels(self._result(plan, prompt)).inc()
 
     def _result(self, plan: Plan, prompt: list[int]) -> str:

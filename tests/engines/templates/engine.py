@@ -1,0 +1,121 @@
+"""An engine that renders by real templates and tokenizers, with vLLM's fields. What its model says is scripted."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+from tests.engines.templates.families import Family
+from tests.engines.templates.model import Answer
+from tests.recorder.engine import send_chunks
+
+MARK = re.compile(r"q\d+-\d+-")
+
+
+@dataclass
+class TemplateEngine:
+    """scripts: the answer to a call, by the mark of its last message. asked: prompt and request of each call, by the
+    same mark."""
+
+    family: Family
+    scripts: dict[str, Answer] = field(default_factory=dict)
+    asked: dict[str, tuple[list[int], Mapping[str, Any]]] = field(default_factory=dict)
+    url: str = ""
+    port: int = 0
+
+    def app(self) -> web.Application:
+        app = web.Application(client_max_size=64 << 20)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_post("/tokenize", self._tokenize)
+        return app
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [{"id": "toy", "object": "model"}]})
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        return self._rendered(await request.json())
+
+    def _rendered(self, body: Mapping[str, Any]) -> web.Response:
+        try:
+            tokens = self.family.encode(self.family.render(body["messages"], body))
+        except (TypeError, ValueError) as error:
+            return web.json_response({"error": {"message": str(error)}}, status=400)
+        return web.json_response({"tokens": tokens, "count": len(tokens), "max_model_len": 1 << 20})
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        prompt = (body.get("kv_transfer_params") or {}).get("prompt_token_ids")
+        if prompt is None:
+            try:
+                prompt = self.family.encode(self.family.render(body["messages"], body))
+            except (TypeError, ValueError) as error:
+                return web.json_response({"error": {"message": str(error), "code": 400}}, status=400)
+        mark = MARK.findall(_text(body["messages"][-1]) or "")
+        answer = self.scripts[mark[-1]] if mark else Answer([1], "")
+        if mark:
+            self.asked[mark[-1]] = prompt, body
+        base = {"id": "chat-1", "created": 1, "model": "toy"}
+        if body.get("stream"):
+            return await send_chunks(request, _chunks(base, prompt, answer, mark), None)
+        message: dict[str, Any] = {"role": "assistant", "content": answer.text or None}
+        message |= {"reasoning": answer.thoughts} if answer.thoughts else {}
+        message |= {"tool_calls": _calls(mark, answer)} if answer.calls else {}
+        choice = {
+            "index": 0,
+            "message": message,
+            "token_ids": answer.tokens,
+            **_end(answer),
+            "logprobs": _logprobs(answer),
+        }
+        usage = {"prompt_tokens": len(prompt), "completion_tokens": len(answer.tokens), "total_tokens": 0}
+        more = {"object": "chat.completion", "prompt_token_ids": prompt, "choices": [choice], "usage": usage}
+        return web.json_response({**base, **more})
+
+
+def _text(message: Mapping[str, Any]) -> str:
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+
+
+def _calls(mark: Sequence[str], answer: Answer) -> list[dict[str, Any]]:
+    """Mistral's templates take ids of nine letters and digits alone."""
+    number = re.sub(r"\D", "", "".join(mark))
+    return [
+        {
+            "id": f"c{number}n{index}".rjust(9, "z")[:9],
+            "type": "function",
+            "function": {"name": name, "arguments": text},
+        }
+        for index, (name, text) in enumerate(answer.calls)
+    ]
+
+
+def _end(answer: Answer) -> dict[str, Any]:
+    return {"finish_reason": answer.finish, "stop_reason": answer.stop}
+
+
+def _logprobs(answer: Answer) -> dict[str, Any]:
+    return {"content": [{"token": "t", "logprob": each, "bytes": None, "top_logprobs": []} for each in answer.logprobs]}
+
+
+def _chunks(
+    base: Mapping[str, Any], prompt: list[int], answer: Answer, mark: Sequence[str]
+) -> Iterator[dict[str, Any]]:
+    """The words come at once; the tokens with the end."""
+    base = {**base, "object": "chat.completion.chunk"}
+    deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
+    deltas += [{"reasoning": answer.thoughts}] if answer.thoughts else []
+    deltas += [{"content": answer.text}] if answer.text else []
+    deltas += [{"tool_calls": [{"index": index, **call}]} for index, call in enumerate(_calls(mark, answer))]
+    for number, delta in enumerate(deltas):
+        first = {"prompt_token_ids": prompt} if not number else {}
+        yield {**base, **first, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]}
+    last = {"index": 0, "delta": {}, "token_ids": answer.tokens, "logprobs": _logprobs(answer), **_end(answer)}
+    yield {**base, "choices": [last]}
+    usage = {"prompt_tokens": len(prompt), "completion_tokens": len(answer.tokens), "total_tokens": 0}
+    yield {**base, "choices": [], "usage": usage}

@@ -1,0 +1,32 @@
+"""Conversations of fifteen model families are one row each, before an engine with their templates and tokenizers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gristmill_service.settings import Settings
+from tests.engines.templates.conversations import run
+from tests.engines.templates.families import FAMILIES, Family
+from tests.on_loop import Service
+from tests.serving import FREE_PORTS
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[Service]:
+    running = Service(Settings(**FREE_PORTS, store="memory"))
+    running.start()
+    yield running
+    running.stop()
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES.keys())
+def test_every_conversation_is_one_row_of_what_was_read_and_sampled(
+    family: Family, service: Service, tmp_path: Path
+) -> None:
+    outcome = run(family, 12, 0, service, tmp_path, family.name)
+    assert outcome.calls > 20
+    assert (outcome.rows, outcome.different, outcome.wrong) == (outcome.conversations, 0, [])
+    assert outcome.results["spliced"] == outcome.calls - outcome.conversations
