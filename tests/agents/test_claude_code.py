@@ -14,6 +14,7 @@ def ask(rollout: Rollout, text: str, *flags: str) -> str:
         ANTHROPIC_API_KEY="none",
         CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC="1",
         DISABLE_AUTOUPDATER="1",
+        ENABLE_TOOL_SEARCH="false",
     )
 
 

@@ -120,15 +120,21 @@ def test_an_answer_that_was_cut_is_incomplete(recorder: Recorder, run: str, stre
     assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
 
 
-def test_instructions_and_the_first_developer_messages_are_one_system_message(
+def test_what_the_developer_says_before_an_answer_is_one_system_message_and_later_words_stay_in_their_place(
     recorder: Recorder, engine: Engine, run: str
 ) -> None:
-    items: Any = [{"role": "developer", "content": [{"type": "input_text", "text": "Never ask."}]}]
+    def said(role: str, text: str) -> Any:
+        return {"role": role, "content": [{"type": "input_text", "text": text}]}
+
+    first = [said("user", "say hi"), said("developer", "Never ask.")]
+    later = [{"role": "assistant", "content": "hi"}, said("developer", "say so")]
     with recorder.openai(run) as client:
-        call(client, [*items, {"role": "user", "content": "say hi"}], instructions="Be brief.")
+        call(client, [*first, *later], instructions="Be brief.")
     assert engine.requests[-1]["messages"] == [
         {"role": "system", "content": "Be brief.\n\nNever ask."},
         {"role": "user", "content": "say hi"},
+        {"role": "assistant", "content": "hi"},
+        {"role": "user", "content": "say so"},
     ]
 
 

@@ -9,14 +9,13 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Iterator, Mapping
-from itertools import takewhile
 from typing import Any
 
 import orjson
 
 from gristmill_recorder.languages.chat import ChatForm
 from gristmill_recorder.languages.language import Asking, Document, refuse_media
-from gristmill_recorder.languages.translation import Block, Completion, TranslatedStream, translating
+from gristmill_recorder.languages.translation import Block, Completion, TranslatedStream, in_one_system, translating
 from gristmill_recorder.refusals import WrongCall
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -49,7 +48,8 @@ class MessagesForm(ChatForm):
 def _chat_of(document: Document) -> Document:
     refuse_media(document.get("messages"))
     chat: Document = {name: document[name] for name in _SAME if document.get(name) is not None}
-    chat["messages"] = [*_system(document), *_messages(document.get("messages") or ())]
+    messages = [*_system(document.get("system") or ()), *_messages(document.get("messages") or ())]
+    chat["messages"] = [*in_one_system(messages, "")]
     if stop := document.get("stop_sequences"):
         chat["stop"] = stop
     if document.get("stream"):
@@ -66,17 +66,10 @@ def _chat_of(document: Document) -> Document:
     return chat
 
 
-def _system(document: Document) -> Iterator[Document]:
-    """Yields one system message with all system texts before the first answer, or nothing."""
-    first = takewhile(lambda message: message.get("role") != "assistant", document.get("messages") or ())
-    contents = [document.get("system") or (), *(message["content"] for message in first if _is_system(message))]
-    parts = [part for content in contents for part in _texts(content) if not part.startswith(_BILLING)]
-    if parts:
-        yield {"role": "system", "content": "".join(parts)}
-
-
-def _is_system(message: Mapping[str, Any]) -> bool:
-    return message.get("role") == "system"
+def _system(content: Any) -> Iterator[Document]:
+    """Yields the texts of a system's content as one message, or nothing."""
+    if words := "".join(text for text in _texts(content) if not text.startswith(_BILLING)):
+        yield {"role": "system", "content": words}
 
 
 def _texts(content: Any) -> list[str]:
@@ -86,16 +79,11 @@ def _texts(content: Any) -> list[str]:
 
 
 def _messages(messages: Any) -> Iterator[Document]:
-    """Yields the messages but for the first system texts. A later system message stays in its place, so that earlier
-    prompts do not change; as the user's, because many templates take a system's words only at the start."""
-    roles = [message.get("role") for message in messages]
-    for place, message in enumerate(messages):
+    for message in messages:
         role, content = message.get("role"), message.get("content")
         if role == "system":
-            if "assistant" not in roles[:place]:
-                continue
-            role = "user"
-        if isinstance(content, str):
+            yield from _system(content or ())
+        elif isinstance(content, str):
             yield {"role": role, "content": content}
         elif role == "assistant":
             yield _assistant(content or ())

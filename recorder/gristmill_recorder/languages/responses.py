@@ -15,7 +15,7 @@ import orjson
 
 from gristmill_recorder.languages.chat import ChatForm
 from gristmill_recorder.languages.language import Asking, Document, refuse, refuse_media
-from gristmill_recorder.languages.translation import Block, Completion, TranslatedStream, translating
+from gristmill_recorder.languages.translation import Block, Completion, TranslatedStream, in_one_system, translating
 from gristmill_recorder.refusals import WrongCall
 
 # Fields of a call that a chat completion does not have, or has in another form. All others stay as they are.
@@ -143,7 +143,7 @@ def _usage(usage: Mapping[str, Any]) -> Document:
 
 def _chat_of(document: Document) -> Document:
     chat = {name: value for name, value in document.items() if name not in _TRANSLATED}
-    chat["messages"] = _messages(document)
+    chat["messages"] = [*_messages(document)]
     if most := document.get("max_output_tokens"):
         chat["max_completion_tokens"] = most
     if document.get("stream"):
@@ -220,20 +220,15 @@ def _choice(choice: Any) -> Any:
     return {"type": "function", "function": {"name": choice["name"]}}
 
 
-def _messages(document: Document) -> list[Document]:
-    """Returns the items as messages: all that the model said at once is one. A beginning of several instructions is one
-    message, because many templates take a system's words only once."""
+def _messages(document: Document) -> Iterator[Document]:
+    """Yields the instructions and the items as messages: all that the model said at once is one."""
     given = document.get("input") or ()
     items = [{"role": "user", "content": given}] if isinstance(given, str) else list(given)
     refuse_media(items)
-    messages = [each for is_said, group in groupby(items, _is_said) for each in _of_group(is_said, [*group])]
-    if instructions := document.get("instructions"):
-        messages.insert(0, {"role": "system", "content": instructions})
-    count = next((place for place, each in enumerate(messages) if each["role"] != "system"), len(messages))
-    if count > 1:
-        words = "\n\n".join(each["content"] for each in messages[:count])
-        messages[:count] = [{"role": "system", "content": words}]
-    return messages
+    instructions = document.get("instructions")
+    messages = [{"role": "system", "content": instructions}] if instructions else []
+    messages += [each for is_said, group in groupby(items, _is_said) for each in _of_group(is_said, [*group])]
+    return in_one_system(messages, "\n\n")
 
 
 def _of_group(is_said: bool, items: Sequence[Document]) -> Iterator[Document]:

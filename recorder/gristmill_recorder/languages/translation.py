@@ -5,7 +5,7 @@ A block is a thought, a text or a call of a tool: what other languages call an i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -147,6 +147,21 @@ def translating(language: str) -> Iterator[None]:
         raise WrongCall(
             f"the call does not follow {language}'s API: {type(error).__name__}: {error}; correct this field"
         ) from None
+
+
+def in_one_system(messages: Sequence[Document], between: str) -> Iterator[Document]:
+    """Yields one message with the system texts before the first answer, joined by `between`; then the other messages. A
+    later system message stays in its place, so that earlier prompts do not change, as the user's: many templates take a
+    system message only at the start."""
+    roles = [message["role"] for message in messages]
+    first = roles.index("assistant") if "assistant" in roles else len(roles)
+    if words := [message["content"] for message in messages[:first] if message["role"] == "system"]:
+        yield {"role": "system", "content": between.join(words)}
+    for place, message in enumerate(messages):
+        if message["role"] != "system":
+            yield message
+        elif place > first:
+            yield {**message, "role": "user"}
 
 
 def _pieces(part: Mapping[str, Any]) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
