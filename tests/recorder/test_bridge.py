@@ -122,7 +122,8 @@ def tokens(text: str) -> list[int]:
 def bridged(template: Template, old: Messages, new: Messages, last: str, *, is_cut: bool = False) -> str | None:
     renderings = [tokens(template(messages)) for messages in skeletons([*old, *new], len(old))]
     ends = end_of_turn([tokens(template(messages)) for messages in end_probes()])
-    found = bridge(renderings, ord(last), ends, is_cut=is_cut)
+    has_calls = bool(old[-1].get("tool_calls"))
+    found = bridge(renderings, ord(last), ends, is_cut=is_cut, has_calls=has_calls)
     if found is None and not ends:
         answers = [tokens(template(messages[: len(old)])) for messages in skeletons([*old, *new], len(old))[:2]]
         found = bridge_without_end(renderings, answers)
@@ -160,6 +161,12 @@ def test_what_follows_an_answer_is_what_the_template_writes_behind_it(
 def test_an_answer_that_was_cut_gets_the_end_of_turn_of_the_template(template: Template) -> None:
     whole = bridged(template, ANSWERED, [user("why")], "■")
     assert bridged(template, ANSWERED, [user("why")], "n", is_cut=True) == f"■{whole}"
+
+
+@pytest.mark.parametrize(("template", "end"), [(drops_thoughts, "■"), (has_no_ends, "")])
+def test_an_answer_that_was_cut_behind_a_call_gets_no_part_of_another_call(template: Template, end: str) -> None:
+    whole = bridged(template, CALLED, [result("xii")], end or "◒")
+    assert bridged(template, CALLED, [result("xii")], "n", is_cut=True) == f"{end or '◒'}{whole}"
 
 
 @pytest.mark.parametrize(

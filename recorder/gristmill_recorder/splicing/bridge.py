@@ -31,18 +31,23 @@ def skeletons(messages: Sequence[Document], count: int, *, shows_calls: bool = T
     return [[*first, *new], [*second, *new], [*first, *map(_reworded, new)]]
 
 
-def bridge(renderings: Sequence[Tokens], last: int, ends: Collection[int], *, is_cut: bool) -> Tokens | None:
+def bridge(
+    renderings: Sequence[Tokens], last: int, ends: Collection[int], *, is_cut: bool, has_calls: bool
+) -> Tokens | None:
     """Returns the tokens that follow the answer; None if they cannot be told apart from it.
 
     renderings: of the three skeletons. last: the last token of the recorded answer. ends: tokens that end answers of
-    the model. is_cut: whether the answer has no end of turn; then the bridge contains the template's own.
+    the model. is_cut: whether the answer has no end of turn; then the bridge contains the template's own. has_calls:
+    whether it has calls; then the rest of a call's syntax precedes the template's end.
     """
     rest, between = _rest(renderings)
-    if not between or is_cut:
-        return rest if between else None
-    known = [last] if last in between else ends
+    if not between:
+        return None
+    if is_cut and not has_calls:
+        return rest
+    known = [last] if last in between and not is_cut else ends
     place = next((place for place, token in enumerate(between) if token in known), None)
-    return None if place is None else rest[place + 1 :]
+    return None if place is None else rest[place + (not is_cut) :]
 
 
 def bridge_without_end(renderings: Sequence[Tokens], answers: Sequence[Tokens]) -> Tokens | None:

@@ -142,16 +142,18 @@ class Splicer:
         base: Row,
         headers: Mapping[str, str],
     ) -> Sequence[int] | None:
-        model, last = str(request.get("model")), int(base.response[-1])
-        following = bridge(prompts, last, (), is_cut=base.is_cut)
+        model = str(request.get("model"))
+        last, has_calls = int(base.response[-1]), bool(answers[0][-1].get("tool_calls"))
+        following = bridge(prompts, last, (), is_cut=base.is_cut, has_calls=has_calls)
         if following is not None:
             return following
-        # The model ended its answer by a token that the template does not write there.
+        # The answer ended by a token that the template does not write there, or was cut behind a call.
         if model not in self._own_ends and (probes := await self._renderer.render(request, end_probes(), headers)):
             self._own_ends[model] = end_of_turn(probes)
         own = self._own_ends.get(model)
         if own:
-            return bridge(prompts, last, own | self._ends[model], is_cut=base.is_cut)
+            ends = own | self._ends[model]
+            return bridge(prompts, last, ends, is_cut=base.is_cut, has_calls=has_calls)
         rendered = None if own is None else await self._renderer.render(request, answers, headers)
         return bridge_without_end(prompts, rendered) if rendered else None
 

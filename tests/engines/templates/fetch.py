@@ -13,7 +13,7 @@ import tarfile
 import tempfile
 from pathlib import Path
 
-_SOURCES = "llama-cpp-python==0.3.36"
+_PACKAGE = "llama-cpp-python"
 _TEMPLATES = "/models/templates/"
 _VERSION = "3.7.2"
 _TOKENIZERS = ("qwen2_5", "qwen3", "llama3_1", "deepseek_v3", "gptoss", "gemma3", "mistral_nemo")
@@ -34,7 +34,7 @@ def main(folder: Path) -> None:
             "-d",
             directory,
         )
-        subprocess.run([*download, "--no-build-isolation", _SOURCES], check=True)
+        subprocess.run([*download, f"{_PACKAGE}==0.3.36"], check=True)
         (archive,) = Path(directory).glob("*.tar.gz")
         with tarfile.open(archive) as members:
             for member in members:

@@ -59,7 +59,7 @@ def answer_of(family: Family, chance: Random, mark: str, *, has_tools: bool) -> 
     spoken += "".join(f'<tool_call>{{"name": "look", "arguments": {arguments}}}</tool_call>' for _, arguments in calls)
     tokens = _spelt(family, chance, spoken)
     finish = "tool_calls" if calls else "stop"
-    if tokens and not calls and chance.random() < _CUT:
+    if tokens and chance.random() < _CUT:
         stop = chance.choice((None, "!"))
         return Answer(tokens, text, thoughts, calls, "stop" if stop else "length", stop, is_cut=True)
     end = family.call_end if calls and family.call_end else family.end
