@@ -99,7 +99,7 @@ $(PACKAGES:%=test-%): test-%: .venv-%/.installed
 # folder of tests. What no-deps.txt names comes without its requirements, which ask for CUDA. verl and TransferQueue bring
 # a package that is called as our tests are.
 .SECONDEXPANSION:
-.venv-%/.installed: $$(wildcard tests/%/requirements.txt tests/*/%/requirements.txt) pyproject.toml constraints.txt
+.venv-%/.installed: $$(wildcard tests/$$*/requirements.txt tests/*/$$*/requirements.txt) pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-$*
 	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check \
 		-c $(or $(wildcard tests/*/$*/constraints.txt),constraints.txt) -e '.[service,torch]' \
