@@ -41,6 +41,11 @@ def test_settings_that_change_the_distribution_are_named(request_: dict[str, Any
     assert Sampling.of(request_, None)[:2] == (odd, False)
 
 
+@pytest.mark.parametrize("settings", ["top_p", 3, ["top_p"], None])
+def test_settings_apart_that_are_no_object_are_the_engines_to_refuse(settings: Any) -> None:
+    assert Sampling.of({"sampling_params": settings}, None)[:2] == ((), False)
+
+
 @pytest.mark.parametrize(
     ("request_", "temperature", "is_masked"),
     [({"temperature": 0.7}, 0.7, False), ({}, 0.7, True), ({}, 1.0, False), ({"top_p": 0.9}, 1.0, True)],

@@ -35,7 +35,8 @@ class Sampling(NamedTuple):
     def of(cls, request: dict[str, Any], temperature: float | None) -> Sampling:
         """Reads the settings of a request to the engine. temperature: the trainer's; None: mask no steps."""
         # The engines' own routes have them apart.
-        settings = dict(_settings({**request, **(request.get("sampling_params") or {})}))
+        own = request.get("sampling_params")
+        settings = dict(_settings({**request, **own} if isinstance(own, dict) else request))
         odd = set(settings) - {"temperature"}
         if settings.get("temperature", 1) != (1 if temperature is None else temperature):
             odd.add("temperature")
