@@ -14,7 +14,7 @@ import orjson
 from aiohttp import web
 
 from gristmill.completions import Sampled
-from gristmill_recorder.columns import Source, columns_of
+from gristmill_recorder.columns import Source, columns_of, names_of
 from gristmill_recorder.engines.connection import Engine, query_of, request_headers
 from gristmill_recorder.engines.names import ENGINES
 from gristmill_recorder.exchange import AgentGoneError, Exchange, Sent
@@ -44,7 +44,7 @@ class Calls:
         self._settings, self._runs, self._engine, self._metrics = settings, runs, engine, metrics
         api = ENGINES[settings.engine]
         self._asking = Asking(api, settings.logprobs)
-        self._columns = [name for name in settings.columns.split(",") if name]
+        self._columns = names_of(settings.columns)
         reads = "conversation" in self._columns
         self._splicer = Splicer(settings.splice, api, engine, metrics, reads=reads)
         self._under_way = 0

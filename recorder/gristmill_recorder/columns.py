@@ -29,6 +29,11 @@ class Source(NamedTuple):
     turn: Mapping[str, Any]
 
 
+def names_of(setting: str) -> list[str]:
+    """Returns the columns that the setting `columns` names."""
+    return [name for name in setting.split(",") if name]
+
+
 def columns_of(names: Collection[str], source: Source) -> Columns:
     """Returns the columns that the answer has values for. Raises InvalidArgumentError if they cannot be read."""
     columns: Columns = {}

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from pydantic import ByteSize, Field, PositiveInt, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from gristmill_recorder.columns import NAMES
+from gristmill_recorder.columns import NAMES, names_of
 
 ENVIRONMENT_PREFIX = "GRISTMILL_RECORD_"
 
@@ -98,7 +98,7 @@ class RecorderSettings(BaseSettings):
     @field_validator("columns")
     @classmethod
     def _check_columns(cls, columns: str) -> str:
-        if unknown := sorted({name for name in columns.split(",") if name} - set(NAMES)):
+        if unknown := sorted({*names_of(columns)} - {*NAMES}):
             raise ValueError(f"there is no column {unknown[0]}; expected some of {', '.join(NAMES)}")
         return columns
 

@@ -25,7 +25,7 @@ def json_lines(steps: Steps, columns: Sequence[ColumnSpec]) -> Iterator[bytes]:
 
 
 def conversation_lines(steps: Steps, columns: Sequence[ColumnSpec]) -> Iterator[bytes]:
-    """Yields each row as one line, with the messages of its column `conversation` beside its tokens."""
+    """Yields each row as one line, with the messages of its column `conversation` and its tokens."""
     others = {column.name for column in columns}
     for row in to_rows(steps, columns):
         said = orjson.loads(bytes(row.get(CONVERSATION) or b"{}"))

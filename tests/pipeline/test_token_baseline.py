@@ -112,13 +112,13 @@ def naive_advantages(trajectories: list[list[tuple[float, float, float, int]]]) 
                 rewards[-1] += reward
         returns.append([sum(rewards[at:]) for at in range(len(rewards))])
         energies.append([sum(weights[: at + 1]) for at in range(len(weights))])
-    found = []
+    advantages = []
     for own in returns:
         for at, value in enumerate(own):
             pairs = [(g[at], w[at]) for g, w in zip(returns, energies, strict=True) if len(g) > at]
             weight = sum(w for _, w in pairs) + 1e-8
-            found.append(value - sum(g * w for g, w in pairs) / weight if len(pairs) > 1 else value)
-    return found
+            advantages.append(value - sum(g * w for g, w in pairs) / weight if len(pairs) > 1 else value)
+    return advantages
 
 
 @given(BATCHES)

@@ -99,7 +99,7 @@ class Engine:
     """One that listens at `url` and remembers what it was asked. is_sglang: whose form it answers in. let_go: the names
     of calls that are held no longer. has_render: whether it renders chat completions, as with vLLM's
     `--enable-scale-out`. takes_tokens: whether it takes a prompt as tokens. template: what `/tokenize` renders by.
-    says: what it is told to answer, whatever the messages say."""
+    says: the script of every answer, whatever the messages say."""
 
     is_sglang: bool = False
     port: int = 0

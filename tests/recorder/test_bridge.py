@@ -123,11 +123,11 @@ def bridged(template: Template, old: Messages, new: Messages, last: str, *, is_c
     renderings = [tokens(template(messages)) for messages in skeletons([*old, *new], len(old))]
     ends = end_of_turn([tokens(template(messages)) for messages in end_probes()])
     has_calls = bool(old[-1].get("tool_calls"))
-    found = bridge(renderings, ord(last), ends, is_cut=is_cut, has_calls=has_calls)
-    if found is None and not ends:
+    between = bridge(renderings, ord(last), ends, is_cut=is_cut, has_calls=has_calls)
+    if between is None and not ends:
         answers = [tokens(template(messages[: len(old)])) for messages in skeletons([*old, *new], len(old))[:2]]
-        found = bridge_without_end(renderings, answers)
-    return None if found is None else "".join(map(chr, found))
+        between = bridge_without_end(renderings, answers)
+    return None if between is None else "".join(map(chr, between))
 
 
 @pytest.mark.parametrize(
@@ -198,8 +198,8 @@ def test_the_bridge_is_the_end_of_the_whole_rendering(
 ) -> None:
     old = [message for asked, said in turns for message in (user(asked), {"role": "assistant", "content": said})]
     following = [user(words) for words in new]
-    found = bridged(template, old, following, "■")
+    between = bridged(template, old, following, "■")
     whole = template([*old, *following])
-    assert found is not None
-    assert whole.endswith(f"■{found}")
-    assert whole.removesuffix(found).count("▶") == len(old)
+    assert between is not None
+    assert whole.endswith(f"■{between}")
+    assert whole.removesuffix(between).count("▶") == len(old)

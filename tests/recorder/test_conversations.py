@@ -8,7 +8,8 @@ import pytest
 
 from gristmill_recorder.engines.api import tokenize_body
 from gristmill_recorder.engines.vllm import VLLM
-from gristmill_recorder.splicing.conversation import ChoiceReader, Conversation, is_cut, said
+from gristmill_recorder.languages.choices import ChoiceReader
+from gristmill_recorder.splicing.conversation import Conversation, is_cut, said
 
 
 def call(arguments: str, name: str = "look", id_: str = "1") -> dict[str, Any]:

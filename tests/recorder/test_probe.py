@@ -25,8 +25,8 @@ def problems(engine: Engine, *, splice: bool = False, logprobs: bool = True) -> 
     async def probe() -> list[str]:
         connection = Connection(load(RecorderSettings, {"upstream": engine.url, "engine": name}))
         try:
-            found = Probe(connection, ENGINES[name], logprobs=logprobs, splice=splice)
-            return [problem async for problem in found.problems()]
+            asked = Probe(connection, ENGINES[name], logprobs=logprobs, splice=splice)
+            return [problem async for problem in asked.problems()]
         finally:
             await connection.close()
 

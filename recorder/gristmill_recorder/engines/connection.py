@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, MutableMapping
+from collections.abc import AsyncIterator, Mapping, MutableMapping
 from contextlib import asynccontextmanager
+from typing import Any
 
+import orjson
 from aiohttp import ClientError, ClientResponse, ClientSession, ClientTimeout, DummyCookieJar, TCPConnector
 from aiohttp.web import BaseRequest
 from multidict import CIMultiDict, CIMultiDictProxy
@@ -66,6 +68,19 @@ class Engine:
             raise EngineAway(
                 f"the engine at {self._url} cannot be reached: {error}; check that it runs, and check --upstream"
             ) from None
+
+    async def ask(
+        self, method: str, path: str, headers: Mapping[str, str], body: Mapping[str, Any] | None
+    ) -> tuple[int, dict[str, Any]]:
+        """Makes a call of the recorder's own. Returns the status, and the answer if it is a JSON object, else {}.
+        Raises EngineAway and EngineSlow."""
+        encoded = None if body is None else orjson.dumps(body)
+        async with self.call(method, path, "", CIMultiDict(headers), encoded) as answer:
+            try:
+                document = orjson.loads(await answer.read())
+            except orjson.JSONDecodeError:
+                document = {}
+            return answer.status, document if isinstance(document, dict) else {}
 
     async def close(self) -> None:
         await self._session.close()

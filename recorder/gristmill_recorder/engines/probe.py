@@ -5,10 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
-
-import orjson
-from multidict import CIMultiDict
 
 from gristmill._engines.fields import Document
 from gristmill.completions import Sampled, sampled
@@ -46,13 +42,13 @@ class Probe:
 
     async def problems(self) -> AsyncIterator[str]:
         """Yields what is missing, with its remedy. Raises EngineAway and EngineSlow."""
-        status, models = await self._call("GET", "v1/models", None)
+        status, models = await self._engine.ask("GET", "v1/models", _HEADERS, None)
         if status != 200 or not models.get("data"):
             yield f"/v1/models answered with status {status} and no model, so the engine's answers were not checked"
             return
         request = {"model": models["data"][0]["id"], "messages": _MESSAGES, "max_tokens": 1}
         request |= self._api.fields.asked(request, True, self._logprobs)
-        status, answer = await self._call("POST", "v1/chat/completions", request)
+        status, answer = await self._engine.ask("POST", "v1/chat/completions", _HEADERS, request)
         if status != 200:
             yield f"a chat completion of one token was refused with status {status}; calls may be refused too"
             return
@@ -74,23 +70,11 @@ class Probe:
         elif rendered[0] != [*prompt]:
             yield f"/{last.path} renders otherwise than its chat completions, so some are not spliced; {best.remedy}"
         longer = [*prompt, prompt[-1]]
-        _, answer = await self._call("POST", "v1/chat/completions", self._api.with_tokens(request, longer))
+        body = self._api.with_tokens(request, longer)
+        _, answer = await self._engine.ask("POST", "v1/chat/completions", _HEADERS, body)
         choice = _sampled(answer)
         if choice is None or [*choice.prompt_token_ids] != longer:
             yield f"it ignores the tokens of a prompt, so calls are not spliced; {self._api.splicing}"
-
-    async def _call(self, method: str, path: str, body: Document | None) -> tuple[int, Document]:
-        encoded = None if body is None else orjson.dumps(body)
-        async with self._engine.call(method, path, "", CIMultiDict(_HEADERS), encoded) as answer:
-            return answer.status, _document(await answer.read())
-
-
-def _document(body: bytes) -> Document:
-    try:
-        document: Any = orjson.loads(body)
-    except orjson.JSONDecodeError:
-        return {}
-    return document if isinstance(document, dict) else {}
 
 
 def _sampled(answer: Document) -> Sampled | None:

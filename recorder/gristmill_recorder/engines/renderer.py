@@ -5,13 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 
-import orjson
-from multidict import CIMultiDict
-
 from gristmill._engines.fields import Document
 from gristmill_recorder.engines.api import EngineApi
 from gristmill_recorder.engines.connection import Engine
-from gristmill_recorder.refusals import RefusalError
+from gristmill_recorder.refusals import EngineAway, EngineSlow
 
 _UNKNOWN_ROUTE = (403, 404, 405)
 
@@ -35,17 +32,12 @@ class Renderer:
     async def _render(self, request: Document, headers: Mapping[str, str]) -> list[int] | None:
         while True:
             route, *others = self._routes
-            status, answer = await self._post(route.path, route.body(request), headers)
+            try:
+                status, answer = await self._engine.ask("POST", route.path, headers, route.body(request))
+            except (EngineAway, EngineSlow, TypeError):
+                # A body that is nested too deeply has no JSON: the call itself says so.
+                return None
             if status not in _UNKNOWN_ROUTE or not others:
                 return answer.get(route.tokens)
             if self._routes[0] == route:
                 self._routes = others
-
-    async def _post(self, path: str, body: Document, headers: Mapping[str, str]) -> tuple[int, Document]:
-        """Returns the status and the answer; an empty one if the engine cannot be reached."""
-        try:
-            async with self._engine.call("POST", path, "", CIMultiDict(headers), orjson.dumps(body)) as answer:
-                document = orjson.loads(await answer.read()) if answer.status == 200 else {}
-                return answer.status, document if isinstance(document, dict) else {}
-        except (RefusalError, orjson.JSONDecodeError, TypeError):
-            return 0, {}

@@ -7,9 +7,9 @@ import orjson
 from gristmill._engines.completion_calls import CompletionCall, CompletionStream
 from gristmill._engines.events import Event
 from gristmill.completions import Sampled, sampled
+from gristmill_recorder.languages.choices import ChoiceReader
 from gristmill_recorder.languages.language import Asking, Document
 from gristmill_recorder.refusals import WrongCall
-from gristmill_recorder.splicing.conversation import ChoiceReader
 
 
 class ChatForm(CompletionCall):
