@@ -13,7 +13,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gristmill_recorder.splicing.bridge import bridge, bridge_without_end, end_of_turn, end_probes, skeletons
+from gristmill_recorder.splicing.bridge import (
+    bridge,
+    bridge_without_end,
+    end_of_turn,
+    end_probes,
+    following_passage,
+    passage,
+    skeletons,
+)
 
 Messages = list[dict[str, Any]]
 Template = Callable[[Messages], str]
@@ -203,3 +211,38 @@ def test_the_bridge_is_the_end_of_the_whole_rendering(
     assert between is not None
     assert whole.endswith(f"■{between}")
     assert whole.removesuffix(between).count("▶") == len(old)
+
+
+def passage_of(template: Template, old: Messages, new: Messages) -> list[int]:
+    renderings = [tokens(template(messages)) for messages in skeletons([*old, *new], len(old))]
+    following = bridge(renderings, ord("■"), (), is_cut=False, has_calls=bool(old[-1].get("tool_calls")))
+    assert following is not None
+    return list(passage(renderings, following))
+
+
+def followed(template: Template, known: list[int], old: Messages, new: Messages) -> str | None:
+    first, *_ = skeletons([*old, *new], len(old))
+    following = following_passage(known, tokens(template(first)))
+    return None if following is None else "".join(map(chr, following))
+
+
+@EACH
+@given(turns=st.lists(st.tuples(WORDS, WORDS), min_size=1, max_size=4), words=WORDS)
+def test_one_rendering_has_the_same_bridge_once_the_passage_is_known(
+    template: Template, turns: list[tuple[str, str]], words: str
+) -> None:
+    known = passage_of(template, ANSWERED, [user("why")])
+    old = [message for asked, said in turns for message in (user(asked), {"role": "assistant", "content": said})]
+    assert followed(template, known, old, [user(words)]) == bridged(template, old, [user(words)], "■")
+
+
+def test_a_passage_that_a_message_repeats_is_not_followed() -> None:
+    known = passage_of(drops_thoughts, ANSWERED, [user("why")])
+    copy = "".join(map(chr, known))
+    assert followed(drops_thoughts, known, ANSWERED, [user("why")]) == "\n▶user\nwhy■\n▶assistant\n"
+    assert followed(drops_thoughts, known, ANSWERED, [user(copy)]) is None
+
+
+def test_a_template_that_goes_on_otherwise_is_not_followed() -> None:
+    known = passage_of(drops_thoughts, ANSWERED, [user("why")])
+    assert followed(writes_another_end, known, ANSWERED, [user("why")]) is None

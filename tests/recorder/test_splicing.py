@@ -113,6 +113,19 @@ def test_a_conversation_is_one_row_whatever_the_agent_sends_back(
     assert row.trained == [token for words in ANSWERS for token in answer_of(words)]
 
 
+def test_later_calls_of_the_same_kind_are_rendered_once(splicer: Recorder, vllm: Engine, run: str) -> None:
+    settings: dict[str, Any] = {"extra_body": {"chat_template_kwargs": {"of": "this test"}}}
+    messages = converse(splicer, run, user("say a"), user("say b"), **settings)
+    vllm.rendered.clear()
+    results = Results(splicer)
+    messages = converse(splicer, run, user("say c"), history=messages, **settings)
+    assert (results.counted(), len(vllm.rendered)) == ({"spliced": 1}, 1)
+    # A system's message is another kind: templates may move it to the start.
+    vllm.template = lambda messages: prompt_of(sorted(messages, key=lambda message: message["role"] != "system"))
+    converse(splicer, run, user("say d"), {"role": "system", "content": "Stop."}, history=messages, **settings)
+    assert results.counted() == {"spliced": 2, "end": 1}
+
+
 def test_sglang_takes_the_tokens_too(start_recorder: StartRecorder, sglang: Engine, service: Service, run: str) -> None:
     recorder = start_recorder(sglang.url, service.grpc_address, "--splice", "on", "--engine", "sglang")
     results = Results(recorder)

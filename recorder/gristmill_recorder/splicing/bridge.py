@@ -15,6 +15,8 @@ from typing import Any
 Document = dict[str, Any]
 Tokens = Sequence[int]
 
+# Tokens before the end of an answer that a passage begins with: they begin its turn, so no message has them.
+_BEFORE = 4
 _NAMES = ("role", "name", "tool_call_id")
 _QUESTION = {"role": "user", "content": "0"}
 
@@ -67,6 +69,21 @@ def _rest(renderings: Sequence[Tokens]) -> tuple[Tokens, Tokens]:
         return [], []
     rest = _common_ending(first, other_answer)
     return rest, rest[: max(0, len(_common_beginning(first, other_words)) - (len(first) - len(rest)))]
+
+
+def passage(renderings: Sequence[Tokens], following: Tokens) -> Tokens:
+    """Returns the tokens around the end of the answer in the first skeleton, from its last words to the bridge."""
+    first, other_answer, _ = renderings
+    end = len(first) - len(_common_ending(first, other_answer))
+    return first[max(0, end - _BEFORE) : len(first) - len(following)]
+
+
+def following_passage(passage: Tokens, rendering: Tokens) -> Tokens | None:
+    """Returns the tokens that follow the passage in a first skeleton; None if it is not there, or there twice."""
+    length = len(passage)
+    begins = [place for place, token in enumerate(rendering) if token == passage[0]]
+    ends = [place + length for place in begins if rendering[place : place + length] == passage]
+    return rendering[ends[0] :] if len(ends) == 1 else None
 
 
 def end_probes() -> list[list[Document]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -18,7 +17,7 @@ from gristmill_recorder.engines.renderer import Renderer
 from gristmill_recorder.journal import Row
 from gristmill_recorder.metrics import Metrics
 from gristmill_recorder.recording import Recording
-from gristmill_recorder.splicing.bridge import bridge, bridge_without_end, end_of_turn, end_probes, skeletons
+from gristmill_recorder.splicing.bridges import Bridges
 from gristmill_recorder.splicing.conversation import Conversation, Document, is_cut
 
 Mode = Literal["off", "on", "verify"]
@@ -75,11 +74,9 @@ class Splicer:
         self._mode, self._api, self._metrics = mode, api, metrics
         self._reads = reads or mode != "off"
         self._renderer = Renderer(engine, api)
+        self._bridges = Bridges(self._renderer)
         # Whether the engine's rendering is the prompt of its answers, by settings.
         self._renders: dict[bytes, bool] = {}
-        # The tokens that ended answers of a model, and those that its template writes at the end of turns.
-        self._ends: defaultdict[str, set[int]] = defaultdict(set)
-        self._own_ends: dict[str, set[int]] = {}
         self._ignored_until = 0.0
 
     async def plan(self, path: str, request: Document, recording: Recording, headers: Mapping[str, str]) -> Plan:
@@ -119,43 +116,10 @@ class Splicer:
             return "ignored"
         if not self._renders.get(conversation.settings, True):
             return "rendering"
-        conversations = skeletons(messages, count)
-        prompts = await self._renderer.render(request, conversations, headers)
-        if prompts is not None and prompts[0] == prompts[1]:
-            # The template does not show calls.
-            conversations = skeletons(messages, count, shows_calls=False)
-            prompts = await self._renderer.render(request, conversations, headers)
-        if prompts is None:
-            return "rendering"
-        answers = [conversation[:count] for conversation in conversations[:2]]
-        following = await self._bridge(request, prompts, answers, base, headers)
-        if following is None:
-            return "end"
-        plan.spliced, plan.base = [*base.prompt.tolist(), *base.response.tolist(), *following], base
-        return ""
-
-    async def _bridge(
-        self,
-        request: Document,
-        prompts: list[list[int]],
-        answers: list[list[Document]],
-        base: Row,
-        headers: Mapping[str, str],
-    ) -> Sequence[int] | None:
-        model = str(request.get("model"))
-        last, has_calls = int(base.response[-1]), bool(answers[0][-1].get("tool_calls"))
-        following = bridge(prompts, last, (), is_cut=base.is_cut, has_calls=has_calls)
+        following, cause = await self._bridges.find(request, conversation, base, headers)
         if following is not None:
-            return following
-        # The answer ended by a token that the template does not write there, or was cut behind a call.
-        if model not in self._own_ends and (probes := await self._renderer.render(request, end_probes(), headers)):
-            self._own_ends[model] = end_of_turn(probes)
-        own = self._own_ends.get(model)
-        if own:
-            ends = own | self._ends[model]
-            return bridge(prompts, last, ends, is_cut=base.is_cut, has_calls=has_calls)
-        rendered = None if own is None else await self._renderer.render(request, answers, headers)
-        return bridge_without_end(prompts, rendered) if rendered else None
+            plan.spliced, plan.base = [*base.prompt.tolist(), *base.response.tolist(), *following], base
+        return cause
 
     def recorded(self, plan: Plan, samples: Sequence[Sampled], keys: Sequence[tuple[bytes, bool]]) -> None:
         """Compares the prompt that the engine read with the plan, after the answer was recorded, and counts the
@@ -167,8 +131,9 @@ class Splicer:
             if len(self._renders) >= _MAX_SETTINGS:
                 self._renders.clear()
             self._renders[plan.conversation.settings] = plan.rendering == prompt
-        whole = (sample.response_ids[-1] for sample, (_, was_cut) in zip(samples, keys, strict=False) if not was_cut)
-        self._ends[str(plan.request.get("model"))].update(whole)
+        for sample, (_, was_cut) in zip(samples, keys, strict=False):
+            if not was_cut:
+                self._bridges.ended(str(plan.request.get("model")), sample.response_ids[-1])
         self._metrics.splices.labels(self._result(plan, prompt)).inc()
 
     def _result(self, plan: Plan, prompt: list[int]) -> str:
