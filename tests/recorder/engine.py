@@ -285,8 +285,8 @@ class _Form:
     def whole(self, prompts: list[list[int]], said: list[Words], count: int) -> dict[str, Any]:
         choices = [self._choice(index, words, prompts[index // count]) for index, words in enumerate(said)]
         answer = {**self._base, "object": self._object, "choices": choices, "usage": _usage(prompts, said)}
-        if self._has_ids and self._kind == "chat" and not self._is_sglang:
-            answer["prompt_token_ids"] = prompts[0]
+        if self._kind == "chat" and not self._is_sglang:
+            answer |= self._requested(prompt_token_ids=prompts[0])
         if self._has_extension:
             answer["sglext"] = self._extension(prompts, said)
         if self._is_reloaded and self._is_sglang:
@@ -302,11 +302,14 @@ class _Form:
             choice["text"] = words.spoken
         if self._has_logprobs:
             choice["logprobs"] = self._logprobs(tokens, logprobs_for(len(tokens)))
-        if self._has_ids:
-            choice[self._ids] = tokens
-            if self._kind == "completion" or self._is_sglang:
-                choice["prompt_token_ids"] = prompt
+        choice |= self._requested(**{self._ids: tokens})
+        if self._kind == "completion" or self._is_sglang:
+            choice |= self._requested(prompt_token_ids=prompt)
         return choice | self._reloaded(tokens)
+
+    def _requested(self, **tokens: list[int]) -> dict[str, Any]:
+        """vLLM has null for what was not requested, and SGLang nothing."""
+        return tokens if self._has_ids else {} if self._is_sglang else dict.fromkeys(tokens)
 
     def _reloaded(self, tokens: list[int]) -> dict[str, Any]:
         """What a choice has at its end."""
@@ -322,16 +325,14 @@ class _Form:
         if self._kind == "chat":
             for index in range(len(said)):
                 chunk = {**base, "choices": [{"index": index, "delta": {"role": "assistant", "content": ""}}]}
-                if self._has_ids and not self._is_sglang:
-                    chunk["prompt_token_ids"] = prompts[0]
-                yield chunk
+                yield chunk if self._is_sglang else chunk | self._requested(prompt_token_ids=prompts[0])
         tokens = [answer_of(words) for words in said]
         for position in range(max(map(len, tokens))):
             for index, words in enumerate(said):
                 if position < len(tokens[index]):
                     part = self._part(words, tokens[index], position)
-                    if self._has_ids and self._kind == "completion" and not position:
-                        part["prompt_token_ids"] = prompts[index // count]
+                    if self._kind == "completion" and not position:
+                        part |= self._requested(prompt_token_ids=prompts[index // count])
                     yield {**base, "choices": [{"index": index, **part}]}
         if self._has_extension:
             yield {**base, "choices": [], "sglext": self._extension(prompts, said)}
@@ -341,15 +342,15 @@ class _Form:
     def _part(self, words: Words, tokens: list[int], position: int) -> dict[str, Any]:
         is_last = position == len(tokens) - 1
         text = "" if tokens[position] == END else bytes([tokens[position]]).decode("latin-1")
-        part: dict[str, Any] = {"finish_reason": _finish(words) if is_last else None}
+        part: dict[str, Any] = {"finish_reason": _finish(words) if is_last else None, "logprobs": None}
         if self._kind == "completion":
             part["text"] = text
         else:
             part["delta"] = _delta(words, text, position)
         if self._has_logprobs:
             part["logprobs"] = self._logprobs([tokens[position]], [logprobs_for(len(tokens))[position]])
-        if self._has_ids and (self._kind == "completion" or not self._is_sglang):
-            part[self._ids] = [tokens[position]]
+        if self._kind == "completion" or not self._is_sglang:
+            part |= self._requested(**{self._ids: [tokens[position]]})
         return part | self._reloaded(tokens) if is_last else part
 
     def _logprobs(self, tokens: list[int], values: list[float]) -> dict[str, Any]:

@@ -43,7 +43,7 @@ def test_vllms_answers_are_steps(recorder: Recorder, service: Service, run: str,
     settings = {"n": 2, "top_p": 0.9}
     text = call(recorder, run, "inference/v1/generate", token_ids=PROMPT, sampling_params=settings, stream=stream)
     assert "token_ids" in text
-    assert ("prompt_token_ids" in text, 'logprob":' in text) == (False, False)
+    assert ("prompt_token_ids" in text.replace('"prompt_token_ids":null', ""), 'logprob":' in text) == (False, False)
     check(recorder, service, run, [HI, answer_of(Words(text="hi #1"))])
     assert recorder.metric('unreproducible_steps_total{setting="top_p"}') >= 2
 

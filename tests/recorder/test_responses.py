@@ -189,3 +189,11 @@ def test_what_no_chat_completion_has_is_refused(
 ) -> None:
     status, answer = post(f"{recorder.base(run)}/v1/responses", {"model": "toy", "input": "say hi", **more})
     assert (status, problem in answer["error"]["message"]) == (400, True), answer
+
+
+def test_a_response_repeats_the_settings_of_its_call_zero_and_false_too(recorder: Recorder, run: str) -> None:
+    settings: Any = {"temperature": 0.0, "parallel_tool_calls": False, "top_p": 0.5}
+    with recorder.openai(run) as client:
+        response = call(client, "say hi", **settings).to_dict()
+    assert {name: response[name] for name in settings} == settings
+    assert (response["store"], response["truncation"]) == (False, "disabled")

@@ -64,7 +64,7 @@ class ResponsesForm(ChatForm):
             chat = _chat_of(document)
         super().__init__("chat/completions", chat, asking)
         self.api = "responses"
-        self._repeated = {name: document.get(name) or value for name, value in _REPEATED.items()}
+        self._repeated = {**_REPEATED, **{name: document[name] for name in _REPEATED if document.get(name) is not None}}
         self._tools = {_full_name(tool): tool for tool in _tools(document)}
 
     def whole(self, answer: Document) -> Document:

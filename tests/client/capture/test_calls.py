@@ -316,8 +316,9 @@ def test_an_answer_that_is_compressed_all_the_same_is_read_with_any_text(package
     with gristmill.capture(trajectory), package.Client(transport=package.MockTransport(respond)) as client:
         answer = client.post("http://vllm/v1/chat/completions", json={"messages": HI})
     assert (seen, steps(trajectory)) == (["identity"], 1)
-    assert answer.json()["choices"][0]["message"]["content"] == "\ud83d ä"
-    assert "token_ids" not in answer.text
+    (choice,) = answer.json()["choices"]
+    assert choice["message"]["content"] == "\ud83d ä"
+    assert (answer.json()["prompt_token_ids"], choice["token_ids"]) == (None, None)
     trajectory.abort("a test")
 
 

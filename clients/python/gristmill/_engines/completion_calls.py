@@ -34,7 +34,7 @@ class CompletionCall:
         self.choices = _count(document.get("n")) * (1 if is_chat else _prompts(document.get("prompt")))
         self._keeps_logprobs = _wants_logprobs(document)
         self._asks_logprobs = logprobs and not self._keeps_logprobs
-        self._hidden = [part for part, asked in fields.asked_by.items() if not document.get(asked)]
+        self._hidden = {part for part, asked in fields.asked_by.items() if not document.get(asked)}
 
     @property
     def request(self) -> Document:
@@ -55,8 +55,11 @@ class CompletionCall:
 
     def _strip(self, answer: Document) -> None:
         for part in (answer, answer.get("sglext") or {}, *(answer.get("choices") or ())):
-            for name in self._hidden:
-                part.pop(name, None)
+            for name in self._hidden & part.keys():
+                if self._fields.has_nulls:
+                    part[name] = None
+                else:
+                    del part[name]
         if "sglext" in answer and not answer["sglext"]:
             del answer["sglext"]
         for choice in answer.get("choices") or ():

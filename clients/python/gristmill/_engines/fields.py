@@ -21,7 +21,8 @@ class EngineFields:
     """The fields of an engine.
 
     comes_first: whether the first chunk of a stream contains the prompt's token ids. asked_by: fields of answers that
-    an agent gets only if its request set the flag named here. remedy: which versions return token ids.
+    an agent gets only if its request set the flag named here. has_nulls: whether an answer has null for a field that was
+    not requested; otherwise it lacks the field. remedy: which versions return token ids.
 
     asked: returns the fields to add to a request; is_chat: whether it is a chat completion; logprobs: whether to ask
     for the logprob of each sampled token.
@@ -29,6 +30,7 @@ class EngineFields:
 
     comes_first: bool
     asked_by: Mapping[str, str]
+    has_nulls: bool
     remedy: str
     asked: Callable[[Document, bool, bool], Document]
 
@@ -57,6 +59,7 @@ VLLM = EngineFields(
         "weight_versions": _VERSIONS,
         "routed_experts": "return_routed_experts",
     },
+    has_nulls=True,
     remedy="use vLLM 0.10.2 or newer",
     asked=_asked_of_vllm,
 )
@@ -69,6 +72,7 @@ SGLANG = EngineFields(
         **dict(zip(("input_ids", "output_ids"), _EXTENSION, strict=True)),
         "routed_experts": "return_routed_experts",
     },
+    has_nulls=False,
     remedy="use SGLang 0.5.17 or newer",
     asked=_asked_of_sglang,
 )
