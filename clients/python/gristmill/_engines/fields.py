@@ -21,8 +21,8 @@ class EngineFields:
     """The fields of an engine.
 
     comes_first: whether the first chunk of a stream contains the prompt's token ids. asked_by: fields of answers that
-    an agent gets only if its request set the flag named here. has_nulls: whether an answer has null for a field that was
-    not requested; otherwise it lacks the field. remedy: which versions return token ids.
+    an agent gets only if its request set the flag named here. has_nulls: whether fields that were not requested are
+    null in an answer, not missing. remedy: which versions return token ids.
 
     asked: returns the fields to add to a request; is_chat: whether it is a chat completion; logprobs: whether to ask
     for the logprob of each sampled token.
