@@ -18,6 +18,7 @@ from gristmill_recorder.columns import Source, columns_of, names_of
 from gristmill_recorder.engines.connection import Engine, query_of, request_headers
 from gristmill_recorder.engines.names import ENGINES
 from gristmill_recorder.exchange import AgentGoneError, Exchange, Sent
+from gristmill_recorder.languages.images import urls_of_images
 from gristmill_recorder.languages.language import Asking, Document
 from gristmill_recorder.languages.paths import FormMaker
 from gristmill_recorder.languages.sampling import Sampling
@@ -43,8 +44,9 @@ class Calls:
     def __init__(self, settings: RecorderSettings, runs: Runs, engine: Engine, metrics: Metrics) -> None:
         self._settings, self._runs, self._engine, self._metrics = settings, runs, engine, metrics
         api = ENGINES[settings.engine]
-        self._asking = Asking(api, settings.logprobs)
         self._columns = names_of(settings.columns)
+        of_prompt, images = "prompt_logprobs" in self._columns, "images" in self._columns
+        self._asking = Asking(api, settings.logprobs, of_prompt, images)
         reads = "conversation" in self._columns
         self._splicer = Splicer(settings.splice, api, engine, metrics, reads=reads)
         self._under_way = 0
@@ -60,6 +62,7 @@ class Calls:
             await run.check()
             form = make_form(document, self._asking)
             version = _version(request, run.policy_version)
+            images = urls_of_images(form.request)
             sampling = Sampling.of(form.request, self._settings.trainer_temperature)
             headers = _engine_headers(request)
             plan = await self._splicer.plan(form.path, form.request, recording, headers)
@@ -68,7 +71,8 @@ class Calls:
                 said = _of_samples(choices, samples)
                 keys, turn = plan.keys(said), plan.turn
                 pairs = zip(said, samples, strict=True)
-                columns = [columns_of(self._columns, Source(choice, one, sampling, turn)) for choice, one in pairs]
+                sources = [Source(choice, one, sampling, turn, images) for choice, one in pairs]
+                columns = [columns_of(self._columns, source) for source in sources]
                 recording.record(samples, columns, keys, version, sampling, has_logprobs=self._settings.logprobs)
                 self._splicer.recorded(plan, samples, keys)
 

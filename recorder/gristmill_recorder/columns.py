@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from base64 import b64decode
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -21,12 +21,14 @@ Columns = dict[str, NDArray[Any]]
 
 class Source(NamedTuple):
     """One choice of an answer. choice: as the engine sent it, without its tokens; a streamed one has only its message
-    and its end. turn: the messages of the call that are new, and the step that they follow."""
+    and its end. turn: the messages of the call that are new, and the step that they follow. images: the URLs of all
+    images of the call."""
 
     choice: Mapping[str, Any]
     sample: Sampled
     sampling: Sampling
     turn: Mapping[str, Any]
+    images: Sequence[str] = ()
 
 
 def names_of(setting: str) -> list[str]:
@@ -73,6 +75,22 @@ def _routed_experts(source: Source) -> Columns:
     return {"routed_experts": experts, "routed_experts_start": np.array(start)}
 
 
+def _prompt_logprobs(source: Source) -> Columns:
+    """Reads vLLM's logprobs of a prompt: by token, for each position but the first. The response's follow, so that a
+    merged row has one for each of its tokens."""
+    if (positions := source.choice.get("prompt_logprobs")) is None:
+        return {}
+    tokens = source.sample.prompt_token_ids
+    values = [of[str(token)]["logprob"] for of, token in zip(positions[1:], tokens[1:], strict=True)]
+    logprobs = np.array([*values, *(source.sample.rollout_logprobs or ())], np.float32)
+    return {"prompt_logprobs": logprobs, "prompt_logprobs_start": np.array(1)}
+
+
+def _images(source: Source) -> Columns:
+    lines = b"".join(_line({"url": url}).tobytes() for url in source.images)
+    return {"images": np.frombuffer(lines, np.uint8)}
+
+
 def _line(document: Mapping[str, Any]) -> NDArray[np.uint8]:
     return np.frombuffer(orjson.dumps(document) + b"\n", np.uint8)
 
@@ -82,5 +100,7 @@ _READERS: dict[str, Callable[[Source], Columns]] = {
     "sampling": _sampling,
     "sampling_mask": _sampling_mask,
     "routed_experts": _routed_experts,
+    "prompt_logprobs": _prompt_logprobs,
+    "images": _images,
 }
 NAMES = tuple(_READERS)

@@ -59,7 +59,7 @@ class RecorderSettings(BaseSettings):
     columns: str = Field(
         "",
         description="The columns that rows get from answers, separated by commas: conversation, sampling, "
-        "sampling_mask, routed_experts. The run must declare them.",
+        "sampling_mask, routed_experts, prompt_logprobs, images. The run must declare them.",
     )
     max_body_bytes: ByteSize = Field(
         ByteSize(64 << 20), gt=0, description="Limit of a request, and of an answer, in bytes or as 64MiB."

@@ -25,6 +25,9 @@ from typing import Any, Protocol, TypeVar
 
 from aiohttp import web
 
+from tests.recorder.engine_experts import experts_of, npy
+from tests.recorder.engine_responses import events, response
+
 BEGIN, END = 256, 257
 FAILURE = {"error": {"message": "failed on request", "type": "BadRequestError", "param": None, "code": 400}}
 
@@ -59,6 +62,13 @@ def _call(tool: tuple[str, str], call_id: str) -> dict[str, Any]:
     return {"id": call_id, "type": "function", "function": {"name": tool[0], "arguments": tool[1]}}
 
 
+def prompt_logprobs_of(prompt: list[int]) -> list[dict[str, Any] | None]:
+    """As vLLM gives them with `prompt_logprobs: 0`: of each token but the first."""
+    values = logprobs_for(len(prompt))
+    entries = zip(prompt[1:], values[1:], strict=True)
+    return [None, *({str(token): {"logprob": value, "rank": 9, "decoded_token": ""}} for token, value in entries)]
+
+
 def _spoken_call(call: Mapping[str, Any]) -> str:
     return f"<tool_call>{call['function']['name']} {call['function']['arguments']}</tool_call>"
 
@@ -72,9 +82,13 @@ def turn(role: str, text: str) -> list[int]:
     return [BEGIN, *tokens_of(f"{role}\n{text}"), END, *tokens_of("\n")]
 
 
+IMAGE = "<image><image>"
+"""What a prompt has for each image: as with real models, as many placeholders as its size asks for."""
+
+
 def prompt_of(messages: list[Mapping[str, Any]]) -> list[int]:
     """The chat template."""
-    turns = [token for message in messages for token in turn(message["role"], _spoken(message))]
+    turns = [token for message in messages for token in turn(message["role"], _spoken(message, IMAGE))]
     return [*turns, BEGIN, *tokens_of("assistant\n")]
 
 
@@ -87,9 +101,9 @@ def logprobs_for(count: int) -> list[float]:
     return [-(position % 64 + 1) / 64 for position in range(count)]
 
 
-def _spoken(message: Mapping[str, Any]) -> str:
+def _spoken(message: Mapping[str, Any], image: str = "") -> str:
     content = message.get("content") or ""
-    text = content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+    text = content if isinstance(content, str) else "".join(part.get("text", image) for part in content)
     reasoning = message.get("reasoning") or message.get("reasoning_content") or ""
     return Words(reasoning, text).spoken + "".join(map(_spoken_call, message.get("tool_calls") or ()))
 
@@ -170,7 +184,7 @@ class Engine:
     async def _vllm_generate(self, request: web.Request) -> web.StreamResponse:
         body = await self._read(request)
         settings = body["sampling_params"]
-        asked = {**body, "n": settings.get("n"), "logprobs": settings.get("logprobs")}
+        asked = {**body, **{name: settings.get(name) for name in ("n", "logprobs", "prompt_logprobs")}}
         prompt = body["token_ids"]
         return await self._answer(request, asked, [prompt], bytes(prompt).decode(), "completion")
 
@@ -200,10 +214,11 @@ class Engine:
         if (failure := _failure(script)) is not None:
             return failure
         words = _words(script)
-        answer = _response(words, prompt_of(messages), bool(body.get("enable_response_messages")))
+        has_messages = bool(body.get("enable_response_messages"))
+        answer = response(words.text, prompt_of(messages), answer_of(words), has_messages=has_messages)
         if not body.get("stream"):
             return web.json_response(answer)
-        return await _send_events(request, _response_events(words, answer))
+        return await _send_events(request, events(words.text, answer))
 
     async def _answer(
         self, request: web.Request, body: dict[str, Any], prompts: list[list[int]], script: str, kind: str
@@ -276,6 +291,7 @@ class _Form:
         self._has_extension = has_ids and bool(body.get("return_output_ids_in_sglext"))
         self._is_reloaded = script.startswith("reload ")
         # Its newer name (sglang 35225, 38459).
+        self._has_them_by_choice = kind == "completion" and "prompt" in body
         self._ids = "response_token_ids" if is_sglang else "token_ids"
         asked = body.get("logprobs")
         self._has_logprobs = bool(asked) if kind == "chat" else asked is not None
@@ -287,6 +303,8 @@ class _Form:
         answer = {**self._base, "object": self._object, "choices": choices, "usage": _usage(prompts, said)}
         if self._kind == "chat" and not self._is_sglang:
             answer |= self._requested(prompt_token_ids=prompts[0])
+        if not self._has_them_by_choice:
+            answer |= self._prompt_logprobs(prompts[0])
         if self._has_extension:
             answer["sglext"] = self._extension(prompts, said)
         if self._is_reloaded and self._is_sglang:
@@ -305,7 +323,13 @@ class _Form:
         choice |= self._requested(**{self._ids: tokens})
         if self._kind == "completion" or self._is_sglang:
             choice |= self._requested(prompt_token_ids=prompt)
+        if self._has_them_by_choice:
+            choice |= self._prompt_logprobs(prompt)
         return choice | self._reloaded(tokens)
+
+    def _prompt_logprobs(self, prompt: list[int]) -> dict[str, Any]:
+        is_asked = self._body.get("prompt_logprobs") is not None
+        return {} if self._is_sglang else {"prompt_logprobs": prompt_logprobs_of(prompt) if is_asked else None}
 
     def _requested(self, **tokens: list[int]) -> dict[str, Any]:
         """vLLM has null for what was not requested, and SGLang nothing."""
@@ -316,7 +340,7 @@ class _Form:
         if not self._is_reloaded or self._is_sglang:
             return {}
         versions = {"weight_versions": _spans(tokens)} if self._body.get("return_weight_versions") else {}
-        return {"routed_experts": "bnB5", **versions}
+        return {"routed_experts": npy(experts_of(tokens)), **versions}
 
     def chunks(self, prompts: list[list[int]], said: list[Words], count: int) -> Iterator[dict[str, Any]]:
         """A token a chunk, choices by turns."""
@@ -397,36 +421,6 @@ def _finish(words: Words) -> str:
 def _usage(prompts: list[list[int]], said: list[Words]) -> dict[str, int]:
     read, sampled = sum(map(len, prompts)), sum(len(answer_of(words)) for words in said)
     return {"prompt_tokens": read, "completion_tokens": sampled, "total_tokens": read + sampled}
-
-
-def _response(words: Words, prompt: list[int], has_messages: bool) -> dict[str, Any]:
-    content: list[dict[str, Any]] = [{"type": "output_text", "text": words.text, "annotations": [], "logprobs": None}]
-    message = {"id": "msg-1", "type": "message", "role": "assistant", "status": "completed", "content": content}
-    answer: dict[str, Any] = {
-        "id": "resp-1",
-        "object": "response",
-        "created_at": 1,
-        "model": "toy",
-        "output": [message],
-    }
-    answer |= {"status": "completed", "parallel_tool_calls": True, "tool_choice": "auto", "tools": []}
-    if has_messages:
-        raw = {"type": "raw_message_tokens"}
-        answer["input_messages"] = [{**raw, "message": "", "tokens": prompt}]
-        answer["output_messages"] = [{**raw, "message": words.spoken, "tokens": answer_of(words)}]
-    return answer
-
-
-def _response_events(words: Words, answer: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    yield {
-        "type": "response.created",
-        "sequence_number": 0,
-        "response": {**answer, "status": "in_progress", "output": []},
-    }
-    place = {"item_id": "msg-1", "output_index": 0, "content_index": 0}
-    for number, text in enumerate(words.text, 1):
-        yield {"type": "response.output_text.delta", "sequence_number": number, "delta": text, "logprobs": [], **place}
-    yield {"type": "response.completed", "sequence_number": len(words.text) + 1, "response": answer}
 
 
 async def _send_events(request: web.Request, events: Iterator[dict[str, Any]]) -> web.StreamResponse:

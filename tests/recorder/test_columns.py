@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -19,6 +17,7 @@ from gristmill_recorder.settings import RecorderSettings
 from gristmill_service.settings import load
 from tests.on_loop import Service
 from tests.recorder.engine import Engine
+from tests.recorder.engine_experts import npy
 from tests.recorder.recorders import Recorder, create_run, end, start
 from tests.recorder.test_chat import user
 from tests.recorder.test_splicing import converse
@@ -71,12 +70,6 @@ def test_a_stream_is_kept_as_one_answer(talking: Recorder, service: Service, run
     first, second = (lines[0] for lines in conversations(service.grpc_address, run_name))
     assert (first["answer"]["reasoning"], first["answer"]["content"]) == ("b", "c")
     assert (second["prompt"], second["answer"]["content"]) == ("say d", "d")
-
-
-def npy(array: Any) -> str:
-    file = io.BytesIO()
-    np.save(file, array)
-    return base64.b64encode(file.getvalue()).decode()
 
 
 def read(name: str, choice: dict[str, Any], mask: Any = None) -> Any:

@@ -8,20 +8,22 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
+from gristmill_recorder.columns import NAMES
 from gristmill_recorder.languages.paths import RECORDED
 from gristmill_recorder.metrics import Metrics
 from gristmill_recorder.settings import RecorderSettings
 from tests.on_loop import Service
 from tests.recorder.engine import Engine
-from tests.recorder.recorders import Recorder, trained
+from tests.recorder.recorders import Recorder, create_run, trained
 
 TEXT = (Path(__file__).parents[2] / "docs/recorder.md").read_text()
 
 
 OF_OTHERS = {
     *("logprobs-mode", "generation-config", "enable-scale-out", "return-sampling-mask"),
-    *("enable-return-routed-experts", "conversations", "model"),
+    *("enable-return-routed-experts", "conversations", "model", "mm-processor-kwargs"),
 }
 
 
@@ -74,6 +76,14 @@ def test_every_metric_is_documented_with_its_labels(recorder: Recorder) -> None:
             (family,) = collector.describe()
             kind_and_labels = documented[family.name + ("_total" if family.type == "counter" else "")]
             assert kind_and_labels == (family.type, set(labels))
+
+
+def test_a_run_may_declare_every_column_as_documented(service: Service, run_name: str) -> None:
+    declared = [yaml.safe_load(text) for text in re.findall(r"^\| `\w+` \| `(\{name:.*?\})` \|", TEXT, re.MULTILINE)]
+    assert {column["name"] for column in declared} == {*NAMES}
+    for column in declared:
+        column["shape"] = [2 if isinstance(size, str) else size for size in column.get("shape", [])]
+    create_run(service.grpc_address, run_name, columns=declared)
 
 
 def test_every_recorded_path_and_every_flag_that_is_named_exists() -> None:

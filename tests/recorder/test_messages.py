@@ -11,6 +11,7 @@ from tests.on_loop import Service
 from tests.recorder.engine import END, Engine, Words, answer_of, prompt_of
 from tests.recorder.recorders import Recorder, post, trained
 
+IMAGE = {"type": "image", "source": {"type": "url", "url": "http://images/cat.png"}}
 TOOLS: Any = [{"name": "look", "description": "Look.", "input_schema": {"type": "object"}}]
 
 
@@ -132,8 +133,8 @@ def test_errors_reach_the_library_as_its_own(recorder: Recorder, run: str, strea
 @pytest.mark.parametrize(
     ("more", "problem"),
     [
-        ({"messages": [user([{"type": "image", "source": {}}])]}, "records only tokens"),
-        ({"messages": [user([{"type": "tool_result", "content": [{"type": "image"}]}])]}, "records only tokens"),
+        ({"messages": [user([IMAGE])]}, "records only tokens"),
+        ({"messages": [user([{"type": "tool_result", "content": [IMAGE]}])]}, "records only tokens"),
         ({"messages": [user([{"type": "thing"}])]}, "a part of type thing"),
         ({"messages": 3}, "does not follow Anthropic's API"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "set input_schema"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from gristmill._engines.fields import Document, EngineFields
@@ -29,6 +29,7 @@ class EngineApi:
     takes_tokens: returns whether the engine would take the prompt of a chat completion as tokens, and the agent does
     not send any.
     with_tokens: returns the chat completion with a prompt of tokens. Its messages stay, because parsers read them.
+    prompt_logprobs: the fields by which it returns the logprobs of the prompt's tokens; empty if it does not.
     """
 
     fields: EngineFields
@@ -36,6 +37,7 @@ class EngineApi:
     renderings: Sequence[Rendering]
     takes_tokens: Callable[[Document], bool]
     with_tokens: Callable[[Document, Sequence[int]], Document]
+    prompt_logprobs: Document = field(default_factory=dict)
 
 
 def tokenize_body(request: Document) -> Document:

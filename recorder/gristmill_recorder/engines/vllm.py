@@ -37,4 +37,6 @@ VLLM = EngineApi(
     ),
     takes_tokens=_takes_tokens,
     with_tokens=_with_tokens,
+    # 0 is the logprob of the prompt's token alone.
+    prompt_logprobs={"prompt_logprobs": 0},
 )

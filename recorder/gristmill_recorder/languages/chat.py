@@ -20,10 +20,21 @@ class ChatForm(CompletionCall):
     def __init__(self, api: str, document: Document, asking: Asking) -> None:
         self.api, self.path = api, f"v1/{api}"
         self._asking = asking
-        super().__init__(document, asking.api.fields, is_chat=api == "chat/completions", logprobs=asking.logprobs)
+        is_chat = api == "chat/completions"
+        super().__init__(document, asking.api.fields, is_chat=is_chat, logprobs=asking.logprobs, images=asking.images)
+        # Streams do not contain them, but the engine would read the whole prompt again to compute them.
+        is_asked = asking.prompt_logprobs and not document.get("stream") and document.get("prompt_logprobs") is None
+        self._prompt_logprobs = asking.api.prompt_logprobs if is_asked else {}
+
+    @property
+    def request(self) -> Document:
+        return {**super().request, **self._prompt_logprobs}
 
     def read(self, answer: Document) -> tuple[list[Sampled], list[Document]]:
-        return sampled(answer), list(answer.get("choices") or ())
+        # Copies: `whole` removes from the choices what the agent did not request. Of a chat completion, the logprobs
+        # of the prompt are those of all choices.
+        shared = {"prompt_logprobs": answer.get("prompt_logprobs")}
+        return sampled(answer), [{**shared, **choice} for choice in answer.get("choices") or ()]
 
     def stream(self) -> ChatStream:
         return ChatStream(self)

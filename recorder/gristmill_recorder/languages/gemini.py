@@ -10,6 +10,7 @@ from typing import Any
 import orjson
 
 from gristmill_recorder.languages.chat import ChatForm
+from gristmill_recorder.languages.images import data_url, image_part, results
 from gristmill_recorder.languages.language import Asking, Document, refuse, unrecorded
 from gristmill_recorder.languages.translation import Block, Completion, TranslatedStream, translating
 from gristmill_recorder.refusals import WrongCall
@@ -26,6 +27,7 @@ _SETTINGS = {
 }
 # VALIDATED is AUTO whose calls follow their schemas: whether they do is the engine's.
 _CHOICES = {"AUTO": "auto", "VALIDATED": "auto", "ANY": "required", "NONE": "none"}
+_SNAKE = {"inlineData": "inline_data", "fileData": "file_data", "mimeType": "mime_type", "fileUri": "file_uri"}
 _STOPS = {"length": "MAX_TOKENS", "content_filter": "SAFETY"}
 
 
@@ -93,10 +95,12 @@ def _messages(contents: Any) -> Iterator[Document]:
             continue
         for part in parts:
             if (result := part.get("functionResponse")) is not None:
-                yield _result(result, open_calls)
-            elif "text" not in part:
-                raise unrecorded(f"part with {', '.join(part) or 'nothing'}")
-        if words := "".join(part["text"] for part in parts if "text" in part):
+                yield from _result(result, open_calls)
+        shown = [_shown(part) for part in parts if part.get("functionResponse") is None]
+        words = "".join(part.get("text", "") for part in shown)
+        if any("text" not in part for part in shown):
+            yield {"role": "user", "content": shown}
+        elif words:
             yield {"role": "user", "content": words}
 
 
@@ -119,7 +123,26 @@ def _answer(parts: Sequence[Mapping[str, Any]], count: int) -> Document:
     return message | ({"reasoning": thoughts} if thoughts else {}) | ({"tool_calls": called} if called else {})
 
 
-def _result(result: Mapping[str, Any], open_calls: list[Document]) -> Document:
+def _shown(part: Mapping[str, Any]) -> Document:
+    """Returns a text or an image as part of a message."""
+    if "text" in part:
+        return {"type": "text", "text": part["text"]}
+    data, file = _field(part, "inlineData") or {}, _field(part, "fileData") or {}
+    media_type = str(_field(data or file, "mimeType"))
+    if not media_type.startswith("image/"):
+        raise unrecorded(f"part with {', '.join(part) or 'nothing'}")
+    if file:
+        return image_part(_field(file, "fileUri"))
+    # Google's libraries send base64 of URLs.
+    return image_part(data_url(media_type, data["data"].replace("-", "+").replace("_", "/")))
+
+
+def _field(part: Mapping[str, Any], name: str) -> Any:
+    """Returns a field by this name, or by the one in snake case that Google's library gives to some."""
+    return part.get(name) or part.get(_SNAKE[name])
+
+
+def _result(result: Mapping[str, Any], open_calls: list[Document]) -> Iterator[Document]:
     name, identity = result["name"], result.get("id")
     matching = [
         call for call in open_calls if identity == call["id"] or (not identity and name == call["function"]["name"])
@@ -130,7 +153,7 @@ def _result(result: Mapping[str, Any], open_calls: list[Document]) -> Document:
     said = result.get("response") or {}
     # Clients wrap a text, because a response is an object.
     words = said["result"] if said.keys() == {"result"} and isinstance(said["result"], str) else json.dumps(said)
-    return {"role": "tool", "tool_call_id": matching[0]["id"], "content": words}
+    return results(matching[0]["id"], words, [_shown(part) for part in result.get("parts") or ()])
 
 
 def _functions(tool: Mapping[str, Any]) -> Sequence[Document]:

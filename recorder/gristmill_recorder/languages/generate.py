@@ -10,9 +10,10 @@ import orjson
 from gristmill._engines.events import DONE, Event
 from gristmill.completions import Sampled
 from gristmill_recorder.languages.chat import ChatForm
-from gristmill_recorder.languages.language import Asking, Document, Stream
+from gristmill_recorder.languages.language import Asking, Document, Stream, refuse
 from gristmill_recorder.refusals import NotRecorded, WrongCall
 
+_MEDIA = "the row would be without the images"
 _OF_LOGPROBS = ("output_token_logprobs", "input_token_logprobs", "output_token_logprobs_length")
 
 
@@ -20,8 +21,10 @@ class VllmGenerateForm(ChatForm):
     """A call of `/inference/v1/generate`. Its answer has choices like a completion's."""
 
     def __init__(self, document: Document, asking: Asking) -> None:
+        refuse(document, "features", _MEDIA)
         prompt, settings = _prompt(document, "token_ids"), _settings(document)
-        super().__init__("completions", {"n": settings.get("n"), "logprobs": settings.get("logprobs")}, asking)
+        of_settings = {name: settings.get(name) for name in ("n", "logprobs", "prompt_logprobs")}
+        super().__init__("completions", {**of_settings, "stream": document.get("stream")}, asking)
         self.api, self.path, self.comes_first = "generate", "inference/v1/generate", False
         self._call, self._prompt, self._sampling = document, prompt, settings
         self._hidden.remove("token_ids")
@@ -32,7 +35,8 @@ class VllmGenerateForm(ChatForm):
     def request(self) -> Document:
         # 0 is the logprob of the sampled token alone.
         logprobs = {"logprobs": 0} if self._asking.logprobs and not self._keeps_logprobs else {}
-        return {**self._call, "return_token_ids": True, "sampling_params": {**self._sampling, **logprobs}}
+        settings = {**self._sampling, **logprobs, **self._prompt_logprobs}
+        return {**self._call, "return_token_ids": True, "sampling_params": settings}
 
 
 class SglangGenerateForm:
@@ -41,6 +45,8 @@ class SglangGenerateForm:
     api, path = "generate", "generate"
 
     def __init__(self, document: Document, asking: Asking) -> None:
+        for name in ("image_data", "video_data", "audio_data"):
+            refuse(document, name, _MEDIA)
         self._document, self._asking = document, asking
         self._prompt = _prompt(document, "input_ids")
         if (count := _settings(document).get("n") or 1) != 1:

@@ -6,6 +6,7 @@ answer, whole or streamed, so that the agent gets what it asked for.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, NamedTuple, Protocol
 
 from gristmill._engines import refusals
@@ -18,10 +19,13 @@ Document = dict[str, Any]
 
 
 class Asking(NamedTuple):
-    """The data that the recorder requests. api: of the engine. logprobs: whether to request them."""
+    """The data that the recorder requests. api: of the engine. logprobs, prompt_logprobs: whether to request them.
+    images: whether they are recorded."""
 
     api: EngineApi
     logprobs: bool
+    prompt_logprobs: bool = False
+    images: bool = False
 
 
 class Stream(Protocol):
@@ -74,9 +78,12 @@ def refuse(document: Document, name: str, reason: str) -> None:
     refusals.refuse(document, name, reason, WrongCall)
 
 
-def refuse_media(items: Any) -> None:
-    """Raises WrongCall for images, audio, video and files: the row would be trained without them."""
-    refusals.refuse_media(items, WrongCall)
+def refuse_media(items: Any, translated: Collection[str] = ()) -> None:
+    """Raises WrongCall for images, audio, video and files: the row would be trained without them.
+
+    translated: the types of parts that are translated; if they are not recorded, the chat completion is refused.
+    """
+    refusals.refuse_media(items, WrongCall, translated)
 
 
 def unrecorded(part: str) -> WrongCall:

@@ -14,6 +14,7 @@ from typing import Any
 import orjson
 
 from gristmill_recorder.languages.chat import ChatForm
+from gristmill_recorder.languages.images import data_url, image_part, results
 from gristmill_recorder.languages.language import Asking, Document, refuse_media
 from gristmill_recorder.languages.translation import Block, Completion, TranslatedStream, in_one_system, translating
 from gristmill_recorder.refusals import WrongCall
@@ -24,6 +25,7 @@ _SAME = ("model", "max_tokens", "temperature", "top_p", "top_k", "chat_template_
 # would extend the previous one.
 _BILLING = "x-anthropic-billing-header"
 _JSON = "output_config"
+_IMAGES = ("image",)
 _STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
 
 
@@ -46,7 +48,6 @@ class MessagesForm(ChatForm):
 
 
 def _chat_of(document: Document) -> Document:
-    refuse_media(document.get("messages"))
     chat: Document = {name: document[name] for name in _SAME if document.get(name) is not None}
     messages = [*_system(document.get("system") or ()), *_messages(document.get("messages") or ())]
     chat["messages"] = [*in_one_system(messages, "")]
@@ -86,6 +87,7 @@ def _messages(messages: Any) -> Iterator[Document]:
         elif isinstance(content, str):
             yield {"role": role, "content": content}
         elif role == "assistant":
+            refuse_media([message])
             yield _assistant(content or ())
         else:
             yield from _user(content or ())
@@ -111,22 +113,36 @@ def _call(block: Mapping[str, Any]) -> Document:
 
 
 def _user(blocks: Any) -> Iterator[Document]:
-    """Yields each tool result as a message, and then the text as another."""
+    """Yields each tool result as a message, and then the texts and images as another."""
+    refuse_media([{"content": blocks}], _IMAGES)
+    parts: list[Document] = []
     for block in blocks:
         kind = block.get("type")
         if kind == "tool_result":
-            refuse_media([block])
-            said = "\n".join(_texts(block.get("content") or ""))
-            yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": said}
+            yield from _result(block)
+        elif kind == "image":
+            parts.append(_image(block["source"]))
         elif kind != "text":
             raise WrongCall(
                 f"a message contains a part of type {kind}, which chat completions do not have; omit this part"
             )
-    if texts := _texts(blocks):
-        yield {
-            "role": "user",
-            "content": texts[0] if len(texts) == 1 else [{"type": "text", "text": text} for text in texts],
-        }
+        elif block.get("text"):
+            parts.append({"type": "text", "text": block["text"]})
+    if parts:
+        yield {"role": "user", "content": parts[0].get("text", parts) if len(parts) == 1 else parts}
+
+
+def _result(block: Mapping[str, Any]) -> Iterator[Document]:
+    refuse_media([block], _IMAGES)
+    content = block.get("content") or ""
+    shown = [part["source"] for part in content if part.get("type") == "image"] if isinstance(content, list) else ()
+    return results(block.get("tool_use_id"), "\n".join(_texts(content)), [*map(_image, shown)])
+
+
+def _image(source: Mapping[str, Any]) -> Document:
+    if source["type"] not in ("url", "base64"):
+        raise WrongCall(f"an image has a source of type {source['type']}; send its URL, or its data in base64")
+    return image_part(source["url"] if source["type"] == "url" else data_url(source["media_type"], source["data"]))
 
 
 def _tool(tool: Mapping[str, Any]) -> Document:

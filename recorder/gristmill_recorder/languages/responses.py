@@ -14,6 +14,7 @@ from typing import Any
 import orjson
 
 from gristmill_recorder.languages.chat import ChatForm
+from gristmill_recorder.languages.images import image_part, results
 from gristmill_recorder.languages.language import Asking, Document, refuse, refuse_media
 from gristmill_recorder.languages.translation import Block, Completion, TranslatedStream, in_one_system, translating
 from gristmill_recorder.refusals import WrongCall
@@ -44,6 +45,7 @@ _STATEFUL = "the recorder does not store responses"
 _LOGPROBS = "message.output_text.logprobs"
 _CALLS = ("function_call", "custom_tool_call")
 _NAMES = ("namespace", "name")
+_IMAGE = "input_image"
 # The argument that stands for the input of a custom tool, which is a text.
 _INPUT = "input"
 
@@ -224,7 +226,6 @@ def _messages(document: Document) -> Iterator[Document]:
     """Yields the instructions and the items as messages: all that the model said at once is one."""
     given = document.get("input") or ()
     items = [{"role": "user", "content": given}] if isinstance(given, str) else list(given)
-    refuse_media(items)
     instructions = document.get("instructions")
     messages = [{"role": "system", "content": instructions}] if instructions else []
     messages += [each for is_said, group in groupby(items, _is_said) for each in _of_group(is_said, [*group])]
@@ -233,9 +234,11 @@ def _messages(document: Document) -> Iterator[Document]:
 
 def _of_group(is_said: bool, items: Sequence[Document]) -> Iterator[Document]:
     if is_said:
+        refuse_media(items)
         yield _answer(items)
     else:
-        yield from map(_given, items)
+        for item in items:
+            yield from _given(item)
 
 
 def _is_said(item: Mapping[str, Any]) -> bool:
@@ -243,15 +246,17 @@ def _is_said(item: Mapping[str, Any]) -> bool:
     return item.get("role") == "assistant" or item.get("type") in ("reasoning", *_CALLS)
 
 
-def _given(item: Mapping[str, Any]) -> Document:
+def _given(item: Mapping[str, Any]) -> Iterator[Document]:
     kind = item.get("type", "message")
     if kind in ("function_call_output", "custom_tool_call_output"):
-        refuse_media([{"content": item["output"]}])
-        return {"role": "tool", "tool_call_id": item["call_id"], "content": _text(item["output"])}
+        refuse_media([{"content": item["output"]}], (_IMAGE,))
+        yield from results(item["call_id"], _text(item["output"]), _images(item["output"]))
+        return
     if kind != "message":
         raise WrongCall(f"an input item has type {kind}, which chat completions do not have; omit this item")
-    role = "system" if item["role"] == "developer" else item["role"]
-    return {"role": role, "content": _text(item.get("content"))}
+    role, content = "system" if item["role"] == "developer" else item["role"], item.get("content")
+    refuse_media([item], (_IMAGE,) if role == "user" else ())
+    yield {"role": role, "content": _parts(content) if _images(content) else _text(content)}
 
 
 def _answer(items: Sequence[Mapping[str, Any]]) -> Document:
@@ -266,6 +271,18 @@ def _call(item: Mapping[str, Any]) -> Document:
     is_custom = item["type"] == "custom_tool_call"
     arguments = json.dumps({_INPUT: item["input"]}) if is_custom else item["arguments"]
     return {"id": item["call_id"], "type": "function", "function": {"name": _full_name(item), "arguments": arguments}}
+
+
+def _images(content: Any) -> list[Document]:
+    return [part for part in _parts(content) if part["type"] != "text"]
+
+
+def _parts(content: Any) -> list[Document]:
+    """Returns the texts and images of a content that has parts."""
+    return [
+        image_part(part.get("image_url")) if part.get("type") == _IMAGE else {"type": "text", "text": _text([part])}
+        for part in (content if isinstance(content, list) else ())
+    ]
 
 
 def _text(content: Any) -> str:

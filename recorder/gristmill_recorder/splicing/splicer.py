@@ -15,6 +15,7 @@ from gristmill_recorder.engines.api import EngineApi
 from gristmill_recorder.engines.connection import Engine
 from gristmill_recorder.engines.renderer import Renderer
 from gristmill_recorder.journal import Row
+from gristmill_recorder.languages.images import urls_of_images
 from gristmill_recorder.metrics import Metrics
 from gristmill_recorder.recording import Recording
 from gristmill_recorder.splicing.bridges import Bridges
@@ -102,6 +103,9 @@ class Splicer:
         assert conversation is not None
         if not self._api.takes_tokens(request):
             return "fields"
+        if urls_of_images(request):
+            # The engine would read their tokens without them.
+            return "images"
         messages, count = conversation.messages, conversation.answered
         if not count or not recording.ends:
             if conversation.settings not in self._renders:

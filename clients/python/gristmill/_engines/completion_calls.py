@@ -11,16 +11,21 @@ from gristmill._engines.refusals import refuse, refuse_media
 from gristmill.completions import ChunkReader, Sampled
 from gristmill.errors import InvalidArgumentError
 
+_RECORDED = ("image_url",)
+
 
 class CompletionCall:
     """A call of `/v1/chat/completions` or `/v1/completions`. Raises `refusal` if its answer could not be recorded.
 
-    choices: how many the answer has. logprobs: whether to request the logprob of each token.
+    choices: how many the answer has. logprobs: whether to request the logprob of each token. images: whether images are
+    recorded.
     """
 
     refusal: ClassVar[type[Exception]] = InvalidArgumentError
 
-    def __init__(self, document: Document, fields: EngineFields, *, is_chat: bool, logprobs: bool) -> None:
+    def __init__(
+        self, document: Document, fields: EngineFields, *, is_chat: bool, logprobs: bool, images: bool = False
+    ) -> None:
         self._document, self._fields, self._is_chat = document, fields, is_chat
         self.comes_first = fields.comes_first
         refuse(document, "use_beam_search", "beam search does not sample tokens", self.refusal)
@@ -29,12 +34,12 @@ class CompletionCall:
             raise self.refusal(
                 "include_reasoning is false, and the engine would omit token ids; omit include_reasoning"
             )
-        refuse_media(document.get("messages"), self.refusal)
+        refuse_media(document.get("messages"), self.refusal, _RECORDED if images else ())
         refuse(document, "prompt_embeds", "embeddings have no token ids", self.refusal)
         self.choices = _count(document.get("n")) * (1 if is_chat else _prompts(document.get("prompt")))
-        self._keeps_logprobs = _wants_logprobs(document)
+        self._keeps_logprobs = _wants(document, "logprobs")
         self._asks_logprobs = logprobs and not self._keeps_logprobs
-        self._hidden = {part for part, asked in fields.asked_by.items() if not document.get(asked)}
+        self._hidden = {part for part, asked in fields.asked_by.items() if not _wants(document, asked)}
 
     @property
     def request(self) -> Document:
@@ -120,8 +125,9 @@ class CompletionStream:
         return json.dumps(chunk, separators=(",", ":")).encode()
 
 
-def _wants_logprobs(document: Document) -> bool:
-    asked = document.get("logprobs")
+def _wants(document: Document, name: str) -> bool:
+    """Returns whether the agent requests a field of the answer. 0 requests logprobs of the tokens alone."""
+    asked = document.get(name)
     return asked is not None and asked is not False
 
 

@@ -57,6 +57,7 @@ VLLM = EngineFields(
     asked_by={
         **dict.fromkeys(("token_ids", "prompt_token_ids"), _IDS),
         "weight_versions": _VERSIONS,
+        "prompt_logprobs": "prompt_logprobs",
         "routed_experts": "return_routed_experts",
     },
     has_nulls=True,

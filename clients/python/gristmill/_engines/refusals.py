@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 _MEDIA = ("image", "audio", "video", "file")
@@ -14,18 +14,25 @@ def refuse(document: Mapping[str, Any], name: str, reason: str, error: type[Exce
         raise error(f"{name} is set, but {reason}; omit {name}")
 
 
-def refuse_media(items: Any, error: type[Exception]) -> None:
-    """Raises the error for images, audio, video and files: the row would be trained without them."""
+def refuse_media(items: Any, error: type[Exception], recorded: Collection[str] = ()) -> None:
+    """Raises the error for images, audio, video and files: the row would be trained without them.
+
+    recorded: the types of parts that are recorded.
+    """
     for item in items if isinstance(items, list) else ():
         content = item.get("content") if isinstance(item, dict) else None
         for part in content if isinstance(content, list) else ():
-            kind = str(part.get("type", "")) if isinstance(part, dict) else ""
-            if any(medium in kind for medium in _MEDIA):
+            # vLLM also takes {"image_url": "https://..."}, without a type.
+            kind = str(part.get("type") or ", ".join(part)) if isinstance(part, dict) else ""
+            if kind not in recorded and any(medium in kind for medium in _MEDIA):
                 raise error(unrecorded(f"part of type {kind}"))
 
 
 def unrecorded(part: str) -> str:
-    return (
-        f"a message contains a {part}, but gristmill records only tokens; submit these rows with a client, and "
-        "declare columns for the images"
+    """Returns the message of an error. part: such as `part of type input_audio`."""
+    remedy = (
+        "record images by gristmill record --columns images"
+        if "image" in part
+        else "submit these rows with a client, and declare columns for what they contain"
     )
+    return f"a message contains a {part}, but gristmill records only tokens; {remedy}"
