@@ -46,7 +46,7 @@ class Calls:
         api = ENGINES[settings.engine]
         self._columns = names_of(settings.columns)
         of_prompt, images = "prompt_logprobs" in self._columns, "images" in self._columns
-        self._asking = Asking(api, settings.logprobs, of_prompt, images)
+        self._asking = Asking(api, settings.logprobs, of_prompt, images, settings.whole_answers)
         reads = "conversation" in self._columns
         self._splicer = Splicer(settings.splice, api, engine, metrics, reads=reads)
         self._under_way = 0

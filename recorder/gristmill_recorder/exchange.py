@@ -101,13 +101,19 @@ class Exchange:
         with _recordable():
             document = orjson.loads(body)
             samples, choices = self._form.read(document)
-            answered = orjson.dumps(self._form.whole(document))
+            answered, headers = self._answered(document), answer_headers(answer)
             # Recorded last: an answer that cannot be converted must not be recorded.
             self._record(samples, choices)
             self.is_recorded = True
-        self.response = web.Response(body=answered, headers=answer_headers(answer))
+        if self._form.is_streamed_later:
+            headers["content-type"] = _STREAM
+        self.response = web.Response(body=answered, headers=headers)
         # Sent here, not when the handler returns, so that metrics count the call after its answer was sent.
         await self._write_eof()
+
+    def _answered(self, document: Document) -> bytes:
+        form = self._form
+        return form.streamed(document) if form.is_streamed_later else orjson.dumps(form.whole(document))
 
     async def _stream(self, answer: ClientResponse) -> None:
         self.response = web.StreamResponse(headers=answer_headers(answer))

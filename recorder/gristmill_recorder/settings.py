@@ -30,6 +30,11 @@ class RecorderSettings(BaseSettings):
         description="Whether a chat completion that continues a recorded conversation is sent as the recorded tokens "
         "and what is new. verify: it is sent unchanged, and differences are counted.",
     )
+    whole_answers: bool = Field(
+        False,
+        description="Request whole chat completions where the agent streams, and stream them when they are complete: "
+        "for engines whose reasoning parser misreads streamed thoughts.",
+    )
     address: str = Field(
         "127.0.0.1:50051",
         description="The service's address: HOST:PORT, unix:/PATH, or addresses of replicas separated by commas.",

@@ -42,7 +42,7 @@ class VllmGenerateForm(ChatForm):
 class SglangGenerateForm:
     """A call of `/generate` with one prompt and one answer."""
 
-    api, path = "generate", "generate"
+    api, path, is_streamed_later = "generate", "generate", False
 
     def __init__(self, document: Document, asking: Asking) -> None:
         for name in ("image_data", "video_data", "audio_data"):
@@ -71,6 +71,9 @@ class SglangGenerateForm:
 
     def stream(self) -> Stream:
         return SglangStream(self)
+
+    def streamed(self, answer: Document) -> bytes:
+        raise NotImplementedError("its thoughts are tokens: it is streamed by the engine")
 
 
 class SglangStream:

@@ -20,12 +20,13 @@ Document = dict[str, Any]
 
 class Asking(NamedTuple):
     """The data that the recorder requests. api: of the engine. logprobs, prompt_logprobs: whether to request them.
-    images: whether they are recorded."""
+    images: whether they are recorded. whole: whether to request chat completions whole where the agent streams."""
 
     api: EngineApi
     logprobs: bool
     prompt_logprobs: bool = False
     images: bool = False
+    whole: bool = False
 
 
 class Stream(Protocol):
@@ -54,10 +55,12 @@ class Stream(Protocol):
 
 
 class Form(Protocol):
-    """A call. api: its label in metrics. path: its path at the engine."""
+    """A call. api: its label in metrics. path: its path at the engine. is_streamed_later: whether the engine's answer
+    is whole, and the agent's is a stream."""
 
     api: str
     path: str
+    is_streamed_later: bool
 
     @property
     def request(self) -> Document:
@@ -71,6 +74,9 @@ class Form(Protocol):
         """Converts an answer that is not streamed into the answer for the agent. May change it in place."""
 
     def stream(self) -> Stream: ...
+
+    def streamed(self, answer: Document) -> bytes:
+        """Converts an answer that is not streamed into the stream for the agent, if `is_streamed_later`."""
 
 
 def refuse(document: Document, name: str, reason: str) -> None:
