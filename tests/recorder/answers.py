@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-_OF_THE_CALL = frozenset(("id", "created", "prompt_tokens", "total_tokens"))
+_OF_THE_CALL = frozenset(("id", "request_id", "created", "prompt_tokens", "total_tokens"))
 _TEXTS = frozenset(("content", "reasoning", "arguments", "text"))
 
 

@@ -27,7 +27,8 @@ class VllmGenerateForm(ChatForm):
         super().__init__("completions", {**of_settings, "stream": document.get("stream")}, asking)
         self.api, self.path, self.comes_first = "generate", "inference/v1/generate", False
         self._call, self._prompt, self._sampling = document, prompt, settings
-        self._hidden.remove("token_ids")
+        # The route always returns these.
+        self._hidden -= {"token_ids", "weight_versions"}
         if document.get("return_token_ids"):
             self._hidden.remove("prompt_token_ids")
 
@@ -37,6 +38,12 @@ class VllmGenerateForm(ChatForm):
         logprobs = {"logprobs": 0} if self._asking.logprobs and not self._keeps_logprobs else {}
         settings = {**self._sampling, **logprobs, **self._prompt_logprobs}
         return {**self._call, "return_token_ids": True, "sampling_params": settings}
+
+    def strip_chunk(self, chunk: Document) -> Document | None:
+        # Other than in a whole answer, the field is missing if it was not requested.
+        if "prompt_token_ids" in self._hidden:
+            chunk.pop("prompt_token_ids", None)
+        return super().strip_chunk(chunk)
 
 
 class SglangGenerateForm:

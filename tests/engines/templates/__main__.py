@@ -25,6 +25,9 @@ _HEADS = (
     "rows that differ",
     "wrong bridges",
     "refused",
+    "answers compared",
+    "answers that differ",
+    "refused without splicing",
 )
 
 
@@ -46,11 +49,12 @@ def main() -> None:
             )
         outcomes.append(outcome)
         print(_line(name, outcome))
-        for problem in outcome.wrong[:5]:
+        for problem in (*outcome.wrong[:5], *outcome.unlike[:5]):
             print(f"  {problem}")
     total = Outcome(*(sum(getattr(one, name) for one in outcomes) for name in COUNTS))
     total.results = {"spliced": sum(one.results["spliced"] for one in outcomes)}
     total.wrong = [problem for one in outcomes for problem in one.wrong]
+    total.unlike = [problem for one in outcomes for problem in one.unlike]
     print(_line("all", total))
     service.stop()
 
@@ -58,8 +62,9 @@ def main() -> None:
 def _line(name: str, of: Outcome) -> str:
     others = {result: count for result, count in of.results.items() if count and result not in ("spliced", "start")}
     figures = (of.conversations, of.calls, of.results["spliced"], f"{of.rows / max(1, of.conversations):.3f}")
-    more = (of.broken, of.different, len(of.wrong), of.refused, *(f"{key}: {count}" for key, count in others.items()))
-    return " | ".join(map(str, (name, *figures, *more)))
+    more = (of.broken, of.different, len(of.wrong), of.refused, of.answers, len(of.unlike), of.hidden)
+    counts = [f"{key}: {count}" for key, count in others.items()]
+    return " | ".join(map(str, (name, *figures, *more, *counts)))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from typing import Any
 import anthropic
 import openai
 
+from tests.engines.templates.directly import Comparison
 from tests.engines.templates.engine import TemplateEngine
 from tests.engines.templates.families import Family
 from tests.engines.templates.model import Answer, answer_of
@@ -34,16 +35,21 @@ _PARAMETERS = {
 @dataclass
 class Outcome:
     """conversations, calls, rows: counts. refused: conversations that the template refused at some call. different:
-    rows that are not what was read and sampled. results: the recorder's counts. wrong: bridges that are not the
-    template's own words, one text for each."""
+    rows that are not what was read and sampled. answers: those that were compared with the engine's own to the same
+    call. hidden: calls that the template refuses, and were answered because they were spliced. results: the recorder's
+    counts. wrong: bridges that are not the template's own words, and unlike: answers that are not the engine's own, one
+    text for each."""
 
     conversations: int
     calls: int
     refused: int
     rows: int
     different: int
+    answers: int
+    hidden: int
     results: dict[str, int] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
+    unlike: list[str] = field(default_factory=list)
 
     @property
     def broken(self) -> int:
@@ -51,16 +57,16 @@ class Outcome:
         return self.rows - self.conversations
 
 
-COUNTS = ("conversations", "calls", "refused", "rows", "different")
+COUNTS = ("conversations", "calls", "refused", "rows", "different", "answers", "hidden")
 RESULTS = ("spliced", "start", "history", "settings", "fields", "rendering", "end", "ignored")
 
 
 class Conversation:
     """One conversation: its calls, in order, by their marks."""
 
-    def __init__(self, family: Family, engine: TemplateEngine, number: int, seed: int) -> None:
+    def __init__(self, family: Family, engine: TemplateEngine, compared: Comparison, number: int, seed: int) -> None:
         self.chance = Random(f"{seed} {family.name} {number}")
-        self.family, self.engine, self.number = family, engine, number
+        self.family, self.engine, self.compared, self.number = family, engine, compared, number
         self.marks: list[str] = []
         self.has_tools = self.chance.random() < 0.8
         self.gives_thoughts = self.chance.random() < 0.35
@@ -73,7 +79,9 @@ class Conversation:
                 async with anthropic.AsyncAnthropic(base_url=url, api_key="none", max_retries=0) as client:
                     await self._with_anthropic(client)
             else:
-                async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+                http = openai.DefaultAsyncHttpxClient(event_hooks={"response": [self.compared.completion]})
+                more: Any = {"api_key": "none", "max_retries": 0, "http_client": http}
+                async with openai.AsyncOpenAI(base_url=f"{url}/v1", **more) as client:
                     await self._with_openai(client)
         except (anthropic.BadRequestError, openai.BadRequestError):
             self.marks.pop()
@@ -114,7 +122,11 @@ class Conversation:
     ) -> dict[str, Any]:
         """Returns the answer as an agent sends it back."""
         asked: dict[str, Any] = {"model": "toy", "messages": messages, **more}
+        if self.chance.random() < 0.3:
+            asked |= {"logprobs": True, "top_logprobs": 1}
         if self.chance.random() < 0.4:
+            if self.chance.random() < 0.5:
+                asked["stream_options"] = {"include_usage": True}
             said: dict[str, Any] = {"role": "assistant", "content": "", "reasoning": "", "tool_calls": []}
             async for chunk in await client.chat.completions.create(stream=True, **asked):
                 for choice in chunk.choices:
@@ -160,6 +172,7 @@ class Conversation:
                     said = await events.get_final_message()
             else:
                 said = await client.messages.create(**asked)
+            self.compared.message(said, self.engine.scripts[self.marks[-1]], self.marks[-1])
             kept = [block.to_dict() for block in said.content if self.gives_thoughts or block.type != "thinking"]
             calls = [block for block in said.content if block.type == "tool_use"]
             messages.append({"role": "assistant", "content": kept or "0"})
@@ -223,9 +236,10 @@ def run(family: Family, count: int, seed: int, service: Service, folder: Path, n
     create_run(service.grpc_address, name, merge="prefix", max_buffered_batches=count)
     flags = ("--journal", str(folder / "journal"), "--splice", "on")
     with serving(TemplateEngine(family)) as engine:
+        compared = Comparison(engine.url)
         recorder = start(folder / "log", engine.url, service.grpc_address, *flags)
         try:
-            held = [Conversation(family, engine, number, seed) for number in range(count)]
+            held = [Conversation(family, engine, compared, number, seed) for number in range(count)]
             refused = asyncio.run(_hold(held, recorder, name)).count(False)
             results = {result: int(recorder.metric(f'splices_total{{result="{result}"}}')) for result in RESULTS}
         finally:
@@ -240,7 +254,8 @@ def run(family: Family, count: int, seed: int, service: Service, folder: Path, n
     different = len(rows) - sum(one == another for one, another in zip(rows, expected, strict=False))
     calls = sum(len(one.marks) for one in held)
     wrong = [problem for one in held for problem in one.wrong_bridges()]
-    return Outcome(len(held), calls, refused, len(rows), different, results, wrong)
+    counts = (len(held), calls, refused, len(rows), different, compared.answers, compared.refused)
+    return Outcome(*counts, results, wrong, compared.different)
 
 
 async def _hold(conversations: list[Conversation], recorder: Recorder, run: str) -> list[bool]:

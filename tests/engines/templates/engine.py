@@ -14,12 +14,13 @@ from tests.engines.templates.model import Answer
 from tests.recorder.engine import send_chunks
 
 MARK = re.compile(r"q\d+-\d+-")
+_BASE = {"id": "chat-1", "created": 1, "model": "toy"}
 
 
 @dataclass
 class TemplateEngine:
-    """scripts: the answer to a call, by the mark of its last message. asked: prompt and request of each call, by the
-    same mark."""
+    """scripts: the answer to a call, by the mark of its last message. asked: prompt and request of each call of the
+    recorder, by the same mark."""
 
     family: Family
     scripts: dict[str, Answer] = field(default_factory=dict)
@@ -57,24 +58,16 @@ class TemplateEngine:
                 return web.json_response({"error": {"message": str(error), "code": 400}}, status=400)
         mark = MARK.findall(_text(body["messages"][-1]) or "")
         answer = self.scripts[mark[-1]] if mark else Answer([1], "")
-        if mark:
+        if mark and body.get("return_token_ids"):
             self.asked[mark[-1]] = prompt, body
-        base = {"id": "chat-1", "created": 1, "model": "toy"}
         if body.get("stream"):
-            return await send_chunks(request, _chunks(base, prompt, answer, mark), None)
+            return await send_chunks(request, _chunks(body, prompt, answer, mark), None)
         message: dict[str, Any] = {"role": "assistant", "content": answer.text or None}
         message |= {"reasoning": answer.thoughts} if answer.thoughts else {}
-        message |= {"tool_calls": _calls(mark, answer)} if answer.calls else {}
-        choice = {
-            "index": 0,
-            "message": message,
-            "token_ids": answer.tokens,
-            **_end(answer),
-            "logprobs": _logprobs(answer),
-        }
-        usage = {"prompt_tokens": len(prompt), "completion_tokens": len(answer.tokens), "total_tokens": 0}
-        more = {"object": "chat.completion", "prompt_token_ids": prompt, "choices": [choice], "usage": usage}
-        return web.json_response({**base, **more})
+        message |= {"tool_calls": calls_of(mark, answer)} if answer.calls else {}
+        choice = {"index": 0, "message": message, **_end(body, answer)}
+        more = {"object": "chat.completion", "choices": [choice], "usage": _usage(prompt, answer)}
+        return web.json_response({**_BASE, **more, **_prompt(body, prompt)})
 
 
 def _text(message: Mapping[str, Any]) -> str:
@@ -82,7 +75,7 @@ def _text(message: Mapping[str, Any]) -> str:
     return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
 
 
-def _calls(mark: Sequence[str], answer: Answer) -> list[dict[str, Any]]:
+def calls_of(mark: Sequence[str], answer: Answer) -> list[dict[str, Any]]:
     """Mistral's templates take ids of nine letters and digits alone."""
     number = re.sub(r"\D", "", "".join(mark))
     return [
@@ -95,27 +88,40 @@ def _calls(mark: Sequence[str], answer: Answer) -> list[dict[str, Any]]:
     ]
 
 
-def _end(answer: Answer) -> dict[str, Any]:
-    return {"finish_reason": answer.finish, "stop_reason": answer.stop}
+def _prompt(body: Mapping[str, Any], prompt: list[int]) -> dict[str, Any]:
+    """vLLM has null for what was not requested."""
+    return {"prompt_token_ids": prompt if body.get("return_token_ids") else None}
 
 
-def _logprobs(answer: Answer) -> dict[str, Any]:
-    return {"content": [{"token": "t", "logprob": each, "bytes": None, "top_logprobs": []} for each in answer.logprobs]}
+def _end(body: Mapping[str, Any], answer: Answer) -> dict[str, Any]:
+    logprobs: list[dict[str, Any]] = [
+        {"token": "t", "logprob": each, "bytes": None, "top_logprobs": []} for each in answer.logprobs
+    ]
+    return {
+        "finish_reason": answer.finish,
+        "stop_reason": answer.stop,
+        "token_ids": answer.tokens if body.get("return_token_ids") else None,
+        "logprobs": {"content": logprobs} if body.get("logprobs") else None,
+    }
+
+
+def _usage(prompt: list[int], answer: Answer) -> dict[str, int]:
+    read, sampled = len(prompt), len(answer.tokens)
+    return {"prompt_tokens": read, "completion_tokens": sampled, "total_tokens": read + sampled}
 
 
 def _chunks(
-    base: Mapping[str, Any], prompt: list[int], answer: Answer, mark: Sequence[str]
+    body: Mapping[str, Any], prompt: list[int], answer: Answer, mark: Sequence[str]
 ) -> Iterator[dict[str, Any]]:
     """The words come at once; the tokens with the end."""
-    base = {**base, "object": "chat.completion.chunk"}
+    base = {**_BASE, "object": "chat.completion.chunk"}
     deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
     deltas += [{"reasoning": answer.thoughts}] if answer.thoughts else []
     deltas += [{"content": answer.text}] if answer.text else []
-    deltas += [{"tool_calls": [{"index": index, **call}]} for index, call in enumerate(_calls(mark, answer))]
+    deltas += [{"tool_calls": [{"index": index, **call}]} for index, call in enumerate(calls_of(mark, answer))]
     for number, delta in enumerate(deltas):
-        first = {"prompt_token_ids": prompt} if not number else {}
-        yield {**base, **first, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]}
-    last = {"index": 0, "delta": {}, "token_ids": answer.tokens, "logprobs": _logprobs(answer), **_end(answer)}
-    yield {**base, "choices": [last]}
-    usage = {"prompt_tokens": len(prompt), "completion_tokens": len(answer.tokens), "total_tokens": 0}
-    yield {**base, "choices": [], "usage": usage}
+        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
+        yield {**base, **({} if number else _prompt(body, prompt)), "choices": [choice]}
+    yield {**base, "choices": [{"index": 0, "delta": {}, **_end(body, answer)}]}
+    if (body.get("stream_options") or {}).get("include_usage"):
+        yield {**base, "choices": [], "usage": _usage(prompt, answer)}

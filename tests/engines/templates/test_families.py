@@ -23,10 +23,12 @@ def service() -> Iterator[Service]:
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES.keys())
-def test_every_conversation_is_one_row_of_what_was_read_and_sampled(
+def test_every_conversation_is_one_row_of_what_was_read_and_sampled_and_its_answers_are_the_engines_own(
     family: Family, service: Service, tmp_path: Path
 ) -> None:
     outcome = run(family, 12, 0, service, tmp_path, family.name)
     assert outcome.calls > 20
     assert (outcome.rows, outcome.different, outcome.wrong) == (outcome.conversations, 0, [])
+    assert outcome.unlike == []
+    assert outcome.answers >= outcome.calls - outcome.hidden
     assert outcome.results["spliced"] == outcome.calls - outcome.conversations
