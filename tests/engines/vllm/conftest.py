@@ -162,10 +162,22 @@ def flags() -> tuple[str, ...]:
 
 
 @pytest.fixture
+def config() -> dict[str, Any]:
+    """More settings of the run."""
+    return {"merge": "none"}
+
+
+@pytest.fixture
 def rollout(
-    engine: str, folder: Path, service: Service, tmp_path: Path, run_name: str, flags: tuple[str, ...]
+    engine: str,
+    folder: Path,
+    service: Service,
+    tmp_path: Path,
+    run_name: str,
+    flags: tuple[str, ...],
+    config: dict[str, Any],
 ) -> Iterator[Rollout]:
-    create_run(service.grpc_address, run_name, merge="none")
+    create_run(service.grpc_address, run_name, **config)
     flags = ("--journal", str(tmp_path / "journal"), *flags)
     with serving(Witness(engine)) as witness:
         recorder = start(tmp_path / "log", witness.url, service.grpc_address, *flags)
