@@ -21,7 +21,7 @@ from tests.recorder.engine import (
     tokens_of,
 )
 from tests.recorder.engine_experts import experts_of
-from tests.recorder.recorders import Recorder, create_run, end, post, start
+from tests.recorder.recorders import Recorder, StartRecorder, create_run, end, post, start
 from tests.recorder.test_chat import ask, said, user
 
 LOGPROBS = {"name": "prompt_logprobs", "dtype": "float32", "scope": "token", "fill": 1, "partial": True}
@@ -94,6 +94,19 @@ def test_a_stream_has_none_and_a_later_call_has_those_of_its_tokens(
     prompt, answer = prompt_of(messages), answer_of(Words(text="b"))
     values = [1.0, *logprobs_for(len(prompt))[1:], *logprobs_for(len(answer))]
     assert rows(service.grpc_address, run, "prompt_logprobs") == [([*prompt, *answer], values)]
+
+
+def test_an_agent_that_streams_has_them_with_whole_answers(
+    start_recorder: StartRecorder, engine: Engine, service: Service, run: str
+) -> None:
+    recorder = start_recorder(engine.url, service.grpc_address, "--columns", "prompt_logprobs", "--whole-answers")
+    messages = [user("say abc")]
+    with recorder.openai(run) as client:
+        chunks = list(ask(client, messages, stream=True))
+    assert not any("decoded_token" in chunk.model_dump_json() for chunk in chunks)
+    recorder.finish(run)
+    ((_, values),) = rows(service.grpc_address, run, "prompt_logprobs")
+    assert values == [1.0, *logprobs_for(len(prompt_of(messages)))[1:], *logprobs_for(len(b"abc") + 1)]
 
 
 def test_only_an_agent_that_asks_gets_them(reading: Recorder, engine: Engine, run: str) -> None:
