@@ -11,6 +11,7 @@ from pydantic import ByteSize, Field, PositiveInt, field_validator, model_valida
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from gristmill_recorder.columns import NAMES, names_of
+from gristmill_recorder.engines.names import ENGINES
 
 ENVIRONMENT_PREFIX = "GRISTMILL_RECORD_"
 
@@ -24,7 +25,9 @@ class RecorderSettings(BaseSettings):
     )
 
     upstream: str = Field(description="The engine's URL, without the /v1: http://vllm:8000.")
-    engine: Literal["vllm", "sglang"] = Field("vllm", description="The engine, whose API returns the token ids.")
+    engine: Literal["vllm", "sglang", "dynamo", "llamacpp"] = Field(
+        "vllm", description="The engine, whose API returns the token ids."
+    )
     splice: Literal["off", "on", "verify"] = Field(
         "off",
         description="Whether a chat completion that continues a recorded conversation is sent as the recorded tokens "
@@ -127,6 +130,15 @@ class RecorderSettings(BaseSettings):
         if not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
             raise ValueError("expected HOST:PORT with a port from 0 to 65535")
         return address
+
+    @model_validator(mode="after")
+    def _check_splice(self) -> RecorderSettings:
+        if self.splice != "off" and not ENGINES[self.engine].renderings:
+            raise ValueError(
+                f"splice is {self.splice}, but {self.engine} has no route that renders conversations; "
+                "set --splice off, or start the recorder in front of vLLM or SGLang"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_reach(self) -> RecorderSettings:

@@ -12,15 +12,23 @@ from gristmill_recorder.engines.names import ENGINES
 from gristmill_recorder.engines.probe import Probe
 from gristmill_recorder.settings import RecorderSettings
 from gristmill_service.settings import load
+from tests.recorder.dynamo import Dynamo
 from tests.recorder.engine import Engine, prompt_of, serving, turn
+from tests.recorder.llamacpp import SETTINGS, LlamaServer
 
 
 def with_a_system(messages: list[Any]) -> list[int]:
     return [*turn("system", "a"), *prompt_of(messages)]
 
 
-def problems(engine: Engine, *, splice: bool = False, logprobs: bool = True) -> list[str]:
-    name = "sglang" if engine.is_sglang else "vllm"
+def name_of(engine: Engine | Dynamo | LlamaServer) -> str:
+    if isinstance(engine, Engine):
+        return "sglang" if engine.is_sglang else "vllm"
+    return "dynamo" if isinstance(engine, Dynamo) else "llamacpp"
+
+
+def problems(engine: Engine | Dynamo | LlamaServer, *, splice: bool = False, logprobs: bool = True) -> list[str]:
+    name = name_of(engine)
 
     async def probe() -> list[str]:
         connection = Connection(load(RecorderSettings, {"upstream": engine.url, "engine": name}))
@@ -54,3 +62,20 @@ def test_what_is_missing_is_named_with_its_remedy(fault: dict[str, Any], problem
     with serving(Engine(**fault)) as engine:
         (said,) = problems(engine, splice=True)
         assert problem in said
+
+
+@pytest.mark.parametrize(
+    ("engine", "problem"),
+    [
+        (Dynamo(), ""),
+        (Dynamo(gives=()), "use Dynamo 1.6.1 or newer, without DYN_ENABLE_FRONTEND_NVEXT=false"),
+        (LlamaServer(), ""),
+        (LlamaServer(has_tokens=False), "use a llama-server of 2025 or newer"),
+        (LlamaServer(settings={**SETTINGS, "temperature": 0.8, "min_p": 0.05}), "(min_p, temperature)"),
+    ],
+)
+def test_engines_that_are_not_spliced_are_probed_too(engine: Dynamo | LlamaServer, problem: str) -> None:
+    with serving(engine):
+        said = problems(engine)
+        assert len(said) == bool(problem)
+        assert all(problem in each for each in said)

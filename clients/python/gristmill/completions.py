@@ -8,6 +8,8 @@ Engines return token ids if a call requests them:
     SGLang, chat                 `return_input_ids_in_sglext` and `return_output_ids_in_sglext: true`, `logprobs: true`;
                                  or, without streaming, `return_token_ids: true`
     SGLang, completions          `return_token_ids: true`, `logprobs: 1`
+    Dynamo, chat and completions `nvext: {"extra_fields": ["completion_token_ids", "prompt_token_ids", "engine_data"]}`,
+                                 with `logprobs: true` (chat) or `logprobs: 0` (completions), and one choice
 
 The ids of a choice are in `token_ids`, which newer versions of SGLang call `response_token_ids` (35225, 38459).
 
@@ -17,8 +19,9 @@ true`) or in `metadata.weight_versions` (SGLang, first choice only). Label the e
 The candidates that top-p and top-k left for each token are in a choice's `sampling_mask`, one list per token. vLLM
 returns it if started with `--return-sampling-mask`.
 
-Sources: `entrypoints/openai/{chat_completion,completion,responses}` of vllm-project/vllm (pull request 22587) and
-`srt/entrypoints/openai` of sgl-project/sglang (30917 and 34488).
+Sources: `entrypoints/openai/{chat_completion,completion,responses}` of vllm-project/vllm (pull request 22587),
+`srt/entrypoints/openai` of sgl-project/sglang (30917 and 34488), and `lib/llm/src/protocols/openai` and
+`components/src/dynamo/vllm/handlers.py` of ai-dynamo/dynamo (9509 and 13640).
 """
 
 from __future__ import annotations
@@ -34,7 +37,8 @@ _DIGITS = 10  # The digits of 2**31 - 1.
 
 HOW_TO_ASK = (
     "request them: with vLLM 0.10.2 or newer by return_token_ids and logprobs, with SGLang by "
-    "return_input_ids_in_sglext, return_output_ids_in_sglext and logprobs"
+    "return_input_ids_in_sglext, return_output_ids_in_sglext and logprobs, with Dynamo by nvext.extra_fields and "
+    "logprobs"
 )
 
 
@@ -71,15 +75,18 @@ def sampled(completion: Any) -> list[Sampled]:
     answer = _mapping(completion)
     if answer.get("object") == "response":
         return _of_response(answer)
-    extension = answer.get("sglext") or {}
+    extension, dynamo = answer.get("sglext") or {}, _Dynamo()
+    dynamo.read(answer.get("nvext") or {})
     indexed: list[tuple[int, Sampled]] = []
     for position, choice in enumerate(answer.get("choices") or ()):
         index = choice.get("index", position)
         prompt = _first(answer.get("prompt_token_ids"), choice.get("prompt_token_ids"), extension.get("input_ids"))
-        response = _first(_ids_of(choice), _at(extension.get("output_ids"), index))
+        prompt = _first(prompt, dynamo.prompt)
+        response = _first(_ids_of(choice), _at(extension.get("output_ids"), index), dynamo.response)
         stop = choice.get("finish_reason") or ""
         spans = _first(choice.get("weight_versions"), None if index else _spans_of(answer))
-        logprobs, mask = logprobs_of(choice.get("logprobs")), choice.get("sampling_mask")
+        logprobs = _first(dynamo.logprobs, logprobs_of(choice.get("logprobs")))
+        mask = _first(choice.get("sampling_mask"), dynamo.mask)
         checked = _checked(prompt, response, logprobs, stop, f"choice {index}", spans, mask)
         indexed.append((index, checked))
     if not indexed:
@@ -94,12 +101,14 @@ class ChunkReader:
         self._prompt: Sequence[int] | None = None
         self._choices: dict[int, _Choice] = {}
         self._extension: Mapping[str, Any] = {}
+        self._dynamo = _Dynamo()
 
     def read(self, chunk: Mapping[str, Any]) -> None:
         """Read the next chunk, as the engine sent it."""
         self._prompt = _first(self._prompt, chunk.get("prompt_token_ids"))
         if extension := chunk.get("sglext"):
             self._extension = {**self._extension, **extension}
+        self._dynamo.read(chunk.get("nvext") or {})
         for choice in chunk.get("choices") or ():
             index = choice.get("index", 0)
             if (known := self._choices.get(index)) is None:
@@ -119,15 +128,15 @@ class ChunkReader:
     def sampled(self) -> list[Sampled]:
         """Return the choices, like the function `sampled`. Also raises InvalidArgumentError if a choice has not ended
         because the stream was cut."""
-        choices = []
+        choices, dynamo = [], self._dynamo
         for index, choice in sorted(self._choices.items()):
             where = f"choice {index}"
             if choice.stop_reason is None:
                 raise InvalidArgumentError(f"{where} has no finish_reason: the stream was cut; repeat the call")
-            prompt = _first(self._prompt, choice.prompt, self._extension.get("input_ids"))
-            response = _first(choice.tokens, _at(self._extension.get("output_ids"), index))
-            checked = _checked(prompt, response, choice.logprobs, choice.stop_reason, where, choice.spans, choice.mask)
-            choices.append(checked)
+            prompt = _first(self._prompt, choice.prompt, self._extension.get("input_ids"), dynamo.prompt)
+            response = _first(choice.tokens, _at(self._extension.get("output_ids"), index), dynamo.response)
+            logprobs, mask = _first(dynamo.logprobs, choice.logprobs), _first(choice.mask, dynamo.mask)
+            choices.append(_checked(prompt, response, logprobs, choice.stop_reason, where, choice.spans, mask))
         if not choices:
             raise InvalidArgumentError("the stream has no choices; pass the chunks of a completion")
         return [choice for choice in choices if choice.response_ids]
@@ -157,6 +166,46 @@ class _Choice:
             self.mask += mask
         self.stop_reason = _first(self.stop_reason, part.get("finish_reason"))
         self.spans = _first(part.get("weight_versions"), self.spans)
+
+
+class _Dynamo:
+    """Dynamo's extension of an answer with one choice.
+
+    The named fields are Dynamo's own; each chunk of a stream has the new tokens. `engine_data` is the engine's: some
+    engines have none, and it is missing if Dynamo ended the answer at a stop string.
+    """
+
+    def __init__(self) -> None:
+        self._tokens: list[int] | None = None
+        self._prompt: Sequence[int] | None = None
+        self._data: Mapping[str, Any] = {}
+
+    def read(self, nvext: Mapping[str, Any]) -> None:
+        if (tokens := nvext.get("completion_token_ids")) is not None:
+            self._tokens = self._tokens or []
+            self._tokens += tokens
+        self._prompt = _first(nvext.get("prompt_token_ids"), self._prompt)
+        self._data = nvext.get("engine_data") or self._data
+
+    @property
+    def prompt(self) -> Any:
+        return _first(self._prompt, self._data.get("prompt_token_ids"))
+
+    @property
+    def response(self) -> Any:
+        return _first(self._tokens, self._data.get("completion_token_ids"))
+
+    @property
+    def logprobs(self) -> Any:
+        return self._of_tokens("completion_logprobs")
+
+    @property
+    def mask(self) -> Any:
+        return self._of_tokens("sampling_mask")
+
+    def _of_tokens(self, name: str) -> Any:
+        """Read a field of engine_data, if it is about the same tokens."""
+        return self._data.get(name) if self._data.get("completion_token_ids") == self.response else None
 
 
 def _ids_of(choice: Mapping[str, Any]) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -19,25 +19,50 @@ class Rendering(NamedTuple):
     remedy: str
 
 
+class Trial(NamedTuple):
+    """A call of one token, by which the engine is probed."""
+
+    path: str
+    body: Document
+
+
+CHAT = Trial("v1/chat/completions", {"messages": [{"role": "user", "content": "0"}], "max_tokens": 1})
+
+
+def _never(request: Document) -> bool:
+    return False
+
+
+def _unchanged(request: Document, prompt: Sequence[int]) -> Document:
+    return request
+
+
+def _none(answer: Document) -> Iterable[str]:
+    return ()
+
+
 @dataclass(frozen=True)
 class EngineApi:
     """The names of an engine.
 
-    fields: those by which it returns token ids. splicing: which versions take a prompt as tokens. renderings: routes
-    that render, the best first.
+    fields: those by which it returns token ids. trial: the call by which it is probed. splicing: which versions take a
+    prompt as tokens. renderings: routes that render, the best first; without any, nothing is spliced.
 
     takes_tokens: returns whether the engine would take the prompt of a chat completion as tokens, and the agent does
     not send any.
     with_tokens: returns the chat completion with a prompt of tokens. Its messages stay, because parsers read them.
     prompt_logprobs: the fields by which it returns the logprobs of the prompt's tokens; empty if it does not.
+    problems: returns what the answer to the trial shows of wrong settings of the engine, with remedies.
     """
 
     fields: EngineFields
-    splicing: str
-    renderings: Sequence[Rendering]
-    takes_tokens: Callable[[Document], bool]
-    with_tokens: Callable[[Document, Sequence[int]], Document]
+    trial: Trial = CHAT
+    splicing: str = ""
+    renderings: Sequence[Rendering] = ()
+    takes_tokens: Callable[[Document], bool] = _never
+    with_tokens: Callable[[Document, Sequence[int]], Document] = _unchanged
     prompt_logprobs: Document = field(default_factory=dict)
+    problems: Callable[[Document], Iterable[str]] = _none
 
 
 def tokenize_body(request: Document) -> Document:

@@ -7,16 +7,17 @@ import logging
 from collections.abc import AsyncIterator, Sequence
 
 from gristmill._engines.fields import Document
-from gristmill.completions import Sampled, sampled
+from gristmill.completions import Sampled
 from gristmill.errors import InvalidArgumentError
 from gristmill_recorder.engines.api import EngineApi
 from gristmill_recorder.engines.connection import Engine
 from gristmill_recorder.engines.renderer import Renderer
-from gristmill_recorder.refusals import EngineAway, EngineSlow
+from gristmill_recorder.languages.language import Asking, Form
+from gristmill_recorder.languages.paths import form_at
+from gristmill_recorder.refusals import EngineAway, EngineSlow, NotRecorded
 
 _log = logging.getLogger("gristmill.recorder")
 
-_MESSAGES: list[Document] = [{"role": "user", "content": "0"}]
 _HEADERS = {"content-type": "application/json"}
 _PAUSE_S = 2.0
 
@@ -46,39 +47,44 @@ class Probe:
         if status != 200 or not models.get("data"):
             yield f"/v1/models answered with status {status} and no model, so the engine's answers were not checked"
             return
-        request = {"model": models["data"][0]["id"], "messages": _MESSAGES, "max_tokens": 1}
-        request |= self._api.fields.asked(request, True, self._logprobs)
-        status, answer = await self._engine.ask("POST", "v1/chat/completions", _HEADERS, request)
+        make_form, trial = form_at(self._api.trial.path), self._api.trial
+        assert make_form is not None
+        form = make_form({"model": models["data"][0]["id"], **trial.body}, Asking(self._api, self._logprobs))
+        status, answer = await self._engine.ask("POST", form.path, _HEADERS, form.request)
         if status != 200:
-            yield f"a chat completion of one token was refused with status {status}; calls may be refused too"
+            yield f"a /{form.path} of one token was refused with status {status}; calls may be refused too"
             return
-        choice = _sampled(answer)
+        choice = _sampled(form, answer)
         if choice is None:
             yield f"its answers have no token ids, so no call can be recorded; {self._api.fields.remedy}"
             return
         if self._logprobs and choice.rollout_logprobs is None:
             yield "its answers have no logprobs, so no call can be recorded; start the recorder with --no-logprobs"
+        for problem in self._api.problems(answer):
+            yield problem
         if self._splice:
-            async for problem in self._of_splicing(request, choice.prompt_token_ids):
+            async for problem in self._of_splicing(form, choice.prompt_token_ids):
                 yield problem
 
-    async def _of_splicing(self, request: Document, prompt: Sequence[int]) -> AsyncIterator[str]:
+    async def _of_splicing(self, form: Form, prompt: Sequence[int]) -> AsyncIterator[str]:
+        request = form.request
         best, *_, last = (self._api.renderings[0], *self._api.renderings)
-        rendered = await Renderer(self._engine, self._api).render(request, [_MESSAGES], _HEADERS)
+        rendered = await Renderer(self._engine, self._api).render(request, [request["messages"]], _HEADERS)
         if rendered is None:
             yield f"it renders no conversation, so calls are not spliced; {last.remedy}"
         elif rendered[0] != [*prompt]:
             yield f"/{last.path} renders otherwise than its chat completions, so some are not spliced; {best.remedy}"
         longer = [*prompt, prompt[-1]]
         body = self._api.with_tokens(request, longer)
-        _, answer = await self._engine.ask("POST", "v1/chat/completions", _HEADERS, body)
-        choice = _sampled(answer)
+        _, answer = await self._engine.ask("POST", form.path, _HEADERS, body)
+        choice = _sampled(form, answer)
         if choice is None or [*choice.prompt_token_ids] != longer:
             yield f"it ignores the tokens of a prompt, so calls are not spliced; {self._api.splicing}"
 
 
-def _sampled(answer: Document) -> Sampled | None:
+def _sampled(form: Form, answer: Document) -> Sampled | None:
     try:
-        return next(iter(sampled(answer)), None)
-    except (AttributeError, InvalidArgumentError, KeyError, TypeError):
+        samples, _ = form.read(answer)
+    except (AttributeError, InvalidArgumentError, KeyError, NotRecorded, TypeError):
         return None
+    return next(iter(samples), None)

@@ -9,6 +9,7 @@ import orjson
 
 from gristmill._engines.events import DONE, Event
 from gristmill.completions import Sampled
+from gristmill_recorder.engines.vllm import VLLM
 from gristmill_recorder.languages.chat import ChatForm
 from gristmill_recorder.languages.language import Asking, Document, Stream, refuse
 from gristmill_recorder.refusals import NotRecorded, WrongCall
@@ -22,9 +23,10 @@ class VllmGenerateForm(ChatForm):
 
     def __init__(self, document: Document, asking: Asking) -> None:
         refuse(document, "features", _MEDIA)
-        prompt, settings = _prompt(document, "token_ids"), _settings(document)
+        prompt, settings = prompt_of(document, "token_ids"), _settings(document)
         of_settings = {name: settings.get(name) for name in ("n", "logprobs", "prompt_logprobs")}
-        super().__init__("completions", {**of_settings, "stream": document.get("stream")}, asking)
+        counted = {**of_settings, "stream": document.get("stream")}
+        super().__init__("completions", counted, asking._replace(api=VLLM))
         self.api, self.path, self.comes_first = "generate", "inference/v1/generate", False
         self._call, self._prompt, self._sampling = document, prompt, settings
         # The route always returns these.
@@ -55,7 +57,7 @@ class SglangGenerateForm:
         for name in ("image_data", "video_data", "audio_data"):
             refuse(document, name, _MEDIA)
         self._document, self._asking = document, asking
-        self._prompt = _prompt(document, "input_ids")
+        self._prompt = prompt_of(document, "input_ids")
         if (count := _settings(document).get("n") or 1) != 1:
             raise WrongCall(f"sampling_params.n is {count}; call /generate once for each answer")
 
@@ -120,7 +122,8 @@ class SglangStream:
         return [self._form.sample(self._answer, self._tokens, self._logprobs)]
 
 
-def _prompt(document: Document, name: str) -> list[int]:
+def prompt_of(document: Document, name: str) -> list[int]:
+    """Returns the prompt. Raises WrongCall unless it is a list of tokens."""
     prompt = document.get(name)
     if not isinstance(prompt, list) or not prompt or not all(isinstance(token, int) for token in prompt):
         raise WrongCall(f"the call has no list of tokens in {name}, and the engine does not return those of a text")

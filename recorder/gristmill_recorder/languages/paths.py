@@ -11,6 +11,7 @@ from gristmill_recorder.languages.chat import ChatForm
 from gristmill_recorder.languages.gemini import GeminiForm
 from gristmill_recorder.languages.generate import SglangGenerateForm, VllmGenerateForm
 from gristmill_recorder.languages.language import Asking, Document, Form
+from gristmill_recorder.languages.llamacpp import LlamaForm
 from gristmill_recorder.languages.messages import MessagesForm
 from gristmill_recorder.languages.responses import ResponsesForm
 
@@ -23,6 +24,8 @@ _FORMS: dict[str, FormMaker] = {
     "v1/messages": MessagesForm,
     "inference/v1/generate": VllmGenerateForm,
     "generate": SglangGenerateForm,
+    "completion": partial(LlamaForm, "completion"),
+    "completions": partial(LlamaForm, "completions"),
 }
 # Google's libraries call a version of their API: v1, or v1beta.
 _GEMINI = re.compile(r"v1(?:alpha|beta)?/models/(?P<model>.+):(?P<method>generateContent|streamGenerateContent)")

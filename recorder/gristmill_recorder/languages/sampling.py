@@ -11,12 +11,16 @@ _SETS = ("allowed_token_ids", "bad_words", "custom_logit_processor", "logit_bias
 _PLAIN: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("temperature", "top_p", "repetition_penalty"), (1,)),
     **dict.fromkeys(("min_p", "presence_penalty", "frequency_penalty"), (0,)),
+    # llama.cpp's own.
+    **dict.fromkeys(("repeat_penalty", "typical_p"), (1,)),
+    **dict.fromkeys(("dry_multiplier", "dynatemp_range", "mirostat", "xtc_probability"), (0,)),
+    **dict.fromkeys(("adaptive_target", "top_n_sigma"), (-1,)),
     "top_k": (0, -1),
     **dict.fromkeys((*_SETS, "thinking_token_budget", "vllm_xargs"), (0, {}, [])),
 }
 _GRAMMARS = (
     *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
-    *("json_schema", "regex", "ebnf"),
+    *("json_schema", "regex", "ebnf", "grammar"),
 )
 
 

@@ -125,7 +125,10 @@ def activated(capture: Capture | None) -> Iterator[None]:
 
 @contextmanager
 def capture(
-    trajectory: Trajectory | AsyncTrajectory, engine: Literal["vllm", "sglang"] = "vllm", *, base_url: str = ""
+    trajectory: Trajectory | AsyncTrajectory,
+    engine: Literal["vllm", "sglang", "dynamo"] = "vllm",
+    *,
+    base_url: str = "",
 ) -> Iterator[None]:
     """Records the completions that code within the block requests by httpx or aiohttp as steps of a trajectory.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from gristmill._engines.events import DONE, Event
@@ -28,6 +29,8 @@ class CompletionCall:
     ) -> None:
         self._document, self._fields, self._is_chat = document, fields, is_chat
         self.comes_first = fields.comes_first
+        if fields.refusal:
+            raise self.refusal(fields.refusal)
         refuse(document, "use_beam_search", "beam search does not sample tokens", self.refusal)
         refuse(document, "echo", "the prompt would be recorded as sampled", self.refusal)
         if document.get("include_reasoning") is False:
@@ -37,9 +40,14 @@ class CompletionCall:
         refuse_media(document.get("messages"), self.refusal, _RECORDED if images else ())
         refuse(document, "prompt_embeds", "embeddings have no token ids", self.refusal)
         self.choices = _count(document.get("n")) * (1 if is_chat else _prompts(document.get("prompt")))
+        if fields.is_single and self.choices != 1:
+            raise self.refusal(
+                f"the call asks for {self.choices} choices, and the engine returns token ids of one; call once for each"
+            )
         self._keeps_logprobs = _wants(document, "logprobs")
         self._asks_logprobs = logprobs and not self._keeps_logprobs
-        self._hidden = {part for part, asked in fields.asked_by.items() if not _wants(document, asked)}
+        flags = fields.flags(document)
+        self._hidden = {part for part, asked in fields.asked_by.items() if not _wants(flags, asked)}
 
     @property
     def request(self) -> Document:
@@ -53,23 +61,29 @@ class CompletionCall:
 
     def strip_chunk(self, chunk: Document) -> Document | None:
         """Removes the added fields from a chunk. Returns None if nothing is left for the agent."""
-        had_extension = "sglext" in chunk
+        extension = self._fields.extension
+        had_extension = extension in chunk
         self._strip(chunk)
-        is_empty = had_extension and "sglext" not in chunk and not chunk.get("choices") and not chunk.get("usage")
+        is_empty = had_extension and extension not in chunk and not chunk.get("choices") and not chunk.get("usage")
         return None if is_empty else chunk
 
     def _strip(self, answer: Document) -> None:
-        for part in (answer, answer.get("sglext") or {}, *(answer.get("choices") or ())):
+        extension = self._fields.extension
+        for part in (answer, answer.get(extension) or {}, *(answer.get("choices") or ())):
             for name in self._hidden & part.keys():
                 if self._fields.has_nulls:
                     part[name] = None
                 else:
                     del part[name]
-        if "sglext" in answer and not answer["sglext"]:
-            del answer["sglext"]
+        if extension in answer and not answer[extension]:
+            del answer[extension]
         for choice in answer.get("choices") or ():
             if not self._keeps_logprobs and "logprobs" in choice:
                 choice["logprobs"] = None
+                if self._fields.omits_logprobs and not self._is_chat:
+                    del choice["logprobs"]
+        if not self._keeps_logprobs and isinstance(data := (answer.get("nvext") or {}).get("engine_data"), dict):
+            data.pop("completion_logprobs", None)
 
 
 class CompletionStream:
@@ -125,7 +139,7 @@ class CompletionStream:
         return json.dumps(chunk, separators=(",", ":")).encode()
 
 
-def _wants(document: Document, name: str) -> bool:
+def _wants(document: Mapping[str, Any], name: str) -> bool:
     """Returns whether the agent requests a field of the answer. 0 requests logprobs of the tokens alone."""
     asked = document.get(name)
     return asked is not None and asked is not False
