@@ -39,10 +39,11 @@ class ChatForm(CompletionCall):
         return {**super().request, **self._prompt_logprobs}
 
     def read(self, answer: Document) -> tuple[list[Sampled], list[Document]]:
+        samples = sampled(answer)
         # Copies: `whole` removes from the choices what the agent did not request. Of a chat completion, the logprobs
         # of the prompt are those of all choices.
         shared = {"prompt_logprobs": answer.get("prompt_logprobs")}
-        return sampled(answer), [{**shared, **choice} for choice in answer.get("choices") or ()]
+        return samples, [{**shared, **choice} for choice in answer.get("choices") or ()]
 
     def stream(self) -> ChatStream:
         return ChatStream(self)
