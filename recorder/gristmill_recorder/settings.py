@@ -141,6 +141,15 @@ class RecorderSettings(BaseSettings):
         return self
 
     @model_validator(mode="after")
+    def _check_images(self) -> RecorderSettings:
+        if self.engine == "dynamo" and "images" in names_of(self.columns):
+            raise ValueError(
+                "columns has images, but Dynamo may report a prompt without the tokens of its images; omit images, or "
+                "start the recorder in front of vLLM"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_reach(self) -> RecorderSettings:
         host = self.http_address.rpartition(":")[0].strip("[]")
         if not self.insecure and not _is_of_this_machine(host):

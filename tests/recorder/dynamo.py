@@ -28,12 +28,14 @@ class Dynamo:
 
     gives: what it gives of NAMES: not all engines behind Dynamo fill `engine_data`, and with
     DYN_ENABLE_FRONTEND_NVEXT=false there is nothing. lacks: how many of the last logprobs are missing. more: tokens of
-    `engine_data` behind those of the answer, as if Dynamo had ended it at a stop string.
+    `engine_data` behind those of the answer, as if Dynamo had ended it at a stop string. skips: the place of a token
+    that is missing in the named field, as if a parser had lost it.
     """
 
     gives: tuple[str, ...] = NAMES
     lacks: int = 0
     more: int = 0
+    skips: int = -1
     port: int = 0
     url: str = ""
     requests: list[dict[str, Any]] = field(default_factory=list)
@@ -127,7 +129,8 @@ class _Answer:
         return {"content": content, "refusal": None}
 
     def _extension(self, begin: int, end: int) -> dict[str, Any]:
-        values: dict[str, Any] = {"completion_token_ids": self._tokens[begin:end]}
+        places = [place for place in range(len(self._tokens))[begin:end] if place != self._dynamo.skips]
+        values: dict[str, Any] = {"completion_token_ids": [self._tokens[place] for place in places]}
         if end >= len(self._tokens):
             values |= {"prompt_token_ids": self._prompt, "engine_data": self._engine_data()}
         named = {name: value for name, value in values.items() if name in self._names}

@@ -121,6 +121,7 @@ def test_logprobs_are_those_of_the_tokens(
         ({"gives": ()}, "lacks the prompt's token ids"),
         ({"gives": NAMES[:1]}, "lacks the prompt's token ids"),
         ({"gives": NAMES[1:2]}, "lacks the response's token ids"),
+        ({"skips": 3}, "the 8 tokens of nvext.completion_token_ids are not the first of the 9"),
     ],
 )
 def test_an_answer_that_lacks_tokens_or_logprobs_is_refused(
@@ -159,6 +160,11 @@ def test_calls_that_cannot_be_recorded_are_refused_and_dynamos_errors_are_forwar
     with pytest.raises(httpx.HTTPError):
         asked(CHAT, messages=[{"role": "user", "content": "cut"}], stream=True)
     assert post(f"{recorder.base(run)}/finish", {})[0] == 409
+
+
+def test_images_are_not_recorded() -> None:
+    with pytest.raises(InvalidArgumentError, match="Dynamo may report a prompt without the tokens of its images"):
+        load(RecorderSettings, {"upstream": "http://dynamo:8000", "engine": "dynamo", "columns": "sampling,images"})
 
 
 def test_nothing_is_spliced() -> None:

@@ -189,11 +189,18 @@ class _Dynamo:
 
     @property
     def prompt(self) -> Any:
-        return _first(self._prompt, self._data.get("prompt_token_ids"))
+        """Return what the engine read; else what Dynamo sent to it."""
+        return _first(self._data.get("prompt_token_ids"), self._prompt)
 
     @property
     def response(self) -> Any:
-        return _first(self._tokens, self._data.get("completion_token_ids"))
+        sampled = self._data.get("completion_token_ids")
+        if self._tokens is not None and sampled is not None and sampled[: len(self._tokens)] != self._tokens:
+            raise InvalidArgumentError(
+                f"the {len(self._tokens)} tokens of nvext.completion_token_ids are not the first of the {len(sampled)} "
+                "tokens of engine_data; update Dynamo"
+            )
+        return _first(self._tokens, sampled)
 
     @property
     def logprobs(self) -> Any:

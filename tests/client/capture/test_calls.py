@@ -212,6 +212,7 @@ def test_a_call_that_could_not_be_trained_is_refused_before_the_engine_is_asked(
             pytest.raises(anthropic.BadRequestError, match="by the recorder"),
         ):
             other.messages.create(model="toy", messages=HI, max_tokens=5)  # type: ignore[arg-type]
+        assert "by the recorder" in httpx.post(f"{engine.url}/completion", json={"prompt": [1]}).text
     assert len(engine.requests) == asked
     trajectory.abort("a test")
 

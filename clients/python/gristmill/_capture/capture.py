@@ -21,7 +21,7 @@ from gristmill.errors import FailedPreconditionError, InvalidArgumentError
 
 _COMPLETION = re.compile(r"/(?P<chat>chat/)?completions$")
 # The other APIs in which engines sample tokens.
-_OTHER = re.compile(r"/v1/(messages|responses)$|(^|/inference/v1)/generate$|:(g|streamG)enerateContent$")
+_OTHER = re.compile(r"/v1/(messages|responses)$|(^|/inference/v1)/generate$|^/completion$|:(g|streamG)enerateContent$")
 
 
 class CapturedCall(NamedTuple):
