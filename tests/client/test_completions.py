@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gristmill import InvalidArgumentError, RolloutClient, TrainerClient
-from gristmill.completions import sampled
+from gristmill.completions import Sampled, sampled
 from tests.client.faces import Connect
 from tests.on_loop import Service
 from tests.recorder.engine import END, Engine, Words, answer_of, logprobs_for, prompt_of, serving
@@ -121,6 +121,28 @@ def test_each_token_has_the_version_of_the_weights_that_sampled_it(engine: Engin
             )
             (choice,) = sampled(list(answer) if stream else answer)
         assert choice.policy_versions == [3, 3, 4, 4]
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_dynamos_extension_is_read_from_answers_and_chunks(more: int) -> None:
+    """With more tokens in engine_data than in the answer, its values are those of other tokens."""
+    data: dict[str, Any] = {"completion_token_ids": [2, 3, 4][: 2 + more], "prompt_token_ids": [1]}
+    data |= {"completion_logprobs": [-0.5, -1.0, -2.0][: 2 + more], "sampling_mask": [[2], [3, 9], [4]][: 2 + more]}
+    logprobs = {"token_logprobs": [-0.25, -0.75]}
+    choice = {"index": 0, "finish_reason": "stop"}
+    answer = {
+        "choices": [{**choice, "logprobs": logprobs}],
+        "nvext": {"completion_token_ids": [2, 3], "engine_data": data},
+    }
+    chunks: list[dict[str, Any]] = [
+        {"choices": [{"index": 0, "logprobs": {"token_logprobs": [value]}}], "nvext": {"completion_token_ids": [token]}}
+        for token, value in zip([2, 3], [-0.25, -0.75], strict=True)
+    ]
+    chunks.append({"choices": [choice], "nvext": {"prompt_token_ids": [7], "engine_data": data}})
+    for read in (sampled(answer), sampled(chunks)):
+        of_choice = Sampled([1], [2, 3], [-0.25, -0.75], "stop")
+        of_data = Sampled([1], [2, 3], [-0.5, -1.0], "stop", None, [[2], [3, 9]])
+        assert read == [of_choice if more else of_data]
 
 
 def test_a_sampling_mask_is_read_from_answers_and_chunks_and_becomes_the_column_that_is_named(

@@ -118,7 +118,7 @@ class _Answer:
         for before, place in pairwise(ends):
             content = bytes(token for token in self._tokens[before + 1 : place + 1] if token != END).decode()
             event = {**base, "content": content, "tokens": [self._tokens[place]], "tokens_predicted": place + 1}
-            yield event | self._probabilities([place])
+            yield event | ({} if place in self._server.drafts else self._probabilities([place]))
         yield self._final() | {"content": "", "tokens": []}
 
     @property

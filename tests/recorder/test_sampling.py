@@ -25,7 +25,12 @@ SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": {}}}
         ({"temperature": None, "seed": 7, "stop": ["a"], "max_tokens": 5, "response_format": {"type": "text"}}, ()),
         ({"tools": [{"type": "function", "function": {"name": "look"}}], "tool_choice": "auto"}, ()),
         ({"tools": [STRICT], "tool_choice": "none"}, ()),
+        ({"repeat_penalty": 1.0, "typical_p": 1, "top_n_sigma": -1.0, "mirostat": 0, "adaptive_target": -1.0}, ()),
         ({"temperature": 0.7}, ("temperature",)),
+        (
+            {"dry_multiplier": 0.8, "xtc_probability": 0.5, "grammar": "root"},
+            ("dry_multiplier", "grammar", "xtc_probability"),
+        ),
         ({"temperature": 0, "top_p": 0.9, "top_k": 20, "min_p": 0.1}, ("min_p", "temperature", "top_k", "top_p")),
         ({"frequency_penalty": 0.1, "repetition_penalty": 1.1}, ("frequency_penalty", "repetition_penalty")),
         ({"logit_bias": {"7": 5}, "bad_words": ["a"], "min_tokens": 3}, ("bad_words", "logit_bias", "min_tokens")),
