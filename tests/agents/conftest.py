@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.agents.model import Branch, Model
+from tests.engines.templates.families import FAMILIES
 from tests.on_loop import Service
 from tests.recorder.engine import serving
 from tests.recorder.recorders import Recorder, create_run, end, start, trained
@@ -74,13 +75,14 @@ class Rollout:
         assert self.recorder.metric('splices_total{result="spliced"}') == calls - len(branches)
 
 
-@pytest.fixture
-def rollout(service: Service, tmp_path: Path, run_name: str) -> Iterator[Rollout]:
+@pytest.fixture(params=("qwen3", "gpt-oss", "glm-4.6"))
+def rollout(request: pytest.FixtureRequest, service: Service, tmp_path: Path, run_name: str) -> Iterator[Rollout]:
+    """With the template and tokenizer of a family of models."""
     create_run(service.grpc_address, run_name)
     flags = ("--journal", str(tmp_path / "journal"), "--splice", "on")
     folder = tmp_path / "agent"
     folder.mkdir()
-    with serving(Model()) as model:
+    with serving(Model(FAMILIES[request.param])) as model:
         recorder = start(tmp_path / "log", model.url, service.grpc_address, *flags)
         yield Rollout(run_name, recorder, service, model, folder)
         end(recorder)

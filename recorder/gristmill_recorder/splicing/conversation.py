@@ -70,11 +70,11 @@ def said(message: Message) -> Any:
 
 
 def _called(call: Mapping[str, Any]) -> Any:
-    """Returns what a call says. A random id says all: agents rewrite arguments (Claude Code adds defaults, and removes
-    spaces at the ends of lines)."""
+    """Returns what a call says. With a random id its arguments do not count: agents rewrite them (Claude Code adds
+    defaults, and removes spaces at the ends of lines)."""
     identity, function = call.get("id"), call["function"]
     if _RANDOM_ID.search(identity or ""):
-        return identity
+        return identity, function["name"]
     return identity, function["name"], _arguments(function.get("arguments"))
 
 

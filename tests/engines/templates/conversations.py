@@ -172,7 +172,7 @@ class Conversation:
                     said = await events.get_final_message()
             else:
                 said = await client.messages.create(**asked)
-            self.compared.message(said, self.engine.scripts[self.marks[-1]], self.marks[-1])
+            self.compared.message(said, self.engine.scripts[self.marks[-1]])
             kept = [block.to_dict() for block in said.content if self.gives_thoughts or block.type != "thinking"]
             calls = [block for block in said.content if block.type == "tool_use"]
             messages.append({"role": "assistant", "content": kept or "0"})

@@ -40,12 +40,12 @@ class Comparison:
         got = response.status_code, comparable(await response.aread())
         self._compare(got, (direct.status_code, comparable(direct.content)))
 
-    def message(self, said: Message, answer: Answer, mark: str) -> None:
+    def message(self, said: Message, answer: Answer) -> None:
         """Compares a message with the engine's answer: no engine returns token ids for messages."""
         # Signatures are random, and the library's blocks have more fields, which are null.
         content = [block.model_dump(exclude_none=True, exclude={"signature"}) for block in said.content]
         more = {"stop_reason": said.stop_reason, "stop_sequence": said.stop_sequence}
-        self._compare({"content": content, **more, "output_tokens": said.usage.output_tokens}, _message(answer, mark))
+        self._compare({"content": content, **more, "output_tokens": said.usage.output_tokens}, _message(answer))
 
     def _compare(self, got: Any, expected: Any) -> None:
         self.answers += 1
@@ -53,11 +53,11 @@ class Comparison:
             self.different.append(f"{json.dumps(got)} instead of {json.dumps(expected)}")
 
 
-def _message(answer: Answer, mark: str) -> dict[str, Any]:
+def _message(answer: Answer) -> dict[str, Any]:
     """Returns the answer as Anthropic's messages have it."""
     content: list[dict[str, Any]] = [{"type": "thinking", "thinking": answer.thoughts}] if answer.thoughts else []
     content += [{"type": "text", "text": answer.text}] if answer.text else []
-    for call in calls_of([mark], answer):
+    for call in calls_of(answer):
         function = call["function"]
         arguments = json.loads(function["arguments"])
         content.append({"type": "tool_use", "id": call["id"], "name": function["name"], "input": arguments})

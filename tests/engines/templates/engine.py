@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from uuid import uuid4
 
 from aiohttp import web
 
@@ -14,7 +15,7 @@ from tests.engines.templates.model import Answer
 from tests.recorder.engine import send_chunks
 
 MARK = re.compile(r"q\d+-\d+-")
-_BASE = {"id": "chat-1", "created": 1, "model": "toy"}
+_BASE = {"created": 1, "model": "toy"}
 
 
 @dataclass
@@ -56,18 +57,26 @@ class TemplateEngine:
                 prompt = self.family.encode(self.family.render(body["messages"], body))
             except (TypeError, ValueError) as error:
                 return web.json_response({"error": {"message": str(error), "code": 400}}, status=400)
-        mark = MARK.findall(_text(body["messages"][-1]) or "")
-        answer = self.scripts[mark[-1]] if mark else Answer([1], "")
-        if mark and body.get("return_token_ids"):
-            self.asked[mark[-1]] = prompt, body
+        answer = self.answer(prompt, body)
+        # Claude Code joins answers with the same id.
+        base = {"id": f"chatcmpl-{uuid4().hex}", **_BASE}
         if body.get("stream"):
-            return await send_chunks(request, _chunks(body, prompt, answer, mark), None)
+            return await send_chunks(request, _chunks(base, body, prompt, answer), None)
         message: dict[str, Any] = {"role": "assistant", "content": answer.text or None}
         message |= {"reasoning": answer.thoughts} if answer.thoughts else {}
-        message |= {"tool_calls": calls_of(mark, answer)} if answer.calls else {}
+        message |= {"tool_calls": calls_of(answer)} if answer.calls else {}
         choice = {"index": 0, "message": message, **_end(body, answer)}
         more = {"object": "chat.completion", "choices": [choice], "usage": _usage(prompt, answer)}
-        return web.json_response({**_BASE, **more, **_prompt(body, prompt)})
+        return web.json_response({**base, **more, **_prompt(body, prompt)})
+
+    def answer(self, prompt: list[int], body: Mapping[str, Any]) -> Answer:
+        """What the model says to a call."""
+        mark = MARK.findall(_text(body["messages"][-1]) or "")
+        if not mark:
+            return Answer([1], "")
+        if body.get("return_token_ids"):
+            self.asked[mark[-1]] = prompt, body
+        return self.scripts[mark[-1]]
 
 
 def _text(message: Mapping[str, Any]) -> str:
@@ -75,16 +84,10 @@ def _text(message: Mapping[str, Any]) -> str:
     return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
 
 
-def calls_of(mark: Sequence[str], answer: Answer) -> list[dict[str, Any]]:
-    """Mistral's templates take ids of nine letters and digits alone."""
-    number = re.sub(r"\D", "", "".join(mark))
+def calls_of(answer: Answer) -> list[dict[str, Any]]:
     return [
-        {
-            "id": f"c{number}n{index}".rjust(9, "z")[:9],
-            "type": "function",
-            "function": {"name": name, "arguments": text},
-        }
-        for index, (name, text) in enumerate(answer.calls)
+        {"id": identity, "type": "function", "function": {"name": name, "arguments": arguments}}
+        for identity, name, arguments in answer.calls
     ]
 
 
@@ -111,14 +114,14 @@ def _usage(prompt: list[int], answer: Answer) -> dict[str, int]:
 
 
 def _chunks(
-    body: Mapping[str, Any], prompt: list[int], answer: Answer, mark: Sequence[str]
+    base: Mapping[str, Any], body: Mapping[str, Any], prompt: list[int], answer: Answer
 ) -> Iterator[dict[str, Any]]:
     """The words come at once; the tokens with the end."""
-    base = {**_BASE, "object": "chat.completion.chunk"}
+    base = {**base, "object": "chat.completion.chunk"}
     deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
     deltas += [{"reasoning": answer.thoughts}] if answer.thoughts else []
     deltas += [{"content": answer.text}] if answer.text else []
-    deltas += [{"tool_calls": [{"index": index, **call}]} for index, call in enumerate(calls_of(mark, answer))]
+    deltas += [{"tool_calls": [{"index": index, **call}]} for index, call in enumerate(calls_of(answer))]
     for number, delta in enumerate(deltas):
         choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
         yield {**base, **({} if number else _prompt(body, prompt)), "choices": [choice]}

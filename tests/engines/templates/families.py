@@ -64,7 +64,9 @@ class Family:
 
     def render(self, messages: Sequence[Mapping[str, Any]], request: Mapping[str, Any]) -> str:
         """Renders as vLLM does: arguments of calls are values. Raises ValueError if the template refuses."""
-        kwargs = dict(request.get("chat_template_kwargs") or {})
+        effort = request.get("reasoning_effort")
+        kwargs = {"reasoning_effort": effort, "enable_thinking": effort != "none"} if effort else {}
+        kwargs |= request.get("chat_template_kwargs") or {}
         text: str = self._compiled.render(
             messages=[_parsed(message) for message in messages],
             tools=request.get("tools") or None,

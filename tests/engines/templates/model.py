@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -30,13 +32,13 @@ _ODD, _CUT = 0.15, 0.12
 
 @dataclass(frozen=True)
 class Answer:
-    """thoughts, text, calls: what the engine's parsers make of the tokens. A call has a name and its arguments, as the
-    model spelt them. finish, stop: as the engine names them. is_cut: whether no token ends the turn."""
+    """thoughts, text, calls: what the engine's parsers make of the tokens. A call has an id, a name and its arguments,
+    as the model spelt them. finish, stop: as the engine names them. is_cut: whether no token ends the turn."""
 
     tokens: list[int]
     text: str
     thoughts: str = ""
-    calls: tuple[tuple[str, str], ...] = ()
+    calls: tuple[tuple[str, str, str], ...] = ()
     finish: str = "stop"
     stop: int | str | None = None
     is_cut: bool = False
@@ -50,14 +52,13 @@ class Answer:
 def answer_of(family: Family, chance: Random, mark: str, *, has_tools: bool) -> Answer:
     """mark: a word that the answer says, by which it is found in a rendering; an empty answer says nothing."""
     thoughts = _words(chance) if family.thinks and chance.random() < 0.6 else ""
-    calls: tuple[tuple[str, str], ...] = ()
+    calls: tuple[tuple[str, str, str], ...] = ()
     text = "" if chance.random() < 0.05 else f"{mark} {_words(chance)}"
     if has_tools and chance.random() < 0.5:
-        calls = tuple(("look", _arguments(chance, f"{mark}{number}")) for number in range(chance.choice((1, 1, 2, 3))))
+        numbers = range(chance.choice((1, 1, 2, 3)))
+        calls = tuple((_id(mark, number), "look", _arguments(chance, f"{mark}{number}")) for number in numbers)
         text = "" if chance.random() < 0.7 else text
-    spoken = f"<think>{thoughts}</think>{text}" if thoughts else text
-    spoken += "".join(f'<tool_call>{{"name": "look", "arguments": {arguments}}}</tool_call>' for _, arguments in calls)
-    tokens = _spelt(family, chance, spoken)
+    tokens = spelt(family, chance, thoughts, text, calls)
     finish = "tool_calls" if calls else "stop"
     if tokens and chance.random() < _CUT:
         stop = chance.choice((None, "!"))
@@ -83,8 +84,18 @@ def _arguments(chance: Random, mark: str) -> str:
     return json.dumps(values, ensure_ascii=odd, separators=(",", ":") if odd else None)
 
 
-def _spelt(family: Family, chance: Random, text: str) -> list[int]:
-    """Tokens of the text: in three of ten answers some words are split otherwise than the tokenizer does."""
+def _id(mark: str, number: int) -> str:
+    """Mistral's templates take ids of nine letters and digits alone."""
+    return f"c{re.sub(r'[^0-9]', '', mark)}n{number}".rjust(9, "z")[:9]
+
+
+def spelt(family: Family, chance: Random, thoughts: str, text: str, calls: Iterable[tuple[str, str, str]]) -> list[int]:
+    """The tokens of an answer without its end. In three of ten some words are split otherwise than the tokenizer
+    does."""
+    text = f"<think>{thoughts}</think>{text}" if thoughts else text
+    text += "".join(
+        f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>' for _, name, arguments in calls
+    )
     if len(text) < 4 or chance.random() > 0.3:
         return family.encode(text)
     places = sorted(chance.sample(range(1, len(text)), min(3, len(text) - 1)))
