@@ -145,6 +145,14 @@ def test_dynamos_extension_is_read_from_answers_and_chunks(more: int) -> None:
         assert read == [of_choice if more else of_data]
 
 
+def test_tokens_of_dynamo_belong_to_an_answer_with_one_choice() -> None:
+    nvext = {"engine_data": {"completion_token_ids": [2], "prompt_token_ids": [1], "completion_logprobs": [-0.5]}}
+    answer = {"choices": [{"index": index, "finish_reason": "stop"} for index in (0, 1)], "nvext": nvext}
+    for completion in (answer, [answer]):
+        with pytest.raises(InvalidArgumentError, match="lacks the prompt's token ids"):
+            sampled(completion)
+
+
 def test_a_sampling_mask_is_read_from_answers_and_chunks_and_becomes_the_column_that_is_named(
     service: Service, run_name: str
 ) -> None:

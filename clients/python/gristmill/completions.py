@@ -76,7 +76,8 @@ def sampled(completion: Any) -> list[Sampled]:
     if answer.get("object") == "response":
         return _of_response(answer)
     extension, dynamo = answer.get("sglext") or {}, _Dynamo()
-    dynamo.read(answer.get("nvext") or {})
+    if len(answer.get("choices") or ()) == 1:
+        dynamo.read(answer.get("nvext") or {})
     indexed: list[tuple[int, Sampled]] = []
     for position, choice in enumerate(answer.get("choices") or ()):
         index = choice.get("index", position)
@@ -128,7 +129,7 @@ class ChunkReader:
     def sampled(self) -> list[Sampled]:
         """Return the choices, like the function `sampled`. Also raises InvalidArgumentError if a choice has not ended
         because the stream was cut."""
-        choices, dynamo = [], self._dynamo
+        choices, dynamo = [], self._dynamo if len(self._choices) == 1 else _Dynamo()
         for index, choice in sorted(self._choices.items()):
             where = f"choice {index}"
             if choice.stop_reason is None:
@@ -169,7 +170,7 @@ class _Choice:
 
 
 class _Dynamo:
-    """Dynamo's extension of an answer with one choice.
+    """Dynamo's extension of an answer with one choice; it does not say to which of several choices its tokens belong.
 
     The named fields are Dynamo's own; each chunk of a stream has the new tokens. `engine_data` is the engine's: some
     engines have none, and it is missing if Dynamo ended the answer at a stop string.
