@@ -131,10 +131,10 @@ class Exchange:
         splitter, buffered, is_ended = EventSplitter(self._most_bytes), bytearray(), False
         async for received in self._parts(answer):
             ready = bytearray()
-            for event in splitter.feed(received):
-                with _recordable():
+            with _recordable():
+                for event in splitter.feed(received):
                     part = stream.read(event)
-                (buffered if stream.is_complete else ready).extend(part)
+                    (buffered if stream.is_complete else ready).extend(part)
             await self._write(ready)
             if stream.is_over and stream.is_complete and not is_ended:
                 is_ended = True

@@ -319,7 +319,10 @@ def _is_model(answer: Any) -> bool:
 
 
 def _first(*values: Any) -> Any:
-    return next((value for value in values if value is not None), None)
+    for value in values:
+        if value is not None:
+            return value
+    return None
 
 
 def _at(values: Sequence[Any] | None, index: int) -> Any:

@@ -80,7 +80,7 @@ class Conversation:
                     await self._with_anthropic(client)
             else:
                 http = openai.DefaultAsyncHttpxClient(event_hooks={"response": [self.compared.completion]})
-                more: Any = {"api_key": "none", "max_retries": 0, "http_client": http}
+                more: Any = {"api_key": "none", "max_retries": 0, "timeout": 60, "http_client": http}
                 async with openai.AsyncOpenAI(base_url=f"{url}/v1", **more) as client:
                     await self._with_openai(client)
         except (anthropic.BadRequestError, openai.BadRequestError):

@@ -1,7 +1,8 @@
 """What a recorder costs: added to a call of an agent, and calls per second on one core.
 
-An engine in a process of its own answers at once with what vLLM would answer, made before: turns of agents whose
-prompts grow from 1,000 to 4,500 tokens, of 200 sampled tokens each with their logprobs. The steps go to a service.
+An engine in a process of its own answers with what vLLM would answer, made before: turns of agents whose prompts grow
+from 1,000 to 4,500 tokens, of 200 sampled tokens each with their logprobs. It answers at once, or takes a while when
+many calls are to be in progress. The steps go to a service.
 `python -m tests.tools.bench.record` is the engine.
 """
 
@@ -29,12 +30,14 @@ from tests.tools.bench.figures import Figure
 from tests.tools.bench.processes import cpu_s, served
 
 TURNS, FIRST_PROMPT, TURN_TOKENS, SAMPLED = 8, 1000, 500, 200
-PACED_AGENTS, PACED_CALLS_S, PACED_S = 16, 50.0, 20.0
+ALONE_S = 15.0
+AT_ONCE, ANSWER_S, AT_ONCE_S = 64, 1.28, 25.0
+"""Calls in progress, each of which the engine takes so many seconds for: 50 calls per second."""
 AGENTS, SECONDS, WARM_S = 32, 8.0, 1.0
 RUN = make_config(
     train_batch_size=100_000, policy_mini_batch_size=100_000, merge="tree", micro_batch={"max_tokens": 65_536}
 )
-_TURN = "x-turn"
+_TURN, _WAIT = "x-turn", "x-wait"
 _DIRECT = "ms, the call without a recorder"
 
 
@@ -46,13 +49,20 @@ def figures() -> Iterator[Figure]:
     ):
         with RolloutClient(service.grpc_address, "bench") as client:
             client.create_run(RUN)
-        direct, through = asyncio.run(_paced(engine, recorder.url))
-        added = np.array(through) - np.array(direct)
-        bound = [float(np.quantile(direct, share)) * 1e3 for share in (0.5, 0.99)]
-        yield Figure("record.p50_ms", float(np.median(added)) * 1e3, "ms", 1.0, bound[0], _DIRECT)
-        p99 = float(np.quantile(through, 0.99)) * 1e3 - bound[1]
-        yield Figure("record.p99_ms", p99, "ms", 5.0, bound[1], _DIRECT)
+        yield from _added(asyncio.run(_pairs(engine, recorder.url, 1, 0.0, ALONE_S)), "", (1.0, 5.0))
+        # Half of the time an agent waits for the call without a recorder.
+        of_many = asyncio.run(_pairs(engine, recorder.url, 2 * AT_ONCE, ANSWER_S, AT_ONCE_S))
+        yield from _added(of_many, f".{AT_ONCE}", (1.5, 6.0))
         yield Figure("record.calls_s", asyncio.run(_saturated(recorder)), "calls/s", 500.0, at_most=False)
+
+
+def _added(pairs: Sequence[tuple[float, float]], of: str, reach: tuple[float, float]) -> Iterator[Figure]:
+    """What the recorder adds. of: the end of the figures' names."""
+    direct, through = np.array(pairs).T * 1e3
+    bound = [float(np.quantile(direct, share)) for share in (0.5, 0.99)]
+    yield Figure(f"record.p50_ms{of}", float(np.median(through - direct)), "ms", reach[0], bound[0], _DIRECT)
+    p99 = float(np.quantile(through, 0.99)) - bound[1]
+    yield Figure(f"record.p99_ms{of}", p99, "ms", reach[1], bound[1], _DIRECT)
 
 
 class Recorder(NamedTuple):
@@ -71,11 +81,11 @@ class Agents:
         """Of the next trajectory."""
         return f"{self._url}/runs/bench/uid/{self._name}-{next(self._numbers)}/sample/0"
 
-    async def call(self, base: str, turn: int) -> float:
-        """How long a call took."""
+    async def call(self, base: str, turn: int, answer_s: float = 0.0) -> float:
+        """How long a call took. answer_s: how long the engine takes."""
         began = time.perf_counter()
         async with self._session.post(
-            f"{base}/v1/chat/completions", data=_REQUESTS[turn], headers={_TURN: str(turn)}
+            f"{base}/v1/chat/completions", data=_REQUESTS[turn], headers={_TURN: str(turn), _WAIT: str(answer_s)}
         ) as answer:
             await answer.read()
             assert answer.status == 200, answer.status
@@ -86,26 +96,23 @@ class Agents:
             assert answer.status in (200, 202), await answer.text()
 
 
-async def _paced(engine: str, recorder: str) -> tuple[list[float], list[float]]:
+async def _pairs(engine: str, recorder: str, agents: int, answer_s: float, seconds: float) -> list[tuple[float, float]]:
     """Latencies of calls without a recorder and with one: each agent makes the same call first so and then so."""
     pairs = list[tuple[float, float]]()
-    every_s, end = PACED_AGENTS / PACED_CALLS_S, time.monotonic() + PACED_S
+    end = time.monotonic() + seconds
 
     async def agent(number: int, plain: Agents, recorded: Agents) -> None:
-        await asyncio.sleep(every_s * (number * 0.618 % 1))
+        await asyncio.sleep(2 * answer_s * (number * 0.618 % 1))
         while time.monotonic() < end:
             base = recorded.base()
             for turn in range(TURNS):
-                due = time.monotonic() + every_s
-                pairs.append((await plain.call(engine, turn), await recorded.call(base, turn)))
-                await asyncio.sleep(max(0.0, due - time.monotonic()))
+                pairs.append((await plain.call(engine, turn, answer_s), await recorded.call(base, turn, answer_s)))
             await recorded.finish(base)
 
     async with _session() as session:
         plain, recorded = Agents(engine, session), Agents(recorder, session)
-        await asyncio.gather(*(agent(number, plain, recorded) for number in range(PACED_AGENTS)))
-    direct, through = zip(*pairs[2 * PACED_AGENTS :], strict=True)
-    return list(direct), list(through)
+        await asyncio.gather(*(agent(number, plain, recorded) for number in range(agents)))
+    return pairs[2 * agents :]
 
 
 async def _saturated(recorder: Recorder) -> float:
@@ -199,6 +206,8 @@ async def _serve() -> None:
 
     async def answer(request: web.Request) -> web.Response:
         await request.read()
+        if wait_s := float(request.headers[_WAIT]):
+            await asyncio.sleep(wait_s)
         return web.Response(body=answers[int(request.headers[_TURN])], content_type="application/json")
 
     app = web.Application(client_max_size=64 << 20)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 DONE = b"[DONE]"
 
-_END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
+_END, _USUAL_END = re.compile(rb"\r\n\r\n|\n\n|\r\r"), re.compile(rb"\n\n")
 _END_LENGTH = 4
 
 
@@ -35,7 +35,9 @@ class EventSplitter:
         # An event may arrive in a thousand parts: do not search earlier parts again.
         seen, start = max(0, len(self._rest) - _END_LENGTH), 0
         self._rest += received
-        for end in _END.finditer(self._rest, seen):
+        # Several times as fast, and no engine sends carriage returns.
+        pattern = _END if self._rest.find(b"\r", seen) >= 0 else _USUAL_END
+        for end in pattern.finditer(self._rest, seen):
             yield _event(bytes(self._rest[start : end.end()]))
             start = end.end()
         del self._rest[:start]
