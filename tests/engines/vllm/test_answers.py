@@ -6,6 +6,7 @@ from typing import Any
 
 import anthropic
 import httpx
+import openai
 import pytest
 
 from tests.engines.vllm.conftest import MODEL, Rollout
@@ -97,3 +98,27 @@ def message(url: str, call: Any, stream: bool) -> dict[str, Any]:
             with client.messages.stream(**call) as events:
                 said = events.get_final_message()
     return said.model_dump(exclude_none=True, exclude={"id"})
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_says_what_the_engines_own_says(rollout: Rollout, engine: str, stream: bool) -> None:
+    for more in ({}, {"max_output_tokens": 2}, {"instructions": "Be brief."}):
+        call: Any = {"model": MODEL, "input": MESSAGES[1]["content"], "temperature": 0, "max_output_tokens": 40, **more}
+        said = [response(f"{url}/v1", call, stream) for url in (rollout.url, engine)]
+        assert said[0] == said[1], more
+
+
+def response(url: str, call: Any, stream: bool) -> dict[str, Any]:
+    """Returns what the API requires of a response, without what vLLM adds."""
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        if not stream:
+            said: Any = client.responses.create(**call)
+        else:
+            with client.responses.stream(**call) as events:
+                # The last event has the response, also if it is incomplete.
+                ends: list[Any] = [*events]
+                said = ends[-1].response
+    settings = (said.model, said.temperature, said.top_p, said.instructions, said.max_output_tokens)
+    counts = (said.usage.input_tokens, said.usage.output_tokens, said.usage.total_tokens)
+    texts = [(item.type, item.status, item.content[0].text) for item in said.output]
+    return {"texts": texts, "ends": (said.status, said.incomplete_details), "settings": settings, "counts": counts}
