@@ -285,12 +285,18 @@ class Journal:
             self._database.execute("DELETE FROM trajectories WHERE closed_at < ?", (before,))
 
     def sync(self) -> None:
-        """Writes all changes to the disk. Can be called in another thread; writers do not wait for it."""
-        self._disk.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+        """Writes all changes to the disk. Can be called in another thread; writers do not wait for it. Raises
+        FailedPreconditionError if the disk refuses; then the changes stay in the file's log until the next call."""
+        try:
+            self._disk.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+        except sqlite3.Error as error:
+            raise FailedPreconditionError(
+                f"the journal cannot be written to the disk: {error}; free space on the journal's disk"
+            ) from None
 
     def close(self) -> None:
-        self.sync()
-        self._opened.close()
+        with self._opened:
+            self.sync()
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:

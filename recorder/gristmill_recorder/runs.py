@@ -182,9 +182,16 @@ class Runs:
         for recording in [open_ for open_ in self._open.values() if open_.is_abandoned(late)]:
             _log.warning("%s: idle trajectory aborted after %g s", recording.name, idle_s)
             try:
-                await self.abort(recording.name, f"the agent made no call for {idle_s:g} s")
-            except GristmillError as error:
+                await self._abandon(recording, f"the agent made no call for {idle_s:g} s")
+            except (Conflict, GristmillError) as error:
                 _log.warning("%s: abort failed: %s", recording.name, error)
+
+    async def _abandon(self, recording: Recording, reason: str) -> None:
+        try:
+            await self.abort(recording.name, reason)
+        except WrongCall:
+            # The run was deleted: the service refuses the abort again, which closes the trajectory.
+            recording.abort_later(reason)
 
     async def close(self, grace_s: float) -> None:
         """Delivers steps for at most grace_s seconds. Undelivered steps stay in the journal."""

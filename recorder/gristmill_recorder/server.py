@@ -12,7 +12,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.log import server_logger
 
-from gristmill import AsyncRolloutClient, UnavailableError
+from gristmill import AsyncRolloutClient, FailedPreconditionError, UnavailableError
 from gristmill_recorder.app import RecorderApp
 from gristmill_recorder.engines.connection import Engine
 from gristmill_recorder.engines.names import ENGINES
@@ -112,12 +112,18 @@ def _stop_event() -> asyncio.Event:
 async def _sync(journal: Journal) -> None:
     while True:
         await asyncio.sleep(_SYNC_S)
-        await asyncio.to_thread(journal.sync)
+        try:
+            await asyncio.to_thread(journal.sync)
+        except FailedPreconditionError as error:
+            _log.error("journal not synced, will be retried: %s", error)
 
 
 async def _expire(runs: Runs, journal: Journal, settings: RecorderSettings) -> None:
     """Regularly deletes old closed trajectories, and aborts idle ones."""
     while True:
-        journal.forget(time.time() - settings.keep_closed_s)
+        try:
+            journal.forget(time.time() - settings.keep_closed_s)
+        except FailedPreconditionError as error:
+            _log.error("closed trajectories not deleted, will be retried: %s", error)
         await runs.abandon(settings.idle_abort_s)
         await asyncio.sleep(min(_BACKGROUND_S, settings.idle_abort_s))

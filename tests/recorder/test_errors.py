@@ -304,3 +304,22 @@ def test_an_agent_that_falls_silent_is_aborted_and_its_group_goes_on(
     recorder.finish(run_name, sample=1)
     assert len(trained(service.grpc_address, run_name)) == 1
     assert recorder.metric('closed_trajectories_total{outcome="aborted"}') == 1
+
+
+def test_idle_trajectories_are_aborted_after_one_of_a_run_that_was_deleted(
+    start_recorder: StartRecorder, engine: Engine, service: Service, run_name: str
+) -> None:
+    deleted, other = f"{run_name}-deleted", f"{run_name}-other"
+    for name in (deleted, other):
+        create_run(service.grpc_address, name)
+    first = start_recorder(engine.url, service.grpc_address)
+    assert chat(first, deleted, body("say hi"))[0] == 200
+    first.kill()
+    with RolloutClient(service.grpc_address, deleted, timeout_s=20) as rollouts:
+        rollouts.delete_run()
+    second = start_recorder(engine.url, service.grpc_address, "--idle-abort-s", "1")
+    assert chat(second, other, body("say hi"))[0] == 200
+    while second.metric("open_trajectories"):
+        time.sleep(0.02)
+    assert second.metric('closed_trajectories_total{outcome="refused"}') == 1
+    assert second.metric('closed_trajectories_total{outcome="aborted"}') == 1

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import resource
+import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -111,3 +114,25 @@ def test_calls_are_answered_while_the_service_is_away_and_delivered_when_it_is_b
     assert recorder.finish("my-run")["steps"] == 3
     rows = trained(after.grpc_address, "my-run")
     assert [bytes(row.trained[:-1]) for row in rows] == [b"one", b"two", b"three"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux limits the files of another process")
+def test_the_journal_is_synced_again_after_its_disk_was_full(
+    start_recorder: StartRecorder, engine: Engine, service: Service, run: str, tmp_path: Path
+) -> None:
+    recorder, journal = start_recorder(engine.url, service.grpc_address), tmp_path / "journal.sqlite3"
+    with recorder.openai(run) as client:
+        ask(client, "say one")
+    limits = resource.prlimit(recorder.process.pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(recorder.process.pid, resource.RLIMIT_FSIZE, (200_000, limits[1]))
+    with recorder.openai(run, "refused") as client:
+        while "journal not synced" not in recorder.log.read_text():
+            with suppress(openai.InternalServerError):
+                ask(client, "say " + "x" * 1000)
+    resource.prlimit(recorder.process.pid, resource.RLIMIT_FSIZE, limits)
+    with recorder.openai(run) as client:
+        ask(client, "say two")
+    while journal.stat().st_size < 200_000:
+        time.sleep(0.02)
+    assert recorder.finish(run) == {"steps": 2, "outcome": "accepted"}
+    assert recorder.stop() == 0
