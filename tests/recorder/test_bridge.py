@@ -19,6 +19,7 @@ from gristmill_recorder.splicing.bridge import (
     end_of_turn,
     end_probes,
     following_passage,
+    may_contain_passages,
     passage,
     skeletons,
 )
@@ -241,6 +242,15 @@ def test_a_passage_that_a_message_repeats_is_not_followed() -> None:
     copy = "".join(map(chr, known))
     assert followed(drops_thoughts, known, ANSWERED, [user("why")]) == "\n▶user\nwhy■\n▶assistant\n"
     assert followed(drops_thoughts, known, ANSWERED, [user(copy)]) is None
+    assert may_contain_passages([user(copy)])
+    assert not may_contain_passages([user("why")])
+
+
+def test_a_message_that_is_nested_too_deeply_may_contain_passages() -> None:
+    nested: Any = "why"
+    for _ in range(300):
+        nested = [nested]
+    assert may_contain_passages([{"role": "user", "content": nested}])
 
 
 def test_a_template_that_goes_on_otherwise_is_not_followed() -> None:

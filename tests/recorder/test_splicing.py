@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import anthropic
@@ -12,6 +13,7 @@ import pytest
 
 from gristmill_recorder.engines.vllm import VLLM
 from gristmill_recorder.metrics import Metrics
+from gristmill_recorder.splicing.bridge import WORDS
 from gristmill_recorder.splicing.splicer import CHAT, Splicer
 from tests.on_loop import Service
 from tests.recorder.engine import END, Engine, Words, answer_of, prompt_of, serving, tokens_of, turn
@@ -124,6 +126,26 @@ def test_later_calls_of_the_same_kind_are_rendered_once(splicer: Recorder, vllm:
     vllm.template = lambda messages: prompt_of(sorted(messages, key=lambda message: message["role"] != "system"))
     converse(splicer, run, user("say d"), {"role": "system", "content": "Stop."}, history=messages, **settings)
     assert results.counted() == {"spliced": 2, "end": 1}
+
+
+def test_a_message_that_repeats_a_passage_is_not_lost(splicer: Recorder, vllm: Engine, run: str) -> None:
+    def template(messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Writes ! behind an answer to a tool, and takes ■ in a message for the end of a turn."""
+        spoken = [
+            {**message, "content": f"{message['content']}!"} if before["role"] == "tool" else message
+            for before, message in pairwise([user(""), *messages])
+        ]
+        text = "".join(map(chr, prompt_of(spoken)))
+        return [*map(ord, text.replace("".join(map(chr, tokens_of("■"))), chr(END)))]
+
+    vllm.template = template
+    settings: dict[str, Any] = {"extra_body": {"chat_template_kwargs": {"of": "passages"}}}
+    converse(splicer, run, user("say a"), user("say b"), **settings)
+    results, copy = Results(splicer), user(f"say assistant\n{WORDS[0]}■ and more")
+    converse(splicer, run, user("call look {}"), result("say c"), copy, **settings)
+    assert results.counted() == {"start": 1, "spliced": 2}
+    prompt, whole = vllm.requests[-1]["kv_transfer_params"]["prompt_token_ids"], template([copy])
+    assert prompt[-len(whole) :] == whole
 
 
 def test_sglang_takes_the_tokens_too(start_recorder: StartRecorder, sglang: Engine, service: Service, run: str) -> None:

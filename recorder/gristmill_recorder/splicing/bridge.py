@@ -12,10 +12,14 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
+import orjson
+
 Document = dict[str, Any]
 Tokens = Sequence[int]
 
-# Tokens before the end of an answer that a passage begins with: they begin its turn, so no message has them.
+# What the answers of skeletons say: words of letters that no message has, and that differ in their last token.
+WORDS = ("xqzj", "xqzk")
+# Tokens before the end of an answer that a passage begins with: the whole word, whatever the tokenizer.
 _BEFORE = 4
 _NAMES = ("role", "name", "tool_call_id")
 _QUESTION = {"role": "user", "content": "0"}
@@ -29,7 +33,7 @@ def skeletons(messages: Sequence[Document], count: int, *, shows_calls: bool = T
     shows_calls: whether answers with calls differ in their arguments; otherwise in their words.
     """
     old, answer, new = [_emptied(message) for message in messages[:count]], messages[count - 1], messages[count:]
-    first, second = ([*old[:-1], _answer(answer, word, shows_calls=shows_calls)] for word in "xy")
+    first, second = ([*old[:-1], _answer(answer, word, shows_calls=shows_calls)] for word in WORDS)
     return [[*first, *new], [*second, *new], [*first, *map(_reworded, new)]]
 
 
@@ -84,6 +88,15 @@ def following_passage(passage: Tokens, rendering: Tokens) -> Tokens | None:
     begins = [place for place, token in enumerate(rendering) if token == passage[0]]
     ends = [place + length for place in begins if rendering[place : place + length] == passage]
     return rendering[ends[0] :] if len(ends) == 1 else None
+
+
+def may_contain_passages(values: Any) -> bool:
+    """Returns whether the messages and settings contain the word that every passage contains."""
+    try:
+        return WORDS[0].encode() in orjson.dumps(values)
+    except TypeError:
+        # Nested too deeply to be looked through.
+        return True
 
 
 def end_probes() -> list[list[Document]]:

@@ -15,10 +15,11 @@ from gristmill_recorder.splicing.bridge import (
     end_of_turn,
     end_probes,
     following_passage,
+    may_contain_passages,
     passage,
     skeletons,
 )
-from gristmill_recorder.splicing.conversation import Conversation, Document
+from gristmill_recorder.splicing.conversation import SETTINGS, Conversation, Document
 
 _MAX_KINDS = 4096
 
@@ -60,7 +61,8 @@ class Bridges:
         kind = _Kind(settings, roles, None if base.is_cut else int(base.response[-1]), has_calls)
         first, *others = skeletons(messages, count, shows_calls=shows_calls)
         prompts = None
-        if known := self._passages.get(kind):
+        known, others_say = self._passages.get(kind), [first[: count - 1], first[count:], *map(request.get, SETTINGS)]
+        if known and not may_contain_passages(others_say):
             prompts = await self._renderer.render(request, [first], headers)
             following = following_passage(known, prompts[0]) if prompts else None
             if following is not None:

@@ -14,7 +14,7 @@ import orjson
 Document = dict[str, Any]
 Message = Mapping[str, Any]
 
-_SETTINGS = ("model", "tools", "chat_template", "chat_template_kwargs", "reasoning_effort", "documents")
+SETTINGS = ("model", "tools", "chat_template", "chat_template_kwargs", "reasoning_effort", "documents")
 _THOUGHTS = ("thinking", "redacted_thinking", "reasoning")
 _CUT = ("length", "abort", "repetition", "error")
 _DIGEST_BYTES = 16
@@ -32,7 +32,7 @@ class Conversation:
     def __init__(self, request: Mapping[str, Any]) -> None:
         """Raises AttributeError, KeyError, TypeError or ValueError if the engine would refuse the call."""
         self.messages: list[Document] = list(request["messages"])
-        values = [request.get(name) or None for name in _SETTINGS]
+        values = [request.get(name) or None for name in SETTINGS]
         is_without_tools = request.get("tool_choice") == "none"
         self.settings = _digest(b"", [*values, is_without_tools, request.get("add_special_tokens") is True])
         self._digests = list(accumulate(map(said, self.messages), _digest, initial=b""))
