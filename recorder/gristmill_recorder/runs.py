@@ -81,14 +81,23 @@ class Run:
         self._watch = asyncio.create_task(self._follow_versions(), name=f"versions of {self.name}")
 
     async def _follow_versions(self) -> None:
+        """Returns when the run is deleted: the next call checks whether there is another of this name."""
+        awaited = self.policy_version + 1
         while True:
             try:
-                self._announced(await self.client.wait_policy_version(self.policy_version + 1, _WATCH_S))
+                self._announced(await self.client.wait_policy_version(awaited, _WATCH_S))
+                awaited = self.policy_version + 1
             except DeadlineExceededError:
                 continue
+            except NotFoundError as error:
+                _log.info("run %r: no longer known: %s", self.name, error)
+                self._is_known, self.policy_version = False, _UNKNOWN_VERSION
+                return
             except GristmillError as error:
                 _log.info("run %r: policy version not updated, will be retried: %s", self.name, error)
                 await asyncio.sleep(_PAUSE_S)
+                # Any version: the service may have been restarted, with another run of this name.
+                awaited = 0
 
     def _announced(self, version: int) -> None:
         self.policy_version = version

@@ -16,7 +16,7 @@ from aiohttp.http_exceptions import BadStatusLine
 from aiohttp.log import server_logger
 from aiohttp.test_utils import make_mocked_request
 
-from gristmill import RolloutClient
+from gristmill import RolloutClient, TrainerClient
 from gristmill_recorder.engines.connection import request_headers
 from gristmill_recorder.server import _InOneLine
 from tests.on_loop import Service
@@ -323,3 +323,25 @@ def test_idle_trajectories_are_aborted_after_one_of_a_run_that_was_deleted(
         time.sleep(0.02)
     assert second.metric('closed_trajectories_total{outcome="refused"}') == 1
     assert second.metric('closed_trajectories_total{outcome="aborted"}') == 1
+
+
+def test_a_run_that_is_deleted_is_refused_and_another_of_its_name_has_its_own_versions(
+    recorder: Recorder, service: Service, run: str
+) -> None:
+    def version() -> float:
+        return recorder.metric(f'policy_version{{run="{run}"}}')
+
+    with TrainerClient(service.grpc_address, run, 0, timeout_s=20) as trainer:
+        trainer.announce_policy_version(57)
+    assert chat(recorder, run, body("say hi"))[0] == 200
+    assert version() == 57
+    with RolloutClient(service.grpc_address, run, timeout_s=20) as rollouts:
+        rollouts.delete_run()
+    # The service reports the deletion to the call that waits for the next version.
+    while f"run '{run}': no longer known" not in recorder.log.read_text():
+        time.sleep(0.02)
+    status, message = refusal(chat(recorder, run, body("say hi"), uid="b"))
+    assert (status, "does not exist" in message) == (400, True)
+    create_run(service.grpc_address, run)
+    assert chat(recorder, run, body("say hi"), uid="b")[0] == 200
+    assert version() == 0
