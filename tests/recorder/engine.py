@@ -112,7 +112,8 @@ def _spoken(message: Mapping[str, Any], image: str = "") -> str:
 class Engine:
     """One that listens at `url` and remembers what it was asked. is_sglang: whose form it answers in. let_go: the names
     of calls that are held no longer. has_render: whether it renders chat completions, as with vLLM's
-    `--enable-scale-out`. takes_tokens: whether it takes a prompt as tokens. template: what `/tokenize` renders by.
+    `--enable-scale-out`. takes_tokens: whether it takes a prompt as tokens. template: what `/tokenize` renders
+    by, after renders_after_s.
     says: the script of every answer, whatever the messages say."""
 
     is_sglang: bool = False
@@ -124,7 +125,8 @@ class Engine:
     let_go: set[str] = field(default_factory=set)
     has_render: bool = False
     takes_tokens: bool = True
-    template: Callable[[list[Mapping[str, Any]]], list[int]] = prompt_of
+    template: Callable[[list[Mapping[str, Any]]], Any] = prompt_of
+    renders_after_s: float = 0.0
     says: str = ""
     is_incremental: bool = False
     rendered: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
@@ -151,8 +153,9 @@ class Engine:
     async def _tokenize(self, request: web.Request) -> web.Response:
         body: dict[str, Any] = await request.json()
         self.rendered.append(("tokenize", body))
+        await asyncio.sleep(self.renders_after_s)
         tokens = self.template(body["messages"])
-        return web.json_response({"count": len(tokens), "max_model_len": 1 << 20, "tokens": tokens})
+        return web.json_response({"count": 0, "max_model_len": 1 << 20, "tokens": tokens})
 
     async def _render(self, request: web.Request) -> web.Response:
         if not self.has_render:

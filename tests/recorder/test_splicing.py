@@ -42,6 +42,7 @@ def splicer(vllm: Engine, service: Service, tmp_path_factory: pytest.TempPathFac
 def _as_started(vllm: Engine) -> Iterator[None]:
     yield
     vllm.takes_tokens, vllm.has_render, vllm.template = True, False, prompt_of
+    vllm.renders_after_s = 0.0
 
 
 def sent_back(message: Any) -> Any:
@@ -256,6 +257,24 @@ def test_a_call_that_cannot_be_spliced_goes_as_it_came(
     assert results.counted() == {cause: 1}
     assert "kv_transfer_params" not in vllm.requests[-1]
     assert vllm.requests[-1]["messages"] == [*messages, user("say c")]
+
+
+@pytest.mark.parametrize("tokens", ["abc", 3, {"a": 1}, [1.5, "x", None], [[1]], []])
+def test_a_call_whose_rendering_is_no_list_of_tokens_goes_as_it_came(
+    splicer: Recorder, vllm: Engine, run: str, tokens: Any
+) -> None:
+    results, history = Results(splicer), converse(splicer, run, user("say a"))
+    vllm.template = lambda messages: tokens
+    assert converse(splicer, run, user("say b"), history=history)[-1]["content"] == "b"
+    assert results.counted() == {"start": 1, "rendering": 1}
+
+
+@pytest.mark.slow
+def test_a_call_whose_rendering_does_not_arrive_goes_as_it_came(splicer: Recorder, vllm: Engine, run: str) -> None:
+    results, history = Results(splicer), converse(splicer, run, user("say a"))
+    vllm.renders_after_s = 300.0
+    assert converse(splicer, run, user("say b"), history=history)[-1]["content"] == "b"
+    assert results.counted() == {"start": 1, "rendering": 1}
 
 
 def test_an_engine_that_does_not_read_the_tokens_is_named_and_recorded_right(

@@ -11,6 +11,8 @@ from gristmill_recorder.engines.connection import Engine
 from gristmill_recorder.refusals import EngineAway, EngineSlow
 
 _UNKNOWN_ROUTE = (403, 404, 405)
+# An agent waits for it: then the call is sent as it came.
+_MAX_S = 30.0
 
 
 class Renderer:
@@ -33,11 +35,13 @@ class Renderer:
         while True:
             route, *others = self._routes
             try:
-                status, answer = await self._engine.ask("POST", route.path, headers, route.body(request))
-            except (EngineAway, EngineSlow, TypeError):
+                async with asyncio.timeout(_MAX_S):
+                    status, answer = await self._engine.ask("POST", route.path, headers, route.body(request))
+            except (EngineAway, EngineSlow, TimeoutError, TypeError):
                 # A body that is nested too deeply has no JSON: the call itself says so.
                 return None
             if status not in _UNKNOWN_ROUTE or not others:
-                return answer.get(route.tokens)
+                tokens = answer.get(route.tokens)
+                return tokens if isinstance(tokens, list) and {*map(type, tokens)} == {int} else None
             if self._routes[0] == route:
                 self._routes = others
