@@ -141,6 +141,8 @@ async def read_body(request: web.BaseRequest) -> bytes:
         return await request.read()
     except web.HTTPRequestEntityTooLarge as error:
         raise TooLarge(f"the request is too large: {error.text}; shorten it, or raise --max-body-bytes") from None
+    except web.RequestPayloadError as error:
+        raise WrongCall(f"the request cannot be read: {error}; correct its content-encoding") from None
 
 
 def _of_samples(choices: Sequence[Document], samples: Sequence[Sampled]) -> Sequence[Document]:

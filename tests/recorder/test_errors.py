@@ -345,3 +345,8 @@ def test_a_run_that_is_deleted_is_refused_and_another_of_its_name_has_its_own_ve
     create_run(service.grpc_address, run)
     assert chat(recorder, run, body("say hi"), uid="b")[0] == 200
     assert version() == 0
+
+
+def test_a_body_that_is_not_compressed_as_it_says_is_refused(recorder: Recorder, run: str) -> None:
+    answer = refusal(post(f"{recorder.base(run)}/v1/chat/completions", body("say hi"), {"content-encoding": "gzip"}))
+    assert (answer[0], "content-encoding" in answer[1]) == (400, True), answer
