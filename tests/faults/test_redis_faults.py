@@ -38,6 +38,19 @@ def refused(call: Callable[[], object], within_s: float = 20) -> Refused:
     return caught.value
 
 
+def fill(admin: redis.Redis) -> None:
+    """Stores values until there is no room, also after the server has shrunk the buffers of its connections."""
+    numbers, before = itertools.count(), -1
+    while True:
+        with suppress(redis.exceptions.OutOfMemoryError):
+            for filler in numbers:
+                admin.set(f"filler-{filler}", bytes(4096))
+        if filler - before <= 1:
+            return
+        before = filler
+        time.sleep(3)
+
+
 class TestItDies:
     def test_unreachable_for_longer_than_the_lease_it_is_refused_and_goes_on(
         self, services: Services, start_redis: StartRedis, run: str
@@ -203,7 +216,10 @@ class TestItIsSlowOrSilent:
 class TestItIsFull:
     @pytest.fixture
     def server(self, start_redis: StartRedis) -> RedisServer:
-        return start_redis(appendonly="no", maxmemory="1gb")
+        server = start_redis(appendonly="no", maxmemory="1gb")
+        # Of a small server connections alone take a twentieth.
+        server.client().set("ballast", bytes(64 << 20))
+        return server
 
     def test_rows_wait_acknowledgements_do_not_and_it_goes_on_by_itself(
         self, services: Services, server: RedisServer, run: str
@@ -253,10 +269,8 @@ class TestItIsFull:
         late = [each | {"response_ids": long, "loss_mask": [1] * len(long)} for each in group("d", reward=None)]
         service.grpc.submit(run, [*group("c"), *late])
         admin.config_set("maxmemory", admin.info("memory")["used_memory"] + (1 << 20))
-        with suppress(redis.exceptions.OutOfMemoryError):
-            for filler in itertools.count():
-                admin.set(f"filler-{filler}", bytes(4096))
-        admin.delete("filler-0", "filler-1", "filler-2", "filler-3")  # room for a few records of the log
+        fill(admin)
+        admin.delete(*(f"filler-{number}" for number in range(32)))  # room for a few records of the log
         rewards = [{"uid": "d", "sample": sample, "reward": float(sample)} for sample in range(2)]
         patiently(lambda: service.grpc.set_rewards(run, rewards))
         assert service.grpc.batch(run, 1, wait_s=1)["state"] == "pending"
@@ -272,9 +286,7 @@ class TestOtherForms:
             service.grpc.submit(run, [*group("a"), *group("b"), *group("c")])
             service.grpc.batch(run, 0, wait_s=20)
             data = service.grpc.read(run, 0, 0, 0)
-            master, replica = sentinel.master.client(), sentinel.replica
-            assert replica is not None
-            eventually(lambda: master.execute_command("WAIT", 1, 1000) == 1, "the replica has all")
+            sentinel.master.wait_for_replica()
             sentinel.kill_master()
             assert patiently(lambda: service.grpc.submit(run, group("d"))) == ["accepted"] * 2
             assert train(service.grpc, run, 0) == data

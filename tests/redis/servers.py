@@ -240,6 +240,14 @@ class RedisServer:
         self.stop()
         self.start()
 
+    def wait_for_replica(self) -> None:
+        """Returns when a replica has all that was written."""
+        # WAIT waits for the writes of its own connection, and a replica has writes in their order.
+        together = self.client().pipeline(transaction=False)
+        together.set("written-last", b"")
+        together.wait(1, 5000)
+        assert together.execute()[-1] >= 1
+
     def pause(self) -> None:
         """The server holds its connections but answers nothing until `resume`."""
         os.kill(self.pid, signal.SIGSTOP)

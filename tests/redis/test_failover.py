@@ -191,7 +191,7 @@ def test_an_idle_owner_learns_that_its_log_was_rolled_back(sentinel: Sentinel, j
 def part_from_master(sentinel: Sentinel) -> None:
     """The replica has all that was written so far, and gets nothing any more."""
     assert sentinel.replica is not None
-    assert sentinel.master.client().wait(1, 5000) == 1
+    sentinel.master.wait_for_replica()
     sentinel.replica.client().replicaof(HOST, free_port())
 
 
