@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Collection
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -33,10 +34,11 @@ _UNKNOWN_VERSION = -1
 
 
 class Run:
-    """A run. policy_version: the last one that the trainer announced; -1 while it is unknown."""
+    """A run. policy_version: the last one that the trainer announced; -1 while it is unknown. columns: those that its
+    rows get."""
 
-    def __init__(self, name: str, client: AsyncRolloutClient, metrics: Metrics) -> None:
-        self.name, self.client = name, client
+    def __init__(self, name: str, client: AsyncRolloutClient, columns: Collection[str], metrics: Metrics) -> None:
+        self.name, self.client, self._columns = name, client, columns
         self.policy_version = _UNKNOWN_VERSION
         self._metrics = metrics
         self._is_known = False
@@ -75,6 +77,12 @@ class Run:
             raise WrongCall(
                 f"run {self.name!r} has step_wise: false and does not accept steps; create it with step_wise: true "
                 "and merge: tree"
+            )
+        declared = {column["name"] for column in status.config["columns"]}
+        if missing := sorted({*self._columns} - declared):
+            raise WrongCall(
+                f"run {self.name!r} does not declare the column {missing[0]}, which the recorder's --columns names; "
+                f"create it with this column, or omit {missing[0]} from --columns"
             )
         self._announced(status.policy_version)
         self._is_known = True
@@ -120,10 +128,10 @@ class Ended(NamedTuple):
 
 
 class Runs:
-    """All runs of a recorder. Use it on one event loop."""
+    """All runs of a recorder. Use it on one event loop. columns: those that rows get."""
 
-    def __init__(self, address: str, journal: Journal, metrics: Metrics) -> None:
-        self._address, self._journal, self._metrics = address, journal, metrics
+    def __init__(self, address: str, journal: Journal, columns: Collection[str], metrics: Metrics) -> None:
+        self._address, self._journal, self._columns, self._metrics = address, journal, columns, metrics
         self._runs: dict[str, Run] = {}
         self._open: dict[TrajectoryName, Recording] = {}
 
@@ -136,7 +144,7 @@ class Runs:
     def run(self, name: str) -> Run:
         if name not in self._runs:
             client = AsyncRolloutClient(self._address, name, timeout_s=_TIMEOUT_S)
-            self._runs[name] = Run(name, client, self._metrics)
+            self._runs[name] = Run(name, client, self._columns, self._metrics)
         return self._runs[name]
 
     def recording(self, name: TrajectoryName) -> Recording:

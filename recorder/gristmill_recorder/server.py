@@ -14,6 +14,7 @@ from aiohttp.log import server_logger
 
 from gristmill import AsyncRolloutClient, FailedPreconditionError, UnavailableError
 from gristmill_recorder.app import RecorderApp
+from gristmill_recorder.columns import names_of
 from gristmill_recorder.engines.connection import Engine
 from gristmill_recorder.engines.names import ENGINES
 from gristmill_recorder.engines.probe import Probe
@@ -50,7 +51,7 @@ async def serve(settings: RecorderSettings) -> None:
     # Report an invalid address or certificate of the service now, not at the first call.
     await AsyncRolloutClient(settings.address, "any").close()
     journal, metrics = Journal(settings.journal), Metrics()
-    runs = Runs(settings.address, journal, metrics)
+    runs = Runs(settings.address, journal, names_of(settings.columns), metrics)
     engine = Engine(settings)
     app = RecorderApp(settings, runs, engine, metrics)
     probe = Probe(engine, ENGINES[settings.engine], logprobs=settings.logprobs, splice=settings.splice != "off")

@@ -18,7 +18,7 @@ from gristmill_service.settings import load
 from tests.on_loop import Service
 from tests.recorder.engine import Engine
 from tests.recorder.engine_experts import npy
-from tests.recorder.recorders import Recorder, create_run, end, start
+from tests.recorder.recorders import Recorder, create_run, end, post, start
 from tests.recorder.test_chat import user
 from tests.recorder.test_splicing import converse
 
@@ -105,3 +105,13 @@ def test_experts_that_cannot_be_read_are_refused_and_nothing_is_unpickled(expert
 def test_an_unknown_column_is_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="there is no column thoughts; expected some of conversation"):
         load(RecorderSettings, {"upstream": "http://engine", "columns": "sampling,thoughts"})
+
+
+def test_a_run_without_the_columns_is_refused_at_its_first_call(
+    talking: Recorder, engine: Engine, service: Service, run: str
+) -> None:
+    asked = len(engine.requests)
+    body = {"model": "toy", "messages": [user("say a")]}
+    status, answer = post(f"{talking.base(run)}/v1/chat/completions", body)
+    assert (status, len(engine.requests)) == (400, asked)
+    assert "does not declare the column conversation" in answer["error"]["message"]
