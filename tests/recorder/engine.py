@@ -195,7 +195,7 @@ class Engine:
         """Each event of a stream has all tokens so far, unless `is_incremental`."""
         body = await self._read(request)
         tokens = answer_of(_words(bytes(body["input_ids"]).decode()))
-        ends = range(1, len(tokens) + 1) if body.get("stream") else (len(tokens),)
+        ends = range(1, len(tokens) + 1) if tokens and body.get("stream") else (len(tokens),)
         answers = [self._generated(tokens, end, bool(body.get("return_logprob"))) for end in ends]
         return await send_chunks(request, iter(answers), None) if body.get("stream") else web.json_response(answers[0])
 

@@ -59,6 +59,15 @@ def test_sglangs_answers_are_steps(
     check(of_sglang, service, run, [HI])
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_without_tokens_is_no_step(of_sglang: Recorder, sglang: Engine, run: str, stream: bool) -> None:
+    sglang.is_incremental = False
+    text = call(of_sglang, run, "generate", input_ids=list(b"short "), stream=stream)
+    assert ('"output_ids":[]' in text, "error" in text) == (True, False)
+    call(of_sglang, run, "generate", input_ids=PROMPT)
+    assert of_sglang.finish(run)["steps"] == 1
+
+
 @pytest.mark.parametrize(
     ("path", "body", "problem"),
     [

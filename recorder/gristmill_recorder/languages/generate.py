@@ -66,11 +66,13 @@ class SglangGenerateForm:
         return {**self._document, "return_logprob": True} if self._asking.logprobs else self._document
 
     def read(self, answer: Document) -> tuple[list[Sampled], list[Document]]:
-        return [self.sample(answer, answer["output_ids"], _logprobs(answer["meta_info"]))], []
+        return self.samples(answer, answer["output_ids"], _logprobs(answer["meta_info"])), []
 
-    def sample(self, answer: Document, tokens: list[int], logprobs: list[float]) -> Sampled:
+    def samples(self, answer: Document, tokens: list[int], logprobs: list[float]) -> list[Sampled]:
+        """Returns the answer, if it has tokens."""
         stop = answer["meta_info"]["finish_reason"]["type"]
-        return Sampled(self._prompt, tokens, logprobs if self._asking.logprobs else None, stop)
+        sampled = Sampled(self._prompt, tokens, logprobs if self._asking.logprobs else None, stop)
+        return [sampled] if tokens else []
 
     def whole(self, answer: Document) -> Document:
         if not self._document.get("return_logprob"):
@@ -119,7 +121,7 @@ class SglangStream:
         return []
 
     def sampled(self) -> list[Sampled]:
-        return [self._form.sample(self._answer, self._tokens, self._logprobs)]
+        return self._form.samples(self._answer, self._tokens, self._logprobs)
 
 
 def prompt_of(document: Document, name: str) -> list[int]:
