@@ -60,7 +60,10 @@ class Calls:
             document = await read_document(request)
             run = self._runs.run(name.run)
             await run.check()
-            form = make_form(document, self._asking)
+            try:
+                form = make_form(document, self._asking)
+            except RecursionError:
+                raise WrongCall("the request cannot be read; nest it less deeply") from None
             version = _version(request, run.policy_version)
             images = urls_of_images(form.request)
             sampling = Sampling.of(form.request, self._settings.trainer_temperature)

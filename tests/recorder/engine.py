@@ -173,6 +173,8 @@ class Engine:
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         body = await self._read(request)
         transfer = body.get("kv_transfer_params") or {}
+        if not isinstance(transfer, dict):
+            return _refused("kv_transfer_params: Input should be a valid dictionary")
         given = body.get("input_ids") if self.is_sglang else transfer.get("prompt_token_ids")
         prompt = (self.takes_tokens and given) or prompt_of(body["messages"])
         return await self._answer(request, body, [prompt], self.says or _spoken(body["messages"][-1]), "chat")

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
+import httpx
 import pytest
 
 from tests.on_loop import Service
@@ -246,6 +247,33 @@ def test_a_request_that_cannot_be_written_again_is_refused(recorder: Recorder, b
     asked = len(broken.requests)
     status, body = send(recorder, run, f'{{"messages": [], "tools": {"[" * 300}{"]" * 300}}}')
     assert (status, b"nest it less deeply" in body) == (400, True)
+    assert len(broken.requests) == asked
+
+
+NESTED = '{"a":' * 1000 + "1" + "}" * 1000
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (
+            "v1/messages",
+            f'{{"messages": [{{"role": "assistant", "content": [{{"type": "tool_use", "input": {NESTED}}}]}}]}}',
+        ),
+        (
+            "v1beta/models/toy:generateContent",
+            f'{{"contents": [], "tools": [{{"functionDeclarations": [{{"name": "a", "parameters": {NESTED}}}]}}]}}',
+        ),
+        ("generate", f'{{"input_ids": [1], "sampling_params": {{"n": {NESTED}}}}}'),
+    ],
+    ids=["messages", "contents", "tokens"],
+)
+def test_a_request_that_cannot_be_translated_is_refused(
+    recorder: Recorder, broken: BrokenEngine, run: str, path: str, body: str
+) -> None:
+    asked = len(broken.requests)
+    answer = httpx.post(f"{recorder.base(run)}/{path}", content=body, trust_env=False)
+    assert (answer.status_code, "nest it less deeply" in answer.text) == (400, True)
     assert len(broken.requests) == asked
 
 

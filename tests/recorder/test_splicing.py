@@ -350,3 +350,25 @@ def test_a_call_that_is_no_conversation_goes_as_it_came(messages: Any) -> None:
     request = {"messages": messages}
     plan = asyncio.run(Splicer("on", VLLM, nothing, Metrics()).plan(CHAT, request, nothing, {}))
     assert (plan.request, plan.conversation) == (request, None)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"kv_transfer_params": 3},
+        {"kv_transfer_params": "x"},
+        {"chat_template_kwargs": "x"},
+        {"messages": [{"role": [], "content": "fail 400"}]},
+    ],
+)
+@pytest.mark.parametrize("is_first", [False, True])
+def test_a_call_with_fields_of_wrong_types_gets_the_engines_error(
+    splicer: Recorder, vllm: Engine, run: str, wrong: dict[str, Any], is_first: bool
+) -> None:
+    messages = [] if is_first else converse(splicer, run, user("say hi"))
+    call = {"model": "toy", "messages": [user("fail 400")], **wrong}
+    asked = len(vllm.requests)
+    url = f"{splicer.base(run)}/v1/chat/completions"
+    assert post(url, {**call, "messages": [*messages, *call["messages"]]})[0] == 400
+    assert len(vllm.requests) == asked + 1
+    assert "Traceback" not in splicer.log.read_text()

@@ -28,6 +28,10 @@ _MAX_SETTINGS = 4096
 # After an engine ignored the tokens of a prompt, it is not asked for renderings in vain; then it may be a newer one.
 _IGNORED_S = 60.0
 
+# What reading a call with fields of wrong types raises. It is sent as it came, because the engine's error says what is
+# wrong.
+_INVALID = (AttributeError, KeyError, RecursionError, TypeError, ValueError)
+
 _log = logging.getLogger("gristmill.recorder")
 
 
@@ -85,16 +89,19 @@ class Splicer:
             return Plan(request)
         try:
             conversation = Conversation(request)
-        except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
+        except _INVALID:
             return Plan(request)
         plan = Plan(request, conversation)
         if 0 < conversation.answered < len(conversation.messages):
             plan.continues = recording.ends.get(conversation.key(conversation.answered))
         if self._mode == "off":
             return plan
-        plan.cause = await self._splice(plan, recording, headers)
-        if plan.spliced is not None and self._mode == "on":
-            plan.request = self._api.with_tokens(request, plan.spliced)
+        try:
+            plan.cause = await self._splice(plan, recording, headers)
+            if plan.spliced is not None and self._mode == "on":
+                plan.request = self._api.with_tokens(request, plan.spliced)
+        except _INVALID:
+            return Plan(request)
         return plan
 
     async def _splice(self, plan: Plan, recording: Recording, headers: Mapping[str, str]) -> str:
