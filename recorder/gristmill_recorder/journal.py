@@ -202,6 +202,15 @@ class Journal:
         record = records.fetchone()
         return None if record is None else _entry(record)
 
+    def has_higher_attempt(self, name: TrajectoryName) -> bool:
+        """Returns whether a higher attempt of the trajectory is recorded that the service did not refuse."""
+        records = self._database.execute(
+            "SELECT 1 FROM trajectories WHERE run = ? AND uid = ? AND sample = ? AND round = ? AND attempt > ? "
+            "AND coalesce(outcome, '') NOT LIKE 'refused%'",
+            name,
+        )
+        return records.fetchone() is not None
+
     def open(self) -> Iterator[Entry]:
         """Yields the open trajectories, with the rows to deliver."""
         for record in self._database.execute(f"{_FIND} WHERE closed_at IS NULL ORDER BY id").fetchall():

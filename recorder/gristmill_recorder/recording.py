@@ -38,7 +38,7 @@ _LASTING = (AlreadyExistsError, FailedPreconditionError, InvalidArgumentError, N
 _OVER = {
     RowOutcome.SEALED: "sealed: its group is in a sealed batch, without this trajectory",
     RowOutcome.DROPPED: "dropped: the group was dropped, or the trajectory was aborted",
-    RowOutcome.SUPERSEDED: "superseded: the service has a higher attempt",
+    RowOutcome.SUPERSEDED: "superseded: there is a higher attempt",
 }
 ACCEPTED, ABORTED, REFUSED = "accepted", "aborted", "refused"
 
@@ -154,6 +154,10 @@ class Recording:
         if self._entry.is_ended:
             raise Conflict(f"{self.name}: it has ended with {self.steps} steps; call abort_trajectory of a client")
 
+    def close_superseded(self) -> None:
+        """Closes the trajectory without the service, which has a higher attempt or will have it."""
+        self._close(_OVER[RowOutcome.SUPERSEDED])
+
     def close_aborted(self) -> None:
         """Closes the trajectory after the service has aborted it."""
         self._close(ABORTED)
@@ -220,6 +224,9 @@ class Recording:
 
     async def _send_abort(self) -> None:
         name, reason = self.name, self.outcome.partition(": ")[2]
+        if self._journal.has_higher_attempt(name):
+            self.close_superseded()
+            return
         try:
             await self._client.abort_trajectory(name.uid, name.sample, round=name.round, reason=reason)
         except NotFoundError:

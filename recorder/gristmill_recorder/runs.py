@@ -172,13 +172,19 @@ class Runs:
         return ended
 
     async def abort(self, name: TrajectoryName, reason: str) -> None:
-        """Aborts the trajectory, here and in the service; its group continues without it. Idempotent.
+        """Aborts the trajectory, here and in the service; its group continues without it. If there is a higher attempt,
+        only this one is closed. Idempotent.
 
         If the service is unreachable, or does not have the group yet, the abort waits in the journal. Raises WrongCall
         if the run does not exist, Conflict if the trajectory has ended.
         """
         if (recording := self._open.get(name)) is not None:
             recording.check_not_ended()
+        if self._has_higher_attempt(name):
+            # The service aborts all attempts of a trajectory.
+            if recording is not None:
+                recording.close_superseded()
+            return
         run = self.run(name.run)
         await run.check()
         try:
@@ -192,6 +198,10 @@ class Runs:
         else:
             if recording is not None:
                 recording.close_aborted()
+
+    def _has_higher_attempt(self, name: TrajectoryName) -> bool:
+        is_open = any(other[:4] == name[:4] and other.attempt > name.attempt for other in self._open)
+        return is_open or self._journal.has_higher_attempt(name)
 
     async def abandon(self, idle_s: float) -> None:
         """Aborts open trajectories without a call for idle_s seconds: their groups would wait for them forever."""

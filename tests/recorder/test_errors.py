@@ -306,6 +306,25 @@ def test_an_agent_that_falls_silent_is_aborted_and_its_group_goes_on(
     assert recorder.metric('closed_trajectories_total{outcome="aborted"}') == 1
 
 
+@pytest.mark.parametrize("is_idle", [False, True])
+def test_the_end_of_an_attempt_leaves_a_higher_one_untouched(
+    start_recorder: StartRecorder, engine: Engine, service: Service, run: str, is_idle: bool
+) -> None:
+    recorder = start_recorder(engine.url, service.grpc_address, "--idle-abort-s", "1" if is_idle else "60")
+    first, second = recorder.base(run), recorder.base(run, more="/attempt/1")
+    assert post(f"{first}/v1/chat/completions", body("say old"))[0] == 200
+    if not is_idle:
+        assert post(f"{second}/v1/chat/completions", body("say new"))[0] == 200
+        assert post(f"{first}/abort", {})[0] == 200
+    while not recorder.metric('closed_trajectories_total{outcome="superseded"}'):
+        assert post(f"{second}/v1/chat/completions", body("say new"))[0] == 200
+        time.sleep(0.1)
+    assert post(f"{second}/v1/chat/completions", body("say last"))[0] == 200
+    assert post(f"{second}/finish", {"reward": 1.0})[1]["outcome"] == "accepted"
+    assert bytes(trained(service.grpc_address, run)[-1].trained[:-1]) == b"last"
+    assert post(f"{first}/v1/chat/completions", body("say old"))[0] == 410
+
+
 def test_idle_trajectories_are_aborted_after_one_of_a_run_that_was_deleted(
     start_recorder: StartRecorder, engine: Engine, service: Service, run_name: str
 ) -> None:
