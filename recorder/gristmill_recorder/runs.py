@@ -158,7 +158,7 @@ class Runs:
     async def finish(self, name: TrajectoryName, reward: float | None, wait_s: float) -> Ended:
         """Ends a trajectory like `Recording.finish`. Raises Conflict also if no call was recorded, or the service
         refused the steps."""
-        if (recording := self._open.get(name)) is not None and recording.steps:
+        if (recording := self._open.get(name)) is not None and (recording.steps or recording.calls):
             await recording.finish(reward, wait_s)
             ended = Ended(recording.steps, recording.outcome)
         elif (entry := self._journal.find(name)) is not None:
