@@ -190,6 +190,7 @@ class Journal:
                 _tune(self._database, "OFF")
                 _tune(self._disk, "FULL")
                 _make_tables(self._database)
+                self._inodes = {each: os.stat(each).st_ino for each in (path, path.with_name(f"{path.name}-wal"))}
             except sqlite3.Error as error:
                 raise InvalidArgumentError(f"journal: cannot read {path}: {error}; choose another file") from None
             self._opened = opened.pop_all()
@@ -318,6 +319,7 @@ class Journal:
     @contextmanager
     def _writing(self) -> Iterator[None]:
         """Raises FailedPreconditionError if the block cannot write its changes; then it wrote none of them."""
+        self._check_files()
         try:
             yield
         except sqlite3.Error as error:
@@ -326,6 +328,19 @@ class Journal:
             raise FailedPreconditionError(
                 f"the journal cannot be written, so the call is not answered: {error}; free space on the journal's disk"
             ) from None
+
+    def _check_files(self) -> None:
+        """Raises FailedPreconditionError if a file was deleted or replaced: what the open one contains would be lost
+        with this process."""
+        for path, inode in self._inodes.items():
+            try:
+                is_here = os.stat(path).st_ino == inode
+            except FileNotFoundError:
+                is_here = False
+            if not is_here:
+                raise FailedPreconditionError(
+                    f"the journal {path} was deleted or replaced, so the call is not answered; restart the recorder"
+                )
 
 
 # next_step is stored when the steps are deleted; before, it is computed from them.

@@ -145,6 +145,19 @@ def test_a_change_that_the_disk_refuses_changes_nothing(journal: Journal, tmp_pa
     assert (entry.next_step, [each.step for each in entry.rows]) == (begun.next_step, [0]) == (1, [0])
 
 
+@pytest.mark.parametrize("end", ["", "-wal"])
+def test_a_step_is_refused_once_a_file_of_the_journal_was_deleted(journal: Journal, tmp_path: Path, end: str) -> None:
+    entry = Entry(NAME)
+    journal.append(entry, [row(0)], None)
+    path = tmp_path / f"journal.sqlite3{end}"
+    path.unlink()
+    for _ in range(2):
+        with pytest.raises(FailedPreconditionError, match="deleted or replaced"):
+            journal.append(entry, [row(1)], row(0))
+        path.touch()
+    assert entry.next_step == 1
+
+
 @pytest.mark.parametrize("content", ["other", "no database at all, but long enough to be looked at as one" * 20])
 def test_a_file_that_is_no_journal_is_left_alone(tmp_path: Path, content: str) -> None:
     path = tmp_path / "file"
