@@ -95,8 +95,10 @@ class RecorderApp:
     async def _abort(self, request: web.Request, name: TrajectoryName) -> web.Response:
         document = await read_document(request) if request.can_read_body else {}
         reason = _only(document, "reason") or "aborted by the agent"
+        if not isinstance(reason, str):
+            raise WrongCall(f"reason is a {type(reason).__name__}; send a text")
         try:
-            await self._runs.abort(name, str(reason)[:_REASON_LENGTH])
+            await self._runs.abort(name, reason[:_REASON_LENGTH])
         except GristmillError as error:
             raise Conflict(str(error)) from None
         return web.Response(body=orjson.dumps({"outcome": "aborted"}), content_type="application/json")

@@ -47,6 +47,11 @@ def split(path: str, headers: Mapping[str, str]) -> tuple[TrajectoryName | None,
     if not values:
         names = {key: headers.get(f"{HEADER}{key.removesuffix('s') if key == 'runs' else key}") for key in _KEYS}
         values = {key: value for key, value in names.items() if value is not None}
+        # aiohttp decodes bytes that are not UTF-8 as lone surrogates.
+        if any("\ud800" <= letter <= "\udfff" for value in values.values() for letter in value):
+            raise InvalidArgumentError(
+                f"a header {HEADER}... is not UTF-8; encode it, or use a base URL like {_EXAMPLE}"
+            )
     return (_name(values) if values else None), rest
 
 

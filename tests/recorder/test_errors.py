@@ -7,6 +7,7 @@ import http.client
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -150,6 +151,17 @@ def test_a_trajectory_does_not_end_while_calls_are_under_way(
         engine.let_go.add(run)
         late.result()
     assert recorder.finish(run)["steps"] == 2 - is_first
+
+
+def test_a_reason_that_is_no_text_and_a_name_that_is_not_utf8_are_refused(recorder: Recorder, run: str) -> None:
+    status, message = refusal(post(f"{recorder.base(run)}/abort", {"reason": {"a": 1}}))
+    assert (status, message) == (400, "reason is a dict; send a text")
+    where = urlsplit(recorder.url)
+    with closing(http.client.HTTPConnection(where.netloc)) as connection:
+        names = {"x-gristmill-run": run, "x-gristmill-uid": b"\xff", "x-gristmill-sample": "0"}
+        connection.request("POST", "/v1/chat/completions", json.dumps(body("say hi")), names)
+        answer = connection.getresponse()
+        assert (answer.status, b"is not UTF-8" in answer.read()) == (400, True)
 
 
 def test_an_end_may_be_repeated_and_calls_after_it_are_refused(recorder: Recorder, service: Service, run: str) -> None:
