@@ -46,6 +46,11 @@ class Run:
         self._checking: asyncio.Task[None] | None = None
         self._watch: asyncio.Task[None] | None = None
 
+    @property
+    def is_unknown(self) -> bool:
+        """Whether the service has not confirmed the run, and is not being asked."""
+        return not self._is_known and self._checking is None
+
     async def check(self) -> None:
         """Checks that the run accepts steps. If the service does not answer within two seconds, returns too, and steps
         wait in the journal. Raises WrongCall if the run does not accept steps."""
@@ -212,6 +217,12 @@ class Runs:
                 await self._abandon(recording, f"the agent made no call for {idle_s:g} s")
             except (Conflict, GristmillError) as error:
                 _log.warning("%s: abort failed: %s", recording.name, error)
+
+    async def drop_unknown(self) -> None:
+        """Frees the connections of runs that do not exist and have no open trajectories."""
+        used = {name.run for name in self._open}
+        for name in [name for name, run in self._runs.items() if run.is_unknown and name not in used]:
+            await self._runs.pop(name).close()
 
     async def _abandon(self, recording: Recording, reason: str) -> None:
         try:

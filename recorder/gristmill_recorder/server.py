@@ -120,11 +120,12 @@ async def _sync(journal: Journal) -> None:
 
 
 async def _expire(runs: Runs, journal: Journal, settings: RecorderSettings) -> None:
-    """Regularly deletes old closed trajectories, and aborts idle ones."""
+    """Regularly deletes old closed trajectories, aborts idle ones, and frees the connections of unknown runs."""
     while True:
         try:
             journal.forget(time.time() - settings.keep_closed_s)
         except FailedPreconditionError as error:
             _log.error("closed trajectories not deleted, will be retried: %s", error)
         await runs.abandon(settings.idle_abort_s)
+        await runs.drop_unknown()
         await asyncio.sleep(min(_BACKGROUND_S, settings.idle_abort_s))

@@ -8,6 +8,7 @@ import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -358,6 +359,21 @@ def test_idle_trajectories_are_aborted_after_one_of_a_run_that_was_deleted(
         time.sleep(0.02)
     assert second.metric('closed_trajectories_total{outcome="refused"}') == 1
     assert second.metric('closed_trajectories_total{outcome="aborted"}') == 1
+
+
+def test_the_connections_of_runs_that_do_not_exist_are_freed(
+    start_recorder: StartRecorder, engine: Engine, service: Service, run: str
+) -> None:
+    recorder = start_recorder(engine.url, service.grpc_address, "--idle-abort-s", "1")
+    assert chat(recorder, run, body("say hi"))[0] == 200
+    files = Path(f"/proc/{recorder.process.pid}/fd")
+    before = len([*files.iterdir()])
+    for number in range(60):
+        assert chat(recorder, f"{run}-{number}", body("say hi"))[0] == 400
+    while len([*files.iterdir()]) > before + 30:
+        time.sleep(0.05)
+    assert chat(recorder, run, body("say hi"), uid="b")[0] == 200
+    assert chat(recorder, f"{run}-0", body("say hi"))[0] == 400
 
 
 def test_a_run_that_is_deleted_is_refused_and_another_of_its_name_has_its_own_versions(
