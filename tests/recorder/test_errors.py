@@ -159,7 +159,7 @@ def test_a_reason_that_is_no_text_and_a_name_that_is_not_utf8_are_refused(record
     assert (status, message) == (400, "reason is a dict; send a text")
     where = urlsplit(recorder.url)
     with closing(http.client.HTTPConnection(where.netloc)) as connection:
-        names = {"x-gristmill-run": run, "x-gristmill-uid": b"\xff", "x-gristmill-sample": "0"}
+        names: dict[str, Any] = {"x-gristmill-run": run, "x-gristmill-uid": b"\xff", "x-gristmill-sample": "0"}
         connection.request("POST", "/v1/chat/completions", json.dumps(body("say hi")), names)
         answer = connection.getresponse()
         assert (answer.status, b"is not UTF-8" in answer.read()) == (400, True)
