@@ -64,11 +64,12 @@ class Calls:
                 form = make_form(document, self._asking)
             except RecursionError:
                 raise WrongCall("the request cannot be read; nest it less deeply") from None
-            version = _version(request, run.policy_version)
-            images = urls_of_images(form.request)
-            sampling = Sampling.of(form.request, self._settings.trainer_temperature)
+            version, asked = _version(request, run.policy_version), form.request
+            # Without the column, calls with images were refused.
+            images = urls_of_images(asked) if self._asking.images else ()
+            sampling = Sampling.of(asked, self._settings.trainer_temperature)
             headers = _engine_headers(request)
-            plan = await self._splicer.plan(form.path, form.request, recording, headers)
+            plan = await self._splicer.plan(form.path, asked, recording, headers)
 
             def record(samples: Sequence[Sampled], choices: Sequence[Document]) -> None:
                 said = _of_samples(choices, samples)

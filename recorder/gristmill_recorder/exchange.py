@@ -15,6 +15,7 @@ from gristmill.errors import FailedPreconditionError, InvalidArgumentError
 from gristmill_recorder.engines.connection import Engine, answer_headers
 from gristmill_recorder.languages.events import EventSplitter
 from gristmill_recorder.languages.language import Document, Form, Stream
+from gristmill_recorder.languages.whole import streamed
 from gristmill_recorder.refusals import (
     EngineAway,
     EngineSlow,
@@ -105,7 +106,7 @@ class Exchange:
             # Recorded last: an answer that cannot be converted must not be recorded.
             self._record(samples, choices)
             self.is_recorded = True
-        if self._form.is_streamed_later:
+        if self._form.stream_later is not None:
             headers["content-type"] = _STREAM
         self.response = web.Response(body=answered, headers=headers)
         # Sent here, not when the handler returns, so that metrics count the call after its answer was sent.
@@ -113,7 +114,9 @@ class Exchange:
 
     def _answered(self, document: Document) -> bytes:
         form = self._form
-        return form.streamed(document) if form.is_streamed_later else orjson.dumps(form.whole(document))
+        if form.stream_later is None:
+            return orjson.dumps(form.whole(document))
+        return streamed(form.stream(), document, form.stream_later)
 
     async def _stream(self, answer: ClientResponse) -> None:
         self.response = web.StreamResponse(headers=answer_headers(answer))

@@ -9,7 +9,6 @@ from gristmill._engines.events import Event
 from gristmill.completions import Sampled, sampled
 from gristmill_recorder.languages.choices import ChoiceReader
 from gristmill_recorder.languages.language import Asking, Document
-from gristmill_recorder.languages.whole import streamed
 from gristmill_recorder.refusals import WrongCall
 
 _STREAMING = frozenset(("stream", "stream_options"))
@@ -24,10 +23,10 @@ class ChatForm(CompletionCall):
         self.api, self.path = api, f"v1/{api}"
         self._asking = asking
         is_chat = api == "chat/completions"
-        self.is_streamed_later = asking.whole and is_chat and bool(document.get("stream"))
-        options = document.get("stream_options")
-        self._options = options if isinstance(options, dict) else {}
-        if self.is_streamed_later:
+        self.stream_later: Document | None = None
+        if asking.whole and is_chat and document.get("stream"):
+            options = document.get("stream_options")
+            self.stream_later = options if isinstance(options, dict) else {}
             document = {name: value for name, value in document.items() if name not in _STREAMING}
         super().__init__(document, asking.api.fields, is_chat=is_chat, logprobs=asking.logprobs, images=asking.images)
         # Streams do not contain them, but the engine would read the whole prompt again to compute them.
@@ -47,9 +46,6 @@ class ChatForm(CompletionCall):
 
     def stream(self) -> ChatStream:
         return ChatStream(self)
-
-    def streamed(self, answer: Document) -> bytes:
-        return streamed(self.stream(), answer, self._options)
 
 
 class ChatStream(CompletionStream):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
@@ -51,7 +52,8 @@ class VllmGenerateForm(ChatForm):
 class SglangGenerateForm:
     """A call of `/generate` with one prompt and one answer."""
 
-    api, path, is_streamed_later = "generate", "generate", False
+    api, path = "generate", "generate"
+    stream_later: Document | None = None
 
     def __init__(self, document: Document, asking: Asking) -> None:
         for name in ("image_data", "video_data", "audio_data"):
@@ -83,17 +85,20 @@ class SglangGenerateForm:
     def stream(self) -> Stream:
         return SglangStream(self)
 
-    def streamed(self, answer: Document) -> bytes:
-        raise NotImplementedError("its thoughts are tokens: it is streamed by the engine")
 
+class OwnRouteStream(ABC):
+    """Reads the events of an engine's own route. Each is an object with a part of the answer."""
 
-class SglangStream:
-    """Reads the events of `/generate`. Each has all tokens so far, or with a flag of the server the new ones."""
-
-    def __init__(self, form: SglangGenerateForm) -> None:
-        self._form, self._answer = form, dict[str, Any]()
-        self._tokens, self._logprobs = list[int](), list[float]()
+    def __init__(self) -> None:
         self.is_complete = self.is_over = self.has_failed = False
+
+    @abstractmethod
+    def add(self, answer: Document) -> None:
+        """Adds a part of the answer. Sets `is_complete` with the last one."""
+
+    @abstractmethod
+    def strip(self, answer: Document) -> Document:
+        """Removes what the recorder requested from a part, in place."""
 
     def read(self, event: Event) -> bytes:
         if event.data == DONE:
@@ -104,10 +109,25 @@ class SglangStream:
         if "error" in answer:
             self.has_failed = True
             return event.raw
-        self._add(answer)
-        return b"data: " + orjson.dumps(self._form.whole(answer)) + b"\n\n"
+        self.add(answer)
+        return b"data: " + orjson.dumps(self.strip(answer)) + b"\n\n"
 
-    def _add(self, answer: Document) -> None:
+    def choices(self) -> list[Document]:
+        return []
+
+
+class SglangStream(OwnRouteStream):
+    """Reads the events of `/generate`. Each has all tokens so far, or with a flag of the server the new ones."""
+
+    def __init__(self, form: SglangGenerateForm) -> None:
+        super().__init__()
+        self._form, self._answer = form, dict[str, Any]()
+        self._tokens, self._logprobs = list[int](), list[float]()
+
+    def strip(self, answer: Document) -> Document:
+        return self._form.whole(answer)
+
+    def add(self, answer: Document) -> None:
         meta = answer["meta_info"]
         tokens, logprobs = answer.get("output_ids") or [], _logprobs(meta)
         count = meta["completion_tokens"]
@@ -116,9 +136,6 @@ class SglangStream:
         if len(self._tokens) != count:
             raise NotRecorded(f"the engine's stream has {len(self._tokens)} of {count} tokens; repeat the call")
         self.is_complete, self._answer = meta["finish_reason"] is not None, answer
-
-    def choices(self) -> list[Document]:
-        return []
 
     def sampled(self) -> list[Sampled]:
         return self._form.samples(self._answer, self._tokens, self._logprobs)

@@ -55,12 +55,12 @@ class Stream(Protocol):
 
 
 class Form(Protocol):
-    """A call. api: its label in metrics. path: its path at the engine. is_streamed_later: whether the engine's answer
-    is whole, and the agent's is a stream."""
+    """A call. api: its label in metrics. path: its path at the engine. stream_later: the `stream_options` of a stream
+    that the recorder makes of a whole answer; None if it makes none."""
 
     api: str
     path: str
-    is_streamed_later: bool
+    stream_later: Document | None
 
     @property
     def request(self) -> Document:
@@ -74,9 +74,6 @@ class Form(Protocol):
         """Converts an answer that is not streamed into the answer for the agent. May change it in place."""
 
     def stream(self) -> Stream: ...
-
-    def streamed(self, answer: Document) -> bytes:
-        """Converts an answer that is not streamed into the stream for the agent, if `is_streamed_later`."""
 
 
 def refuse(document: Document, name: str, reason: str) -> None:

@@ -8,11 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import orjson
-
-from gristmill._engines.events import DONE, Event
 from gristmill.completions import Sampled
-from gristmill_recorder.languages.generate import prompt_of
+from gristmill_recorder.languages.generate import OwnRouteStream, prompt_of
 from gristmill_recorder.languages.language import Asking, Document, Stream, refuse
 from gristmill_recorder.refusals import NotRecorded, WrongCall
 
@@ -24,7 +21,8 @@ _LOWEST = -3.4e38
 class LlamaForm:
     """A call of `/completion` with one prompt and one answer. path: that, or its older name `/completions`."""
 
-    api, is_streamed_later = "completion", False
+    api = "completion"
+    stream_later: Document | None = None
 
     def __init__(self, path: str, document: Document, asking: Asking) -> None:
         self.path = path
@@ -100,27 +98,19 @@ class LlamaForm:
     def stream(self) -> Stream:
         return LlamaStream(self)
 
-    def streamed(self, answer: Document) -> bytes:
-        raise NotImplementedError("its answers are tokens: they are streamed by the engine")
 
-
-class LlamaStream:
+class LlamaStream(OwnRouteStream):
     """Reads the events of `/completion`. Each has the new tokens, the last none."""
 
     def __init__(self, form: LlamaForm) -> None:
+        super().__init__()
         self._form, self._answer = form, dict[str, object]()
         self._tokens, self._probabilities = list[int](), list[Document]()
-        self.is_complete = self.is_over = self.has_failed = False
 
-    def read(self, event: Event) -> bytes:
-        if event.data == DONE:
-            self.is_over = True
-        if not event.data.startswith(b"{"):
-            return event.raw
-        answer: Document = orjson.loads(event.data)
-        if "error" in answer:
-            self.has_failed = True
-            return event.raw
+    def strip(self, answer: Document) -> Document:
+        return self._form.strip(answer)
+
+    def add(self, answer: Document) -> None:
         # An event about the progress of the prompt has a token that was not sampled.
         if "prompt_progress" not in answer:
             self._tokens += answer["tokens"]
@@ -128,10 +118,6 @@ class LlamaStream:
         if answer["stop"]:
             self.is_complete = self.is_over = True
             self._answer = answer
-        return b"data: " + orjson.dumps(self._form.strip(answer)) + b"\n\n"
-
-    def choices(self) -> list[Document]:
-        return []
 
     def sampled(self) -> list[Sampled]:
         return self._form.samples(self._answer, self._tokens, self._probabilities)

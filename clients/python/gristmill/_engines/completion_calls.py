@@ -82,7 +82,7 @@ class CompletionCall:
                 choice["logprobs"] = None
                 if self._fields.omits_logprobs and not self._is_chat:
                     del choice["logprobs"]
-        if not self._keeps_logprobs and isinstance(data := (answer.get("nvext") or {}).get("engine_data"), dict):
+        if not self._keeps_logprobs and isinstance(data := (answer.get(extension) or {}).get("engine_data"), dict):
             data.pop("completion_logprobs", None)
 
 
