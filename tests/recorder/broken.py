@@ -74,9 +74,11 @@ def breaking(tls: ssl.SSLContext | None = None) -> Iterator[BrokenEngine]:
         engine.url = f"{'https' if tls else 'http'}://localhost:{listener.getsockname()[1]}"
         thread = threading.Thread(target=_serve, args=(listener, engine, tls))
         thread.start()
-        yield engine
-        listener.shutdown(socket.SHUT_RDWR)
-        thread.join()
+        try:
+            yield engine
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join()
 
 
 def _serve(listener: socket.socket, engine: BrokenEngine, tls: ssl.SSLContext | None) -> None:
@@ -113,7 +115,7 @@ def _read_request(connection: socket.socket, engine: BrokenEngine) -> None:
     """Takes note of the next one. Raises EOFError where none comes, and after the recorder's question for models."""
     head, _, body = _until(connection, b"", lambda received: b"\r\n\r\n" in received).partition(b"\r\n\r\n")
     if head.startswith(b"GET "):
-        connection.sendall(b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n")
+        connection.sendall(b"HTTP/1.1 404 Not Found\r\nconnection: close\r\ncontent-length: 0\r\n\r\n")
         raise EOFError
     length = next(int(line[15:]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:"))
     engine.heads.append(head)
