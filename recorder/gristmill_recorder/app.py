@@ -18,7 +18,7 @@ from gristmill_recorder.exchange import unchanged
 from gristmill_recorder.languages.paths import RECORDED, form_at
 from gristmill_recorder.metrics import Metrics
 from gristmill_recorder.names import TrajectoryName, split
-from gristmill_recorder.refusals import Busy, Conflict, RefusalError, UnknownPath, WrongCall
+from gristmill_recorder.refusals import Busy, RefusalError, UnknownPath, WrongCall
 from gristmill_recorder.runs import Runs
 from gristmill_recorder.settings import RecorderSettings
 
@@ -100,7 +100,7 @@ class RecorderApp:
         try:
             await self._runs.abort(name, reason[:_REASON_LENGTH])
         except GristmillError as error:
-            raise Conflict(str(error)) from None
+            raise Busy(str(error)) from None
         return web.Response(body=orjson.dumps({"outcome": "aborted"}), content_type="application/json")
 
     async def _pass_on(self, request: web.Request, path: str) -> web.Response:

@@ -265,14 +265,14 @@ class Journal:
                 "UPDATE trajectories SET is_ended = 1, reward = ? WHERE id = ?", (reward, trajectory)
             )
 
-    def abort(self, entry: Entry) -> None:
-        """Stores `outcome` of the entry and deletes its steps. The trajectory stays open until the service has aborted
-        it."""
+    def abort(self, entry: Entry, outcome: str) -> None:
+        """Stores the outcome, also in the entry, and deletes the steps. The trajectory is open until the service has
+        aborted it."""
         with self._transaction():
             id_ = entry.id or self._insert(entry.name)
-            self._database.execute("UPDATE trajectories SET outcome = ? WHERE id = ?", (entry.outcome, id_))
+            self._database.execute("UPDATE trajectories SET outcome = ?, closed_at = NULL WHERE id = ?", (outcome, id_))
             self._database.execute("DELETE FROM steps WHERE trajectory = ?", (id_,))
-        entry.id, entry.next_step = id_, 0
+        entry.id, entry.next_step, entry.outcome = id_, 0, outcome
 
     def close_trajectory(self, trajectory: int, outcome: str, *, keeps_rows: bool) -> None:
         """Closes a trajectory and stores its outcome. keeps_rows: whether its steps stay for inspection until

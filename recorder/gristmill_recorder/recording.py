@@ -146,28 +146,26 @@ class Recording:
             self._journal.end(self._entry.id, reward)
             self._entry.is_ended, self._entry.reward = True, reward
             self.deliver()
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._over.wait(), wait_s)
-
-    def check_not_ended(self) -> None:
-        """Raises Conflict if the trajectory has ended: then only the service can abort it."""
-        if self._entry.is_ended:
-            raise Conflict(f"{self.name}: it has ended with {self.steps} steps; call abort_trajectory of a client")
+        await self.wait_closed(wait_s)
 
     def close_superseded(self) -> None:
         """Closes the trajectory without the service, which has a higher attempt or will have it."""
         self._close(_OVER[RowOutcome.SUPERSEDED])
 
-    def close_aborted(self) -> None:
-        """Closes the trajectory after the service has aborted it."""
-        self._close(ABORTED)
+    def abort(self, reason: str) -> None:
+        """Stops recording the trajectory, and aborts it in the service by a background task. Idempotent.
 
-    def abort_later(self, reason: str) -> None:
-        """Stops recording the trajectory, and aborts it in the service by a background task. Idempotent."""
-        self._entry.outcome = f"{ABORTED}: {reason}"
-        self._journal.abort(self._entry)
+        Raises Conflict if the trajectory has ended, and FailedPreconditionError if the journal cannot be written.
+        """
+        check_not_ended(self._entry)
+        self._journal.abort(self._entry, f"{ABORTED}: {reason}")
         self._clear()
         self.deliver()
+
+    async def wait_closed(self, wait_s: float) -> None:
+        """Returns when the trajectory is closed, or after wait_s seconds."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._over.wait(), wait_s)
 
     async def stop(self) -> None:
         """Stops the delivery. Undelivered rows stay in the journal."""
@@ -211,9 +209,13 @@ class Recording:
             self._task = None
 
     async def _send_next(self) -> None:
+        is_abort = bool(self.outcome)
         try:
-            await (self._send_abort() if self.outcome else self._send_rows(self._due()))
+            await (self._send_abort() if is_abort else self._send_rows(self._due()))
         except _LASTING as error:
+            if self.outcome and not is_abort:
+                # The trajectory was aborted in the meantime.
+                return
             self._metrics.delivery_failures.labels(error.code).inc()
             _log.error("%s: steps refused by the service: %s", self.name, error)
             self._close(f"{REFUSED}: {error}")
@@ -228,7 +230,9 @@ class Recording:
             self.close_superseded()
             return
         try:
-            await self._client.abort_trajectory(name.uid, name.sample, round=name.round, reason=reason)
+            await self._client.abort_trajectory(
+                name.uid, name.sample, round=name.round, reason=reason, attempt=name.attempt
+            )
         except NotFoundError:
             if not await self._client.begin_groups([name.uid], name.round, wait_s=_WAIT_S):
                 await asyncio.sleep(_PAUSE_S)
@@ -283,6 +287,12 @@ def over(entry: Entry) -> TrajectoryOver:
     if entry.is_ended and entry.outcome == ACCEPTED:
         return TrajectoryOver(f"{entry.name}: it has ended; sample it again with the next attempt (.../attempt/N/v1)")
     return TrajectoryOver(f"{entry.name}: it is closed: {entry.outcome}; stop this agent")
+
+
+def check_not_ended(entry: Entry) -> None:
+    """Raises Conflict if the trajectory has ended: then only the service can abort it."""
+    if entry.is_ended:
+        raise Conflict(f"{entry.name}: it has ended with {entry.next_step} steps; call abort_trajectory of a client")
 
 
 def check_same_end(entry: Entry, reward: float | None) -> None:

@@ -12,16 +12,16 @@ from typing import NamedTuple
 from gristmill import (
     AsyncRolloutClient,
     DeadlineExceededError,
+    FailedPreconditionError,
     GristmillError,
     NotFoundError,
     PermissionDeniedError,
     UnauthenticatedError,
-    UnavailableError,
 )
 from gristmill_recorder.journal import Entry, Journal
 from gristmill_recorder.metrics import Metrics
 from gristmill_recorder.names import TrajectoryName
-from gristmill_recorder.recording import REFUSED, Recording, check_same_end, over
+from gristmill_recorder.recording import REFUSED, Recording, check_not_ended, check_same_end, over
 from gristmill_recorder.refusals import Conflict, WrongCall
 
 _log = logging.getLogger("gristmill.recorder")
@@ -180,42 +180,39 @@ class Runs:
         """Aborts the trajectory, here and in the service; its group continues without it. If there is a higher attempt,
         only this one is closed. Idempotent.
 
-        If the service is unreachable, or does not have the group yet, the abort waits in the journal. Raises WrongCall
-        if the run does not exist, Conflict if the trajectory has ended.
+        Returns when the service has aborted it, or after two seconds: then the abort waits in the journal. Raises
+        WrongCall if the run does not exist, Conflict if the trajectory has ended or the service refuses the abort.
         """
-        if (recording := self._open.get(name)) is not None:
-            recording.check_not_ended()
-        if self._has_higher_attempt(name):
-            # The service aborts all attempts of a trajectory.
-            if recording is not None:
-                recording.close_superseded()
-            return
-        run = self.run(name.run)
-        await run.check()
-        try:
-            await run.client.abort_trajectory(name.uid, name.sample, round=name.round, reason=reason)
-        except (NotFoundError, UnavailableError):
-            # Retried, because otherwise the group would wait for this sample later.
-            if recording is None and self._journal.find(name) is None:
-                recording = self._add(Entry(name))
-            if recording is not None:
-                recording.abort_later(reason)
+        await self.run(name.run).check()
+        if (recording := self._open.get(name)) is None:
+            entry = self._journal.find(name) or Entry(name)
+            check_not_ended(entry)
+            if entry.outcome and not entry.outcome.startswith(REFUSED):
+                return
+            recording = self._add(entry)
+        self._abort(recording, reason)
+        await recording.wait_closed(_PATIENCE_S)
+        if recording.outcome.startswith(REFUSED):
+            raise Conflict(f"{name}: {recording.outcome}")
+
+    def _abort(self, recording: Recording, reason: str) -> None:
+        if self._has_higher_attempt(recording.name):
+            recording.close_superseded()
         else:
-            if recording is not None:
-                recording.close_aborted()
+            recording.abort(reason)
 
     def _has_higher_attempt(self, name: TrajectoryName) -> bool:
         is_open = any(other[:4] == name[:4] and other.attempt > name.attempt for other in self._open)
         return is_open or self._journal.has_higher_attempt(name)
 
-    async def abandon(self, idle_s: float) -> None:
+    def abandon(self, idle_s: float) -> None:
         """Aborts open trajectories without a call for idle_s seconds: their groups would wait for them forever."""
         late = time.monotonic() - idle_s
         for recording in [open_ for open_ in self._open.values() if open_.is_abandoned(late)]:
             _log.warning("%s: idle trajectory aborted after %g s", recording.name, idle_s)
             try:
-                await self._abandon(recording, f"the agent made no call for {idle_s:g} s")
-            except (Conflict, GristmillError) as error:
+                self._abort(recording, f"the agent made no call for {idle_s:g} s")
+            except FailedPreconditionError as error:
                 _log.warning("%s: abort failed: %s", recording.name, error)
 
     async def drop_unknown(self) -> None:
@@ -223,13 +220,6 @@ class Runs:
         used = {name.run for name in self._open}
         for name in [name for name, run in self._runs.items() if run.is_unknown and name not in used]:
             await self._runs.pop(name).close()
-
-    async def _abandon(self, recording: Recording, reason: str) -> None:
-        try:
-            await self.abort(recording.name, reason)
-        except WrongCall:
-            # The run was deleted: the service refuses the abort again, which closes the trajectory.
-            recording.abort_later(reason)
 
     async def close(self, grace_s: float) -> None:
         """Delivers steps for at most grace_s seconds. Undelivered steps stay in the journal."""

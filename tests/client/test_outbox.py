@@ -156,7 +156,7 @@ def test_a_trajectory_that_waits_for_an_answer_holds_back_its_own_rows_and_no_ot
 def test_a_withdrawn_row_is_dropped_and_what_waited_with_it_goes_on() -> None:
     outbox, delivery = filled(table("a", sample=0), table("a", sample=1), table("b"))
     outbox.on_failure(outbox.next_message(0.0), Failure(UnavailableError("away"), True), 0.0)
-    outbox.withdraw(lambda key: key.sample == 1)
+    outbox.withdraw(lambda row: row.key.sample == 1)
     assert delivery.outcomes == [None, RowOutcome.DROPPED, None]
     assert names(outbox.next_message(9.0)) == [("a", 0), ("b", 0)]
 

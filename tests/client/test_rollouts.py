@@ -200,6 +200,18 @@ def test_an_attempt_that_comes_too_late_is_refused_where_it_steps(client: Rollou
             again.step([1], [2], reward=0.0, is_last_step=True)
 
 
+@pytest.mark.parametrize("is_delivered", [False, True])
+def test_an_abort_of_an_attempt_leaves_a_higher_one_untouched(client: RolloutClient, is_delivered: bool) -> None:
+    client.create_run(CONFIG)
+    client.trajectory("p0", 0, attempt=1).step([1], [7], reward=1.0, is_last_step=True)
+    if is_delivered:
+        client.flush()
+    assert client.abort_trajectory("p0", 0, reason="lost", attempt=0) is False
+    client.trajectory("p0", 1).step([1], [8], reward=0.0, is_last_step=True)
+    client.flush()
+    assert client.status().groups_complete == 1
+
+
 def test_a_worker_of_a_dropped_group_is_told_to_stop(client: RolloutClient) -> None:
     client.create_run(CONFIG)
     client.begin_groups(["p0"])

@@ -101,6 +101,10 @@ class PendingRow:
     def group(self) -> Group:
         return self.key[:2]
 
+    @property
+    def attempt(self) -> int:
+        return int(self.table.attempts[self.row])
+
 
 def tables_of(entries: Sequence[PendingRow]) -> list[Steps]:
     """Returns the rows of the entries, in order, as tables."""

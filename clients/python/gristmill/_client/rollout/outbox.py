@@ -142,9 +142,9 @@ class Outbox:
         """Returns whether a row of the matching trajectories has no outcome or error yet."""
         return any(is_meant(entry.key) for entry in self._pending.values())
 
-    def withdraw(self, is_meant: Callable[[TrajectoryKey], bool]) -> None:
-        """Drops the rows of the matching trajectories that are not being sent now."""
-        withdrawn = self._extract(lambda entry: is_meant(entry.key))
+    def withdraw(self, is_meant: Callable[[PendingRow], bool]) -> None:
+        """Drops the matching rows that are not being sent now."""
+        withdrawn = self._extract(is_meant)
         for entry in withdrawn:
             self._conclude(entry, RowOutcome.DROPPED)
         self._release(withdrawn)

@@ -214,12 +214,14 @@ class RolloutClient:
         """
         return block_on(self._core.set_reward(uid, sample, reward, round=round, step=step))
 
-    def abort_trajectory(self, uid: str, sample: int, *, round: int = 0, reason: str = "") -> bool:
+    def abort_trajectory(
+        self, uid: str, sample: int, *, round: int = 0, reason: str = "", attempt: int | None = None
+    ) -> bool:
         """Aborts a trajectory: its rows are dropped, and its group completes without it. Returns whether it was open.
 
-        Idempotent.
+        attempt: abort only this and lower attempts; None: any attempt. Idempotent.
         """
-        return block_on(self._core.abort_trajectory(uid, sample, round=round, reason=reason))
+        return block_on(self._core.abort_trajectory(uid, sample, round=round, reason=reason, attempt=attempt))
 
     # The end.
 

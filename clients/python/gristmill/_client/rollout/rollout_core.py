@@ -64,7 +64,7 @@ class RolloutCore:
         return int((await self._connection.ask(self._connection.runs.FinishRun, request)).batches)
 
     async def delete_run(self) -> bool:
-        self.sender.withdraw(lambda key: True)
+        self.sender.withdraw(lambda row: True)
         await self.sender.wait_for(lambda key: True)
         try:
             await self._connection.ask(self._connection.runs.DeleteRun, run_pb2.DeleteRunRequest(run=self.run))
@@ -130,7 +130,7 @@ class RolloutCore:
         return groups_of(await self._connection.ask(ask, run_pb2.ListGroupsRequest(run=self.run)))
 
     async def abort_group(self, uid: str, *, round: int = 0, reason: str = "") -> bool:
-        self.sender.withdraw(lambda key: key[:2] == (round, uid))
+        self.sender.withdraw(lambda row: row.group == (round, uid))
         await self.sender.wait_for(lambda key: key[:2] == (round, uid))
         request = rollout_pb2.AbortGroupsRequest(run=self.run, round=round, uids=[uid], reason=reason)
         return bool((await self._connection.ask(self._connection.rollouts.AbortGroups, request)).changed)
@@ -181,14 +181,16 @@ class RolloutCore:
         await self.sender.wait_for(lambda other: other == key)
         return bool((await self._connection.ask(self._connection.rollouts.SetRewards, request)).changed)
 
-    async def abort_trajectory(self, uid: str, sample: int, *, round: int = 0, reason: str = "") -> bool:
-        return await self._abort(TrajectoryKey(round, uid, sample), None, reason)
+    async def abort_trajectory(
+        self, uid: str, sample: int, *, round: int = 0, reason: str = "", attempt: int | None = None
+    ) -> bool:
+        return await self._abort(TrajectoryKey(round, uid, sample), attempt, reason)
 
     async def _abort(self, key: TrajectoryKey, attempt: int | None, reason: str) -> bool:
-        """Aborts this attempt of a trajectory; None: any attempt. The next sampling is the next attempt."""
+        """Aborts this and lower attempts of a trajectory; None: any attempt. The next sampling is the next attempt."""
         following = self._next_attempts.get(key, 0)
         self._next_attempts[key] = following + 1 if attempt is None else max(following, attempt + 1)
-        self.sender.withdraw(lambda other: other == key)
+        self.sender.withdraw(lambda row: row.key == key and (attempt is None or row.attempt <= attempt))
         # Wait for all rows of the group, because the service may not know the group until they arrive.
         await self.sender.wait_for(lambda other: other[:2] == key[:2])
         request = requests.abort_trajectory(self.run, key, reason, attempt)

@@ -91,8 +91,8 @@ class Sender:
         self._send_now()
         await self._until(lambda: not self._outbox.is_sending(is_meant))
 
-    def withdraw(self, is_meant: Callable[[TrajectoryKey], bool]) -> None:
-        """Removes the rows of the matching trajectories that are not being sent. Their outcome is DROPPED."""
+    def withdraw(self, is_meant: Callable[[PendingRow], bool]) -> None:
+        """Removes the matching rows that are not being sent. Their outcome is DROPPED."""
         with self._lock:
             self._outbox.withdraw(is_meant)
             self._notify()
