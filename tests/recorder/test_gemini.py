@@ -47,6 +47,10 @@ def user(*parts: Any) -> types.Content:
     return types.Content(role="user", parts=list(parts))
 
 
+def said(part: dict[str, Any]) -> dict[str, Any]:
+    return {"contents": [{"role": "user", "parts": [{"text": "a"}]}, {"role": "model", "parts": [part]}]}
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("has_ids", [True, False])
 def test_a_conversation_with_thoughts_and_a_tool_is_trained_where_the_model_spoke(
@@ -109,6 +113,19 @@ def test_calls_without_ids_are_answered_in_their_order(recorder: Recorder, engin
                 }
             },
         ),
+        (
+            {"response_json_schema": {"type": "object"}},
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "response", "schema": {"type": "object"}},
+                }
+            },
+        ),
+        ({"thinking_config": {"thinking_budget": 0}}, {"reasoning_effort": "none"}),
+        ({"thinking_config": {"thinking_budget": 64}}, {"thinking_token_budget": 64}),
+        ({"thinking_config": {"include_thoughts": True, "thinking_level": "LOW"}}, {"reasoning_effort": "low"}),
+        ({"response_modalities": ["TEXT"], "safety_settings": []}, {}),
         ({"tools": [LOOK]}, {"tool_choice": "auto"}),
         (
             {"tools": [LOOK], "tool_config": {"function_calling_config": {"mode": "VALIDATED"}}},
@@ -132,6 +149,40 @@ def test_settings_are_those_of_a_chat_completion(
     assert sent.items() <= engine.requests[-1].items()
 
 
+def test_names_may_be_in_snake_case_and_fields_may_be_null(recorder: Recorder, engine: Engine, run: str) -> None:
+    """As in Google's own examples, and as clients of other languages send them."""
+    call = {"function_call": {"name": "look", "args": {"at_noon": True}, "id": None}, "text": None}
+    result = {"function_response": {"name": "look", "response": {"result": "noon"}}, "inline_data": None}
+    schema = {"type": "OBJECT", "properties": {"any_of": {"type": "STRING", "nullable": True, "max_length": "5"}}}
+    document = {
+        "system_instruction": {"parts": {"text": "Be brief."}},
+        "contents": [
+            {"parts": [{"text": "Look."}]},
+            {"role": "model", "parts": [{"text": "Hm.", "thought": True, "thought_signature": "YWJj"}, call]},
+            {"role": "function", "parts": [result]},
+        ],
+        "generation_config": {"max_output_tokens": 5, "stop_sequences": None},
+        "tools": [{"function_declarations": [{"name": "look", "parameters": schema}], "google_search": None}],
+        "tool_config": {"function_calling_config": {"mode": "ANY", "allowed_function_names": ["look"]}},
+        "safety_settings": None,
+    }
+    status, answer = post(f"{recorder.base(run)}/v1beta/models/toy:generateContent", document)
+    assert status == 200, answer
+    sent = engine.requests[-1]
+    called = {"id": "call_0", "type": "function", "function": {"name": "look", "arguments": '{"at_noon": true}'}}
+    assert sent["messages"] == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Look."},
+        {"role": "assistant", "content": "", "reasoning_content": "Hm.", "tool_calls": [called]},
+        {"role": "tool", "tool_call_id": "call_0", "content": "noon"},
+    ]
+    assert (sent["max_tokens"], sent["tool_choice"]["function"]["name"], "stop" in sent) == (5, "look", False)
+    assert sent["tools"][0]["function"]["parameters"] == {
+        "type": "object",
+        "properties": {"any_of": {"type": ["string", "null"], "maxLength": 5}},
+    }
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_errors_reach_the_library_as_its_own(recorder: Recorder, run: str, stream: bool) -> None:
     client = agent(recorder, run)
@@ -152,6 +203,19 @@ def test_errors_reach_the_library_as_its_own(recorder: Recorder, run: str, strea
         ({"generationConfig": {"candidateCount": 2}}, "call once for each candidate"),
         ({"generationConfig": {"responseLogprobs": True}}, "rows have them without it"),
         ({"cachedContent": "a"}, "does not store contents"),
+        ({"cached_content": "a"}, "does not store contents"),
+        ({"newField": 1}, "the call has the field newField"),
+        ({"generationConfig": {"speechConfig": {"a": 1}}}, "generationConfig has the field speechConfig"),
+        ({"generationConfig": {"responseModalities": ["TEXT", "IMAGE"]}}, "the engine answers with TEXT alone"),
+        ({"generationConfig": {"responseMimeType": "text/x.enum"}}, "responseMimeType is text/x.enum"),
+        ({"systemInstruction": {"parts": [{"fileData": {"fileUri": "a"}}]}}, "has the field fileData"),
+        (said({"inlineData": {"mimeType": "image/png", "data": "YWJj"}}), "has the field inlineData"),
+        (said({"executableCode": {"code": "1 + 1"}}), "has the field executableCode"),
+        (said({"functionResponse": {"name": "look", "response": {}}}), "has the field functionResponse"),
+        (said({"functionCall": {"name": "look", "partialArgs": [{}]}}), "has the field partialArgs"),
+        ({"contents": [{"parts": [{"codeExecutionResult": {"output": "2"}}]}]}, "has the field codeExecutionResult"),
+        ({"contents": [{"parts": [{"text": "a", "inlineData": {}}]}]}, "a part has inlineData and text"),
+        ({"contents": [{"role": "system", "parts": [{"text": "a"}]}]}, "a content has role 'system'"),
         (
             {
                 "tools": [{"functionDeclarations": [{"name": "look"}]}],

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -27,8 +28,34 @@ _SETTINGS = {
 }
 # VALIDATED is AUTO whose calls follow their schemas: whether they do is the engine's.
 _CHOICES = {"AUTO": "auto", "VALIDATED": "auto", "ANY": "required", "NONE": "none"}
-_SNAKE = {"inlineData": "inline_data", "fileData": "file_data", "mimeType": "mime_type", "fileUri": "file_uri"}
-_STOPS = {"length": "MAX_TOKENS", "content_filter": "SAFETY"}
+_JSON = "application/json"
+# The fields of a call, of its configuration, of a part and so on. Some are not read: they are not for the model, or, as
+# the schema of a function's results, engines do not show them to it.
+_OF_CALL = frozenset(
+    (
+        *("contents", "generationConfig", "labels", "model", "safetySettings", "serviceTier", "store"),
+        *("systemInstruction", "toolConfig", "tools"),
+    )
+)
+_OF_CONFIG = frozenset(
+    (
+        *(*_SETTINGS, "candidateCount", "mediaResolution", "responseJsonSchema", "responseMimeType"),
+        *("responseModalities", "responseSchema", "thinkingConfig"),
+    )
+)
+_OF_MODEL = frozenset(("functionCall", "text"))
+_OF_USER = frozenset(("fileData", "functionResponse", "inlineData", "text"))
+_OF_SYSTEM = frozenset(("text",))
+_OF_PART = frozenset(("mediaResolution", "partMetadata", "thought", "thoughtSignature"))
+_OF_RESULT = frozenset(("id", "name", "parts", "response", "scheduling", "willContinue"))
+_OF_FUNCTION = frozenset(
+    ("behavior", "description", "name", "parameters", "parametersJsonSchema", "response", "responseJsonSchema")
+)
+_ROLES = ("user", "function", "tool")
+# Of a schema: schemas by name, values, and counts, which clients in Go send as texts.
+_BY_NAME, _VALUES = ("properties", "defs", "$defs"), ("default", "enum", "example")
+_COUNTS = tuple(f"{end}{what}" for end in ("max", "min") for what in ("Items", "Length", "Properties"))
+_STOPS = {"": "STOP", "stop": "STOP", "tool_calls": "STOP", "length": "MAX_TOKENS", "content_filter": "SAFETY"}
 
 
 class GeminiForm(ChatForm):
@@ -38,9 +65,8 @@ class GeminiForm(ChatForm):
     """
 
     def __init__(self, document: Document, asking: Asking, *, model: str, stream: bool) -> None:
-        refuse(document, "cachedContent", "the recorder does not store contents")
         with translating("Gemini"):
-            chat = _chat_of(document) | {"model": model}
+            chat = _chat_of(_fields(document)) | {"model": model}
         if stream:
             chat |= {"stream": True, "stream_options": {"include_usage": True}}
         super().__init__("chat/completions", chat, asking)
@@ -58,24 +84,44 @@ class GeminiForm(ChatForm):
 
 
 def _chat_of(document: Document) -> Document:
-    config = document.get("generationConfig") or {}
-    if (config.get("candidateCount") or 1) != 1:
-        raise WrongCall(f"candidateCount is {config['candidateCount']}; call once for each candidate")
-    refuse(config, "responseLogprobs", "the recorder does not translate logprobs, and rows have them without it")
-    chat = {name: config[ours] for ours, name in _SETTINGS.items() if config.get(ours) is not None}
+    refuse(document, "cachedContent", "the recorder does not store contents")
+    _check("the call", document, _OF_CALL)
+    chat = _settings(_fields(document.get("generationConfig") or {}))
     chat["messages"] = [*_system(document), *_messages(document["contents"])]
-    if config.get("responseMimeType") == "application/json":
-        schema = config.get("responseJsonSchema") or _schema(config.get("responseSchema"))
-        named = {"type": "json_schema", "json_schema": {"name": "response", "schema": schema}}
-        chat["response_format"] = named if schema else {"type": "json_object"}
-    if tools := [_tool(function) for tool in document.get("tools") or () for function in _functions(tool)]:
+    if tools := [_tool(function) for tool in document.get("tools") or () for function in _functions(_fields(tool))]:
         chat |= {"tools": tools, "tool_choice": _choice(document)}
     return chat
 
 
+def _settings(config: Document) -> Document:
+    refuse(config, "responseLogprobs", "the recorder does not translate logprobs, and rows have them without it")
+    _check("generationConfig", config, _OF_CONFIG)
+    if (config.get("candidateCount") or 1) != 1:
+        raise WrongCall(f"candidateCount is {config['candidateCount']}; call once for each candidate")
+    if any(modality != "TEXT" for modality in config.get("responseModalities") or ()):
+        raise WrongCall(f"responseModalities is {config['responseModalities']}; the engine answers with TEXT alone")
+    chat = {name: config[ours] for ours, name in _SETTINGS.items() if ours in config}
+    chat |= _thinking(_fields(config.get("thinkingConfig") or {}))
+    schema = config.get("responseJsonSchema") or _schema(config.get("responseSchema"))
+    media_type = config.get("responseMimeType") or (_JSON if schema else "text/plain")
+    if media_type not in (_JSON, "text/plain"):
+        raise WrongCall(f"responseMimeType is {media_type}; set it to text/plain or {_JSON}")
+    if media_type == _JSON:
+        named = {"type": "json_schema", "json_schema": {"name": "response", "schema": schema}}
+        chat["response_format"] = named if schema else {"type": "json_object"}
+    return chat
+
+
+def _thinking(config: Document) -> Document:
+    budget, level = config.get("thinkingBudget", -1), str(config.get("thinkingLevel", "THINKING_LEVEL_UNSPECIFIED"))
+    if budget == 0:
+        return {"reasoning_effort": "none"}
+    chat = {"thinking_token_budget": budget} if budget != -1 else {}
+    return chat if level == "THINKING_LEVEL_UNSPECIFIED" else {**chat, "reasoning_effort": level.lower()}
+
+
 def _system(document: Document) -> Iterator[Document]:
-    given = document.get("systemInstruction") or {}
-    if words := "".join(part["text"] for part in given.get("parts") or ()):
+    if words := "".join(part.get("text", "") for part in _parts(document.get("systemInstruction") or {}, _OF_SYSTEM)):
         yield {"role": "system", "content": words}
 
 
@@ -85,32 +131,41 @@ def _messages(contents: Any) -> Iterator[Document]:
     open_calls: list[Document] = []
     count = 0
     for content in [contents] if isinstance(contents, dict) else contents:
-        parts = content.get("parts") or ()
-        if content.get("role") == "model":
-            message = _answer(parts, count)
+        role = content.get("role") or "user"
+        if role == "model":
+            message = _answer(_parts(content, _OF_MODEL), count)
             called = message.get("tool_calls") or ()
             open_calls += called
             count += len(called)
             yield message
-            continue
-        for part in parts:
-            if (result := part.get("functionResponse")) is not None:
-                yield from _result(result, open_calls)
-        shown = [_shown(part) for part in parts if part.get("functionResponse") is None]
-        words = "".join(part.get("text", "") for part in shown)
-        if any("text" not in part for part in shown):
-            yield {"role": "user", "content": shown}
-        elif words:
-            yield {"role": "user", "content": words}
+        elif role in _ROLES:
+            yield from _given(_parts(content, _OF_USER), open_calls)
+        else:
+            raise WrongCall(f"a content has role {role!r}; set it to user or model")
 
 
-def _answer(parts: Sequence[Mapping[str, Any]], count: int) -> Document:
+def _given(parts: Sequence[Document], open_calls: list[Document]) -> Iterator[Document]:
+    """Yields each result of a function as a message, and then the texts and images as another."""
+    for part in parts:
+        if "functionResponse" in part:
+            yield from _result(_fields(part["functionResponse"]), open_calls)
+    shown = [_shown(part) for part in parts if "functionResponse" not in part]
+    words = "".join(part.get("text", "") for part in shown)
+    if any("text" not in part for part in shown):
+        yield {"role": "user", "content": shown}
+    elif words:
+        yield {"role": "user", "content": words}
+
+
+def _answer(parts: Sequence[Document], count: int) -> Document:
     """Returns the model's message. count: of the earlier calls."""
     said, thoughts = (
-        "".join(part["text"] for part in parts if "text" in part and bool(part.get("thought")) is is_thought)
+        "".join(part.get("text", "") for part in parts if bool(part.get("thought")) is is_thought)
         for is_thought in (False, True)
     )
-    calls = [part["functionCall"] for part in parts if part.get("functionCall")]
+    calls = [_fields(part["functionCall"]) for part in parts if "functionCall" in part]
+    for call in calls:
+        _check("a functionCall", call, ("args", "id", "name"))
     called = [
         {
             "id": call.get("id") or f"call_{count + number}",
@@ -120,29 +175,53 @@ def _answer(parts: Sequence[Mapping[str, Any]], count: int) -> Document:
         for number, call in enumerate(calls)
     ]
     message: Document = {"role": "assistant", "content": said}
-    return message | ({"reasoning": thoughts} if thoughts else {}) | ({"tool_calls": called} if called else {})
+    # vLLM's own name is `reasoning`, but SGLang takes only this one.
+    return message | ({"reasoning_content": thoughts} if thoughts else {}) | ({"tool_calls": called} if called else {})
+
+
+def _parts(content: Mapping[str, Any], kinds: frozenset[str]) -> list[Document]:
+    """Returns the parts of a content that are not empty. Raises WrongCall for a part of another kind than these, or of
+    several."""
+    given = content.get("parts") or ()
+    parts = [_fields(part) for part in ([given] if isinstance(given, dict) else given)]
+    for part in parts:
+        _check(f"a part of role {content.get('role') or 'user'}", part, kinds | _OF_PART)
+        if len(several := sorted(part.keys() & kinds)) > 1:
+            raise WrongCall(f"a part has {' and '.join(several)}; send a part for each")
+    return [part for part in parts if part.keys() & kinds]
 
 
 def _shown(part: Mapping[str, Any]) -> Document:
     """Returns a text or an image as part of a message."""
     if "text" in part:
         return {"type": "text", "text": part["text"]}
-    data, file = _field(part, "inlineData") or {}, _field(part, "fileData") or {}
-    media_type = str(_field(data or file, "mimeType"))
+    file, data = _fields(part.get("fileData") or {}), _fields(part.get("inlineData") or {})
+    media_type = str((file or data).get("mimeType"))
     if not media_type.startswith("image/"):
         raise unrecorded(f"part with {', '.join(part) or 'nothing'}")
     if file:
-        return image_part(_field(file, "fileUri"))
+        return image_part(file["fileUri"])
     # Google's libraries send base64 of URLs.
     return image_part(data_url(media_type, data["data"].replace("-", "+").replace("_", "/")))
 
 
-def _field(part: Mapping[str, Any], name: str) -> Any:
-    """Returns a field by this name, or by the one in snake case that Google's library gives to some."""
-    return part.get(name) or part.get(_SNAKE[name])
+def _fields(value: Mapping[str, Any]) -> Document:
+    """Returns the fields that are not null by their names in camel case. Google's API takes those in snake case too."""
+    return {re.sub("_([a-z])", _capital, name): each for name, each in value.items() if each is not None}
 
 
-def _result(result: Mapping[str, Any], open_calls: list[Document]) -> Iterator[Document]:
+def _capital(found: re.Match[str]) -> str:
+    return found[1].upper()
+
+
+def _check(what: str, fields: Document, known: Collection[str]) -> None:
+    """Raises WrongCall if a field is set that is not known."""
+    if unknown := sorted(name for name, value in fields.items() if value and name not in known):
+        raise WrongCall(f"{what} has the field {unknown[0]}, which chat completions do not have; omit it")
+
+
+def _result(result: Document, open_calls: list[Document]) -> Iterator[Document]:
+    _check("a functionResponse", result, _OF_RESULT)
     name, identity = result["name"], result.get("id")
     matching = [
         call for call in open_calls if identity == call["id"] or (not identity and name == call["function"]["name"])
@@ -153,7 +232,7 @@ def _result(result: Mapping[str, Any], open_calls: list[Document]) -> Iterator[D
     said = result.get("response") or {}
     # Clients wrap a text, because a response is an object.
     words = said["result"] if said.keys() == {"result"} and isinstance(said["result"], str) else json.dumps(said)
-    return results(matching[0]["id"], words, [_shown(part) for part in result.get("parts") or ()])
+    return results(matching[0]["id"], words, [_shown(_fields(part)) for part in result.get("parts") or ()])
 
 
 def _functions(tool: Mapping[str, Any]) -> Sequence[Document]:
@@ -163,14 +242,16 @@ def _functions(tool: Mapping[str, Any]) -> Sequence[Document]:
     return declared
 
 
-def _tool(function: Mapping[str, Any]) -> Document:
+def _tool(declared: Mapping[str, Any]) -> Document:
+    function = _fields(declared)
+    _check("a function", function, _OF_FUNCTION)
     parameters = function.get("parametersJsonSchema") or _schema(function.get("parameters"))
     described = {"name": function["name"], "description": function.get("description") or ""}
     return {"type": "function", "function": described | ({"parameters": parameters} if parameters else {})}
 
 
 def _choice(document: Document) -> Any:
-    config = (document.get("toolConfig") or {}).get("functionCallingConfig") or {}
+    config = _fields(_fields(document.get("toolConfig") or {}).get("functionCallingConfig") or {})
     names, mode = config.get("allowedFunctionNames") or (), config.get("mode") or "AUTO"
     if mode not in _CHOICES or len(names) > (mode == "ANY"):
         raise WrongCall(
@@ -180,14 +261,26 @@ def _choice(document: Document) -> Any:
     return {"type": "function", "function": {"name": names[0]}} if names else _CHOICES[mode]
 
 
-def _schema(schema: Any) -> Any:
-    """Returns a schema with the types of JSON Schema: Gemini's are in capital letters."""
-    if isinstance(schema, list):
-        return [_schema(each) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    lower = {"type": schema["type"].lower()} if isinstance(schema.get("type"), str) else {}
-    return {name: _schema(value) for name, value in schema.items()} | lower
+def _schema(given: Any) -> Any:
+    """Returns a schema as JSON Schema. Gemini's has types in capital letters, and whether null is allowed apart."""
+    if isinstance(given, list):
+        return [_schema(each) for each in given]
+    if not isinstance(given, dict):
+        return given
+    schema = {name: _member(name, value) for name, value in _fields(given).items()}
+    is_nullable, kind = schema.pop("nullable", False), schema.get("type")
+    if isinstance(kind, str):
+        schema["type"] = [kind.lower(), "null"] if is_nullable else kind.lower()
+    return schema
+
+
+def _member(name: str, value: Any) -> Any:
+    """Returns a field of a schema: a schema, schemas by name, a count, or a value as it is."""
+    if name in _BY_NAME:
+        return {key: _schema(each) for key, each in value.items()}
+    if name in _COUNTS:
+        return int(value)
+    return value if name in _VALUES else _schema(value)
 
 
 # Answers.
@@ -236,7 +329,7 @@ def _content(answer: Completion, parts: list[Document], *, is_last: bool) -> Doc
     more: Document = {}
     if is_last:
         prompt, said = (answer.usage.get(f"{kind}_tokens", 0) for kind in ("prompt", "completion"))
-        candidate["finishReason"] = _STOPS.get(answer.finish, "STOP")
+        candidate["finishReason"] = _STOPS.get(answer.finish, "OTHER")
         counts = {"promptTokenCount": prompt, "candidatesTokenCount": said, "totalTokenCount": prompt + said}
         more = {"usageMetadata": counts}
     return {"candidates": [candidate], **more, "modelVersion": answer.model, "responseId": answer.id}
