@@ -13,6 +13,7 @@ from tests.recorder.recorders import Recorder, post, trained
 
 TOOLS: Any = [{"type": "function", "name": "look", "description": "Look.", "parameters": {"type": "object"}}]
 PATCH: Any = {"type": "custom", "name": "patch", "description": "Patch.", "format": {"type": "text"}}
+NAMESPACES: Any = [{"type": "namespace", "name": "eyes", "tools": TOOLS}]
 GRAMMAR: Any = {"type": "grammar", "syntax": "lark", "definition": "start: WORD"}
 
 
@@ -78,7 +79,9 @@ def test_a_custom_tool_gets_its_input_as_text(recorder: Recorder, engine: Engine
 def test_a_custom_tool_gets_what_the_model_wrote_if_it_is_no_input(recorder: Recorder, run: str) -> None:
     with recorder.openai(run) as client:
         (item,) = call(client, "call patch + b", tools=[PATCH]).output
-    assert item.input == "+ b"
+        assert item.input == "+ b"
+        (item,) = call(client, 'call patch {"input": "+ b", "at": 1}', tools=[PATCH]).output
+    assert item.input == '{"input": "+ b", "at": 1}'
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -138,6 +141,16 @@ def test_what_the_developer_says_before_an_answer_is_one_system_message_and_late
     ]
 
 
+def test_a_thought_without_words_is_its_summary_and_nulls_are_nothing(
+    recorder: Recorder, engine: Engine, run: str
+) -> None:
+    thought = {"type": "reasoning", "content": None, "encrypted_content": "a", "summary": [{"text": "Hm."}]}
+    message = {"type": None, "role": "assistant", "content": [{"type": "refusal", "refusal": "No."}], "id": None}
+    with recorder.openai(run) as client:
+        call(client, [{"role": "user", "content": "say hi"}, thought, message, {"role": "user", "content": "say ho"}])
+    assert engine.requests[-1]["messages"][1] == {"role": "assistant", "content": "No.", "reasoning_content": "Hm."}
+
+
 @pytest.mark.parametrize(
     ("more", "sent"),
     [
@@ -151,6 +164,13 @@ def test_what_the_developer_says_before_an_answer_is_one_system_message_and_late
             {"tools": TOOLS, "tool_choice": {"type": "function", "name": "look"}},
             {"tool_choice": {"type": "function", "function": {"name": "look"}}},
         ),
+        (
+            {"tools": NAMESPACES, "tool_choice": {"type": "function", "name": "look", "namespace": "eyes"}},
+            {"tool_choice": {"type": "function", "function": {"name": "eyes__look"}}},
+        ),
+        ({"max_output_tokens": 0}, {"max_completion_tokens": 0}),
+        ({"truncation": "auto", "store": True, "service_tier": "flex", "max_tool_calls": 1}, {}),
+        (dict.fromkeys(("reasoning", "text", "tools", "tool_choice", "include", "instructions", "metadata", "n")), {}),
         ({"top_k": 5, "temperature": 0.5}, {"top_k": 5, "temperature": 0.5}),
     ],
 )
@@ -182,6 +202,16 @@ def test_errors_reach_the_library_as_its_own(recorder: Recorder, run: str, strea
         ({"input": [{"type": "function_call_output", "call_id": "a", "output": [{"type": "input_image"}]}]}, "tokens"),
         ({"input": [{"type": "item_reference", "id": "a"}]}, "an input item has type item_reference"),
         ({"input": 3}, "does not follow OpenAI's API"),
+        ({"n": 2}, "n is 2; call once for each answer"),
+        ({"text": {"format": {"type": "grammar"}}}, "text.format has type grammar"),
+        ({"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "a"}]}]}, "records only tokens"),
+        ({"input": [{"role": "user", "content": [{"type": "computer_screenshot"}]}]}, "has no text"),
+        ({"input": [{"role": "assistant", "content": [{"type": "thing"}]}]}, "a part of type thing has no text"),
+        ({"input": [{"type": "custom_tool_call_output", "call_id": "a", "output": [{"type": "thing"}]}]}, "no text"),
+        ({"input": [{"role": "assistant", "type": "thing", "content": "a"}]}, "an input item has type thing"),
+        ({"input": [{"type": "reasoning", "summary": [], "encrypted_content": "a"}]}, "only encrypted_content"),
+        ({"input": [{"type": "web_search_call", "id": "a"}]}, "an input item has type web_search_call"),
+        ({"tools": [{"type": "local_shell"}]}, "type local_shell, which OpenAI runs itself"),
     ],
 )
 def test_what_no_chat_completion_has_is_refused(

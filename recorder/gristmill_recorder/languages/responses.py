@@ -41,6 +41,8 @@ _REPEATED: Document = {
     "reasoning": {},
     "text": {"format": {"type": "text"}},
 }
+_WHOLE = ("", "stop", "tool_calls")
+_REASONS = {"length": "max_output_tokens"}
 _STATEFUL = "the recorder does not store responses"
 _LOGPROBS = "message.output_text.logprobs"
 _CALLS = ("function_call", "custom_tool_call")
@@ -58,6 +60,8 @@ class ResponsesForm(ChatForm):
         for name in ("previous_response_id", "conversation", "prompt"):
             refuse(document, name, f"{_STATEFUL}, so send the whole conversation as input")
         with translating("OpenAI"):
+            if (document.get("n") or 1) != 1:
+                raise WrongCall(f"n is {document['n']}; call once for each answer")
             if document.get("top_logprobs") or _LOGPROBS in (document.get("include") or ()):
                 raise WrongCall(
                     "the call asks for logprobs, which the recorder does not translate; omit top_logprobs and "
@@ -77,16 +81,16 @@ class ResponsesForm(ChatForm):
 
     def response(self, answer: Completion, status: str = "") -> Document:
         """Returns the answer as a response. status: of one that has not ended."""
-        is_cut = answer.finish == "length"
+        reason = None if answer.finish in _WHOLE else _REASONS.get(answer.finish, answer.finish)
         return {
             **self._repeated,
             "id": f"resp_{answer.id}",
             "object": "response",
             "created_at": int(time.time()),
             "model": answer.model,
-            "status": status or ("incomplete" if is_cut else "completed"),
+            "status": status or ("incomplete" if reason else "completed"),
             "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "incomplete_details": {"reason": reason} if reason else None,
             "output": [] if status else [self.item(block, answer) for block in answer.blocks],
             "usage": None if status else _usage(answer.usage),
         }
@@ -119,8 +123,9 @@ class ResponsesForm(ChatForm):
 
 def custom_input(block: Block) -> str:
     """Returns the input of a custom tool; what the model wrote, if it is not the only argument."""
-    value = block.arguments.get(_INPUT)
-    return value if isinstance(value, str) else block.text
+    arguments = block.arguments
+    value = arguments.get(_INPUT)
+    return value if isinstance(value, str) and len(arguments) == 1 else block.text
 
 
 def _part(text: str) -> Document:
@@ -146,7 +151,7 @@ def _usage(usage: Mapping[str, Any]) -> Document:
 def _chat_of(document: Document) -> Document:
     chat = {name: value for name, value in document.items() if name not in _TRANSLATED}
     chat["messages"] = [*_messages(document)]
-    if most := document.get("max_output_tokens"):
+    if (most := document.get("max_output_tokens")) is not None:
         chat["max_completion_tokens"] = most
     if document.get("stream"):
         chat["stream_options"] = {"include_usage": True}
@@ -165,6 +170,8 @@ def _format(asked: Mapping[str, Any] | None) -> Document | None:
         return None
     if asked["type"] == "json_object":
         return {"type": "json_object"}
+    if asked["type"] != "json_schema":
+        raise WrongCall(f"text.format has type {asked['type']}; set it to text, json_object or json_schema")
     schema = {name: asked[name] for name in ("name", "description", "schema", "strict") if asked.get(name) is not None}
     return {"type": "json_schema", "json_schema": schema}
 
@@ -219,7 +226,7 @@ def _choice(choice: Any) -> Any:
         return choice
     if choice["type"] not in ("function", "custom"):
         raise WrongCall(f"tool_choice has type {choice['type']}; set it to auto, none, required, or a function's name")
-    return {"type": "function", "function": {"name": choice["name"]}}
+    return {"type": "function", "function": {"name": _full_name(choice)}}
 
 
 def _messages(document: Document) -> Iterator[Document]:
@@ -241,13 +248,17 @@ def _of_group(is_said: bool, items: Sequence[Document]) -> Iterator[Document]:
             yield from _given(item)
 
 
+def _kind(item: Mapping[str, Any]) -> str:
+    return item.get("type") or "message"
+
+
 def _is_said(item: Mapping[str, Any]) -> bool:
     """Returns whether the model said this item."""
-    return item.get("role") == "assistant" or item.get("type") in ("reasoning", *_CALLS)
+    return _kind(item) in ("reasoning", *_CALLS) or (_kind(item) == "message" and item["role"] == "assistant")
 
 
 def _given(item: Mapping[str, Any]) -> Iterator[Document]:
-    kind = item.get("type", "message")
+    kind = _kind(item)
     if kind in ("function_call_output", "custom_tool_call_output"):
         refuse_media([{"content": item["output"]}], (_IMAGE,))
         yield from results(item["call_id"], _text(item["output"]), _images(item["output"]))
@@ -260,11 +271,20 @@ def _given(item: Mapping[str, Any]) -> Iterator[Document]:
 
 
 def _answer(items: Sequence[Mapping[str, Any]]) -> Document:
-    said = "".join(_text(item.get("content")) for item in items if item.get("role") == "assistant")
-    thoughts = "".join(_text(item.get("content")) for item in items if item.get("type") == "reasoning")
-    calls = [_call(item) for item in items if item.get("type") in _CALLS]
+    said = "".join(_text(item.get("content")) for item in items if _kind(item) == "message")
+    thoughts = "".join(_thought(item) for item in items if _kind(item) == "reasoning")
+    calls = [_call(item) for item in items if _kind(item) in _CALLS]
     message: Document = {"role": "assistant", "content": said}
-    return message | ({"reasoning": thoughts} if thoughts else {}) | ({"tool_calls": calls} if calls else {})
+    # vLLM's own name is `reasoning`, but SGLang takes only this one.
+    return message | ({"reasoning_content": thoughts} if thoughts else {}) | ({"tool_calls": calls} if calls else {})
+
+
+def _thought(item: Mapping[str, Any]) -> str:
+    """Returns the words of a thought; without them its summary, as vLLM does."""
+    words = _text(item.get("content")) or _text(item.get("summary"))
+    if not words and item.get("encrypted_content"):
+        raise WrongCall("a reasoning item has only encrypted_content, which no engine can read; omit this item")
+    return words
 
 
 def _call(item: Mapping[str, Any]) -> Document:
@@ -286,10 +306,16 @@ def _parts(content: Any) -> list[Document]:
 
 
 def _text(content: Any) -> str:
-    """Returns the words of a content: a text, or parts of texts."""
+    """Returns the words of a content: a text, or parts of texts, next to images. Raises WrongCall for other parts."""
     if content is None or isinstance(content, str):
         return content or ""
-    return "".join(part.get("text") or part.get("refusal") or "" for part in content)
+    return "".join(_words(part) for part in content if part.get("type") != _IMAGE)
+
+
+def _words(part: Mapping[str, Any]) -> str:
+    if not part.keys() & {"text", "refusal"}:
+        raise WrongCall(f"a part of type {part.get('type')} has no text; omit this part")
+    return part.get("text") or part.get("refusal") or ""
 
 
 # Answers.
