@@ -15,6 +15,11 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "http://images/cat.pn
 TOOLS: Any = [{"name": "look", "description": "Look.", "input_schema": {"type": "object"}}]
 
 
+DOCUMENT = {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "secret"}}
+SCHEMA = {"type": "json_schema", "schema": {"type": "object"}}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "json_schema", "schema": {"type": "object"}}}
+
+
 def agent(recorder: Recorder, run: str, uid: str = "a") -> anthropic.Anthropic:
     return anthropic.Anthropic(base_url=recorder.base(run, uid), api_key="key", max_retries=0)
 
@@ -25,6 +30,14 @@ def ask(client: anthropic.Anthropic, messages: list[Any], **more: Any) -> Any:
 
 def user(content: Any) -> Any:
     return {"role": "user", "content": content}
+
+
+def said(content: Any) -> Any:
+    return {"role": "assistant", "content": content}
+
+
+def result_of(content: Any) -> Any:
+    return user([{"type": "tool_result", "tool_use_id": "a", "content": content}])
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -106,6 +119,51 @@ def test_the_choice_of_a_tool_is_passed_on(
     assert engine.requests[-1]["tool_choice"] == sent
 
 
+@pytest.mark.parametrize(
+    ("more", "sent"),
+    [
+        ({"thinking": {"type": "disabled"}}, {"reasoning_effort": "none"}),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, {"thinking_token_budget": 1024}),
+        ({"thinking": {"type": "adaptive"}, "output_config": {"effort": "high"}}, {"reasoning_effort": "high"}),
+        ({"output_config": {"format": SCHEMA}}, {"response_format": FORMAT}),
+        ({"output_format": SCHEMA}, {"response_format": FORMAT}),
+        ({"vllm_xargs": {"a": 1}}, {"vllm_xargs": {"a": 1}}),
+        ({"system": None, "tools": None, "tool_choice": None, "thinking": None, "output_config": None}, {}),
+    ],
+)
+def test_settings_are_those_of_a_chat_completion(
+    recorder: Recorder, engine: Engine, run: str, more: dict[str, Any], sent: dict[str, Any]
+) -> None:
+    document = {"model": "toy", "max_tokens": 5, "messages": [user("say hi")], **more}
+    assert post(f"{recorder.base(run)}/v1/messages", document)[0] == 200
+    assert sent.items() <= engine.requests[-1].items()
+
+
+def test_tools_are_strict_and_load_later_as_the_agent_says(recorder: Recorder, engine: Engine, run: str) -> None:
+    found = [{"type": "text", "text": "Found."}, {"type": "tool_reference", "tool_name": "look"}]
+    with agent(recorder, run) as client:
+        tools: Any = [{**TOOLS[0], "input_schema": {}, "strict": True, "defer_loading": True}]
+        ask(
+            client,
+            [user("Search."), said([{"type": "tool_use", "id": "a", "name": "find", "input": {}}]), result_of(found)],
+            tools=tools,
+        )
+    sent = engine.requests[-1]
+    function = {"name": "look", "description": "Look.", "parameters": {"type": "object"}}
+    assert sent["tools"][0]["function"] == {**function, "strict": True, "defer_loading": True}
+    assert [message["content"] for message in sent["messages"][2:]] == [
+        "Found.",
+        [{"type": "tool_reference", "name": "look"}],
+    ]
+
+
+def test_thoughts_that_anthropic_encrypted_are_left_out(recorder: Recorder, engine: Engine, run: str) -> None:
+    blocks = [{"type": "redacted_thinking", "data": "abc"}, {"type": "text", "text": "hi"}]
+    with agent(recorder, run) as client:
+        ask(client, [user("say hi"), said(blocks), user("say ho")])
+    assert engine.requests[-1]["messages"] == [user("say hi"), said("hi"), user("say ho")]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_model_that_writes_no_json_is_passed_on_and_trained_all_the_same(
     recorder: Recorder, service: Service, run: str, stream: bool
@@ -136,9 +194,24 @@ def test_errors_reach_the_library_as_its_own(recorder: Recorder, run: str, strea
         ({"messages": [user([IMAGE])]}, "records only tokens"),
         ({"messages": [user([{"type": "tool_result", "content": [IMAGE]}])]}, "records only tokens"),
         ({"messages": [user([{"type": "thing"}])]}, "a part of type thing"),
+        ({"messages": [user([DOCUMENT])]}, "a part of type document"),
+        ({"messages": [result_of([DOCUMENT])]}, "a part of type document"),
+        ({"messages": [result_of([{"type": "search_result", "source": "a", "content": []}])]}, "type search_result"),
+        ({"messages": [said([{"type": "server_tool_use", "name": "web_search", "input": {}}])]}, "server_tool_use"),
+        ({"messages": [said([{"type": "tool_result", "content": "a"}])]}, "a part of type tool_result"),
+        ({"messages": [said([IMAGE])]}, "records only tokens"),
+        ({"messages": [user([{"type": "thinking", "thinking": "hm"}])]}, "a part of type thinking"),
+        ({"messages": [{"role": "system", "content": [{"type": "tool_addition"}]}]}, "a part of type tool_addition"),
+        ({"messages": [{"role": "tool", "content": [{"type": "text", "text": "a"}]}]}, "role 'tool'"),
+        ({"system": [{"type": "image"}]}, "records only tokens"),
         ({"messages": 3}, "does not follow Anthropic's API"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "set input_schema"),
+        ({"tools": [{**TOOLS[0], "input_examples": [{"at": "clock"}]}]}, "input_examples is set"),
         ({"tool_choice": {"type": "some"}}, "tool_choice.type is 'some'"),
+        ({"mcp_servers": [{"type": "url"}]}, "mcp_servers is set"),
+        ({"thread": {"type": "continue", "previous_message_id": "a"}}, "thread is set"),
+        ({"thinking": {"type": "between_tools"}}, "thinking.type is 'between_tools'"),
+        ({"output_config": {"format": {"type": "grammar"}}}, "has type grammar"),
     ],
 )
 def test_what_no_chat_completion_has_is_refused(

@@ -31,7 +31,7 @@ class ChoiceReader:
 
     def _read_call(self, index: int, part: Mapping[str, Any]) -> None:
         function = part.get("function") or {}
-        call = self._calls.setdefault((index, part.get("index", 0)), {"id": None, "name": None, "arguments": []})
+        call = self._calls.setdefault((index, part["index"]), {"id": None, "name": None, "arguments": []})
         call["id"], call["name"] = part.get("id") or call["id"], function.get("name") or call["name"]
         call["arguments"].append(function.get("arguments") or "")
 

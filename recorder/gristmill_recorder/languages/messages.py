@@ -8,24 +8,30 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import orjson
 
 from gristmill_recorder.languages.chat import ChatForm
 from gristmill_recorder.languages.images import data_url, image_part, results
-from gristmill_recorder.languages.language import Asking, Document, refuse_media
+from gristmill_recorder.languages.language import Asking, Document, refuse, refuse_media
 from gristmill_recorder.languages.translation import Block, Completion, TranslatedStream, in_one_system, translating
 from gristmill_recorder.refusals import WrongCall
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-_SAME = ("model", "max_tokens", "temperature", "top_p", "top_k", "chat_template_kwargs")
+_SAME = ("model", "max_tokens", "temperature", "top_p", "top_k", "chat_template_kwargs", "cache_salt", "vllm_xargs")
 # Claude Code sends this text with a number that changes with each request. It is removed, because otherwise no prompt
 # would extend the previous one.
 _BILLING = "x-anthropic-billing-header"
-_JSON = "output_config"
-_IMAGES = ("image",)
+_OF_SERVICE = ("compaction", "container", "mcp_servers", "thread")
+# The types of blocks that each message, and the result of a tool, may contain.
+_OF_SYSTEM = ("text",)
+_OF_USER = ("text", "image", "tool_result")
+_OF_RESULT = ("text", "image", "tool_reference")
+# A redacted thought is encrypted by Anthropic, so that no engine can read it: it is left out, as in vLLM.
+_OF_ASSISTANT = ("text", "thinking", "redacted_thinking", "tool_use")
+_OF_TOOL = ("strict", "defer_loading")
 _STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
 
 
@@ -48,15 +54,18 @@ class MessagesForm(ChatForm):
 
 
 def _chat_of(document: Document) -> Document:
+    for name in _OF_SERVICE:
+        refuse(document, name, "only Anthropic's own service provides it")
     chat: Document = {name: document[name] for name in _SAME if document.get(name) is not None}
     messages = [*_system(document.get("system") or ()), *_messages(document.get("messages") or ())]
     chat["messages"] = [*in_one_system(messages, "")]
     if stop := document.get("stop_sequences"):
         chat["stop"] = stop
     if document.get("stream"):
-        chat |= {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
-    if document.get(_JSON):
-        chat |= _output(document[_JSON])
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        chat |= {"stream": document["stream"], "stream_options": options}
+    chat |= _output({"format": document.get("output_format"), **(document.get("output_config") or {})})
+    chat |= _thinking(document.get("thinking") or {"type": "adaptive"})
     if tools := document.get("tools"):
         chat["tools"] = [_tool(tool) for tool in tools]
         chat["tool_choice"] = "auto"
@@ -67,41 +76,52 @@ def _chat_of(document: Document) -> Document:
     return chat
 
 
+def _blocks(content: Any, kinds: Collection[str]) -> list[Document]:
+    """Returns the blocks of a content. Raises WrongCall for a block of another type than these."""
+    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else list(content or ())
+    refuse_media([{"content": blocks}], kinds)
+    for block in blocks:
+        if (kind := block.get("type")) not in kinds:
+            raise WrongCall(
+                f"a message contains a part of type {kind}, which chat completions do not have here; omit this part"
+            )
+    return blocks
+
+
+def _texts(blocks: list[Document]) -> list[str]:
+    return [block["text"] for block in blocks if block["type"] == "text" and block.get("text")]
+
+
 def _system(content: Any) -> Iterator[Document]:
     """Yields the texts of a system's content as one message, or nothing."""
-    if words := "".join(text for text in _texts(content) if not text.startswith(_BILLING)):
+    if words := "".join(text for text in _texts(_blocks(content, _OF_SYSTEM)) if not text.startswith(_BILLING)):
         yield {"role": "system", "content": words}
-
-
-def _texts(content: Any) -> list[str]:
-    if isinstance(content, str):
-        return [content]
-    return [part["text"] for part in content if part.get("type") == "text" and part.get("text")]
 
 
 def _messages(messages: Any) -> Iterator[Document]:
     for message in messages:
         role, content = message.get("role"), message.get("content")
+        if role not in ("user", "assistant", "system"):
+            raise WrongCall(f"a message has role {role!r}; set it to user, assistant or system")
         if role == "system":
-            yield from _system(content or ())
+            yield from _system(content)
         elif isinstance(content, str):
             yield {"role": role, "content": content}
         elif role == "assistant":
-            refuse_media([message])
-            yield _assistant(content or ())
+            yield _assistant(_blocks(content, _OF_ASSISTANT))
         else:
-            yield from _user(content or ())
+            yield from _user(_blocks(content, _OF_USER))
 
 
-def _assistant(blocks: Any) -> Document:
+def _assistant(blocks: list[Document]) -> Document:
     message: Document = {"role": "assistant"}
     if texts := _texts(blocks):
         message["content"] = texts[0] if len(texts) == 1 else [{"type": "text", "text": text} for text in texts]
-    thoughts = [block["thinking"] for block in blocks if block.get("type") == "thinking" and block.get("thinking")]
+    thoughts = [block["thinking"] for block in blocks if block["type"] == "thinking" and block.get("thinking")]
     if thoughts:
         # vLLM's own name is `reasoning`, but it also accepts this one.
         message["reasoning_content"] = "".join(thoughts)
-    calls = [_call(block) for block in blocks if block.get("type") == "tool_use"]
+    calls = [_call(block) for block in blocks if block["type"] == "tool_use"]
     if calls:
         message["tool_calls"] = calls
     return message
@@ -112,20 +132,14 @@ def _call(block: Mapping[str, Any]) -> Document:
     return {"id": block.get("id"), "type": "function", "function": {"name": block.get("name"), "arguments": arguments}}
 
 
-def _user(blocks: Any) -> Iterator[Document]:
+def _user(blocks: list[Document]) -> Iterator[Document]:
     """Yields each tool result as a message, and then the texts and images as another."""
-    refuse_media([{"content": blocks}], _IMAGES)
     parts: list[Document] = []
     for block in blocks:
-        kind = block.get("type")
-        if kind == "tool_result":
+        if block["type"] == "tool_result":
             yield from _result(block)
-        elif kind == "image":
+        elif block["type"] == "image":
             parts.append(_image(block["source"]))
-        elif kind != "text":
-            raise WrongCall(
-                f"a message contains a part of type {kind}, which chat completions do not have; omit this part"
-            )
         elif block.get("text"):
             parts.append({"type": "text", "text": block["text"]})
     if parts:
@@ -133,10 +147,15 @@ def _user(blocks: Any) -> Iterator[Document]:
 
 
 def _result(block: Mapping[str, Any]) -> Iterator[Document]:
-    refuse_media([block], _IMAGES)
-    content = block.get("content") or ""
-    shown = [part["source"] for part in content if part.get("type") == "image"] if isinstance(content, list) else ()
-    return results(block.get("tool_use_id"), "\n".join(_texts(content)), [*map(_image, shown)])
+    """Yields the result of a tool. The tools that it names, as Claude Code's search for tools does, follow as a message
+    of their own, as in vLLM: some templates show the tools there."""
+    blocks, call_id = _blocks(block.get("content"), _OF_RESULT), block.get("tool_use_id")
+    images = [_image(part["source"]) for part in blocks if part["type"] == "image"]
+    yield from results(call_id, "\n".join(_texts(blocks)), images)
+    names = [part["tool_name"] for part in blocks if part["type"] == "tool_reference"]
+    if names:
+        references = [{"type": "tool_reference", "name": name} for name in names]
+        yield {"role": "tool", "tool_call_id": call_id, "content": references}
 
 
 def _image(source: Mapping[str, Any]) -> Document:
@@ -145,14 +164,17 @@ def _image(source: Mapping[str, Any]) -> Document:
     return image_part(source["url"] if source["type"] == "url" else data_url(source["media_type"], source["data"]))
 
 
-def _tool(tool: Mapping[str, Any]) -> Document:
+def _tool(tool: Document) -> Document:
     if "input_schema" not in tool:
         raise WrongCall(
             f"tool {tool.get('name')!r} has no input_schema: it is one of Anthropic's own tools, which the engine does "
             "not provide; set input_schema, or omit the tool"
         )
-    function = {"name": tool.get("name"), "description": tool.get("description"), "parameters": tool["input_schema"]}
-    return {"type": "function", "function": function}
+    refuse(tool, "input_examples", "engines show a model no examples; describe them in the description")
+    schema = tool["input_schema"]
+    parameters = {**schema, "type": schema.get("type", "object")}
+    function = {"name": tool.get("name"), "description": tool.get("description"), "parameters": parameters}
+    return {"type": "function", "function": function | {name: tool[name] for name in _OF_TOOL if tool.get(name)}}
 
 
 def _tool_choice(choice: Mapping[str, Any]) -> Any:
@@ -166,11 +188,23 @@ def _tool_choice(choice: Mapping[str, Any]) -> Any:
 
 def _output(config: Mapping[str, Any]) -> Document:
     chat: Document = {}
-    if schema := (config.get("format") or {}).get("schema"):
-        chat["response_format"] = {"type": "json_schema", "json_schema": {"name": "json_schema", "schema": schema}}
+    if asked := config.get("format"):
+        if asked["type"] != "json_schema":
+            raise WrongCall(f"output_config.format has type {asked['type']}; set it to json_schema")
+        schema = {"name": "json_schema", "schema": asked["schema"]}
+        chat["response_format"] = {"type": "json_schema", "json_schema": schema}
     if effort := config.get("effort"):
         chat["reasoning_effort"] = effort
     return chat
+
+
+def _thinking(config: Mapping[str, Any]) -> Document:
+    kind = config["type"]
+    if kind not in ("adaptive", "disabled", "enabled"):
+        raise WrongCall(f"thinking.type is {kind!r}; set it to adaptive, disabled or enabled")
+    if kind == "enabled":
+        return {"thinking_token_budget": config["budget_tokens"]}
+    return {"reasoning_effort": "none"} if kind == "disabled" else {}
 
 
 # Answers.
@@ -239,10 +273,14 @@ def _usage(answer: Completion) -> Document:
 
 
 def _stop(answer: Completion) -> Document:
-    """Returns the stop reason, and the stop sequence if the engine names one."""
-    if answer.finish == "stop" and isinstance(answer.stop, str):
-        return {"stop_reason": "stop_sequence", "stop_sequence": answer.stop}
-    return {"stop_reason": _STOPS.get(answer.finish or "stop", "end_turn"), "stop_sequence": None}
+    """Returns the stop reason, and the stop sequence if the engine names one. Engines name a call of a tool that the
+    agent chose a stop, and may stop within a call."""
+    finish, calls = answer.finish or "stop", [block for block in answer.blocks if block.kind == "call"]
+    if finish in ("stop", "tool_calls"):
+        if isinstance(answer.stop, str) and not (calls and calls[-1].is_whole):
+            return {"stop_reason": "stop_sequence", "stop_sequence": answer.stop}
+        finish = "tool_calls" if calls else finish
+    return {"stop_reason": _STOPS.get(finish), "stop_sequence": None}
 
 
 def _event_of(kind: str, **content: Any) -> bytes:

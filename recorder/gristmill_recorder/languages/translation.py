@@ -31,11 +31,19 @@ class Block:
     @property
     def arguments(self) -> Document:
         """The arguments of a call. If they are not a JSON object, they are a text in the field `invalid_json`."""
-        try:
-            parsed = orjson.loads(self.text or "{}")
-        except orjson.JSONDecodeError:
-            parsed = None
+        parsed = self._parsed()
         return parsed if isinstance(parsed, dict) else {"invalid_json": self.text}
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the arguments of a call are JSON."""
+        return self._parsed() is not None
+
+    def _parsed(self) -> Any:
+        try:
+            return orjson.loads(self.text or "{}")
+        except orjson.JSONDecodeError:
+            return None
 
 
 @dataclass(slots=True)
@@ -68,8 +76,10 @@ class Completion:
             self.stop = choice.get("stop_reason") or self.stop
 
     def add(self, kind: Any, call: Mapping[str, Any]) -> Block:
-        name = (call.get("function") or {}).get("name")
-        block = Block(kind, len(self.blocks), id=call.get("id") or "", name=name or "")
+        name = (call.get("function") or {}).get("name") or ""
+        if kind == "call" and not name:
+            raise ValueError("it calls a tool without a name")
+        block = Block(kind, len(self.blocks), id=call.get("id") or "", name=name)
         self.blocks.append(block)
         return block
 
@@ -99,6 +109,7 @@ class TranslatedStream(ChatStream):
         self._has_begun = False
         self._open: Block | None = None
         self._call = 0
+        self._later = ""
 
     def read(self, event: Event) -> bytes:
         return b"".join(self._written(event))
@@ -123,19 +134,29 @@ class TranslatedStream(ChatStream):
             self._has_begun = True
             yield from self._writer.begun(self._answer)
         for kind, text, call in _pieces((choice or {}).get("delta") or {}):
-            index = call.get("index", 0)
-            if self._open is None or self._open.kind != kind or self._call != index:
-                yield from self._close()
-                self._open, self._call = self._answer.add(kind, call), index
-                yield from self._writer.opened(self._open)
-            if text:
-                self._open.text += text
-                yield from self._writer.extended(self._open, text)
+            if kind == "text" and self._open is not None and self._open.kind == "call":
+                # Engines stream spaces within a call. As in vLLM, they follow it.
+                self._later += text
+            else:
+                yield from self._extend(kind, text, call)
+
+    def _extend(self, kind: str, text: str, call: Mapping[str, Any]) -> Iterator[bytes]:
+        index = call["index"] if kind == "call" else 0
+        if self._open is None or self._open.kind != kind or self._call != index:
+            yield from self._close()
+            self._open, self._call = self._answer.add(kind, call), index
+            yield from self._writer.opened(self._open)
+        if text:
+            self._open.text += text
+            yield from self._writer.extended(self._open, text)
 
     def _close(self) -> Iterator[bytes]:
         if self._open is not None:
             yield from self._writer.closed(self._open)
-        self._open = None
+        self._open, later, self._later = None, self._later, ""
+        if later:
+            yield from self._extend("text", later, {})
+            yield from self._close()
 
 
 @contextmanager
@@ -165,12 +186,16 @@ def in_one_system(messages: Sequence[Document], between: str) -> Iterator[Docume
 
 
 def _pieces(part: Mapping[str, Any]) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
-    """Yields the kind and the text of each block in a message, or in a delta of one; and the call if it is one."""
+    """Yields the kind and the text of each block in a message, or in a delta of one; and the call if it is one. Raises
+    ValueError for what no other language has."""
+    if unknown := [name for name in ("audio", "function_call") if part.get(name)]:
+        raise ValueError(f"it has the field {unknown[0]}, which is not translated")
     # vLLM and SGLang use different names for thoughts.
     if thought := part.get("reasoning") or part.get("reasoning_content"):
         yield "thought", thought, {}
-    if text := part.get("content"):
-        yield "text", text, {}
+    for text in (part.get("content"), part.get("refusal")):
+        if text:
+            yield "text", text, {}
     for call in part.get("tool_calls") or ():
         yield "call", (call.get("function") or {}).get("arguments") or "", call
 
