@@ -11,14 +11,14 @@ import orjson
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from gristmill.errors import GristmillError, InvalidArgumentError
+from gristmill.errors import FailedPreconditionError, GristmillError, InvalidArgumentError
 from gristmill_recorder.calls import Calls, read_body, read_document
 from gristmill_recorder.engines.connection import Engine, query_of, request_headers
 from gristmill_recorder.exchange import unchanged
 from gristmill_recorder.languages.paths import RECORDED, form_at
 from gristmill_recorder.metrics import Metrics
 from gristmill_recorder.names import TrajectoryName, split
-from gristmill_recorder.refusals import Busy, RefusalError, UnknownPath, WrongCall
+from gristmill_recorder.refusals import Busy, NotRecorded, RefusalError, UnknownPath, WrongCall
 from gristmill_recorder.runs import Runs
 from gristmill_recorder.settings import RecorderSettings
 
@@ -50,7 +50,8 @@ class RecorderApp:
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         try:
             return await self._route(request)
-        except RefusalError as refusal:
+        except (RefusalError, FailedPreconditionError) as error:
+            refusal = error if isinstance(error, RefusalError) else NotRecorded(str(error))
             self._metrics.refused.labels(type(refusal).__name__).inc()
             # Text from callers may contain line breaks and terminal control codes.
             _log.info("call refused: %r: %s", request.path[:500], ascii(str(refusal))[1:-1])

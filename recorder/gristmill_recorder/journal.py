@@ -7,7 +7,6 @@ machine fails, at most one second of changes is lost. No change waits for the di
 
 from __future__ import annotations
 
-import fcntl
 import os
 import sqlite3
 import struct
@@ -23,12 +22,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gristmill.completions import Sampled
-from gristmill.errors import FailedPreconditionError, InvalidArgumentError, UnavailableError
+from gristmill.errors import FailedPreconditionError, InvalidArgumentError
 from gristmill_recorder.columns import Columns
+from gristmill_recorder.journal_files import JournalFiles
 from gristmill_recorder.languages.sampling import PLAIN, Sampling
 from gristmill_recorder.names import TrajectoryName
 
 _LAYOUT = 5
+_CHECK = "restart the recorder, which checks the file"
 _TABLES = """
 CREATE TABLE trajectories (
     id INTEGER PRIMARY KEY,
@@ -180,41 +181,41 @@ class Journal:
 
     def __init__(self, path: Path) -> None:
         """Opens or creates the journal. Raises UnavailableError if the file cannot be opened or locked, and
-        InvalidArgumentError, without changing the file, if it is not a journal."""
+        InvalidArgumentError, without changing the file, if it is not a journal or damaged."""
         with ExitStack() as opened:
-            opened.enter_context(_locked(path))
+            self._files = opened.enter_context(closing(JournalFiles(path)))
             try:
                 self._database = opened.enter_context(closing(_connect(path)))
                 _check_layout(self._database, path)
+                _check_pages(self._database)
                 self._disk = opened.enter_context(closing(_connect(path)))
                 _tune(self._database, "OFF")
                 _tune(self._disk, "FULL")
                 _make_tables(self._database)
-                self._inodes = {each: os.stat(each).st_ino for each in (path, path.with_name(f"{path.name}-wal"))}
             except sqlite3.Error as error:
-                raise InvalidArgumentError(f"journal: cannot read {path}: {error}; choose another file") from None
+                raise InvalidArgumentError(
+                    f"journal: cannot read {path}: {error}; restore it, or choose another file"
+                ) from None
+            self._files.opened()
             self._opened = opened.pop_all()
 
     def find(self, name: TrajectoryName) -> Entry | None:
         """Returns the trajectory without its rows, or None."""
-        records = self._database.execute(
-            f"{_FIND} WHERE run = ? AND uid = ? AND sample = ? AND round = ? AND attempt = ?", name
-        )
-        record = records.fetchone()
-        return None if record is None else _entry(record)
+        records = self._read(f"{_FIND} WHERE run = ? AND uid = ? AND sample = ? AND round = ? AND attempt = ?", name)
+        return _entry(records[0]) if records else None
 
     def has_higher_attempt(self, name: TrajectoryName) -> bool:
         """Returns whether a higher attempt of the trajectory is recorded that the service did not refuse."""
-        records = self._database.execute(
+        records = self._read(
             "SELECT 1 FROM trajectories WHERE run = ? AND uid = ? AND sample = ? AND round = ? AND attempt > ? "
             "AND coalesce(outcome, '') NOT LIKE 'refused%'",
             name,
         )
-        return records.fetchone() is not None
+        return bool(records)
 
     def open(self) -> Iterator[Entry]:
         """Yields the open trajectories, with the rows to deliver."""
-        for record in self._database.execute(f"{_FIND} WHERE closed_at IS NULL ORDER BY id").fetchall():
+        for record in self._read(f"{_FIND} WHERE closed_at IS NULL ORDER BY id"):
             entry = _entry(record)
             for row in self._rows(entry.id):
                 if row.step >= entry.delivered:
@@ -229,9 +230,16 @@ class Journal:
 
     def _rows(self, trajectory: int) -> Iterator[Row]:
         before: Row | None = None
-        for record in self._database.execute(_STEPS, (trajectory,)).fetchall():
+        for record in self._read(_STEPS, (trajectory,)):
             before = _row(record, before)
             yield before
+
+    def _read(self, query: str, values: Sequence[object] = ()) -> list[tuple[Any, ...]]:
+        """Returns the query's records. Raises FailedPreconditionError if the file is damaged."""
+        try:
+            return self._database.execute(query, values).fetchall()
+        except sqlite3.Error as error:
+            raise FailedPreconditionError(f"the journal cannot be read: {error}; {_CHECK}") from None
 
     def append(self, entry: Entry, rows: Sequence[Row], before: Row | None) -> None:
         """Appends the next steps of a trajectory, all or none, and updates `id` and `next_step` of the entry.
@@ -319,28 +327,16 @@ class Journal:
     @contextmanager
     def _writing(self) -> Iterator[None]:
         """Raises FailedPreconditionError if the block cannot write its changes; then it wrote none of them."""
-        self._check_files()
+        self._files.check_present()
         try:
             yield
         except sqlite3.Error as error:
             if self._database.in_transaction:
                 self._database.execute("ROLLBACK")
+            remedy = "free space on the journal's disk" if isinstance(error, sqlite3.OperationalError) else _CHECK
             raise FailedPreconditionError(
-                f"the journal cannot be written, so the call is not answered: {error}; free space on the journal's disk"
+                f"the journal cannot be written, so the call is not answered: {error}; {remedy}"
             ) from None
-
-    def _check_files(self) -> None:
-        """Raises FailedPreconditionError if a file was deleted or replaced: what the open one contains would be lost
-        with this process."""
-        for path, inode in self._inodes.items():
-            try:
-                is_here = os.stat(path).st_ino == inode
-            except FileNotFoundError:
-                is_here = False
-            if not is_here:
-                raise FailedPreconditionError(
-                    f"the journal {path} was deleted or replaced, so the call is not answered; restart the recorder"
-                )
 
 
 # next_step is stored when the steps are deleted; before, it is computed from them.
@@ -349,20 +345,6 @@ _FIND = (
     "max(next_step, (SELECT coalesce(max(step) + 1, 0) FROM steps WHERE trajectory = id)), "
     "delivered, is_ended, reward, outcome FROM trajectories"
 )
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    try:
-        descriptor = os.open(path.with_name(f"{path.name}.lock"), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise UnavailableError(f"journal: cannot write {path}: {error.strerror}; choose another file") from None
-    with os.fdopen(descriptor) as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UnavailableError(f"journal: another recorder uses {path}; set another --journal") from None
-        yield
 
 
 def _connect(path: Path) -> sqlite3.Connection:
@@ -383,6 +365,13 @@ def _check_layout(database: sqlite3.Connection, path: Path) -> None:
         raise InvalidArgumentError(
             f"journal: {path} has layout {layout}, and this version reads layout {_LAYOUT}; choose another file"
         )
+
+
+def _check_pages(database: sqlite3.Connection) -> None:
+    """Raises DatabaseError if the file was cut, or a page overwritten. Reads the whole file."""
+    (result,) = database.execute("PRAGMA quick_check(1)").fetchone()
+    if result != "ok":
+        raise sqlite3.DatabaseError(result.replace("\n", ", "))
 
 
 def _make_tables(database: sqlite3.Connection) -> None:

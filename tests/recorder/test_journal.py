@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import sqlite3
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +159,68 @@ def test_a_step_is_refused_once_a_file_of_the_journal_was_deleted(journal: Journ
             journal.append(entry, [row(1)], row(0))
         path.touch()
     assert entry.next_step == 1
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def empty(path: Path) -> None:
+    os.truncate(path, 0)
+
+
+def overwrite(path: Path) -> None:
+    with path.open("r+b") as file:
+        for page in range(path.stat().st_size // 4096):
+            file.seek(page * 4096)
+            file.write(b"\xff" * (0 if page == 0 else 64))
+
+
+def delete(path: Path) -> None:
+    path.unlink()
+
+
+@pytest.mark.parametrize(
+    ("end", "damage", "problem"),
+    [
+        ("", cut, "restore it, or choose another file"),
+        ("", overwrite, "restore it, or choose another file"),
+        ("", empty, "was cut to 0 bytes; restore it, or delete it and"),
+        ("", delete, "was cut to 0 bytes; restore it, or delete it and"),
+        ("-wal", delete, "was deleted, and may have contained the newest steps; restore it, or create an empty file"),
+    ],
+)
+def test_a_file_that_was_damaged_since_a_kill_is_refused(
+    journal: Journal, tmp_path: Path, end: str, damage: Callable[[Path], None], problem: str
+) -> None:
+    entry = Entry(NAME)
+    for step in range(100):
+        journal.append(entry, [row(step)], None)
+    journal.sync()
+    journal.append(entry, [row(100)], None)
+    killed = tmp_path / "killed"
+    killed.mkdir()
+    for file in tmp_path.glob("journal.sqlite3*"):
+        shutil.copy(file, killed)
+    path = killed / "journal.sqlite3"
+    damage(killed / f"journal.sqlite3{end}")
+    for _ in range(2):
+        with pytest.raises(InvalidArgumentError, match=problem):
+            Journal(path)
+    if "create an empty file" in problem:
+        path.with_name(f"{path.name}-wal").touch()
+        with closing(Journal(path)) as again:
+            assert [len(entry.rows) for entry in again.open()] == [100]
+
+
+def test_a_file_that_is_damaged_while_it_is_open_is_reported(journal: Journal, tmp_path: Path) -> None:
+    entry, choice = Entry(NAME), Sampled([1], [3] * 5000, [-0.5] * 5000, "stop")
+    for step in range(100):
+        journal.append(entry, [Row.of(choice, step, 7, has_logprobs=True)], None)
+    journal.sync()
+    overwrite(tmp_path / "journal.sqlite3")
+    with pytest.raises(FailedPreconditionError, match=r"cannot be read: .* malformed; restart the recorder"):
+        list(journal.open())
 
 
 @pytest.mark.parametrize("content", ["other", "no database at all, but long enough to be looked at as one" * 20])
