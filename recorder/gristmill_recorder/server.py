@@ -54,7 +54,8 @@ async def serve(settings: RecorderSettings) -> None:
     runs = Runs(settings.address, journal, names_of(settings.columns), metrics)
     engine = Engine(settings)
     app = RecorderApp(settings, runs, engine, metrics)
-    probe = Probe(engine, ENGINES[settings.engine], logprobs=settings.logprobs, splice=settings.splice != "off")
+    columns, splice = names_of(settings.columns), settings.splice != "off"
+    probe = Probe(engine, ENGINES[settings.engine], logprobs=settings.logprobs, splice=splice, columns=columns)
     if left := runs.resume():
         _log.info("%d open trajectories resumed from the journal", left)
     tasks = [asyncio.create_task(each) for each in (_sync(journal), _expire(runs, journal, settings), probe.run())]

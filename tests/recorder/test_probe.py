@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 from typing import Any
 
 import pytest
 
+from gristmill_recorder.columns import NAMES
 from gristmill_recorder.engines.connection import Engine as Connection
 from gristmill_recorder.engines.names import ENGINES
 from gristmill_recorder.engines.probe import Probe
@@ -27,13 +29,15 @@ def name_of(engine: Engine | Dynamo | LlamaServer) -> str:
     return "dynamo" if isinstance(engine, Dynamo) else "llamacpp"
 
 
-def problems(engine: Engine | Dynamo | LlamaServer, *, splice: bool = False, logprobs: bool = True) -> list[str]:
+def problems(
+    engine: Engine | Dynamo | LlamaServer, *, splice: bool = False, columns: Collection[str] = ()
+) -> list[str]:
     name = name_of(engine)
 
     async def probe() -> list[str]:
         connection = Connection(load(RecorderSettings, {"upstream": engine.url, "engine": name}))
         try:
-            asked = Probe(connection, ENGINES[name], logprobs=logprobs, splice=splice)
+            asked = Probe(connection, ENGINES[name], logprobs=True, splice=splice, columns=columns)
             return [problem async for problem in asked.problems()]
         finally:
             await connection.close()
@@ -62,6 +66,21 @@ def test_what_is_missing_is_named_with_its_remedy(fault: dict[str, Any], problem
     with serving(Engine(**fault)) as engine:
         (said,) = problems(engine, splice=True)
         assert problem in said
+
+
+def test_columns_that_answers_lack_are_named_with_their_remedies() -> None:
+    with serving(Engine()) as engine:
+        assert problems(engine, columns=NAMES) == [
+            "/v1/chat/completions returned no routed_experts, so rows are without it; start vLLM with "
+            "--enable-return-routed-experts",
+            "/v1/chat/completions returned no sampling_mask, so rows are without it; start vLLM with "
+            "--return-sampling-mask, and call /inference/v1/generate",
+        ]
+    with serving(Engine(says="reload hi")) as engine:
+        assert problems(engine, columns=["routed_experts"]) == []
+    with serving(LlamaServer()) as server:
+        (said,) = problems(server, columns=["sampling", "routed_experts"])
+        assert "omit routed_experts from --columns" in said
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -53,6 +53,7 @@ class EngineApi:
     with_tokens: returns the chat completion with a prompt of tokens. Its messages stay, because parsers read them.
     prompt_logprobs: the fields by which it returns the logprobs of the prompt's tokens; empty if it does not.
     problems: returns what the answer to the trial shows of wrong settings of the engine, with remedies.
+    columns: how to start the engine so that its answers have values for these columns.
     """
 
     fields: EngineFields
@@ -63,6 +64,7 @@ class EngineApi:
     with_tokens: Callable[[Document, Sequence[int]], Document] = _unchanged
     prompt_logprobs: Document = field(default_factory=dict)
     problems: Callable[[Document], Iterable[str]] = _none
+    columns: Mapping[str, str] = field(default_factory=dict)
 
 
 def tokenize_body(request: Document) -> Document:

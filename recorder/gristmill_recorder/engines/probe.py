@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 
 from gristmill._engines.fields import Document
 from gristmill.completions import Sampled
 from gristmill.errors import InvalidArgumentError
+from gristmill_recorder.columns import Source, columns_of
 from gristmill_recorder.engines.api import EngineApi
 from gristmill_recorder.engines.connection import Engine
 from gristmill_recorder.engines.renderer import Renderer
 from gristmill_recorder.languages.language import Asking, Form
 from gristmill_recorder.languages.paths import form_at
+from gristmill_recorder.languages.sampling import Sampling
 from gristmill_recorder.refusals import EngineAway, EngineSlow, NotRecorded
 
 _log = logging.getLogger("gristmill.recorder")
@@ -23,10 +25,13 @@ _PAUSE_S = 2.0
 
 
 class Probe:
-    """Samples one token of the engine's first model. logprobs, splice: whether the recorder needs them."""
+    """Samples one token of the engine's first model. logprobs, splice, columns: what the recorder needs."""
 
-    def __init__(self, engine: Engine, api: EngineApi, *, logprobs: bool, splice: bool) -> None:
+    def __init__(
+        self, engine: Engine, api: EngineApi, *, logprobs: bool, splice: bool, columns: Collection[str] = ()
+    ) -> None:
         self._engine, self._api, self._logprobs, self._splice = engine, api, logprobs, splice
+        self._columns = columns
 
     async def run(self) -> None:
         """Logs what is missing. Returns when the engine has answered."""
@@ -49,7 +54,8 @@ class Probe:
             return
         make_form, trial = form_at(self._api.trial.path), self._api.trial
         assert make_form is not None
-        form = make_form({"model": models["data"][0]["id"], **trial.body}, Asking(self._api, self._logprobs))
+        asking = Asking(self._api, self._logprobs, "prompt_logprobs" in self._columns)
+        form = make_form({"model": models["data"][0]["id"], **trial.body}, asking)
         status, answer = await self._engine.ask("POST", form.path, _HEADERS, form.request)
         if status != 200:
             yield f"a /{form.path} of one token was refused with status {status}; calls may be refused too"
@@ -60,11 +66,23 @@ class Probe:
             return
         if self._logprobs and choice.rollout_logprobs is None:
             yield "its answers have no logprobs, so no call can be recorded; start the recorder with --no-logprobs"
-        for problem in self._api.problems(answer):
+        for problem in (*self._api.problems(answer), *self._of_columns(form, answer)):
             yield problem
         if self._splice:
             async for problem in self._of_splicing(form, choice.prompt_token_ids):
                 yield problem
+
+    def _of_columns(self, form: Form, answer: Document) -> Iterator[str]:
+        samples, choices = form.read(answer)
+        source = Source(choices[0] if choices else {}, samples[0], Sampling.of({}, None), {})
+        try:
+            columns = columns_of(self._columns, source)
+        except (KeyError, TypeError, ValueError) as error:
+            yield f"the columns of /{form.path} cannot be read, so its calls are refused: {error!r}"
+            return
+        for name in sorted({*self._columns} - columns.keys()):
+            remedy = self._api.columns.get(name, f"omit {name} from --columns")
+            yield f"/{form.path} returned no {name}, so rows are without it; {remedy}"
 
     async def _of_splicing(self, form: Form, prompt: Sequence[int]) -> AsyncIterator[str]:
         request = form.request

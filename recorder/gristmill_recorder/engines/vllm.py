@@ -39,4 +39,9 @@ VLLM = EngineApi(
     with_tokens=_with_tokens,
     # 0 is the logprob of the prompt's token alone.
     prompt_logprobs={"prompt_logprobs": 0},
+    columns={
+        "prompt_logprobs": "let prompt_logprobs through",
+        "routed_experts": "start vLLM with --enable-return-routed-experts",
+        "sampling_mask": "start vLLM with --return-sampling-mask, and call /inference/v1/generate",
+    },
 )
