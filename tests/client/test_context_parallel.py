@@ -260,7 +260,7 @@ def test_a_file_is_cut_when_it_is_loaded(tmp_path: Path) -> None:
     assert "rank 0 cp_rank 1" in repr(shard)
     assert next(shard.micro_batches())["sequences"].tolist() == [3, 4, 5, 99, 7, 8]
     # An environment variable is a string.
-    for wrong in (2, -1, "0", 0.5):
+    for wrong in (2, -1, "0", 0.5, 0.0):
         with pytest.raises(InvalidArgumentError, match=rf"cp_rank is {wrong!r} and cp_size is 2; expected 0..1"):
             load_shard(path, cp_rank=wrong)  # type: ignore[arg-type]
     path = tmp_path / "rank-001.safetensors"

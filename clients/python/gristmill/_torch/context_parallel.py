@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ def cut_shard(tensors: Tensors, metadata: dict[str, Any], cp_rank: int) -> tuple
     where = f"run {metadata['run']!r}: cp_rank is {cp_rank!r}"
     if (cut := metadata.get("context_parallel")) is None:
         raise FailedPreconditionError(f"{where}, but the run has cp_shards: none; create it with cp_size and cp_shards")
-    if cp_rank not in range(cut["size"]):
+    if not isinstance(cp_rank, Integral) or cp_rank not in range(cut["size"]):
         raise InvalidArgumentError(f"{where} and cp_size is {cut['size']}; expected 0..{cut['size'] - 1}")
     result = {name: raw for name, raw in tensors.items() if "/" not in name}
     for prefix in dict.fromkeys(name.partition("/")[0] for name in tensors if "/" in name):
