@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import urllib.request
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +11,12 @@ import anthropic
 import openai
 import pytest
 
+from gristmill_recorder.engines.vllm import VLLM
+from gristmill_recorder.languages.chat import ChatForm
+from gristmill_recorder.languages.language import Asking
+from gristmill_recorder.languages.whole import streamed
 from tests.on_loop import Service
+from tests.recorder.broken import completion
 from tests.recorder.engine import END, Engine, Words, answer_of, logprobs_for, prompt_of
 from tests.recorder.recorders import Recorder, end, post, start, trained
 from tests.recorder.test_chat import ask, user
@@ -43,14 +49,14 @@ def collected(client: openai.OpenAI, messages: list[Any], **more: Any) -> Any:
 def test_a_streamed_answer_is_the_whole_one(whole: Recorder, asked: Engine, run: str, script: str) -> None:
     with whole.openai(run) as client:
         options: Any = {"stream_options": {"include_usage": True}, "logprobs": True}
-        streamed = collected(client, [user(script)], **options)
+        parts = collected(client, [user(script)], **options)
         assert "stream" not in asked.requests[-1]
         assert "stream_options" not in asked.requests[-1]
         answered = ask(client, [user(script)], logprobs=True)
-    assert streamed.choices[0].finish_reason == answered.choices[0].finish_reason
-    assert streamed.choices[0].logprobs.content == answered.choices[0].logprobs.content
-    assert streamed.usage.completion_tokens == answered.usage.completion_tokens
-    one, other = (each.choices[0].message.model_dump(exclude_none=True) for each in (streamed, answered))
+    assert parts.choices[0].finish_reason == answered.choices[0].finish_reason
+    assert parts.choices[0].logprobs.content == answered.choices[0].logprobs.content
+    assert parts.usage.completion_tokens == answered.usage.completion_tokens
+    one, other = (each.choices[0].message.model_dump(exclude_none=True) for each in (parts, answered))
     for message in (one, other):
         for call in message.get("tool_calls") or ():
             call.pop("index", None)
@@ -111,3 +117,12 @@ def test_an_error_and_a_completion_are_the_engines_own(whole: Recorder, asked: E
         )
     assert (text, asked.requests[-1]["stream"]) == ("hi", True)
     assert answer_of(Words(text="hi"))[-1] == END
+
+
+def test_all_that_a_message_says_is_streamed() -> None:
+    message = {"role": "assistant", "content": None, "refusal": "Never.", "audio": {"id": "a"}, "annotations": []}
+    form = ChatForm("chat/completions", {"messages": []}, Asking(VLLM, logprobs=False))
+    body = streamed(form.stream(), completion(message=message), {})
+    (chunk, _) = body.split(b"\n\n", 1)
+    delta = json.loads(chunk.removeprefix(b"data: "))["choices"][0]["delta"]
+    assert delta == {"role": "assistant", "refusal": "Never.", "audio": {"id": "a"}}

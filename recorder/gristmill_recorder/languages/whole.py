@@ -11,7 +11,6 @@ from gristmill._engines.events import DONE, Event
 from gristmill_recorder.languages.language import Document, Stream
 
 _OF_ALL = ("id", "created", "model")
-_OF_DELTAS = ("role", "content", "reasoning", "reasoning_content")
 _NOT_OF_CHUNKS = frozenset(("choices", "object", "usage"))
 
 
@@ -36,6 +35,5 @@ def _chunks(answer: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[D
 
 
 def _delta(message: Mapping[str, Any]) -> Document:
-    delta = {name: message[name] for name in _OF_DELTAS if message.get(name)}
     calls = [{"index": index, **call} for index, call in enumerate(message.get("tool_calls") or ())]
-    return {**delta, "tool_calls": calls} if calls else delta
+    return {name: value for name, value in {**message, "tool_calls": calls}.items() if value}
