@@ -27,6 +27,8 @@ SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": {}}}
         ({"tools": [STRICT], "tool_choice": "none"}, ()),
         ({"repeat_penalty": 1.0, "typical_p": 1, "top_n_sigma": -1.0, "mirostat": 0, "adaptive_target": -1.0}, ()),
         ({"temperature": 0.7}, ("temperature",)),
+        ({"thinking_token_budget": -1}, ()),
+        ({"thinking_token_budget": 0}, ("thinking_token_budget",)),
         (
             {"dry_multiplier": 0.8, "xtc_probability": 0.5, "grammar": "root"},
             ("dry_multiplier", "grammar", "xtc_probability"),

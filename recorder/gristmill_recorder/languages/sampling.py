@@ -15,8 +15,9 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("repeat_penalty", "typical_p"), (1,)),
     **dict.fromkeys(("dry_multiplier", "dynatemp_range", "mirostat", "xtc_probability"), (0,)),
     **dict.fromkeys(("adaptive_target", "top_n_sigma"), (-1,)),
+    "thinking_token_budget": (-1,),
     "top_k": (0, -1),
-    **dict.fromkeys((*_SETS, "thinking_token_budget", "vllm_xargs"), (0, {}, [])),
+    **dict.fromkeys((*_SETS, "vllm_xargs"), (0, {}, [])),
 }
 _GRAMMARS = (
     *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
