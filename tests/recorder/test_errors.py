@@ -77,6 +77,7 @@ def test_a_library_tries_again_by_itself_and_the_last_answer_counts_once(
         ({"use_beam_search": True}, "use_beam_search is set"),
         ({"include_reasoning": False}, "would omit token ids"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "records only tokens"),
+        ({"messages": [{"role": "user", "content": [{"type": "prompt_embeds", "data": ""}]}]}, "records only tokens"),
     ],
 )
 def test_what_would_not_be_recorded_as_it_was_sampled_is_refused_before_the_engine_is_asked(

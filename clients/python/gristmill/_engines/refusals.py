@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-_MEDIA = ("image", "audio", "video", "file")
+_MEDIA = ("image", "audio", "video", "file", "embeds")
 
 
 def refuse(document: Mapping[str, Any], name: str, reason: str, error: type[Exception]) -> None:
@@ -15,7 +15,7 @@ def refuse(document: Mapping[str, Any], name: str, reason: str, error: type[Exce
 
 
 def refuse_media(items: Any, error: type[Exception], recorded: Collection[str] = ()) -> None:
-    """Raises the error for images, audio, video and files: the row would be trained without them.
+    """Raises the error for images, audio, video, files and embeddings: the row would be trained without them.
 
     recorded: the types of parts that are recorded.
     """
