@@ -159,6 +159,16 @@ def test_completions_of_several_prompts_are_steps_too(
     assert [bytes(row.tokens[:-1]) for row in rows] == [b"say aa", b"say aa #1", b"say ba", b"say ba #1"]
 
 
+def test_a_chat_completion_whose_agent_asks_for_0_logprobs_is_recorded(
+    recorder: Recorder, service: Service, run: str
+) -> None:
+    body = {"model": "toy", "messages": [user("say hi")], "logprobs": 0}
+    status, answer = post(f"{recorder.base(run)}/v1/chat/completions", body)
+    assert (status, answer["choices"][0]["logprobs"]) == (200, None)
+    recorder.finish(run)
+    assert trained(service.grpc_address, run)[0].logprobs == logprobs_for(3)
+
+
 def test_a_reward_may_come_later(recorder: Recorder, service: Service, run: str) -> None:
     with recorder.openai(run) as client:
         ask(client, [user("say hi")])

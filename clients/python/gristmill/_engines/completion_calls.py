@@ -44,7 +44,8 @@ class CompletionCall:
             raise self.refusal(
                 f"the call asks for {self.choices} choices, and the engine returns token ids of one; call once for each"
             )
-        self._keeps_logprobs = _wants(document, "logprobs")
+        # In a chat completion 0 is false; in a completion it asks for the logprobs of the tokens alone.
+        self._keeps_logprobs = bool(document.get("logprobs")) if is_chat else _wants(document, "logprobs")
         self._asks_logprobs = logprobs and not self._keeps_logprobs
         flags = fields.flags(document)
         self._hidden = {part for part, asked in fields.asked_by.items() if not _wants(flags, asked)}
