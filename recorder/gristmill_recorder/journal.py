@@ -30,6 +30,7 @@ from gristmill_recorder.names import TrajectoryName
 
 _LAYOUT = 5
 _CHECK = "restart the recorder, which checks the file"
+_NO_LOGPROB, _ROUNDING = -9999.0, 1e-3
 _TABLES = """
 CREATE TABLE trajectories (
     id INTEGER PRIMARY KEY,
@@ -111,10 +112,10 @@ class Row:
             raise InvalidArgumentError(
                 "the answer contains no prompt tokens, or negative token ids; check the engine's version"
             )
-        if has_logprobs and (logprobs is None or len(logprobs) != len(response) or not np.isfinite(logprobs).all()):
+        if has_logprobs and (logprobs is None or len(logprobs) != len(response) or not _are_logprobs(logprobs)):
             raise InvalidArgumentError(
-                "the answer does not contain one finite logprob per token; start the recorder with --no-logprobs if "
-                "the engine returns none"
+                "the answer does not contain one finite logprob per token, of more than -9999, which vLLM writes for "
+                "none, and at most 0; start the recorder with --no-logprobs if the engine returns none"
             )
         if versions is not None and (versions == versions[0]).all():
             policy_version, versions = int(versions[0]), None
@@ -425,6 +426,11 @@ def _row(record: tuple[Any, ...], before: Row | None) -> Row:
         end[0],
         bool(end[1]),
     )
+
+
+def _are_logprobs(values: NDArray[np.float32]) -> bool:
+    """Returns whether all are logprobs, apart from rounding. For none vLLM writes -9999, SGLang the lowest float."""
+    return bool(((values > _NO_LOGPROB) & (values < _ROUNDING)).all())
 
 
 def _numbers(code: str, values: Sequence[float]) -> NDArray[Any]:

@@ -113,6 +113,26 @@ def test_a_call_that_its_agent_closes_at_the_end_of_the_stream_is_not_cut(
             "one finite logprob per token",
             id="logprobs beyond float32",
         ),
+        *(
+            pytest.param(
+                whole(completion(logprobs={"content": [{"logprob": value}] * 3})),
+                "one finite logprob per token",
+                id=f"a logprob of {value}",
+            )
+            for value in (-9999.0, -3.4e38, 0.5)
+        ),
+        pytest.param(
+            whole(json.dumps(completion(logprobs={"content": [{"logprob": float("nan")}] * 3})).encode()),
+            "JSONDecodeError",
+            id="logprobs that are NaN",
+        ),
+        pytest.param(
+            whole(completion(logprobs={"content": [{"logprob": None}] * 3})), "logprobs are invalid", id="null logprobs"
+        ),
+        pytest.param(
+            whole(completion(choices=completion()["choices"] * 2)), "some with the same index", id="a choice twice"
+        ),
+        pytest.param(whole(completion(choices=[])), "has no choices", id="no choices"),
         pytest.param(
             whole(completion(logprobs={"content": [{"logprob": "-1"}] * 3})),
             "logprobs are invalid",
@@ -275,6 +295,18 @@ def test_a_request_that_cannot_be_translated_is_refused(
     answer = httpx.post(f"{recorder.base(run)}/{path}", content=body, trust_env=False)
     assert (answer.status_code, "nest it less deeply" in answer.text) == (400, True)
     assert len(broken.requests) == asked
+
+
+def test_a_prompt_that_sglang_continued_or_cut_is_refused(recorder: Recorder, broken: BrokenEngine, run: str) -> None:
+    meta = {"prompt_tokens": 3, "completion_tokens": 1, "finish_reason": {"type": "stop"}}
+    meta["output_token_logprobs"] = [[-0.5, END, None]]
+    broken.answer = whole({"text": "", "output_ids": [END], "meta_info": meta})
+    answer = httpx.post(f"{recorder.base(run)}/generate", json={"input_ids": [1, 2]}, trust_env=False)
+    assert (answer.status_code, "read 3 tokens, and the call has 2" in answer.text) == (502, True), answer.text
+    assert not has_recorded(recorder, run)
+    answer = httpx.post(f"{recorder.base(run)}/generate", json={"input_ids": [1, 2, 3]}, trust_env=False)
+    assert answer.status_code == 200
+    assert has_recorded(recorder, run)
 
 
 def test_a_prompt_of_a_million_tokens_is_recorded_and_delivered(

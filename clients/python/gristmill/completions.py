@@ -92,6 +92,10 @@ def sampled(completion: Any) -> list[Sampled]:
         indexed.append((index, checked))
     if not indexed:
         raise InvalidArgumentError("the answer has no choices; pass a chat completion, a completion or a response")
+    if len({index for index, _ in indexed}) != len(indexed):
+        raise InvalidArgumentError(
+            f"the answer has {len(indexed)} choices, and some with the same index; update the engine"
+        )
     return [choice for _, choice in sorted(indexed, key=lambda each: each[0]) if choice.response_ids]
 
 

@@ -72,7 +72,13 @@ class SglangGenerateForm:
 
     def samples(self, answer: Document, tokens: list[int], logprobs: list[float]) -> list[Sampled]:
         """Returns the answer, if it has tokens."""
-        stop = answer["meta_info"]["finish_reason"]["type"]
+        meta = answer["meta_info"]
+        if (read := meta.get("prompt_tokens", len(self._prompt))) != len(self._prompt):
+            raise NotRecorded(
+                f"the engine read {read} tokens, and the call has {len(self._prompt)}; send the whole prompt without "
+                "session_params, and start SGLang without --allow-auto-truncate"
+            )
+        stop = meta["finish_reason"]["type"]
         sampled = Sampled(self._prompt, tokens, logprobs if self._asking.logprobs else None, stop)
         return [sampled] if tokens else []
 
@@ -144,7 +150,7 @@ class SglangStream(OwnRouteStream):
 def prompt_of(document: Document, name: str) -> list[int]:
     """Returns the prompt. Raises WrongCall unless it is a list of tokens."""
     prompt = document.get(name)
-    if not isinstance(prompt, list) or not prompt or not all(isinstance(token, int) for token in prompt):
+    if not isinstance(prompt, list) or not prompt or not all(type(token) is int for token in prompt):
         raise WrongCall(f"the call has no list of tokens in {name}, and the engine does not return those of a text")
     return prompt
 
