@@ -120,7 +120,13 @@ def test_an_error_and_a_completion_are_the_engines_own(whole: Recorder, asked: E
 
 
 def test_all_that_a_message_says_is_streamed() -> None:
-    message = {"role": "assistant", "content": None, "refusal": "Never.", "audio": {"id": "a"}, "annotations": []}
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": None,
+        "refusal": "Never.",
+        "audio": {"id": "a"},
+        "annotations": [],
+    }
     form = ChatForm("chat/completions", {"messages": []}, Asking(VLLM, logprobs=False))
     body = streamed(form.stream(), completion(message=message), {})
     (chunk, _) = body.split(b"\n\n", 1)
