@@ -216,6 +216,11 @@ def test_an_answer_without_token_ids_is_refused_with_the_remedy(engine: Engine) 
             {"prompt_token_ids": [1], "choices": [{"token_ids": [1, 2], "logprobs": {"token_logprobs": [0.0]}}]},
             "1 logprobs for 2 token ids",
         ),
+        (
+            {"prompt_token_ids": [1], "choices": [{"token_ids": [2], "logprobs": {"content": [{"logprob": -9999.0}]}}]},
+            "a token has the logprob -9999.0",
+        ),
+        ({"prompt_token_ids": [1], "choices": [{"index": 0, "token_ids": [2]}] * 2}, "some with the same index"),
     ],
 )
 def test_what_is_no_complete_answer_is_refused(completion: Any, problem: str) -> None:

@@ -116,7 +116,7 @@ def test_a_call_that_its_agent_closes_at_the_end_of_the_stream_is_not_cut(
         *(
             pytest.param(
                 whole(completion(logprobs={"content": [{"logprob": value}] * 3})),
-                "one finite logprob per token",
+                "which vLLM writes for",
                 id=f"a logprob of {value}",
             )
             for value in (-9999.0, -3.4e38, 0.5)

@@ -33,6 +33,7 @@ from gristmill.errors import InvalidArgumentError
 
 __all__ = ["HOW_TO_ASK", "ChunkReader", "Sampled", "logprobs_of", "sampled"]
 
+_NO_LOGPROB = -9999.0
 _DIGITS = 10  # The digits of 2**31 - 1.
 
 HOW_TO_ASK = (
@@ -226,11 +227,17 @@ def _ids_of(choice: Mapping[str, Any]) -> Any:
 
 
 def logprobs_of(logprobs: Mapping[str, Any] | None) -> list[float] | None:
-    """Read a choice's log-probabilities in the form of chat (`content`) or of completions (`token_logprobs`)."""
+    """Read a choice's log-probabilities in the form of chat (`content`) or of completions (`token_logprobs`). Raises
+    InvalidArgumentError if a token has none."""
     if logprobs is None:
         return None
     if (content := logprobs.get("content")) is not None:
-        return [token["logprob"] for token in content]
+        values = [token["logprob"] for token in content]
+        if _NO_LOGPROB in values:
+            raise InvalidArgumentError(
+                f"a token has the logprob {_NO_LOGPROB}, which vLLM writes for a token without one; repeat the call"
+            )
+        return values
     return logprobs.get("token_logprobs")
 
 
