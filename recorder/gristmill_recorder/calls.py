@@ -19,6 +19,7 @@ from gristmill_recorder.engines.connection import Engine, query_of, request_head
 from gristmill_recorder.engines.names import ENGINES
 from gristmill_recorder.exchange import AgentGoneError, Exchange, Sent
 from gristmill_recorder.languages.images import urls_of_images
+from gristmill_recorder.languages.integers import loads
 from gristmill_recorder.languages.language import Asking, Document
 from gristmill_recorder.languages.paths import FormMaker
 from gristmill_recorder.languages.sampling import Sampling
@@ -132,9 +133,11 @@ async def read_document(request: web.BaseRequest) -> Document:
     """Reads the request body as a JSON object. Raises WrongCall and TooLarge."""
     body = await read_body(request)
     try:
-        document = orjson.loads(body)
+        document = loads(body)
     except orjson.JSONDecodeError as error:
         raise WrongCall(f"the request is not JSON: {error}; send a JSON object") from None
+    except RecursionError:
+        raise WrongCall("the request cannot be read; nest it less deeply") from None
     if not isinstance(document, dict):
         raise WrongCall(f"the request is a {type(document).__name__}; send a JSON object")
     return document

@@ -75,7 +75,10 @@ class Exchange:
         try:
             body = orjson.dumps(self._sent.document)
         except TypeError as error:
-            raise WrongCall(f"the request cannot be encoded as JSON: {error}; nest it less deeply") from None
+            raise WrongCall(
+                f"the request cannot be encoded as JSON: {error}; nest it less deeply, and write integers of more than "
+                "64 bits as texts"
+            ) from None
         asked = time.perf_counter()
         async with engine.call("POST", *self._sent[:3], body) as answer:
             self.engine_s += time.perf_counter() - asked
@@ -195,7 +198,7 @@ def _recordable() -> Iterator[None]:
         raise NotRecorded(f"{error}; {_REMEDY}") from None
     except FailedPreconditionError as error:
         raise NotRecorded(str(error)) from None
-    except (orjson.JSONDecodeError, AttributeError, KeyError, TypeError, ValueError) as error:
+    except (orjson.JSONDecodeError, AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise NotRecorded(
             f"the engine's answer is invalid: {type(error).__name__}: {error}; check that --upstream is its URL"
         ) from None

@@ -165,6 +165,25 @@ def test_thoughts_that_anthropic_encrypted_are_left_out(recorder: Recorder, engi
 
 
 @pytest.mark.parametrize("stream", [False, True])
+def test_integers_of_any_size_stay_as_the_model_wrote_them(
+    recorder: Recorder, engine: Engine, run: str, stream: bool
+) -> None:
+    messages = [user('call pay {"wei": 100000000000000000001}')]
+    with agent(recorder, run) as client:
+        with client.messages.stream(model="toy", max_tokens=9, messages=messages) as events:
+            answer: Any = events.get_final_message() if stream else ask(client, messages)
+        (block,) = answer.content
+        assert block.input == {"wei": 10**20 + 1}
+        ask(client, [*messages, said([block.to_dict()]), result_of("say done")])
+    (call,) = engine.requests[-1]["messages"][1]["tool_calls"]
+    assert call["function"]["arguments"] == '{"wei": 100000000000000000001}'
+    tools = [{**TOOLS[0], "input_schema": {"type": "integer", "maximum": 2**256}}]
+    document = {"model": "toy", "max_tokens": 5, "messages": [user("say hi")], "tools": tools}
+    status, answer = post(f"{recorder.base(run)}/v1/messages", document)
+    assert (status, "integers of more than 64 bits as texts" in answer["error"]["message"]) == (400, True)
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_a_model_that_writes_no_json_is_passed_on_and_trained_all_the_same(
     recorder: Recorder, service: Service, run: str, stream: bool
 ) -> None:

@@ -12,6 +12,7 @@ import orjson
 
 from gristmill_recorder.languages.chat import ChatForm
 from gristmill_recorder.languages.images import data_url, image_part, results
+from gristmill_recorder.languages.integers import written
 from gristmill_recorder.languages.language import Asking, Document, refuse, unrecorded
 from gristmill_recorder.languages.translation import Block, Completion, TranslatedStream, translating
 from gristmill_recorder.refusals import WrongCall
@@ -320,7 +321,7 @@ class GeminiWriter:
 
 def _part(block: Block) -> Document:
     if block.kind == "call":
-        return {"functionCall": {"id": block.id, "name": block.name, "args": block.arguments}}
+        return {"functionCall": {"id": block.id, "name": block.name, "args": written(block.arguments)}}
     return {"text": block.text, **({"thought": True} if block.kind == "thought" else {})}
 
 

@@ -15,6 +15,7 @@ import orjson
 
 from gristmill_recorder.languages.chat import ChatForm
 from gristmill_recorder.languages.images import data_url, image_part, results
+from gristmill_recorder.languages.integers import written
 from gristmill_recorder.languages.language import Asking, Document, refuse, refuse_media
 from gristmill_recorder.languages.translation import Block, Completion, TranslatedStream, in_one_system, translating
 from gristmill_recorder.refusals import WrongCall
@@ -260,7 +261,7 @@ def _content(block: Block) -> Document:
         return {"type": "thinking", "thinking": block.text, "signature": _signature()}
     if block.kind == "text":
         return {"type": "text", "text": block.text}
-    return {"type": "tool_use", "id": block.id, "name": block.name, "input": block.arguments}
+    return {"type": "tool_use", "id": block.id, "name": block.name, "input": written(block.arguments)}
 
 
 def _signature() -> str:

@@ -14,6 +14,7 @@ import orjson
 
 from gristmill._engines.events import Event
 from gristmill_recorder.languages.chat import ChatForm, ChatStream
+from gristmill_recorder.languages.integers import loads
 from gristmill_recorder.languages.language import Document
 from gristmill_recorder.refusals import WrongCall
 
@@ -41,8 +42,8 @@ class Block:
 
     def _parsed(self) -> Any:
         try:
-            return orjson.loads(self.text or "{}")
-        except orjson.JSONDecodeError:
+            return loads(self.text.encode() or b"{}")
+        except (orjson.JSONDecodeError, RecursionError):
             return None
 
 
