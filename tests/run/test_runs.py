@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import json
 import threading
 import time
@@ -25,7 +27,7 @@ from gristmill_service.run.machine.answers import BatchState, Position
 from gristmill_service.storage.journal.run_log import JournalRunLog
 from gristmill_service.storage.journal.run_store import JournalRunStore
 from gristmill_service.storage.shard_store import ShardStore
-from tests.on_loop import Run, Runs
+from tests.on_loop import Run, Runs, on_loop
 from tests.run.harness import CONFIG, BuildBatch, Shelf, group_rows, row, table, wait_until
 
 PATIENCE_S = 60.0
@@ -348,3 +350,18 @@ def test_logs_are_synced_each_second_also_while_one_takes_long_to_be_cleaned_up(
     synced.clear()
     wait_until(lambda: all(synced.count(runs.get(name).run_id) >= 2 for name in ("one", "two")))
     may_end.set()
+
+
+def test_runs_that_close_when_their_timers_begin_leave_no_work_unawaited(serve: Callable[..., Runs]) -> None:
+    runs = serve()
+    runs.create("r", CONFIG)
+
+    async def close_at_once() -> None:
+        timer = asyncio.ensure_future(runs._target._work_on_logs(lambda log: None))
+        # It has tasks for the runs by then, which have not begun.
+        await asyncio.sleep(0)
+        timer.cancel()
+        await asyncio.wait([timer])
+
+    on_loop(close_at_once)
+    gc.collect()

@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from copy import copy
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -111,7 +112,7 @@ class Runs:
             loop.create_task(_every(_FLUSH_S, lambda: self._work_on_logs(lambda log: log.sync()))),
             loop.create_task(_every(_FLUSH_S, lambda: self._work_on_logs(lambda log: log.flush()))),
             loop.create_task(_every(_FLUSH_S, self.look)),
-            loop.create_task(_every(_FLUSH_S, lambda: _quietly(self._adopt()))),
+            loop.create_task(_every(_FLUSH_S, lambda: _quietly(self._adopt))),
         ]
 
     async def create(self, name: str, config: Mapping[str, Any] | RunConfig) -> tuple[list[str], bool]:
@@ -336,7 +337,7 @@ class Runs:
                     f"run {name!r} cannot be read: {error}; restore its data in the store, or delete the run"
                 ) from error
             _log.info("run restored", run=name, **_holding(run), seconds=round(self._clock() - began, 3))
-            asyncio.get_running_loop().create_task(_quietly(asyncio.to_thread(self._shards.sweep, name)))
+            asyncio.get_running_loop().create_task(_quietly(lambda: asyncio.to_thread(self._shards.sweep, name)))
             return run
 
     async def _close_lost(self, name: str, run: Run) -> None:
@@ -388,7 +389,7 @@ class Runs:
                 run.tick()
 
     async def _work_on_logs(self, work: Callable[[RunLog], None]) -> None:
-        await asyncio.gather(*(_quietly(run.work_on_log(work)) for run in self.own()))
+        await asyncio.gather(*(_quietly(partial(run.work_on_log, work)) for run in self.own()))
 
     async def look(self) -> None:
         """Checks the run store's health, which also shows whether there is capacity again. Concurrent callers share the
@@ -468,11 +469,11 @@ def _whole_or(elsewhere: OwnedElsewhereError, read: Callable[..., Any], *args: A
     return chain([first], pieces)
 
 
-async def _quietly(work: Awaitable[Any]) -> None:
+async def _quietly(work: Callable[[], Awaitable[Any]]) -> None:
     """Ignores errors of a task: `unhealthy_reason` reports a store that refuses, and a run may be deleted in the
     meantime."""
     with suppress(UnavailableError, NotFoundError):
-        await work
+        await work()
 
 
 def _holding(run: Run) -> dict[str, int]:
