@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PEERS := .venv-peers
 TRAINERS := trl skyrl verl transformers
 ENVIRONMENTS := verifiers
-ENGINES := vllm dynamo
+ENGINES := vllm sglang dynamo
 PACKAGES := $(TRAINERS) $(ENVIRONMENTS) $(ENGINES)
 # The tests of a trainer with later packages: each folder has the lists of packages alone.
 LATER := skyrl-0.4 trl-later
@@ -74,7 +74,7 @@ $(LATER:%=test-%): test-%: .venv-%/.installed
 
 test-environments: $(ENVIRONMENTS:%=test-%)  ## Feed runs from real environments of verifiers
 
-test-engines: $(ENGINES:%=test-%)  ## Record a real vLLM on the CPU (Linux x86-64), 3.5 GB, and a real Dynamo, 2 GB, and compare rows with their answers
+test-engines: $(ENGINES:%=test-%)  ## Record a real vLLM, SGLang and Dynamo on the CPU (Linux x86-64), 3.5, 3 and 2 GB, and compare rows with their answers
 
 test-agents: .venv-agents/.installed build/agents/.installed build/templates/.fetched  ## Record Codex, Claude Code and four frameworks of agents (Linux), 2 GB
 	.venv-agents/bin/python -m pytest $(if $(QUICK),-m "not slow") tests/agents

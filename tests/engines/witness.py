@@ -63,3 +63,13 @@ class Witness:
             logprobs = choice.get("logprobs") or {}
             answer.logprobs += [token["logprob"] for token in logprobs.get("content") or ()]
             answer.logprobs += logprobs.get("token_logprobs") or []
+        # SGLang: of chat completions, and of its own route, each of whose events has all tokens so far.
+        extension = document.get("sglext") or {}
+        for index, response in enumerate(extension.get("output_ids") or ()):
+            choices[index].prompt, choices[index].response = extension["input_ids"], response
+        if "meta_info" in document:
+            if not choices:
+                choices[0] = Answer(asked, asked["input_ids"])
+                self.answers.append(choices[0])
+            choices[0].response = document["output_ids"]
+            choices[0].logprobs = [logprob for logprob, *_ in document["meta_info"]["output_token_logprobs"]]

@@ -6,7 +6,12 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-_OF_THE_CALL = frozenset(("id", "request_id", "created", "prompt_tokens", "total_tokens"))
+_OF_THE_CALL = frozenset(
+    (
+        *("id", "request_id", "created", "e2e_latency", "response_sent_to_client_ts"),
+        *("prompt_tokens", "total_tokens", "cached_tokens", "cached_tokens_details"),
+    )
+)
 _TEXTS = frozenset(("content", "reasoning", "arguments", "text"))
 
 

@@ -7,6 +7,7 @@ from collections.abc import Collection
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from gristmill_recorder.columns import NAMES
 from gristmill_recorder.engines.connection import Engine as Connection
@@ -81,6 +82,30 @@ def test_columns_that_answers_lack_are_named_with_their_remedies() -> None:
     with serving(LlamaServer()) as server:
         (said,) = problems(server, columns=["sampling", "routed_experts"])
         assert "omit routed_experts from --columns" in said
+
+
+class Parsing(Engine):
+    """An SGLang with this parser."""
+
+    def __init__(self, parser: str | None) -> None:
+        super().__init__(is_sglang=True)
+        self._about = {"tool_call_parser": parser, "reasoning_parser": None}
+
+    def app(self) -> web.Application:
+        app = super().app()
+        app.router.add_get("/server_info", self._server_info)
+        return app
+
+    async def _server_info(self, request: web.Request) -> web.Response:
+        return web.json_response(self._about)
+
+
+def test_an_sglang_without_a_parser_streams_too_few_logprobs() -> None:
+    with serving(Parsing("qwen")) as engine:
+        assert problems(engine) == []
+    with serving(Parsing(None)) as engine:
+        (said,) = problems(engine)
+        assert said.endswith("start SGLang with --tool-call-parser or --reasoning-parser")
 
 
 @pytest.mark.parametrize(

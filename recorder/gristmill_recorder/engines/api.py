@@ -37,7 +37,7 @@ def _unchanged(request: Document, prompt: Sequence[int]) -> Document:
     return request
 
 
-def _none(answer: Document) -> Iterable[str]:
+def _none(answer: Document, about: Document) -> Iterable[str]:
     return ()
 
 
@@ -52,7 +52,8 @@ class EngineApi:
     not send any.
     with_tokens: returns the chat completion with a prompt of tokens. Its messages stay, because parsers read them.
     prompt_logprobs: the fields by which it returns the logprobs of the prompt's tokens; empty if it does not.
-    problems: returns what the answer to the trial shows of wrong settings of the engine, with remedies.
+    about: a route whose answer is about the server's settings.
+    problems: returns what the answers to the trial and of `about` show of wrong settings of the engine, with remedies.
     columns: how to start the engine so that its answers have values for these columns.
     """
 
@@ -63,7 +64,8 @@ class EngineApi:
     takes_tokens: Callable[[Document], bool] = _never
     with_tokens: Callable[[Document, Sequence[int]], Document] = _unchanged
     prompt_logprobs: Document = field(default_factory=dict)
-    problems: Callable[[Document], Iterable[str]] = _none
+    about: str = ""
+    problems: Callable[[Document, Document], Iterable[str]] = _none
     columns: Mapping[str, str] = field(default_factory=dict)
 
 

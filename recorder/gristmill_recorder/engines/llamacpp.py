@@ -10,7 +10,7 @@ from gristmill_recorder.engines.api import EngineApi, Trial
 from gristmill_recorder.languages.sampling import Sampling
 
 
-def _problems(answer: Document) -> Iterator[str]:
+def _problems(answer: Document, about: Document) -> Iterator[str]:
     """Yields the defaults of llama-server that change the distribution: calls do not show them."""
     settings = {**answer.get("generation_settings", {}), "grammar": ""}
     if odd := Sampling.of(settings, None).odd:

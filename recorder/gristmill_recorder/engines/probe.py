@@ -66,7 +66,8 @@ class Probe:
             return
         if self._logprobs and choice.rollout_logprobs is None:
             yield "its answers have no logprobs, so no call can be recorded; start the recorder with --no-logprobs"
-        for problem in (*self._api.problems(answer), *self._of_columns(form, answer)):
+        about = (await self._engine.ask("GET", self._api.about, _HEADERS, None))[1] if self._api.about else {}
+        for problem in (*self._api.problems(answer, about), *self._of_columns(form, answer)):
             yield problem
         if self._splice:
             async for problem in self._of_splicing(form, choice.prompt_token_ids):

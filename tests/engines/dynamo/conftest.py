@@ -15,20 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from gristmill_service.settings import Settings
-from tests.engines.vllm import tiny_model
-from tests.on_loop import Service
-from tests.serving import FREE_PORTS
+from tests.engines.fixtures import folder, service
+
+__all__ = ["folder", "service"]
 
 MODELS = {"toy": "2", "large": "1000", "bare": "3"}
 """How many tokens the worker of each model sends at once."""
-
-
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    tiny_model.save(folder)
-    return folder
 
 
 @pytest.fixture(scope="session")
@@ -65,11 +57,3 @@ def _has_all(url: str) -> bool:
     with suppress(OSError), urllib.request.urlopen(f"{url}/v1/models") as answer:
         return {model["id"] for model in json.load(answer)["data"]} == {*MODELS}
     return False
-
-
-@pytest.fixture(scope="session")
-def service() -> Iterator[Service]:
-    running = Service(Settings(**FREE_PORTS, store="memory", shutdown_grace_s=5))
-    running.start()
-    yield running
-    running.stop()

@@ -15,8 +15,9 @@ from typing import Any
 import openai
 
 from gristmill_service.settings import Settings
-from tests.engines.vllm import tiny_model
-from tests.engines.vllm.conftest import MODEL, running
+from tests.engines import tiny_model
+from tests.engines.rollout import MODEL
+from tests.engines.vllm.conftest import running
 from tests.on_loop import Service
 from tests.recorder.recorders import create_run, end, start
 from tests.serving import FREE_PORTS

@@ -12,7 +12,7 @@ import pytest
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
-from tests.engines.vllm.conftest import MODEL, Rollout, has_grammar
+from tests.engines.rollout import MODEL, Rollout, has_grammar
 
 Room = Literal["attic", "cellar"]
 QUESTIONS = ("Where is the clock?", "What time is it?")

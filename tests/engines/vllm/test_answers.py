@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import anthropic
-import httpx
-import openai
 import pytest
 
-from tests.engines.vllm.conftest import MODEL, Rollout
-from tests.engines.vllm.test_calls import MESSAGES, PARAMETERS, TOOLS
-from tests.recorder.answers import comparable, joined
+from tests.engines.comparing import answer, message, response
+from tests.engines.rollout import MESSAGES, MODEL, PARAMETERS, TOOLS, Rollout
 
 CHAT, COMPLETION, GENERATE = "v1/chat/completions", "v1/completions", "inference/v1/generate"
 SEEDED: dict[str, Any] = {"seed": 7}
@@ -56,13 +52,6 @@ CALLS = [
 ]
 
 
-def answer(url: str, path: str, body: dict[str, Any]) -> tuple[int, Any]:
-    """Returns the status, and the whole answer; a streamed one as what its events say together."""
-    said = httpx.post(f"{url}/{path}", json=body, timeout=60)
-    content = comparable(said.content)
-    return said.status_code, joined(content) if isinstance(content, list) else content
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_is_the_engines_own(rollout: Rollout, engine: str, stream: bool) -> None:
     statuses = []
@@ -90,35 +79,9 @@ def test_a_message_is_the_engines_own(rollout: Rollout, engine: str, stream: boo
         assert said[0] == said[1], more
 
 
-def message(url: str, call: Any, stream: bool) -> dict[str, Any]:
-    with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as client:
-        if not stream:
-            said = client.messages.create(**call)
-        else:
-            with client.messages.stream(**call) as events:
-                said = events.get_final_message()
-    return said.model_dump(exclude_none=True, exclude={"id"})
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_response_says_what_the_engines_own_says(rollout: Rollout, engine: str, stream: bool) -> None:
     for more in ({}, {"max_output_tokens": 2}, {"instructions": "Be brief."}):
         call: Any = {"model": MODEL, "input": MESSAGES[1]["content"], "temperature": 0, "max_output_tokens": 40, **more}
         said = [response(f"{url}/v1", call, stream) for url in (rollout.url, engine)]
         assert said[0] == said[1], more
-
-
-def response(url: str, call: Any, stream: bool) -> dict[str, Any]:
-    """Returns what the API requires of a response, without what vLLM adds."""
-    with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
-        if not stream:
-            said: Any = client.responses.create(**call)
-        else:
-            with client.responses.stream(**call) as events:
-                # The last event has the response, also if it is incomplete.
-                ends: list[Any] = [*events]
-                said = ends[-1].response
-    settings = (said.model, said.temperature, said.top_p, said.instructions, said.max_output_tokens)
-    counts = (said.usage.input_tokens, said.usage.output_tokens, said.usage.total_tokens)
-    texts = [(item.type, item.status, item.content[0].text) for item in said.output]
-    return {"texts": texts, "ends": (said.status, said.incomplete_details), "settings": settings, "counts": counts}

@@ -10,11 +10,7 @@ import httpx
 import openai
 import pytest
 
-from tests.engines.vllm.conftest import MODEL, Rollout
-
-MESSAGES: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Where is the clock?"}]
-PARAMETERS = {"type": "object", "properties": {"room": {"type": "string"}}, "required": ["room"]}
-TOOLS: Any = [{"type": "function", "function": {"name": "look", "description": "Look.", "parameters": PARAMETERS}}]
+from tests.engines.rollout import MESSAGES, MODEL, PARAMETERS, TOOLS, Rollout
 
 
 @pytest.fixture

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import openai
 import pytest
 
-from tests.engines.vllm import tiny_model
-from tests.engines.vllm.conftest import MODEL, Rollout
-from tests.engines.vllm.test_calls import MESSAGES
-from tests.engines.vllm.test_splicing import MORE, sent_back
+from tests.engines import tiny_model
+from tests.engines.conversing import converse
+from tests.engines.rollout import Rollout
 from tests.recorder.test_prompt_logprobs import LOGPROBS, rows
 
 
@@ -25,11 +23,7 @@ def config() -> dict[str, Any]:
 
 
 def test_they_are_those_of_a_forward_pass(rollout: Rollout) -> None:
-    messages: list[Any] = [*MESSAGES]
-    with openai.OpenAI(base_url=f"{rollout.url}/v1", api_key="none", max_retries=0) as client:
-        for stream in (False, True, False):
-            said: Any = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=40, stream=stream)
-            messages = [*messages, sent_back(said, stream), MORE]
+    converse(rollout, False, True, False)
     rollout.recorder.finish(rollout.run)
     ((tokens, values),) = rows(rollout.service.grpc_address, rollout.run, "prompt_logprobs")
     last = rollout.witness.answers[-1]

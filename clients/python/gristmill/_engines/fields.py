@@ -97,11 +97,12 @@ VLLM = EngineFields(
 
 SGLANG = EngineFields(
     comes_first=False,
-    # A flag of the server adds routed experts to every answer.
+    # A flag of the server adds routed experts to every answer, and any extension of several choices has details.
     asked_by={
         **dict.fromkeys(("token_ids", "response_token_ids", "prompt_token_ids"), _IDS),
         **dict(zip(("input_ids", "output_ids"), _EXTENSION, strict=True)),
         "routed_experts": "return_routed_experts",
+        "spec_tokens_details": "return_spec_tokens_details",
     },
     has_nulls=False,
     remedy="use SGLang 0.5.17 or newer",
