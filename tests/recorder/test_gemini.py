@@ -212,6 +212,7 @@ def test_errors_reach_the_library_as_its_own(recorder: Recorder, run: str, strea
         (said({"inlineData": {"mimeType": "image/png", "data": "YWJj"}}), "has the field inlineData"),
         (said({"executableCode": {"code": "1 + 1"}}), "has the field executableCode"),
         (said({"functionResponse": {"name": "look", "response": {}}}), "has the field functionResponse"),
+        (said({"functionCall": {"name": "look", "args": '{"at": 1}'}}), "'str' object is not a mapping"),
         (said({"functionCall": {"name": "look", "partialArgs": [{}]}}), "has the field partialArgs"),
         ({"contents": [{"parts": [{"codeExecutionResult": {"output": "2"}}]}]}, "has the field codeExecutionResult"),
         ({"contents": [{"parts": [{"text": "a", "inlineData": {}}]}]}, "a part has inlineData and text"),

@@ -171,7 +171,7 @@ def _answer(parts: Sequence[Document], count: int) -> Document:
         {
             "id": call.get("id") or f"call_{count + number}",
             "type": "function",
-            "function": {"name": call["name"], "arguments": json.dumps(call.get("args") or {})},
+            "function": {"name": call["name"], "arguments": json.dumps({**(call.get("args") or {})})},
         }
         for number, call in enumerate(calls)
     ]

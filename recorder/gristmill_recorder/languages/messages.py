@@ -83,8 +83,10 @@ def _blocks(content: Any, kinds: Collection[str]) -> list[Document]:
     refuse_media([{"content": blocks}], kinds)
     for block in blocks:
         if (kind := block.get("type")) not in kinds:
+            # Anthropic's own words: after them Claude Code sends no more tools in messages.
             raise WrongCall(
-                f"a message contains a part of type {kind}, which chat completions do not have here; omit this part"
+                f"Input tag '{kind}' found using 'type' does not match any of the tags that chat completions have "
+                f"here, {', '.join(kinds)}; omit this part"
             )
     return blocks
 
@@ -129,7 +131,7 @@ def _assistant(blocks: list[Document]) -> Document:
 
 
 def _call(block: Mapping[str, Any]) -> Document:
-    arguments = json.dumps(block.get("input") or {})
+    arguments = json.dumps({**(block.get("input") or {})})
     return {"id": block.get("id"), "type": "function", "function": {"name": block.get("name"), "arguments": arguments}}
 
 
