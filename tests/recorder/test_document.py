@@ -24,6 +24,7 @@ TEXT = (Path(__file__).parents[2] / "docs/recorder.md").read_text()
 OF_OTHERS = {
     *("logprobs-mode", "generation-config", "enable-scale-out", "return-sampling-mask"),
     *("enable-return-routed-experts", "conversations", "model", "mm-processor-kwargs", "context-shift", "temp"),
+    *("reasoning-parser", "tool-call-parser"),
 }
 
 

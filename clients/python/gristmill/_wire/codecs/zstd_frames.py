@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any
 
@@ -42,18 +41,6 @@ def compressed(data: bytes | memoryview) -> bytes:
     """Compresses the bytes to one frame."""
     frame: bytes = zstandard().ZstdCompressor(level=_LEVEL, write_checksum=True).compress(data)
     return frame
-
-
-def compressed_stream(pieces: Iterable[bytes | memoryview]) -> Iterator[bytes]:
-    """Compresses a stream to frames of `FRAME_BYTES` each. pieces: the stream in pieces of any size."""
-    buffer = bytearray()
-    for piece in pieces:
-        buffer += piece
-        while len(buffer) >= FRAME_BYTES:
-            yield compressed(bytes(buffer[:FRAME_BYTES]))
-            del buffer[:FRAME_BYTES]
-    if buffer:
-        yield compressed(bytes(buffer))
 
 
 def decompressed(frame: bytes | memoryview, most_bytes: int) -> bytes:
