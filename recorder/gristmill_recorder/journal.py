@@ -218,7 +218,7 @@ class Journal:
         """Yields the open trajectories, with the rows to deliver."""
         for record in self._read(f"{_FIND} WHERE closed_at IS NULL ORDER BY id"):
             entry = _entry(record)
-            for row in self._rows(entry.id):
+            for row in self.rows(entry.id):
                 if row.step >= entry.delivered:
                     entry.rows.append(row)
                 if row.said is not None:
@@ -227,9 +227,10 @@ class Journal:
 
     def row(self, trajectory: int, step: int) -> Row | None:
         """Returns a step of an open trajectory; None if its steps are deleted."""
-        return next((row for row in self._rows(trajectory) if row.step == step), None)
+        return next((row for row in self.rows(trajectory) if row.step == step), None)
 
-    def _rows(self, trajectory: int) -> Iterator[Row]:
+    def rows(self, trajectory: int) -> Iterator[Row]:
+        """Yields all steps of an open trajectory."""
         before: Row | None = None
         for record in self._read(_STEPS, (trajectory,)):
             before = _row(record, before)

@@ -23,6 +23,7 @@ from gristmill.errors import (
     NotFoundError,
 )
 from gristmill_recorder.columns import Columns
+from gristmill_recorder.epochs import Epochs
 from gristmill_recorder.journal import Entry, Journal, Row
 from gristmill_recorder.languages.sampling import Sampling
 from gristmill_recorder.metrics import Metrics
@@ -51,6 +52,7 @@ class Recording:
         entry: Entry,
         journal: Journal,
         client: AsyncRolloutClient,
+        epochs: Epochs,
         metrics: Metrics,
         on_closed: Callable[[Recording], None],
     ) -> None:
@@ -60,6 +62,8 @@ class Recording:
         self._entry = entry
         self._journal, self._client, self._metrics, self._on_closed = journal, client, metrics, on_closed
         self._waiting = deque(entry.rows)
+        # The epoch in which the service accepted the delivered steps; None if it is unknown.
+        self._epochs, self._epoch = epochs, None if entry.delivered else epochs.number
         self._task: asyncio.Task[None] | None = None
         self._over = asyncio.Event()
         for row in entry.rows:
@@ -240,8 +244,18 @@ class Recording:
             self._close(self.outcome)
 
     async def _send_rows(self, rows: Sequence[Row]) -> None:
+        if not self._entry.delivered:
+            self._epoch = self._epochs.number
         outcomes = await self._client.submit([row.fields(self.name) for row in rows])
+        self._epochs.accepted(outcomes.count(RowOutcome.ACCEPTED))
+        # A trajectory that was submitted by one call is complete.
+        is_end = rows[-1].is_last and rows[0].step > 0
+        if is_end:
+            await self._epochs.status()
         if self.outcome:
+            return
+        if is_end and self._epoch != self._epochs.number:
+            self._deliver_again()
             return
         for row in rows:
             self._waiting.popleft()
@@ -253,6 +267,14 @@ class Recording:
             self._close(ACCEPTED)
         else:
             self._note_delivered()
+
+    def _deliver_again(self) -> None:
+        _log.warning("%s: delivered again, because the service may have lost steps that it had accepted", self.name)
+        rows = [*self._journal.rows(self._entry.id)]
+        self._clear()
+        self._waiting.extend(rows)
+        self._metrics.row_bytes.total += sum(row.nbytes for row in rows)
+        self._entry.delivered = 0
 
     def _note_delivered(self) -> None:
         try:

@@ -18,6 +18,7 @@ from gristmill import (
     PermissionDeniedError,
     UnauthenticatedError,
 )
+from gristmill_recorder.epochs import Epochs
 from gristmill_recorder.journal import Entry, Journal
 from gristmill_recorder.metrics import Metrics
 from gristmill_recorder.names import TrajectoryName
@@ -38,7 +39,7 @@ class Run:
     rows get."""
 
     def __init__(self, name: str, client: AsyncRolloutClient, columns: Collection[str], metrics: Metrics) -> None:
-        self.name, self.client, self._columns = name, client, columns
+        self.name, self.client, self.epochs, self._columns = name, client, Epochs(client), columns
         self.policy_version = _UNKNOWN_VERSION
         self._metrics = metrics
         self._is_known = False
@@ -69,7 +70,7 @@ class Run:
     async def _check_status(self) -> None:
         while True:
             try:
-                status = await self.client.status()
+                status = await self.epochs.status()
                 break
             except NotFoundError as error:
                 raise WrongCall(f"{error}; create the run before its agents start") from None
@@ -232,8 +233,9 @@ class Runs:
             await run.close()
 
     def _add(self, entry: Entry) -> Recording:
-        client = self.run(entry.name.run).client
-        recording = self._open[entry.name] = Recording(entry, self._journal, client, self._metrics, self._forget)
+        run = self.run(entry.name.run)
+        recording = Recording(entry, self._journal, run.client, run.epochs, self._metrics, self._forget)
+        self._open[entry.name] = recording
         self._metrics.open.set(len(self._open))
         return recording
 

@@ -10,8 +10,8 @@ import pytest
 from gristmill_service.settings import Settings
 from tests.on_loop import Service
 from tests.recorder.engine import Engine, serving
-from tests.recorder.recorders import Recorder, StartRecorder, create_run, end, start
-from tests.serving import FREE_PORTS
+from tests.recorder.recorders import Recorder, Restarted, StartRecorder, create_run, end, start
+from tests.serving import FREE_PORTS, StartService
 
 
 @pytest.fixture(scope="session")
@@ -63,3 +63,8 @@ def run(service: Service, run_name: str) -> str:
     """A run of the service in which each trajectory is a batch."""
     create_run(service.grpc_address, run_name)
     return run_name
+
+
+@pytest.fixture
+def restarted(start_service: StartService, tmp_path: Path) -> Restarted:
+    return Restarted(start_service, tmp_path)

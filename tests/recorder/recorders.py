@@ -18,6 +18,7 @@ import openai
 
 from gristmill import RolloutClient, Shard, TrainerClient
 from tests.rows import make_config
+from tests.serving import ServiceProcess, StartService
 
 CONFIG: dict[str, Any] = make_config(merge="tree", advantage_estimator="grpo", micro_batch={"size": 16})
 """Of a run in which each trajectory is a batch."""
@@ -62,6 +63,23 @@ class Recorder:
 
 
 StartRecorder = Callable[..., Recorder]
+
+
+class Restarted:
+    """A service that a test kills, and starts again at the same address."""
+
+    def __init__(self, start: StartService, directory: Path) -> None:
+        self._start = start
+        self._flags = ("--journal-dir", str(directory / "runs"), "--shared-memory-dir", str(directory))
+        self._process: ServiceProcess = start(*self._flags)
+        self.address = self._process.grpc_address
+
+    def kill(self) -> None:
+        self._process.process.kill()
+        self._process.process.wait()
+
+    def start(self) -> None:
+        self._process = self._start(*self._flags, "--grpc-address", self.address)
 
 
 def start(log: Path, upstream: str, address: str, *flags: str) -> Recorder:

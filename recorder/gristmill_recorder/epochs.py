@@ -1,0 +1,31 @@
+"""Notices that the service has lost rows of a run that it had accepted."""
+
+from __future__ import annotations
+
+from gristmill import AsyncRolloutClient, RunStatus
+
+
+class Epochs:
+    """number: increases by one when rows were lost: the run's log was rolled back, or another run has its name."""
+
+    def __init__(self, client: AsyncRolloutClient) -> None:
+        self.number = 0
+        self._client = client
+        self._identity: tuple[str, int] | None = None
+        self._accepted = 0
+
+    def accepted(self, rows: int) -> None:
+        """Notes that the service has accepted this many more rows."""
+        self._accepted += rows
+
+    async def status(self) -> RunStatus:
+        """Returns the run's status, and updates `number`."""
+        number, accepted = self.number, self._accepted
+        status = await self._client.status()
+        if self.number == number:
+            identity = status.run_id, status.generation
+            if self._identity not in (None, identity) or status.rows_accepted < accepted:
+                self.number += 1
+                self._accepted = status.rows_accepted
+            self._identity = identity
+        return status
