@@ -196,7 +196,7 @@ def test_errors_reach_the_library_as_its_own(recorder: Recorder, run: str, strea
         ({"background": True}, "background is set"),
         ({"previous_response_id": "resp_1"}, "send the whole conversation"),
         ({"include": ["message.output_text.logprobs"]}, "rows have logprobs without them"),
-        ({"tools": [{"type": "web_search"}]}, "type web_search, which OpenAI runs itself"),
+        ({"tools": [{"type": "web_search"}]}, "type web_search, one of OpenAI's own"),
         ({"tools": TOOLS, "tool_choice": {"type": "file_search"}}, "tool_choice has type file_search"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "records only tokens"),
         ({"input": [{"type": "function_call_output", "call_id": "a", "output": [{"type": "input_image"}]}]}, "tokens"),
@@ -211,7 +211,7 @@ def test_errors_reach_the_library_as_its_own(recorder: Recorder, run: str, strea
         ({"input": [{"role": "assistant", "type": "thing", "content": "a"}]}, "an input item has type thing"),
         ({"input": [{"type": "reasoning", "summary": [], "encrypted_content": "a"}]}, "only encrypted_content"),
         ({"input": [{"type": "web_search_call", "id": "a"}]}, "an input item has type web_search_call"),
-        ({"tools": [{"type": "local_shell"}]}, "type local_shell, which OpenAI runs itself"),
+        ({"tools": [{"type": "local_shell"}]}, "type local_shell, one of OpenAI's own"),
     ],
 )
 def test_what_no_chat_completion_has_is_refused(

@@ -210,7 +210,7 @@ def _tool(tool: Mapping[str, Any]) -> Document:
         function = {"name": _full_name(tool), "description": described, "parameters": parameters}
         return {"type": "function", "function": function}
     raise WrongCall(
-        f"a tool has type {kind}, which OpenAI runs itself and the engine does not provide; omit this tool, or turn it "
+        f"a tool has type {kind}, one of OpenAI's own, which the engine does not provide; omit this tool, or turn it "
         "off in the agent"
     )
 
