@@ -82,14 +82,12 @@ def test_the_key_goes_to_the_engine_as_it_looks_for_it(recorder: Recorder, engin
 def test_texts_of_the_system_are_one_and_a_line_that_changes_with_each_call_is_left_out(
     recorder: Recorder, engine: Engine, run: str
 ) -> None:
-    system: Any = [
-        {"type": "text", "text": "x-anthropic-billing-header: cc_version=1; cch=abc"},
-        {"type": "text", "text": "Be "},
-        {"type": "text", "text": "brief."},
-    ]
+    line = "x-anthropic-billing-header: cc_version=1; cch=abc"
+    blocks: Any = [{"type": "text", "text": text} for text in (line, "Be ", "brief.")]
     with agent(recorder, run) as client:
-        ask(client, [user([{"type": "text", "text": "say hi"}])], system=system)
-    assert engine.requests[-1]["messages"] == [{"role": "system", "content": "Be brief."}, user("say hi")]
+        for system in (blocks, f"{line}\nBe brief."):
+            ask(client, [user([{"type": "text", "text": "say hi"}])], system=system)
+            assert engine.requests[-1]["messages"] == [{"role": "system", "content": "Be brief."}, user("say hi")]
 
 
 def test_a_system_text_after_an_answer_stays_in_its_place(recorder: Recorder, engine: Engine, run: str) -> None:

@@ -22,8 +22,8 @@ from gristmill_recorder.refusals import WrongCall
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _SAME = ("model", "max_tokens", "temperature", "top_p", "top_k", "chat_template_kwargs", "cache_salt", "vllm_xargs")
-# Claude Code sends this text with a number that changes with each request. It is removed, because otherwise no prompt
-# would extend the previous one.
+# Claude Code sends a line that begins so, with a number that changes with each request. It is removed, because no
+# prompt would extend the previous one.
 _BILLING = "x-anthropic-billing-header"
 _OF_SERVICE = ("compaction", "container", "mcp_servers", "thread")
 # The types of blocks that each message, and the result of a tool, may contain.
@@ -97,8 +97,12 @@ def _texts(blocks: list[Document]) -> list[str]:
 
 def _system(content: Any) -> Iterator[Document]:
     """Yields the texts of a system's content as one message, or nothing."""
-    if words := "".join(text for text in _texts(_blocks(content, _OF_SYSTEM)) if not text.startswith(_BILLING)):
+    if words := "".join(map(_without_billing, _texts(_blocks(content, _OF_SYSTEM)))):
         yield {"role": "system", "content": words}
+
+
+def _without_billing(text: str) -> str:
+    return text.partition("\n")[2] if text.startswith(_BILLING) else text
 
 
 def _messages(messages: Any) -> Iterator[Document]:
