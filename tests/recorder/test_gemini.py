@@ -153,7 +153,10 @@ def test_names_may_be_in_snake_case_and_fields_may_be_null(recorder: Recorder, e
     """As in Google's own examples, and as clients of other languages send them."""
     call = {"function_call": {"name": "look", "args": {"at_noon": True}, "id": None}, "text": None}
     result = {"function_response": {"name": "look", "response": {"result": "noon"}}, "inline_data": None}
-    schema = {"type": "OBJECT", "properties": {"any_of": {"type": "STRING", "nullable": True, "max_length": "5"}}}
+    nullable = {"type": "STRING", "nullable": True}
+    either = {"any_of": [{"type": "STRING"}], "nullable": True}
+    properties = {"any_of": {**nullable, "max_length": "5"}, "b": {**nullable, "enum": ["x"]}, "c": either}
+    schema = {"type": "OBJECT", "properties": properties}
     document = {
         "system_instruction": {"parts": {"text": "Be brief."}},
         "contents": [
@@ -179,7 +182,11 @@ def test_names_may_be_in_snake_case_and_fields_may_be_null(recorder: Recorder, e
     assert (sent["max_tokens"], sent["tool_choice"]["function"]["name"], "stop" in sent) == (5, "look", False)
     assert sent["tools"][0]["function"]["parameters"] == {
         "type": "object",
-        "properties": {"any_of": {"type": ["string", "null"], "maxLength": 5}},
+        "properties": {
+            "any_of": {"type": ["string", "null"], "maxLength": 5},
+            "b": {"type": ["string", "null"], "enum": ["x", None]},
+            "c": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        },
     }
 
 

@@ -271,8 +271,16 @@ def _schema(given: Any) -> Any:
     schema = {name: _member(name, value) for name, value in _fields(given).items()}
     is_nullable, kind = schema.pop("nullable", False), schema.get("type")
     if isinstance(kind, str):
-        schema["type"] = [kind.lower(), "null"] if is_nullable else kind.lower()
-    return schema
+        schema["type"] = kind.lower()
+    return _with_null(schema) if is_nullable else schema
+
+
+def _with_null(schema: Document) -> Document:
+    """Returns a schema that allows null, too."""
+    if "anyOf" in schema:
+        return {**schema, "anyOf": [*schema["anyOf"], {"type": "null"}]}
+    values = {"enum": [*schema["enum"], None]} if "enum" in schema else {}
+    return {**schema, **values, "type": [schema["type"], "null"]} if "type" in schema else schema
 
 
 def _member(name: str, value: Any) -> Any:
