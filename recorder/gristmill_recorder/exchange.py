@@ -10,6 +10,7 @@ from typing import NamedTuple
 import orjson
 from aiohttp import ClientResponse, web
 
+from gristmill._engines.events import DONE, Event
 from gristmill.completions import Sampled
 from gristmill.errors import FailedPreconditionError, InvalidArgumentError
 from gristmill_recorder.engines.connection import Engine, answer_headers
@@ -146,6 +147,9 @@ class Exchange:
                 is_ended = True
                 await self._end(stream, buffered)
         if not is_ended:
+            if stream.is_complete:
+                # Some proxies omit this event, which ends an answer in other languages.
+                buffered += stream.read(Event(b"", DONE))
             await self._end(stream, buffered)
 
     async def _end(self, stream: Stream, buffered: bytearray) -> None:

@@ -139,6 +139,30 @@ def test_a_stream_whose_calls_cannot_be_told_apart_is_refused(
 
 
 @LANGUAGES
+def test_a_stream_with_more_choices_than_the_one_is_refused(
+    recorder: Recorder, broken: BrokenEngine, run: str, language: str
+) -> None:
+    other = chunk("other", [105], "stop")
+    other["choices"][0]["index"] = 1
+    broken.answer = streamed(chunk(prompt_token_ids=[1, 2]), chunk("h", [104]), other, chunk("", [END], "stop"), DONE)
+    assert "gristmill_NotRecorded" in ask(recorder, run, language, stream=True)
+
+
+@LANGUAGES
+def test_parts_of_a_choice_in_one_chunk_and_an_end_without_a_mark_are_read(
+    recorder: Recorder, broken: BrokenEngine, run: str, language: str
+) -> None:
+    both = chunk("good ", [104])
+    both["choices"] += chunk("day", [105])["choices"]
+    broken.answer = streamed(chunk(prompt_token_ids=[1, 2]), both, chunk("", [END], "stop"))
+    answer = ask(recorder, run, language, stream=True)
+    assert ("good " in answer, "day" in answer) == (True, True)
+    ends = {"messages": ("stop_reason", "end_turn"), "responses": ("status", "completed")}
+    name, end_of_answer = ends.get(language, ("finishReason", "STOP"))
+    assert last_value(answer, name) == end_of_answer
+
+
+@LANGUAGES
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_refusal_is_text(recorder: Recorder, broken: BrokenEngine, run: str, language: str, stream: bool) -> None:
     broken.answer = deltas({"refusal": "Never."}, finish="stop") if stream else message(refusal="Never.")

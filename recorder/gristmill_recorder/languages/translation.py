@@ -69,12 +69,11 @@ class Completion:
             completion.add(kind, call).text += text
         return completion
 
-    def note(self, answer: Document, choice: Mapping[str, Any] | None) -> None:
+    def note(self, answer: Document, choice: Mapping[str, Any]) -> None:
         self.id, self.model = answer.get("id") or self.id, answer.get("model") or self.model
         self.usage = answer.get("usage") or self.usage
-        if choice is not None:
-            self.finish = choice.get("finish_reason") or self.finish
-            self.stop = choice.get("stop_reason") or self.stop
+        self.finish = choice.get("finish_reason") or self.finish
+        self.stop = choice.get("stop_reason") or self.stop
 
     def add(self, kind: Any, call: Mapping[str, Any]) -> Block:
         name = (call.get("function") or {}).get("name") or ""
@@ -129,12 +128,15 @@ class TranslatedStream(ChatStream):
             yield from self._writer.ended(self._answer)
 
     def _chunk(self, chunk: Document) -> Iterator[bytes]:
-        choice = next(iter(chunk.get("choices") or ()), None)
-        self._answer.note(chunk, choice)
+        choices: Sequence[Document] = chunk.get("choices") or ({},)
+        if any(choice.get("index") for choice in choices):
+            raise ValueError("it has several choices, and the call asks for one")
+        for choice in choices:
+            self._answer.note(chunk, choice)
         if not self._has_begun:
             self._has_begun = True
             yield from self._writer.begun(self._answer)
-        for kind, text, call in _pieces((choice or {}).get("delta") or {}):
+        for kind, text, call in (piece for choice in choices for piece in _pieces(choice.get("delta") or {})):
             if kind == "text" and self._open is not None and self._open.kind == "call":
                 # Engines stream spaces within a call. As in vLLM, they follow it.
                 self._later += text
