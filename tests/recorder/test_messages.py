@@ -138,7 +138,8 @@ def test_settings_are_those_of_a_chat_completion(
 
 
 def test_tools_are_strict_and_load_later_as_the_agent_says(recorder: Recorder, engine: Engine, run: str) -> None:
-    found = [{"type": "text", "text": "Found."}, {"type": "tool_reference", "tool_name": "look"}]
+    empty = {"type": "text", "text": ""}
+    found = [{"type": "text", "text": "Found."}, empty, {"type": "tool_reference", "tool_name": "look"}]
     with agent(recorder, run) as client:
         tools: Any = [{**TOOLS[0], "input_schema": {}, "strict": True, "defer_loading": True}]
         ask(
@@ -150,16 +151,19 @@ def test_tools_are_strict_and_load_later_as_the_agent_says(recorder: Recorder, e
     function = {"name": "look", "description": "Look.", "parameters": {"type": "object"}}
     assert sent["tools"][0]["function"] == {**function, "strict": True, "defer_loading": True}
     assert [message["content"] for message in sent["messages"][2:]] == [
-        "Found.",
+        "Found.\n",
         [{"type": "tool_reference", "name": "look"}],
     ]
 
 
 def test_thoughts_that_anthropic_encrypted_are_left_out(recorder: Recorder, engine: Engine, run: str) -> None:
     blocks = [{"type": "redacted_thinking", "data": "abc"}, {"type": "text", "text": "hi"}]
+    empty = {"type": "thinking", "thinking": "", "signature": "abc"}
     with agent(recorder, run) as client:
-        ask(client, [user("say hi"), said(blocks), user("say ho")])
-    assert engine.requests[-1]["messages"] == [user("say hi"), said("hi"), user("say ho")]
+        ask(client, [user("say hi"), said(blocks), user("say ho"), said([empty, *blocks]), user("say so")])
+    messages = engine.requests[-1]["messages"]
+    assert messages[:3] == [user("say hi"), said("hi"), user("say ho")]
+    assert messages[3] == {**said("hi"), "reasoning_content": ""}
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -124,7 +124,7 @@ def _assistant(blocks: list[Document]) -> Document:
     message: Document = {"role": "assistant"}
     if texts := _texts(blocks):
         message["content"] = texts[0] if len(texts) == 1 else [{"type": "text", "text": text} for text in texts]
-    thoughts = [block["thinking"] for block in blocks if block["type"] == "thinking" and block.get("thinking")]
+    thoughts = [block["thinking"] for block in blocks if block["type"] == "thinking"]
     if thoughts:
         # vLLM's own name is `reasoning`, but it also accepts this one.
         message["reasoning_content"] = "".join(thoughts)
@@ -158,7 +158,7 @@ def _result(block: Mapping[str, Any]) -> Iterator[Document]:
     of their own, as in vLLM: some templates show the tools there."""
     blocks, call_id = _blocks(block.get("content"), _OF_RESULT), block.get("tool_use_id")
     images = [_image(part["source"]) for part in blocks if part["type"] == "image"]
-    yield from results(call_id, "\n".join(_texts(blocks)), images)
+    yield from results(call_id, "\n".join(part["text"] for part in blocks if part["type"] == "text"), images)
     names = [part["tool_name"] for part in blocks if part["type"] == "tool_reference"]
     if names:
         references = [{"type": "tool_reference", "name": name} for name in names]
