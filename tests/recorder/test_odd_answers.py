@@ -175,6 +175,7 @@ def test_a_refusal_is_text(recorder: Recorder, broken: BrokenEngine, run: str, l
     [
         ("stop", None, "{}", ("tool_use", "completed", "STOP")),
         ("stop", "!", "{}", ("tool_use", "completed", "STOP")),
+        ("stop", "!", "", ("stop_sequence", "completed", "STOP")),
         ("stop", "!", '{"a', ("stop_sequence", "completed", "STOP")),
         ("length", None, "{}", ("max_tokens", "incomplete", "MAX_TOKENS")),
         ("content_filter", None, "{}", ("refusal", "incomplete", "SAFETY")),

@@ -38,7 +38,7 @@ class Block:
     @property
     def is_whole(self) -> bool:
         """Whether the arguments of a call are JSON."""
-        return self._parsed() is not None
+        return bool(self.text) and self._parsed() is not None
 
     def _parsed(self) -> Any:
         try:
