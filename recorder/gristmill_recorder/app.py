@@ -44,7 +44,7 @@ class RecorderApp:
 
     def application(self) -> web.Application:
         application = web.Application(client_max_size=self._settings.max_body_bytes)
-        application.router.add_route("*", "/{path:.*}", self._answer)
+        application.router.add_route("*", "/{path:(?s:.*)}", self._answer)
         return application
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:

@@ -166,6 +166,11 @@ def test_a_reason_that_is_no_text_and_a_name_that_is_not_utf8_are_refused(record
         assert (answer.status, b"is not UTF-8" in answer.read()) == (400, True)
 
 
+def test_a_uid_may_contain_a_line_break(recorder: Recorder, run: str) -> None:
+    assert chat(recorder, run, body("say hi"), uid="two\nlines")[0] == 200
+    assert recorder.finish(run, uid="two\nlines") == {"steps": 1, "outcome": "accepted"}
+
+
 def test_an_end_may_be_repeated_and_calls_after_it_are_refused(recorder: Recorder, service: Service, run: str) -> None:
     with recorder.openai(run) as client:
         client.chat.completions.create(**body("say hi"))
