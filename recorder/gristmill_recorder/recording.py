@@ -144,7 +144,7 @@ class Recording:
         """
         if self._entry.is_ended:
             check_same_end(self._entry, reward)
-        else:
+        elif not self._over.is_set():
             if self.calls:
                 raise CallsUnderWay(f"{self.name}: {self.calls} calls are in progress; finish it after their answers")
             self._journal.end(self._entry.id, reward)
@@ -202,12 +202,12 @@ class Recording:
 
     def deliver(self) -> None:
         """Starts a background task that delivers the due rows or the abort, if there are any."""
-        if self._task is None and (self._due() or self.outcome):
+        if self._task is None and (self.outcome or self._due()):
             self._task = asyncio.create_task(self._send(), name=f"deliver {self.name}")
 
     async def _send(self) -> None:
         try:
-            while not self._over.is_set() and (self._due() or self.outcome):
+            while not self._over.is_set() and (self.outcome or self._due()):
                 await self._send_next()
         finally:
             self._task = None
@@ -286,17 +286,18 @@ class Recording:
     def _close(self, outcome: str) -> None:
         if self._over.is_set():
             return
-        try:
-            if self._entry.id:
-                self._journal.close_trajectory(self._entry.id, outcome, keeps_rows=outcome.startswith(REFUSED))
-        except FailedPreconditionError as error:
-            # After a restart the trajectory is delivered again, as a duplicate.
-            _log.error("%s: outcome not journaled: %s", self.name, error)
         self._entry.outcome = outcome
         self._clear()
         self._metrics.closed.labels(outcome.partition(":")[0]).inc()
         self._over.set()
-        self._on_closed(self)
+        try:
+            if self._entry.id:
+                self._journal.close_trajectory(self._entry.id, outcome, keeps_rows=outcome.startswith(REFUSED))
+        except FailedPreconditionError as error:
+            # This object answers later calls. After a restart the trajectory is delivered again, as a duplicate.
+            _log.error("%s: outcome not journaled: %s", self.name, error)
+        else:
+            self._on_closed(self)
 
     def _clear(self) -> None:
         for row in self._waiting:

@@ -20,7 +20,7 @@ def say(recorder: Recorder, *texts: str, sample: int = 0, more: str = "") -> Non
 
 
 def test_an_abort_reaches_a_service_that_was_unreachable_while_steps_waited_for_it(
-    start_recorder: StartRecorder, restarted: Restarted, engine: Engine
+    restarted: Restarted, start_recorder: StartRecorder, engine: Engine
 ) -> None:
     create_run(restarted.address, RUN, n_samples_per_prompt=2)
     recorder = start_recorder(engine.url, restarted.address)
@@ -36,7 +36,7 @@ def test_an_abort_reaches_a_service_that_was_unreachable_while_steps_waited_for_
 
 @pytest.mark.parametrize("is_waiting", [False, True])
 def test_an_abort_that_waits_for_the_service_leaves_a_later_attempt_untouched(
-    start_recorder: StartRecorder, restarted: Restarted, engine: Engine, is_waiting: bool
+    restarted: Restarted, start_recorder: StartRecorder, engine: Engine, is_waiting: bool
 ) -> None:
     create_run(restarted.address, RUN)
     recorder = start_recorder(engine.url, restarted.address)

@@ -116,6 +116,27 @@ def test_calls_are_answered_while_the_service_is_away_and_delivered_when_it_is_b
     assert [bytes(row.trained[:-1]) for row in rows] == [b"one", b"two", b"three"]
 
 
+def test_an_end_that_cannot_be_journaled_may_be_repeated(
+    start_recorder: StartRecorder, start_service: StartService, engine: Engine, tmp_path: Path
+) -> None:
+    flags = ("--journal-dir", str(tmp_path / "runs"), "--shared-memory-dir", str(tmp_path))
+    before = start_service(*flags)
+    create_run(before.grpc_address, "my-run")
+    recorder = start_recorder(engine.url, before.grpc_address, "--finish-wait-s", "0")
+    with recorder.openai("my-run") as client:
+        ask(client, "say one")
+        before.process.kill()
+        before.process.wait()
+        assert recorder.finish("my-run")["outcome"] == "waiting for the service"
+        (tmp_path / "journal.sqlite3").unlink()
+        start_service(*flags, "--grpc-address", before.grpc_address)
+        while not recorder.metric('closed_trajectories_total{outcome="accepted"}'):
+            time.sleep(0.02)
+        assert recorder.finish("my-run") == {"steps": 1, "outcome": "accepted"}
+        with pytest.raises(openai.APIStatusError, match="it has ended"):
+            ask(client, "say two")
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux limits the files of another process")
 def test_the_journal_is_synced_again_after_its_disk_was_full(
     start_recorder: StartRecorder, engine: Engine, service: Service, run: str, tmp_path: Path

@@ -30,7 +30,7 @@ def wait_for_rows(address: str, run: str, rows: int) -> None:
 
 @pytest.mark.parametrize("is_recorder_killed", [False, True])
 def test_steps_of_a_service_that_was_restored_from_a_snapshot_are_delivered_again(
-    start_recorder: StartRecorder, restarted: Restarted, engine: Engine, tmp_path: Path, is_recorder_killed: bool
+    restarted: Restarted, start_recorder: StartRecorder, engine: Engine, tmp_path: Path, is_recorder_killed: bool
 ) -> None:
     address, runs = restarted.address, tmp_path / "runs"
     create_run(address, RUN)
