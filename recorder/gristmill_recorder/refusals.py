@@ -34,6 +34,16 @@ class WrongCall(RefusalError):  # noqa: N818 - the name is a code in the answer
     """The call is invalid, or cannot be recorded, so that it could not be trained."""
 
 
+class NoThread(WrongCall):
+    """The call needs a server that stores the conversation. Anthropic's library then sends the whole conversation."""
+
+    @property
+    def body(self) -> dict[str, Any]:
+        body = super().body
+        body["error"]["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+        return body
+
+
 class UnknownPath(RefusalError):  # noqa: N818
     status, kind = 404, "not_found_error"
 

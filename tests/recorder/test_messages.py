@@ -166,6 +166,22 @@ def test_thoughts_that_anthropic_encrypted_are_left_out(recorder: Recorder, engi
     assert messages[3] == {**said("hi"), "reasoning_content": ""}
 
 
+def test_anthropics_loop_of_tools_sends_the_whole_conversation_because_no_server_stores_it(
+    recorder: Recorder, engine: Engine, run: str
+) -> None:
+    @anthropic.beta_tool
+    def look(at: str) -> str:
+        """Looks."""
+        return f"say {at}"
+
+    with agent(recorder, run) as client:
+        messages = [user('call look {"at": "noon"}')]
+        loop: Any = client.beta.messages.tool_runner(model="toy", max_tokens=9, messages=messages, tools=[look])
+        (block,) = loop.until_done().content
+    assert (block.type, block.text) == ("text", "noon")
+    assert [message["role"] for message in engine.requests[-1]["messages"]] == ["user", "assistant", "tool"]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_integers_of_any_size_stay_as_the_model_wrote_them(
     recorder: Recorder, engine: Engine, run: str, stream: bool

@@ -18,14 +18,14 @@ from gristmill_recorder.languages.images import data_url, image_part, results
 from gristmill_recorder.languages.integers import written
 from gristmill_recorder.languages.language import Asking, Document, refuse, refuse_media
 from gristmill_recorder.languages.translation import Block, Completion, TranslatedStream, in_one_system, translating
-from gristmill_recorder.refusals import WrongCall
+from gristmill_recorder.refusals import NoThread, WrongCall
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _SAME = ("model", "max_tokens", "temperature", "top_p", "top_k", "chat_template_kwargs", "cache_salt", "vllm_xargs")
 # Claude Code sends a line that begins so, with a number that changes with each request. It is removed, because no
 # prompt would extend the previous one.
 _BILLING = "x-anthropic-billing-header"
-_OF_SERVICE = ("compaction", "container", "mcp_servers", "thread")
+_OF_SERVICE = ("compaction", "container", "mcp_servers")
 # The types of blocks that each message, and the result of a tool, may contain.
 _OF_SYSTEM = ("text",)
 _OF_USER = ("text", "image", "tool_result")
@@ -55,6 +55,8 @@ class MessagesForm(ChatForm):
 
 
 def _chat_of(document: Document) -> Document:
+    if document.get("thread"):
+        raise NoThread("thread is set, but the recorder stores no conversations; omit thread, and send all messages")
     for name in _OF_SERVICE:
         refuse(document, name, "only Anthropic's own service provides it")
     chat: Document = {name: document[name] for name in _SAME if document.get(name) is not None}
