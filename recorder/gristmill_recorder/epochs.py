@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+
 from gristmill import AsyncRolloutClient, RunStatus
+
+_log = logging.getLogger("gristmill.recorder")
 
 
 class Epochs:
@@ -25,6 +29,10 @@ class Epochs:
         if self.number == number:
             identity = status.run_id, status.generation
             if self._identity not in (None, identity) or status.rows_accepted < accepted:
+                _log.warning(
+                    "run %r: the service lost steps that it had accepted; open trajectories will be delivered again",
+                    status.run,
+                )
                 self.number += 1
                 self._accepted = status.rows_accepted
             self._identity = identity

@@ -269,7 +269,7 @@ class Recording:
             self._note_delivered()
 
     def _deliver_again(self) -> None:
-        _log.warning("%s: delivered again, because the service may have lost steps that it had accepted", self.name)
+        _log.info("%s: delivered again, because the service may have lost steps that it had accepted", self.name)
         rows = [*self._journal.rows(self._entry.id)]
         self._clear()
         self._waiting.extend(rows)

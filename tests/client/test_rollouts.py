@@ -206,6 +206,8 @@ def test_an_abort_of_an_attempt_leaves_a_higher_one_untouched(client: RolloutCli
     client.trajectory("p0", 0, attempt=1).step([1], [7], reward=1.0, is_last_step=True)
     if is_delivered:
         client.flush()
+    with pytest.raises(InvalidArgumentError, match=r"attempt '0'; pass a string, and an integer or None"):
+        client.abort_trajectory("p0", 0, attempt="0")  # type: ignore[arg-type]
     assert client.abort_trajectory("p0", 0, reason="lost", attempt=0) is False
     client.trajectory("p0", 1).step([1], [8], reward=0.0, is_last_step=True)
     client.flush()

@@ -180,7 +180,12 @@ def abort_trajectory(
     run: str, key: TrajectoryKey, reason: str, attempt: int | None
 ) -> rollout_pb2.AbortTrajectoriesRequest:
     keys = [trajectory_key(key)]
-    return rollout_pb2.AbortTrajectoriesRequest(run=run, trajectories=keys, reason=reason, attempt=attempt)
+    try:
+        return rollout_pb2.AbortTrajectoriesRequest(run=run, trajectories=keys, reason=reason, attempt=attempt)
+    except (TypeError, ValueError):
+        raise InvalidArgumentError(
+            f"{key}: reason is {reason!r} and attempt {attempt!r}; pass a string, and an integer or None"
+        ) from None
 
 
 def trajectory_key(key: TrajectoryKey) -> rollout_pb2.TrajectoryKey:

@@ -188,12 +188,12 @@ class RolloutCore:
 
     async def _abort(self, key: TrajectoryKey, attempt: int | None, reason: str) -> bool:
         """Aborts this and lower attempts of a trajectory; None: any attempt. The next sampling is the next attempt."""
+        request = requests.abort_trajectory(self.run, key, reason, attempt)
         following = self._next_attempts.get(key, 0)
         self._next_attempts[key] = following + 1 if attempt is None else max(following, attempt + 1)
         self.sender.withdraw(lambda row: row.key == key and (attempt is None or row.attempt <= attempt))
         # Wait for all rows of the group, because the service may not know the group until they arrive.
         await self.sender.wait_for(lambda other: other[:2] == key[:2])
-        request = requests.abort_trajectory(self.run, key, reason, attempt)
         return bool((await self._connection.ask(self._connection.rollouts.AbortTrajectories, request)).changed)
 
     async def _abort_sampled(self, key: TrajectoryKey, attempt: int, reason: str) -> bool:
