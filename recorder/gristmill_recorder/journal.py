@@ -29,7 +29,7 @@ from gristmill_recorder.languages.sampling import PLAIN, Sampling
 from gristmill_recorder.names import TrajectoryName
 
 _LAYOUT = 5
-_CHECK = "restart the recorder, which checks the file"
+_CHECK, _FREE = "restart the recorder, which checks the file", "free space on the journal's disk"
 _NO_LOGPROB, _ROUNDING = -9999.0, 1e-3
 _TABLES = """
 CREATE TABLE trajectories (
@@ -194,8 +194,9 @@ class Journal:
                 _tune(self._disk, "FULL")
                 _make_tables(self._database)
             except sqlite3.Error as error:
+                remedy = _FREE if isinstance(error, sqlite3.OperationalError) else "restore it"
                 raise InvalidArgumentError(
-                    f"journal: cannot read {path}: {error}; restore it, or choose another file"
+                    f"journal: cannot open {path}: {error}; {remedy}, or choose another file"
                 ) from None
             self._files.opened()
             self._opened = opened.pop_all()
@@ -335,7 +336,7 @@ class Journal:
         except sqlite3.Error as error:
             if self._database.in_transaction:
                 self._database.execute("ROLLBACK")
-            remedy = "free space on the journal's disk" if isinstance(error, sqlite3.OperationalError) else _CHECK
+            remedy = _FREE if isinstance(error, sqlite3.OperationalError) else _CHECK
             raise FailedPreconditionError(
                 f"the journal cannot be written, so the call is not answered: {error}; {remedy}"
             ) from None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from gristmill.errors import FailedPreconditionError, InvalidArgumentError, UnavailableError
@@ -44,7 +45,9 @@ class JournalFiles:
 
     def opened(self) -> None:
         """Notes that the database and its log are open."""
-        os.pwrite(self._lock, b"open", 0)
+        # On a full disk the recorder starts, too: it delivers steps, and refuses calls until there is space.
+        with suppress(OSError):
+            os.pwrite(self._lock, b"open", 0)
         self._inodes = {path: os.stat(path).st_ino for path in (self._path, self._log)}
 
     def check_present(self) -> None:
