@@ -16,6 +16,7 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import msgspec
 import numpy as np
@@ -28,7 +29,7 @@ from gristmill_recorder.journal_files import JournalFiles
 from gristmill_recorder.languages.sampling import PLAIN, Sampling
 from gristmill_recorder.names import TrajectoryName
 
-_LAYOUT = 5
+_LAYOUT = 6
 _CHECK, _FREE = "restart the recorder, which checks the file", "free space on the journal's disk"
 _NO_LOGPROB, _ROUNDING = -9999.0, 1e-3
 _TABLES = """
@@ -45,7 +46,7 @@ CREATE TABLE steps (
     trajectory INTEGER NOT NULL, step INTEGER NOT NULL,
     shared INTEGER NOT NULL, rest BLOB NOT NULL, response BLOB NOT NULL, logprobs BLOB,
     stop_reason TEXT NOT NULL, policy_version INTEGER NOT NULL, policy_versions BLOB,
-    is_masked INTEGER NOT NULL, columns BLOB, said BLOB, is_cut INTEGER NOT NULL,
+    is_masked INTEGER NOT NULL, columns BLOB, said BLOB, is_cut INTEGER NOT NULL, checksum INTEGER NOT NULL,
     PRIMARY KEY (trajectory, step)
 );
 """
@@ -53,7 +54,7 @@ CREATE TABLE steps (
 # conversation are stored once.
 _STEPS = (
     "SELECT step, shared, rest, response, logprobs, stop_reason, policy_version, policy_versions, is_masked, columns, "
-    "said, is_cut FROM steps WHERE trajectory = ? ORDER BY step"
+    "said, is_cut, checksum FROM steps WHERE trajectory = ? ORDER BY step"
 )
 
 
@@ -231,10 +232,15 @@ class Journal:
         return next((row for row in self.rows(trajectory) if row.step == step), None)
 
     def rows(self, trajectory: int) -> Iterator[Row]:
-        """Yields all steps of an open trajectory."""
+        """Yields all steps of an open trajectory. Raises FailedPreconditionError if one is damaged or missing."""
         before: Row | None = None
-        for record in self._read(_STEPS, (trajectory,)):
-            before = _row(record, before)
+        for number, (*values, checksum) in enumerate(self._read(_STEPS, (trajectory,))):
+            if values[0] != number or checksum != _checksum(trajectory, *values):
+                raise FailedPreconditionError(
+                    f"the journal is damaged: step {number} of its trajectory {trajectory} was changed or is missing; "
+                    "restore the file, or choose another"
+                )
+            before = _row(values, before)
             yield before
 
     def _read(self, query: str, values: Sequence[object] = ()) -> list[tuple[Any, ...]]:
@@ -254,7 +260,7 @@ class Journal:
         with self._writing() if is_single else self._transaction():
             id_ = entry.id or self._insert(entry.name)
             records = _records(id_, rows, before)
-            self._database.executemany("INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", records)
+            self._database.executemany("INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", records)
         entry.id, entry.next_step = id_, rows[-1].step + 1
 
     def _insert(self, name: TrajectoryName) -> int:
@@ -393,9 +399,18 @@ def _records(trajectory: int, rows: Sequence[Row], before: Row | None) -> Iterat
         shared = 0 if before is None else before.shared(row.prompt)
         logprobs, versions = (None if a is None else a.data for a in (row.logprobs, row.policy_versions))
         tokens = (row.prompt[shared:].data, row.response.data, logprobs)
-        more = (row.stop_reason, row.policy_version, versions, row.is_masked, _packed(row.columns))
-        yield trajectory, row.step, shared, *tokens, *more, row.said, row.is_cut
+        more = (row.stop_reason, row.policy_version, versions, int(row.is_masked), _packed(row.columns))
+        values = (row.step, shared, *tokens, *more, row.said, int(row.is_cut))
+        yield trajectory, *values, _checksum(trajectory, *values)
         before = row
+
+
+def _checksum(*values: Any) -> int:
+    """Returns the CRC-32 of a step's values."""
+    checksum = 0
+    for value in values:
+        checksum = crc32(value if isinstance(value, (bytes, memoryview)) else repr(value).encode(), checksum)
+    return checksum
 
 
 def _packed(columns: Columns) -> bytes | None:
@@ -408,7 +423,7 @@ def _unpacked(columns: bytes | None) -> Columns:
     return {name: np.frombuffer(data, dtype).reshape(shape) for name, dtype, shape, data in values}
 
 
-def _row(record: tuple[Any, ...], before: Row | None) -> Row:
+def _row(record: Sequence[Any], before: Row | None) -> Row:
     step, shared, rest, response, logprobs, stop_reason, policy_version, versions, is_masked, columns, *end = record
     prompt, sampled = np.frombuffer(rest, np.int32), np.frombuffer(response, np.int32)
     if before is not None and shared:

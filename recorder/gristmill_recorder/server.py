@@ -52,12 +52,12 @@ async def serve(settings: RecorderSettings) -> None:
     await AsyncRolloutClient(settings.address, "any").close()
     journal, metrics = Journal(settings.journal), Metrics()
     runs = Runs(settings.address, journal, names_of(settings.columns), metrics)
+    if left := runs.resume():
+        _log.info("%d open trajectories resumed from the journal", left)
     engine = Engine(settings)
     app = RecorderApp(settings, runs, engine, metrics)
     columns, splice = names_of(settings.columns), settings.splice != "off"
     probe = Probe(engine, ENGINES[settings.engine], logprobs=settings.logprobs, splice=splice, columns=columns)
-    if left := runs.resume():
-        _log.info("%d open trajectories resumed from the journal", left)
     tasks = [asyncio.create_task(each) for each in (_sync(journal), _expire(runs, journal, settings), probe.run())]
     try:
         runner = await _listening(app, settings)

@@ -213,6 +213,16 @@ def test_a_file_that_was_damaged_since_a_kill_is_refused(
             assert [len(entry.rows) for entry in again.open()] == [100]
 
 
+@pytest.mark.parametrize("change", ["response = x'05000000'", "step = 7", "policy_version = 8", "trajectory = 2"])
+def test_a_step_that_was_changed_is_reported(journal: Journal, tmp_path: Path, change: str) -> None:
+    journal.append(Entry(NAME), [row(0), row(1)], None)
+    journal.append(Entry(NAME._replace(uid="other")), [row(0)], None)
+    with closing(sqlite3.connect(tmp_path / "journal.sqlite3")) as other, other:
+        other.execute(f"UPDATE steps SET {change} WHERE trajectory = 1 AND step = 1")
+    with pytest.raises(FailedPreconditionError, match=r"step 1 of its trajectory \d was changed or is missing"):
+        list(journal.open())
+
+
 def test_a_file_that_is_damaged_while_it_is_open_is_reported(journal: Journal, tmp_path: Path) -> None:
     entry, choice = Entry(NAME), Sampled([1], [3] * 5000, [-0.5] * 5000, "stop")
     for step in range(100):
