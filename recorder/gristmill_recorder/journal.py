@@ -200,6 +200,7 @@ class Journal:
                     f"journal: cannot open {path}: {error}; {remedy}, or choose another file"
                 ) from None
             self._files.opened()
+            opened.callback(self._files.closing)
             self._opened = opened.pop_all()
 
     def find(self, name: TrajectoryName) -> Entry | None:

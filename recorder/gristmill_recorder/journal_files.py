@@ -28,6 +28,7 @@ class JournalFiles:
         except InvalidArgumentError:
             os.close(self._lock)
             raise
+        self.closing()
         self._inodes: dict[Path, int] = {}
 
     def _check_complete(self) -> None:
@@ -63,9 +64,11 @@ class JournalFiles:
                     f"the journal {path} was deleted or replaced, so the call is not answered; restart the recorder"
                 )
 
-    def close(self) -> None:
-        """Call it after the database was closed, which writes its log into it."""
+    def closing(self) -> None:
+        """Notes that the database will be closed, which deletes the log."""
         os.ftruncate(self._lock, 0)
+
+    def close(self) -> None:
         os.close(self._lock)
 
 

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from gristmill import FailedPreconditionError, InvalidArgumentError, UnavailableError
 from gristmill.completions import Sampled
 from gristmill_recorder.journal import Entry, Journal, Row
+from gristmill_recorder.journal_files import JournalFiles
 from gristmill_recorder.languages.sampling import PLAIN, Sampling
 from gristmill_recorder.names import TrajectoryName
 
@@ -221,6 +222,19 @@ def test_a_step_that_was_changed_is_reported(journal: Journal, tmp_path: Path, c
         other.execute(f"UPDATE steps SET {change} WHERE trajectory = 1 AND step = 1")
     with pytest.raises(FailedPreconditionError, match=r"step 1 of its trajectory \d was changed or is missing"):
         list(journal.open())
+
+
+def test_a_journal_whose_process_was_killed_while_it_closed_it_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The log is deleted by then."""
+    path = tmp_path / "journal.sqlite3"
+    with closing(Journal(path)) as journal:
+        journal.append(Entry(NAME), [row(0)], None)
+        monkeypatch.setattr(JournalFiles, "close", lambda files: shutil.copytree(tmp_path, tmp_path / "killed"))
+    monkeypatch.undo()
+    with closing(Journal(tmp_path / "killed" / path.name)) as again:
+        assert [len(entry.rows) for entry in again.open()] == [1]
 
 
 def test_a_file_that_is_damaged_while_it_is_open_is_reported(journal: Journal, tmp_path: Path) -> None:
