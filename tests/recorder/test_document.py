@@ -35,17 +35,19 @@ def snippet(name: str) -> str:
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="without curl")
-def test_an_agent_and_its_end_make_a_trajectory(recorder: Recorder, service: Service, run: str) -> None:
+def test_a_run_an_agent_and_its_end_make_a_trajectory(recorder: Recorder, service: Service, run_name: str) -> None:
     def here(text: str) -> str:
-        return text.replace("http://127.0.0.1:8090", recorder.url).replace("my-run", run)
+        local = text.replace("http://127.0.0.1:8090", recorder.url).replace("127.0.0.1:50051", service.grpc_address)
+        return local.replace("my-run", run_name)
 
+    exec(here(snippet("run")), {})
     exec(f"{here(snippet('agent'))}agent.close()", {})
     end = here(snippet("finish")).replace("curl ", "curl --noproxy '*' -fsS ")
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", end], check=True, capture_output=True, text=True, timeout=60
     )
     assert done.stdout == '{"steps":1,"outcome":"accepted"}'
-    assert bytes(trained(service.grpc_address, run)[0].trained[:-1]) == b"hello"
+    assert bytes(trained(service.grpc_address, run_name)[0].trained[:-1]) == b"hello"
 
 
 def test_a_worker_records_by_the_client(engine: Engine, service: Service, run: str) -> None:
@@ -80,7 +82,7 @@ def test_every_metric_is_documented_with_its_labels(recorder: Recorder) -> None:
 
 
 def test_a_run_may_declare_every_column_as_documented(service: Service, run_name: str) -> None:
-    declared = [yaml.safe_load(text) for text in re.findall(r"^\| `\w+` \| `(\{name:.*?\})` \|", TEXT, re.MULTILINE)]
+    declared = yaml.safe_load(snippet("columns"))["columns"]
     assert {column["name"] for column in declared} == {*NAMES}
     for column in declared:
         column["shape"] = [2 if isinstance(size, str) else size for size in column.get("shape", [])]
