@@ -313,8 +313,8 @@ def over(entry: Entry) -> TrajectoryOver:
 
 
 def check_not_ended(entry: Entry) -> None:
-    """Raises Conflict if the trajectory has ended: then only the service can abort it."""
-    if entry.is_ended:
+    """Raises Conflict if the trajectory has ended: then only the service can abort it, unless it refused its steps."""
+    if entry.is_ended and not entry.outcome.startswith((REFUSED, ABORTED)):
         raise Conflict(f"{entry.name}: it has ended with {entry.next_step} steps; call abort_trajectory of a client")
 
 
