@@ -68,7 +68,7 @@ def test_a_stream_is_kept_as_one_answer(talking: Recorder, service: Service, run
         list(client.completions.create(model="toy", prompt="say d", stream=True))
     talking.finish(run_name)
     first, second = (lines[0] for lines in conversations(service.grpc_address, run_name))
-    assert (first["answer"]["reasoning"], first["answer"]["content"]) == ("b", "c")
+    assert first["answer"] == {"role": "assistant", "content": "c", "reasoning": "b"}
     assert (second["prompt"], second["answer"]["content"]) == ("say d", "d")
 
 

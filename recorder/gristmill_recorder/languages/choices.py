@@ -44,6 +44,6 @@ class ChoiceReader:
             for (owner, _), call in sorted(self._calls.items())
             if owner == index
         ]
-        message: Document = {"role": "assistant", "content": "".join(self._texts[index]), "tool_calls": calls}
+        message: Document = {"role": "assistant", "content": "".join(self._texts[index])}
         thoughts = "".join(self._thoughts[index])
-        return {**message, "reasoning": thoughts} if thoughts else message
+        return message | ({"tool_calls": calls} if calls else {}) | ({"reasoning": thoughts} if thoughts else {})
