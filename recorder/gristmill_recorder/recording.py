@@ -315,7 +315,7 @@ def over(entry: Entry) -> TrajectoryOver:
 def check_not_ended(entry: Entry) -> None:
     """Raises Conflict if the trajectory has ended: then only the service can abort it, unless it refused its steps."""
     if entry.is_ended and not entry.outcome.startswith((REFUSED, ABORTED)):
-        raise Conflict(f"{entry.name}: it has ended with {entry.next_step} steps; call abort_trajectory of a client")
+        raise Conflict(f"{entry.name}: it has ended; call abort_trajectory of RolloutClient to abort it")
 
 
 def check_same_end(entry: Entry, reward: float | None) -> None:

@@ -25,13 +25,11 @@ class RecorderSettings(BaseSettings):
     )
 
     upstream: str = Field(description="The engine's URL, without the /v1: http://vllm:8000.")
-    engine: Literal["vllm", "sglang", "dynamo", "llamacpp"] = Field(
-        "vllm", description="The engine, whose API returns the token ids."
-    )
+    engine: Literal["vllm", "sglang", "dynamo", "llamacpp"] = Field("vllm", description="The engine at --upstream.")
     splice: Literal["off", "on", "verify"] = Field(
         "off",
-        description="Whether a chat completion that continues a recorded conversation is sent as the recorded tokens "
-        "and what is new. verify: it is sent unchanged, and differences are counted.",
+        description="on: send a call that continues a recorded conversation as the recorded tokens and the new "
+        "messages, so that the conversation is one row. verify: send it unchanged, and count differences.",
     )
     whole_answers: bool = Field(
         False,
@@ -62,7 +60,7 @@ class RecorderSettings(BaseSettings):
         None,
         gt=0,
         description="The temperature at which the trainer computes logprobs. Steps with other sampling settings "
-        "(temperature, top-p, penalties, a grammar) get loss_mask 0. None: all steps are trained.",
+        "(temperature, top-p, penalties, a grammar) get loss_mask 0. Without it all steps are trained.",
     )
     columns: str = Field(
         "",

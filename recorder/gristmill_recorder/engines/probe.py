@@ -42,9 +42,9 @@ class Probe:
             except (EngineAway, EngineSlow):
                 await asyncio.sleep(_PAUSE_S)
         for problem in problems:
-            _log.warning("the engine was probed: %s", problem)
+            _log.warning("engine probed: %s", problem)
         if not problems:
-            _log.info("the engine was probed: it gives all that is recorded")
+            _log.info("engine probed: nothing is missing")
 
     async def problems(self) -> AsyncIterator[str]:
         """Yields what is missing, with its remedy. Raises EngineAway and EngineSlow."""

@@ -22,19 +22,19 @@ def register(app: typer.Typer) -> None:
 def record_command(**flags: object) -> None:
     """Record an agent's calls to an engine as steps of its trajectory.
 
-    This is a proxy in front of vLLM or SGLang, for OpenAI's chat completions, completions and responses and Anthropic's
-    messages, streamed or not. In the agent, only the base URL changes:
+    This is a proxy in front of vLLM, SGLang, Dynamo or llama.cpp, for OpenAI's, Anthropic's and Gemini's APIs, streamed
+    or not. In the agent, only the base URL changes; it names the agent's trajectory:
 
-      client = openai.OpenAI(base_url="http://127.0.0.1:8090/runs/RUN/uid/UID/sample/0/v1")
+      http://127.0.0.1:8090/runs/RUN/uid/UID/sample/0/v1
 
-    Set step_wise: true in RUN, and merge: tree for sub-agents, parallel calls and shortened histories. Sampled tokens
-    are trained on, with the engine's token ids and logprobs; messages of users and tools are context. Set the reward to
-    end the trajectory:
+    Create RUN with step_wise: true and merge: tree. Sampled tokens are trained, with the engine's token ids and
+    logprobs; messages of users and tools are context. A call with the reward ends the trajectory (URL is without /v1):
 
-      curl http://127.0.0.1:8090/runs/RUN/uid/UID/sample/0/finish -d '{"reward": 1.0}'
+      curl URL/finish -d '{"reward": 1.0}'
 
     Every answer is journaled before it is returned, and delivered when the service is reachable and has capacity. The
-    engine's errors are returned unchanged. /metrics, /healthz and /readyz work as in the service.
+    engine's errors are returned unchanged. /metrics, /healthz and /readyz work as in the service. docs/recorder.md
+    is the guide.
 
     A setting is read from its flag, else from the environment (--upstream is GRISTMILL_RECORD_UPSTREAM); its
     credentials for the service are GRISTMILL_TOKEN and similar variables (docs/security.md). It listens only on this

@@ -72,4 +72,4 @@ def test_a_row_has_the_workers_tokens(
 
 
 def test_nothing_is_missing(recorder: Recorder) -> None:
-    assert "it gives all that is recorded" in recorder.log.read_text()
+    assert "nothing is missing" in recorder.log.read_text()
