@@ -29,9 +29,14 @@ def save(folder: Path, max_tokens: int = 4096) -> None:
     tokenizer.add_special_tokens({"additional_special_tokens": [BEGIN]})
     tokenizer.add_tokens(CALL)
     tokenizer.chat_template = _TEMPLATE
+    save_with(tokenizer, folder, max_tokens)
+
+
+def save_with(tokenizer: PreTrainedTokenizerFast, folder: Path, max_tokens: int = 4096) -> None:
+    """Saves a model of the tokenizer's vocabulary."""
     tokenizer.save_pretrained(folder)
     config = Qwen2Config(
-        vocab_size=len(_WORDS),
+        vocab_size=len(tokenizer),
         hidden_size=128,
         intermediate_size=256,
         num_hidden_layers=2,
@@ -40,9 +45,9 @@ def save(folder: Path, max_tokens: int = 4096) -> None:
         max_position_embeddings=max_tokens,
         # Of the initial weights the default makes all tokens about as likely as one another.
         initializer_range=0.1,
-        pad_token_id=numbers[PAD],
-        bos_token_id=numbers[PAD],
-        eos_token_id=numbers[END],
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
     )
     torch.manual_seed(0)
     Qwen2ForCausalLM(config).float().save_pretrained(folder)

@@ -12,7 +12,7 @@ _OF_THE_CALL = frozenset(
         *("prompt_tokens", "total_tokens", "cached_tokens", "cached_tokens_details"),
     )
 )
-_TEXTS = frozenset(("content", "reasoning", "arguments", "text"))
+_TEXTS = frozenset(("content", "reasoning", "reasoning_content", "arguments", "text"))
 
 
 def comparable(body: bytes) -> Any:

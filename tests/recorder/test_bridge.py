@@ -130,7 +130,7 @@ def tokens(text: str) -> list[int]:
 
 def bridged(template: Template, old: Messages, new: Messages, last: str, *, is_cut: bool = False) -> str | None:
     renderings = [tokens(template(messages)) for messages in skeletons([*old, *new], len(old))]
-    ends = end_of_turn([tokens(template(messages)) for messages in end_probes()])
+    ends = end_of_turn([tokens(template(messages)) for messages in end_probes([])])
     has_calls = bool(old[-1].get("tool_calls"))
     between = bridge(renderings, ord(last), ends, is_cut=is_cut, has_calls=has_calls)
     if between is None and not ends:

@@ -159,6 +159,27 @@ def test_sglang_takes_the_tokens_too(start_recorder: StartRecorder, sglang: Engi
     assert row.tokens == row_of(4)
 
 
+def test_an_engine_that_renders_no_last_answer_shows_its_end_in_longer_conversations(
+    start_recorder: StartRecorder, sglang: Engine, service: Service, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def template(messages: list[Mapping[str, Any]]) -> list[int]:
+        """Renders a last answer as a message of the user, as SGLang does, and this without an end of turn."""
+        *earlier, last = messages
+        if last["role"] != "assistant":
+            return prompt_of(messages)
+        before = prompt_of(earlier)[: -len(BEGIN_ANSWER)]
+        return [*before, *turn("user", last["content"])[:-2], *BEGIN_ANSWER]
+
+    monkeypatch.setattr(sglang, "template", template)
+    recorder = start_recorder(sglang.url, service.grpc_address, "--splice", "on", "--engine", "sglang")
+    asked, words = user('words {"tool": ["look", "{}"], "is_cut": true}'), Words(tool=("look", "{}"), is_cut=True)
+    converse(recorder, run, asked, result("say noon"))
+    recorder.finish(run)
+    (row,) = trained(service.grpc_address, run)
+    begun = [*turn("user", asked["content"]), *BEGIN_ANSWER, *answer_of(words), END, *tokens_of("\n")]
+    assert row.tokens == [*begun, *turn("tool", "say noon"), *BEGIN_ANSWER, *answer_of(Words(text="noon"))]
+
+
 def test_without_splicing_the_same_conversation_is_several_rows(recorder: Recorder, service: Service, run: str) -> None:
     converse(recorder, run, *SCRIPT)
     recorder.finish(run)

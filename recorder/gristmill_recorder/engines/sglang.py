@@ -35,6 +35,8 @@ SGLANG = EngineApi(
     splicing="use SGLang 0.5.23 or newer, and let input_ids through",
     renderings=(Rendering("tokenize", tokenize_body, "tokens", "use a version whose /tokenize takes messages"),),
     takes_tokens=_takes_tokens,
+    # It renders a last answer as a message of the user.
+    after_answer=({"role": "assistant", "content": "0"}, {"role": "user", "content": "0"}),
     with_tokens=_with_tokens,
     about="server_info",
     problems=_problems,

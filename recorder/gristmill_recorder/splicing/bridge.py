@@ -99,10 +99,10 @@ def may_contain_passages(values: Any) -> bool:
         return True
 
 
-def end_probes() -> list[list[Document]]:
+def end_probes(after_answer: Sequence[Document]) -> list[list[Document]]:
     """Returns the four conversations from whose renderings `end_of_turn` reads the template's end of turn."""
     answered = [[_QUESTION, {"role": "assistant", "content": word}] for word in "xy"]
-    return [*answered, *([*messages, _QUESTION] for messages in answered)]
+    return [[*messages, *after] for after in (after_answer, [_QUESTION]) for messages in answered]
 
 
 def end_of_turn(renderings: Sequence[Tokens]) -> set[int]:

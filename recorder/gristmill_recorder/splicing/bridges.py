@@ -36,10 +36,12 @@ class _Kind(NamedTuple):
 
 class Bridges:
     """Finds bridges. The first of a kind takes three renderings. Later ones take one, as long as the same tokens stand
-    around the end of the answer: they are compared, so that a template that goes on otherwise is rendered again."""
+    around the end of the answer: they are compared, so that a template that goes on otherwise is rendered again.
 
-    def __init__(self, renderer: Renderer) -> None:
-        self._renderer = renderer
+    after_answer: see `EngineApi`."""
+
+    def __init__(self, renderer: Renderer, after_answer: Sequence[Document]) -> None:
+        self._renderer, self._after_answer = renderer, after_answer
         self._passages: dict[_Kind, Tokens] = {}
         # The settings of templates that do not show calls.
         self._hides_calls: set[bytes] = set()
@@ -74,7 +76,7 @@ class Bridges:
         if has_calls and shows_calls and prompts[0] == prompts[1]:
             self._hides_calls.add(settings)
             return await self.find(request, conversation, base, headers)
-        answers = [each[:count] for each in (first, others[0])]
+        answers = [[*each[:count], *self._after_answer] for each in (first, others[0])]
         following = await self._bridge(request, prompts, answers, base, headers)
         if following is None:
             return None, "end"
@@ -93,13 +95,14 @@ class Bridges:
         headers: Mapping[str, str],
     ) -> Tokens | None:
         model = str(request.get("model"))
-        last, has_calls = int(base.response[-1]), bool(answers[0][-1].get("tool_calls"))
+        last, has_calls = int(base.response[-1]), bool(answers[0][-1 - len(self._after_answer)].get("tool_calls"))
         following = bridge(prompts, last, (), is_cut=base.is_cut, has_calls=has_calls)
         if following is not None:
             return following
         # The answer ended by a token that the template does not write there, or was cut behind a call.
-        if model not in self._own_ends and (probes := await self._renderer.render(request, end_probes(), headers)):
-            self._own_ends[model] = end_of_turn(probes)
+        probes = end_probes(self._after_answer)
+        if model not in self._own_ends and (rendered := await self._renderer.render(request, probes, headers)):
+            self._own_ends[model] = end_of_turn(rendered)
         own = self._own_ends.get(model)
         if own:
             ends = own | self._ends[model]

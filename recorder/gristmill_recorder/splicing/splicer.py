@@ -79,7 +79,7 @@ class Splicer:
         self._mode, self._api, self._metrics = mode, api, metrics
         self._reads = reads or mode != "off"
         self._renderer = Renderer(engine, api)
-        self._bridges = Bridges(self._renderer)
+        self._bridges = Bridges(self._renderer, api.after_answer)
         # Whether the engine's rendering is the prompt of its answers, by settings.
         self._renders: dict[bytes, bool] = {}
         self._ignored_until = 0.0

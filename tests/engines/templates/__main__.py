@@ -11,6 +11,7 @@ from rich.progress import track
 
 from gristmill_service.settings import Settings
 from tests.engines.templates.conversations import COUNTS, Outcome, run
+from tests.engines.templates.engine import TemplateEngine
 from tests.engines.templates.families import FAMILIES
 from tests.on_loop import Service
 from tests.serving import FREE_PORTS
@@ -44,9 +45,8 @@ def main() -> None:
     outcomes = []
     for name in track(names, "conversations", disable=not sys.stdout.isatty()):
         with tempfile.TemporaryDirectory() as folder:
-            outcome = run(
-                FAMILIES[name], options.conversations // len(names), options.seed, service, Path(folder), name
-            )
+            engine, count = TemplateEngine(FAMILIES[name]), options.conversations // len(names)
+            outcome = run(engine, count, options.seed, service, Path(folder), name)
         outcomes.append(outcome)
         print(_line(name, outcome))
         for problem in (*outcome.wrong[:5], *outcome.unlike[:5]):

@@ -14,7 +14,7 @@ import anthropic
 import openai
 
 from tests.engines.templates.directly import Comparison
-from tests.engines.templates.engine import TemplateEngine
+from tests.engines.templates.engine import ScriptedEngine
 from tests.engines.templates.families import Family
 from tests.engines.templates.model import Answer, answer_of
 from tests.on_loop import Service
@@ -64,7 +64,7 @@ RESULTS = ("spliced", "start", "history", "settings", "fields", "rendering", "en
 class Conversation:
     """One conversation: its calls, in order, by their marks."""
 
-    def __init__(self, family: Family, engine: TemplateEngine, compared: Comparison, number: int, seed: int) -> None:
+    def __init__(self, family: Family, engine: ScriptedEngine, compared: Comparison, number: int, seed: int) -> None:
         self.chance = Random(f"{seed} {family.name} {number}")
         self.family, self.engine, self.compared, self.number = family, engine, compared, number
         self.marks: list[str] = []
@@ -132,14 +132,12 @@ class Conversation:
                 for choice in chunk.choices:
                     delta = choice.delta.to_dict()
                     said["content"] += delta.get("content") or ""
-                    said["reasoning"] += delta.get("reasoning") or ""
-                    said["tool_calls"] += [
-                        {name: call[name] for name in ("id", "type", "function")}
-                        for call in delta.get("tool_calls") or ()
-                    ]
+                    said["reasoning"] += delta.get("reasoning") or delta.get("reasoning_content") or ""
+                    for part in delta.get("tool_calls") or ():
+                        _join(said["tool_calls"], part)
         else:
             said = (await client.chat.completions.create(**asked)).choices[0].message.to_dict()
-        thoughts, calls = said.get("reasoning"), said.get("tool_calls") or []
+        thoughts, calls = said.get("reasoning") or said.get("reasoning_content"), said.get("tool_calls") or []
         for call in calls:
             call["function"]["arguments"] = json.dumps(json.loads(call["function"]["arguments"]))
         sent: dict[str, Any] = {"role": "assistant", "content": said.get("content") or self.chance.choice((None, ""))}
@@ -184,11 +182,12 @@ class Conversation:
         rows: list[tuple[list[int], list[int], list[float]]] = []
         for mark in self.marks:
             prompt, answer = self.engine.asked[mark][0], self.engine.scripts[mark]
+            given = self.engine.logprobs(mark)
             if rows and prompt[: len(rows[-1][0])] == rows[-1][0]:
                 _, sampled, logprobs = rows.pop()
             else:
                 sampled, logprobs = [], []
-            rows.append(([*prompt, *answer.tokens], [*sampled, *answer.tokens], [*logprobs, *answer.logprobs]))
+            rows.append(([*prompt, *answer.tokens], [*sampled, *answer.tokens], [*logprobs, *given]))
         return rows
 
     def wrong_bridges(self) -> list[str]:
@@ -231,12 +230,15 @@ class Conversation:
         return rest[place + len(end) :] if is_read else rest[place:]
 
 
-def run(family: Family, count: int, seed: int, service: Service, folder: Path, name: str) -> Outcome:
-    """Holds `count` conversations of a family. folder: an empty one for the recorder."""
+def run(
+    engine: ScriptedEngine, count: int, seed: int, service: Service, folder: Path, name: str, api: str = "vllm"
+) -> Outcome:
+    """Holds `count` conversations. folder: an empty one for the recorder. api: the engine's name for the recorder."""
     create_run(service.grpc_address, name, merge="prefix", max_buffered_batches=count)
-    flags = ("--journal", str(folder / "journal"), "--splice", "on")
-    with serving(TemplateEngine(family)) as engine:
-        compared = Comparison(engine.url)
+    flags = ("--engine", api, "--journal", str(folder / "journal"), "--splice", "on")
+    family = engine.family
+    with serving(engine):
+        compared = Comparison(engine.url, has_model=api == "sglang")
         recorder = start(folder / "log", engine.url, service.grpc_address, *flags)
         try:
             held = [Conversation(family, engine, compared, number, seed) for number in range(count)]
@@ -256,6 +258,15 @@ def run(family: Family, count: int, seed: int, service: Service, folder: Path, n
     wrong = [problem for one in held for problem in one.wrong_bridges()]
     counts = (len(held), calls, refused, len(rows), different, compared.answers, compared.refused)
     return Outcome(*counts, results, wrong, compared.different)
+
+
+def _join(calls: list[Any], part: Mapping[str, Any]) -> None:
+    """Adds a part of a streamed call: some engines send its arguments piece by piece."""
+    if part["index"] == len(calls):
+        calls.append(
+            {"id": part["id"], "type": "function", "function": {"name": part["function"]["name"], "arguments": ""}}
+        )
+    calls[part["index"]]["function"]["arguments"] += part["function"].get("arguments") or ""
 
 
 async def _hold(conversations: list[Conversation], recorder: Recorder, run: str) -> list[bool]:

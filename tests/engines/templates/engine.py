@@ -19,7 +19,7 @@ _BASE = {"created": 1, "model": "toy"}
 
 
 @dataclass
-class TemplateEngine:
+class ScriptedEngine:
     """scripts: the answer to a call, by the mark of its last message. asked: prompt and request of each call of the
     recorder, by the same mark."""
 
@@ -28,6 +28,17 @@ class TemplateEngine:
     asked: dict[str, tuple[list[int], Mapping[str, Any]]] = field(default_factory=dict)
     url: str = ""
     port: int = 0
+
+    def app(self) -> web.Application:
+        raise NotImplementedError
+
+    def logprobs(self, mark: str) -> list[float]:
+        """Returns those of the answer to a call."""
+        return self.scripts[mark].logprobs
+
+
+class TemplateEngine(ScriptedEngine):
+    """Renders by the family's template and tokenizer."""
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=64 << 20)
@@ -71,12 +82,17 @@ class TemplateEngine:
 
     def answer(self, prompt: list[int], body: Mapping[str, Any]) -> Answer:
         """What the model says to a call."""
-        mark = MARK.findall(_text(body["messages"][-1]) or "")
+        mark = mark_of(body)
         if not mark:
             return Answer([1], "")
         if body.get("return_token_ids"):
-            self.asked[mark[-1]] = prompt, body
-        return self.scripts[mark[-1]]
+            self.asked[mark] = prompt, body
+        return self.scripts[mark]
+
+
+def mark_of(body: Mapping[str, Any]) -> str:
+    """Returns the mark of a call's last message, or nothing."""
+    return next(iter(MARK.findall(_text(body["messages"][-1]))[-1:]), "")
 
 
 def _text(message: Mapping[str, Any]) -> str:

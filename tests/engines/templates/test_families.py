@@ -9,6 +9,7 @@ import pytest
 
 from gristmill_service.settings import Settings
 from tests.engines.templates.conversations import run
+from tests.engines.templates.engine import TemplateEngine
 from tests.engines.templates.families import FAMILIES, Family
 from tests.on_loop import Service
 from tests.serving import FREE_PORTS
@@ -26,7 +27,7 @@ def service() -> Iterator[Service]:
 def test_every_conversation_is_one_row_of_what_was_read_and_sampled_and_its_answers_are_the_engines_own(
     family: Family, service: Service, tmp_path: Path
 ) -> None:
-    outcome = run(family, 12, 0, service, tmp_path, family.name)
+    outcome = run(TemplateEngine(family), 12, 0, service, tmp_path, family.name)
     assert outcome.calls > 20
     assert (outcome.rows, outcome.different, outcome.wrong) == (outcome.conversations, 0, [])
     assert outcome.unlike == []

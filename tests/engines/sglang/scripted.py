@@ -1,0 +1,69 @@
+"""A real SGLang whose model says what is scripted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from aiohttp import ClientSession, web
+
+from tests.engines.rollout import MODEL
+from tests.engines.sglang.script import Script
+from tests.engines.templates.engine import ScriptedEngine, mark_of
+
+_LINE = 1 << 24
+
+
+@dataclass
+class ScriptedSglang(ScriptedEngine):
+    """A proxy in front of the SGLang at `upstream`, which tells it the tokens to sample."""
+
+    upstream: str = ""
+    given: dict[str, list[float]] = field(default_factory=dict)
+
+    def app(self) -> web.Application:
+        app = web.Application(client_max_size=_LINE)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/{path:.*}", self._pass_on)
+        return app
+
+    def logprobs(self, mark: str) -> list[float]:
+        return self.given[mark]
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [{"id": MODEL, "object": "model"}]})
+
+    async def _pass_on(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        mark = mark_of(body)
+        asked = {**body, "model": MODEL, **(self._script(mark) if mark in self.scripts else {})}
+        async with (
+            ClientSession(read_bufsize=_LINE) as session,
+            session.post(f"{self.upstream}{request.path}", json=asked) as answer,
+        ):
+            headers = {"content-type": answer.headers["content-type"]}
+            response = web.StreamResponse(status=answer.status, headers=headers)
+            await response.prepare(request)
+            logprobs = list[float]()
+            async for line in answer.content:
+                self._note(mark, body, line.removeprefix(b"data: "), logprobs)
+                await response.write(line)
+        return response
+
+    def _script(self, mark: str) -> dict[str, Any]:
+        """Returns fields by which SGLang says the answer, and no more."""
+        answer = self.scripts[mark]
+        ends = [self.family.encode(end)[0] for end in self.family.ends]
+        more: dict[str, Any] = {"max_tokens": len(answer.tokens), "stop_token_ids": ends, "temperature": 0}
+        return {**more, "custom_logit_processor": Script.to_str(), "custom_params": {"script": answer.tokens}}
+
+    def _note(self, mark: str, body: Mapping[str, Any], line: bytes, logprobs: list[float]) -> None:
+        document = json.loads(line) if line.startswith(b"{") else {}
+        for choice in document.get("choices", ()):
+            logprobs += [token["logprob"] for token in (choice.get("logprobs") or {}).get("content") or ()]
+        if (extension := document.get("sglext")) and mark:
+            self.asked[mark] = extension["input_ids"], body
+            self.given[mark] = np.array(logprobs, np.float32).tolist()
