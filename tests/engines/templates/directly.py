@@ -75,6 +75,8 @@ def _message(answer: Answer) -> dict[str, Any]:
         function = call["function"]
         arguments = json.loads(function["arguments"])
         content.append({"type": "tool_use", "id": call["id"], "name": function["name"], "input": arguments})
-    words = answer.stop if isinstance(answer.stop, str) and answer.finish == "stop" else None
-    more = {"stop_reason": "stop_sequence" if words else _STOPS[answer.finish], "stop_sequence": words}
+    # As in vLLM, whole calls count more than a stop string behind them.
+    finish = "tool_calls" if answer.calls and answer.finish == "stop" else answer.finish
+    words = answer.stop if isinstance(answer.stop, str) and finish == "stop" else None
+    more = {"stop_reason": "stop_sequence" if words else _STOPS[finish], "stop_sequence": words}
     return {"content": content, **more, "output_tokens": len(answer.tokens)}
