@@ -219,6 +219,11 @@ def test_a_location_names_a_file_with_exactly_the_shards_bytes(tmp_path: Path) -
     store.close()
 
 
+def test_a_missing_directory_is_named_with_the_setting(tmp_path: Path) -> None:
+    with pytest.raises(UnavailableError, match=r"shared_memory_dir: cannot write to .*missing: No such file"):
+        SharedMemoryShardStore(tmp_path / "missing")
+
+
 def test_a_full_tmpfs_refuses_the_batch_and_keeps_nothing_of_it(tmp_path: Path) -> None:
     store = SharedMemoryShardStore(tmp_path)
     full = [Source(b"some", FIRST, fails=OSError(errno.ENOSPC, "no space"))]

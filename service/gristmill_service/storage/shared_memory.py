@@ -237,7 +237,12 @@ def _claim(directory: Path, prefix: str) -> tuple[Path, int]:
     while True:
         root = directory / f"{prefix}{os.getpid()}-{secrets.token_hex(4)}"
         lock = _lock_path(root)
-        descriptor = os.open(lock, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            descriptor = os.open(lock, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise UnavailableError(
+                f"shared_memory_dir: cannot write to {directory}: {error.strerror}; create it, or set another directory"
+            ) from None
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # Another process may have removed the file as a leftover before this process locked it.
