@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from gristmill._engines.fields import NO_LOGPROB
 from gristmill.completions import Sampled
 from gristmill.errors import FailedPreconditionError, InvalidArgumentError
 from gristmill_recorder.columns import Columns
@@ -31,7 +32,7 @@ from gristmill_recorder.names import TrajectoryName
 
 _LAYOUT = 6
 _CHECK, _FREE = "restart the recorder, which checks the file", "free space on the journal's disk"
-_NO_LOGPROB, _ROUNDING = -9999.0, 1e-3
+_ROUNDING = 1e-3
 _TABLES = """
 CREATE TABLE trajectories (
     id INTEGER PRIMARY KEY,
@@ -448,7 +449,7 @@ def _row(record: Sequence[Any], before: Row | None) -> Row:
 
 def _are_logprobs(values: NDArray[np.float32]) -> bool:
     """Returns whether all are logprobs, apart from rounding. For none vLLM writes -9999, SGLang the lowest float."""
-    return bool(((values > _NO_LOGPROB) & (values < _ROUNDING)).all())
+    return bool(((values > NO_LOGPROB) & (values < _ROUNDING)).all())
 
 
 def _numbers(code: str, values: Sequence[float]) -> NDArray[Any]:

@@ -51,12 +51,12 @@ async def serve(settings: RecorderSettings) -> None:
     # Report an invalid address or certificate of the service now, not at the first call.
     await AsyncRolloutClient(settings.address, "any").close()
     journal, metrics = Journal(settings.journal), Metrics()
-    runs = Runs(settings.address, journal, names_of(settings.columns), metrics)
+    columns, splice = names_of(settings.columns), settings.splice != "off"
+    runs = Runs(settings.address, journal, columns, metrics)
     if left := runs.resume():
         _log.info("%d open trajectories resumed from the journal", left)
     engine = Engine(settings)
     app = RecorderApp(settings, runs, engine, metrics)
-    columns, splice = names_of(settings.columns), settings.splice != "off"
     probe = Probe(engine, ENGINES[settings.engine], logprobs=settings.logprobs, splice=splice, columns=columns)
     tasks = [asyncio.create_task(each) for each in (_sync(journal), _expire(runs, journal, settings), probe.run())]
     try:

@@ -1,4 +1,4 @@
-"""What the tests of all engines share: a model, a service, and a recorder in front of the engine.
+"""What the tests of all engines share: a model, and a recorder in front of the engine.
 
 The conftest of an engine has `engine`, the URL of one that serves the model, and `api`, its name for the recorder.
 """
@@ -11,14 +11,12 @@ from typing import Any
 
 import pytest
 
-from gristmill_service.settings import Settings
 from tests.engines import tiny_model
 from tests.engines.rollout import Rollout
 from tests.engines.witness import Witness
 from tests.on_loop import Service
 from tests.recorder.engine import serving
 from tests.recorder.recorders import create_run, end, start
-from tests.serving import FREE_PORTS
 
 
 @pytest.fixture(scope="session")
@@ -27,14 +25,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     tiny_model.save(folder)
     return folder
-
-
-@pytest.fixture(scope="session")
-def service() -> Iterator[Service]:
-    running = Service(Settings(**FREE_PORTS, store="memory", shutdown_grace_s=5))
-    running.start()
-    yield running
-    running.stop()
 
 
 @pytest.fixture

@@ -3,12 +3,32 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from aiohttp import ClientSession, web
 
-_LINE = 1 << 20
+_LINE = 1 << 24
+
+
+async def passed_on(
+    request: web.Request, upstream: str, body: dict[str, Any], note: Callable[[dict[str, Any]], None]
+) -> web.StreamResponse:
+    """Sends the body to the engine, and its answer to who asked. note: gets the answer, or each event of a stream."""
+    async with (
+        ClientSession(read_bufsize=_LINE) as session,
+        session.post(f"{upstream}{request.path}", json=body) as answer,
+    ):
+        headers = {"content-type": answer.headers["content-type"]}
+        response = web.StreamResponse(status=answer.status, headers=headers)
+        await response.prepare(request)
+        # An event of a stream is a line, and a whole answer is one.
+        async for line in answer.content:
+            if (data := line.removeprefix(b"data: ")).startswith(b"{"):
+                note(json.loads(data))
+            await response.write(line)
+    return response
 
 
 @dataclass
@@ -37,21 +57,9 @@ class Witness:
 
     async def _pass_on(self, request: web.Request) -> web.StreamResponse:
         asked, choices = await request.json(), dict[int, Answer]()
-        async with (
-            ClientSession(read_bufsize=_LINE) as session,
-            session.post(f"{self.upstream}{request.path}", json=asked) as answer,
-        ):
-            headers = {"content-type": answer.headers["content-type"]}
-            response = web.StreamResponse(status=answer.status, headers=headers)
-            await response.prepare(request)
-            # An event of a stream is a line, and a whole answer is one.
-            async for line in answer.content:
-                self._note(asked, line.removeprefix(b"data: "), choices)
-                await response.write(line)
-        return response
+        return await passed_on(request, self.upstream, asked, lambda document: self._note(asked, document, choices))
 
-    def _note(self, asked: dict[str, Any], line: bytes, choices: dict[int, Answer]) -> None:
-        document = json.loads(line) if line.startswith(b"{") else {}
+    def _note(self, asked: dict[str, Any], document: dict[str, Any], choices: dict[int, Answer]) -> None:
         for choice in document.get("choices", ()):
             if (answer := choices.get(choice["index"])) is None:
                 answer = choices[choice["index"]] = Answer(asked)

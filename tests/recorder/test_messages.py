@@ -139,12 +139,12 @@ def test_settings_are_those_of_a_chat_completion(
 
 def test_tools_are_strict_and_load_later_as_the_agent_says(recorder: Recorder, engine: Engine, run: str) -> None:
     empty = {"type": "text", "text": ""}
-    found = [{"type": "text", "text": "Found."}, empty, {"type": "tool_reference", "tool_name": "look"}]
+    content = [{"type": "text", "text": "Found."}, empty, {"type": "tool_reference", "tool_name": "look"}]
     with agent(recorder, run) as client:
         tools: Any = [{**TOOLS[0], "input_schema": {}, "strict": True, "defer_loading": True}]
         ask(
             client,
-            [user("Search."), said([{"type": "tool_use", "id": "a", "name": "find", "input": {}}]), result_of(found)],
+            [user("Search."), said([{"type": "tool_use", "id": "a", "name": "find", "input": {}}]), result_of(content)],
             tools=tools,
         )
     sent = engine.requests[-1]

@@ -205,8 +205,8 @@ def test_the_end_of_an_answer_is_named_as_it_was(
 def last_value(answer: str, name: str) -> Any:
     """The last value of a field in an answer, or in the events of a stream; of a response its own."""
     events = [line.removeprefix("data: ") for line in answer.splitlines() if line.startswith("data: ")]
-    found = [each for event in events or [answer] for each in values(json.loads(event), name)]
-    return found[0] if name == "status" and not events else found[-1]
+    named = [each for event in events or [answer] for each in values(json.loads(event), name)]
+    return named[0] if name == "status" and not events else named[-1]
 
 
 def values(document: Any, name: str) -> Iterator[Any]:

@@ -29,11 +29,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from gristmill._engines.fields import NO_LOGPROB
 from gristmill.errors import InvalidArgumentError
 
 __all__ = ["HOW_TO_ASK", "ChunkReader", "Sampled", "logprobs_of", "sampled"]
 
-_NO_LOGPROB = -9999.0
 _DIGITS = 10  # The digits of 2**31 - 1.
 
 HOW_TO_ASK = (
@@ -233,9 +233,9 @@ def logprobs_of(logprobs: Mapping[str, Any] | None) -> list[float] | None:
         return None
     if (content := logprobs.get("content")) is not None:
         values = [token["logprob"] for token in content]
-        if _NO_LOGPROB in values:
+        if NO_LOGPROB in values:
             raise InvalidArgumentError(
-                f"a token has the logprob {_NO_LOGPROB}, which vLLM writes for a token without one; repeat the call"
+                f"a token has the logprob {NO_LOGPROB}, which vLLM writes for a token without one; repeat the call"
             )
         return values
     return logprobs.get("token_logprobs")

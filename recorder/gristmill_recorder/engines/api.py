@@ -50,7 +50,8 @@ class EngineApi:
 
     takes_tokens: returns whether the engine would take the prompt of a chat completion as tokens, and the agent does
     not send any.
-    after_answer: messages to append to a conversation that ends with an answer, so that its routes render it as such.
+    after_answer: messages to append to a conversation that ends with an answer, so that the engine renders the answer
+    as one.
     with_tokens: returns the chat completion with a prompt of tokens. Its messages stay, because parsers read them.
     prompt_logprobs: the fields by which it returns the logprobs of the prompt's tokens; empty if it does not.
     about: a route whose answer is about the server's settings.

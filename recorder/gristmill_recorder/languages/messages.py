@@ -22,8 +22,8 @@ from gristmill_recorder.refusals import NoThread, WrongCall
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _SAME = ("model", "max_tokens", "temperature", "top_p", "top_k", "chat_template_kwargs", "cache_salt", "vllm_xargs")
-# Claude Code sends a line that begins so, with a number that changes with each request. It is removed, because no
-# prompt would extend the previous one.
+# Claude Code sends a line that begins so, with a number that changes with each request. It is removed, because
+# with it no prompt would extend the previous one.
 _BILLING = "x-anthropic-billing-header"
 _OF_SERVICE = ("compaction", "container", "mcp_servers")
 # The types of blocks that each message, and the result of a tool, may contain.

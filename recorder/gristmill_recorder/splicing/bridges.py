@@ -38,7 +38,8 @@ class Bridges:
     """Finds bridges. The first of a kind takes three renderings. Later ones take one, as long as the same tokens stand
     around the end of the answer: they are compared, so that a template that goes on otherwise is rendered again.
 
-    after_answer: see `EngineApi`."""
+    after_answer: see `EngineApi`.
+    """
 
     def __init__(self, renderer: Renderer, after_answer: Sequence[Document]) -> None:
         self._renderer, self._after_answer = renderer, after_answer
@@ -77,7 +78,7 @@ class Bridges:
             self._hides_calls.add(settings)
             return await self.find(request, conversation, base, headers)
         answers = [[*each[:count], *self._after_answer] for each in (first, others[0])]
-        following = await self._bridge(request, prompts, answers, base, headers)
+        following = await self._bridge(request, prompts, answers, base, headers, has_calls=has_calls)
         if following is None:
             return None, "end"
         if len(self._passages) >= _MAX_KINDS:
@@ -93,9 +94,10 @@ class Bridges:
         answers: list[list[Document]],
         base: Row,
         headers: Mapping[str, str],
+        *,
+        has_calls: bool,
     ) -> Tokens | None:
-        model = str(request.get("model"))
-        last, has_calls = int(base.response[-1]), bool(answers[0][-1 - len(self._after_answer)].get("tool_calls"))
+        model, last = str(request.get("model")), int(base.response[-1])
         following = bridge(prompts, last, (), is_cut=base.is_cut, has_calls=has_calls)
         if following is not None:
             return following

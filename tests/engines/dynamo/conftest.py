@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.fixtures import folder, service
+from tests.engines.fixtures import folder
 
-__all__ = ["folder", "service"]
+__all__ = ["folder"]
 
 MODELS = {"toy": "2", "large": "1000", "bare": "3"}
 """How many tokens the worker of each model sends at once."""

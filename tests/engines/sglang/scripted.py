@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 import numpy as np
-from aiohttp import ClientSession, web
+from aiohttp import web
 
 from tests.engines.rollout import MODEL
 from tests.engines.sglang.script import Script
 from tests.engines.templates.engine import ScriptedEngine, mark_of
+from tests.engines.witness import passed_on
 
 _LINE = 1 << 24
 
@@ -20,6 +21,9 @@ _LINE = 1 << 24
 @dataclass
 class ScriptedSglang(ScriptedEngine):
     """A proxy in front of the SGLang at `upstream`, which tells it the tokens to sample."""
+
+    api: ClassVar[str] = "sglang"
+    has_model: ClassVar[bool] = True
 
     upstream: str = ""
     given: dict[str, list[float]] = field(default_factory=dict)
@@ -40,18 +44,8 @@ class ScriptedSglang(ScriptedEngine):
         body = await request.json()
         mark = mark_of(body)
         asked = {**body, "model": MODEL, **(self._script(mark) if mark in self.scripts else {})}
-        async with (
-            ClientSession(read_bufsize=_LINE) as session,
-            session.post(f"{self.upstream}{request.path}", json=asked) as answer,
-        ):
-            headers = {"content-type": answer.headers["content-type"]}
-            response = web.StreamResponse(status=answer.status, headers=headers)
-            await response.prepare(request)
-            logprobs = list[float]()
-            async for line in answer.content:
-                self._note(mark, body, line.removeprefix(b"data: "), logprobs)
-                await response.write(line)
-        return response
+        note = partial(self._note, mark, body, list[float]())
+        return await passed_on(request, self.upstream, asked, note)
 
     def _script(self, mark: str) -> dict[str, Any]:
         """Returns fields by which SGLang says the answer, and no more."""
@@ -60,8 +54,7 @@ class ScriptedSglang(ScriptedEngine):
         more: dict[str, Any] = {"max_tokens": len(answer.tokens), "stop_token_ids": ends, "temperature": 0}
         return {**more, "custom_logit_processor": Script.to_str(), "custom_params": {"script": answer.tokens}}
 
-    def _note(self, mark: str, body: Mapping[str, Any], line: bytes, logprobs: list[float]) -> None:
-        document = json.loads(line) if line.startswith(b"{") else {}
+    def _note(self, mark: str, body: Mapping[str, Any], logprobs: list[float], document: Mapping[str, Any]) -> None:
         for choice in document.get("choices", ()):
             logprobs += [token["logprob"] for token in (choice.get("logprobs") or {}).get("content") or ()]
         if (extension := document.get("sglext")) and mark:

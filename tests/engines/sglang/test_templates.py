@@ -40,7 +40,7 @@ def test_every_conversation_is_one_row_of_what_was_read_and_sampled_and_its_answ
     save(family, tmp_path)
     with running(tmp_path, *FLAGS) as url:
         engine = ScriptedSglang(family, upstream=url)
-        outcome = run(engine, 12, 0, service, tmp_path, family.name, "sglang")
+        outcome = run(engine, 12, 0, service, tmp_path, family.name)
     print(outcome)
     assert outcome.calls > 20
     assert (outcome.rows, outcome.different, outcome.wrong) == (outcome.conversations, 0, [])

@@ -230,15 +230,13 @@ class Conversation:
         return rest[place + len(end) :] if is_read else rest[place:]
 
 
-def run(
-    engine: ScriptedEngine, count: int, seed: int, service: Service, folder: Path, name: str, api: str = "vllm"
-) -> Outcome:
-    """Holds `count` conversations. folder: an empty one for the recorder. api: the engine's name for the recorder."""
+def run(engine: ScriptedEngine, count: int, seed: int, service: Service, folder: Path, name: str) -> Outcome:
+    """Holds `count` conversations. folder: an empty one for the recorder."""
     create_run(service.grpc_address, name, merge="prefix", max_buffered_batches=count)
-    flags = ("--engine", api, "--journal", str(folder / "journal"), "--splice", "on")
+    flags = ("--engine", engine.api, "--journal", str(folder / "journal"), "--splice", "on")
     family = engine.family
     with serving(engine):
-        compared = Comparison(engine.url, has_model=api == "sglang")
+        compared = Comparison(engine.url, engine.has_model)
         recorder = start(folder / "log", engine.url, service.grpc_address, *flags)
         try:
             held = [Conversation(family, engine, compared, number, seed) for number in range(count)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 from uuid import uuid4
 
 from aiohttp import web
@@ -21,7 +21,10 @@ _BASE = {"created": 1, "model": "toy"}
 @dataclass
 class ScriptedEngine:
     """scripts: the answer to a call, by the mark of its last message. asked: prompt and request of each call of the
-    recorder, by the same mark."""
+    recorder, by the same mark. api: its name for the recorder. has_model: whether a real model says the answers."""
+
+    api: ClassVar[str] = "vllm"
+    has_model: ClassVar[bool] = False
 
     family: Family
     scripts: dict[str, Answer] = field(default_factory=dict)

@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from gristmill_service.settings import Settings
 from tests.engines.templates.conversations import run
 from tests.engines.templates.engine import TemplateEngine
 from tests.engines.templates.families import FAMILIES, Family
 from tests.on_loop import Service
-from tests.serving import FREE_PORTS
-
-
-@pytest.fixture(scope="module")
-def service() -> Iterator[Service]:
-    running = Service(Settings(**FREE_PORTS, store="memory"))
-    running.start()
-    yield running
-    running.stop()
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES.keys())

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.fixtures import config, flags, folder, rollout, service
+from tests.engines.fixtures import config, flags, folder, rollout
 from tests.engines.rollout import MODEL
 from tests.engines.servers import served
 
-__all__ = ["config", "flags", "folder", "rollout", "service"]
+__all__ = ["config", "flags", "folder", "rollout"]
 
 _FLAGS = (
     *("--served-model-name", MODEL, "--dtype", "float32", "--enforce-eager"),

@@ -32,7 +32,7 @@ from tests.tools.bench.processes import cpu_s, served
 TURNS, FIRST_PROMPT, TURN_TOKENS, SAMPLED = 8, 1000, 500, 200
 ALONE_S = 15.0
 AT_ONCE, ANSWER_S, AT_ONCE_S = 64, 1.28, 25.0
-"""Calls in progress, each of which the engine takes so many seconds for: 50 calls per second."""
+"""Calls in progress, and how many seconds the engine takes for each: 50 calls per second."""
 AGENTS, SECONDS, WARM_S = 32, 8.0, 1.0
 RUN = make_config(
     train_batch_size=100_000, policy_mini_batch_size=100_000, merge="tree", micro_batch={"max_tokens": 65_536}
