@@ -74,6 +74,15 @@ class Proxied:
             connection.sendall(f"{first_lines}\r\nHost: localhost{shown}\r\n\r\n".encode())
             return _status(connection)
 
+    def closes_at_once(self) -> bool:
+        """Returns whether a connection ends before its first byte. It asks without TLS: Python leaks the socket of one
+        that is reset before its handshake."""
+        try:
+            with socket.create_connection(("localhost", self.port), timeout=10) as connection:
+                return connection.recv(1) == b""
+        except ConnectionError:
+            return True
+
     @contextmanager
     def health(self) -> Iterator[health_pb2_grpc.HealthStub]:
         """gRPC's health service, over a connection of its own."""
@@ -285,8 +294,7 @@ def test_an_address_has_a_limit_of_refused_requests(proxy: Proxy) -> None:
         statuses = [client.get("/v1/runs").status_code for _ in range(15)]
     assert statuses[:10] == [401] * 10
     assert statuses[-1] == 429
-    with pytest.raises(httpx.TransportError):
-        limited.get("/healthz")
+    assert limited.closes_at_once()
 
 
 def test_an_address_has_a_limit_of_connections(proxy: Proxy) -> None:
@@ -294,8 +302,7 @@ def test_an_address_has_a_limit_of_connections(proxy: Proxy) -> None:
     with ExitStack() as opened:
         for _ in range(3):
             opened.enter_context(limited.connected(["h2"]))
-        with pytest.raises(OSError, match=r"."):
-            opened.enter_context(limited.connected(["h2"]))
+        assert limited.closes_at_once()
 
 
 def _acknowledged(batch: Batch) -> Iterator[Shard]:
