@@ -78,7 +78,9 @@ class Calls:
                 pairs = zip(said, samples, strict=True)
                 sources = [Source(choice, one, sampling, turn, images) for choice, one in pairs]
                 columns = [columns_of(self._columns, source) for source in sources]
-                recording.record(samples, columns, keys, version, sampling, has_logprobs=self._settings.logprobs)
+                recording.record(
+                    samples, columns, keys, plan.base, version, sampling, has_logprobs=self._settings.logprobs
+                )
                 self._splicer.recorded(plan, samples, keys)
 
             # Of a translated call the query belongs to another path.

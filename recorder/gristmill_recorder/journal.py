@@ -30,7 +30,7 @@ from gristmill_recorder.journal_files import JournalFiles
 from gristmill_recorder.languages.sampling import PLAIN, Sampling
 from gristmill_recorder.names import TrajectoryName
 
-_LAYOUT = 6
+_LAYOUT = 7
 _CHECK, _FREE = "restart the recorder, which checks the file", "free space on the journal's disk"
 _ROUNDING = 1e-3
 _TABLES = """
@@ -45,18 +45,20 @@ CREATE TABLE trajectories (
 CREATE INDEX closed ON trajectories (closed_at) WHERE closed_at IS NOT NULL;
 CREATE TABLE steps (
     trajectory INTEGER NOT NULL, step INTEGER NOT NULL,
-    shared INTEGER NOT NULL, rest BLOB NOT NULL, response BLOB NOT NULL, logprobs BLOB,
+    base INTEGER NOT NULL, shared INTEGER NOT NULL, rest BLOB NOT NULL, response BLOB NOT NULL, logprobs BLOB,
     stop_reason TEXT NOT NULL, policy_version INTEGER NOT NULL, policy_versions BLOB,
     is_masked INTEGER NOT NULL, columns BLOB, said BLOB, is_cut INTEGER NOT NULL, checksum INTEGER NOT NULL,
     PRIMARY KEY (trajectory, step)
 );
 """
-# A prompt is stored as the number of tokens shared with the previous step, and the remaining tokens. So the tokens of a
-# conversation are stored once.
+# A prompt is stored as the number of tokens shared with an earlier step, its base, and the remaining tokens. So the
+# tokens of a conversation are stored once.
 _STEPS = (
-    "SELECT step, shared, rest, response, logprobs, stop_reason, policy_version, policy_versions, is_masked, columns, "
-    "said, is_cut, checksum FROM steps WHERE trajectory = ? ORDER BY step"
+    "SELECT step, base, shared, rest, response, logprobs, stop_reason, policy_version, policy_versions, is_masked, "
+    "columns, said, is_cut, checksum FROM steps WHERE trajectory = ?"
 )
+_INSERT_STEP = "INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+_TOKENS = "SELECT base, shared, rest, response FROM steps WHERE trajectory = ? AND step = ?"
 
 
 @dataclass(slots=True)
@@ -231,19 +233,40 @@ class Journal:
 
     def row(self, trajectory: int, step: int) -> Row | None:
         """Returns a step of an open trajectory; None if its steps are deleted."""
-        return next((row for row in self.rows(trajectory) if row.step == step), None)
+        records = self._read(f"{_STEPS} AND step = ?", (trajectory, step))
+        return self._decode(trajectory, step, records[0], None) if records else None
 
     def rows(self, trajectory: int) -> Iterator[Row]:
         """Yields all steps of an open trajectory. Raises FailedPreconditionError if one is damaged or missing."""
         before: Row | None = None
-        for number, (*values, checksum) in enumerate(self._read(_STEPS, (trajectory,))):
-            if values[0] != number or checksum != _checksum(trajectory, *values):
-                raise FailedPreconditionError(
-                    f"the journal is damaged: step {number} of its trajectory {trajectory} was changed or is missing; "
-                    "restore the file, or choose another"
-                )
-            before = _row(values, before)
+        for step, record in enumerate(self._read(f"{_STEPS} ORDER BY step", (trajectory,))):
+            before = self._decode(trajectory, step, record, before)
             yield before
+
+    def _decode(self, trajectory: int, step: int, record: Sequence[Any], before: Row | None) -> Row:
+        """Builds a step from its record. before: the previous step, if it is at hand."""
+        *values, checksum = record
+        if values[0] != step or checksum != _checksum(trajectory, *values):
+            raise FailedPreconditionError(
+                f"the journal is damaged: step {step} of its trajectory {trajectory} was changed or is missing; "
+                "restore the file, or choose another"
+            )
+        _, base, shared, rest, *others = values
+        if before is not None and before.step == base:
+            known = np.concatenate([before.prompt, before.response])[:shared]
+        else:
+            known = self._conversation(trajectory, base, shared)
+        return _row(step, np.concatenate([known, np.frombuffer(rest, np.int32)]), *others)
+
+    def _conversation(self, trajectory: int, step: int, count: int) -> NDArray[np.int32]:
+        """Returns the first tokens of a step's prompt and response."""
+        parts = [np.empty(0, np.int32)]
+        while count:
+            ((base, shared, *tokens),) = self._read(_TOKENS, (trajectory, step))
+            own = np.frombuffer(b"".join(tokens), np.int32)
+            parts.append(own[: max(0, count - shared)])
+            step, count = base, min(count, shared)
+        return np.concatenate(parts[::-1])
 
     def _read(self, query: str, values: Sequence[object] = ()) -> list[tuple[Any, ...]]:
         """Returns the query's records. Raises FailedPreconditionError if the file is damaged."""
@@ -252,17 +275,16 @@ class Journal:
         except sqlite3.Error as error:
             raise FailedPreconditionError(f"the journal cannot be read: {error}; {_CHECK}") from None
 
-    def append(self, entry: Entry, rows: Sequence[Row], before: Row | None) -> None:
+    def append(self, entry: Entry, rows: Sequence[Row], base: Row | None) -> None:
         """Appends the next steps of a trajectory, all or none, and updates `id` and `next_step` of the entry.
 
-        before: the previous step, if any.
+        base: an earlier step with which they share their first tokens, if any.
         """
         # An answer waits for this method, and a single statement needs no transaction.
         is_single = entry.id and len(rows) == 1
         with self._writing() if is_single else self._transaction():
             id_ = entry.id or self._insert(entry.name)
-            records = _records(id_, rows, before)
-            self._database.executemany("INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", records)
+            self._database.executemany(_INSERT_STEP, _records(id_, rows, base))
         entry.id, entry.next_step = id_, rows[-1].step + 1
 
     def _insert(self, name: TrajectoryName) -> int:
@@ -396,15 +418,15 @@ def _entry(record: tuple[Any, ...]) -> Entry:
     return Entry(name, id_, next_step, delivered, bool(is_ended), reward, outcome or "")
 
 
-def _records(trajectory: int, rows: Sequence[Row], before: Row | None) -> Iterator[tuple[Any, ...]]:
+def _records(trajectory: int, rows: Sequence[Row], base: Row | None) -> Iterator[tuple[Any, ...]]:
     for row in rows:
-        shared = 0 if before is None else before.shared(row.prompt)
+        number, shared = (0, 0) if base is None else (base.step, base.shared(row.prompt))
         logprobs, versions = (None if a is None else a.data for a in (row.logprobs, row.policy_versions))
         tokens = (row.prompt[shared:].data, row.response.data, logprobs)
         more = (row.stop_reason, row.policy_version, versions, int(row.is_masked), _packed(row.columns))
-        values = (row.step, shared, *tokens, *more, row.said, int(row.is_cut))
+        values = (row.step, number, shared, *tokens, *more, row.said, int(row.is_cut))
         yield trajectory, *values, _checksum(trajectory, *values)
-        before = row
+        base = row
 
 
 def _checksum(*values: Any) -> int:
@@ -425,26 +447,14 @@ def _unpacked(columns: bytes | None) -> Columns:
     return {name: np.frombuffer(data, dtype).reshape(shape) for name, dtype, shape, data in values}
 
 
-def _row(record: Sequence[Any], before: Row | None) -> Row:
-    step, shared, rest, response, logprobs, stop_reason, policy_version, versions, is_masked, columns, *end = record
-    prompt, sampled = np.frombuffer(rest, np.int32), np.frombuffer(response, np.int32)
-    if before is not None and shared:
-        prompt = np.concatenate([np.concatenate([before.prompt, before.response])[:shared], prompt])
+def _row(step: int, prompt: NDArray[np.int32], response: bytes, logprobs: bytes | None, *others: Any) -> Row:
+    stop_reason, policy_version, versions, is_masked, columns, said, is_cut = others
     values = None if logprobs is None else np.frombuffer(logprobs, np.float32)
     of_tokens = None if versions is None else np.frombuffer(versions, np.int32)
-    return Row(
-        step,
-        prompt,
-        sampled,
-        values,
-        stop_reason,
-        policy_version,
-        of_tokens,
-        bool(is_masked),
-        _unpacked(columns),
-        end[0],
-        bool(end[1]),
-    )
+    sampled, more = np.frombuffer(response, np.int32), _unpacked(columns)
+    row = Row(step, prompt, sampled, values, stop_reason, policy_version, of_tokens, bool(is_masked), more)
+    row.said, row.is_cut = said, bool(is_cut)
+    return row
 
 
 def _are_logprobs(values: NDArray[np.float32]) -> bool:

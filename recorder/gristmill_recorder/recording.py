@@ -106,6 +106,7 @@ class Recording:
         choices: Sequence[Sampled],
         columns: Sequence[Columns],
         keys: Sequence[tuple[bytes, bool]],
+        base: Row | None,
         policy_version: int,
         sampling: Sampling,
         *,
@@ -113,7 +114,8 @@ class Recording:
     ) -> None:
         """Records one step per choice of a call. When it returns, the steps are in the journal.
 
-        columns: of each step. keys: `said` and `is_cut` of each step; empty if they are not known.
+        columns: of each step. keys: `said` and `is_cut` of each step; empty if they are not known. base: the step that
+        the call continues; None if it is not known.
 
         Raises GristmillError if the answer is incomplete or the journal cannot be written, and TrajectoryOver if the
         trajectory was closed in the meantime; then nothing was recorded.
@@ -129,7 +131,7 @@ class Recording:
         for row, (said, is_cut) in zip(rows, keys, strict=False):
             row.said, row.is_cut = said, is_cut
         with self._metrics.journal_seconds.time():
-            self._journal.append(self._entry, rows, self._waiting[-1] if self._waiting else None)
+            self._journal.append(self._entry, rows, base or (self._waiting[-1] if self._waiting else None))
         self._waiting += rows
         self._entry.ends |= {row.said: row.step for row in rows if row.said is not None}
         self._metrics.recorded(rows, sampling.odd)

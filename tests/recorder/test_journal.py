@@ -82,8 +82,10 @@ def test_any_step_of_an_open_trajectory_is_found_by_its_conversation(journal: Jo
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=6)
 
 
-@given(st.lists(st.lists(st.tuples(TOKENS, TOKENS), min_size=1, max_size=3), max_size=4))
-def test_a_prompt_comes_back_whatever_it_shares_with_the_step_before(calls: list[list[tuple[Any, Any]]]) -> None:
+@given(st.data(), st.lists(st.lists(st.tuples(TOKENS, TOKENS), min_size=1, max_size=3), max_size=4))
+def test_a_prompt_comes_back_whatever_it_shares_with_an_earlier_step(
+    data: st.DataObject, calls: list[list[tuple[Any, Any]]]
+) -> None:
     with tempfile.TemporaryDirectory() as directory:
         journal, entry = Journal(Path(directory) / "journal"), Entry(NAME)
         rows: list[Row] = []
@@ -92,22 +94,25 @@ def test_a_prompt_comes_back_whatever_it_shares_with_the_step_before(calls: list
                 Row.of(Sampled(prompt, response, None, ""), len(rows) + number, -1, has_logprobs=False)
                 for number, (prompt, response) in enumerate(call)
             ]
-            journal.append(entry, made, rows[-1] if rows else None)
+            journal.append(entry, made, data.draw(st.sampled_from(rows)) if rows else None)
             rows += made
         stored = [each for opened in journal.open() for each in opened.rows]
+        alone = [journal.row(entry.id, step) for step in range(len(rows))]
         journal.close()
-    assert [(each.prompt.tolist(), each.response.tolist()) for each in stored] == [
-        one for call in calls for one in call
-    ]
+    for back in (stored, alone):
+        assert [(each and each.prompt.tolist(), each and each.response.tolist()) for each in back] == [
+            one for call in calls for one in call
+        ]
 
 
-def test_a_conversation_is_written_once(journal: Journal, tmp_path: Path) -> None:
-    """Each turn begins with all before: written whole, they would be 2 MB."""
-    entry, before, tokens = Entry(NAME), None, list(range(1000))
+def test_conversations_that_take_turns_are_written_once(journal: Journal, tmp_path: Path) -> None:
+    """Each turn begins with all turns of its conversation before it: written whole, they would be 1 MB."""
+    entry, last = Entry(NAME), list[Row | None]([None, None])
+    tokens = [[*range(1000)], [*range(1000, 2000)]]
     for step in range(100):
-        turn = Row.of(Sampled(tokens, [step] * 50, None, ""), step, -1, has_logprobs=False)
-        journal.append(entry, [turn], before)
-        before, tokens = turn, [*tokens, *[step] * 50, 7, 7]
+        turn = Row.of(Sampled(tokens[step % 2], [step] * 50, None, ""), step, -1, has_logprobs=False)
+        journal.append(entry, [turn], last[step % 2])
+        last[step % 2], tokens[step % 2] = turn, [*tokens[step % 2], *[step] * 50, 7, 7]
     journal.sync()
     assert (tmp_path / "journal.sqlite3").stat().st_size < 200_000
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -332,6 +335,22 @@ def test_the_agents_transfer_parameters_reach_the_engine(splicer: Recorder, vllm
     sent = vllm.requests[-1]["kv_transfer_params"]
     assert sent["do_remote_decode"] is True
     assert sent["prompt_token_ids"][: len(prompt_of([user("say a")]))] == prompt_of([user("say a")])
+
+
+def test_conversations_that_take_turns_are_stored_once(
+    start_recorder: StartRecorder, vllm: Engine, service: Service, run: str, tmp_path: Path
+) -> None:
+    """As an agent's and its sub-agent's."""
+    recorder = start_recorder(vllm.url, service.grpc_address, "--splice", "on")
+    agents = [[user(f"say {name * 1000}")] for name in "ab"]
+    agents = [converse(recorder, run, *messages) for messages in agents]
+    for _ in range(4):
+        agents = [converse(recorder, run, user("say on"), history=messages) for messages in agents]
+    with closing(sqlite3.connect(tmp_path / "journal.sqlite3")) as journal:
+        shared = [count for (count,) in journal.execute("SELECT shared FROM steps ORDER BY step")]
+    assert min(shared[2:]) > 1000
+    recorder.finish(run)
+    assert len(trained(service.grpc_address, run)) == 2
 
 
 def test_a_conversation_stays_one_row_through_a_kill(

@@ -40,17 +40,17 @@ class Plan:
     """How a call is sent to the engine.
 
     request: the body to send. conversation: None if the call is no chat completion, or nobody needs it. continues: the
-    recorded step that the call continues. cause: why the call is not spliced. spliced: the prompt by splicing, if it is
-    possible. base: the step that the prompt continues. rendering: the engine's rendering of a first call with these
-    settings, to compare with the prompt of the answer.
+    recorded step that the call continues. cause: why the call is not spliced. base: the step that it continues, if it
+    was read. spliced: the prompt by splicing, if it is possible. rendering: the engine's rendering of a first call with
+    these settings, to compare with the prompt of the answer.
     """
 
     request: Document
     conversation: Conversation | None = None
     continues: int | None = None
     cause: str = ""
-    spliced: list[int] | None = None
     base: Row | None = None
+    spliced: list[int] | None = None
     rendering: list[int] | None = None
 
     def keys(self, choices: Sequence[Document]) -> list[tuple[bytes, bool]]:
@@ -119,7 +119,7 @@ class Splicer:
                 prompts = await self._renderer.render(request, [messages], headers)
                 plan.rendering = prompts[0] if prompts else None
             return "start"
-        base = None if plan.continues is None else recording.row(plan.continues)
+        base = plan.base = None if plan.continues is None else recording.row(plan.continues)
         if base is None:
             is_other = any(conversation.has_other_settings(count, key) for key in recording.ends)
             return "settings" if is_other else "history"
@@ -129,7 +129,7 @@ class Splicer:
             return "rendering"
         following, cause = await self._bridges.find(request, conversation, base, headers)
         if following is not None:
-            plan.spliced, plan.base = [*base.prompt.tolist(), *base.response.tolist(), *following], base
+            plan.spliced = [*base.prompt.tolist(), *base.response.tolist(), *following]
         return cause
 
     def recorded(self, plan: Plan, samples: Sequence[Sampled], keys: Sequence[tuple[bytes, bool]]) -> None:
