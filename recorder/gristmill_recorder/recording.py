@@ -24,10 +24,11 @@ from gristmill.errors import (
 )
 from gristmill_recorder.columns import Columns
 from gristmill_recorder.epochs import Epochs
-from gristmill_recorder.journal import Entry, Journal, Row
+from gristmill_recorder.journal import Entry, Journal
 from gristmill_recorder.languages.sampling import Sampling
 from gristmill_recorder.metrics import Metrics
 from gristmill_recorder.refusals import CallsUnderWay, Conflict, TrajectoryOver
+from gristmill_recorder.rows import Row
 
 _log = logging.getLogger("gristmill.recorder")
 

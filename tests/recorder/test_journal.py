@@ -18,10 +18,11 @@ from hypothesis import strategies as st
 
 from gristmill import FailedPreconditionError, InvalidArgumentError, UnavailableError
 from gristmill.completions import Sampled
-from gristmill_recorder.journal import Entry, Journal, Row
+from gristmill_recorder.journal import Entry, Journal
 from gristmill_recorder.journal_files import JournalFiles
 from gristmill_recorder.languages.sampling import PLAIN, Sampling
 from gristmill_recorder.names import TrajectoryName
+from gristmill_recorder.rows import Row
 
 NAME = TrajectoryName("run", "uid", 0, 0, 0)
 EXPERTS = np.arange(6, dtype=np.int16).reshape(1, 3, 2)

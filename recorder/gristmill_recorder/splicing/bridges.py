@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from gristmill_recorder.engines.renderer import Renderer
-from gristmill_recorder.journal import Row
+from gristmill_recorder.rows import Row
 from gristmill_recorder.splicing.bridge import (
     Tokens,
     bridge,

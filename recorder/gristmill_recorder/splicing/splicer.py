@@ -14,10 +14,10 @@ from gristmill.completions import Sampled
 from gristmill_recorder.engines.api import EngineApi
 from gristmill_recorder.engines.connection import Engine
 from gristmill_recorder.engines.renderer import Renderer
-from gristmill_recorder.journal import Row
 from gristmill_recorder.languages.images import urls_of_images
 from gristmill_recorder.metrics import Metrics
 from gristmill_recorder.recording import Recording
+from gristmill_recorder.rows import Row
 from gristmill_recorder.splicing.bridges import Bridges
 from gristmill_recorder.splicing.conversation import Conversation, Document, is_cut
 
