@@ -50,8 +50,8 @@ class RecorderApp:
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         try:
             return await self._route(request)
-        except (RefusalError, FailedPreconditionError) as error:
-            refusal = error if isinstance(error, RefusalError) else NotRecorded(str(error))
+        except (RefusalError, FailedPreconditionError, InvalidArgumentError) as error:
+            refusal = _refusal(error)
             self._metrics.refused.labels(type(refusal).__name__).inc()
             # Text from callers may contain line breaks and terminal control codes.
             _log.info("call refused: %r: %s", request.path[:500], ascii(str(refusal))[1:-1])
@@ -61,10 +61,7 @@ class RecorderApp:
         path = request.raw_path.partition("?")[0]
         if handler := self._own.get(path.lstrip("/")):
             return await handler(request)
-        try:
-            name, rest = split(path, request.headers)
-        except InvalidArgumentError as error:
-            raise WrongCall(str(error)) from None
+        name, rest = split(path, request.headers)
         if request.method == "POST" and (make_form := form_at(rest)) is not None:
             return await self._calls.answer(request, _named(name), rest, make_form)
         # Agents may build this path from their base URL, which ends with /v1.
@@ -120,6 +117,12 @@ class RecorderApp:
 
     async def _scraped(self, request: web.Request) -> web.Response:
         return web.Response(body=self._metrics.text(), headers={"content-type": CONTENT_TYPE_LATEST})
+
+
+def _refusal(error: Exception) -> RefusalError:
+    if isinstance(error, RefusalError):
+        return error
+    return (WrongCall if isinstance(error, InvalidArgumentError) else NotRecorded)(str(error))
 
 
 def _is_below(parent: str, path: str) -> bool:

@@ -9,15 +9,13 @@ from gristmill._engines.events import Event
 from gristmill.completions import Sampled, sampled
 from gristmill_recorder.languages.choices import ChoiceReader
 from gristmill_recorder.languages.language import Asking, Document
-from gristmill_recorder.refusals import WrongCall
 
 _STREAMING = frozenset(("stream", "stream_options"))
 
 
 class ChatForm(CompletionCall):
-    """A call of `/v1/chat/completions` or `/v1/completions`. Raises WrongCall if its answer could not be recorded."""
-
-    refusal = WrongCall
+    """A call of `/v1/chat/completions` or `/v1/completions`. Raises InvalidArgumentError if its answer could not
+    be recorded."""
 
     def __init__(self, api: str, document: Document, asking: Asking) -> None:
         self.api, self.path = api, f"v1/{api}"

@@ -10,10 +10,11 @@ from typing import Any
 
 import orjson
 
+from gristmill._engines.refusals import refuse, unrecorded
 from gristmill_recorder.languages.chat import ChatForm
 from gristmill_recorder.languages.images import data_url, image_part, results
 from gristmill_recorder.languages.integers import written
-from gristmill_recorder.languages.language import Asking, Document, refuse, unrecorded
+from gristmill_recorder.languages.language import Asking, Document
 from gristmill_recorder.languages.translation import Block, Completion, TranslatedStream, translating
 from gristmill_recorder.refusals import WrongCall
 

@@ -9,10 +9,11 @@ from typing import Any
 import orjson
 
 from gristmill._engines.events import DONE, Event
+from gristmill._engines.refusals import refuse
 from gristmill.completions import Sampled
 from gristmill_recorder.engines.vllm import VLLM
 from gristmill_recorder.languages.chat import ChatForm
-from gristmill_recorder.languages.language import Asking, Document, Stream, refuse
+from gristmill_recorder.languages.language import Asking, Document, Stream
 from gristmill_recorder.refusals import NotRecorded, WrongCall
 
 _MEDIA = "the row would be without the images"

@@ -6,14 +6,11 @@ answer, whole or streamed, so that the agent gets what it asked for.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Any, NamedTuple, Protocol
 
-from gristmill._engines import refusals
 from gristmill._engines.events import Event
 from gristmill.completions import Sampled
 from gristmill_recorder.engines.api import EngineApi
-from gristmill_recorder.refusals import WrongCall
 
 Document = dict[str, Any]
 
@@ -74,20 +71,3 @@ class Form(Protocol):
         """Converts an answer that is not streamed into the answer for the agent. May change it in place."""
 
     def stream(self) -> Stream: ...
-
-
-def refuse(document: Document, name: str, reason: str) -> None:
-    """Raises WrongCall if the field is set."""
-    refusals.refuse(document, name, reason, WrongCall)
-
-
-def refuse_media(items: Any, translated: Collection[str] = ()) -> None:
-    """Raises WrongCall for images, audio, video and files: the row would be trained without them.
-
-    translated: the types of parts that are translated; if they are not recorded, the chat completion is refused.
-    """
-    refusals.refuse_media(items, WrongCall, translated)
-
-
-def unrecorded(part: str) -> WrongCall:
-    return WrongCall(refusals.unrecorded(part))

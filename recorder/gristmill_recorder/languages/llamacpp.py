@@ -8,9 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from gristmill._engines.refusals import refuse
 from gristmill.completions import Sampled
 from gristmill_recorder.languages.generate import OwnRouteStream, prompt_of
-from gristmill_recorder.languages.language import Asking, Document, Stream, refuse
+from gristmill_recorder.languages.language import Asking, Document, Stream
 from gristmill_recorder.refusals import NotRecorded, WrongCall
 
 _LOGPROBS = "completion_probabilities"

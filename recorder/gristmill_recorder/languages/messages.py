@@ -13,10 +13,11 @@ from typing import Any
 
 import orjson
 
+from gristmill._engines.refusals import refuse, refuse_media
 from gristmill_recorder.languages.chat import ChatForm
 from gristmill_recorder.languages.images import data_url, image_part, results
 from gristmill_recorder.languages.integers import written
-from gristmill_recorder.languages.language import Asking, Document, refuse, refuse_media
+from gristmill_recorder.languages.language import Asking, Document
 from gristmill_recorder.languages.translation import Block, Completion, TranslatedStream, in_one_system, translating
 from gristmill_recorder.refusals import NoThread, WrongCall
 

@@ -16,6 +16,7 @@ from gristmill_recorder.languages.messages import MessagesForm
 from gristmill_recorder.languages.responses import ResponsesForm
 
 FormMaker = Callable[[Document, Asking], Form]
+"""Raises WrongCall or InvalidArgumentError if the answer to the call could not be recorded."""
 
 _FORMS: dict[str, FormMaker] = {
     "v1/chat/completions": partial(ChatForm, "chat/completions"),

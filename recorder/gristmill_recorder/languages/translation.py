@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol
 import orjson
 
 from gristmill._engines.events import Event
+from gristmill.errors import InvalidArgumentError
 from gristmill_recorder.languages.chat import ChatForm, ChatStream
 from gristmill_recorder.languages.integers import loads
 from gristmill_recorder.languages.language import Document
@@ -167,6 +168,8 @@ def translating(language: str) -> Iterator[None]:
     """Raises WrongCall if the block cannot read a request."""
     try:
         yield
+    except InvalidArgumentError:
+        raise
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise WrongCall(
             f"the call does not follow {language}'s API: {type(error).__name__}: {error}; correct this field"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from gristmill._engines.events import DONE, Event
 from gristmill._engines.fields import Document, EngineFields
@@ -16,13 +16,12 @@ _RECORDED = ("image_url",)
 
 
 class CompletionCall:
-    """A call of `/v1/chat/completions` or `/v1/completions`. Raises `refusal` if its answer could not be recorded.
+    """A call of `/v1/chat/completions` or `/v1/completions`. Raises InvalidArgumentError if its answer could not be
+    recorded.
 
     choices: how many the answer has. logprobs: whether to request the logprob of each token. images: whether images are
     recorded.
     """
-
-    refusal: ClassVar[type[Exception]] = InvalidArgumentError
 
     def __init__(
         self, document: Document, fields: EngineFields, *, is_chat: bool, logprobs: bool, images: bool = False
@@ -30,18 +29,18 @@ class CompletionCall:
         self._document, self._fields, self._is_chat = document, fields, is_chat
         self.comes_first = fields.comes_first
         if fields.refusal:
-            raise self.refusal(fields.refusal)
-        refuse(document, "use_beam_search", "beam search does not sample tokens", self.refusal)
-        refuse(document, "echo", "the prompt would be recorded as sampled", self.refusal)
+            raise InvalidArgumentError(fields.refusal)
+        refuse(document, "use_beam_search", "beam search does not sample tokens")
+        refuse(document, "echo", "the prompt would be recorded as sampled")
         if document.get("include_reasoning") is False:
-            raise self.refusal(
+            raise InvalidArgumentError(
                 "include_reasoning is false, and the engine would omit token ids; omit include_reasoning"
             )
-        refuse_media(document.get("messages"), self.refusal, _RECORDED if images else ())
-        refuse(document, "prompt_embeds", "embeddings have no token ids", self.refusal)
+        refuse_media(document.get("messages"), _RECORDED if images else ())
+        refuse(document, "prompt_embeds", "embeddings have no token ids")
         self.choices = _count(document.get("n")) * (1 if is_chat else _prompts(document.get("prompt")))
         if fields.is_single and self.choices != 1:
-            raise self.refusal(
+            raise InvalidArgumentError(
                 f"the call asks for {self.choices} choices, and the engine returns token ids of one; call once for each"
             )
         # In a chat completion 0 is false; in a completion it asks for the logprobs of the tokens alone.

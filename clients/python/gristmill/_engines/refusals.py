@@ -5,19 +5,22 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from gristmill.errors import InvalidArgumentError
+
 _MEDIA = ("image", "audio", "video", "file", "embeds")
 
 
-def refuse(document: Mapping[str, Any], name: str, reason: str, error: type[Exception]) -> None:
-    """Raises the error if the field is set."""
+def refuse(document: Mapping[str, Any], name: str, reason: str) -> None:
+    """Raises InvalidArgumentError if the field is set."""
     if document.get(name):
-        raise error(f"{name} is set, but {reason}; omit {name}")
+        raise InvalidArgumentError(f"{name} is set, but {reason}; omit {name}")
 
 
-def refuse_media(items: Any, error: type[Exception], recorded: Collection[str] = ()) -> None:
-    """Raises the error for images, audio, video, files and embeddings: the row would be trained without them.
+def refuse_media(items: Any, recorded: Collection[str] = ()) -> None:
+    """Raises InvalidArgumentError for images, audio, video, files and embeddings: the row would be trained without
+    them.
 
-    recorded: the types of parts that are recorded.
+    recorded: the types of parts that are recorded, or refused later.
     """
     for item in items if isinstance(items, list) else ():
         content = item.get("content") if isinstance(item, dict) else None
@@ -25,14 +28,14 @@ def refuse_media(items: Any, error: type[Exception], recorded: Collection[str] =
             # vLLM also takes {"image_url": "https://..."}, without a type.
             kind = str(part.get("type") or ", ".join(part)) if isinstance(part, dict) else ""
             if kind not in recorded and any(medium in kind for medium in _MEDIA):
-                raise error(unrecorded(f"part of type {kind}"))
+                raise unrecorded(f"part of type {kind}")
 
 
-def unrecorded(part: str) -> str:
-    """Returns the message of an error. part: such as `part of type input_audio`."""
+def unrecorded(part: str) -> InvalidArgumentError:
+    """Returns the error for a part of a message, such as `part of type input_audio`."""
     remedy = (
         "record images by gristmill record --columns images"
         if "image" in part
         else "submit these rows with a client, and declare columns for what they contain"
     )
-    return f"a message contains a {part}, but gristmill records only tokens; {remedy}"
+    return InvalidArgumentError(f"a message contains a {part}, but gristmill records only tokens; {remedy}")
