@@ -25,13 +25,7 @@ from gristmill_recorder.languages.paths import FormMaker
 from gristmill_recorder.languages.sampling import Sampling
 from gristmill_recorder.metrics import Metrics
 from gristmill_recorder.names import HEADER, INT32_MAX, TrajectoryName, int32_of
-from gristmill_recorder.refusals import (
-    Busy,
-    EngineAway,
-    EngineSlow,
-    TooLarge,
-    WrongCall,
-)
+from gristmill_recorder.refusals import Busy, EngineAway, EngineSlow, TooLarge, WrongCall
 from gristmill_recorder.runs import Runs
 from gristmill_recorder.settings import RecorderSettings
 from gristmill_recorder.splicing.splicer import Splicer

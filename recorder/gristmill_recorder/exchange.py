@@ -10,20 +10,13 @@ from typing import NamedTuple
 import orjson
 from aiohttp import ClientResponse, web
 
-from gristmill._engines.events import DONE, Event
+from gristmill._engines.events import DONE, Event, EventSplitter
 from gristmill.completions import Sampled
 from gristmill.errors import FailedPreconditionError, InvalidArgumentError
 from gristmill_recorder.engines.connection import Engine, answer_headers
-from gristmill_recorder.languages.events import EventSplitter
 from gristmill_recorder.languages.language import Document, Form, Stream
 from gristmill_recorder.languages.whole import streamed
-from gristmill_recorder.refusals import (
-    EngineAway,
-    EngineSlow,
-    NotRecorded,
-    RefusalError,
-    WrongCall,
-)
+from gristmill_recorder.refusals import EngineAway, EngineSlow, NotRecorded, RefusalError, WrongCall
 
 Record = Callable[[Sequence[Sampled], Sequence[Document]], None]
 """Records samples and their choices. When it returns, the samples survive a crash of the process."""
@@ -52,14 +45,7 @@ class Exchange:
     most_bytes: the limit of an answer, or of one event of a stream.
     """
 
-    def __init__(
-        self,
-        request: web.BaseRequest,
-        form: Form,
-        sent: Sent,
-        record: Record,
-        most_bytes: int,
-    ) -> None:
+    def __init__(self, request: web.BaseRequest, form: Form, sent: Sent, record: Record, most_bytes: int) -> None:
         self._request, self._form, self._record, self._most_bytes = request, form, record, most_bytes
         self._sent = sent
         self.response = web.StreamResponse()
@@ -99,10 +85,7 @@ class Exchange:
         body = bytearray()
         async for part in self._parts(answer):
             body += part
-            if len(body) > self._most_bytes:
-                raise NotRecorded(
-                    f"the engine's answer is larger than --max-body-bytes, {self._most_bytes}; raise --max-body-bytes"
-                )
+            self._check_size("the engine's answer", len(body))
         with _recordable():
             document = orjson.loads(body)
             samples, choices = self._form.read(document)
@@ -114,7 +97,7 @@ class Exchange:
             headers["content-type"] = _STREAM
         self.response = web.Response(body=answered, headers=headers)
         # Sent here, not when the handler returns, so that metrics count the call after its answer was sent.
-        await self._write_eof()
+        await self._write(b"", is_end=True)
 
     def _answered(self, document: Document) -> bytes:
         form = self._form
@@ -130,18 +113,19 @@ class Exchange:
             if not self.response.prepared or isinstance(refusal, (EngineAway, EngineSlow)):
                 raise
             await self._write(refusal.event())
-        await self._write_eof()
+        await self._write(b"", is_end=True)
 
     async def _events(self, answer: ClientResponse, stream: Stream) -> None:
         """Forwards events. Buffers the event that completes the answer, and later ones, until the answer is
         recorded."""
-        splitter, buffered, is_ended = EventSplitter(self._most_bytes), bytearray(), False
+        splitter, buffered, is_ended = EventSplitter(), bytearray(), False
         async for received in self._parts(answer):
             ready = bytearray()
             with _recordable():
                 for event in splitter.feed(received):
                     part = stream.read(event)
                     (buffered if stream.is_complete else ready).extend(part)
+            self._check_size("an event of the engine's stream", splitter.buffered_bytes)
             await self._write(ready)
             if stream.is_over and stream.is_complete and not is_ended:
                 is_ended = True
@@ -161,6 +145,10 @@ class Exchange:
                 self.is_recorded = True
         await self._write(buffered)
 
+    def _check_size(self, what: str, size: int) -> None:
+        if size > self._most_bytes:
+            raise NotRecorded(f"{what} is larger than --max-body-bytes, {self._most_bytes}; raise --max-body-bytes")
+
     async def _parts(self, answer: ClientResponse) -> AsyncIterator[bytes]:
         asked = time.perf_counter()
         async for part in answer.content.iter_any():
@@ -169,21 +157,14 @@ class Exchange:
             asked = time.perf_counter()
         self.engine_s += time.perf_counter() - asked
 
-    async def _write(self, data: bytes | bytearray) -> None:
-        if not data:
+    async def _write(self, data: bytes | bytearray, *, is_end: bool = False) -> None:
+        """Sends bytes to the agent, or the end of the answer. Raises AgentGoneError if the connection is closed."""
+        if not data and not is_end:
             return
         try:
             if not self.response.prepared:
                 await self.response.prepare(self._request)
-            await self.response.write(bytes(data))
-        except ConnectionError:
-            raise AgentGoneError from None
-
-    async def _write_eof(self) -> None:
-        try:
-            if not self.response.prepared:
-                await self.response.prepare(self._request)
-            await self.response.write_eof()
+            await (self.response.write_eof() if is_end else self.response.write(bytes(data)))
         except ConnectionError:
             raise AgentGoneError from None
 

@@ -15,7 +15,7 @@ import pytest
 from tests.on_loop import Service
 from tests.recorder.broken import BrokenEngine, breaking, chunk, completion, streamed, whole
 from tests.recorder.engine import END
-from tests.recorder.recorders import Recorder, create_run, end, post, start, trained
+from tests.recorder.recorders import Recorder, StartRecorder, create_run, end, post, start, trained
 
 PROMPT = chunk(prompt_token_ids=[1, 2])
 FIRST, LAST = chunk("h", [104]), chunk("", [END], "stop")
@@ -79,6 +79,17 @@ def test_a_call_that_its_agent_closes_at_the_end_of_the_stream_is_not_cut(
         time.sleep(0.01)
     assert has_recorded(recorder, run)
     assert (recorder.metric("cut_calls_total"), recorder.metric("calls_total")) == (cut, answered + 1)
+
+
+def test_an_event_without_an_end_ends_the_stream_with_an_error(
+    start_recorder: StartRecorder, broken: BrokenEngine, service: Service, run: str
+) -> None:
+    recorder = start_recorder(broken.url, service.grpc_address, "--max-body-bytes", "2000")
+    broken.answer = streamed(PROMPT, b"data: " + b"x" * 3000)
+    assert ask(recorder, run, stream=True)[1].count(
+        b"an event of the engine's stream is larger than --max-body-bytes, 2000; raise --max-body-bytes"
+    )
+    assert not has_recorded(recorder, run)
 
 
 @pytest.mark.parametrize(
