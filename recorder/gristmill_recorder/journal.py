@@ -2,7 +2,7 @@
 
 The file is an SQLite database in WAL mode. When a method returns, its change is in the page cache of the operating
 system, and survives a crash of the process. `sync`, called every second in a thread, writes changes to the disk: if the
-machine fails, at most one second of changes is lost. No change waits for the disk.
+machine fails, at most one second of changes is lost. No change waits for the disk, unless the log is too large.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from gristmill_recorder.rows import Row
 
 _LAYOUT = 7
 _CHECK, _FREE = "restart the recorder, which checks the file", "free space on the journal's disk"
+_LOG_PAGES = 16_384
+_LOCKED_S = 60.0
 _TABLES = """
 CREATE TABLE trajectories (
     id INTEGER PRIMARY KEY,
@@ -233,10 +235,14 @@ class Journal:
             self._database.execute("DELETE FROM trajectories WHERE closed_at < ?", (before,))
 
     def sync(self) -> None:
-        """Writes all changes to the disk. Can be called in another thread; writers do not wait for it. Raises
-        FailedPreconditionError if the disk refuses; then the changes stay in the file's log until the next call."""
+        """Writes all changes to the disk. Can be called in another thread; writers wait for it only when the file's log
+        is larger than 64 MiB. Raises FailedPreconditionError if the disk refuses; then the changes stay in the log
+        until the next call."""
         try:
-            self._disk.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+            _, pages, _ = self._disk.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
+            if pages > _LOG_PAGES:
+                # A log is overwritten only if nothing was written during a checkpoint, so under load it grows forever.
+                self._disk.execute("PRAGMA wal_checkpoint(RESTART)").fetchall()
         except sqlite3.Error as error:
             raise FailedPreconditionError(
                 f"the journal cannot be written to the disk: {error}; free space on the journal's disk"
@@ -280,7 +286,7 @@ _FIND = (
 def _connect(path: Path) -> sqlite3.Connection:
     # The file contains prompts and responses. SQLite creates its other files with the same mode.
     os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
-    return sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    return sqlite3.connect(path, timeout=_LOCKED_S, isolation_level=None, check_same_thread=False)
 
 
 def _tune(database: sqlite3.Connection, synchronous: str) -> None:

@@ -6,6 +6,8 @@ import os
 import shutil
 import sqlite3
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -25,6 +27,7 @@ from gristmill_recorder.names import TrajectoryName
 from gristmill_recorder.rows import Row
 
 NAME = TrajectoryName("run", "uid", 0, 0, 0)
+LONG = Sampled([7] * 10_000, [3], None, "stop")
 EXPERTS = np.arange(6, dtype=np.int16).reshape(1, 3, 2)
 
 
@@ -131,6 +134,24 @@ def test_what_is_closed_is_remembered_until_it_is_forgotten(journal: Journal) ->
     assert journal.find(NAME) is not None
     journal.forget(before=1e12)
     assert journal.find(NAME) is None
+
+
+def test_its_log_stays_small_while_writes_never_pause(journal: Journal, tmp_path: Path) -> None:
+    """A checkpoint during which something was written does not let the log begin again."""
+    entry, log = Entry(NAME), tmp_path / "journal.sqlite3-wal"
+
+    def write() -> None:
+        journal.append(entry, [Row.of(LONG, entry.next_step, 7, has_logprobs=False)], None)
+
+    for _ in range(8):
+        for _ in range(500):
+            write()
+        syncing = threading.Thread(target=journal.sync)
+        syncing.start()
+        while syncing.is_alive():
+            write()
+            time.sleep(0.001)
+    assert log.stat().st_size < 150 << 20
 
 
 def test_only_its_owner_reads_it(journal: Journal, tmp_path: Path) -> None:
