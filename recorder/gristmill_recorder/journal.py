@@ -96,6 +96,7 @@ class Journal:
                 _tune(self._database, "OFF")
                 _tune(self._disk, "FULL")
                 _make_tables(self._database)
+                self._clock_offset_s = _last_closed_s(self._database) - time.monotonic()
             except sqlite3.Error as error:
                 remedy = _FREE if isinstance(error, sqlite3.OperationalError) else "restore it"
                 raise InvalidArgumentError(
@@ -221,18 +222,23 @@ class Journal:
             self._database.execute(
                 "UPDATE trajectories SET outcome = ?, closed_at = ?, next_step = "
                 "(SELECT coalesce(max(step) + 1, 0) FROM steps WHERE trajectory = id) WHERE id = ?",
-                (outcome, time.time(), trajectory),
+                (outcome, self._now_s(), trajectory),
             )
             if not keeps_rows:
                 self._database.execute("DELETE FROM steps WHERE trajectory = ?", (trajectory,))
 
-    def forget(self, before: float) -> None:
-        """Deletes the trajectories that were closed before this time, in Unix seconds."""
+    def forget(self, after_s: float) -> None:
+        """Deletes the trajectories that were closed more than this many seconds ago."""
+        before = self._now_s() - after_s
         with self._transaction():
             self._database.execute(
                 "DELETE FROM steps WHERE trajectory IN (SELECT id FROM trajectories WHERE closed_at < ?)", (before,)
             )
             self._database.execute("DELETE FROM trajectories WHERE closed_at < ?", (before,))
+
+    def _now_s(self) -> float:
+        """Returns the time by a clock that runs while a journal is open: the machine's clock may jump."""
+        return time.monotonic() + self._clock_offset_s
 
     def sync(self) -> None:
         """Writes all changes to the disk. Can be called in another thread; writers wait for it only when the file's log
@@ -313,6 +319,11 @@ def _check_pages(database: sqlite3.Connection) -> None:
 def _make_tables(database: sqlite3.Connection) -> None:
     if not database.execute("SELECT 1 FROM sqlite_master").fetchone():
         database.executescript(f"BEGIN;{_TABLES}PRAGMA user_version = {_LAYOUT};COMMIT;")
+
+
+def _last_closed_s(database: sqlite3.Connection) -> float:
+    (closed_at,) = database.execute("SELECT coalesce(max(closed_at), 0) FROM trajectories").fetchone()
+    return float(closed_at)
 
 
 def _entry(record: tuple[Any, ...]) -> Entry:

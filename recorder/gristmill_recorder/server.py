@@ -124,7 +124,7 @@ async def _expire(runs: Runs, journal: Journal, settings: RecorderSettings) -> N
     """Regularly deletes old closed trajectories, aborts idle ones, and frees the connections of unknown runs."""
     while True:
         try:
-            journal.forget(time.time() - settings.keep_closed_s)
+            journal.forget(settings.keep_closed_s)
         except FailedPreconditionError as error:
             _log.error("closed trajectories not deleted, will be retried: %s", error)
         runs.abandon(settings.idle_abort_s)

@@ -91,7 +91,8 @@ class RecorderSettings(BaseSettings):
     keep_closed_s: float = Field(
         86400.0,
         gt=0,
-        description="Seconds that the journal stores a closed trajectory's outcome, so that finish can be retried.",
+        description="Seconds that the journal stores a closed trajectory's outcome, so that finish can be retried. "
+        "Only seconds in which the recorder runs count.",
     )
     shutdown_grace_s: float = Field(
         30.0, ge=0, description="Seconds after SIGTERM for finishing calls and delivering steps."

@@ -130,10 +130,31 @@ def test_what_is_closed_is_remembered_until_it_is_forgotten(journal: Journal) ->
     assert stored is not None
     assert (stored.next_step, stored.is_ended, stored.reward, stored.outcome) == (1, True, 0.5, "accepted")
     assert list(journal.open()) == []
-    journal.forget(before=0.0)
+    journal.forget(60)
     assert journal.find(NAME) is not None
-    journal.forget(before=1e12)
+    journal.forget(-1)
     assert journal.find(NAME) is None
+
+
+@pytest.mark.parametrize("jump_s", [-366 * 86_400, 366 * 86_400])
+def test_what_is_closed_is_remembered_though_the_clock_jumps_by_a_year(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump_s: float
+) -> None:
+    """While a recorder runs, and while none does."""
+    path, names, time_before = tmp_path / "journal", [NAME._replace(sample=number) for number in range(3)], time.time
+    for name in names:
+        with closing(Journal(path)) as journal:
+            entry = Entry(name)
+            journal.append(entry, [row(0)], None)
+            journal.close_trajectory(entry.id, "accepted", keeps_rows=False)
+            monkeypatch.setattr(time, "time", lambda since=time.time: since() + jump_s)
+            journal.forget(60)
+    monkeypatch.setattr(time, "time", time_before)
+    with closing(Journal(path)) as journal:
+        assert all(journal.find(name) for name in names)
+        time.sleep(0.01)
+        journal.forget(0.001)
+        assert not any(journal.find(name) for name in names)
 
 
 def test_its_log_stays_small_while_writes_never_pause(journal: Journal, tmp_path: Path) -> None:
