@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -22,77 +23,53 @@ class Metrics:
     """All metrics of a recorder. docs/recorder.md describes each."""
 
     def __init__(self) -> None:
-        self.registry = registry = CollectorRegistry()
-
-        def name(of: str) -> str:
-            return f"gristmill_recorder_{of}"
-
-        self.calls = Counter(name("calls"), "Answered calls by API and status.", ("api", "status"), registry=registry)
+        self.registry = CollectorRegistry()
+        shared: dict[str, Any] = {"namespace": "gristmill_recorder", "registry": self.registry}
+        self.calls = Counter("calls", "Answered calls by API and status.", ("api", "status"), **shared)
         self.call_seconds = Histogram(
-            name("call_seconds"),
-            "Seconds from a call to the last byte of its answer.",
-            ("api",),
-            buckets=_CALLS,
-            registry=registry,
+            "call_seconds", "Seconds from a call to the last byte of its answer.", ("api",), buckets=_CALLS, **shared
         )
         self.added_seconds = Histogram(
-            name("added_seconds"), "The recorder's share of call_seconds.", ("api",), buckets=_ADDED, registry=registry
+            "added_seconds", "The recorder's share of call_seconds.", ("api",), buckets=_ADDED, **shared
         )
         self.journal_seconds = Histogram(
-            name("journal_seconds"), "Seconds of one append to the journal.", buckets=_ADDED, registry=registry
+            "journal_seconds", "Seconds of one append to the journal.", buckets=_ADDED, **shared
         )
-        self.under_way = Gauge(name("calls_under_way"), "Calls in progress.", registry=registry)
+        self.under_way = Gauge("calls_under_way", "Calls in progress.", **shared)
         self.cut = Counter(
-            name("cut_calls"),
-            "Calls whose connection was lost before they were recorded, by side.",
-            ("side",),
-            registry=registry,
+            "cut_calls", "Calls whose connection was lost before they were recorded, by side.", ("side",), **shared
         )
-        self.refused = Counter(
-            name("refused_calls"), "Calls that the recorder refused, by reason.", ("reason",), registry=registry
-        )
-        self.steps = Counter(name("steps"), "Recorded steps.", registry=registry)
-        self.tokens = Counter(name("tokens"), "Recorded tokens by kind.", ("kind",), registry=registry)
+        self.refused = Counter("refused_calls", "Calls that the recorder refused, by reason.", ("reason",), **shared)
+        self.steps = Counter("steps", "Recorded steps.", **shared)
+        self.tokens = Counter("tokens", "Recorded tokens by kind.", ("kind",), **shared)
         self.unreproducible = Counter(
-            name("unreproducible_steps"),
+            "unreproducible_steps",
             "Recorded steps that were sampled with a setting that a trainer cannot reproduce, by setting.",
             ("setting",),
-            registry=registry,
+            **shared,
         )
-        self.splices = Counter(
-            name("splices"), "Recorded chat completions by the result of splicing.", ("result",), registry=registry
-        )
+        self.splices = Counter("splices", "Recorded chat completions by the result of splicing.", ("result",), **shared)
         self.splice_differences = Counter(
-            name("splice_differences"),
+            "splice_differences",
             "Verified calls by the place where the spliced prompt differs first from the engine's.",
             ("place",),
-            registry=registry,
+            **shared,
         )
         self.splice_saved = Counter(
-            name("splice_saved_tokens"),
+            "splice_saved_tokens",
             "Prompt tokens of verified calls that began a row, and would not with splicing.",
-            registry=registry,
+            **shared,
         )
         self.row_bytes = RowBytes()
-        undelivered = Gauge(
-            name("row_bytes"), "Bytes of steps that the service has not acknowledged yet.", registry=registry
-        )
+        undelivered = Gauge("row_bytes", "Bytes of steps that the service has not acknowledged yet.", **shared)
         undelivered.set_function(lambda: self.row_bytes.total)
-        self.open = Gauge(name("open_trajectories"), "Trajectories that are not closed.", registry=registry)
+        self.open = Gauge("open_trajectories", "Trajectories that are not closed.", **shared)
         self.policy_version = Gauge(
-            name("policy_version"),
-            "The last policy version that the recorder received from the service.",
-            ("run",),
-            registry=registry,
+            "policy_version", "The last policy version that the recorder received from the service.", ("run",), **shared
         )
-        self.closed = Counter(
-            name("closed_trajectories"), "Closed trajectories by outcome.", ("outcome",), registry=registry
-        )
+        self.closed = Counter("closed_trajectories", "Closed trajectories by outcome.", ("outcome",), **shared)
         self.delivery_failures = Counter(
-            name("delivery_failures"),
-            "Failed submissions to the service, by status code.",
-            ("code",),
-            registry=registry,
+            "delivery_failures", "Failed submissions to the service, by status code.", ("code",), **shared
         )
         self._prompt, self._response = self.tokens.labels("prompt"), self.tokens.labels("response")
 
