@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -298,25 +298,21 @@ def _images(content: Any) -> list[Document]:
     return [part for part in _parts(content) if part["type"] != "text"]
 
 
-def _parts(content: Any) -> list[Document]:
-    """Returns the texts and images of a content that has parts."""
-    return [
-        image_part(part.get("image_url")) if part.get("type") == _IMAGE else {"type": "text", "text": _text([part])}
-        for part in (content if isinstance(content, list) else ())
-    ]
-
-
 def _text(content: Any) -> str:
-    """Returns the words of a content: a text, or parts of texts, next to images. Raises WrongCall for other parts."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    return "".join(_words(part) for part in content if part.get("type") != _IMAGE)
+    return "".join(part["text"] for part in _parts(content) if part["type"] == "text")
 
 
-def _words(part: Mapping[str, Any]) -> str:
+def _parts(content: Any) -> list[Document]:
+    """Returns the texts and images of a content."""
+    return [_shown(part) for part in ([{"text": content}] if isinstance(content, str) else content or ())]
+
+
+def _shown(part: Any) -> Document:
+    if part.get("type") == _IMAGE:
+        return image_part(part.get("image_url"))
     if not part.keys() & {"text", "refusal"}:
         raise WrongCall(f"a part of type {part.get('type')} has no text; omit this part")
-    return part.get("text") or part.get("refusal") or ""
+    return {"type": "text", "text": part.get("text") or part.get("refusal") or ""}
 
 
 # Answers.
@@ -340,30 +336,23 @@ class ResponseWriter:
             yield self._of(block, "content_part.added", content_index=0, part=_part(""))
 
     def extended(self, block: Block, text: str) -> Iterator[bytes]:
-        kind = self._form.kind(block)
+        name, _, more = _EVENTS[self._form.kind(block)]
         # The input of a custom tool is known only at the end.
-        if kind in _STREAMED:
-            name, more = _STREAMED[kind]
+        if name != _CUSTOM:
             yield self._of(block, f"{name}.delta", delta=text, **more)
 
     def closed(self, block: Block) -> Iterator[bytes]:
-        yield from _CLOSED[self._form.kind(block)](self, block)
         item = self._form.item(block, self._answer)
+        name, field, more = _EVENTS[item["type"]]
+        text = item["input"] if name == _CUSTOM else block.text
+        if name == _CUSTOM:
+            yield self._of(block, f"{name}.delta", delta=text)
+        elif block.kind == "call":
+            more = {"name": item["name"]}
+        yield self._of(block, f"{name}.done", **{field: text}, **more)
+        if block.kind == "text":
+            yield self._of(block, "content_part.done", content_index=0, part=_part(text))
         yield self._event("response.output_item.done", output_index=block.number, item=item)
-
-    def close_thought(self, block: Block) -> Iterator[bytes]:
-        yield self._of(block, "reasoning_text.done", content_index=0, text=block.text)
-
-    def close_text(self, block: Block) -> Iterator[bytes]:
-        yield self._of(block, "output_text.done", content_index=0, text=block.text, logprobs=[])
-        yield self._of(block, "content_part.done", content_index=0, part=_part(block.text))
-
-    def close_call(self, block: Block) -> Iterator[bytes]:
-        yield self._of(block, "function_call_arguments.done", name=self._form.name(block)["name"], arguments=block.text)
-
-    def close_custom(self, block: Block) -> Iterator[bytes]:
-        for name, field in (("delta", "delta"), ("done", "input")):
-            yield self._of(block, f"custom_tool_call_input.{name}", **{field: custom_input(block)})
 
     def ended(self, answer: Completion) -> Iterator[bytes]:
         response = self._form.response(answer)
@@ -385,14 +374,11 @@ class ResponseWriter:
         return f"event: {kind}\ndata: ".encode() + orjson.dumps(event) + b"\n\n"
 
 
-_STREAMED: dict[str, tuple[str, Document]] = {
-    "reasoning": ("reasoning_text", {"content_index": 0}),
-    "message": ("output_text", {"content_index": 0, "logprobs": []}),
-    "function_call": ("function_call_arguments", {}),
-}
-_CLOSED: dict[str, Callable[[ResponseWriter, Block], Iterator[bytes]]] = {
-    "reasoning": ResponseWriter.close_thought,
-    "message": ResponseWriter.close_text,
-    "function_call": ResponseWriter.close_call,
-    "custom_tool_call": ResponseWriter.close_custom,
+_CUSTOM = "custom_tool_call_input"
+# The name of the events with the text of an item, the field of the whole text, and the other fields.
+_EVENTS: dict[str, tuple[str, str, Document]] = {
+    "reasoning": ("reasoning_text", "text", {"content_index": 0}),
+    "message": ("output_text", "text", {"content_index": 0, "logprobs": []}),
+    "function_call": ("function_call_arguments", "arguments", {}),
+    "custom_tool_call": (_CUSTOM, "input", {}),
 }
