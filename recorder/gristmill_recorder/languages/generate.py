@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -50,62 +50,39 @@ class VllmGenerateForm(ChatForm):
         return super().strip_chunk(chunk)
 
 
-class SglangGenerateForm:
-    """A call of `/generate` with one prompt and one answer."""
+class OwnRouteForm(ABC):
+    """A call of an engine's own route with one prompt and one answer. prompt: the field of its tokens."""
 
-    api, path = "generate", "generate"
     stream_later: Document | None = None
 
-    def __init__(self, document: Document, asking: Asking) -> None:
-        for name in ("image_data", "video_data", "audio_data"):
-            refuse(document, name, _MEDIA)
-        self._document, self._asking = document, asking
-        self._prompt = prompt_of(document, "input_ids")
-        if (count := _settings(document).get("n") or 1) != 1:
-            raise WrongCall(f"sampling_params.n is {count}; call /generate once for each answer")
+    def __init__(self, api: str, path: str, document: Document, asking: Asking, *, prompt: str) -> None:
+        self.api, self.path, self._document, self._asking = api, path, document, asking
+        self._prompt = prompt_of(document, prompt)
 
-    @property
-    def request(self) -> Document:
-        return {**self._document, "return_logprob": True} if self._asking.logprobs else self._document
+    @abstractmethod
+    def samples(self, answer: Document, tokens: list[int], logprobs: Sequence[Any]) -> list[Sampled]:
+        """Returns the answer, if it has tokens. logprobs: as the engine writes them. Raises NotRecorded if the answer
+        does not contain all that was read and sampled."""
 
-    def read(self, answer: Document) -> tuple[list[Sampled], list[Document]]:
-        return self.samples(answer, answer["output_ids"], _logprobs(answer["meta_info"])), []
-
-    def samples(self, answer: Document, tokens: list[int], logprobs: list[float]) -> list[Sampled]:
-        """Returns the answer, if it has tokens."""
-        meta = answer["meta_info"]
-        if (read := meta.get("prompt_tokens", len(self._prompt))) != len(self._prompt):
-            raise NotRecorded(
-                f"the engine read {read} tokens, and the call has {len(self._prompt)}; send the whole prompt without "
-                "session_params, and start SGLang without --allow-auto-truncate"
-            )
-        stop = meta["finish_reason"]["type"]
-        sampled = Sampled(self._prompt, tokens, logprobs if self._asking.logprobs else None, stop)
-        return [sampled] if tokens else []
+    @abstractmethod
+    def strip(self, answer: Document) -> Document:
+        """Removes what the recorder requested from an answer, or from a part of one, in place."""
 
     def whole(self, answer: Document) -> Document:
-        if not self._document.get("return_logprob"):
-            for name in _OF_LOGPROBS:
-                answer["meta_info"].pop(name, None)
-        return answer
-
-    def stream(self) -> Stream:
-        return SglangStream(self)
+        return self.strip(answer)
 
 
 class OwnRouteStream(ABC):
     """Reads the events of an engine's own route. Each is an object with a part of the answer."""
 
-    def __init__(self) -> None:
+    def __init__(self, form: OwnRouteForm) -> None:
         self.is_complete = self.is_over = self.has_failed = False
+        self._form, self._answer = form, dict[str, Any]()
+        self._tokens, self._logprobs = list[int](), list[Any]()
 
     @abstractmethod
     def add(self, answer: Document) -> None:
         """Adds a part of the answer. Sets `is_complete` with the last one."""
-
-    @abstractmethod
-    def strip(self, answer: Document) -> Document:
-        """Removes what the recorder requested from a part, in place."""
 
     def read(self, event: Event) -> bytes:
         if event.data == DONE:
@@ -117,22 +94,55 @@ class OwnRouteStream(ABC):
             self.has_failed = True
             return event.raw
         self.add(answer)
-        return b"data: " + orjson.dumps(self.strip(answer)) + b"\n\n"
+        return b"data: " + orjson.dumps(self._form.strip(answer)) + b"\n\n"
 
     def choices(self) -> list[Document]:
         return []
 
+    def sampled(self) -> list[Sampled]:
+        return self._form.samples(self._answer, self._tokens, self._logprobs)
+
+
+class SglangGenerateForm(OwnRouteForm):
+    """A call of `/generate`."""
+
+    def __init__(self, document: Document, asking: Asking) -> None:
+        for name in ("image_data", "video_data", "audio_data"):
+            refuse(document, name, _MEDIA)
+        super().__init__("generate", "generate", document, asking, prompt="input_ids")
+        if (count := _settings(document).get("n") or 1) != 1:
+            raise WrongCall(f"sampling_params.n is {count}; call /generate once for each answer")
+
+    @property
+    def request(self) -> Document:
+        return {**self._document, "return_logprob": True} if self._asking.logprobs else self._document
+
+    def read(self, answer: Document) -> tuple[list[Sampled], list[Document]]:
+        return self.samples(answer, answer["output_ids"], _logprobs(answer["meta_info"])), []
+
+    def samples(self, answer: Document, tokens: list[int], logprobs: Sequence[Any]) -> list[Sampled]:
+        meta = answer["meta_info"]
+        if (read := meta.get("prompt_tokens", len(self._prompt))) != len(self._prompt):
+            raise NotRecorded(
+                f"the engine read {read} tokens, and the call has {len(self._prompt)}; send the whole prompt without "
+                "session_params, and start SGLang without --allow-auto-truncate"
+            )
+        stop = meta["finish_reason"]["type"]
+        sampled = Sampled(self._prompt, tokens, logprobs if self._asking.logprobs else None, stop)
+        return [sampled] if tokens else []
+
+    def strip(self, answer: Document) -> Document:
+        if not self._document.get("return_logprob"):
+            for name in _OF_LOGPROBS:
+                answer["meta_info"].pop(name, None)
+        return answer
+
+    def stream(self) -> Stream:
+        return SglangStream(self)
+
 
 class SglangStream(OwnRouteStream):
     """Reads the events of `/generate`. Each has all tokens so far, or with a flag of the server the new ones."""
-
-    def __init__(self, form: SglangGenerateForm) -> None:
-        super().__init__()
-        self._form, self._answer = form, dict[str, Any]()
-        self._tokens, self._logprobs = list[int](), list[float]()
-
-    def strip(self, answer: Document) -> Document:
-        return self._form.whole(answer)
 
     def add(self, answer: Document) -> None:
         meta = answer["meta_info"]
@@ -143,9 +153,6 @@ class SglangStream(OwnRouteStream):
         if len(self._tokens) != count:
             raise NotRecorded(f"the engine's stream has {len(self._tokens)} of {count} tokens; repeat the call")
         self.is_complete, self._answer = meta["finish_reason"] is not None, answer
-
-    def sampled(self) -> list[Sampled]:
-        return self._form.samples(self._answer, self._tokens, self._logprobs)
 
 
 def prompt_of(document: Document, name: str) -> list[int]:

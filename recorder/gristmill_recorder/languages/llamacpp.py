@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from gristmill._engines.refusals import refuse
 from gristmill.completions import Sampled
-from gristmill_recorder.languages.generate import OwnRouteStream, prompt_of
+from gristmill_recorder.languages.generate import OwnRouteForm, OwnRouteStream
 from gristmill_recorder.languages.language import Asking, Document, Stream
 from gristmill_recorder.refusals import NotRecorded, WrongCall
 
@@ -19,16 +20,11 @@ _LOGPROBS = "completion_probabilities"
 _LOWEST = -3.4e38
 
 
-class LlamaForm:
-    """A call of `/completion` with one prompt and one answer. path: that, or its older name `/completions`."""
-
-    api = "completion"
-    stream_later: Document | None = None
+class LlamaForm(OwnRouteForm):
+    """A call of `/completion`. path: that, or its older name `/completions`."""
 
     def __init__(self, path: str, document: Document, asking: Asking) -> None:
-        self.path = path
-        self._document, self._asking = document, asking
-        self._prompt = prompt_of(document, "prompt")
+        super().__init__("completion", path, document, asking, prompt="prompt")
         for name in ("n_cmpl", "n"):
             if (count := document.get(name) or 1) != 1:
                 raise WrongCall(f"{name} is {count}; call /{path} once for each answer")
@@ -51,9 +47,7 @@ class LlamaForm:
     def read(self, answer: Document) -> tuple[list[Sampled], list[Document]]:
         return self.samples(answer, answer["tokens"], answer.get(_LOGPROBS) or ()), []
 
-    def samples(self, answer: Document, tokens: list[int], probabilities: Sequence[Document]) -> list[Sampled]:
-        """Returns the answer, if it has tokens. Raises NotRecorded if the answer does not contain all that was read and
-        sampled."""
+    def samples(self, answer: Document, tokens: list[int], logprobs: Sequence[Any]) -> list[Sampled]:
         read, count = answer["tokens_evaluated"], answer["tokens_predicted"]
         if read != len(self._prompt):
             raise NotRecorded(f"the engine read {read} tokens of a prompt of {len(self._prompt)}; shorten the prompt")
@@ -67,20 +61,9 @@ class LlamaForm:
                 f"the engine's stream has {len(tokens)} of {count} tokens, because llama.cpp omits those that end "
                 "within a character; do not set stream"
             )
-        logprobs = self._logprobs(tokens, probabilities) if self._asking.logprobs else None
+        checked = _logprobs(tokens, logprobs) if self._asking.logprobs else None
         stop = "length" if answer["stop_type"] == "limit" else "stop"
-        return [Sampled(self._prompt, tokens, logprobs, stop)] if tokens else []
-
-    def _logprobs(self, tokens: list[int], probabilities: Sequence[Document]) -> list[float]:
-        pairs = [(each["id"], _logprob(each)) for each in probabilities]
-        logprobs = [logprob for _, logprob in pairs if logprob is not None]
-        if [token for token, logprob in pairs if logprob is not None] != tokens:
-            raise NotRecorded(
-                f"the answer has the logprobs of {len(logprobs)} of {len(tokens)} tokens, because llama.cpp omits "
-                "those of tokens that end within a character, of drafted tokens and of stop strings; start the "
-                "recorder with --no-logprobs, or llama-server without drafts"
-            )
-        return logprobs
+        return [Sampled(self._prompt, tokens, checked, stop)] if tokens else []
 
     def whole(self, answer: Document) -> Document:
         if not self._document.get("return_tokens"):
@@ -88,7 +71,6 @@ class LlamaForm:
         return self.strip(answer)
 
     def strip(self, answer: Document) -> Document:
-        """Removes what the recorder requested, in place."""
         if self._keeps_logprobs:
             return answer
         answer.pop(_LOGPROBS, None)
@@ -103,25 +85,26 @@ class LlamaForm:
 class LlamaStream(OwnRouteStream):
     """Reads the events of `/completion`. Each has the new tokens, the last none."""
 
-    def __init__(self, form: LlamaForm) -> None:
-        super().__init__()
-        self._form, self._answer = form, dict[str, object]()
-        self._tokens, self._probabilities = list[int](), list[Document]()
-
-    def strip(self, answer: Document) -> Document:
-        return self._form.strip(answer)
-
     def add(self, answer: Document) -> None:
         # An event about the progress of the prompt has a token that was not sampled.
         if "prompt_progress" not in answer:
             self._tokens += answer["tokens"]
-            self._probabilities += answer.get(_LOGPROBS) or ()
+            self._logprobs += answer.get(_LOGPROBS) or ()
         if answer["stop"]:
             self.is_complete = self.is_over = True
             self._answer = answer
 
-    def sampled(self) -> list[Sampled]:
-        return self._form.samples(self._answer, self._tokens, self._probabilities)
+
+def _logprobs(tokens: list[int], probabilities: Sequence[Document]) -> list[float]:
+    pairs = [(each["id"], _logprob(each)) for each in probabilities]
+    logprobs = [logprob for _, logprob in pairs if logprob is not None]
+    if [token for token, logprob in pairs if logprob is not None] != tokens:
+        raise NotRecorded(
+            f"the answer has the logprobs of {len(logprobs)} of {len(tokens)} tokens, because llama.cpp omits those of "
+            "tokens that end within a character, of drafted tokens and of stop strings; start the recorder with "
+            "--no-logprobs, or llama-server without drafts"
+        )
+    return logprobs
 
 
 def _logprob(entry: Document) -> float | None:
