@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Iterator
 from types import ModuleType
 from typing import Any
 
-from gristmill._capture.answers import Answer
+from gristmill._capture.answers import Answer, StreamedAnswer
 from gristmill._capture.capture import Capture, activated, active
 from gristmill.errors import GristmillError
 
@@ -15,17 +15,17 @@ _REPLACED = ("content-length", "transfer-encoding", "content-encoding")
 
 def install(httpx: ModuleType) -> None:
     """Wraps the transports of both clients."""
-    for client, transport in ((httpx.Client, _Transport), (httpx.AsyncClient, _AsyncTransport)):
-        _wrap(httpx, client, transport)
-
-
-def _wrap(httpx: ModuleType, client: Any, kind: type[_Transport | _AsyncTransport]) -> None:
-    inner_transport = client._transport_for_url
     messages = _Messages(httpx)
+    for client in (httpx.Client, httpx.AsyncClient):
+        _wrap(client, messages)
+
+
+def _wrap(client: Any, messages: _Messages) -> None:
+    inner_transport = client._transport_for_url
 
     def transport_for_url(self: Any, url: Any) -> Any:
         inner, capture = inner_transport(self, url), active.get()
-        return inner if capture is None else kind(inner, capture, messages)
+        return inner if capture is None else _Transport(inner, capture, messages)
 
     client._transport_for_url = transport_for_url
 
@@ -35,10 +35,7 @@ class _Messages:
 
     def __init__(self, httpx: ModuleType) -> None:
         self._httpx = httpx
-        self._streams = {
-            "sync": type("Relayed", (_Relayed, httpx.SyncByteStream), {}),
-            "async": type("AsyncRelayed", (_AsyncRelayed, httpx.AsyncByteStream), {}),
-        }
+        self._relayed: Any = type("Relayed", (_Relayed, httpx.SyncByteStream, httpx.AsyncByteStream), {})
 
     def request(self, request: Any, body: bytes) -> Any:
         headers = _without_framing(request.headers)
@@ -48,16 +45,14 @@ class _Messages:
         )
 
     def whole(self, response: Any, body: bytes) -> Any:
-        headers = _without_framing(response.headers)
-        return self._httpx.Response(response.status_code, headers=headers, content=body, extensions=response.extensions)
+        return self._response(response, content=body)
 
-    def stream(self, response: Any, answer: Answer, capture: Capture, kind: str) -> Any:
-        return self._httpx.Response(
-            response.status_code,
-            headers=_without_framing(response.headers),
-            stream=self._streams[kind](response, answer, capture),
-            extensions=response.extensions,
-        )
+    def stream(self, response: Any, parts: Iterator[bytes] | AsyncIterator[bytes]) -> Any:
+        return self._response(response, stream=self._relayed(response, parts))
+
+    def _response(self, response: Any, **body: Any) -> Any:
+        headers = _without_framing(response.headers)
+        return self._httpx.Response(response.status_code, headers=headers, extensions=response.extensions, **body)
 
     def refusal(self, status: int, error: GristmillError) -> Any:
         """Returns an error as the recorder answers it, which OpenAI's client raises without retries."""
@@ -67,79 +62,63 @@ class _Messages:
 
 
 class _Transport:
+    """The transport of both kinds of client: each calls its method."""
+
     def __init__(self, inner: Any, capture: Capture, messages: _Messages) -> None:
         self._inner, self._capture, self._messages = inner, capture, messages
 
     def handle_request(self, request: Any) -> Any:
-        url = str(request.url)
+        url, status = str(request.url), 400
         try:
             if not self._capture.takes(request.method, url):
                 return self._inner.handle_request(request)
             call = self._capture.call(url, request.read(), blocks=True)
+            # A transport may call by another client, such as aiohttp: the call is recorded once.
+            with activated(None):
+                response = self._inner.handle_request(self._messages.request(request, call.body))
+            if response.status_code != 200:
+                return response
+            answer, status = call.answer(response.headers.get("content-type", "")), 502
+            parts = _relayed(response, answer, self._capture)
+            if isinstance(answer, StreamedAnswer):
+                return self._messages.stream(response, parts)
+            return self._messages.whole(response, b"".join(parts))
         except GristmillError as error:
-            return self._messages.refusal(400, error)
-        # A transport may call by another client, such as aiohttp: the call is recorded once.
-        with activated(None):
-            response = self._inner.handle_request(self._messages.request(request, call.body))
-        if response.status_code != 200:
-            return response
-        content_type = response.headers.get("content-type", "")
-        answer = call.answer(content_type)
-        if content_type.startswith("text/event-stream"):
-            return self._messages.stream(response, answer, self._capture, "sync")
-        try:
-            body = b"".join(_relayed(response, answer, self._capture))
-        except GristmillError as error:
-            return self._messages.refusal(502, error)
-        return self._messages.whole(response, body)
-
-
-class _AsyncTransport:
-    def __init__(self, inner: Any, capture: Capture, messages: _Messages) -> None:
-        self._inner, self._capture, self._messages = inner, capture, messages
+            return self._messages.refusal(status, error)
 
     async def handle_async_request(self, request: Any) -> Any:
-        url = str(request.url)
+        url, status = str(request.url), 400
         try:
             if not self._capture.takes(request.method, url):
                 return await self._inner.handle_async_request(request)
             call = self._capture.call(url, await request.aread(), blocks=False)
+            with activated(None):
+                response = await self._inner.handle_async_request(self._messages.request(request, call.body))
+            if response.status_code != 200:
+                return response
+            answer, status = call.answer(response.headers.get("content-type", "")), 502
+            parts = _relayed_async(response, answer, self._capture)
+            if isinstance(answer, StreamedAnswer):
+                return self._messages.stream(response, parts)
+            return self._messages.whole(response, b"".join([part async for part in parts]))
         except GristmillError as error:
-            return self._messages.refusal(400, error)
-        with activated(None):
-            response = await self._inner.handle_async_request(self._messages.request(request, call.body))
-        if response.status_code != 200:
-            return response
-        content_type = response.headers.get("content-type", "")
-        answer = call.answer(content_type)
-        if content_type.startswith("text/event-stream"):
-            return self._messages.stream(response, answer, self._capture, "async")
-        try:
-            body = b"".join([part async for part in _relayed_async(response, answer, self._capture)])
-        except GristmillError as error:
-            return self._messages.refusal(502, error)
-        return self._messages.whole(response, body)
+            return self._messages.refusal(status, error)
 
 
 class _Relayed:
-    """The body of a streamed answer."""
+    """The body of a streamed answer, for both kinds of client."""
 
-    def __init__(self, response: Any, answer: Answer, capture: Capture) -> None:
-        self._response, self._parts = response, _relayed(response, answer, capture)
+    def __init__(self, response: Any, parts: Any) -> None:
+        self._response, self._parts = response, parts
 
     def __iter__(self) -> Iterator[bytes]:
-        return self._parts
+        return iter(self._parts)
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return aiter(self._parts)
 
     def close(self) -> None:
         self._response.close()
-
-
-class _AsyncRelayed:
-    def __init__(self, response: Any, answer: Answer, capture: Capture) -> None:
-        self._response, self._parts = response, _relayed_async(response, answer, capture)
-
-    def __aiter__(self) -> AsyncIterator[bytes]:
-        return self._parts
 
     async def aclose(self) -> None:
         await self._response.aclose()
