@@ -40,6 +40,7 @@ class RecorderApp:
         self._settings, self._runs, self._engine, self._metrics = settings, runs, engine, metrics
         self._calls = Calls(settings, runs, engine, metrics)
         self._own: dict[str, Handler] = {"healthz": self._alive, "readyz": self._ready, "metrics": self._scraped}
+        self._ends = {"finish": self._finish, "abort": self._abort}
         self.is_ready = True
 
     def application(self) -> web.Application:
@@ -66,10 +67,11 @@ class RecorderApp:
             return await self._calls.answer(request, _named(name), rest, make_form)
         # Agents may build this path from their base URL, which ends with /v1.
         end = rest.removeprefix("v1/")
-        if request.method == "POST" and end == "finish":
-            return await self._finish(request, _named(name))
-        if request.method == "POST" and end == "abort":
-            return await self._abort(request, _named(name))
+        if request.method == "POST" and end in self._ends:
+            try:
+                return await self._ends[end](request, _named(name))
+            except GristmillError as error:
+                raise Busy(str(error)) from None
         is_of_models = request.method == "GET" and (rest == _MODELS or _is_below(_MODELS, rest))
         if is_of_models or (request.method == "POST" and rest in _PASSED_ON):
             return await self._pass_on(request, rest)
@@ -79,27 +81,17 @@ class RecorderApp:
         )
 
     async def _finish(self, request: web.Request, name: TrajectoryName) -> web.Response:
-        document = await read_document(request) if request.can_read_body else {}
-        reward = _reward(_only(document, "reward"))
-        try:
-            ended = await self._runs.finish(name, reward, self._settings.finish_wait_s)
-        except GristmillError as error:
-            raise Busy(str(error)) from None
+        reward = _reward(await _only_field(request, "reward"))
+        ended = await self._runs.finish(name, reward, self._settings.finish_wait_s)
         answer = {"steps": ended.steps, "outcome": ended.outcome or "waiting for the service"}
-        return web.Response(
-            status=200 if ended.outcome else 202, body=orjson.dumps(answer), content_type="application/json"
-        )
+        return web.json_response(answer, status=200 if ended.outcome else 202)
 
     async def _abort(self, request: web.Request, name: TrajectoryName) -> web.Response:
-        document = await read_document(request) if request.can_read_body else {}
-        reason = _only(document, "reason") or "aborted by the agent"
+        reason = await _only_field(request, "reason") or "aborted by the agent"
         if not isinstance(reason, str):
             raise WrongCall(f"reason is a {type(reason).__name__}; send a text")
-        try:
-            await self._runs.abort(name, reason[:_REASON_LENGTH])
-        except GristmillError as error:
-            raise Busy(str(error)) from None
-        return web.Response(body=orjson.dumps({"outcome": "aborted"}), content_type="application/json")
+        await self._runs.abort(name, reason[:_REASON_LENGTH])
+        return web.json_response({"outcome": "aborted"})
 
     async def _pass_on(self, request: web.Request, path: str) -> web.Response:
         body = await read_body(request) if request.can_read_body else None
@@ -141,8 +133,9 @@ def _named(name: TrajectoryName | None) -> TrajectoryName:
     return name
 
 
-def _only(document: dict[str, object], name: str) -> object:
-    """Returns the value of the only field that the document may contain. Raises WrongCall for other fields."""
+async def _only_field(request: web.Request, name: str) -> object:
+    """Returns the value of the only field that the body may contain. Raises WrongCall for other fields."""
+    document = await read_document(request) if request.can_read_body else {}
     if unknown := sorted(document.keys() - {name}):
         raise WrongCall(f"unknown field {unknown[0]}; the only allowed field is {name}")
     return document.get(name)

@@ -10,7 +10,6 @@ from gristmill.errors import InvalidArgumentError
 
 HEADER = "x-gristmill-"
 _KEYS = ("runs", "uid", "sample", "round", "attempt")
-_NUMBERS = frozenset(("sample", "round", "attempt"))
 _EXAMPLE = "/runs/my-run/uid/prompt-1/sample/0/v1"
 INT32_MAX = 2**31 - 1
 
@@ -45,7 +44,7 @@ def split(path: str, headers: Mapping[str, str]) -> tuple[TrajectoryName | None,
         parts = parts[2:]
     rest = "/".join(parts)
     if not values:
-        names = {key: headers.get(f"{HEADER}{key.removesuffix('s') if key == 'runs' else key}") for key in _KEYS}
+        names = {key: headers.get(f"{HEADER}{key.removesuffix('s')}") for key in _KEYS}
         values = {key: value for key, value in names.items() if value is not None}
         # aiohttp decodes bytes that are not UTF-8 as lone surrogates.
         if any("\ud800" <= letter <= "\udfff" for value in values.values() for letter in value):
@@ -62,8 +61,8 @@ def _name(values: Mapping[str, str]) -> TrajectoryName:
                 f"the call names no {key.removesuffix('s')}; use a base URL that ends like {_EXAMPLE}, or set the "
                 f"headers {HEADER}run, {HEADER}uid and {HEADER}sample"
             )
-    numbers = {key: _number(key, values.get(key, "0")) for key in _NUMBERS}
-    return TrajectoryName(values["runs"], values["uid"], numbers["sample"], numbers["round"], numbers["attempt"])
+    sample, round_, attempt = (_number(key, values.get(key, "0")) for key in ("sample", "round", "attempt"))
+    return TrajectoryName(values["runs"], values["uid"], sample, round_, attempt)
 
 
 def _number(key: str, text: str) -> int:

@@ -52,10 +52,7 @@ class RecorderSettings(BaseSettings):
         Path("gristmill-record.sqlite3"),
         description="The file that stores steps until the service has them. It must be on a local disk.",
     )
-    logprobs: bool = Field(
-        True,
-        description="Whether rows have logprobs: all rows of a run have them, or none.",
-    )
+    logprobs: bool = Field(True, description="Whether rows have logprobs: all rows of a run have them, or none.")
     trainer_temperature: float | None = Field(
         None,
         gt=0,
