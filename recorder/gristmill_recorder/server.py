@@ -16,7 +16,6 @@ from gristmill import AsyncRolloutClient, FailedPreconditionError, UnavailableEr
 from gristmill_recorder.app import RecorderApp
 from gristmill_recorder.columns import names_of
 from gristmill_recorder.engines.connection import Engine
-from gristmill_recorder.engines.names import ENGINES
 from gristmill_recorder.engines.probe import Probe
 from gristmill_recorder.journal import Journal
 from gristmill_recorder.metrics import Metrics
@@ -51,14 +50,13 @@ async def serve(settings: RecorderSettings) -> None:
     # Report an invalid address or certificate of the service now, not at the first call.
     await AsyncRolloutClient(settings.address, "any").close()
     journal, metrics = Journal(settings.journal), Metrics()
-    columns, splice = names_of(settings.columns), settings.splice != "off"
-    runs = Runs(settings.address, journal, columns, metrics)
+    runs = Runs(settings.address, journal, names_of(settings.columns), metrics)
     if left := runs.resume():
         _log.info("%d open trajectories resumed from the journal", left)
     engine = Engine(settings)
     app = RecorderApp(settings, runs, engine, metrics)
-    probe = Probe(engine, ENGINES[settings.engine], logprobs=settings.logprobs, splice=splice, columns=columns)
-    tasks = [asyncio.create_task(each) for each in (_sync(journal), _expire(runs, journal, settings), probe.run())]
+    background = (_sync(journal), _expire(runs, journal, settings), Probe(engine, settings).run())
+    tasks = [asyncio.create_task(each) for each in background]
     try:
         runner = await _listening(app, settings)
         print(f"gristmill record is ready: {_url(settings, runner)} in front of {settings.upstream}", flush=True)

@@ -11,7 +11,6 @@ from aiohttp import web
 
 from gristmill_recorder.columns import NAMES
 from gristmill_recorder.engines.connection import Engine as Connection
-from gristmill_recorder.engines.names import ENGINES
 from gristmill_recorder.engines.probe import Probe
 from gristmill_recorder.settings import RecorderSettings
 from gristmill_service.settings import load
@@ -36,10 +35,11 @@ def problems(
     name = name_of(engine)
 
     async def probe() -> list[str]:
-        connection = Connection(load(RecorderSettings, {"upstream": engine.url, "engine": name}))
+        flags = {"splice": "on" if splice else "off", "columns": ",".join(columns)}
+        settings = load(RecorderSettings, {"upstream": engine.url, "engine": name, **flags})
+        connection = Connection(settings)
         try:
-            asked = Probe(connection, ENGINES[name], logprobs=True, splice=splice, columns=columns)
-            return [problem async for problem in asked.problems()]
+            return [problem async for problem in Probe(connection, settings).problems()]
         finally:
             await connection.close()
 

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 
 from gristmill._engines.fields import Document
 from gristmill.completions import Sampled
 from gristmill.errors import InvalidArgumentError
-from gristmill_recorder.columns import Source, columns_of
-from gristmill_recorder.engines.api import EngineApi
+from gristmill_recorder.columns import Source, columns_of, names_of
 from gristmill_recorder.engines.connection import Engine
+from gristmill_recorder.engines.names import ENGINES
 from gristmill_recorder.engines.renderer import Renderer
 from gristmill_recorder.languages.language import Asking, Form
 from gristmill_recorder.languages.paths import form_at
 from gristmill_recorder.languages.sampling import Sampling
 from gristmill_recorder.refusals import EngineAway, EngineSlow, NotRecorded
+from gristmill_recorder.settings import RecorderSettings
 
 _log = logging.getLogger("gristmill.recorder")
 
@@ -25,13 +26,11 @@ _PAUSE_S = 2.0
 
 
 class Probe:
-    """Samples one token of the engine's first model. logprobs, splice, columns: what the recorder needs."""
+    """Samples one token of the engine's first model, and checks that the answer has what the settings need."""
 
-    def __init__(
-        self, engine: Engine, api: EngineApi, *, logprobs: bool, splice: bool, columns: Collection[str] = ()
-    ) -> None:
-        self._engine, self._api, self._logprobs, self._splice = engine, api, logprobs, splice
-        self._columns = columns
+    def __init__(self, engine: Engine, settings: RecorderSettings) -> None:
+        self._engine, self._settings = engine, settings
+        self._api, self._columns = ENGINES[settings.engine], names_of(settings.columns)
 
     async def run(self) -> None:
         """Logs what is missing. Returns when the engine has answered."""
@@ -54,7 +53,7 @@ class Probe:
             return
         make_form, trial = form_at(self._api.trial.path), self._api.trial
         assert make_form is not None
-        asking = Asking(self._api, self._logprobs, "prompt_logprobs" in self._columns)
+        asking = Asking(self._api, self._settings.logprobs, "prompt_logprobs" in self._columns)
         form = make_form({"model": models["data"][0]["id"], **trial.body}, asking)
         status, answer = await self._engine.ask("POST", form.path, _HEADERS, form.request)
         if status != 200:
@@ -64,12 +63,12 @@ class Probe:
         if choice is None:
             yield f"its answers have no token ids, so no call can be recorded; {self._api.fields.remedy}"
             return
-        if self._logprobs and choice.rollout_logprobs is None:
+        if self._settings.logprobs and choice.rollout_logprobs is None:
             yield "its answers have no logprobs, so no call can be recorded; start the recorder with --no-logprobs"
         about = (await self._engine.ask("GET", self._api.about, _HEADERS, None))[1] if self._api.about else {}
         for problem in (*self._api.problems(answer, about), *self._of_columns(form, answer)):
             yield problem
-        if self._splice:
+        if self._settings.splice != "off":
             async for problem in self._of_splicing(form, choice.prompt_token_ids):
                 yield problem
 

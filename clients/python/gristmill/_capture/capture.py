@@ -19,7 +19,6 @@ from gristmill._engines.fields import FIELDS
 from gristmill.completions import Sampled
 from gristmill.errors import FailedPreconditionError, InvalidArgumentError
 
-_COMPLETION = re.compile(r"/(?P<chat>chat/)?completions$")
 # The other APIs in which engines sample tokens.
 _OTHER = re.compile(r"/v1/(messages|responses)$|(^|/inference/v1)/generate$|^/completion$|:(g|streamG)enerateContent$")
 
@@ -51,7 +50,7 @@ class Capture:
                 f"{url}: gristmill.capture records only chat completions and completions; record this call by the "
                 "recorder (gristmill record), or set base_url if it is not one of the trained engine"
             )
-        return _COMPLETION.search(path) is not None
+        return path.endswith("/completions")
 
     def call(self, url: str, body: bytes | Mapping[str, Any], *, blocks: bool) -> CapturedCall:
         """Reads a call. blocks: whether the caller will block until the answer is recorded.
@@ -70,8 +69,7 @@ class Capture:
             raise InvalidArgumentError(f"{url}: the request is not JSON: {error}; send a JSON object") from None
         if not isinstance(document, dict):
             raise InvalidArgumentError(f"{url}: the request is a {type(document).__name__}; send a JSON object")
-        match = _COMPLETION.search(url.partition("?")[0])
-        is_chat = match is not None and match["chat"] is not None
+        is_chat = url.partition("?")[0].endswith("/chat/completions")
         call = CompletionCall(document, self._fields, is_chat=is_chat, logprobs=True)
         sent = json.dumps(call.request).encode()
 
