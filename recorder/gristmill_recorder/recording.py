@@ -166,6 +166,7 @@ class Recording:
         """
         check_not_ended(self._entry)
         self._journal.abort(self._entry, f"{ABORTED}: {reason}")
+        self._over.clear()
         self._clear()
         self.deliver()
 
@@ -183,6 +184,10 @@ class Recording:
     def is_abandoned(self, since: float) -> bool:
         """Returns whether the trajectory is open and had no call since this monotonic time."""
         return not (self.calls or self._entry.is_ended or self.outcome) and self.used_at < since
+
+    @property
+    def is_closed(self) -> bool:
+        return self._over.is_set()
 
     @property
     def is_idle(self) -> bool:
@@ -294,13 +299,18 @@ class Recording:
         self._metrics.closed.labels(outcome.partition(":")[0]).inc()
         self._over.set()
         try:
-            if self._entry.id:
-                self._journal.close_trajectory(self._entry.id, outcome, keeps_rows=outcome.startswith(REFUSED))
+            self.journal_outcome()
         except FailedPreconditionError as error:
-            # This object answers later calls. After a restart the trajectory is delivered again, as a duplicate.
-            _log.error("%s: outcome not journaled: %s", self.name, error)
-        else:
-            self._on_closed(self)
+            # Until then this object answers later calls.
+            _log.error("%s: outcome not journaled, will be retried: %s", self.name, error)
+
+    def journal_outcome(self) -> None:
+        """Stores the outcome of a closed trajectory, and frees this object. Raises FailedPreconditionError if the
+        journal cannot be written."""
+        if self._entry.id:
+            is_refused = self.outcome.startswith(REFUSED)
+            self._journal.close_trajectory(self._entry.id, self.outcome, keeps_rows=is_refused)
+        self._on_closed(self)
 
     def _clear(self) -> None:
         for row in self._waiting:

@@ -216,6 +216,12 @@ class Runs:
             except FailedPreconditionError as error:
                 _log.warning("%s: abort failed: %s", recording.name, error)
 
+    def journal_outcomes(self) -> None:
+        """Frees the closed trajectories whose outcome could not be journaled before, for example because the disk was
+        full. Raises FailedPreconditionError if the journal still cannot be written."""
+        for recording in [recording for recording in self._open.values() if recording.is_closed]:
+            recording.journal_outcome()
+
     async def drop_unknown(self) -> None:
         """Frees the connections of runs that do not exist and have no open trajectories."""
         used = {name.run for name in self._open}

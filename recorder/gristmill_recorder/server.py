@@ -122,9 +122,10 @@ async def _expire(runs: Runs, journal: Journal, settings: RecorderSettings) -> N
     """Regularly deletes old closed trajectories, aborts idle ones, and frees the connections of unknown runs."""
     while True:
         try:
+            runs.journal_outcomes()
             journal.forget(settings.keep_closed_s)
         except FailedPreconditionError as error:
-            _log.error("closed trajectories not deleted, will be retried: %s", error)
+            _log.error("closed trajectories not journaled or deleted, will be retried: %s", error)
         runs.abandon(settings.idle_abort_s)
         await runs.drop_unknown()
         await asyncio.sleep(min(_BACKGROUND_S, settings.idle_abort_s))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,13 @@ import pytest
 from gristmill_recorder.journal import Journal
 from tests.on_loop import Service
 from tests.recorder.engine import END, Engine, prompt_of
-from tests.recorder.recorders import StartRecorder, batches, create_run, post, trained
+from tests.recorder.recorders import Recorder, Restarted, StartRecorder, batches, create_run, post, trained
 from tests.serving import StartService
 
 pytestmark = pytest.mark.slow
 
 AWAY = "127.0.0.1:9"
+ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="Linux limits the files of another process")
 
 
 def ask(client: openai.OpenAI, *texts: str, **more: Any) -> Any:
@@ -137,23 +139,54 @@ def test_an_end_that_cannot_be_journaled_may_be_repeated(
             ask(client, "say two")
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="Linux limits the files of another process")
-def test_the_journal_is_synced_again_after_its_disk_was_full(
-    start_recorder: StartRecorder, engine: Engine, service: Service, run: str, tmp_path: Path
-) -> None:
-    recorder, journal = start_recorder(engine.url, service.grpc_address), tmp_path / "journal.sqlite3"
-    with recorder.openai(run) as client:
-        ask(client, "say one")
+@contextmanager
+def full_disk(recorder: Recorder, run: str) -> Iterator[None]:
+    """A block in which nothing can be written to the journal. Calls of the run fill the disk."""
     limits = resource.prlimit(recorder.process.pid, resource.RLIMIT_FSIZE)
     resource.prlimit(recorder.process.pid, resource.RLIMIT_FSIZE, (200_000, limits[1]))
     with recorder.openai(run, "refused") as client:
         while "journal not synced" not in recorder.log.read_text():
             with suppress(openai.InternalServerError):
                 ask(client, "say " + "x" * 1000)
+    yield
     resource.prlimit(recorder.process.pid, resource.RLIMIT_FSIZE, limits)
+
+
+@ON_LINUX
+def test_the_journal_is_synced_again_after_its_disk_was_full(
+    start_recorder: StartRecorder, engine: Engine, service: Service, run: str, tmp_path: Path
+) -> None:
+    recorder, journal = start_recorder(engine.url, service.grpc_address), tmp_path / "journal.sqlite3"
     with recorder.openai(run) as client:
+        ask(client, "say one")
+        with full_disk(recorder, run):
+            pass
         ask(client, "say two")
     while journal.stat().st_size < 200_000:
         time.sleep(0.02)
     assert recorder.finish(run) == {"steps": 2, "outcome": "accepted"}
     assert recorder.stop() == 0
+
+
+@ON_LINUX
+def test_a_trajectory_that_was_accepted_while_the_disk_was_full_is_closed_in_the_journal_once_it_has_space(
+    start_recorder: StartRecorder, restarted: Restarted, engine: Engine
+) -> None:
+    create_run(restarted.address, "my-run")
+    recorder = start_recorder(engine.url, restarted.address, "--finish-wait-s", "0", "--idle-abort-s", "1")
+    with recorder.openai("my-run") as client:
+        ask(client, "say one")
+    restarted.kill()
+    assert recorder.finish("my-run")["outcome"] == "waiting for the service"
+    with full_disk(recorder, "my-run"):
+        restarted.start()
+        while not recorder.metric('closed_trajectories_total{outcome="accepted"}'):
+            time.sleep(0.02)
+        assert recorder.finish("my-run") == {"steps": 1, "outcome": "accepted"}
+    while recorder.metric("open_trajectories"):
+        time.sleep(0.02)
+    assert recorder.finish("my-run") == {"steps": 1, "outcome": "accepted"}
+    recorder.kill()
+    again = start_recorder(engine.url, restarted.address)
+    assert "resumed" not in again.log.read_text()
+    assert again.finish("my-run") == {"steps": 1, "outcome": "accepted"}
