@@ -235,8 +235,9 @@ class Runs:
             await asyncio.sleep(0.02)
         for recording in [*self._open.values()]:
             await recording.stop()
-        for run in self._runs.values():
-            await run.close()
+        # Clients wait for steps in flight, which the journal has, too. Those that still wait end with the event loop.
+        if closing := [asyncio.create_task(run.close()) for run in self._runs.values()]:
+            await asyncio.wait(closing, timeout=max(0.0, end - time.monotonic()))
 
     def _add(self, entry: Entry) -> Recording:
         run = self.run(entry.name.run)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,15 @@ class Restarted:
     def kill(self) -> None:
         self._process.process.kill()
         self._process.process.wait()
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """A block in which the service does nothing, though its connections stay open."""
+        self._process.process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self._process.process.send_signal(signal.SIGCONT)
 
     def start(self) -> None:
         self._process = self._start(*self._flags, "--grpc-address", self.address)

@@ -139,6 +139,26 @@ def test_an_end_that_cannot_be_journaled_may_be_repeated(
             ask(client, "say two")
 
 
+def test_a_recorder_stops_within_its_grace_though_the_service_does_not_answer(
+    start_recorder: StartRecorder, restarted: Restarted, engine: Engine
+) -> None:
+    recorder = start_recorder(engine.url, restarted.address, "--finish-wait-s", "0", "--shutdown-grace-s", "1")
+    for run in ("one", "two"):
+        create_run(restarted.address, run)
+        with recorder.openai(run) as client:
+            ask(client, "say one")
+    with restarted.frozen():
+        for run in ("one", "two"):
+            assert recorder.finish(run)["outcome"] == "waiting for the service"
+        began = time.monotonic()
+        assert recorder.stop() == 0
+        assert time.monotonic() - began < 10
+    again = start_recorder(engine.url, restarted.address)
+    while again.metric('closed_trajectories_total{outcome="accepted"}') < 2:
+        time.sleep(0.02)
+    assert "Traceback" not in recorder.log.read_text()
+
+
 @contextmanager
 def full_disk(recorder: Recorder, run: str) -> Iterator[None]:
     """A block in which nothing can be written to the journal. Calls of the run fill the disk."""
