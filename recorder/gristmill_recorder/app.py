@@ -82,9 +82,9 @@ class RecorderApp:
 
     async def _finish(self, request: web.Request, name: TrajectoryName) -> web.Response:
         reward = _reward(await _only_field(request, "reward"))
-        ended = await self._runs.finish(name, reward, self._settings.finish_wait_s)
-        answer = {"steps": ended.steps, "outcome": ended.outcome or "waiting for the service"}
-        return web.json_response(answer, status=200 if ended.outcome else 202)
+        entry = await self._runs.finish(name, reward, self._settings.finish_wait_s)
+        answer = {"steps": entry.next_step, "outcome": entry.outcome or "waiting for the service"}
+        return web.json_response(answer, status=200 if entry.outcome else 202)
 
     async def _abort(self, request: web.Request, name: TrajectoryName) -> web.Response:
         reason = await _only_field(request, "reason") or "aborted by the agent"

@@ -111,9 +111,9 @@ class Calls:
             raise Busy(
                 f"{self._under_way} calls are in progress, which is the limit --max-calls; retry, or raise --max-calls"
             )
-        if metrics.row_bytes.total >= settings.max_row_bytes:
+        if metrics.row_bytes >= settings.max_row_bytes:
             raise Busy(
-                f"{metrics.row_bytes.total} bytes of steps wait for the service, where --max-row-bytes is "
+                f"{metrics.row_bytes} bytes of steps wait for the service, where --max-row-bytes is "
                 f"{settings.max_row_bytes:d}; check that the service runs and has capacity, or raise --max-row-bytes"
             )
         self._under_way += 1

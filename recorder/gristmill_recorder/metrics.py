@@ -13,14 +13,11 @@ _ADDED = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5, 2.5)
 _CALLS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 
 
-class RowBytes:
-    """total: bytes of the steps that the service has not acknowledged yet."""
-
-    total = 0
-
-
 class Metrics:
-    """All metrics of a recorder. docs/recorder.md describes each."""
+    """All metrics of a recorder. docs/recorder.md describes each.
+
+    row_bytes: of the steps that the service has not acknowledged yet.
+    """
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -60,9 +57,9 @@ class Metrics:
             "Prompt tokens of verified calls that began a row, and would not with splicing.",
             **shared,
         )
-        self.row_bytes = RowBytes()
+        self.row_bytes = 0
         undelivered = Gauge("row_bytes", "Bytes of steps that the service has not acknowledged yet.", **shared)
-        undelivered.set_function(lambda: self.row_bytes.total)
+        undelivered.set_function(lambda: self.row_bytes)
         self.open = Gauge("open_trajectories", "Trajectories that are not closed.", **shared)
         self.policy_version = Gauge(
             "policy_version", "The last policy version that the recorder received from the service.", ("run",), **shared
@@ -81,7 +78,6 @@ class Metrics:
             self.steps.inc()
             self._prompt.inc(len(row.prompt))
             self._response.inc(len(row.response))
-            self.row_bytes.total += row.nbytes
 
     def answered(self, api: str, status: int, took_s: float, engine_s: float) -> None:
         """Counts an answered call, and the recorder's share of its time."""

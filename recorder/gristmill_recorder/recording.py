@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from gristmill import AsyncRolloutClient, RowOutcome
@@ -46,7 +46,8 @@ ACCEPTED, ABORTED, REFUSED = "accepted", "aborted", "refused"
 
 
 class Recording:
-    """A trajectory. Use it on one event loop. on_closed: called when all steps are delivered, or dropped."""
+    """A trajectory. Use it on one event loop. entry: its state, as in the journal. on_closed: called when all steps are
+    delivered, or dropped."""
 
     def __init__(
         self,
@@ -60,34 +61,19 @@ class Recording:
         self.name = entry.name
         self.calls = 0
         self.used_at = time.monotonic()
-        self._entry = entry
+        self.entry = entry
         self._journal, self._client, self._metrics, self._on_closed = journal, client, metrics, on_closed
-        self._waiting = deque(entry.rows)
+        self._waiting: deque[Row] = deque()
+        self._add(entry.rows)
         # The epoch in which the service accepted the delivered steps; None if it is unknown.
         self._epochs, self._epoch = epochs, None if entry.delivered else epochs.number
         self._task: asyncio.Task[None] | None = None
         self._over = asyncio.Event()
-        for row in entry.rows:
-            metrics.row_bytes.total += row.nbytes
-
-    @property
-    def outcome(self) -> str:
-        """The result of the trajectory; "" while it is open."""
-        return self._entry.outcome
-
-    @property
-    def steps(self) -> int:
-        return self._entry.next_step
-
-    @property
-    def ends(self) -> Mapping[bytes, int]:
-        """The last step of each recorded conversation, by its key."""
-        return self._entry.ends
 
     def row(self, step: int) -> Row | None:
         """Returns a recorded step; None if the trajectory is closed."""
         newest = self._waiting[-1] if self._waiting else None
-        return newest if newest is not None and newest.step == step else self._journal.row(self._entry.id, step)
+        return newest if newest is not None and newest.step == step else self._journal.row(self.entry.id, step)
 
     @contextmanager
     def calling(self) -> Iterator[Recording]:
@@ -99,7 +85,7 @@ class Recording:
         finally:
             self.calls -= 1
             self.used_at = time.monotonic()
-            if not (self.calls or self._entry.next_step or self.outcome):
+            if not (self.calls or self.entry.next_step or self.entry.outcome):
                 self._on_closed(self)
 
     def record(
@@ -122,7 +108,7 @@ class Recording:
         trajectory was closed in the meantime; then nothing was recorded.
         """
         self._check_open()
-        first = self._entry.next_step
+        first = self.entry.next_step
         rows = [
             Row.of(choice, first + number, policy_version, sampling, more, has_logprobs=has_logprobs)
             for number, (choice, more) in enumerate(zip(choices, columns, strict=True))
@@ -132,9 +118,9 @@ class Recording:
         for row, (said, is_cut) in zip(rows, keys, strict=False):
             row.said, row.is_cut = said, is_cut
         with self._metrics.journal_seconds.time():
-            self._journal.append(self._entry, rows, base or (self._waiting[-1] if self._waiting else None))
-        self._waiting += rows
-        self._entry.ends |= {row.said: row.step for row in rows if row.said is not None}
+            self._journal.append(self.entry, rows, base or (self._waiting[-1] if self._waiting else None))
+        self._add(rows)
+        self.entry.ends |= {row.said: row.step for row in rows if row.said is not None}
         self._metrics.recorded(rows, sampling.odd)
         # The answer waits for this method, so delivery starts later.
         asyncio.get_running_loop().call_soon(self.deliver)
@@ -145,13 +131,13 @@ class Recording:
         Returns when the service has the whole trajectory, or after wait_s seconds; then the remaining steps are
         delivered later. Raises Conflict if the trajectory ended with another reward, or calls are in progress.
         """
-        if self._entry.is_ended:
-            check_same_end(self._entry, reward)
+        if self.entry.is_ended:
+            check_same_end(self.entry, reward)
         elif not self._over.is_set():
             if self.calls:
                 raise CallsUnderWay(f"{self.name}: {self.calls} calls are in progress; finish it after their answers")
-            self._journal.end(self._entry.id, reward)
-            self._entry.is_ended, self._entry.reward = True, reward
+            self._journal.end(self.entry.id, reward)
+            self.entry.is_ended, self.entry.reward = True, reward
             self.deliver()
         await self.wait_closed(wait_s)
 
@@ -164,8 +150,8 @@ class Recording:
 
         Raises Conflict if the trajectory has ended, and FailedPreconditionError if the journal cannot be written.
         """
-        check_not_ended(self._entry)
-        self._journal.abort(self._entry, f"{ABORTED}: {reason}")
+        check_not_ended(self.entry)
+        self._journal.abort(self.entry, f"{ABORTED}: {reason}")
         self._over.clear()
         self._clear()
         self.deliver()
@@ -183,7 +169,7 @@ class Recording:
 
     def is_abandoned(self, since: float) -> bool:
         """Returns whether the trajectory is open and had no call since this monotonic time."""
-        return not (self.calls or self._entry.is_ended or self.outcome) and self.used_at < since
+        return not (self.calls or self.entry.is_ended or self.entry.outcome) and self.used_at < since
 
     @property
     def is_closed(self) -> bool:
@@ -195,37 +181,35 @@ class Recording:
         return self._task is None
 
     def _check_open(self) -> None:
-        if self._entry.is_ended:
-            raise TrajectoryOver(f"{self.name}: it has ended; sample it again with the next attempt (.../attempt/N/v1)")
-        if self._entry.outcome:
-            raise over(self._entry)
+        if self.entry.is_ended or self.entry.outcome:
+            raise over(self.entry)
 
     def _due(self) -> list[Row]:
         """Returns the rows to deliver now: all but the newest, until the trajectory has ended."""
-        most = len(self._waiting) - (not self._entry.is_ended)
+        most = len(self._waiting) - (not self.entry.is_ended)
         rows = [self._waiting[position] for position in range(min(most, _MAX_ROWS))]
-        if self._entry.is_ended and len(rows) == len(self._waiting):
-            rows[-1].is_last, rows[-1].reward = True, self._entry.reward
+        if self.entry.is_ended and len(rows) == len(self._waiting):
+            rows[-1].is_last, rows[-1].reward = True, self.entry.reward
         return rows
 
     def deliver(self) -> None:
         """Starts a background task that delivers the due rows or the abort, if there are any."""
-        if self._task is None and (self.outcome or self._due()):
+        if self._task is None and (self.entry.outcome or self._due()):
             self._task = asyncio.create_task(self._send(), name=f"deliver {self.name}")
 
     async def _send(self) -> None:
         try:
-            while not self._over.is_set() and (self.outcome or self._due()):
+            while not self._over.is_set() and (self.entry.outcome or self._due()):
                 await self._send_next()
         finally:
             self._task = None
 
     async def _send_next(self) -> None:
-        is_abort = bool(self.outcome)
+        is_abort = bool(self.entry.outcome)
         try:
             await (self._send_abort() if is_abort else self._send_rows(self._due()))
         except _LASTING as error:
-            if self.outcome and not is_abort:
+            if self.entry.outcome and not is_abort:
                 # The trajectory was aborted in the meantime.
                 return
             self._metrics.delivery_failures.labels(error.code).inc()
@@ -237,7 +221,7 @@ class Recording:
             await asyncio.sleep(_PAUSE_S)
 
     async def _send_abort(self) -> None:
-        name, reason = self.name, self.outcome.partition(": ")[2]
+        name, reason = self.name, self.entry.outcome.partition(": ")[2]
         if self._journal.has_higher_attempt(name):
             self.close_superseded()
             return
@@ -249,10 +233,10 @@ class Recording:
             if not await self._client.begin_groups([name.uid], name.round, wait_s=_WAIT_S):
                 await asyncio.sleep(_PAUSE_S)
         else:
-            self._close(self.outcome)
+            self._close(self.entry.outcome)
 
     async def _send_rows(self, rows: Sequence[Row]) -> None:
-        if not self._entry.delivered:
+        if not self.entry.delivered:
             self._epoch = self._epochs.number
         outcomes = await self._client.submit([row.fields(self.name) for row in rows])
         self._epochs.accepted(outcomes.count(RowOutcome.ACCEPTED))
@@ -260,15 +244,14 @@ class Recording:
         is_end = rows[-1].is_last and rows[0].step > 0
         if is_end:
             await self._epochs.status()
-        if self.outcome:
+        if self.entry.outcome:
             return
         if is_end and self._epoch != self._epochs.number:
             self._deliver_again()
             return
-        for row in rows:
-            self._waiting.popleft()
-            self._metrics.row_bytes.total -= row.nbytes
-        self._entry.delivered += len(rows)
+        for _ in rows:
+            self._metrics.row_bytes -= self._waiting.popleft().nbytes
+        self.entry.delivered += len(rows)
         if lost := next((outcome for outcome in outcomes if outcome in _OVER), None):
             self._close(_OVER[lost])
         elif rows[-1].is_last:
@@ -278,15 +261,14 @@ class Recording:
 
     def _deliver_again(self) -> None:
         _log.info("%s: delivered again, because the service may have lost steps that it had accepted", self.name)
-        rows = [*self._journal.rows(self._entry.id)]
+        rows = [*self._journal.rows(self.entry.id)]
         self._clear()
-        self._waiting.extend(rows)
-        self._metrics.row_bytes.total += sum(row.nbytes for row in rows)
-        self._entry.delivered = 0
+        self._add(rows)
+        self.entry.delivered = 0
 
     def _note_delivered(self) -> None:
         try:
-            self._journal.deliver(self._entry)
+            self._journal.deliver(self.entry)
         except FailedPreconditionError as error:
             # After a restart these steps are delivered again, as duplicates.
             _log.error("%s: delivery not journaled: %s", self.name, error)
@@ -294,7 +276,7 @@ class Recording:
     def _close(self, outcome: str) -> None:
         if self._over.is_set():
             return
-        self._entry.outcome = outcome
+        self.entry.outcome = outcome
         self._clear()
         self._metrics.closed.labels(outcome.partition(":")[0]).inc()
         self._over.set()
@@ -307,20 +289,23 @@ class Recording:
     def journal_outcome(self) -> None:
         """Stores the outcome of a closed trajectory, and frees this object. Raises FailedPreconditionError if the
         journal cannot be written."""
-        if self._entry.id:
-            is_refused = self.outcome.startswith(REFUSED)
-            self._journal.close_trajectory(self._entry.id, self.outcome, keeps_rows=is_refused)
+        if self.entry.id:
+            is_refused = self.entry.outcome.startswith(REFUSED)
+            self._journal.close_trajectory(self.entry.id, self.entry.outcome, keeps_rows=is_refused)
         self._on_closed(self)
 
+    def _add(self, rows: Sequence[Row]) -> None:
+        self._waiting += rows
+        self._metrics.row_bytes += sum(row.nbytes for row in rows)
+
     def _clear(self) -> None:
-        for row in self._waiting:
-            self._metrics.row_bytes.total -= row.nbytes
+        self._metrics.row_bytes -= sum(row.nbytes for row in self._waiting)
         self._waiting.clear()
 
 
 def over(entry: Entry) -> TrajectoryOver:
-    """Returns the error of calls of a closed trajectory."""
-    if entry.is_ended and entry.outcome == ACCEPTED:
+    """Returns the error of calls of a trajectory that is ended or closed."""
+    if entry.is_ended and entry.outcome in ("", ACCEPTED):
         return TrajectoryOver(f"{entry.name}: it has ended; sample it again with the next attempt (.../attempt/N/v1)")
     return TrajectoryOver(f"{entry.name}: it is closed: {entry.outcome}; stop this agent")
 

@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import Collection
 from contextlib import suppress
-from typing import NamedTuple
 
 from gristmill import (
     AsyncRolloutClient,
@@ -126,13 +125,6 @@ class Run:
             await self.client.close()
 
 
-class Ended(NamedTuple):
-    """An ended trajectory. outcome: "" until the service has acknowledged all of its steps."""
-
-    steps: int
-    outcome: str
-
-
 class Runs:
     """All runs of a recorder. Use it on one event loop. columns: those that rows get."""
 
@@ -161,21 +153,22 @@ class Runs:
             raise over(entry)
         return self._add(Entry(name))
 
-    async def finish(self, name: TrajectoryName, reward: float | None, wait_s: float) -> Ended:
-        """Ends a trajectory like `Recording.finish`. Raises Conflict also if no call was recorded, or the service
-        refused the steps."""
-        if (recording := self._open.get(name)) is not None and (recording.steps or recording.calls):
+    async def finish(self, name: TrajectoryName, reward: float | None, wait_s: float) -> Entry:
+        """Ends a trajectory like `Recording.finish`. Its outcome is "" until the service has acknowledged all of its
+        steps. Raises Conflict also if no call was recorded, or the service refused the steps."""
+        recording = self._open.get(name)
+        if recording is not None and (recording.entry.next_step or recording.calls):
             await recording.finish(reward, wait_s)
-            ended = Ended(recording.steps, recording.outcome)
-        elif (entry := self._journal.find(name)) is not None:
-            if entry.is_ended:
-                check_same_end(entry, reward)
-            ended = Ended(entry.next_step, entry.outcome)
+            entry: Entry | None = recording.entry
         else:
+            entry = self._journal.find(name)
+            if entry is not None and entry.is_ended:
+                check_same_end(entry, reward)
+        if entry is None:
             raise Conflict(f"{name}: no call was recorded; make a call first, or abort it")
-        if ended.outcome.startswith(REFUSED):
-            raise Conflict(f"{name}: {ended.outcome}")
-        return ended
+        if entry.outcome.startswith(REFUSED):
+            raise Conflict(f"{name}: {entry.outcome}")
+        return entry
 
     async def abort(self, name: TrajectoryName, reason: str) -> None:
         """Aborts the trajectory, here and in the service; its group continues without it. If there is a higher attempt,
@@ -193,8 +186,8 @@ class Runs:
             recording = self._add(entry)
         self._abort(recording, reason)
         await recording.wait_closed(_PATIENCE_S)
-        if recording.outcome.startswith(REFUSED):
-            raise Conflict(f"{name}: {recording.outcome}")
+        if recording.entry.outcome.startswith(REFUSED):
+            raise Conflict(f"{name}: {recording.entry.outcome}")
 
     def _abort(self, recording: Recording, reason: str) -> None:
         if self._has_higher_attempt(recording.name):

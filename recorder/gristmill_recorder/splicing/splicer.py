@@ -93,7 +93,7 @@ class Splicer:
             return Plan(request)
         plan = Plan(request, conversation)
         if 0 < conversation.answered < len(conversation.messages):
-            plan.continues = recording.ends.get(conversation.key(conversation.answered))
+            plan.continues = recording.entry.ends.get(conversation.key(conversation.answered))
         if self._mode == "off":
             return plan
         try:
@@ -114,14 +114,14 @@ class Splicer:
             # The engine would read their tokens without them.
             return "images"
         messages, count = conversation.messages, conversation.answered
-        if not count or not recording.ends:
+        if not count or not recording.entry.ends:
             if conversation.settings not in self._renders:
                 prompts = await self._renderer.render(request, [messages], headers)
                 plan.rendering = prompts[0] if prompts else None
             return "start"
         base = plan.base = None if plan.continues is None else recording.row(plan.continues)
         if base is None:
-            is_other = any(conversation.has_other_settings(count, key) for key in recording.ends)
+            is_other = any(conversation.has_other_settings(count, key) for key in recording.entry.ends)
             return "settings" if is_other else "history"
         if time.monotonic() < self._ignored_until:
             return "ignored"
