@@ -26,6 +26,7 @@ from gristmill_recorder.languages.sampling import Sampling
 from gristmill_recorder.metrics import Metrics
 from gristmill_recorder.names import HEADER, INT32_MAX, TrajectoryName, int32_of
 from gristmill_recorder.refusals import Busy, EngineAway, EngineSlow, TooLarge, WrongCall
+from gristmill_recorder.rows import Row
 from gristmill_recorder.runs import Runs
 from gristmill_recorder.settings import RecorderSettings
 from gristmill_recorder.splicing.splicer import Splicer
@@ -67,15 +68,15 @@ class Calls:
             plan = await self._splicer.plan(form.path, asked, recording, headers)
 
             def record(samples: Sequence[Sampled], choices: Sequence[Document]) -> None:
+                rows, turn, logprobs = [], plan.turn, self._settings.logprobs
                 said = _of_samples(choices, samples)
-                keys, turn = plan.keys(said), plan.turn
-                pairs = zip(said, samples, strict=True)
-                sources = [Source(choice, one, sampling, turn, images) for choice, one in pairs]
-                columns = [columns_of(self._columns, source) for source in sources]
-                recording.record(
-                    samples, columns, keys, plan.base, version, sampling, has_logprobs=self._settings.logprobs
-                )
-                self._splicer.recorded(plan, samples, keys)
+                for step, (choice, sample) in enumerate(zip(said, samples, strict=True), recording.entry.next_step):
+                    columns = columns_of(self._columns, Source(choice, sample, sampling, turn, images))
+                    rows.append(Row.of(sample, step, version, sampling, columns, has_logprobs=logprobs))
+                plan.mark(rows, said)
+                recording.record(rows, plan.base)
+                self._metrics.recorded(rows, sampling.odd)
+                self._splicer.recorded(plan, rows)
 
             # Of a translated call the query belongs to another path.
             query = query_of(request) if form.path == path else ""

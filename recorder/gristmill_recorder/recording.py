@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from gristmill import AsyncRolloutClient, RowOutcome
-from gristmill.completions import Sampled
 from gristmill.errors import (
     AlreadyExistsError,
     FailedPreconditionError,
@@ -22,10 +21,8 @@ from gristmill.errors import (
     InvalidArgumentError,
     NotFoundError,
 )
-from gristmill_recorder.columns import Columns
 from gristmill_recorder.epochs import Epochs
 from gristmill_recorder.journal import Entry, Journal
-from gristmill_recorder.languages.sampling import Sampling
 from gristmill_recorder.metrics import Metrics
 from gristmill_recorder.refusals import CallsUnderWay, Conflict, TrajectoryOver
 from gristmill_recorder.rows import Row
@@ -88,40 +85,21 @@ class Recording:
             if not (self.calls or self.entry.next_step or self.entry.outcome):
                 self._on_closed(self)
 
-    def record(
-        self,
-        choices: Sequence[Sampled],
-        columns: Sequence[Columns],
-        keys: Sequence[tuple[bytes, bool]],
-        base: Row | None,
-        policy_version: int,
-        sampling: Sampling,
-        *,
-        has_logprobs: bool,
-    ) -> None:
-        """Records one step per choice of a call. When it returns, the steps are in the journal.
+    def record(self, rows: Sequence[Row], base: Row | None) -> None:
+        """Records the next steps, one per choice of a call. When it returns, they are in the journal.
 
-        columns: of each step. keys: `said` and `is_cut` of each step; empty if they are not known. base: the step that
-        the call continues; None if it is not known.
+        base: the step that the call continues; None if it is not known.
 
-        Raises GristmillError if the answer is incomplete or the journal cannot be written, and TrajectoryOver if the
-        trajectory was closed in the meantime; then nothing was recorded.
+        Raises FailedPreconditionError if the journal cannot be written, and TrajectoryOver if the trajectory was closed
+        in the meantime; then nothing was recorded.
         """
         self._check_open()
-        first = self.entry.next_step
-        rows = [
-            Row.of(choice, first + number, policy_version, sampling, more, has_logprobs=has_logprobs)
-            for number, (choice, more) in enumerate(zip(choices, columns, strict=True))
-        ]
         if not rows:
             return
-        for row, (said, is_cut) in zip(rows, keys, strict=False):
-            row.said, row.is_cut = said, is_cut
         with self._metrics.journal_seconds.time():
             self._journal.append(self.entry, rows, base or (self._waiting[-1] if self._waiting else None))
         self._add(rows)
         self.entry.ends |= {row.said: row.step for row in rows if row.said is not None}
-        self._metrics.recorded(rows, sampling.odd)
         # The answer waits for this method, so delivery starts later.
         asyncio.get_running_loop().call_soon(self.deliver)
 

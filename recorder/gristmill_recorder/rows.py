@@ -26,9 +26,9 @@ class Row:
 
     prompt, response: int32 token ids. logprobs: float32, one per response token; None if rows have none.
     policy_versions: int32, one per response token; None if `policy_version` applies to all. reward: None while it is
-    pending. is_last: whether the trajectory ends with this step. is_masked: see `Sampling`. columns: the
-    declared columns of the run. said: the key of the
-    conversation up to this answer, None without splicing. is_cut: whether the answer has no end of turn.
+    pending. is_last: whether the trajectory ends with this step. is_masked: see `Sampling`. columns: those that the run
+    declares. said: the key of the conversation up to this answer, None if it is not known. is_cut: whether the answer
+    has no end of turn.
     """
 
     step: int

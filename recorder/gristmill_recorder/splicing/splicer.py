@@ -8,9 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
-
-from gristmill.completions import Sampled
 from gristmill_recorder.engines.api import EngineApi
 from gristmill_recorder.engines.connection import Engine
 from gristmill_recorder.engines.renderer import Renderer
@@ -53,11 +50,11 @@ class Plan:
     spliced: list[int] | None = None
     rendering: list[int] | None = None
 
-    def keys(self, choices: Sequence[Document]) -> list[tuple[bytes, bool]]:
-        """Returns for each choice the key of its conversation, and whether it was cut."""
-        if self.conversation is None or not all(choices):
-            return []
-        return [(self.conversation.key_after(each["message"]), is_cut(each, self.request)) for each in choices]
+    def mark(self, rows: Sequence[Row], choices: Sequence[Document]) -> None:
+        """Sets the key of each row's conversation, and whether its answer was cut, if they are known."""
+        if self.conversation is not None and all(choices):
+            for row, choice in zip(rows, choices, strict=True):
+                row.said, row.is_cut = self.conversation.key_after(choice["message"]), is_cut(choice, self.request)
 
     @property
     def turn(self) -> Document:
@@ -132,38 +129,38 @@ class Splicer:
             plan.spliced = [*base.prompt.tolist(), *base.response.tolist(), *following]
         return cause
 
-    def recorded(self, plan: Plan, samples: Sequence[Sampled], keys: Sequence[tuple[bytes, bool]]) -> None:
+    def recorded(self, plan: Plan, rows: Sequence[Row]) -> None:
         """Compares the prompt that the engine read with the plan, after the answer was recorded, and counts the
         result."""
-        if plan.conversation is None or self._mode == "off" or not samples:
+        if plan.conversation is None or self._mode == "off" or not rows:
             return
-        prompt = [*samples[0].prompt_token_ids]
         if plan.rendering is not None:
             if len(self._renders) >= _MAX_SETTINGS:
                 self._renders.clear()
-            self._renders[plan.conversation.settings] = plan.rendering == prompt
-        for sample, (_, was_cut) in zip(samples, keys, strict=False):
-            if not was_cut:
-                self._bridges.ended(str(plan.request.get("model")), sample.response_ids[-1])
-        self._metrics.splices.labels(self._result(plan, prompt)).inc()
+            self._renders[plan.conversation.settings] = plan.rendering == rows[0].prompt.tolist()
+        for row in rows:
+            if row.said is not None and not row.is_cut:
+                self._bridges.ended(str(plan.request.get("model")), int(row.response[-1]))
+        self._metrics.splices.labels(self._result(plan, rows[0])).inc()
 
-    def _result(self, plan: Plan, prompt: list[int]) -> str:
+    def _result(self, plan: Plan, row: Row) -> str:
         if plan.spliced is None or plan.base is None:
             return plan.cause
+        is_same = row.prompt.tolist() == plan.spliced
         if self._mode == "on":
-            if prompt == plan.spliced:
+            if is_same:
                 return "spliced"
             if time.monotonic() >= self._ignored_until:
                 _log.warning("the engine ignores the tokens of a prompt, calls are not spliced; %s", self._api.splicing)
             self._ignored_until = time.monotonic() + _IGNORED_S
             return "ignored"
-        same = plan.base.shared(np.array(prompt, np.int32))
-        if prompt == plan.spliced:
+        same = plan.base.shared(row.prompt)
+        if is_same:
             place = "none"
         elif same >= len(plan.base.prompt) + len(plan.base.response):
             place = "new"
         else:
             place = "answer" if same >= len(plan.base.prompt) else "earlier"
-            self._metrics.splice_saved.inc(len(prompt))
+            self._metrics.splice_saved.inc(len(row.prompt))
         self._metrics.splice_differences.labels(place).inc()
         return "verified"
