@@ -86,25 +86,22 @@ class Splicer:
             return Plan(request)
         try:
             conversation = Conversation(request)
-        except _INVALID:
-            return Plan(request)
-        plan = Plan(request, conversation)
-        if 0 < conversation.answered < len(conversation.messages):
-            plan.continues = recording.entry.ends.get(conversation.key(conversation.answered))
-        if self._mode == "off":
-            return plan
-        try:
-            plan.cause = await self._splice(plan, recording, headers)
+            plan = Plan(request, conversation)
+            if 0 < conversation.answered < len(conversation.messages):
+                plan.continues = recording.entry.ends.get(conversation.key(conversation.answered))
+            if self._mode != "off":
+                plan.cause = await self._splice(plan, conversation, recording, headers)
             if plan.spliced is not None and self._mode == "on":
                 plan.request = self._api.with_tokens(request, plan.spliced)
         except _INVALID:
             return Plan(request)
         return plan
 
-    async def _splice(self, plan: Plan, recording: Recording, headers: Mapping[str, str]) -> str:
+    async def _splice(
+        self, plan: Plan, conversation: Conversation, recording: Recording, headers: Mapping[str, str]
+    ) -> str:
         """Sets the plan's prompt, or returns why there is none."""
-        request, conversation = plan.request, plan.conversation
-        assert conversation is not None
+        request = plan.request
         if not self._api.takes_tokens(request):
             return "fields"
         if urls_of_images(request):
