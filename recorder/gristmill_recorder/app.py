@@ -84,14 +84,14 @@ class RecorderApp:
         reward = _reward(await _only_field(request, "reward"))
         entry = await self._runs.finish(name, reward, self._settings.finish_wait_s)
         answer = {"steps": entry.next_step, "outcome": entry.outcome or "waiting for the service"}
-        return web.json_response(answer, status=200 if entry.outcome else 202)
+        return _json(answer, 200 if entry.outcome else 202)
 
     async def _abort(self, request: web.Request, name: TrajectoryName) -> web.Response:
         reason = await _only_field(request, "reason") or "aborted by the agent"
         if not isinstance(reason, str):
             raise WrongCall(f"reason is a {type(reason).__name__}; send a text")
         await self._runs.abort(name, reason[:_REASON_LENGTH])
-        return web.json_response({"outcome": "aborted"})
+        return _json({"outcome": "aborted"})
 
     async def _pass_on(self, request: web.Request, path: str) -> web.Response:
         body = await read_body(request) if request.can_read_body else None
@@ -100,15 +100,19 @@ class RecorderApp:
             return await unchanged(answer)
 
     async def _alive(self, request: web.Request) -> web.Response:
-        return web.json_response({"status": "alive"})
+        return _json({"status": "alive"})
 
     async def _ready(self, request: web.Request) -> web.Response:
         if not self.is_ready:
             raise Busy("the recorder is stopping; retry later, or call another recorder")
-        return web.json_response({"status": "ready"})
+        return _json({"status": "ready"})
 
     async def _scraped(self, request: web.Request) -> web.Response:
         return web.Response(body=self._metrics.text(), headers={"content-type": CONTENT_TYPE_LATEST})
+
+
+def _json(document: dict[str, object], status: int = 200) -> web.Response:
+    return web.Response(status=status, body=orjson.dumps(document), content_type="application/json")
 
 
 def _refusal(error: Exception) -> RefusalError:
