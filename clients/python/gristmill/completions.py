@@ -68,36 +68,28 @@ def sampled(completion: Any) -> list[Sampled]:
 
     Raises InvalidArgumentError if token ids are missing, or if there is not one log-probability per token.
     """
+    chunks = ChunkReader()
     if isinstance(completion, Iterable) and not isinstance(completion, (Mapping, str)) and not _is_model(completion):
-        chunks = ChunkReader()
         for chunk in completion:
             chunks.read(_mapping(chunk))
         return chunks.sampled()
     answer = _mapping(completion)
     if answer.get("object") == "response":
         return _of_response(answer)
-    extension, dynamo = answer.get("sglext") or {}, _Dynamo()
-    if len(answer.get("choices") or ()) == 1:
-        dynamo.read(answer.get("nvext") or {})
-    indexed: list[tuple[int, Sampled]] = []
-    for position, choice in enumerate(answer.get("choices") or ()):
-        index = choice.get("index", position)
-        prompt = _first(answer.get("prompt_token_ids"), choice.get("prompt_token_ids"), extension.get("input_ids"))
-        prompt = _first(prompt, dynamo.prompt)
-        response = _first(_ids_of(choice), _at(extension.get("output_ids"), index), dynamo.response)
-        stop = choice.get("finish_reason") or ""
-        spans = _first(choice.get("weight_versions"), None if index else _spans_of(answer))
-        logprobs = _first(dynamo.logprobs, logprobs_of(choice.get("logprobs")))
-        mask = _first(choice.get("sampling_mask"), dynamo.mask)
-        checked = _checked(prompt, response, logprobs, stop, f"choice {index}", spans, mask)
-        indexed.append((index, checked))
-    if not indexed:
+    choices = [{"index": position, **choice} for position, choice in enumerate(answer.get("choices") or ())]
+    if not choices:
         raise InvalidArgumentError("the answer has no choices; pass a chat completion, a completion or a response")
-    if len({index for index, _ in indexed}) != len(indexed):
+    by_index = {choice["index"]: choice for choice in choices}
+    if len(by_index) != len(choices):
         raise InvalidArgumentError(
-            f"the answer has {len(indexed)} choices, and some with the same index; update the engine"
+            f"the answer has {len(choices)} choices, and some with the same index; update the engine"
         )
-    return [choice for _, choice in sorted(indexed, key=lambda each: each[0]) if choice.response_ids]
+    for index, choice in by_index.items():
+        choice["finish_reason"] = choice.get("finish_reason") or ""
+        choice["weight_versions"] = _first(choice.get("weight_versions"), None if index else _spans_of(answer))
+    # A whole answer is read as a stream of one chunk.
+    chunks.read({**answer, "choices": choices})
+    return chunks.sampled()
 
 
 class ChunkReader:
