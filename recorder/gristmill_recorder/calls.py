@@ -46,6 +46,7 @@ class Calls:
         reads = "conversation" in self._columns
         self._splicer = Splicer(settings.splice, api, engine, metrics, reads=reads)
         self._under_way = 0
+        metrics.under_way.set_function(lambda: self._under_way)
 
     async def answer(
         self, request: web.BaseRequest, name: TrajectoryName, path: str, make_form: FormMaker
@@ -118,12 +119,10 @@ class Calls:
                 f"{settings.max_row_bytes:d}; check that the service runs and has capacity, or raise --max-row-bytes"
             )
         self._under_way += 1
-        metrics.under_way.set(self._under_way)
         try:
             yield
         finally:
             self._under_way -= 1
-            metrics.under_way.set(self._under_way)
 
 
 async def read_document(request: web.BaseRequest) -> Document:

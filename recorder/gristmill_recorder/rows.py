@@ -14,7 +14,7 @@ from gristmill._engines.fields import NO_LOGPROB
 from gristmill.completions import Sampled
 from gristmill.errors import InvalidArgumentError
 from gristmill_recorder.columns import Columns
-from gristmill_recorder.languages.sampling import PLAIN, Sampling
+from gristmill_recorder.languages.sampling import Sampling
 from gristmill_recorder.names import TrajectoryName
 
 _ROUNDING = 1e-3
@@ -51,8 +51,8 @@ class Row:
         choice: Sampled,
         step: int,
         policy_version: int,
-        sampling: Sampling = PLAIN,
-        columns: Columns | None = None,
+        sampling: Sampling,
+        columns: Columns,
         *,
         has_logprobs: bool,
     ) -> Row:
@@ -83,7 +83,7 @@ class Row:
         if versions is not None and (versions == versions[0]).all():
             policy_version, versions = int(versions[0]), None
         stop, is_masked = choice.stop_reason, sampling.is_masked
-        return cls(step, prompt, response, logprobs, stop, policy_version, versions, is_masked, columns or {})
+        return cls(step, prompt, response, logprobs, stop, policy_version, versions, is_masked, columns)
 
     @property
     def nbytes(self) -> int:

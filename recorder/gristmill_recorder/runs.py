@@ -132,6 +132,7 @@ class Runs:
         self._address, self._journal, self._columns, self._metrics = address, journal, columns, metrics
         self._runs: dict[str, Run] = {}
         self._open: dict[TrajectoryName, Recording] = {}
+        metrics.open.set_function(lambda: len(self._open))
 
     def resume(self) -> int:
         """Resumes the open trajectories of the journal. Returns their number."""
@@ -236,11 +237,9 @@ class Runs:
         run = self.run(entry.name.run)
         recording = Recording(entry, self._journal, run.client, run.epochs, self._metrics, self._forget)
         self._open[entry.name] = recording
-        self._metrics.open.set(len(self._open))
         return recording
 
     def _forget(self, recording: Recording) -> None:
         # A newer recording may have this name.
         if self._open.get(recording.name) is recording:
             del self._open[recording.name]
-        self._metrics.open.set(len(self._open))

@@ -12,7 +12,7 @@ import pytest
 from gristmill import InvalidArgumentError, TrainerClient
 from gristmill.completions import Sampled
 from gristmill_recorder.columns import Source, columns_of
-from gristmill_recorder.languages.sampling import PLAIN
+from gristmill_recorder.languages.sampling import Sampling
 from gristmill_recorder.settings import RecorderSettings
 from gristmill_service.settings import load
 from tests.on_loop import Service
@@ -74,7 +74,7 @@ def test_a_stream_is_kept_as_one_answer(talking: Recorder, service: Service, run
 
 def read(name: str, choice: dict[str, Any], mask: Any = None) -> Any:
     sample = Sampled([1, 2, 3], [4, 5], None, "stop", None, mask)
-    return columns_of([name], Source(choice, sample, PLAIN, {}))
+    return columns_of([name], Source(choice, sample, Sampling(), {}))
 
 
 @pytest.mark.parametrize("start", [0, 2])

@@ -48,9 +48,6 @@ class Sampling(NamedTuple):
         return cls(tuple(sorted(odd)), bool(odd) and temperature is not None, settings)
 
 
-PLAIN = Sampling()
-
-
 def _settings(request: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yields the settings that change the distribution. The value of a setting that is not a number is True."""
     for name, plain in _PLAIN.items():
