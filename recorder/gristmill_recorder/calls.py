@@ -69,11 +69,11 @@ class Calls:
             plan = await self._splicer.plan(form.path, asked, recording, headers)
 
             def record(samples: Sequence[Sampled], choices: Sequence[Document]) -> None:
-                rows, turn, logprobs = [], plan.turn, self._settings.logprobs
-                said = _of_samples(choices, samples)
+                rows, turn, said = [], plan.turn, _of_samples(choices, samples)
+                flags = {"has_logprobs": self._settings.logprobs, "is_masked": sampling.is_masked}
                 for step, (choice, sample) in enumerate(zip(said, samples, strict=True), recording.entry.next_step):
                     columns = columns_of(self._columns, Source(choice, sample, sampling, turn, images))
-                    rows.append(Row.of(sample, step, version, sampling, columns, has_logprobs=logprobs))
+                    rows.append(Row.of(sample, step, version, columns, **flags))
                 plan.mark(rows, said)
                 recording.record(rows, plan.base)
                 self._metrics.recorded(rows, sampling.odd)

@@ -14,7 +14,6 @@ from gristmill._engines.fields import NO_LOGPROB
 from gristmill.completions import Sampled
 from gristmill.errors import InvalidArgumentError
 from gristmill_recorder.columns import Columns
-from gristmill_recorder.languages.sampling import Sampling
 from gristmill_recorder.names import TrajectoryName
 
 _ROUNDING = 1e-3
@@ -47,14 +46,7 @@ class Row:
 
     @classmethod
     def of(
-        cls,
-        choice: Sampled,
-        step: int,
-        policy_version: int,
-        sampling: Sampling,
-        columns: Columns,
-        *,
-        has_logprobs: bool,
+        cls, choice: Sampled, step: int, policy_version: int, columns: Columns, *, has_logprobs: bool, is_masked: bool
     ) -> Row:
         """Builds a step from a sample. Raises InvalidArgumentError for invalid token ids or logprobs.
 
@@ -82,7 +74,7 @@ class Row:
             )
         if versions is not None and (versions == versions[0]).all():
             policy_version, versions = int(versions[0]), None
-        stop, is_masked = choice.stop_reason, sampling.is_masked
+        stop = choice.stop_reason
         return cls(step, prompt, response, logprobs, stop, policy_version, versions, is_masked, columns)
 
     @property

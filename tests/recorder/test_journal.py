@@ -22,7 +22,6 @@ from gristmill import FailedPreconditionError, InvalidArgumentError, Unavailable
 from gristmill.completions import Sampled
 from gristmill_recorder.journal import Entry, Journal
 from gristmill_recorder.journal_files import JournalFiles
-from gristmill_recorder.languages.sampling import Sampling
 from gristmill_recorder.names import TrajectoryName
 from gristmill_recorder.rows import Row
 
@@ -33,9 +32,8 @@ EXPERTS = np.arange(6, dtype=np.int16).reshape(1, 3, 2)
 
 def row(step: int, *, logprobs: bool = True) -> Row:
     choice = Sampled([1, 2, step], [3, 4], [-0.5, -1.0], "stop", [8, 9] if step == 2 else None)
-    sampling = Sampling(("top_p",), True) if step == 2 else Sampling()
     columns = {"experts": EXPERTS, "experts_start": np.array(2)} if step == 2 else {}
-    return Row.of(choice, step, 7, sampling, columns, has_logprobs=logprobs)
+    return Row.of(choice, step, 7, columns, has_logprobs=logprobs, is_masked=step == 2)
 
 
 @pytest.fixture
@@ -95,7 +93,9 @@ def test_a_prompt_comes_back_whatever_it_shares_with_an_earlier_step(
         rows: list[Row] = []
         for call in calls:
             made = [
-                Row.of(Sampled(prompt, response, None, ""), len(rows) + number, -1, Sampling(), {}, has_logprobs=False)
+                Row.of(
+                    Sampled(prompt, response, None, ""), len(rows) + number, -1, {}, has_logprobs=False, is_masked=False
+                )
                 for number, (prompt, response) in enumerate(call)
             ]
             journal.append(entry, made, data.draw(st.sampled_from(rows)) if rows else None)
@@ -114,7 +114,9 @@ def test_conversations_that_take_turns_are_written_once(journal: Journal, tmp_pa
     entry, last = Entry(NAME), list[Row | None]([None, None])
     tokens = [[*range(1000)], [*range(1000, 2000)]]
     for step in range(100):
-        turn = Row.of(Sampled(tokens[step % 2], [step] * 50, None, ""), step, -1, Sampling(), {}, has_logprobs=False)
+        turn = Row.of(
+            Sampled(tokens[step % 2], [step] * 50, None, ""), step, -1, {}, has_logprobs=False, is_masked=False
+        )
         journal.append(entry, [turn], last[step % 2])
         last[step % 2], tokens[step % 2] = turn, [*tokens[step % 2], *[step] * 50, 7, 7]
     journal.sync()
@@ -162,7 +164,7 @@ def test_its_log_stays_small_while_writes_never_pause(journal: Journal, tmp_path
     entry, log = Entry(NAME), tmp_path / "journal.sqlite3-wal"
 
     def write() -> None:
-        journal.append(entry, [Row.of(LONG, entry.next_step, 7, Sampling(), {}, has_logprobs=False)], None)
+        journal.append(entry, [Row.of(LONG, entry.next_step, 7, {}, has_logprobs=False, is_masked=False)], None)
 
     for _ in range(8):
         for _ in range(500):
@@ -288,7 +290,7 @@ def test_a_journal_whose_process_was_killed_while_it_closed_it_is_opened(
 def test_a_file_that_is_damaged_while_it_is_open_is_reported(journal: Journal, tmp_path: Path) -> None:
     entry, choice = Entry(NAME), Sampled([1], [3] * 5000, [-0.5] * 5000, "stop")
     for step in range(100):
-        journal.append(entry, [Row.of(choice, step, 7, Sampling(), {}, has_logprobs=True)], None)
+        journal.append(entry, [Row.of(choice, step, 7, {}, has_logprobs=True, is_masked=False)], None)
     journal.sync()
     overwrite(tmp_path / "journal.sqlite3")
     with pytest.raises(FailedPreconditionError, match=r"cannot be read: .* malformed; restart the recorder"):
