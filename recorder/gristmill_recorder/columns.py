@@ -1,4 +1,4 @@
-"""Columns that rows get from an answer, by the setting `record`. The run must declare them."""
+"""Columns that rows get from an answer, by the setting `columns`. The run must declare them."""
 
 from __future__ import annotations
 

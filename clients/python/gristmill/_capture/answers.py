@@ -5,24 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from gristmill._engines.completion_calls import CompletionCall, CompletionStream
 from gristmill._engines.events import EventSplitter
 from gristmill._engines.fields import EngineFields
 from gristmill.completions import Sampled, sampled
 from gristmill.errors import InvalidArgumentError
-
-
-class Answer(Protocol):
-    """An answer that arrives in parts."""
-
-    def feed(self, part: bytes) -> bytes:
-        """Adds a part. Returns the bytes that the agent may have before the answer is recorded."""
-
-    def end(self) -> tuple[Sequence[Sampled], bytes]:
-        """Returns the samples to record after the last part, and the bytes that the agent gets once they are recorded.
-        Raises InvalidArgumentError if they cannot be recorded."""
 
 
 class WholeAnswer:
@@ -33,10 +22,13 @@ class WholeAnswer:
         self._body = bytearray()
 
     def feed(self, part: bytes) -> bytes:
+        """Adds a part. Returns the bytes that the agent may have before the answer is recorded."""
         self._body += part
         return b""
 
     def end(self) -> tuple[Sequence[Sampled], bytes]:
+        """Returns the samples to record after the last part, and the bytes that the agent gets once they are recorded.
+        Raises InvalidArgumentError if they cannot be recorded."""
         with _readable(self._fields):
             answer: Any = json.loads(self._body)
             samples = _checked(sampled(answer))
@@ -62,6 +54,9 @@ class StreamedAnswer:
         with _readable(self._fields):
             samples = () if self._stream.has_failed else _checked(self._stream.sampled())
         return samples, bytes(self._withheld) + self._splitter.rest()
+
+
+Answer = WholeAnswer | StreamedAnswer
 
 
 @contextmanager
