@@ -74,7 +74,7 @@ def test_a_stream_is_kept_as_one_answer(talking: Recorder, service: Service, run
 
 def read(name: str, choice: dict[str, Any], mask: Any = None) -> Any:
     sample = Sampled([1, 2, 3], [4, 5], None, "stop", None, mask)
-    return columns_of([name], Source(choice, sample, Sampling(), {}))
+    return columns_of([name], Source(choice, sample, Sampling.of({}, None), {}))
 
 
 @pytest.mark.parametrize("start", [0, 2])

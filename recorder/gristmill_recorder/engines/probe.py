@@ -74,7 +74,7 @@ class Probe:
 
     def _of_columns(self, form: Form, answer: Document) -> Iterator[str]:
         samples, choices = form.read(answer)
-        source = Source(choices[0] if choices else {}, samples[0], Sampling(), {})
+        source = Source(choices[0] if choices else {}, samples[0], Sampling.of({}, None), {})
         try:
             columns = columns_of(self._columns, source)
         except (KeyError, TypeError, ValueError) as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 _SETS = ("allowed_token_ids", "bad_words", "custom_logit_processor", "logit_bias", "min_new_tokens", "min_tokens")
@@ -32,9 +31,9 @@ class Sampling(NamedTuple):
     other settings. is_masked: whether the steps get loss mask 0. settings: those that change the distribution.
     """
 
-    odd: tuple[str, ...] = ()
-    is_masked: bool = False
-    settings: Mapping[str, Any] = MappingProxyType({})
+    odd: tuple[str, ...]
+    is_masked: bool
+    settings: Mapping[str, Any]
 
     @classmethod
     def of(cls, request: dict[str, Any], temperature: float | None) -> Sampling:
