@@ -376,4 +376,4 @@ def test_an_unknown_engine_is_refused(rollouts: RolloutClient) -> None:
 def test_without_an_http_client_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clients, "_imported", lambda name: None)
     with pytest.raises(FailedPreconditionError, match="neither can be imported"):
-        clients.install.__wrapped__()
+        clients._install.__wrapped__()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -94,6 +96,42 @@ def test_threads_of_a_pool_record_in_a_copied_context_or_in_a_block_of_their_own
         trajectory.finish(1.0)
     rows = [bytes(row.trained[:-1]) for row in trained(service.grpc_address, run)]
     assert sorted(set(rows)) == [b"b", b"c"]
+
+
+AGENTS = """
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+
+import gristmill
+from tests.client.capture.callers import by_openai, steps, user
+
+engine, address, run = sys.argv[1:]
+barrier = Barrier(4)
+
+with gristmill.RolloutClient(address, run, timeout_s=20) as client:
+
+    def agent(number):
+        trajectory = client.trajectory("a", number)
+        barrier.wait()
+        with gristmill.capture(trajectory):
+            barrier.wait()
+            by_openai(engine, {"model": "toy", "messages": [user("say hi")]})
+        trajectory.finish(1.0)
+        return steps(trajectory)
+
+    with ThreadPoolExecutor(4) as pool:
+        print(*pool.map(agent, range(4)))
+"""
+
+
+def test_threads_that_open_the_first_blocks_of_a_process_at_once_record_each_call_once(
+    engine: Engine, service: Service, run_name: str
+) -> None:
+    create_run(service.grpc_address, run_name, n_samples_per_prompt=4)
+    command = [sys.executable, "-c", AGENTS, engine.url, service.grpc_address, run_name]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == ["1"] * 4
 
 
 def test_a_call_that_blocks_the_loop_of_its_recording_is_refused_and_one_in_a_thread_is_not(

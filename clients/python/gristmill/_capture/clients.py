@@ -4,15 +4,23 @@ from __future__ import annotations
 
 from functools import cache
 from importlib import import_module
+from threading import Lock
 from types import ModuleType
 
 from gristmill._capture import httpx_calls
 from gristmill.errors import FailedPreconditionError
 
+_lock = Lock()
 
-@cache
+
 def install() -> None:
     """Installs it once. Raises FailedPreconditionError if there is no client."""
+    with _lock:
+        _install()
+
+
+@cache
+def _install() -> None:
     # httpx2 is httpx with another name; newer versions of the openai package use it. One may be an alias of the other.
     clients = {module.Client: module for name in ("httpx", "httpx2") if (module := _imported(name))}
     for module in clients.values():
