@@ -72,16 +72,23 @@ def test_the_page_shows_a_row_as_a_conversation(open_page: OpenPage, run: str) -
     ]
 
 
-def test_a_column_that_a_recorder_did_not_write_is_not_shown(
-    open_page: OpenPage, service: Service, run_name: str
+@pytest.mark.parametrize(
+    ("line", "note"),
+    [
+        (json.dumps(SAID[1]).encode(), "Continues step 0, which is in another row."),
+        (b"\xff{", "The column conversation has no lines of JSON."),
+    ],
+    ids=["earlier messages are elsewhere", "not written by a recorder"],
+)
+def test_the_page_says_why_a_row_does_not_show_its_whole_conversation(
+    line: bytes, note: str, open_page: OpenPage, service: Service, run_name: str
 ) -> None:
     config = {**stage.CONFIG, "train_batch_size": 1, "dp_size": 1, "columns": [COLUMN]}
-    stage.published(
-        service.runs, run_name, config, [from_rows(rows([b"\xff{", b"}"]), step_wise=True, columns=COLUMNS)]
-    )
+    lines = [line, b"\n" + line]
+    stage.published(service.runs, run_name, config, [from_rows(rows(lines), step_wise=True, columns=COLUMNS)])
     page = open_page(f"#/{run_name}")
     page.locator("section[aria-label=Shards] canvas").first.click(position={"x": 40, "y": 22})
-    page.get_by_text("The column conversation has no lines of JSON.").wait_for()
+    page.get_by_text(note).wait_for()
 
 
 def test_conversations_are_exported_with_their_tokens(service: Service, run: str, tmp_path: Path) -> None:

@@ -44,6 +44,7 @@ function conversation(lines) {
   const said = steps.flatMap((step, number) => [
     // A step that continues another than the one before it in this row: there the conversation broke.
     ...(number && step.continues == null ? [quiet("The next call did not continue this conversation.")] : []),
+    ...(!number && step.continues != null ? [quiet(`Continues step ${step.continues}, which is in another row.`)] : []),
     ...(step.messages ?? [{ role: "prompt", content: step.prompt }]).flatMap(message => turn(message)), ...turn(step.answer)]);
   return [make("h4", {}, "Conversation"), make("div", { class: "conversation", role: "region", tabindex: "0", "aria-label": "Conversation" }, said)];
 }
