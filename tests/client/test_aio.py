@@ -12,6 +12,7 @@ from gristmill import (
     AsyncRolloutClient,
     AsyncTrajectory,
     DeadlineExceededError,
+    ResourceExhaustedError,
     RolloutClient,
     RowOutcome,
     TrainerClient,
@@ -67,6 +68,35 @@ def test_many_rollouts_in_one_loop(service: Service, run_name: str) -> None:
     with TrainerClient(service.grpc_address, run_name, 0) as trainer:
         (shard,) = next(iter(trainer)).mini_batches()
         assert shard["sequences"].tolist() == [[1, 2, 3, 4, 5]] * 4
+
+
+def test_callers_that_wait_for_capacity_are_not_woken_by_refusals(
+    service: Service, run_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each refusal woke all of them, so that with 2,000 callers their loop was busy with that alone."""
+    row = {"prompt_token_ids": [1], "response_ids": [2], "loss_mask": [1], "reward": 1.0, "is_last_step": True}
+
+    async def work() -> int:
+        async with AsyncRolloutClient(service.grpc_address, run_name, timeout_s=3) as client:
+            await client.create_run(CONFIG)
+            await client.submit([{**row, "uid": uid, "sample": sample} for uid in "ab" for sample in range(2)])
+            progress, woken = client.sender._progress, 0
+            wait = progress.wait
+
+            async def counted(seconds: float | None) -> None:
+                nonlocal woken
+                await wait(seconds)
+                woken += 1
+
+            monkeypatch.setattr(progress, "wait", counted)
+            callers = [client.submit([{**row, "uid": f"late-{number}", "sample": 0}]) for number in range(20)]
+            waiting = asyncio.gather(*callers, return_exceptions=True)
+            await asyncio.wait([waiting], timeout=1.5)
+            before_the_end = woken
+            assert all(isinstance(error, ResourceExhaustedError) for error in await waiting)
+            return before_the_end
+
+    assert asyncio.run(work()) == 0
 
 
 def test_every_other_call(service: Service, run_name: str) -> None:

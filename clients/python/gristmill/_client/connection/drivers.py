@@ -141,7 +141,11 @@ class _TaskSignal:
     async def wait(self, seconds: float | None) -> None:
         notified = asyncio.get_running_loop().create_future()
         self._waiting.append(notified)
-        await asyncio.wait((notified,), timeout=seconds)
+        if seconds is None:
+            # `asyncio.wait` takes ten times as long, and thousands of tasks may wait.
+            await notified
+        else:
+            await asyncio.wait((notified,), timeout=seconds)
 
     def notify_all(self) -> None:
         for notified in self._waiting:

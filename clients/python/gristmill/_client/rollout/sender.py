@@ -232,8 +232,12 @@ class Sender:
                 for row in response.refused:
                     self._log_wait(entries[row.row], outcomes[row.row], now)
                 with self._lock:
+                    pending = self._outbox.pending_rows
                     self._outbox.on_outcomes(entries, outcomes, now)
-                    self._notify()
+                    # While the service has no capacity, thousands of callers may wait, and answers conclude no rows.
+                    if self._outbox.pending_rows < pending:
+                        self._progress.notify_all()
+                    self._capacity.notify_all()
 
     def _on_failure(self, entries: list[PendingRow], failure: Failure) -> None:
         now = time.monotonic()
