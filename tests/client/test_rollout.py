@@ -375,7 +375,7 @@ def test_an_exception_aborts_the_trajectory_with_its_reason(faulty: FaultyServic
 
 
 def test_a_block_that_forgets_the_last_step_is_an_error(faulty: FaultyService, client: RolloutClient) -> None:
-    without = pytest.raises(FailedPreconditionError, match="after 1 steps without a last step")
+    without = pytest.raises(FailedPreconditionError, match="the block ended without a last step")
     with without, client.trajectory("a", 0) as trajectory:
         trajectory.step([1], [2])
     assert faulty.dropped_uids == {"a"}

@@ -273,7 +273,7 @@ def test_a_trajectory_that_is_not_finished_says_how(agent: openai.OpenAI, rollou
         with rollouts.trajectory("a", 0) as trajectory, gristmill.capture(trajectory):
             ask(agent, "say hi")
 
-    with pytest.raises(FailedPreconditionError, match=r"call finish\(reward\) after gristmill.capture"):
+    with pytest.raises(FailedPreconditionError, match=r"ended without a last step.* finish\(reward\)"):
         work()
 
 
@@ -371,6 +371,11 @@ def test_a_reader_that_gives_up_and_reads_again_gets_the_whole_answer_once(
 def test_an_unknown_engine_is_refused(rollouts: RolloutClient) -> None:
     with pytest.raises(InvalidArgumentError, match="engine is 'tgi'; pass one of vllm, sglang"):
         gristmill.capture(rollouts.trajectory("a", 0), engine="tgi").__enter__()  # type: ignore[arg-type]
+
+
+def test_what_is_no_trajectory_is_refused(rollouts: RolloutClient) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"trajectory is a RolloutClient; pass client.trajectory\(\.\.\.\)"):
+        gristmill.capture(rollouts).__enter__()  # type: ignore[arg-type]
 
 
 def test_without_an_http_client_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

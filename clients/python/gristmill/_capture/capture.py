@@ -34,6 +34,8 @@ class Capture:
     """Records the calls of one block on its trajectory."""
 
     def __init__(self, trajectory: Trajectory | AsyncTrajectory, engine: str, base_url: str) -> None:
+        if not isinstance(trajectory, (Trajectory, AsyncTrajectory)):
+            raise InvalidArgumentError(f"trajectory is a {type(trajectory).__name__}; pass client.trajectory(...)")
         if engine not in FIELDS:
             raise InvalidArgumentError(f"engine is {engine!r}; pass one of {', '.join(FIELDS)}")
         self._trajectory, self._fields = trajectory, FIELDS[engine]

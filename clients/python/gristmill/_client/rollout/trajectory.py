@@ -240,9 +240,9 @@ class AsyncTrajectory:
         if error is None:
             await self.abort("ended without a last step")
             raise FailedPreconditionError(
-                f"{self.key}: the block ended after {self._writer.next_step} steps without a last step, so the "
-                "trajectory was aborted; pass is_last_step=True with the last step, call finish(reward) after "
-                "gristmill.capture, or call abort(reason) to abort it on purpose"
+                f"{self.key}: the block ended without a last step, so the trajectory was aborted; pass "
+                "is_last_step=True with the last step, call finish(reward) after gristmill.capture, or call "
+                "abort(reason) to abort it on purpose"
             )
         try:
             await self.abort(f"{type(error).__name__}: {error}"[:_REASON_LENGTH].removesuffix(": "))
