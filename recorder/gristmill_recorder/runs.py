@@ -72,7 +72,7 @@ class Run:
                 status = await self.epochs.status()
                 break
             except NotFoundError as error:
-                raise WrongCall(f"{error}; create the run before its agents start") from None
+                raise WrongCall(str(error)) from None
             except (PermissionDeniedError, UnauthenticatedError) as error:
                 raise WrongCall(f"the service refused the recorder's token for run {self.name!r}: {error}") from None
             except GristmillError as error:
@@ -166,7 +166,7 @@ class Runs:
             if entry is not None and entry.is_ended:
                 check_same_end(entry, reward)
         if entry is None:
-            raise Conflict(f"{name}: no call was recorded; make a call first, or abort it")
+            raise Conflict(f"{name}: no call was recorded; check the run, uid and sample, or abort it")
         if entry.outcome.startswith(REFUSED):
             raise Conflict(f"{name}: {entry.outcome}")
         return entry

@@ -405,6 +405,13 @@ def test_a_run_that_is_deleted_is_refused_and_another_of_its_name_has_its_own_ve
     assert version() == 0
 
 
+def test_a_misspelled_run_is_refused_with_one_remedy_and_its_finish_names_what_to_check(recorder: Recorder) -> None:
+    status, message = refusal(chat(recorder, "misspelled", body("say hi")))
+    assert (status, message.count("create")) == (400, 1), message
+    status, message = refusal(post(f"{recorder.base('misspelled')}/finish", {"reward": 1.0}))
+    assert (status, "check the run, uid and sample" in message) == (409, True)
+
+
 def test_a_body_that_is_not_compressed_as_it_says_is_refused(recorder: Recorder, run: str) -> None:
     answer = refusal(post(f"{recorder.base(run)}/v1/chat/completions", body("say hi"), {"content-encoding": "gzip"}))
     assert (answer[0], "content-encoding" in answer[1]) == (400, True), answer
