@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Collection
 from contextlib import suppress
 
@@ -132,6 +133,8 @@ class Runs:
         self._address, self._journal, self._columns, self._metrics = address, journal, columns, metrics
         self._runs: dict[str, Run] = {}
         self._open: dict[TrajectoryName, Recording] = {}
+        # By names without their attempt: all open trajectories may be aborted at once.
+        self._attempts = defaultdict[tuple[object, ...], set[int]](set)
         metrics.open.set_function(lambda: len(self._open))
 
     def resume(self) -> int:
@@ -197,18 +200,21 @@ class Runs:
             recording.abort(reason)
 
     def _has_higher_attempt(self, name: TrajectoryName) -> bool:
-        is_open = any(other[:4] == name[:4] and other.attempt > name.attempt for other in self._open)
+        is_open = any(attempt > name.attempt for attempt in self._attempts.get(name[:4], ()))
         return is_open or self._journal.has_higher_attempt(name)
 
-    def abandon(self, idle_s: float) -> None:
+    async def abandon(self, idle_s: float) -> None:
         """Aborts open trajectories without a call for idle_s seconds: their groups would wait for them forever."""
         late = time.monotonic() - idle_s
-        for recording in [open_ for open_ in self._open.values() if open_.is_abandoned(late)]:
+        for recording in [*self._open.values()]:
+            if not recording.is_abandoned(late):
+                continue
             _log.warning("%s: idle trajectory aborted after %g s", recording.name, idle_s)
             try:
                 self._abort(recording, f"the agent made no call for {idle_s:g} s")
             except FailedPreconditionError as error:
                 _log.warning("%s: abort failed: %s", recording.name, error)
+            await asyncio.sleep(0)
 
     def journal_outcomes(self) -> None:
         """Frees the closed trajectories whose outcome could not be journaled before, for example because the disk was
@@ -237,9 +243,14 @@ class Runs:
         run = self.run(entry.name.run)
         recording = Recording(entry, self._journal, run.client, run.epochs, self._metrics, self._forget)
         self._open[entry.name] = recording
+        self._attempts[entry.name[:4]].add(entry.name.attempt)
         return recording
 
     def _forget(self, recording: Recording) -> None:
         # A newer recording may have this name.
         if self._open.get(recording.name) is recording:
             del self._open[recording.name]
+            attempts = self._attempts[recording.name[:4]]
+            attempts.discard(recording.name.attempt)
+            if not attempts:
+                del self._attempts[recording.name[:4]]

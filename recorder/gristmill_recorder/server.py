@@ -126,6 +126,6 @@ async def _expire(runs: Runs, journal: Journal, settings: RecorderSettings) -> N
             journal.forget(settings.keep_closed_s)
         except FailedPreconditionError as error:
             _log.error("closed trajectories not journaled or deleted, will be retried: %s", error)
-        runs.abandon(settings.idle_abort_s)
+        await runs.abandon(settings.idle_abort_s)
         await runs.drop_unknown()
         await asyncio.sleep(min(_BACKGROUND_S, settings.idle_abort_s))
