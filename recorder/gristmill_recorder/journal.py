@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sqlite3
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
@@ -76,7 +77,7 @@ class Entry:
     is_ended: bool = False
     reward: float | None = None
     outcome: str = ""
-    rows: list[Row] = field(default_factory=list)
+    rows: deque[Row] = field(default_factory=deque)
     ends: dict[bytes, int] = field(default_factory=dict)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
@@ -60,16 +59,15 @@ class Recording:
         self.used_at = time.monotonic()
         self.entry = entry
         self._journal, self._client, self._metrics, self._on_closed = journal, client, metrics, on_closed
-        self._waiting: deque[Row] = deque()
-        self._add(entry.rows)
         # The epoch in which the service accepted the delivered steps; None if it is unknown.
         self._epochs, self._epoch = epochs, None if entry.delivered else epochs.number
         self._task: asyncio.Task[None] | None = None
         self._over = asyncio.Event()
+        metrics.row_bytes += sum(row.nbytes for row in entry.rows)
 
     def row(self, step: int) -> Row | None:
         """Returns a recorded step; None if the trajectory is closed."""
-        newest = self._waiting[-1] if self._waiting else None
+        newest = self.entry.rows[-1] if self.entry.rows else None
         return newest if newest is not None and newest.step == step else self._journal.row(self.entry.id, step)
 
     @contextmanager
@@ -97,7 +95,7 @@ class Recording:
         if not rows:
             return
         with self._metrics.journal_seconds.time():
-            self._journal.append(self.entry, rows, base or (self._waiting[-1] if self._waiting else None))
+            self._journal.append(self.entry, rows, base or (self.entry.rows[-1] if self.entry.rows else None))
         self._add(rows)
         self.entry.ends |= {row.said: row.step for row in rows if row.said is not None}
         # The answer waits for this method, so delivery starts later.
@@ -164,9 +162,9 @@ class Recording:
 
     def _due(self) -> list[Row]:
         """Returns the rows to deliver now: all but the newest, until the trajectory has ended."""
-        most = len(self._waiting) - (not self.entry.is_ended)
-        rows = [self._waiting[position] for position in range(min(most, _MAX_ROWS))]
-        if self.entry.is_ended and len(rows) == len(self._waiting):
+        most = len(self.entry.rows) - (not self.entry.is_ended)
+        rows = [self.entry.rows[position] for position in range(min(most, _MAX_ROWS))]
+        if self.entry.is_ended and len(rows) == len(self.entry.rows):
             rows[-1].is_last, rows[-1].reward = True, self.entry.reward
         return rows
 
@@ -228,7 +226,7 @@ class Recording:
             self._deliver_again()
             return
         for _ in rows:
-            self._metrics.row_bytes -= self._waiting.popleft().nbytes
+            self._metrics.row_bytes -= self.entry.rows.popleft().nbytes
         self.entry.delivered += len(rows)
         if lost := next((outcome for outcome in outcomes if outcome in _OVER), None):
             self._close(_OVER[lost])
@@ -273,12 +271,12 @@ class Recording:
         self._on_closed(self)
 
     def _add(self, rows: Sequence[Row]) -> None:
-        self._waiting += rows
+        self.entry.rows += rows
         self._metrics.row_bytes += sum(row.nbytes for row in rows)
 
     def _clear(self) -> None:
-        self._metrics.row_bytes -= sum(row.nbytes for row in self._waiting)
-        self._waiting.clear()
+        self._metrics.row_bytes -= sum(row.nbytes for row in self.entry.rows)
+        self.entry.rows.clear()
 
 
 def over(entry: Entry) -> TrajectoryOver:
