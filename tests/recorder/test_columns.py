@@ -61,15 +61,19 @@ def test_rows_have_each_message_of_a_conversation_once(talking: Recorder, servic
     assert lines[2]["answer"]["tool_calls"][0]["function"]["arguments"] == '{"at": 1}'
 
 
-def test_a_stream_is_kept_as_one_answer(talking: Recorder, service: Service, run_name: str) -> None:
+def test_a_stream_is_kept_as_one_answer_and_a_prompt_as_its_text(
+    talking: Recorder, service: Service, run_name: str
+) -> None:
     create_run(service.grpc_address, run_name, columns=[LINES])
     with talking.openai(run_name) as client:
         list(client.chat.completions.create(model="toy", messages=[user("think b; c")], stream=True))
         list(client.completions.create(model="toy", prompt="say d", stream=True))
+        client.completions.create(model="toy", prompt=[1, 2])
     talking.finish(run_name)
-    first, second = (lines[0] for lines in conversations(service.grpc_address, run_name))
+    first, second, of_tokens = (lines[0] for lines in conversations(service.grpc_address, run_name))
     assert first["answer"] == {"role": "assistant", "content": "c", "reasoning": "b"}
     assert (second["prompt"], second["answer"]["content"]) == ("say d", "d")
+    assert (of_tokens["prompt"], of_tokens["answer"]["content"]) == (None, "ok")
 
 
 def read(name: str, choice: dict[str, Any], mask: Any = None) -> Any:

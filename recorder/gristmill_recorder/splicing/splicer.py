@@ -60,7 +60,9 @@ class Plan:
     def turn(self) -> Document:
         """The messages of the call, without those of the step that it continues."""
         if self.conversation is None:
-            return {"prompt": self.request.get("prompt")}
+            # The row has the tokens of a prompt that is no text.
+            prompt = self.request.get("prompt")
+            return {"prompt": prompt if isinstance(prompt, str) else None}
         known = 0 if self.continues is None else self.conversation.answered
         return {"continues": self.continues, "messages": self.conversation.messages[known:]}
 
