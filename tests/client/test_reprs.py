@@ -50,6 +50,15 @@ def test_a_rollout_client_says_its_run_and_where_it_is(service: Service, run_nam
         assert repr(shown) == f"<{type(shown).__name__} of run '{run_name}' at {address}, closed>"
 
 
+def test_a_status_says_what_happened_and_not_the_settings(service: Service, run_name: str) -> None:
+    with RolloutClient(service.grpc_address, run_name) as client:
+        client.create_run(CONFIG)
+        status = client.status()
+    assert status.config["dp_size"] == 2
+    assert "rows_accepted=0" in repr(status)
+    assert "dp_size" not in repr(status)
+
+
 @pytest.mark.parametrize("layout", ["left_padded", "packed"])
 def test_what_a_rank_trains_on_is_one_line_each(service: Service, run_name: str, layout: str) -> None:
     with RolloutClient(service.grpc_address, run_name) as client:

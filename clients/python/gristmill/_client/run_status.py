@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from gristmill._wire.addresses import MODELS, Position
@@ -69,7 +69,7 @@ class RunStatus:
 
     run_id: a unique id. A run that is created later under the same name has another one. generation: grows by one when
         the service has lost a part of the run that it had acknowledged.
-    config: all settings of the run, with the service's defaults.
+    config: all settings of the run, with the service's defaults; not printed.
     finished: whether `finish` was called.
     groups_open, groups_complete, groups_room: the number of incomplete groups, of complete groups that are not sealed,
         and of further groups that the service admits now.
@@ -84,7 +84,7 @@ class RunStatus:
     run: str
     run_id: str
     generation: int
-    config: Mapping[str, Any]
+    config: Mapping[str, Any] = field(repr=False)
     policy_version: int
     finished: bool
     groups_open: int
