@@ -22,15 +22,16 @@ def test_calls_do_not_wait_while_thousands_of_idle_trajectories_are_aborted(tmp_
     step = Row.of(Sampled([1], [2], [-1.0], "stop"), 0, 0, has_logprobs=True, columns={}, is_masked=False)
 
     async def longest_wait_s(journal: Journal) -> float:
+        """Returns how much processor time passed at most between two turns of another task."""
         runs = Runs(AWAY, journal, (), Metrics())
         for number in range(3000):
             journal.append(Entry(TrajectoryName("run", f"uid-{number}", 0, 0, 0)), [step], None)
         assert runs.resume() == 3000
         aborting, longest_s = asyncio.create_task(runs.abandon(-1.0)), 0.0
         while not aborting.done():
-            began = time.monotonic()
+            began = time.thread_time()
             await asyncio.sleep(0)
-            longest_s = max(longest_s, time.monotonic() - began)
+            longest_s = max(longest_s, time.thread_time() - began)
         await runs.close(0.0)
         assert all(entry.outcome.startswith("aborted") for entry in journal.open())
         return longest_s
