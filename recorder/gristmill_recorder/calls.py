@@ -56,7 +56,7 @@ class Calls:
         with self._counted(), self._runs.recording(name).calling() as recording:
             document = await read_document(request)
             run = self._runs.run(name.run)
-            await run.check()
+            await run.check(name.sample)
             try:
                 form = make_form(document, self._asking)
             except RecursionError:

@@ -8,6 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import Collection
 from contextlib import suppress
+from math import inf
 
 from gristmill import (
     AsyncRolloutClient,
@@ -40,7 +41,7 @@ class Run:
 
     def __init__(self, name: str, client: AsyncRolloutClient, columns: Collection[str], metrics: Metrics) -> None:
         self.name, self.client, self.epochs, self._columns = name, client, Epochs(client), columns
-        self.policy_version = _UNKNOWN_VERSION
+        self.policy_version, self._samples = _UNKNOWN_VERSION, inf
         self._metrics = metrics
         self._is_known = False
         self._patient_until = 0.0
@@ -52,11 +53,18 @@ class Run:
         """Whether the service has not confirmed the run, and is not being asked."""
         return not self._is_known and self._checking is None
 
-    async def check(self) -> None:
-        """Checks that the run accepts steps. If the service does not answer within two seconds, returns too, and steps
-        wait in the journal. Raises WrongCall if the run does not accept steps."""
-        if self._is_known:
-            return
+    async def check(self, sample: int) -> None:
+        """Checks that the run accepts steps of this sample. If the service does not answer within two seconds, returns
+        too, and steps wait in the journal. Raises WrongCall if the run does not accept them."""
+        if not self._is_known:
+            await self._check()
+        if sample >= self._samples:
+            raise WrongCall(
+                f"sample {sample} is not in 0..{self._samples - 1}, the samples of a group of run {self.name!r}; "
+                "renumber it, or create the run with more n_samples_per_prompt"
+            )
+
+    async def _check(self) -> None:
         if self._checking is None:
             self._patient_until = time.monotonic() + _PATIENCE_S
             self._checking = asyncio.create_task(self._check_status(), name=f"check run {self.name}")
@@ -90,6 +98,8 @@ class Run:
                 f"run {self.name!r} does not declare the column {missing[0]}, which the recorder's --columns names; "
                 f"create it with this column, or omit {missing[0]} from --columns"
             )
+        config = status.config
+        self._samples = (config["max_samples_per_prompt"] or config["n_samples_per_prompt"]) + config["surplus"]
         self._announced(status.policy_version)
         self._is_known = True
         self._watch = asyncio.create_task(self._follow_versions(), name=f"versions of {self.name}")
@@ -105,7 +115,7 @@ class Run:
                 continue
             except NotFoundError as error:
                 _log.info("run %r: no longer known: %s", self.name, error)
-                self._is_known, self.policy_version = False, _UNKNOWN_VERSION
+                self._is_known, self.policy_version, self._samples = False, _UNKNOWN_VERSION, inf
                 return
             except GristmillError as error:
                 _log.info("run %r: policy version not updated, will be retried: %s", self.name, error)
@@ -181,7 +191,7 @@ class Runs:
         Returns when the service has aborted it, or after two seconds: then the abort waits in the journal. Raises
         WrongCall if the run does not exist, Conflict if the trajectory has ended or the service refuses the abort.
         """
-        await self.run(name.run).check()
+        await self.run(name.run).check(name.sample)
         if (recording := self._open.get(name)) is None:
             entry = self._journal.find(name) or Entry(name)
             check_not_ended(entry)

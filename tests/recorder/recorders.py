@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +24,8 @@ from tests.serving import ServiceProcess, StartService
 
 CONFIG: dict[str, Any] = make_config(merge="tree", advantage_estimator="grpo", micro_batch={"size": 16})
 """Of a run in which each trajectory is a batch."""
+
+_PROBED_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,7 @@ class Restarted:
 
 
 def start(log: Path, upstream: str, address: str, *flags: str) -> Recorder:
-    """Returns when it is ready."""
+    """Returns when it is ready and has asked the engine what it gives, so that tests can count their own calls."""
     command = [str(Path(sys.executable).with_name("gristmill")), "record", "--upstream", upstream]
     command += ["--address", address, "--http-address", "127.0.0.1:0", *flags]
     with log.open("w") as errors:
@@ -105,6 +108,9 @@ def start(log: Path, upstream: str, address: str, *flags: str) -> Recorder:
         process.wait()
         process.stdout.close()
         raise RuntimeError(f"gristmill record did not start: {log.read_text()}")
+    deadline = time.monotonic() + _PROBED_S
+    while " probed" not in log.read_text() and time.monotonic() < deadline:
+        time.sleep(0.01)
     return Recorder(process, line.split("ready: ")[1].split()[0], log)
 
 

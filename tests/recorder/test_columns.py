@@ -61,6 +61,17 @@ def test_rows_have_each_message_of_a_conversation_once(talking: Recorder, servic
     assert lines[2]["answer"]["tool_calls"][0]["function"]["arguments"] == '{"at": 1}'
 
 
+def test_the_definitions_of_tools_stand_where_a_conversation_begins(
+    talking: Recorder, service: Service, run_name: str
+) -> None:
+    create_run(service.grpc_address, run_name, columns=[LINES])
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
+    converse(talking, run_name, user("say a"), user("say b"), tools=tools)
+    talking.finish(run_name)
+    lines = [line for row in conversations(service.grpc_address, run_name) for line in row]
+    assert {line["continues"]: line.get("tools") for line in lines} == {None: tools, 0: None}
+
+
 def test_a_stream_is_kept_as_one_answer_and_a_prompt_as_its_text(
     talking: Recorder, service: Service, run_name: str
 ) -> None:

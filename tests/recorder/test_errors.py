@@ -242,6 +242,21 @@ def test_a_run_that_cannot_take_steps_is_refused_before_the_engine_is_asked(
     assert "say hi" not in str(engine.requests[asked:])
 
 
+def test_a_sample_that_no_group_of_the_run_has_is_refused_before_the_engine_is_asked(
+    recorder: Recorder, engine: Engine, service: Service, run_name: str
+) -> None:
+    create_run(service.grpc_address, run_name, n_samples_per_prompt=2, surplus=1)
+    asked = len(engine.requests)
+    first, second = (f"{recorder.base(run_name, sample=sample)}/v1/chat/completions" for sample in (2, 3))
+    assert post(first, body("say hi"))[0] == 200
+    status, message = refusal(post(second, body("say no")))
+    assert (status, message.partition(";")[0]) == (
+        400,
+        f"sample 3 is not in 0..2, the samples of a group of run {run_name!r}",
+    )
+    assert "say no" not in str(engine.requests[asked:])
+
+
 @pytest.mark.parametrize(
     ("path", "document", "status", "problem"),
     [

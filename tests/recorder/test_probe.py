@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -44,6 +45,25 @@ def problems(
             await connection.close()
 
     return asyncio.run(probe())
+
+
+def test_an_engine_that_cannot_be_reached_yet_is_named_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gristmill_recorder.engines.probe._PAUSE_S", 0.01)
+    settings = load(RecorderSettings, {"upstream": "http://127.0.0.1:9"})
+
+    async def probe() -> None:
+        connection = Connection(settings)
+        try:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(Probe(connection, settings).run(), 0.5)
+        finally:
+            await connection.close()
+
+    asyncio.run(probe())
+    (record,) = caplog.records
+    assert "engine not probed, will be retried: the engine at http://127.0.0.1:9 cannot be reached" in record.message
 
 
 @pytest.mark.parametrize("is_sglang", [False, True])

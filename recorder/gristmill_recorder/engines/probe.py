@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterator, Sequence
+from itertools import count
 
 from gristmill._engines.fields import Document
 from gristmill.completions import Sampled
@@ -34,11 +35,13 @@ class Probe:
 
     async def run(self) -> None:
         """Logs what is missing. Returns when the engine has answered."""
-        while True:
+        for attempt in count():
             try:
                 problems = [problem async for problem in self.problems()]
                 break
-            except (EngineAway, EngineSlow):
+            except (EngineAway, EngineSlow) as error:
+                if not attempt:
+                    _log.warning("engine not probed, will be retried: %s", error)
                 await asyncio.sleep(_PAUSE_S)
         for problem in problems:
             _log.warning("engine probed: %s", problem)

@@ -58,13 +58,15 @@ class Plan:
 
     @property
     def turn(self) -> Document:
-        """The messages of the call, without those of the step that it continues."""
+        """The messages of the call and its tools, without what the step that it continues has."""
         if self.conversation is None:
             # The row has the tokens of a prompt that is no text.
             prompt = self.request.get("prompt")
             return {"prompt": prompt if isinstance(prompt, str) else None}
-        known = 0 if self.continues is None else self.conversation.answered
-        return {"continues": self.continues, "messages": self.conversation.messages[known:]}
+        if self.continues is not None:
+            return {"continues": self.continues, "messages": self.conversation.messages[self.conversation.answered :]}
+        tools = self.request.get("tools")
+        return {"continues": None, "messages": self.conversation.messages} | ({"tools": tools} if tools else {})
 
 
 class Splicer:
