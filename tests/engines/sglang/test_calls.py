@@ -37,7 +37,8 @@ def test_chat_completions(
 ) -> None:
     asked = {"max_tokens": 40, "messages": MESSAGES, "stream": stream, **more}
     said: Any = client.chat.completions.create(model=MODEL, **asked)
-    assert len(list(said)) > answers if stream else len(said.choices) == answers
+    # An answer may be the one token that ends it.
+    assert len(list(said)) >= answers if stream else len(said.choices) == answers
     rollout.check(answers)
 
 
@@ -52,7 +53,8 @@ def test_chat_completions(
 )
 def test_completions(rollout: Rollout, client: openai.OpenAI, prompt: Any, answers: int, stream: bool) -> None:
     said: Any = client.completions.create(model=MODEL, prompt=prompt, max_tokens=40, stream=stream)
-    assert len(list(said)) > answers if stream else len(said.choices) == answers
+    # An answer may be the one token that ends it.
+    assert len(list(said)) >= answers if stream else len(said.choices) == answers
     rollout.check(answers)
 
 

@@ -40,7 +40,8 @@ def test_chat_completions(
     rollout: Rollout, client: openai.OpenAI, more: dict[str, Any], answers: int, stream: bool
 ) -> None:
     said: Any = client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=40, stream=stream, **more)
-    assert len(list(said)) > answers if stream else len(said.choices) == answers
+    # An answer may be the one token that ends it.
+    assert len(list(said)) >= answers if stream else len(said.choices) == answers
     rollout.check(answers)
     assert rollout.recorder.metric("unreproducible_steps_total") == 0
 
@@ -56,7 +57,8 @@ def test_chat_completions(
 )
 def test_completions(rollout: Rollout, client: openai.OpenAI, prompt: Any, answers: int, stream: bool) -> None:
     said: Any = client.completions.create(model=MODEL, prompt=prompt, max_tokens=40, stream=stream)
-    assert len(list(said)) > answers if stream else len(said.choices) == answers
+    # An answer may be the one token that ends it.
+    assert len(list(said)) >= answers if stream else len(said.choices) == answers
     rollout.check(answers)
 
 
