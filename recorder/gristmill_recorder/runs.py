@@ -119,9 +119,9 @@ class Run:
                 return
             except GristmillError as error:
                 _log.info("run %r: policy version not updated, will be retried: %s", self.name, error)
+                # Any version and sample: the service may have been restarted, with another run of this name.
+                awaited, self._samples = 0, inf
                 await asyncio.sleep(_PAUSE_S)
-                # Any version: the service may have been restarted, with another run of this name.
-                awaited = 0
 
     def _announced(self, version: int) -> None:
         self.policy_version = version
