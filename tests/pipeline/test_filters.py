@@ -65,6 +65,31 @@ def test_an_overlong_step_is_masked_within_a_merged_row_and_no_further() -> None
     assert trained(batch) == {("p0", 0): [0, 0, 1, 1]}
 
 
+@pytest.mark.parametrize("merge", ["none", "prefix", "tree"])
+def test_a_trajectory_whose_end_is_overlong_trains_none_of_its_steps_and_scores_in_its_group(merge: str) -> None:
+    table = []
+    for sample, (reason, score) in enumerate([("max_tokens", -1.0), ("stop", 3.0), ("stop", 1.0)]):
+        first = make_row(uid="p0", sample=sample, prompt=[7], response=[8, 8, 8], reward=0.0, is_last_step=False)
+        last = make_row(uid="p0", sample=sample, step=1, prompt=[7, 8, 8, 8, 5], response=[9] * 2, reward=score)
+        table += [first | {"stop_reason": "tool_calls"}, last | {"stop_reason": reason}]
+    batch = built(
+        table,
+        overlong_filter=["max_tokens", "length"],
+        merge=merge,
+        n_samples_per_prompt=3,
+        grpo_norm_by_std=False,
+        micro_batch={"size": 8},
+    )
+    (shard,) = batch.shards
+    by_sample: dict[int, tuple[int, set[float]]] = {}
+    for row in naive.shard_rows(shard):
+        trains = row["loss_mask"] == 1
+        tokens, advantages = by_sample.get(int(row["sample"]), (0, set()))
+        by_sample[int(row["sample"])] = tokens + int(trains.sum()), advantages | {*row["advantages"][trains].tolist()}
+    assert by_sample == {0: (0, set()), 1: (5, {2.0}), 2: (5, {0.0})}
+    assert batch.plan.counts["overlong_steps"] == 2
+
+
 def test_masked_trajectories_still_count_for_the_baseline() -> None:
     table = rows([[0.0, 1.0]])
     table[0]["stop_reason"] = "length"

@@ -94,7 +94,8 @@ def test_without_the_column_weights_are_the_masks_after_filters_and_that_of_obse
     rows = without_weights(trajectory())[:2]
     rows[1]["is_last_step"] = True
     assert weights(rows, **settings) == [0.0, 0.0, 1.0, 0.0, 0.25, 1.0]
-    assert weights(rows, **settings, overlong_filter=["length"]) == [0.0, 0.0, 1.0, 0.0, 0.25, 0.0]
+    rows[0]["stop_reason"], rows[1]["stop_reason"] = "length", "stop"
+    assert weights(rows, **settings, overlong_filter=["length"]) == [0.0, 0.0, 0.0, 0.0, 0.25, 1.0]
 
 
 def test_filters_and_reductions_leave_given_weights_as_they_are() -> None:

@@ -149,7 +149,7 @@ def mask_steps(groups: list[Group], config: Config) -> dict[str, int]:
         equal += is_equal
         for one in (every[place] for place in members):
             for number, step in enumerate(one.steps):
-                is_overlong = step["stop_reason"] in reasons
+                is_overlong = {step["stop_reason"], one.steps[-1]["stop_reason"]} & set(reasons) != set()
                 overlong += is_overlong
                 if is_overlong or (is_equal and config["zero_variance_filter"] == "mask"):
                     one.masks[number] = [0] * len(one.masks[number])

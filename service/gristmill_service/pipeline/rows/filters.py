@@ -19,12 +19,17 @@ from gristmill_service.pipeline.rows.validate import Received, receive
 
 
 def trained_steps(received: Received, scores: Float64s, config: RunConfig) -> tuple[NDArray[np.bool_], dict[str, int]]:
-    """Returns which steps are not masked, bool (steps,), and how many steps or groups each filter masked."""
+    """Returns which steps are not masked, bool (steps,), and how many steps or groups each filter masked.
+
+    `overlong_filter`: the end of a trajectory masks all of its steps (DAPO, Yu et al. 2025, arXiv:2503.14476, section
+    3.4; TRL's `mask_truncated_completions`), and an earlier step only itself.
+    """
     trained = np.ones(len(received.steps), np.bool_)
     counts: dict[str, int] = {}
     if config.overlong_filter:
         reasons = frozenset(config.overlong_filter)
         overlong = np.fromiter((reason in reasons for reason in received.steps.stop_reasons), np.bool_, len(trained))
+        overlong |= overlong[received.trajectory_bounds[1:] - 1][received.trajectory_of_step]
         trained &= ~overlong
         counts["overlong_steps"] = int(overlong.sum())
     if config.zero_variance_filter == "mask":
