@@ -10,13 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gristmill._engines.fields import NO_LOGPROB
 from gristmill.completions import Sampled
 from gristmill.errors import InvalidArgumentError
 from gristmill_recorder.columns import Columns
 from gristmill_recorder.names import TrajectoryName
-
-_ROUNDING = 1e-3
 
 
 @dataclass(slots=True)
@@ -48,7 +45,7 @@ class Row:
     def of(
         cls, choice: Sampled, step: int, policy_version: int, columns: Columns, *, has_logprobs: bool, is_masked: bool
     ) -> Row:
-        """Builds a step from a sample. Raises InvalidArgumentError for invalid token ids or logprobs.
+        """Builds a step from a sample. Raises InvalidArgumentError for invalid token ids, or without logprobs.
 
         policy_version: the version of all tokens, unless the sample contains versions.
         """
@@ -67,10 +64,9 @@ class Row:
             raise InvalidArgumentError(
                 "the answer contains no prompt tokens, or negative token ids; check the engine's version"
             )
-        if has_logprobs and (logprobs is None or len(logprobs) != len(response) or not _are_logprobs(logprobs)):
+        if has_logprobs and logprobs is None:
             raise InvalidArgumentError(
-                "the answer does not contain one finite logprob per token, of more than -9999, which vLLM writes for "
-                "none, and at most 0; start the recorder with --no-logprobs if the engine returns none"
+                "the answer contains no logprobs; start the recorder with --no-logprobs if the engine returns none"
             )
         if versions is not None and (versions == versions[0]).all():
             policy_version, versions = int(versions[0]), None
@@ -109,11 +105,6 @@ class Row:
         if self.policy_versions is None:
             return {**fields, "policy_version": self.policy_version}
         return {**fields, "policy_versions": self.policy_versions}
-
-
-def _are_logprobs(values: NDArray[np.float32]) -> bool:
-    """Returns whether all are logprobs, apart from rounding. For none vLLM writes -9999, SGLang the lowest float."""
-    return bool(((values > NO_LOGPROB) & (values < _ROUNDING)).all())
 
 
 def _numbers(code: str, values: Sequence[float]) -> NDArray[Any]:

@@ -218,7 +218,17 @@ def test_an_answer_without_token_ids_is_refused_with_the_remedy(engine: Engine) 
         ),
         (
             {"prompt_token_ids": [1], "choices": [{"token_ids": [2], "logprobs": {"content": [{"logprob": -9999.0}]}}]},
-            "a token has the logprob -9999.0",
+            "token 0 has the logprob -9999.0",
+        ),
+        *(
+            (
+                {
+                    "prompt_token_ids": [1],
+                    "choices": [{"token_ids": [1, 2], "logprobs": {"token_logprobs": [0, value]}}],
+                },
+                "token 1 has the logprob",
+            )
+            for value in (-9999.0, -3.4028234663852886e38, 0.5, float("inf"), float("nan"), None)
         ),
         ({"prompt_token_ids": [1], "choices": [{"index": 0, "token_ids": [2]}] * 2}, "some with the same index"),
     ],

@@ -118,10 +118,10 @@ def test_an_event_without_an_end_ends_the_stream_with_an_error(
         pytest.param(whole(completion(token_ids=[2**40, 2, 3])), "logprobs are invalid", id="tokens beyond int32"),
         pytest.param(whole(completion(token_ids=[-1, 2, 3])), "negative token ids", id="tokens below 0"),
         pytest.param(whole(completion(prompt_token_ids=[])), "no prompt tokens", id="no prompt"),
-        pytest.param(whole(completion(logprobs=None)), "one finite logprob per token", id="no logprobs"),
+        pytest.param(whole(completion(logprobs=None)), "contains no logprobs", id="no logprobs"),
         pytest.param(
             whole(completion(logprobs={"content": [{"logprob": 1e99}] * 3})),
-            "one finite logprob per token",
+            "token 0 has the logprob 1e+99",
             id="logprobs beyond float32",
         ),
         *(
@@ -138,7 +138,7 @@ def test_an_event_without_an_end_ends_the_stream_with_an_error(
             id="logprobs that are NaN",
         ),
         pytest.param(
-            whole(completion(logprobs={"content": [{"logprob": None}] * 3})), "logprobs are invalid", id="null logprobs"
+            whole(completion(logprobs={"content": [{"logprob": None}] * 3})), "has the logprob None", id="null logprobs"
         ),
         pytest.param(
             whole(completion(choices=completion()["choices"] * 2)), "some with the same index", id="a choice twice"
@@ -146,7 +146,7 @@ def test_an_event_without_an_end_ends_the_stream_with_an_error(
         pytest.param(whole(completion(choices=[])), "has no choices", id="no choices"),
         pytest.param(
             whole(completion(logprobs={"content": [{"logprob": "-1"}] * 3})),
-            "logprobs are invalid",
+            "has the logprob '-1'",
             id="logprobs that are text",
         ),
         pytest.param(
@@ -308,13 +308,21 @@ def test_a_request_that_cannot_be_translated_is_refused(
     assert len(broken.requests) == asked
 
 
-def test_a_prompt_that_sglang_continued_or_cut_is_refused(recorder: Recorder, broken: BrokenEngine, run: str) -> None:
+def test_a_prompt_that_sglang_continued_or_cut_and_a_logprob_that_is_none_are_refused(
+    recorder: Recorder, broken: BrokenEngine, run: str
+) -> None:
     meta = {"prompt_tokens": 3, "completion_tokens": 1, "finish_reason": {"type": "stop"}}
     meta["output_token_logprobs"] = [[-0.5, END, None]]
     broken.answer = whole({"text": "", "output_ids": [END], "meta_info": meta})
     answer = httpx.post(f"{recorder.base(run)}/generate", json={"input_ids": [1, 2]}, trust_env=False)
     assert (answer.status_code, "read 3 tokens, and the call has 2" in answer.text) == (502, True), answer.text
+    meta["output_token_logprobs"] = [[-3.4028234663852886e38, END, None]]
+    broken.answer = whole({"text": "", "output_ids": [END], "meta_info": meta})
+    answer = httpx.post(f"{recorder.base(run)}/generate", json={"input_ids": [1, 2, 3]}, trust_env=False)
+    assert (answer.status_code, "token 0 has the logprob -3.4" in answer.text) == (502, True), answer.text
     assert not has_recorded(recorder, run)
+    meta["output_token_logprobs"] = [[-0.5, END, None]]
+    broken.answer = whole({"text": "", "output_ids": [END], "meta_info": meta})
     answer = httpx.post(f"{recorder.base(run)}/generate", json={"input_ids": [1, 2, 3]}, trust_env=False)
     assert answer.status_code == 200
     assert has_recorded(recorder, run)

@@ -180,7 +180,7 @@ def test_an_agent_is_captured_in_its_own_process(service: Service, run: str, str
         client.trajectory("a", sample=0) as trajectory,
     ):
         with (
-            gristmill.capture(trajectory, engine="dynamo"),
+            gristmill.capture(trajectory, f"{dynamo.url}/v1", "dynamo"),
             openai.OpenAI(base_url=f"{dynamo.url}/v1", api_key="a") as a,
         ):
             answer: Any = a.chat.completions.create(model="toy", messages=HI, stream=stream)

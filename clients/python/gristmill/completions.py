@@ -29,12 +29,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from gristmill._engines.fields import NO_LOGPROB
 from gristmill.errors import InvalidArgumentError
 
-__all__ = ["HOW_TO_ASK", "ChunkReader", "Sampled", "logprobs_of", "sampled"]
+__all__ = ["HOW_TO_ASK", "ChunkReader", "Sampled", "checked_choice", "logprobs_of", "sampled"]
 
 _DIGITS = 10  # The digits of 2**31 - 1.
+# For a token without a logprob vLLM writes this, and SGLang and llama.cpp the lowest float.
+_NO_LOGPROB = -9999.0
+_ROUNDING = 1e-3
 
 HOW_TO_ASK = (
     "request them: with vLLM 0.10.2 or newer by return_token_ids and logprobs, with SGLang by "
@@ -66,7 +68,8 @@ def sampled(completion: Any) -> list[Sampled]:
     completion: a chat completion, completion or response, as a mapping or an object of the `openai` package; or the
         chunks of a streamed answer, in their order.
 
-    Raises InvalidArgumentError if token ids are missing, or if there is not one log-probability per token.
+    Raises InvalidArgumentError if token ids are missing, or if the answer has log-probabilities, but not one for each
+    token: a finite number of at most 0, apart from rounding, and none of those that engines write for a missing one.
     """
     chunks = ChunkReader()
     if isinstance(completion, Iterable) and not isinstance(completion, (Mapping, str)) and not _is_model(completion):
@@ -134,7 +137,7 @@ class ChunkReader:
             prompt = _first(self._prompt, choice.prompt, self._extension.get("input_ids"), dynamo.prompt)
             response = _first(choice.tokens, _at(self._extension.get("output_ids"), index), dynamo.response)
             logprobs, mask = _first(dynamo.logprobs, choice.logprobs), _first(choice.mask, dynamo.mask)
-            choices.append(_checked(prompt, response, logprobs, choice.stop_reason, where, choice.spans, mask))
+            choices.append(checked_choice(prompt, response, logprobs, choice.stop_reason, where, choice.spans, mask))
         if not choices:
             raise InvalidArgumentError("the stream has no choices; pass the chunks of a completion")
         return [choice for choice in choices if choice.response_ids]
@@ -219,17 +222,11 @@ def _ids_of(choice: Mapping[str, Any]) -> Any:
 
 
 def logprobs_of(logprobs: Mapping[str, Any] | None) -> list[float] | None:
-    """Read a choice's log-probabilities in the form of chat (`content`) or of completions (`token_logprobs`). Raises
-    InvalidArgumentError if a token has none."""
+    """Read a choice's log-probabilities in the form of chat (`content`) or of completions (`token_logprobs`)."""
     if logprobs is None:
         return None
     if (content := logprobs.get("content")) is not None:
-        values = [token["logprob"] for token in content]
-        if NO_LOGPROB in values:
-            raise InvalidArgumentError(
-                f"a token has the logprob {NO_LOGPROB}, which vLLM writes for a token without one; repeat the call"
-            )
-        return values
+        return [token["logprob"] for token in content]
     return logprobs.get("token_logprobs")
 
 
@@ -248,13 +245,15 @@ def _of_response(answer: Mapping[str, Any]) -> list[Sampled]:
     last = len(tokens) // 2 - 1
     stops = {"completed": "stop", "incomplete": "length"}
     checked = [
-        _checked(prompt, response, None, stops.get(status, status) if turn == last else "tool_calls", f"turn {turn}")
+        checked_choice(
+            prompt, response, None, stops.get(status, status) if turn == last else "tool_calls", f"turn {turn}"
+        )
         for turn, (prompt, response) in enumerate(turns)
     ]
     return [turn for turn in checked if turn.response_ids]
 
 
-def _checked(
+def checked_choice(
     prompt: Sequence[int] | None,
     response: Sequence[int] | None,
     logprobs: Sequence[float] | None,
@@ -263,6 +262,10 @@ def _checked(
     spans: Sequence[Mapping[str, Any]] | None = None,
     mask: Sequence[Sequence[int]] | None = None,
 ) -> Sampled:
+    """Return a choice. Raises InvalidArgumentError that names it (`where`), like `sampled`, if it is incomplete.
+
+    spans: the versions of the weights, as the engine writes them. mask: the sampling mask.
+    """
     if prompt is None or response is None:
         missing = "prompt's" if prompt is None else "response's"
         raise InvalidArgumentError(f"{where}: the answer lacks the {missing} token ids; {HOW_TO_ASK}")
@@ -270,6 +273,12 @@ def _checked(
         if values is not None and len(values) != len(response):
             raise InvalidArgumentError(
                 f"{where}: the answer has {len(values)} {what} for {len(response)} token ids; expected one per token id"
+            )
+    for place, logprob in enumerate(logprobs or ()):
+        if not (isinstance(logprob, (int, float)) and _NO_LOGPROB < logprob < _ROUNDING):
+            raise InvalidArgumentError(
+                f"{where}: token {place} has the logprob {logprob!r}; expected a number of more than {_NO_LOGPROB:g}, "
+                "which vLLM writes for none, and at most 0; repeat the call, or update the engine"
             )
     if not isinstance(stop_reason, str):
         raise InvalidArgumentError(f"{where}: finish_reason is {stop_reason!r}; expected a string or null")

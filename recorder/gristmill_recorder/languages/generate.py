@@ -10,7 +10,7 @@ import orjson
 
 from gristmill._engines.events import DONE, Event
 from gristmill._engines.refusals import refuse
-from gristmill.completions import Sampled
+from gristmill.completions import Sampled, checked_choice
 from gristmill_recorder.engines.vllm import VLLM
 from gristmill_recorder.languages.chat import ChatForm
 from gristmill_recorder.languages.language import Asking, Document, Stream
@@ -67,6 +67,11 @@ class OwnRouteForm(ABC):
     @abstractmethod
     def strip(self, answer: Document) -> Document:
         """Removes what the recorder requested from an answer, or from a part of one, in place."""
+
+    def sampled(self, tokens: list[int], logprobs: Sequence[Any], stop_reason: str) -> list[Sampled]:
+        """Returns the answer with these tokens, if it has any."""
+        used = logprobs if self._asking.logprobs else None
+        return [checked_choice(self._prompt, tokens, used, stop_reason, "the answer")] if tokens else []
 
     def whole(self, answer: Document) -> Document:
         return self.strip(answer)
@@ -127,9 +132,7 @@ class SglangGenerateForm(OwnRouteForm):
                 f"the engine read {read} tokens, and the call has {len(self._prompt)}; send the whole prompt without "
                 "session_params, and start SGLang without --allow-auto-truncate"
             )
-        stop = meta["finish_reason"]["type"]
-        sampled = Sampled(self._prompt, tokens, logprobs if self._asking.logprobs else None, stop)
-        return [sampled] if tokens else []
+        return self.sampled(tokens, logprobs, meta["finish_reason"]["type"])
 
     def strip(self, answer: Document) -> Document:
         if not self._document.get("return_logprob"):

@@ -61,9 +61,8 @@ class LlamaForm(OwnRouteForm):
                 f"the engine's stream has {len(tokens)} of {count} tokens, because llama.cpp omits those that end "
                 "within a character; do not set stream"
             )
-        checked = _logprobs(tokens, logprobs) if self._asking.logprobs else None
-        stop = "length" if answer["stop_type"] == "limit" else "stop"
-        return [Sampled(self._prompt, tokens, checked, stop)] if tokens else []
+        values = _logprobs(tokens, logprobs) if self._asking.logprobs else ()
+        return self.sampled(tokens, values, "length" if answer["stop_type"] == "limit" else "stop")
 
     def whole(self, answer: Document) -> Document:
         if not self._document.get("return_tokens"):

@@ -54,7 +54,7 @@ def test_a_call_is_recorded_and_its_answer_is_as_without_capture(
     without = call(engine.url, body)
     assert "return_token_ids" not in engine.requests[-1]
     with rollouts.trajectory("a", 0) as trajectory:
-        with gristmill.capture(trajectory):
+        with gristmill.capture(trajectory, f"{engine.url}/v1"):
             within = call(engine.url, body)
         assert trajectory.finish(1.0)
     assert engine.requests[-1] == {**body, **ADDED}
@@ -75,7 +75,7 @@ def test_an_awaited_call_is_recorded_and_its_answer_is_as_without_capture(
             AsyncRolloutClient(service.grpc_address, run, timeout_s=20) as rollouts,
             rollouts.trajectory("a", 0) as trajectory,
         ):
-            with gristmill.capture(trajectory):
+            with gristmill.capture(trajectory, f"{engine.url}/v1"):
                 within = await call(engine.url, body)
             assert await trajectory.finish(1.0)
         return without, within
@@ -89,7 +89,7 @@ def test_an_agent_with_asyncio_is_recorded_by_a_client_that_blocks(
     engine: Engine, service: Service, rollouts: RolloutClient, run: str
 ) -> None:
     with rollouts.trajectory("a", 0) as trajectory:
-        with gristmill.capture(trajectory):
+        with gristmill.capture(trajectory, f"{engine.url}/v1"):
             asyncio.run(by_async_openai(engine.url, {"model": "toy", "messages": HI}))
         trajectory.finish(1.0)
     assert trained(service.grpc_address, run) == [expected()]
@@ -100,7 +100,7 @@ def test_sglang_is_asked_by_its_own_fields(
     sglang: Engine, service: Service, rollouts: RolloutClient, run: str, stream: bool
 ) -> None:
     with rollouts.trajectory("a", 0) as trajectory:
-        with gristmill.capture(trajectory, engine="sglang"):
+        with gristmill.capture(trajectory, f"{sglang.url}/v1", engine="sglang"):
             answer = by_openai(sglang.url, {"model": "toy", "messages": HI, "stream": stream})
         trajectory.finish(1.0)
     assert "sglext" not in answer
@@ -111,7 +111,7 @@ def test_a_conversation_is_one_row_with_the_reward_of_its_end(
     agent: openai.OpenAI, service: Service, rollouts: RolloutClient, run: str
 ) -> None:
     messages = [user("say one")]
-    with rollouts.trajectory("a", 0) as trajectory, gristmill.capture(trajectory):
+    with rollouts.trajectory("a", 0) as trajectory, gristmill.capture(trajectory, str(agent.base_url)):
         for text in ("say two", "say three"):
             answer = agent.chat.completions.create(model="toy", messages=messages)
             messages += [answer.choices[0].message.model_dump(exclude_none=True), user(text)]
@@ -129,7 +129,7 @@ def test_each_choice_of_each_prompt_is_a_step(
     agent: openai.OpenAI, service: Service, rollouts: RolloutClient, run: str, stream: bool
 ) -> None:
     with rollouts.trajectory("a", 0) as trajectory:
-        with gristmill.capture(trajectory):
+        with gristmill.capture(trajectory, str(agent.base_url)):
             answer: Any = agent.completions.create(model="toy", prompt=["say a", "say b"], n=2, stream=stream)
             assert len(list(answer) if stream else answer.choices) >= 4
         trajectory.finish(1.0)
@@ -139,7 +139,7 @@ def test_each_choice_of_each_prompt_is_a_step(
 
 def test_the_agent_keeps_the_fields_that_it_asked_for(agent: openai.OpenAI, rollouts: RolloutClient) -> None:
     trajectory = rollouts.trajectory("a", 0)
-    with gristmill.capture(trajectory):
+    with gristmill.capture(trajectory, str(agent.base_url)):
         answer = ask(agent, "say hi", logprobs=True, extra_body={"return_token_ids": True})
     assert answer.choices[0].logprobs.content[0].logprob == logprobs_for(1)[0]
     assert answer.choices[0].token_ids == [*b"hi", END]
@@ -148,7 +148,7 @@ def test_the_agent_keeps_the_fields_that_it_asked_for(agent: openai.OpenAI, roll
 
 def test_an_answer_is_recorded_before_the_agent_has_its_end(agent: openai.OpenAI, rollouts: RolloutClient) -> None:
     trajectory = rollouts.trajectory("a", 0)
-    with gristmill.capture(trajectory):
+    with gristmill.capture(trajectory, str(agent.base_url)):
         recorded = [(chunk.choices[0].finish_reason, steps(trajectory)) for chunk in ask(agent, "say hi", stream=True)]
     assert recorded == [(None, 0)] * 3 + [("stop", 1)]
     trajectory.abort("a test")
@@ -158,7 +158,10 @@ def test_an_error_of_the_engine_reaches_the_agent_and_is_not_recorded(
     agent: openai.OpenAI, rollouts: RolloutClient
 ) -> None:
     trajectory = rollouts.trajectory("a", 0)
-    with gristmill.capture(trajectory), pytest.raises(openai.BadRequestError, match="failed on request"):
+    with (
+        gristmill.capture(trajectory, str(agent.base_url)),
+        pytest.raises(openai.BadRequestError, match="failed on request"),
+    ):
         ask(agent, "fail 400")
     assert steps(trajectory) == 0
     trajectory.abort("a test")
@@ -168,7 +171,7 @@ def test_a_stream_that_the_agent_leaves_or_the_engine_cuts_is_not_recorded(
     agent: openai.OpenAI, rollouts: RolloutClient
 ) -> None:
     trajectory = rollouts.trajectory("a", 0)
-    with gristmill.capture(trajectory):
+    with gristmill.capture(trajectory, str(agent.base_url)):
         with ask(agent, "say hi", stream=True) as answer:
             next(iter(answer))
         with pytest.raises(openai.APIConnectionError):
@@ -184,7 +187,7 @@ def test_an_answer_without_token_ids_is_an_error_at_once_that_names_the_remedy(
     agent: openai.OpenAI, engine: Engine, rollouts: RolloutClient
 ) -> None:
     trajectory, asked = rollouts.trajectory("a", 0), len(engine.requests)
-    with gristmill.capture(trajectory):
+    with gristmill.capture(trajectory, f"{engine.url}/v1"):
         with pytest.raises(openai.InternalServerError, match=NO_IDS):
             ask(agent, "tokenless hi")
         with pytest.raises(InvalidArgumentError, match=NO_IDS):
@@ -202,7 +205,7 @@ def test_a_call_that_could_not_be_trained_is_refused_before_the_engine_is_asked(
 ) -> None:
     trajectory, asked = rollouts.trajectory("a", 0), len(engine.requests)
     picture: Any = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]
-    with gristmill.capture(trajectory):
+    with gristmill.capture(trajectory, engine.url):
         with pytest.raises(openai.BadRequestError, match="gristmill records only tokens"):
             agent.chat.completions.create(model="toy", messages=picture)
         with pytest.raises(openai.BadRequestError, match="by the recorder"):
@@ -214,6 +217,22 @@ def test_a_call_that_could_not_be_trained_is_refused_before_the_engine_is_asked(
             other.messages.create(model="toy", messages=HI, max_tokens=5)  # type: ignore[arg-type]
         assert "by the recorder" in httpx.post(f"{engine.url}/completion", json={"prompt": [1]}).text
     assert len(engine.requests) == asked
+    trajectory.abort("a test")
+
+
+@pytest.mark.parametrize("of_chat", [True, False])
+@pytest.mark.parametrize("logprob", [-9999.0, -3.4028234663852886e38, 0.5, float("nan"), None])
+def test_an_answer_with_a_logprob_that_is_none_is_an_error(
+    logprob: float | None, of_chat: bool, rollouts: RolloutClient
+) -> None:
+    content = {"content": [{"logprob": logprob}]} if of_chat else {"token_logprobs": [logprob]}
+    answer = {**ANSWER, "choices": [{**ANSWER["choices"][0], "logprobs": content}]}
+    engine = httpx.MockTransport(lambda request: httpx.Response(200, content=json.dumps(answer)))
+    trajectory = rollouts.trajectory("a", 0)
+    with gristmill.capture(trajectory, "http://vllm/v1"), httpx.Client(transport=engine) as client:
+        refused = client.post("http://vllm/v1/chat/completions", json={"messages": HI})
+    assert (refused.status_code, "token 0 has the logprob" in refused.text) == (502, True)
+    assert steps(trajectory) == 0
     trajectory.abort("a test")
 
 
@@ -233,7 +252,7 @@ def test_calls_to_other_urls_than_the_engines_pass(
 
 
 def test_a_call_after_the_end_is_refused(agent: openai.OpenAI, engine: Engine, rollouts: RolloutClient) -> None:
-    with rollouts.trajectory("a", 0) as trajectory, gristmill.capture(trajectory):
+    with rollouts.trajectory("a", 0) as trajectory, gristmill.capture(trajectory, f"{engine.url}/v1"):
         ask(agent, "say hi")
         trajectory.finish(1.0)
         asked = len(engine.requests)
@@ -246,7 +265,7 @@ def test_a_call_after_the_end_is_refused(agent: openai.OpenAI, engine: Engine, r
 
 def test_an_agent_of_a_dropped_trajectory_is_stopped(agent: openai.OpenAI, rollouts: RolloutClient) -> None:
     trajectory = rollouts.trajectory("a", 0)
-    with gristmill.capture(trajectory):
+    with gristmill.capture(trajectory, str(agent.base_url)):
         for _ in range(2):
             ask(agent, "say hi")
         rollouts.flush()
@@ -261,7 +280,7 @@ def test_steps_of_the_callers_own_follow_those_that_were_captured(
     agent: openai.OpenAI, service: Service, rollouts: RolloutClient, run: str
 ) -> None:
     with rollouts.trajectory("a", 0) as trajectory:
-        with gristmill.capture(trajectory):
+        with gristmill.capture(trajectory, str(agent.base_url)):
             ask(agent, "say hi")
         trajectory.extend([7], [8], rollout_logprobs=[-1.0], reward=1.0, is_last_step=True)
     (row,) = trained(service.grpc_address, run)
@@ -270,7 +289,7 @@ def test_steps_of_the_callers_own_follow_those_that_were_captured(
 
 def test_a_trajectory_that_is_not_finished_says_how(agent: openai.OpenAI, rollouts: RolloutClient) -> None:
     def work() -> None:
-        with rollouts.trajectory("a", 0) as trajectory, gristmill.capture(trajectory):
+        with rollouts.trajectory("a", 0) as trajectory, gristmill.capture(trajectory, str(agent.base_url)):
             ask(agent, "say hi")
 
     with pytest.raises(FailedPreconditionError, match=r"ended without a last step.* finish\(reward\)"):
@@ -289,7 +308,7 @@ def test_a_transport_that_calls_by_aiohttp_is_recorded_once(engine: Engine, roll
             await ask(client, "say hi")
 
     trajectory = rollouts.trajectory("a", 0)
-    with gristmill.capture(trajectory):
+    with gristmill.capture(trajectory, f"{engine.url}/v1"):
         asyncio.run(work(trajectory))
     assert steps(trajectory) == 1
     trajectory.abort("a test")
@@ -314,7 +333,10 @@ def test_an_answer_that_is_compressed_all_the_same_is_read_with_any_text(package
         return package.Response(200, headers=headers, content=gzip.compress(json.dumps(ANSWER).encode()))
 
     trajectory = rollouts.trajectory("a", 0)
-    with gristmill.capture(trajectory), package.Client(transport=package.MockTransport(respond)) as client:
+    with (
+        gristmill.capture(trajectory, "http://vllm/v1"),
+        package.Client(transport=package.MockTransport(respond)) as client,
+    ):
         answer = client.post("http://vllm/v1/chat/completions", json={"messages": HI})
     assert (seen, steps(trajectory)) == (["identity"], 1)
     (choice,) = answer.json()["choices"]
@@ -327,7 +349,7 @@ def test_an_answer_that_is_compressed_all_the_same_is_read_with_any_text(package
 def test_a_request_or_an_answer_that_is_no_object_is_an_error(content: bytes, rollouts: RolloutClient) -> None:
     trajectory = rollouts.trajectory("a", 0)
     engine = httpx.MockTransport(lambda request: httpx.Response(200, content=content))
-    with gristmill.capture(trajectory), httpx.Client(transport=engine) as client:
+    with gristmill.capture(trajectory, "http://vllm/v1"), httpx.Client(transport=engine) as client:
         url = "http://vllm/v1/completions"
         wrong = client.post(url, content=content)
         assert (wrong.status_code, "send a JSON object" in wrong.text) == (400, True)
@@ -361,7 +383,7 @@ def test_a_reader_that_gives_up_and_reads_again_gets_the_whole_answer_once(
 
     monkeypatch.setattr(Trajectory, "_capture", capture)
     with rollouts.trajectory("a", 0) as trajectory:
-        with gristmill.capture(trajectory):
+        with gristmill.capture(trajectory, f"{engine.url}/v1"):
             assert asyncio.run(work()).endswith(b"data: [DONE]\n\n")
         assert steps(trajectory) == 1
         trajectory.finish(1.0)
@@ -370,12 +392,18 @@ def test_a_reader_that_gives_up_and_reads_again_gets_the_whole_answer_once(
 
 def test_an_unknown_engine_is_refused(rollouts: RolloutClient) -> None:
     with pytest.raises(InvalidArgumentError, match="engine is 'tgi'; pass one of vllm, sglang"):
-        gristmill.capture(rollouts.trajectory("a", 0), engine="tgi").__enter__()  # type: ignore[arg-type]
+        gristmill.capture(rollouts.trajectory("a", 0), "http://tgi", engine="tgi").__enter__()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("url", ["", "vllm", "vllm:8000/v1", "http://"])
+def test_what_is_no_url_of_an_engine_is_refused(url: str, rollouts: RolloutClient) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"base_url is .*pass the URL at which the agent calls the trained"):
+        gristmill.capture(rollouts.trajectory("a", 0), url).__enter__()
 
 
 def test_what_is_no_trajectory_is_refused(rollouts: RolloutClient) -> None:
     with pytest.raises(InvalidArgumentError, match=r"trajectory is a RolloutClient; pass client.trajectory\(\.\.\.\)"):
-        gristmill.capture(rollouts).__enter__()  # type: ignore[arg-type]
+        gristmill.capture(rollouts, "http://vllm").__enter__()  # type: ignore[arg-type]
 
 
 def test_without_an_http_client_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,7 +48,7 @@ def test_tasks_at_the_same_time_record_each_on_its_own_trajectory(
 
     async def work() -> None:
         async def agent(trajectory: AsyncTrajectory) -> None:
-            with gristmill.capture(trajectory):
+            with gristmill.capture(trajectory, f"{engine.url}/v1"):
                 said = [f"say {trajectory.key.uid}{number}" for number in range(5)]
                 calls = [by_async_openai(engine.url, {"model": "toy", "messages": [user(text)]}) for text in said]
                 await asyncio.gather(*calls)
@@ -67,11 +67,11 @@ def test_the_innermost_block_records_and_then_the_outer_one_again(
     agent: openai.OpenAI, rollouts: RolloutClient
 ) -> None:
     outer, inner = rollouts.trajectory("a", 0), rollouts.trajectory("b", 0)
-    with gristmill.capture(outer):
-        with gristmill.capture(inner):
+    with gristmill.capture(outer, str(agent.base_url)):
+        with gristmill.capture(inner, str(agent.base_url)):
             ask(agent, "say hi")
         ask(agent, "say hi")
-        with gristmill.capture(outer):
+        with gristmill.capture(outer, str(agent.base_url)):
             ask(agent, "say hi")
     ask(agent, "say hi")
     assert (steps(outer), steps(inner)) == (2, 1)
@@ -85,10 +85,10 @@ def test_threads_of_a_pool_record_in_a_copied_context_or_in_a_block_of_their_own
     with rollouts.trajectory("a", 0) as trajectory:
 
         def in_block() -> None:
-            with gristmill.capture(trajectory):
+            with gristmill.capture(trajectory, str(agent.base_url)):
                 ask(agent, "say c")
 
-        with gristmill.capture(trajectory), ThreadPoolExecutor(3) as pool:
+        with gristmill.capture(trajectory, str(agent.base_url)), ThreadPoolExecutor(3) as pool:
             plain = pool.submit(ask, agent, "say a")
             copied = pool.submit(contextvars.copy_context().run, ask, agent, "say b")
             blocks = [pool.submit(in_block) for _ in range(5)]
@@ -114,7 +114,7 @@ with gristmill.RolloutClient(address, run, timeout_s=20) as client:
     def agent(number):
         trajectory = client.trajectory("a", number)
         barrier.wait()
-        with gristmill.capture(trajectory):
+        with gristmill.capture(trajectory, f"{engine}/v1"):
             barrier.wait()
             by_openai(engine, {"model": "toy", "messages": [user("say hi")]})
         trajectory.finish(1.0)
@@ -144,7 +144,7 @@ def test_a_call_that_blocks_the_loop_of_its_recording_is_refused_and_one_in_a_th
             AsyncRolloutClient(service.grpc_address, run, timeout_s=20) as rollouts,
             rollouts.trajectory("a", 0) as trajectory,
         ):
-            with gristmill.capture(trajectory):
+            with gristmill.capture(trajectory, f"{engine.url}/v1"):
                 with pytest.raises(openai.BadRequestError, match="AsyncOpenAI"):
                     by_openai(engine.url, body)
                 await asyncio.to_thread(by_openai, engine.url, body)
@@ -170,7 +170,7 @@ def test_an_answer_whose_task_is_cancelled_while_it_is_recorded_is_recorded_once
         async with AsyncRolloutClient(service.grpc_address, run, timeout_s=20) as rollouts:
             trajectory = rollouts.trajectory("a", 0)
             trajectory.__class__ = Slow
-            with gristmill.capture(trajectory):
+            with gristmill.capture(trajectory, f"{engine.url}/v1"):
                 asked = asyncio.ensure_future(call(engine.url, {"model": "toy", "messages": HI}))
                 await recording.wait()
                 asked.cancel()

@@ -76,6 +76,6 @@ def _readable(fields: EngineFields) -> Iterator[None]:
 
 def _checked(samples: Sequence[Sampled]) -> Sequence[Sampled]:
     for sample in samples:
-        if sample.rollout_logprobs is None or None in sample.rollout_logprobs:
-            raise InvalidArgumentError("the answer does not contain one logprob per token")
+        if sample.rollout_logprobs is None:
+            raise InvalidArgumentError("the answer contains no logprobs")
     return samples

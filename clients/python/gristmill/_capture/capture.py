@@ -33,13 +33,18 @@ class CapturedCall(NamedTuple):
 class Capture:
     """Records the calls of one block on its trajectory."""
 
-    def __init__(self, trajectory: Trajectory | AsyncTrajectory, engine: str, base_url: str) -> None:
+    def __init__(self, trajectory: Trajectory | AsyncTrajectory, base_url: str, engine: str) -> None:
         if not isinstance(trajectory, (Trajectory, AsyncTrajectory)):
             raise InvalidArgumentError(f"trajectory is a {type(trajectory).__name__}; pass client.trajectory(...)")
+        if not re.match("https?://[^/]", base_url):
+            raise InvalidArgumentError(
+                f"base_url is {base_url!r}; pass the URL at which the agent calls the trained engine, such as "
+                "http://vllm:8000/v1: answers of other servers, such as a judge, are not the policy's"
+            )
         if engine not in FIELDS:
             raise InvalidArgumentError(f"engine is {engine!r}; pass one of {', '.join(FIELDS)}")
         self._trajectory, self._fields = trajectory, FIELDS[engine]
-        self._base = base_url.rstrip("/") + "/" if base_url else ""
+        self._base = base_url.rstrip("/") + "/"
         self._loop = asyncio.get_running_loop() if isinstance(trajectory, AsyncTrajectory) else None
 
     def takes(self, method: str, url: str) -> bool:
@@ -50,7 +55,7 @@ class Capture:
         if _OTHER.search(re.sub(r"^\w+://[^/]*", "", path)):
             raise InvalidArgumentError(
                 f"{url}: gristmill.capture records only chat completions and completions; record this call by the "
-                "recorder (gristmill record), or set base_url if it is not one of the trained engine"
+                "recorder (gristmill record)"
             )
         return path.endswith("/completions")
 
@@ -126,14 +131,13 @@ def activated(capture: Capture | None) -> Iterator[None]:
 @contextmanager
 def capture(
     trajectory: Trajectory | AsyncTrajectory,
+    base_url: str,
     engine: Literal["vllm", "sglang", "dynamo"] = "vllm",
-    *,
-    base_url: str = "",
 ) -> Iterator[None]:
     """Records the completions that code within the block requests by httpx or aiohttp as steps of a trajectory.
 
-    engine: the engine that is called. base_url: records only the calls to URLs that begin with it; by default all calls
-        of `/chat/completions` and `/completions` are recorded.
+    base_url: of the trained engine, as the agent has it: calls of `/chat/completions` and `/completions` below it are
+        recorded, and calls to other servers, such as a judge, are not. engine: the engine that is called there.
 
     Each call gets the fields by which the engine returns token ids and logprobs, and the agent gets its answer without
     them, after its choices were added to the trajectory. `Trajectory.finish` ends the trajectory with the last of them.
@@ -144,12 +148,12 @@ def capture(
     blocks win.
 
         with client.trajectory("math/17", sample=0) as trajectory:
-            with gristmill.capture(trajectory):
+            with gristmill.capture(trajectory, base_url="http://vllm:8000/v1"):
                 text = agent.run()
             trajectory.finish(reward=score(text))
     """
     from gristmill._capture.clients import install
 
     install()
-    with activated(Capture(trajectory, engine, base_url)):
+    with activated(Capture(trajectory, base_url, engine)):
         yield

@@ -13,9 +13,6 @@ from typing import Any
 
 Document = dict[str, Any]
 
-NO_LOGPROB = -9999.0
-"""What vLLM writes for a token without a logprob."""
-
 _IDS, _VERSIONS = "return_token_ids", "return_weight_versions"
 _EXTENSION = ("return_input_ids_in_sglext", "return_output_ids_in_sglext")
 _NVEXT, _EXTRA = "nvext", ("completion_token_ids", "engine_data", "prompt_token_ids")
