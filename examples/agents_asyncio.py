@@ -87,9 +87,8 @@ async def main() -> None:
         waiting = [f"game-{number}" for number in range(PROMPTS)]
         games: list[asyncio.Task[int]] = []
         async with asyncio.TaskGroup() as group:
-            while waiting:
-                # Waits while the trainer is behind, which paces the agents.
-                admitted = await client.begin_groups(waiting)
+            # Waits while the trainer is behind, which paces the agents. Empty when all groups are finished.
+            while admitted := await client.begin_groups(waiting):
                 version = await client.policy_version()
                 games += [group.create_task(play_group(client, uid, version)) for uid in admitted]
                 waiting = [uid for uid in waiting if uid not in admitted]

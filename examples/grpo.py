@@ -71,8 +71,7 @@ def sample(model: TinyModel, prompts: Tensor) -> tuple[Tensor, Tensor]:
 def roll_out(client: RolloutClient, model: TinyModel, step: int) -> None:
     """Answer each of a batch of prompts SAMPLES times, and submit. The reward is the share of low words."""
     uids = [f"step-{step}/prompt-{number}" for number in range(PROMPTS)]
-    while uids:
-        admitted = client.begin_groups(uids)
+    while admitted := client.begin_groups(uids):
         uids = [uid for uid in uids if uid not in admitted]
         for uid in admitted:
             prompt = [random.randrange(WORDS) for _ in range(PROMPT)]

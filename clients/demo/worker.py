@@ -28,12 +28,13 @@ class Worker:
 
     def work(self) -> None:
         """Play all of the worker's games, as many at once as the run has capacity for."""
-        waiting = list(self._secrets)
-        while waiting:
-            admitted = self._client.begin_groups(waiting[:GROUPS_AT_ONCE])
-            self._refresh_policy()
-            self._play(admitted)
-            waiting = [uid for uid in waiting if uid not in set(admitted)]
+        uids = list(self._secrets)
+        for first in range(0, len(uids), GROUPS_AT_ONCE):
+            waiting = uids[first : first + GROUPS_AT_ONCE]
+            while admitted := self._client.begin_groups(waiting):
+                self._refresh_policy()
+                self._play(admitted)
+                waiting = [uid for uid in waiting if uid not in admitted]
 
     def _refresh_policy(self) -> None:
         if self._client.policy_version() > self._version:

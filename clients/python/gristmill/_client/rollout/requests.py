@@ -28,8 +28,6 @@ _T = TypeVar("_T")
 # Seconds between two warnings about a wait for capacity. Shorter waits are normal: they throttle producers.
 ROOM_NOTICE_S = 30.0
 
-_FINISHED = {rollout_pb2.GROUP_ADMISSION_SEALED, rollout_pb2.GROUP_ADMISSION_DROPPED}
-
 # The seconds that a row waits for others to share its message.
 _LINGER_S = 0.003
 
@@ -117,21 +115,6 @@ def _one_each(uids: Sequence[str], values: _T | Mapping[str, _T] | None, default
 
 
 def admitted(request: rollout_pb2.BeginGroupsRequest, answer: rollout_pb2.BeginGroupsResponse) -> list[str]:
-    """Returns the admitted uids. Logs a warning with the reason if all groups are finished already."""
-    if answer.admissions and _FINISHED.issuperset(answer.admissions):
-        sealed = sum(state == rollout_pb2.GROUP_ADMISSION_SEALED for state in answer.admissions)
-        _log.warning(
-            "run %r: no group of uid %r and others (%d in all) was begun: %d are already in batches, and %d were "
-            "dropped, and the service does not accept their rows again; pass other uids; or, for another pass over the "
-            "same uids in a run that is not finished, pass round=%d to begin_groups and trajectory; or delete the run "
-            "(delete_run) and create it again",
-            request.run,
-            request.uids[0],
-            len(request.uids),
-            sealed,
-            len(request.uids) - sealed,
-            request.round + 1,
-        )
     states = zip(request.uids, answer.admissions, strict=True)
     return [uid for uid, state in states if state == rollout_pb2.GROUP_ADMISSION_ADMITTED]
 

@@ -133,8 +133,9 @@ class RolloutClient:
         Waits at most `wait_s` until at least one group is admitted (None: no limit, 0: no wait). It does not wait for
         all groups, because workers that wait for the rest of their groups would block each other. While it waits for
         capacity, it logs the reason every 30 s. Finished groups (sealed or dropped) are not returned. Without a limit,
-        an empty list means that all groups are finished, which is logged as a warning. Idempotent: a group that is
-        already open is admitted again.
+        an empty list means that all groups are finished: end the loop, as in the worked example above. The first such
+        answer is logged as a warning, and a client that requests the same finished groups again waits longer for each
+        answer, at most 1 s. Idempotent: a group that is already open is admitted again.
 
         n_samples: the number of samples per group, for all groups or by uid. Default: `n_samples_per_prompt` of the
             run. With `surplus: k`, roll out k more samples; the first complete samples form the group.

@@ -15,6 +15,7 @@ from gristmill._client.rollout import requests
 from gristmill._client.rollout.begun_groups import BegunGroups
 from gristmill._client.rollout.declared_columns import Declared, DeclaredColumns
 from gristmill._client.rollout.delivery import RowOutcome
+from gristmill._client.rollout.finished_groups import FinishedGroups
 from gristmill._client.rollout.groups import Group, groups_of
 from gristmill._client.rollout.outbox import Limits
 from gristmill._client.rollout.prefix_dedup import RequestEncoder
@@ -42,6 +43,7 @@ class RolloutCore:
         # The next attempt of each trajectory that this client aborted.
         self._next_attempts: dict[TrajectoryKey, int] = {}
         self._begun = BegunGroups(self.run)
+        self._finished = FinishedGroups(self.run)
 
     def __repr__(self) -> str:
         return f"<{self._connection.owner} of run {self.run!r} {self._connection.state}>"
@@ -74,6 +76,7 @@ class RolloutCore:
             self._declared.deleted()
             self._next_attempts.clear()
             self._begun.clear()
+            self._finished.clear()
         return True
 
     async def policy_version(self) -> int:
@@ -112,6 +115,8 @@ class RolloutCore:
             answer = await self._connection.ask_until(
                 lambda part_s: self._ask_groups(request, part_s), requests.RoomWait(self.run).is_over, wait_s
             )
+        if pause_s := self._finished.pause_s(request, answer):
+            await self._connection.sleep(pause_s)
         admitted = requests.admitted(request, answer)
         self._begun.add(round, admitted)
         return admitted
