@@ -16,21 +16,23 @@ from gristmill_service.config import RunConfig
 from gristmill_service.monitoring.collectors.run_monitor import Monitor
 from gristmill_service.monitoring.health.findings import STATES
 from gristmill_service.monitoring.health.health import Overview, RunHealth, health, timeline
+from gristmill_service.pipeline import build_batch
 from gristmill_service.pipeline.scheduling.plan import ShardAddress
 from gristmill_service.run.machine.answers import BatchState
 from gristmill_service.run.machine.decisions.resume import Checkpoint
 from gristmill_service.storage.memory import MemoryShardStore
 from tests.on_loop import Run, Runs, Service, on_loop
 from tests.page import stage
-from tests.run.harness import Shelf
+from tests.run.harness import BuildBatch, Shelf
 
 
 class Watched:
     """A run whose time moves when the test says so."""
 
-    def __init__(self, *, store: Any = None, **settings: Any) -> None:
+    def __init__(self, *, store: Any = None, build_batch: Any = build_batch, **settings: Any) -> None:
         self.now = 1_000_000.0
-        self.runs = Runs(store or MemoryShardStore(), clock=lambda: self.now, make_monitor=Monitor)
+        store = store or MemoryShardStore()
+        self.runs = Runs(store, build_batch=build_batch, clock=lambda: self.now, make_monitor=Monitor)
         self.runs.create("r", RunConfig.model_validate({**stage.CONFIG, **settings}))
         self.run: Run = self.runs.get("r")
 
@@ -308,7 +310,7 @@ def test_a_run_whose_failed_batch_other_ranks_align_is_well(watched: Make) -> No
 
 
 def test_a_batch_that_is_lost_for_good_is_reported_so(watched: Make) -> None:
-    one = watched(store=Shelf(places=-1))
+    one = watched(build_batch=BuildBatch(fails=[0]))
     one.fill("a", "b")
     stage.until(lambda: bool(one.run.status().failed_batches))
     [(level, text, _)] = one.worst()
@@ -316,11 +318,12 @@ def test_a_batch_that_is_lost_for_good_is_reported_so(watched: Make) -> None:
     assert text.endswith("fix the cause, and sample them again in another round")
 
 
-def test_a_batch_that_finds_no_room_is_stuck_with_the_reason(watched: Make) -> None:
-    one = watched(store=Shelf(places=0))
+@pytest.mark.parametrize(("places", "why"), [(0, "the shelf is full"), (-1, "the shelf refuses this user")])
+def test_a_batch_that_the_store_does_not_take_is_stuck_with_the_reason(watched: Make, places: int, why: str) -> None:
+    one = watched(store=Shelf(places))
     one.fill("a", "b")
     stage.until(lambda: one.health().state == "stuck", 30)
-    assert one.worst()[0][1].startswith("run 'r': batch 0 waits: the shelf is full")
+    assert one.worst()[0][1].startswith(f"run 'r': batch 0 waits: {why}")
 
 
 def test_a_run_that_is_done_is_finished(watched: Make) -> None:

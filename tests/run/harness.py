@@ -108,8 +108,8 @@ class Shard:
 
 
 class Shelf:
-    """A store of such shards that can be full: it takes at most `places` batches; below 0 it could never take
-    one. `tried` is set with every refusal."""
+    """A store of such shards that can be full: it takes at most `places` batches; below 0 it refuses every call.
+    `tried` is set with every refusal."""
 
     is_remote = False
 
@@ -121,7 +121,8 @@ class Shelf:
     def publish(self, run: str, batch: int, plan: bytes, shards: Iterable[ShardSource]) -> int:
         with self._lock:
             if self.places < 0:
-                raise FailedPreconditionError("the shelf is too small")
+                self.tried.set()
+                raise FailedPreconditionError("the shelf refuses this user")
             if len(self.batches) >= self.places and (run, batch) not in self.batches:
                 self.tried.set()
                 raise ResourceExhaustedError("the shelf is full")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -31,8 +32,10 @@ from gristmill_service.run.machine.codec import decode_state, encode_event, enco
 from gristmill_service.run.machine.decisions.resume import Checkpoint
 from gristmill_service.run.machine.events import BatchSealed
 from gristmill_service.run.machine.state import State, apply
+from gristmill_service.storage import memory
 from gristmill_service.storage.journal.run_store import JournalRunStore
 from gristmill_service.storage.memory import MemoryShardStore
+from gristmill_service.storage.memory_room import MemoryRoom
 from gristmill_service.storage.run_store import RunLog
 from tests.run.deltas import Sender
 from tests.run.harness import CONFIG, Bench, BuildBatch, build_all, contents, group_rows, key, open_run, row, table
@@ -206,6 +209,21 @@ def test_rows_that_the_disk_lost_are_dropped_with_a_reason_and_the_others_go_on(
         "b": ("sealed", ""),
         "c": ("sealed", ""),
     }
+
+
+def test_a_batch_larger_than_all_of_memory_is_built_by_a_process_that_has_more(
+    machine: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "memory_room", lambda: MemoryRoom(100, 100))
+    one = machine(train_batch_size=1)
+    one.submit(*group_rows("a"))
+    one.make_batches()
+    assert one.run.batch(0).state is BatchState.PENDING
+    assert re.search(r"batch 0 waits: .* has \d+ bytes, and 100 of 100 bytes", one.run.blocked_reason)
+    monkeypatch.setattr(memory, "memory_room", lambda: MemoryRoom(1 << 20, 1 << 20))
+    one.die()
+    one.make_batches()
+    assert (one.run.batch(0).state, one.run.blocked_reason) == (BatchState.PUBLISHED, "")
 
 
 def test_what_follows_from_a_call_is_in_the_same_record() -> None:

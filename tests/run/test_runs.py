@@ -16,7 +16,6 @@ import pytest
 
 from gristmill.errors import (
     AlreadyExistsError,
-    BatchFailedError,
     GristmillError,
     InvalidArgumentError,
     NotFoundError,
@@ -131,16 +130,9 @@ class TestFullStore:
             training.result(PATIENCE_S)
         await_batch(run, 1)
 
-    def test_a_batch_that_can_never_fit_fails_with_the_reason(self, serve: Callable[..., Runs]) -> None:
-        runs = serve(Shelf(places=-1))
-        runs.create("run", CONFIG | {"train_batch_size": 1})
-        run = runs.get("run")
-        run.submit(table(*group_rows("a")))
-        with pytest.raises(BatchFailedError, match="batch 0 failed: the shelf is too small"):
-            await_batch(run, 0)
-
-    def test_a_batch_waits_also_for_room_that_somebody_else_takes(self, serve: Callable[..., Runs]) -> None:
-        shelf = Shelf(places=0)
+    @pytest.mark.parametrize(("places", "why"), [(0, "the shelf is full"), (-1, "the shelf refuses this user")])
+    def test_a_batch_waits_for_a_store_that_takes_it(self, serve: Callable[..., Runs], places: int, why: str) -> None:
+        shelf = Shelf(places)
         runs = serve(shelf)
         runs.create("run", CONFIG | {"train_batch_size": 1})
         run = runs.get("run")
@@ -148,7 +140,7 @@ class TestFullStore:
         assert shelf.tried.wait(PATIENCE_S)
         wait_until(lambda: bool(runs.unhealthy_reason()))
         assert run.batch(0).state is BatchState.PENDING
-        assert "batch 0 waits: the shelf is full" in runs.unhealthy_reason()
+        assert f"batch 0 waits: {why}" in runs.unhealthy_reason()
         shelf.places = 1
         await_batch(run, 0)
         wait_until(lambda: not runs.unhealthy_reason())

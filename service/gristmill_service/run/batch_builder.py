@@ -51,6 +51,10 @@ _log = structlog.get_logger(__name__)
 
 # Seconds until publishing is retried after the store was full; more if the rows have to be read from the log again.
 RETRY_S, _RETRY_READING_S = 1.0, 10.0
+# The least pause, as a multiple of the last attempt's length.
+_PAUSES = 3
+# Errors by which a shard store refuses a batch. None is a reason to drop its rows.
+_REFUSED = (UnavailableError, ResourceExhaustedError, FailedPreconditionError)
 _EXPORTED_ROWS = 64
 _EXPORTED_BYTES = 16 << 20
 
@@ -124,7 +128,7 @@ class BatchBuilder:
             await self._discard(number)
         job = await self._next_job()
         if job is not None:
-            removals = self._room.removals
+            removals, began = self._room.removals, self._clock()
             try:
                 with tracing.making_span(self._name, job.number):
                     started = time.monotonic()
@@ -132,9 +136,9 @@ class BatchBuilder:
             except NotFoundError:
                 # The run was deleted in the meantime.
                 return False
-            except (UnavailableError, ResourceExhaustedError) as error:
-                # The batch is valid, but the store is full or does not answer.
-                self._block(job, error)
+            except _REFUSED as error:
+                # The batch is valid, but the store is full, too small, does not answer, or refuses it.
+                self._block(job, error, self._clock() - began)
                 if isinstance(error, ResourceExhaustedError):
                     self._room.wait(removals, retry)
                 return False
@@ -215,7 +219,7 @@ class BatchBuilder:
         self, job: _Job, release: Callable[[], None], publication: Future[None]
     ) -> tuple[BatchPublished | BatchFailed, bytes, Mapping[ShardAddress, ShardForm]]:
         """Computes and publishes the batch, in a builder thread. Returns the event, the encoded plan and the forms of
-        the published shards. Raises UnavailableError or ResourceExhaustedError if the store cannot take it now.
+        the published shards. Raises one of `_REFUSED` if the store cannot take it now.
 
         publication: may be cancelled before it begins.
         """
@@ -244,7 +248,7 @@ class BatchBuilder:
                 if not publication.set_running_or_notify_cancel():
                     raise UnavailableError("the batch was abandoned, because the run is closing; retry")
                 nbytes = self._store.publish(self._name, job.number, plan, built.shards)
-        except (UnavailableError, ResourceExhaustedError):
+        except _REFUSED:
             raise
         except (MemoryError, OSError) as error:
             # The process is short of memory or threads, which is no reason to drop rows.
@@ -316,9 +320,10 @@ class BatchBuilder:
             # The shards are replaced when the batch is published again, or removed with the run.
             _log.warning("shards not removed", run=self._name, batch=number, reason=str(error))
 
-    def _block(self, job: _Job, error: GristmillError) -> None:
+    def _block(self, job: _Job, error: GristmillError, seconds: float) -> None:
+        """seconds: the length of the attempt. Building a large batch over and over must not occupy a core."""
         is_new, number = not self.blocked_reason, job.number
-        self.retry_at = self._clock() + (RETRY_S if job.rows else _RETRY_READING_S)
+        self.retry_at = self._clock() + max(RETRY_S if job.rows else _RETRY_READING_S, _PAUSES * seconds)
         self.blocked_reason = f"run {self._name!r}: batch {number} waits: {error}"
         if is_new:
             _log.warning("batch waits", run=self._name, batch=number, reason=str(error))

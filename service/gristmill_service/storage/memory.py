@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from gristmill._wire.steps import Steps
-from gristmill.errors import FailedPreconditionError, NotFoundError, ResourceExhaustedError
+from gristmill.errors import NotFoundError, ResourceExhaustedError
 from gristmill_service.pipeline.layout.iovec import join
 from gristmill_service.pipeline.scheduling.plan import ShardAddress
 from gristmill_service.settings import Settings
@@ -122,8 +122,10 @@ class MemoryShardStore:
     def publish(self, run: str, batch: int, plan: bytes, shards: Iterable[ShardSource]) -> int:
         shards, room = list(shards), memory_room()
         if (size := sum(shard.size for shard in shards)) > room.available:
-            kind = FailedPreconditionError if size > room.total else ResourceExhaustedError
-            raise kind(f"run {run!r}: batch {batch} has {size} bytes, and {room.available} bytes of memory are free")
+            raise ResourceExhaustedError(
+                f"run {run!r}: batch {batch} has {size} bytes, and {room.available} of {room.total} bytes of memory "
+                "are free; free memory, or lower train_batch_size or max_buffered_batches for later runs"
+            )
         joined = {shard.address: join(shard.iovec()) for shard in shards}
         with self._lock:
             self._batches[run, batch] = _Published(plan, joined)

@@ -55,8 +55,8 @@ class ShardStore(Protocol):
         """Publishes a batch atomically, and replaces an earlier batch of the same number. Returns the bytes that it
         uses in the store, which count against the run's limit. After an error, the store contains no part of the batch.
 
-        Raises ResourceExhaustedError if there is no space for it now, FailedPreconditionError if it can never fit, and
-        errors from laying out a shard.
+        Raises ResourceExhaustedError if there is no space for it, even if it is larger than the whole store, because
+        people enlarge stores; and errors from laying out a shard.
         """
 
     def plan(self, run: str, batch: int) -> bytes:

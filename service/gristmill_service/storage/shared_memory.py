@@ -20,7 +20,6 @@ from io import FileIO
 from pathlib import Path
 
 from gristmill.errors import (
-    FailedPreconditionError,
     GristmillError,
     NotFoundError,
     ResourceExhaustedError,
@@ -64,7 +63,8 @@ class SharedMemoryShardStore:
     def publish(self, run: str, batch: int, plan: bytes, shards: Iterable[ShardSource]) -> int:
         final, shards = self._path(run, batch), list(shards)
         self._make_root()
-        self._check_room(run, batch, sum(shard.size for shard in shards))
+        size = sum(shard.size for shard in shards)
+        self._check_room(run, batch, size)
         partial = final.with_name(f".{final.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
         try:
@@ -85,7 +85,7 @@ class SharedMemoryShardStore:
             shutil.rmtree(partial, ignore_errors=True)
             if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
                 # Other programs used the free memory in the meantime.
-                raise self._full(run, batch) from None
+                raise self._full(run, batch, size) from None
             with _explained(partial):
                 raise
         return len(plan) + sum(sizes.values())
@@ -105,17 +105,18 @@ class SharedMemoryShardStore:
         tmpfs = MemoryRoom(system.f_bavail * system.f_frsize, system.f_blocks * system.f_frsize)
         room = tmpfs.within(memory_room())
         if size > room.total:
-            raise FailedPreconditionError(
+            raise ResourceExhaustedError(
                 f"run {run!r}: batch {batch} has {size} bytes, and {self._root.parent} has {room.total} in total; "
-                "enlarge it, lower train_batch_size, or pad less (layout: packed, pad_width: micro_batch)"
+                "enlarge it, and the batch is built; for later runs, lower train_batch_size, or pad less (layout: "
+                "packed, pad_width: micro_batch)"
             )
         if size > room.available:
-            raise self._full(run, batch)
+            raise self._full(run, batch, size)
 
-    def _full(self, run: str, batch: int) -> ResourceExhaustedError:
+    def _full(self, run: str, batch: int, size: int) -> ResourceExhaustedError:
         return ResourceExhaustedError(
-            f"run {run!r}: batch {batch} does not fit into {self._root.parent}, which is full; enlarge it, or lower "
-            "max_buffered_batches"
+            f"run {run!r}: batch {batch} does not fit into {self._root.parent}, which is full, with its {size} bytes; "
+            "enlarge it, or lower max_buffered_batches"
         )
 
     def plan(self, run: str, batch: int) -> bytes:

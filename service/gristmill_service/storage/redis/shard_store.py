@@ -67,6 +67,7 @@ class RedisShardStore:
     def publish(self, run: str, batch: int, plan: bytes, shards: Iterable[ShardSource]) -> int:
         """See the protocol. Returns the compressed bytes of the shards and the plan."""
         keys, owned, nonce = RunKeys(self._prefix, run), self._runs.owned(run), secrets.token_hex(8)
+        shards = list(shards)
         place, staged = keys.batch(batch), keys.staged(owned.claim, nonce)
         self._remove_left()
         try:
@@ -85,8 +86,9 @@ class RedisShardStore:
                     owned.free(place)
             if isinstance(error, UnavailableError) and is_full(error.__cause__):
                 raise ResourceExhaustedError(
-                    f"run {run!r}: batch {batch} does not fit into Redis, which is full; raise maxmemory, or "
-                    "lower max_buffered_batches"
+                    f"run {run!r}: batch {batch} does not fit into Redis, which is full, with its "
+                    f"{sum(shard.size for shard in shards)} bytes before compression; raise maxmemory, or lower "
+                    "max_buffered_batches"
                 ) from error
             raise
         return size
