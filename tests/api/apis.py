@@ -175,7 +175,7 @@ class GrpcApi:
 
     def groups(self, run: str) -> list[Json]:
         pages = self._call(self.runs.ListGroups, run_pb2.ListGroupsRequest(run=run))
-        return [{"uid": one.uid, "tag": one.tag} for page in pages for one in page.groups]
+        return [{"uid": one.uid, "tag": one.tag, "reason": one.reason} for page in pages for one in page.groups]
 
     def names(self) -> list[str]:
         return list(self._call(self.runs.ListRuns, run_pb2.ListRunsRequest()).runs)

@@ -143,6 +143,14 @@ def test_rewards_may_come_later(api: Api, run: str) -> None:
     assert api.batch(run, 0, wait_s=WAIT_S)["state"] == "published"
 
 
+def test_a_group_says_why_it_is_not_complete(api: Api, run: str) -> None:
+    api.submit(run, [row("a", 0, reward=None), row("b", 0) | {"is_last_step": False}])
+    assert {one["uid"]: one["reason"] for one in api.groups(run)} == {
+        "a": "samples without a reward: 1, not begun: 1",
+        "b": "samples without their last step or one before it: 1, not begun: 1",
+    }
+
+
 def test_rewards_may_be_given_per_token(api: Api, run: str) -> None:
     api.submit(run, [row("a", 0, reward=[0.0, 1.0]), row("a", 1, reward=[0.5, 0.25])])
     api.submit(run, [row("b", 0, reward=[0.0, 1.0]), row("b", 1, reward=[0.5, 0.25])])

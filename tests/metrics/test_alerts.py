@@ -96,6 +96,16 @@ def straggling() -> tuple[Recording, Labels | None]:
     return recording, RUN
 
 
+def dropped() -> tuple[Recording, Labels | None]:
+    recording = Recording()
+    for number in range(16):
+        recording.bench.begin(f"{number}")
+        recording.bench.run.abort_groups(0, [f"{number}"], "TimeoutError")
+    for _ in range(8):
+        recording.minute()
+    return recording, RUN
+
+
 def failed() -> tuple[Recording, Labels | None]:
     recording = Recording(build_batch=BuildBatch(fails=(0,)))
     recording.minute()
@@ -194,6 +204,7 @@ CASES: list[tuple[str, Case]] = [
     ("GristmillMismatchSurge", broken),
     ("GristmillMismatchSurge", broken_from_the_start),
     ("GristmillStragglerGroups", straggling),
+    ("GristmillAllGroupsDropped", dropped),
     ("GristmillBatchFailed", failed),
     ("GristmillRunStuck", held_up_by_a_rank),
     ("GristmillRowsLost", lost),

@@ -43,6 +43,10 @@ class Watched:
         self.run.begin_groups(0, uids)
         self.run.submit(from_rows([row for uid in uids for row in stage.group(uid)], step_wise=True))
 
+    def fill_with_equal_scores(self, uid: str) -> None:
+        self.run.begin_groups(0, [uid])
+        self.run.submit(from_rows([row | {"reward": 0.0} for row in stage.group(uid)], step_wise=True))
+
     def seal(self, *uids: str) -> None:
         before = self.run.status().batches_published
         self.fill(*uids)
@@ -176,8 +180,86 @@ def test_ranks_that_wait_for_rollouts_are_well_and_learn_what_is_missing(watched
     one.fill("a")
     one.run.begin_groups(0, ["b"])
     one.after(200)
-    assert one.findings() == [("note", "policy ranks wait for batch 0: 1 of 2 groups are complete", 200.0)]
-    assert (one.health().state, one.health().summary) == ("collecting", "1 group is open, 1 complete")
+    assert one.findings() == [
+        ("note", "policy ranks wait for batch 0: 1 of 2 groups are complete; samples not begun: 2", 200.0)
+    ]
+    assert (one.health().state, one.health().summary) == (
+        "collecting",
+        "1 group is open, 1 complete; samples not begun: 2",
+    )
+
+
+def test_a_run_says_why_its_groups_are_not_complete(watched: Make) -> None:
+    one = watched(n_samples_per_prompt=4)
+    one.run.begin_groups(0, ["a", "b"])
+    one.run.submit(
+        from_rows(
+            [
+                stage.turn("a", 0, 0, [1], [2], reward=None),
+                stage.turn("a", 1, 0, [1], [2], is_last_step=False),
+                stage.turn("a", 2, 1, [1], [2]),
+                stage.turn("a", 3, 0, [1], [2]),
+                stage.turn("b", 0, 0, [1], [2], reward=None),
+            ],
+            step_wise=True,
+        )
+    )
+    of_a = "samples without a reward: 1, without their last step or one before it: 2"
+    assert [group.reason for group in one.health().open_groups] == [
+        of_a,
+        "samples without a reward: 1, not begun: 3",
+    ]
+    assert one.health().summary == (
+        "2 groups are open, 0 complete; samples without a reward: 2, without their last step or one before it: 2, "
+        "not begun: 3"
+    )
+    one.after(400)
+    assert one.worst()[0][1] == f"2 groups are open for long; the oldest, 'a', has 1 of 4 samples; {of_a}"
+
+
+def test_of_many_open_groups_the_oldest_are_examined(watched: Make) -> None:
+    one = watched(max_buffered_batches=200)
+    one.run.begin_groups(0, [f"p{number}" for number in range(300)])
+    assert one.health().summary == "300 groups are open, 0 complete; samples not begun: 200 (in the oldest 100 groups)"
+
+
+def test_a_finished_run_says_how_many_groups_it_dropped_because_they_were_not_complete(watched: Make) -> None:
+    one = watched()
+    one.run.begin_groups(0, ["a"])
+    one.run.finish()
+    assert one.health().summary == "finished, 0 batches trained; 1 incomplete group dropped"
+
+
+def test_a_run_whose_last_groups_were_all_dropped_says_so_and_why(watched: Make) -> None:
+    one = watched(zero_variance_filter="replace")
+    for number in range(15):
+        one.fill_with_equal_scores(f"p{number}")
+    assert one.worst() == []
+    one.run.begin_groups(0, ["x"])
+    one.run.abort_groups(0, ["x"], "TimeoutError")
+    reasons = "15 zero_variance, 1 TimeoutError"
+    assert one.worst() == [
+        (
+            "slow",
+            f"the last 16 groups were all dropped, and none reached a batch: {reasons}; check the rewards, which are "
+            "equal within each group, or sample prompts that some samples solve",
+            None,
+        )
+    ]
+    one.fill("a")
+    assert one.worst() == [], "a complete group is waiting for its batch"
+    one.seal("b")
+    one.fill_with_equal_scores("q")
+    assert one.worst() == [], "the count begins again with each batch"
+
+
+def test_as_many_groups_must_be_dropped_as_a_batch_has(watched: Make) -> None:
+    one = watched(train_batch_size=20, max_buffered_batches=2)
+    for number in range(20):
+        assert one.worst() == []
+        one.run.begin_groups(0, [f"p{number}"])
+        one.run.abort_groups(0, [f"p{number}"], "TimeoutError")
+    assert one.worst()[0][1].endswith("20 TimeoutError; see the logs of the workers, which aborted these groups")
 
 
 def test_ranks_that_wait_for_a_call_to_seal_learn_so(watched: Make) -> None:
@@ -250,7 +332,9 @@ def test_groups_that_are_open_for_long_are_reported_oldest_first(watched: Make) 
     one.after(2)
     one.run.begin_groups(0, ["later"])
     one.after(400)
-    assert one.worst() == [("slow", "2 groups are open for long; the oldest, 'late', has 0 of 2 samples", 402.0)]
+    assert one.worst() == [
+        ("slow", "2 groups are open for long; the oldest, 'late', has 0 of 2 samples; samples not begun: 2", 402.0)
+    ]
     assert [group.uid for group in one.health().open_groups] == ["late", "later"]
     assert one.health().state == "collecting"
     one.after(1500)
@@ -263,7 +347,7 @@ def test_groups_that_are_open_for_long_hold_nobody_up_while_ranks_train(watched:
     one.after(400)
     one.seal("a", "b")
     assert one.findings() == [
-        ("note", "1 group is open for long; the oldest, 'late', has 0 of 2 samples", 400.0)
+        ("note", "1 group is open for long; the oldest, 'late', has 0 of 2 samples; samples not begun: 2", 400.0)
     ]  # fmt: skip
 
 

@@ -53,7 +53,7 @@ def test_groups_that_are_given_up_are_dropped_for_the_reason_and_never_trained()
     assert bench.run.shard("policy", 0, None, 0).position == Position(3)
     status = bench.run.status()
     assert status.groups_dropped == {"redis rolled back": 2}
-    groups = {group.uid: (group.state, group.reason) for group in bench.run.groups()}
+    groups = {group.uid: (group.state, group.reason) for part in bench.run.groups() for group in part}
     assert groups["u1"] == groups["u2"] == ("dropped", "redis rolled back")
     assert groups["u0"][0] == groups["u3"][0] == "sealed"
     assert sorted(number for _, number in bench.store.batches) == [0, 3], "shards of what is given up go"

@@ -181,10 +181,13 @@ def test_only_time_in_which_workers_could_come_counts_for_stragglers(machine: Ca
     one.run.begin_groups(0, ["late"])
     one.die()  # the clock of another process, after the service was down for as long
     one.run.tick()
-    assert [view.state for view in one.run.groups()] == ["open", "open"]
+    assert [view.state for part in one.run.groups() for view in part] == ["open", "open"]
     one.now += 2.0
     one.run.tick()
-    assert [(view.uid, view.reason) for view in one.run.groups()] == [("early", "timeout"), ("late", "")]
+    assert [(view.uid, view.reason) for part in one.run.groups() for view in part] == [
+        ("early", "timeout"),
+        ("late", "samples not begun: 2"),
+    ]
 
 
 @pytest.mark.parametrize("is_published", [False, True])
@@ -204,7 +207,7 @@ def test_rows_that_the_disk_lost_are_dropped_with_a_reason_and_the_others_go_on(
         one.run.batch(0)
     assert one.submit(row("b", 1), row("c", 1)) == ["ACCEPTED"] * 2
     one.make_batches()
-    assert {view.uid: (view.state, view.reason) for view in one.run.groups()} == {
+    assert {view.uid: (view.state, view.reason) for part in one.run.groups() for view in part} == {
         "a": ("dropped", "batch_failed"),
         "b": ("sealed", ""),
         "c": ("sealed", ""),
@@ -431,7 +434,7 @@ def test_whenever_it_dies_every_row_is_in_one_batch_or_dropped_once(
         assert len(uids) == len(set(uids)) * 2, batch
     flat = [uid for uids in seen.values() for uid in set(uids)]
     assert len(flat) == len(set(flat)), "no group is in two batches"
-    states = {view.uid: view.state for view in one.run.groups()}
+    states = {view.uid: view.state for part in one.run.groups() for view in part}
     assert set(flat) <= {uid for uid, state in states.items() if state == "sealed"}
     if finished and one.run.shard("policy", 0, None, 0).state is BatchState.END:
         assert len(flat) == 8

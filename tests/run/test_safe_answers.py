@@ -81,7 +81,7 @@ READS: dict[str, Callable[[Bench], Any]] = {
     "batch": lambda bench: bench.run.batch(0),
     "shard": lambda bench: bench.run.shard("policy", 0, None, 1),
     "status": lambda bench: bench.run.status(),
-    "groups": lambda bench: bench.run.groups(),
+    "groups": lambda bench: list(bench.run.groups()),
     "open_row": lambda bench: bench.run.open_row(GroupKey(0, "open"), 0, 0),
     "export": lambda bench: list(bench.run.export(0)),
 }

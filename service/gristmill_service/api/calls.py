@@ -95,8 +95,9 @@ async def list_runs(api: ApiContext) -> list[str]:
     return api.gate.visible(await api.runs.names())
 
 
-async def list_groups(api: ApiContext, run: str) -> list[GroupAnswer]:
-    return await (await api.runs.get(run)).groups()
+async def list_groups(api: ApiContext, run: str) -> AsyncIterator[list[GroupAnswer]]:
+    async for part in (await api.runs.get(run)).groups():
+        yield part
 
 
 async def finish_run(api: ApiContext, run: str) -> int:

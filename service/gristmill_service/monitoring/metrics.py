@@ -237,6 +237,11 @@ def _of_state(run: Run, state: State, facts: RunFacts, now: float) -> Iterator[M
         dropped[bounded_reason(reason)] += count
     yield counter("gristmill_groups_dropped", "Groups dropped, by reason.", dropped, "reason")
     yield gauge(
+        "gristmill_groups_dropped_in_a_row",
+        "Groups dropped since the last batch was sealed, if none is complete; 0 if they are few.",
+        facts.dropped_in_a_row,
+    )
+    yield gauge(
         "gristmill_oldest_open_group_seconds", "Age of the oldest group that is not complete.", _oldest_open(state, now)
     )
     batches = {

@@ -50,7 +50,7 @@ from gristmill_service.run.machine.decisions.resume import Checkpoint, resume
 from gristmill_service.run.machine.described_rows import RowKeys, values_digest
 from gristmill_service.run.machine.events import Event, GroupKey
 from gristmill_service.run.machine.state import Decision, State
-from gristmill_service.run.machine.status import all_groups, status
+from gristmill_service.run.machine.status import group_answers, group_keys, status
 from gristmill_service.run.monitor import RunMonitor
 from gristmill_service.run.open_rows import read_open_row
 from gristmill_service.run.published_batches import HAVE_SHARDS, PublishedBatches
@@ -379,9 +379,10 @@ class Run:
         room = self._writer.room().groups
         return status(state, self.name, self.run_id, config=self.config, room=room, duplicates=self._duplicates)
 
-    async def groups(self) -> list[GroupAnswer]:
-        """Returns every group that was ever admitted, the closed ones first."""
-        return await asyncio.to_thread((await self._read(all_groups)).answers)
+    async def groups(self) -> AsyncIterator[list[GroupAnswer]]:
+        """Yields every group that was ever admitted, in parts, closed ones first; other calls run in between."""
+        for keys in await self._read(group_keys):
+            yield await self._read(partial(group_answers, keys))
 
     def wait(self, condition: Condition, wake: Callable[[], None]) -> None:
         """Calls `wake` once, when the condition is met; immediately if it is met already, or if the run accepts no

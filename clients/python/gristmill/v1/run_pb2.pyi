@@ -551,7 +551,7 @@ class GroupStatus(google.protobuf.message.Message):
     batch: builtins.int
     """Of a sealed group."""
     reason: builtins.str
-    """Of a dropped group; `batch_failed` if its batch could not be made and its rows are gone."""
+    """Why the group was dropped, or is not complete; `batch_failed` if its batch could not be made and its rows are gone."""
     tag: builtins.str
     """Its environment or task; empty if it has none."""
     def __init__(

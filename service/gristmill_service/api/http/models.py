@@ -297,7 +297,7 @@ class Group(BaseModel):
     round: int
     state: GroupState
     batch: int | None = Field(description="The batch that contains the group; null if it is not sealed.")
-    reason: str = Field(description="Why the group was dropped.")
+    reason: str = Field(description="Why the group was dropped, or is not complete.")
     tag: str = Field(description="The group's environment or task; empty if it has none.")
 
 

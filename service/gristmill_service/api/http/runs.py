@@ -13,7 +13,6 @@ from gristmill_service.api import calls
 from gristmill_service.api.http import models
 from gristmill_service.api.http.dependencies import AnyRun, ApiDep, RunDep, RunName, SlotDep
 from gristmill_service.api.http.guards.admitted import HELD
-from gristmill_service.monitoring.views.groups import group_parts
 from gristmill_service.run.machine.answers import ModelProgress
 from gristmill_service.run.run import Run
 
@@ -93,7 +92,7 @@ async def _groups(run: Run) -> AsyncIterator[bytes]:
     """Yields the document, which may have tens of megabytes, in parts. Each is computed after the previous is sent."""
     yield b'{"groups":['
     is_first = True
-    async for part in group_parts(run):
+    async for part in run.groups():
         document = orjson.dumps(part)[1:-1]
         yield document if is_first else b"," + document
         is_first = False

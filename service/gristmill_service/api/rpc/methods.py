@@ -44,7 +44,6 @@ from gristmill_service.run.machine.answers import (
 )
 from gristmill_service.run.machine.decisions.resume import Checkpoint
 
-_GROUPS_AT_ONCE = 2048
 # Large enough to be fast, and small enough for clients with gRPC's default limit of 4 MiB per message.
 _PIECE_BYTES = 1 << 20
 
@@ -131,10 +130,9 @@ async def list_runs(api: ApiContext, slot: Slot, request: run_pb2.ListRunsReques
 
 
 async def list_groups(api: ApiContext, slot: Slot, request: run_pb2.ListGroupsRequest) -> AsyncIterator[bytes]:
-    groups = await calls.list_groups(api, request.run)
-    for start in range(0, len(groups), _GROUPS_AT_ONCE):
+    async for groups in calls.list_groups(api, request.run):
         # One list at a time, because this is Python code that holds the GIL.
-        yield await api.encode_groups(_encoded_groups, groups[start : start + _GROUPS_AT_ONCE])
+        yield await api.encode_groups(_encoded_groups, groups)
 
 
 def _encoded_groups(groups: list[GroupAnswer]) -> bytes:

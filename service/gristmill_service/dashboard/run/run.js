@@ -119,7 +119,7 @@ function waiting(body) {
   const seen = seconds => seconds == null ? "unknown" : since(seconds, body.watched_since);
   const samples = one => make("a", { href: addressOf({ run: body.run, uid: one.uid, round: one.round }) }, nameOf(one));
   const more = one => [[one.aborted, "aborted"], [one.retried, "retried"]].filter(([n]) => n).map(([n, what]) => `, ${n} ${what}`).join("");
-  const groups = body.open_groups.map(one => [samples(one), `${one.complete} of ${one.samples} samples${more(one)}`, one.rows, since(one.since)]);
+  const groups = body.open_groups.map(one => [samples(one), `${one.complete} of ${one.samples} samples${more(one)}`, one.rows, since(one.since), one.reason]);
   const aborted = body.samples_aborted.map(one => [one.reason, one.samples, samples(one)]);
   const batches = body.batches.map(one => [`batch ${one.batch}`, one.state, one.prompts, seen(one.since)]);
   const ranks = body.models.flatMap(model => model.ranks.map(rank => [
@@ -139,7 +139,7 @@ function waiting(body) {
     rows.length ? tableRegion(title, heads, rows) : quiet(none));
   return [make("div", { class: "pair wide" },
     make("div", {},
-      part("Oldest open groups", ["group", "complete", "rows accepted", "open for"], groups, "No group is open."),
+      part("Oldest open groups", ["group", "complete", "rows accepted", "open for", "why it is not complete"], groups, "No group is open."),
       part("Stored batches", ["batch", "state", "groups", "for"], batches, "No batch is stored."),
       aborted.length ? part("Aborted samples", ["reason", "samples", "last group"], aborted) : null),
     rankTable(part("Ranks", ["rank", "next", "state", "for"], ranks, "No ranks.")))];

@@ -49,8 +49,8 @@ export class SearchView {
 
   where(group) {
     const { run } = this;
-    if (isOpen(group)) return make("button", { class: "way", "aria-label": `samples of ${nameOf(group)}`,
-      onclick: () => showGroup(this.group, run, group) }, "samples");
+    if (isOpen(group)) return make("span", {}, group.reason, " ", make("button", { class: "way", "aria-label": `samples of ${nameOf(group)}`,
+      onclick: () => showGroup(this.group, run, group) }, "samples"));
     return group.batch == null ? group.reason : make("a", { href: addressOf({ run, batch: group.batch, uid: group.uid }) }, `batch ${group.batch}`);
   }
 }

@@ -7,7 +7,7 @@ takes over a run starts a new history.
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -29,6 +29,7 @@ from gristmill_service.run.machine.events import (
     ColumnsWritten,
     Event,
     GroupClosed,
+    GroupDropped,
     GroupKey,
     ModelResumed,
     RowsStored,
@@ -86,6 +87,7 @@ class RunHistory:
     began: the beginning of the history. last_event: the time of the run's last event. rows_since: when a row was last
     accepted. pulling: the models of which a rank has requested a shard. aborted: the number of aborted samples per
     reason, without surplus samples, and the last group of each. retried: the number of later attempts of samples.
+    dropped: the number of groups that were dropped since a batch was last sealed, by reason.
     full_since: since when the run has had no capacity; None if it has. steps: the number of recorded acknowledgements.
     longest_step: per model, a rank's longest time from when a shard was available until it acknowledged it, since the
     trainer resumed; 0 before the first.
@@ -101,6 +103,7 @@ class RunHistory:
         self.pulling: set[Model] = set()
         self.aborted: dict[str, tuple[int, GroupKey]] = {}
         self.retried = 0
+        self.dropped: Counter[str] = Counter()
         self.ranks: dict[Model, list[RankTimes]] = {}
         self.longest_step: dict[Model, float] = {}
         self.batches: dict[int, BatchTimes] = {}
@@ -135,6 +138,8 @@ class RunHistory:
             case GroupClosed(key, reason):
                 samples = sum(why == reason for why in state.open[key].aborted.values()) if key in state.open else 0
                 self._count_aborted(reason, key, samples)
+            case GroupDropped(_, reason):
+                self.dropped[reason] += 1
             case _:
                 self._note_batch(event, now)
 
@@ -189,6 +194,7 @@ class RunHistory:
     def _note_batch(self, event: Event, now: float) -> None:
         match event:
             case BatchSealed(batch=batch):
+                self.dropped.clear()
                 times = BatchTimes(sealed=now)
             case (
                 BatchPublished(batch=batch, awaits=(_, *_)) | ColumnsWritten(batch=batch) | ColumnsDropped(batch=batch)

@@ -44,6 +44,13 @@ _LONG_GROUP_S, _NO_ROWS_S = 300.0, 1800.0
 
 _LONGEST_TEXT, _LONGEST_REASON = 500, 300
 _NAMED_RANKS = 8
+_SHOWN_DROP_REASONS = 5
+_DROP_REMEDIES = {
+    "zero_variance": "check the rewards, which are equal within each group, or sample prompts that some samples solve",
+    "stale": "raise max_staleness, or have workers sample with the announced policy version",
+    "timeout": "check the workers and their environments, or raise group_timeout_s",
+    "rows_lost": "the disk or Redis lost rows that it had confirmed; see the runbook",
+}
 
 
 class Finding(Document):
@@ -77,7 +84,18 @@ class Finding(Document):
 
 def findings_of(facts: RunFacts) -> list[Finding]:
     """Returns the findings, worst first."""
-    rules = (_failed_batches, _unhealthy, _ranks, _columns, _build, _room, _stragglers, _unlearned, _rollbacks)
+    rules = (
+        _failed_batches,
+        _unhealthy,
+        _ranks,
+        _columns,
+        _build,
+        _room,
+        _dropped,
+        _stragglers,
+        _unlearned,
+        _rollbacks,
+    )
     findings = [finding for rule in rules for finding in rule(facts)]
     return sorted(findings, key=lambda finding: LEVELS.index(finding.level))
 
@@ -109,13 +127,18 @@ def summary_of(facts: RunFacts, state: HealthState, findings: Sequence[Finding])
             return _training(facts)
         case "collecting":
             opened = facts.counts.groups_open
-            return (
+            text = (
                 f"{opened} {'group is' if opened == 1 else 'groups are'} open, {facts.counts.groups_complete} complete"
             )
+            return f"{text}; {facts.lacking}" if facts.lacking else text
+        case "idle" if not facts.room.groups:
+            return f"no group is open, and workers wait for capacity: {facts.room.reason}"
         case "idle":
             return "no group is open: no rollouts come"
         case "finished":
-            return f"finished, {_count(facts.counts.batches_freed - facts.counts.batches_failed, 'batch')} trained"
+            text = f"finished, {_count(facts.counts.batches_freed - facts.counts.batches_failed, 'batch')} trained"
+            incomplete = facts.counts.groups_dropped.get("finished", 0)
+            return f"{text}; {_count(incomplete, 'incomplete group', 's')} dropped" if incomplete else text
 
 
 def has_pulled(facts: RunFacts, model: ModelFacts, rank: int) -> bool | None:
@@ -244,7 +267,8 @@ def _waiting_ranks(facts: RunFacts, model: ModelFacts) -> Finding:
     if facts.seals_by_call and not facts.counts.finished:
         text = f"{ranks} batch {number}, which SealBatch seals (seal_by: call): {_count(have, 'group', 's')} complete"
     oldest = facts.open_groups[0] if facts.open_groups else None
-    return _finding("note", f"{text}; tag_shares lacks {tags}" if tags else text, since, group=oldest)
+    parts = (text, tags and f"tag_shares lacks {tags}", facts.lacking)
+    return _finding("note", "; ".join(filter(None, parts)), since, group=oldest)
 
 
 def _columns(facts: RunFacts) -> Iterator[Finding]:
@@ -289,6 +313,20 @@ def _room(facts: RunFacts) -> Iterator[Finding]:
     yield _finding(level, f"workers wait for capacity, and ranks for a batch: {reason}", since)
 
 
+def _dropped(facts: RunFacts) -> Iterator[Finding]:
+    """Reports that no group reaches a batch, because all are dropped."""
+    if not facts.dropped_in_a_row:
+        return
+    reasons = facts.history.dropped.most_common(_SHOWN_DROP_REASONS)
+    yield _finding(
+        "slow",
+        f"the last {facts.dropped_in_a_row} groups were all dropped, and none reached a batch",
+        None,
+        reason=", ".join(f"{count} {reason}" for reason, count in reasons),
+        remedy=_DROP_REMEDIES.get(reasons[0][0], "see the logs of the workers, which aborted these groups"),
+    )
+
+
 def _stragglers(facts: RunFacts) -> Iterator[Finding]:
     """Reports groups that have been open for long. While ranks have work, these groups delay nobody."""
     now = facts.now
@@ -299,7 +337,7 @@ def _stragglers(facts: RunFacts) -> Iterator[Finding]:
     groups = "group is" if len(old) == 1 else "groups are"
     text = (
         f"{len(old)} {more}{groups} open for long; the oldest, {first.uid!r}, has {first.complete} of "
-        f"{first.samples} samples"
+        f"{first.samples} samples; {first.reason}"
     )
     if facts.ranks_have_work or facts.building is not None:
         yield _finding("note", text, first.since, group=first)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Literal
@@ -18,17 +19,19 @@ from gristmill_service.pipeline.figures import Figures
 from gristmill_service.run.machine.answers import Position
 from gristmill_service.run.machine.decisions import progress, sealing
 from gristmill_service.run.machine.decisions.admission import Room
-from gristmill_service.run.machine.groups import Group
+from gristmill_service.run.machine.groups import Group, Lacking
 from gristmill_service.run.machine.state import START, State
 from gristmill_service.run.run import Run
 
 SHOWN_GROUPS = 20
+EXAMINED_GROUPS = 100
 SHOWN_BATCHES = 32
 SHOWN_FAILURES = 3
 SHOWN_SHARDS = 8
 SHOWN_REASONS = 20
 LONGEST_UID = 80
 _UNBOUNDED = 1 << 31
+_DROPPED_IN_A_ROW = 16
 
 
 Stage = Literal["published", "waiting for columns", "being built", "failed"]
@@ -44,6 +47,7 @@ class OpenGroup(Document):
     retried: int = Field(description="Samples of which a later attempt takes part.")
     samples: int
     rows: int
+    reason: str = Field(description="Why it is not complete.")
     tag: str = Field(default="", description="Its environment or task.")
 
 
@@ -108,7 +112,8 @@ class RunFacts:
         oldest batch that waits for columns. held: the number of batches that are sealed and not freed.
     newest: the figures of the last published batch; None if they are merged with others. compares_groups: whether an
         advantage depends only on the scores of its group.
-    open_groups: the oldest groups that are not complete. batches: the oldest batches that are not freed.
+    open_groups: the oldest groups that are not complete. lacking: why they are not; empty if none is open.
+    batches: the oldest batches that are not freed.
     """
 
     run: str
@@ -129,6 +134,7 @@ class RunFacts:
     newest: Figures | None
     compares_groups: bool
     open_groups: list[OpenGroup]
+    lacking: str
     batches: list[HeldBatch]
     models: list[ModelFacts]
     history: RunHistory
@@ -137,6 +143,14 @@ class RunFacts:
     def ranks_have_work(self) -> bool:
         """Whether the next shard of any rank is published."""
         return any(position.batch in self.published for model in self.models for position in model.next)
+
+    @property
+    def dropped_in_a_row(self) -> int:
+        """The number of groups that were dropped since the last batch was sealed, if there are at least as many as a
+        batch has, and 16, and none is complete; else 0."""
+        dropped = sum(self.history.dropped.values())
+        is_over = self.counts.finished or self.counts.groups_complete
+        return dropped if dropped >= max(self.train_batch_size, _DROPPED_IN_A_ROW) and not is_over else 0
 
     @property
     def has_trainer(self) -> bool:
@@ -176,7 +190,8 @@ def facts_of(run: Run, state: State, room: Room) -> RunFacts:
         and not run.config.estimator.compares_steps
         and run.config.kl_in_reward is None
         and run.config.length_penalty is None,
-        open_groups=_open_groups(state, history),
+        open_groups=[_open_group(group, history) for group in islice(_incomplete(state), SHOWN_GROUPS)],
+        lacking=_lacking(state),
         batches=_batches(state, history),
         models=[
             ModelFacts(
@@ -246,9 +261,15 @@ def _awaiting(state: State) -> AwaitingBatch | None:
     return None
 
 
-def _open_groups(state: State, history: RunHistory) -> list[OpenGroup]:
-    incomplete = (group for key, group in state.open.items() if key not in state.complete)
-    return [_open_group(group, history) for group in islice(incomplete, SHOWN_GROUPS)]
+def _incomplete(state: State) -> Iterator[Group]:
+    return (group for key, group in state.open.items() if key not in state.complete)
+
+
+def _lacking(state: State) -> str:
+    """Returns why the open groups are not complete; of many, only the oldest are examined."""
+    parts = [group.lacking() for group in islice(_incomplete(state), EXAMINED_GROUPS)]
+    total = str(Lacking.of(parts)) if parts else ""
+    return f"{total} (in the oldest {len(parts)} groups)" if len(parts) == EXAMINED_GROUPS else total
 
 
 def _open_group(group: Group, history: RunHistory) -> OpenGroup:
@@ -261,6 +282,7 @@ def _open_group(group: Group, history: RunHistory) -> OpenGroup:
         retried=sum(trajectory.attempt > 0 for trajectory in group.trajectories.values()),
         samples=group.samples,
         rows=sum(len(trajectory.rows) for trajectory in group.trajectories.values()),
+        reason=str(group.lacking()),
         tag=group.tag,
     )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict
 from typing import Literal, get_args
 
@@ -24,7 +23,6 @@ SampleState = Literal["no row", "open", "waits for a reward", "complete", "abort
 _STATES: tuple[SampleState, ...] = get_args(SampleState)
 _SHOWN = 200
 _SHOWN_MATCHES = 50
-_GROUPS_AT_ONCE = 100
 
 
 class FoundGroup(Document):
@@ -33,7 +31,7 @@ class FoundGroup(Document):
     tag: str
     state: GroupState
     batch: int | None = Field(description="The batch that contains the group.")
-    reason: str = Field(description="Why the group was dropped; empty if it was not.")
+    reason: str = Field(description="Why the group was dropped, or is not complete.")
 
 
 class FoundGroups(Document):
@@ -76,40 +74,10 @@ class OpenRowTokens(ShownTokens):
     step: int
 
 
-async def group_parts(run: Run) -> AsyncIterator[list[GroupAnswer]]:
-    """Yields every group that was ever admitted, in parts: first sealed and dropped groups, then others. There may be
-    hundreds of thousands, so other calls are answered in between."""
-    keys = run.read(lambda state, _: [*state.closed, *state.open])
-    for begin in range(0, len(keys), _GROUPS_AT_ONCE):
-        some = keys[begin : begin + _GROUPS_AT_ONCE]
-        answers = run.read(lambda state, _, some=some: _answers(state, some))  # type: ignore[misc]
-        # Waits until the state that was read is durable.
-        await run.policy_version()
-        yield answers
-
-
-def _answers(state: State, keys: Sequence[GroupKey]) -> list[GroupAnswer]:
-    return [_open(state, key) if key in state.open else _decided(state, key) for key in keys]
-
-
-def _open(state: State, key: GroupKey) -> GroupAnswer:
-    return GroupAnswer(*key, "complete" if key in state.complete else "open", tag=state.open[key].tag)
-
-
-def _decided(state: State, key: GroupKey) -> GroupAnswer:
-    batch, tag = state.closed[key], state.closed_tags.get(key, "")
-    if isinstance(batch, str):
-        return GroupAnswer(*key, "dropped", reason=batch, tag=tag)
-    # A failed batch whose rows are retained may still be built.
-    if batch in state.failed and state.is_dropped(batch):
-        return GroupAnswer(*key, "dropped", batch, "batch_failed", tag)
-    return GroupAnswer(*key, "sealed", batch, tag=tag)
-
-
 async def find_groups(run: Run, text: str) -> FoundGroups:
     """Returns the groups whose uid contains this text."""
     matches: list[GroupAnswer] = []
-    async for part in group_parts(run):
+    async for part in run.groups():
         matches += [group for group in part if text in group.uid]
         await asyncio.sleep(0)
     matches.sort(key=lambda group: (group.uid != text, group.uid, group.round))
@@ -169,7 +137,7 @@ def _state(group: Group, sample: int) -> SampleState:
         return "aborted" if sample in group.aborted else "no row"
     if trajectory.is_complete:
         return "complete"
-    return "open" if _missing(trajectory) is not None else "waits for a reward"
+    return "waits for a reward" if trajectory.has_every_step else "open"
 
 
 def _sample(group: Group, sample: int) -> GroupSample:
@@ -191,6 +159,6 @@ def _sample(group: Group, sample: int) -> GroupSample:
 
 def _missing(trajectory: Trajectory) -> int | None:
     """Returns the first missing step; None if all steps up to the last have arrived."""
-    if trajectory.last is not None and len(trajectory.rows) == trajectory.last + 1:
+    if trajectory.has_every_step:
         return None
     return next(step for step in range(len(trajectory.rows) + 1) if step not in trajectory.rows)

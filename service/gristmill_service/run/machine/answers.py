@@ -119,8 +119,8 @@ GroupState = Literal["open", "complete", "sealed", "dropped"]
 
 @dataclass(frozen=True, slots=True)
 class GroupAnswer:
-    """One group. batch: the batch that a sealed group is in. reason: why the group was dropped; if the reason is
-    `batch_failed`, `batch` is the failed batch. tag: "" for none."""
+    """One group. batch: the batch that a sealed group is in. reason: why the group was dropped, or why it is not
+    complete; if the reason is `batch_failed`, `batch` is the failed batch. tag: "" for none."""
 
     round: int
     uid: str

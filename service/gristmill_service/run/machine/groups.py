@@ -41,6 +41,29 @@ class Released(NamedTuple):
 NOTHING = Released([])
 
 
+class Lacking(NamedTuple):
+    """Why groups are not complete: their samples without a row, those without some steps, such as the last, and those
+    that have every step and wait for a reward."""
+
+    rows: int = 0
+    steps: int = 0
+    rewards: int = 0
+
+    @classmethod
+    def of(cls, parts: Iterable[Lacking]) -> Lacking:
+        """Returns the sum of these parts."""
+        return cls(*map(sum, zip(*parts, strict=True)))
+
+    def __str__(self) -> str:
+        causes = (
+            ("without a reward", self.rewards),
+            ("without their last step or one before it", self.steps),
+            ("not begun", self.rows),
+        )
+        counts = ", ".join(f"{cause}: {count}" for cause, count in causes if count)
+        return f"samples {counts}" if counts else ""
+
+
 @dataclass(slots=True)
 class Trajectory:
     """The rows of one trajectory's current attempt, by step."""
@@ -52,8 +75,12 @@ class Trajectory:
     pending: int = 0
 
     @property
+    def has_every_step(self) -> bool:
+        return self.last is not None and len(self.rows) == self.last + 1
+
+    @property
     def is_complete(self) -> bool:
-        return self.last is not None and len(self.rows) == self.last + 1 and not self.pending
+        return self.has_every_step and not self.pending
 
     def store(self, row: StoredRow) -> None:
         step = row.step
@@ -117,6 +144,12 @@ class Group:
     def is_complete(self) -> bool:
         done = len(self.finished)
         return 0 < done <= self.samples and done + len(self.aborted) == self.samples + self.surplus
+
+    def lacking(self) -> Lacking:
+        """Returns why the group is not complete."""
+        begun = [trajectory for sample, trajectory in self.trajectories.items() if sample not in self.finished]
+        rewards = sum(trajectory.has_every_step for trajectory in begun)
+        return Lacking(self.sampled - len(self.trajectories) - len(self.aborted), len(begun) - rewards, rewards)
 
     def left_out(self) -> list[int]:
         """Returns the samples that are not needed because enough others are complete."""

@@ -33,8 +33,8 @@ _STATES: dict[int, GroupState] = {
 class Group(NamedTuple):
     """A prompt group that was admitted to a run.
 
-    batch: the number of the group's batch; None if it is not sealed. reason: why the group was dropped; empty if it was
-    not. tag: the group's environment or task; empty if it has none.
+    batch: the number of the group's batch; None if it is not sealed. reason: why the group was dropped, or is
+    not complete. tag: the group's environment or task; empty if it has none.
     """
 
     uid: str
