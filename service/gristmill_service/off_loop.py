@@ -6,6 +6,12 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
+import structlog
+
+from gristmill.errors import GristmillError
+
+_log = structlog.get_logger(__name__)
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -18,7 +24,14 @@ async def finished(work: Awaitable[T]) -> T:
     except asyncio.CancelledError:
         if not task.cancelled():
             await asyncio.wait([task])
+        if not task.cancelled() and not isinstance(error := task.exception(), GristmillError | OSError | None):
+            _log.error("task failed", exc_info=error)
         raise
+
+
+def ignore_error(task: asyncio.Future[Any]) -> None:
+    """Marks an error of the task as handled. Otherwise, asyncio logs the error of a task that nobody awaits any more."""
+    task.add_done_callback(lambda done: None if done.cancelled() else done.exception())
 
 
 async def each(pieces: Iterator[T]) -> AsyncIterator[T]:

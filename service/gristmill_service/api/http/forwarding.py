@@ -20,6 +20,7 @@ from gristmill_service.api.errors import error_response
 from gristmill_service.api.http.guards.admitted import address_of
 from gristmill_service.api.http.guards.bodies import BODY
 from gristmill_service.api.long_poll import LONGEST_WAIT_S
+from gristmill_service.off_loop import ignore_error
 from gristmill_service.storage.run_store import OwnedElsewhereError
 
 _LOOK_S = 0.5
@@ -58,9 +59,10 @@ class Forwarding:
             # Reloads the certificates if they changed. The context stays the same object.
             self._peers.context()
         sending = asyncio.ensure_future(self._client.send(self._request(request, error), stream=True))
+        ignore_error(sending)
         try:
             while not (await asyncio.wait([sending], timeout=_LOOK_S))[0]:
-                if not await self._is_owner(error.run, error.grpc_address):
+                if not await self._is_owner(error.run, error.grpc_address) and not sending.done():
                     return _unavailable(f"{error}; the owner changed during the call")
             answer = sending.result()
         except httpx.HTTPError as failure:

@@ -15,6 +15,7 @@ from gristmill.errors import UnavailableError
 from gristmill_service import tracing
 from gristmill_service.access import passed_on
 from gristmill_service.access.gate import AUTHORIZATION
+from gristmill_service.off_loop import ignore_error
 from gristmill_service.storage.run_store import OwnedElsewhereError
 
 _LONGEST_S = 60.0
@@ -60,9 +61,10 @@ class Forwarding:
         ask = self._channel(owner).unary_unary(path)
         call = ask(request, timeout=_left(context), metadata=_metadata(owner, context))
         answer: asyncio.Future[bytes] = asyncio.ensure_future(call)
+        ignore_error(answer)
         try:
             while not (await asyncio.wait([answer], timeout=_LOOK_S))[0]:
-                if not await self._is_owner(owner.run, owner.grpc_address):
+                if not await self._is_owner(owner.run, owner.grpc_address) and not answer.done():
                     raise UnavailableError(f"{owner}; the owner changed during the call")
             return await answer
         finally:
