@@ -93,7 +93,7 @@ def test_an_owner_that_answers_while_it_is_asked_whether_it_is_the_owner_is_list
         await server.start()
         forwarding = Forwarding(is_owner, None)
         owner = OwnedElsewhereError("owned", "run", f"127.0.0.1:{port}")
-        with pytest.raises((grpc.aio.AioRpcError, UnavailableError), match="moved|changed during the call"):
+        with pytest.raises((grpc.aio.AioRpcError, UnavailableError), match=r"moved|changed during the call"):
             await forwarding.unary("/x/y", b"", owner, Call())
         await forwarding.close()
         await server.stop(None)

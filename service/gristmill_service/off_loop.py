@@ -30,7 +30,7 @@ async def finished(work: Awaitable[T]) -> T:
 
 
 def ignore_error(task: asyncio.Future[Any]) -> None:
-    """Marks an error of the task as handled. Otherwise, asyncio logs the error of a task that nobody awaits any more."""
+    """Marks an error of the task as handled: asyncio logs the error of a task that nobody awaits any more."""
     task.add_done_callback(lambda done: None if done.cancelled() else done.exception())
 
 

@@ -25,8 +25,9 @@ import structlog
 
 from gristmill.errors import AlreadyExistsError, GristmillError, InvalidArgumentError, NotFoundError, UnavailableError
 from gristmill_service.storage.redis.connection import REDIS_ERRORS, Client, server_of, translated, watched_master
+from gristmill_service.storage.redis.deletion import finish_deletion
 from gristmill_service.storage.redis.keys import RunKeys, damaged, reading, unlink
-from gristmill_service.storage.redis.old_format import convert, delete_old
+from gristmill_service.storage.redis.old_format import convert
 from gristmill_service.storage.redis.run_log import Acknowledged, RedisRunLog
 from gristmill_service.storage.redis.scripts import (
     CREATE,
@@ -113,7 +114,7 @@ class RedisRunStore:
         check_config(name, config)
         description = _Description.of(secrets.token_hex(8), config.decode())
         with translated(self._client):
-            # The name is added first: a name without a run is harmless, but a run without a name would be lost.
+            # The name is added first: `open` removes a name without a run, but a run without a name would be lost.
             self._client.sadd(self._runs, name)
             outcome = self._scripts.confirmed(CREATE, self._keys(name), msgspec.json.encode(description))
         if outcome is Outcome.EXISTS:
@@ -126,7 +127,11 @@ class RedisRunStore:
         """Claims a run. Raises OwnedElsewhereError if another process owns it."""
         keys, token, asked = self._keys(name), secrets.token_hex(8), time.monotonic()
         with translated(self._client):
-            claim = self._claim(name, keys, token)
+            try:
+                claim = self._claim(name, keys, token)
+            except NotFoundError:
+                self._forget(name, keys)
+                raise
             # In a cluster, the name is on another node, which may have lost it in a failover.
             self._client.sadd(self._runs, name)
             try:
@@ -188,18 +193,25 @@ class RedisRunStore:
                 # A damaged or partly deleted run cannot be claimed, but can be deleted.
                 with suppress(NotFoundError, InvalidArgumentError):
                     self._claim(name, keys, token)
-            outcome = self._scripts.confirmed(DELETE, keys, token if log is None else log.token)
+            outcome = self._scripts.confirmed(DELETE, keys, token if log is None else log.token, secrets.token_hex(8))
             if outcome is Outcome.FENCED:
                 if log is not None:
                     log.lose()
                 raise LogLostError(f"another replica now owns run {name!r}; retry")
             if outcome is Outcome.UNCONFIRMED:
                 raise UnavailableError(f"{self._health.unconfirmed}: run {name!r} may reappear; delete it again")
-            unlink(self._client, keys.scan(self._client))
-            delete_old(self._client, keys)
-            self._client.srem(self._runs, name)
-        if log is not None:
-            log.on_close = lambda: self._leases.discard(name, log)
+            if log is not None:
+                # A renewal would be rejected.
+                self._leases.discard(name, log)
+                log.on_close = lambda: None
+            self._forget(name, keys)
+
+    def _forget(self, name: str, keys: RunKeys) -> None:
+        """Finishes the run's deletion if it was interrupted, and removes the name of a run that does not exist."""
+        finish_deletion(self._client, self._scripts, keys)
+        if self._client.srem(self._runs, name) and self._client.exists(keys.config):
+            # Another process has created a run of the name in the meantime.
+            self._client.sadd(self._runs, name)
         self._known.pop(name, None)
 
     def sweep(self, name: str) -> int:
@@ -374,6 +386,9 @@ class Leases:
             _log.warning("leases not renewed", runs=len(logs), reason=str(error))
             return
         for (name, log), answer in zip(logs.items(), answers, strict=True):
+            if self._logs.get(name) is not log:
+                # The run was closed or deleted in the meantime.
+                continue
             if isinstance(answer, Exception):
                 _log.warning("lease not renewed", run=name, reason=str(answer))
             elif answer[0] is Outcome.DONE:

@@ -114,6 +114,7 @@ if ok and type(owner) == 'table' and owner.grpc_address and owner.http_url and o
 if redis.call('EXISTS', KEYS[1], KEYS[2], KEYS[4]) == 0 then return 0 end
 local kind = redis.call('TYPE', KEYS[1]).ok
 if kind ~= 'hash' and kind ~= 'none' then return -1 end
+if redis.call('HEXISTS', KEYS[1], 'deleted') == 1 then return 0 end
 local before = tonumber(redis.call('HGET', KEYS[1], 'claim') or '0') or 0
 local claim = string.format('%d', math.max(before < 2147483647 and before + 1 or 0, tonumber(ARGV[5])))
 redis.call('HSET', KEYS[1], 'token', ARGV[1], 'claim', claim)
@@ -167,13 +168,27 @@ if redis.call('EXISTS', KEYS[5]) == 1 then
 elseif redis.call('HGET', KEYS[6], 'nonce') ~= ARGV[2] then return {'lost'} end
 """)
 FREE = _fenced("redis.call('UNLINK', KEYS[5])")
-# Removes the run's head, which every step requires, and its other keys. The head is written first, because WAIT waits
-# only for new writes; the write fails if memory is full.
+# Marks the run as deleted: its head, which every step requires, becomes the mark, which stays until all other keys are
+# removed. ARGV: token, a unique mark; a run that is marked already keeps its mark. A full server accepts the mark,
+# because the script has removed keys before. The mark is written again, because WAIT waits only for new writes. The
+# lease stays, so that other processes wait for this one before they finish the deletion.
 DELETE = Script("""
-local token = redis.pcall('HGET', KEYS[1], 'token')
+local token, mark = redis.pcall('HGET', KEYS[1], 'token'), redis.pcall('HGET', KEYS[1], 'deleted')
 if type(token) == 'string' and token ~= ARGV[1] then return {'fenced'} end
-redis.pcall('SET', KEYS[1], '')
-redis.call('DEL', KEYS[1], KEYS[2], KEYS[3], KEYS[4])
+redis.call('DEL', KEYS[1], KEYS[2], KEYS[4])
+redis.call('HSET', KEYS[1], 'deleted', type(mark) == 'string' and mark or ARGV[2])
+return {'done'}
+""")
+# Removes keys unless they may be of a later run of the name. KEYS: the keys. ARGV: the mark of the deleted run.
+REMOVE = Script("""
+if redis.call('EXISTS', KEYS[1]) == 1 and redis.pcall('HGET', KEYS[1], 'deleted') ~= ARGV[1] then return {'fenced'} end
+redis.call('UNLINK', unpack(KEYS, 5))
+return {'done'}
+""")
+# Ends a deletion. ARGV: its mark.
+FORGET = Script("""
+if redis.pcall('HGET', KEYS[1], 'deleted') ~= ARGV[1] then return {'fenced'} end
+redis.call('DEL', KEYS[1], KEYS[3])
 return {'done'}
 """)
 # ARGV: the last record that a former owner acknowledged.
@@ -197,17 +212,17 @@ class Scripts:
     def __init__(self, client: Client, durability: Durability) -> None:
         self._client, self._durability = client, durability
 
-    def step(self, script: Script, keys: RunKeys, *arguments: Any, more: Sequence[str] = ()) -> Outcome:
+    def step(self, script: Script, keys: RunKeys, *arguments: Any, more: Sequence[str | bytes] = ()) -> Outcome:
         """Performs a step. more: keys of the run in addition to those of all scripts."""
         return Outcome(self._run(script, [*_names(keys), *more], *arguments)[0])
 
-    def confirmed(self, script: Script, keys: RunKeys, *arguments: Any, more: Sequence[str] = ()) -> Outcome:
+    def confirmed(self, script: Script, keys: RunKeys, *arguments: Any, more: Sequence[str | bytes] = ()) -> Outcome:
         """Performs a step and waits for its copies, in one round trip. Returns UNCONFIRMED if too few copies are
         confirmed in time."""
         confirm, names = self._durability.command, [*_names(keys), *more]
         if confirm is None:
             return self.step(script, keys, *arguments, more=more)
-        server = server_of(self._client, names[0])
+        server = server_of(self._client, keys.head)
         for command in (("EVALSHA", script.digest), ("EVAL", script.text)):
             answer, copies = self._pipelined(server, [(*command, len(names), *names, *arguments), confirm])
             if not isinstance(answer, NoScriptError):
@@ -223,7 +238,7 @@ class Scripts:
 
     def claim(self, keys: RunKeys, token: str, owner: Owner, lease_ms: int, least: int) -> int | Owner | None:
         """Claims a run. Returns the claim's number, which is at least `least`; the owner if another process owns the
-        run; None if the run does not exist. Raises InvalidArgumentError if the run's head is damaged."""
+        run; None if the run does not exist or is deleted. Raises InvalidArgumentError if the run's head is damaged."""
         lease = msgspec.json.encode(owner)
         answer = self._run(_CLAIM, _names(keys), token, owner.process, lease, lease_ms, least)
         if isinstance(answer, bytes):
@@ -277,7 +292,7 @@ class Scripts:
                     cast(Any, self._client).nodes_manager.initialize()
             raise
 
-    def _run(self, script: Script, names: Sequence[str], *arguments: Any) -> Any:
+    def _run(self, script: Script, names: Sequence[str | bytes], *arguments: Any) -> Any:
         """Runs a script by its digest, or by its text if the server has not cached it.
 
         The `Script` class of redis-py would load it into every server of a cluster, and wait for a server that hangs.

@@ -27,9 +27,11 @@ from gristmill_service.pipeline.layout.iovec import coalesced, cut, join
 from gristmill_service.pipeline.scheduling.plan import ShardAddress
 from gristmill_service.settings import Settings
 from gristmill_service.storage.redis.connection import REDIS_ERRORS, Client, is_full, outcome_unknown, translated
+from gristmill_service.storage.redis.deletion import remove_keys
 from gristmill_service.storage.redis.keys import RunKeys, sealed, unlink, unsealed
 from gristmill_service.storage.redis.run_log import RedisRunLog
 from gristmill_service.storage.redis.run_store import RedisRunStore
+from gristmill_service.storage.redis.scripts import SERVER_ALONE, Scripts
 from gristmill_service.storage.run_store import RunStore
 from gristmill_service.storage.shard_store import ShardLocation, ShardsLostError, ShardSource, ShardStore
 
@@ -61,6 +63,7 @@ class RedisShardStore:
 
     def __init__(self, client: Client, runs: RedisRunStore, prefix: str = "gristmill") -> None:
         self._client, self._runs, self._prefix = client, runs, prefix
+        self._scripts = Scripts(client, SERVER_ALONE)
         # The keys of failed publications that remain to be removed.
         self._left: set[str] = set()
 
@@ -150,10 +153,9 @@ class RedisShardStore:
         self._remove_left()
 
     def delete_run(self, run: str) -> None:
-        keys = RunKeys(self._prefix, run)
+        """Removes nothing of a run that exists: the run store removes batches with the run's other keys."""
         with translated(self._client):
-            for kind in ("batch:", "staged:"):
-                unlink(self._client, keys.scan(self._client, kind))
+            remove_keys(self._client, self._scripts, RunKeys(self._prefix, run))
 
     def sweep(self, run: str) -> None:
         """Removes leftovers of unfinished publications, and rows that no record refers to."""
