@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -24,7 +24,7 @@ class KilledError(BaseException):
 
 def kill_after(store: RedisRunStore, commands: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets the store's process send only so many more commands."""
-    left, send = commands, store._client.execute_command
+    left, send = commands, cast(Any, store._client).execute_command
 
     def execute(*args: Any, **options: Any) -> Any:
         nonlocal left
