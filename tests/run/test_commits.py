@@ -134,7 +134,7 @@ class TestCompaction:
             assert held.entered.wait(PATIENCE_S)
             log.is_long = True
             bench.run._writer.commits.compact(bench.run._writer._snapshot)
-            monkeypatch.setattr("gristmill_service.run.machine.decisions.sealing.due", lambda *given: 1 / 0)
+            monkeypatch.setattr("gristmill_service.run.machine.decisions.sealing.consequences", lambda *given: 1 / 0)
             defect = pool.submit(bench.run.announce, 1)
             wait_until(lambda: bool(bench.run.is_lost))
             held.go_on()

@@ -291,7 +291,7 @@ def test_who_waits_is_woken_also_where_the_writer_ends_in_a_defect(monkeypatch: 
     bench = begun()
     woken = threading.Event()
     bench.run.wait(conditions.version_is_reached(1), woken.set)
-    monkeypatch.setattr("gristmill_service.run.machine.decisions.sealing.due", lambda *given: 1 / 0)
+    monkeypatch.setattr("gristmill_service.run.machine.decisions.sealing.consequences", lambda *given: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         bench.run.announce(1)
     assert woken.is_set()

@@ -22,7 +22,7 @@ from gristmill_service.config import RunConfig, with_dp_size
 from gristmill_service.run.capacity import RowBudget
 from gristmill_service.run.commits import Commits
 from gristmill_service.run.machine.codec import encode_event, encode_state
-from gristmill_service.run.machine.decisions import admission, progress, sealing
+from gristmill_service.run.machine.decisions import admission, sealing
 from gristmill_service.run.machine.decisions.admission import BytesLeft, Room
 from gristmill_service.run.machine.events import (
     COLUMNS,
@@ -138,15 +138,12 @@ class Writer:
     def _happen(self, decided: Sequence[Event], tables: Mapping[int, Steps], *, is_first: bool = False) -> None:
         # Encode first, so that a value that cannot be encoded is refused before the state changes.
         encoded = [encode_event(event) for event in decided]
-        effects, happened = Effects(), None if is_first else decided
+        effects = Effects()
         try:
             self._apply(decided, tables, effects)
-            while following := (
-                sealing.due(self.state, self.config, happened) or (self.state.batches and progress.freed(self.state))
-            ):
+            for following in sealing.consequences(self.state, self.config, None if is_first else decided):
                 encoded += [encode_event(event) for event in following]
                 self._apply(following, tables, effects)
-                happened = following
         except BaseException:
             # A defect: the events are applied only in part, and the state must not be used.
             self.lose()

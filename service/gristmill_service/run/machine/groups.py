@@ -142,8 +142,9 @@ class Group:
 
     @property
     def is_complete(self) -> bool:
+        """Whether the group needs no more trajectories. Surplus ones may still have to be aborted (`left_out`)."""
         done = len(self.finished)
-        return 0 < done <= self.samples and done + len(self.aborted) == self.samples + self.surplus
+        return done >= self.samples or 0 < done == self.samples + self.surplus - len(self.aborted)
 
     def lacking(self) -> Lacking:
         """Returns why the group is not complete."""
@@ -153,7 +154,7 @@ class Group:
 
     def left_out(self) -> list[int]:
         """Returns the samples that are not needed because enough others are complete."""
-        if self.done < self.samples or self.is_complete:
+        if self.done < self.samples:
             return []
         kept = set(islice(self.finished, self.samples))
         return [sample for sample in range(self.sampled) if sample not in kept and sample not in self.aborted]

@@ -311,10 +311,13 @@ def _set_rewards(state: State, event: RewardsSet) -> None:
 
 
 def _shrink(state: State, group: Group, shrink: Callable[[], Released]) -> Released:
-    before = group.nbytes
+    before, was_complete = group.nbytes, group.key in state.complete
     released = shrink()
     state.row_bytes += group.nbytes - before
     _note_completion(state, group)
+    if was_complete and group.is_complete:
+        # Its surplus is not part of the group.
+        state.completed_bytes += group.nbytes - before
     return released
 
 

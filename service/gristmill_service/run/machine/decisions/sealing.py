@@ -1,4 +1,4 @@
-"""Seal complete groups into batches, or drop them by filters; record the result of building a batch.
+"""Seal complete groups into batches, or drop them by filters, and free batches; record the result of building a batch.
 
 Reads the state, returns events.
 """
@@ -6,7 +6,7 @@ Reads the state, returns events.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice, takewhile
 
 import numpy as np
@@ -18,6 +18,7 @@ from gristmill_service.config import RunConfig
 from gristmill_service.pipeline.credit.advantage import trajectory_scores
 from gristmill_service.pipeline.rows.comparison import compared_by
 from gristmill_service.run.machine.answers import ColumnPlace, Sealed
+from gristmill_service.run.machine.decisions import progress
 from gristmill_service.run.machine.decisions.admission import RETRY_AFTER_S, UNBOUNDED, Room, lacking_tags
 from gristmill_service.run.machine.events import (
     BatchFailed,
@@ -41,22 +42,26 @@ from gristmill_service.run.machine.groups import SURPLUS, Group, by_group
 from gristmill_service.run.machine.state import Decision, State
 
 
-def due(state: State, config: RunConfig, happened: Sequence[Event] | None) -> list[Event]:
-    """Returns the next events that follow from events that were just applied; empty if nothing follows. The caller
-    applies the result and calls again with it. happened: None to check the whole state.
+def consequences(state: State, config: RunConfig, happened: Sequence[Event] | None) -> Iterator[Sequence[Event]]:
+    """Yields the events that follow from a call's events, in steps. The caller applies each step before it requests the
+    next one.
 
-    A run has thousands of groups, so a group is checked only when it changes or when the policy version changes.
+    happened: all events of the call, which are applied; None to check the whole state. A run has thousands of groups,
+    so a group is checked only when it changes or when the policy version changes.
     """
-    if config.surplus and (surplus := _surplus(state, happened)):
-        return [*surplus]
+    groups = list(state.open) if happened is None else _changed_groups(state, happened)
+    if config.surplus and (surplus := _surplus(state, groups)):
+        yield surplus
     if config.stale == "drop" or config.zero_variance_filter == "replace":
-        dropped = [
-            GroupDropped(key, reason)
-            for key in (list(state.complete) if happened is None else _touched(state, happened))
-            if (reason := _unfit(state.open[key], state, config))
-        ]
-        if dropped:
-            return [*dropped]
+        complete = (key for key in groups if key in state.complete)
+        if unfit := [GroupDropped(key, why) for key in complete if (why := _unfit(state.open[key], state, config))]:
+            yield unfit
+    while following := _next_batch(state, config) or (state.batches and progress.freed(state)):
+        yield following
+
+
+def _next_batch(state: State, config: RunConfig) -> list[BatchSealed]:
+    """Returns the next batch if it can be sealed now."""
     if len(state.batches) >= config.max_buffered_batches or (config.seal_by == "call" and not state.finished):
         return []
     least = 1 if state.finished else config.train_batch_size
@@ -159,9 +164,12 @@ def _shared_groups(state: State, config: RunConfig) -> list[GroupKey] | None:
         return None
     shares, keys = _Shares(config, config.train_batch_size), list[GroupKey]()
     for key in state.complete if config.seal_order == "completion" else state.open:
-        if not shares.take(state.open[key].tag):
+        tag, is_complete = state.open[key].tag, key in state.complete
+        # An incomplete group without a tag may still get one from its rows.
+        has_slot = shares.take(tag) or not (tag or is_complete)
+        if not has_slot:
             continue
-        if key not in state.complete:
+        if not is_complete:
             return None
         keys.append(key)
         if len(keys) == config.train_batch_size:
@@ -226,25 +234,16 @@ def _complete_groups(state: State, config: RunConfig) -> Iterator[GroupKey]:
     return (key for key in state.open if key in state.complete)
 
 
-def _surplus(state: State, happened: Sequence[Event] | None) -> list[TrajectoryAborted]:
+def _surplus(state: State, keys: Iterable[GroupKey]) -> list[TrajectoryAborted]:
     """Returns the aborts of trajectories that are not needed because their groups have enough complete ones."""
-    keys = list(state.open) if happened is None else _named(happened)
     groups = [state.open[key] for key in keys if key in state.open]
     return [
         TrajectoryAborted(TrajectoryKey(*group.key, sample), SURPLUS) for group in groups for sample in group.left_out()
     ]
 
 
-def _touched(state: State, happened: Sequence[Event]) -> list[GroupKey]:
-    """Returns the complete groups that these events may have made unfit for training, in a fixed order."""
-    keys = _named(happened)
-    if any(isinstance(event, PolicyVersionAnnounced) for event in happened):
-        keys.update(state.complete)
-    return [key for key in keys if key in state.complete]
-
-
-def _named(happened: Sequence[Event]) -> dict[GroupKey, None]:
-    """Returns the groups that these events changed, in a fixed order."""
+def _changed_groups(state: State, happened: Sequence[Event]) -> Collection[GroupKey]:
+    """Returns the groups of which these events may have changed what follows from them, in a fixed order."""
     keys: dict[GroupKey, None] = {}
     for event in happened:
         match event:
@@ -256,6 +255,8 @@ def _named(happened: Sequence[Event]) -> dict[GroupKey, None]:
                 keys[GroupKey(*trajectory[:2])] = None
             case GroupClosed(key, _):
                 keys[key] = None
+            case PolicyVersionAnnounced():
+                keys.update(state.complete)
     return keys
 
 
