@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from safetensors.numpy import load
 
@@ -15,6 +15,7 @@ from gristmill.errors import InvalidArgumentError
 from gristmill_service.config import parse_config
 from gristmill_service.pipeline.credit.kl import credit_columns, reward_columns
 from gristmill_service.pipeline.scheduling.plan import ShardAddress
+from gristmill_service.pipeline.scheduling.schedule import MisalignedError
 from tests.pipeline.written import batches, built, column, computed, files, of_rollouts
 from tests.strategies import LAW, Row
 
@@ -40,6 +41,22 @@ def test_they_do_so_where_rows_share_tokens(drawn: tuple[list[Row], dict[str, An
     rows, config = drawn[0], drawn[1] | {"layout": "prefix_tree"}
     sent = built(rows, of_rollouts(config))
     completed = built(rows, config, computed(sent))
+    assert files(completed) == files(sent)
+    assert completed.plan == sent.plan
+
+
+@LAW
+@given(batches(), st.integers(1, 4))
+def test_what_was_written_for_other_ranks_gives_the_same_shards(
+    drawn: tuple[list[Row], dict[str, Any]], ranks: int
+) -> None:
+    rows, config = drawn
+    sent = built(rows, of_rollouts(config))
+    try:
+        written = computed(built(rows, of_rollouts(config | {"dp_size": ranks})))
+    except MisalignedError:
+        assume(False)
+    completed = built(rows, config, written, ranks)
     assert files(completed) == files(sent)
     assert completed.plan == sent.plan
 

@@ -11,7 +11,7 @@ from safetensors.numpy import load
 
 from gristmill._wire.columns import Array
 from gristmill._wire.rows import from_rows
-from gristmill_service.config import parse_config
+from gristmill_service.config import parse_config, with_dp_size
 from gristmill_service.pipeline import BuiltBatch, build_batch
 from gristmill_service.pipeline.layout.iovec import join
 from gristmill_service.pipeline.scheduling.plan import ShardAddress
@@ -53,9 +53,13 @@ def of_rollouts(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def built(
-    rows: list[Row], settings: Mapping[str, Any], tensors: Mapping[ShardAddress, Mapping[str, Array]] | None = None
+    rows: list[Row],
+    settings: Mapping[str, Any],
+    tensors: Mapping[ShardAddress, Mapping[str, Array]] | None = None,
+    ranks: int | None = None,
 ) -> BuiltBatch:
-    """tensors: of the policy's shards, what trainers wrote; None: nothing yet."""
+    """tensors: of the policy's shards, what trainers wrote; None: nothing yet. ranks: how many wrote them; None: those
+    of the settings."""
     config = parse_config(dict(settings))
     sent = [spec for spec in config.columns if spec.source == "rollout"]
     names = {spec.name for spec in config.written_columns}
@@ -64,12 +68,12 @@ def built(
     )
     written = None
     if tensors is not None:
-        forms = build_batch(steps, config, run="r", batch=0).forms
+        forms = build_batch(steps, with_dp_size(config, ranks or config.dp_size), run="r", batch=0).forms
         written = {
             address: {spec.name: form.own_values(spec, tensors[address], "shard") for spec in config.written_columns}
             for address, form in forms.items()
         }
-    return build_batch(steps, config, run="r", batch=0, written=written)
+    return build_batch(steps, config, run="r", batch=0, written=written, written_ranks=ranks or config.dp_size)
 
 
 def files(batch: BuiltBatch) -> dict[ShardAddress, bytes]:

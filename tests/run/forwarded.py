@@ -85,15 +85,18 @@ def write_all(run: Run, **more: Any) -> None:
         write(run, mini_batch, rank, **more)
 
 
-def train_shards(run: Run) -> dict[ShardAddress, bytes]:
-    addresses = [ShardAddress("policy", *place) for place in PLACES]
-    addresses += [ShardAddress("critic", 0, rank) for rank in range(2)]
+def train_shards(run: Run, dp_size: int = 2) -> dict[ShardAddress, bytes]:
+    addresses = [ShardAddress("policy", mini_batch, rank) for mini_batch in range(2) for rank in range(dp_size)]
+    addresses += [ShardAddress("critic", 0, rank) for rank in range(dp_size)]
     return {address: b"".join(run.read_shard(0, address)) for address in addresses}
 
 
-def as_sent_with_rows() -> dict[ShardAddress, bytes]:
+def as_sent_with_rows(dp_size: int = 2) -> dict[ShardAddress, bytes]:
     """The shards of the same batch, whose rollout workers sent what `values_for` writes."""
-    settings = SETTINGS | {"columns": [spec | {"source": "rollout"} for spec in SETTINGS["columns"]]}
+    settings = SETTINGS | {
+        "dp_size": dp_size,
+        "columns": [spec | {"source": "rollout"} for spec in SETTINGS["columns"]],
+    }
     config = parse_config(CONFIG | settings)
     sent = [
         one | {name: [token / 8 + index for token in one["response_ids"]] for index, name in enumerate(NAMES)}

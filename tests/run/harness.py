@@ -214,6 +214,7 @@ class BuildBatch:
         policy_version: int | None,
         timed: StageTimer,
         written: Written | None = None,
+        written_ranks: int = 0,
         begun: Mapping[tuple[int, str], int] | None = None,
         baselines: Baselines = NO_BASELINES,
     ) -> Built:

@@ -353,7 +353,7 @@ def test_a_batch_is_completed_with_what_one_incarnation_wrote_each_column_in_its
         for number, batch in bench.state.batches.items():
             if batch.is_published and not batch.awaits:
                 made_of = bench.written(number)
-                shards = bench.state.dp_size * batch.prompts
+                shards = batch.written_ranks * batch.prompts
                 assert len(made_of) == shards * len(WRITTEN)
                 assert made_of in [wrote for (of, _), wrote in bench.wrote.items() if of == number]
 

@@ -215,10 +215,44 @@ class TestIncarnations:
         assert train_shards(bench.run) == as_sent_with_rows()
         assert bench.replayed() == bench.state
 
-    @pytest.mark.parametrize("is_complete", [False, True])
+    @pytest.mark.parametrize("dp_size", [1, 3])
     @pytest.mark.parametrize("model", ["policy", "critic"])
-    def test_for_other_ranks_it_is_cut_and_written_again(self, model: Any, is_complete: bool) -> None:
+    def test_what_is_complete_is_cut_for_other_ranks(self, model: Any, dp_size: int) -> None:
         bench = forwarded()
+        write_all(bench.run)
+        bench.make_batches()
+        bench.run.resume(model, Checkpoint(None), "other ranks", dp_size)
+        bench.reopen()
+        bench.make_batches()
+        assert train_shards(bench.run, dp_size) == as_sent_with_rows(dp_size)
+        bench.run.resume(model, Checkpoint(None), "as before", 2)
+        bench.make_batches()
+        assert train_shards(bench.run) == as_sent_with_rows()
+        assert bench.replayed() == bench.state
+
+    def test_a_critic_behind_the_policy_goes_on_with_other_ranks(self) -> None:
+        bench = forwarded()
+        write_all(bench.run)
+        bench.make_batches()
+        for mini_batch, rank in PLACES:
+            bench.run.acknowledge("policy", rank, Position(0, 0, mini_batch), 0, True)
+        for model in ("policy", "critic"):
+            bench.run.resume(model, Checkpoint(None), "bigger", 4)
+        bench.make_batches()
+        for rank in range(4):
+            bench.run.acknowledge("critic", rank, Position(0), 0, True)
+        assert bench.state.freed == 1
+
+    @pytest.mark.parametrize(
+        ("model", "is_complete", "settings"),
+        [
+            ("policy", False, {}),
+            ("critic", False, {}),
+            ("policy", True, {"on_misaligned": "drop_trailing", "critic_mini_batch_size": None}),
+        ],
+    )
+    def test_for_other_ranks_it_is_written_again(self, model: Any, is_complete: bool, settings: dict[str, Any]) -> None:
+        bench = forwarded(**settings)
         for mini_batch, rank in PLACES if is_complete else PLACES[:3]:
             write(bench.run, mini_batch, rank)
         bench.make_batches()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gristmill._wire.steps import Steps
-from gristmill_service.config import RunConfig
+from gristmill_service.config import RunConfig, with_dp_size
 from gristmill_service.pipeline.credit.baselines import NO_BASELINES, Baselines
 from gristmill_service.pipeline.figures import Figures, count, figures
 from gristmill_service.pipeline.layout.batch_shards import shards
@@ -52,13 +52,14 @@ def build_batch(
     policy_version: int | None = None,
     timed: StageTimer = no_timer,
     written: Written | None = None,
+    written_ranks: int = 0,
     begun: Mapping[tuple[int, str], int] | None = None,
     baselines: Baselines = NO_BASELINES,
 ) -> BuiltBatch:
     """Returns the plan and the shards of one batch.
 
     written: all columns that trainers wrote. None while one is missing: the shards are then forward shards, without the
-        tensors that depend on missing columns.
+        tensors that depend on missing columns. written_ranks: the number of ranks for whose shards they were written.
     policy_version: the current version, for staleness; None (offline): the largest version in the batch.
     begun: the number of samples of each group that was begun with its own number, by round and uid; None (offline):
         unknown.
@@ -71,9 +72,11 @@ def build_batch(
         mini_batches = scheduled(scored, config)
     if written is not None:
         with timed("advantage"):
-            scored = with_columns(
-                scored, values_of_steps(written, scored.rows, scored.received, mini_batches, config), config
-            )
+            places = mini_batches
+            if written_ranks != config.dp_size:
+                places = scheduled(scored, with_dp_size(config, written_ranks))
+            values = values_of_steps(written, scored.rows, scored.received, places, config)
+            scored = with_columns(scored, values, config)
     with timed("layout"):
         laid_out = shards(scored, mini_batches, config, run=run, batch=batch)
     with timed("plan"):

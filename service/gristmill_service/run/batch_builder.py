@@ -67,7 +67,8 @@ class _Job(NamedTuple):
     """A batch to build.
 
     rows: empty once they are released. tables: the tables of written columns, if they are in memory.
-    written: the columns that trainers wrote; None if some are missing or the batch awaits none.
+    written: the columns that trainers wrote; None if some are missing or the batch awaits none. written_ranks: as in
+    `Batch`.
     baselines: the run's before the batch.
     """
 
@@ -78,6 +79,7 @@ class _Job(NamedTuple):
     token_rewards: bool
     is_first: bool
     written: dict[ColumnPlace, WrittenColumn] | None
+    written_ranks: int
     tables: dict[int, Stored | None]
     baselines: Baselines
 
@@ -186,11 +188,12 @@ class BatchBuilder:
             return None
         number = waiting[0]
         batch = state.batches[number]
-        written = dict(batch.written) if config.written_columns and _is_written(batch, config) else None
+        written = dict(batch.written) if batch.written and state.is_written(number) else None
         tables = {column.table: rows.table(column.table) for column in (written or {}).values()}
         is_first, token_rewards = batch.mini_batches is None, bool(state.schema.token_rewards)
         baselines = state.baselines if batch.baselines is None else batch.baselines
-        job = _Job(number, batch, config, _pick(rows, batch), token_rewards, is_first, written, tables, baselines)
+        picked, ranks = _pick(rows, batch), batch.written_ranks
+        job = _Job(number, batch, config, picked, token_rewards, is_first, written, ranks, tables, baselines)
         # The rows are read from the log, so they must be in it.
         await self._writer.commits.safe()
         return job
@@ -236,6 +239,7 @@ class BatchBuilder:
                 policy_version=job.batch.policy_version,
                 timed=self._monitor.timed,
                 written=self._written(job),
+                written_ranks=job.written_ranks,
                 begun=_own_sizes(job),
                 baselines=job.baselines,
             )
@@ -366,13 +370,6 @@ def _slices(part: Steps) -> Iterator[Steps]:
         room -= size
     if len(part):
         yield part.take(np.arange(begin, len(part)))
-
-
-def _is_written(batch: Batch, config: RunConfig) -> bool:
-    """Returns whether trainers have written all columns of all policy shards."""
-    if batch.mini_batches is None:
-        return False
-    return len(batch.written) == batch.mini_batches["policy"] * config.dp_size * len(config.written_columns)
 
 
 def _own_sizes(job: _Job) -> dict[tuple[int, str], int]:

@@ -20,6 +20,7 @@ class Batch:
     awaits: the columns that trainers must write for each policy shard before training; until they are complete, the
         published shards are forward shards.
     written: the columns written so far. They are stored like rows, so that the shards can be built again.
+    written_ranks: the number of ranks for whose shards they were written.
     baselines: the run's before the batch; None until it is published, and with estimators that keep none.
     """
 
@@ -31,6 +32,7 @@ class Batch:
     nbytes: int = 0
     awaits: tuple[str, ...] = ()
     written: dict[ColumnPlace, WrittenColumn] = field(default_factory=dict)
+    written_ranks: int = 0
     baselines: dict[BaselineKey, float] | None = None
 
     def places(self, ranks: Collection[int]) -> Iterator[ColumnPlace]:

@@ -273,7 +273,9 @@ def apply(state: State, event: Event) -> Released:
         case BatchSealed() | BatchPublished() | BatchWithdrawn() | BatchFailed() | BatchFreed():
             return _apply_batch(state, event)
         case ColumnsWritten(number, columns):
-            state.batches[number].written.update(columns)
+            batch = state.batches[number]
+            batch.written.update(columns)
+            batch.written_ranks = state.dp_size
             state.row_bytes += sum(column.nbytes for column in columns.values())
         case ColumnsDropped(number):
             return _drop_columns(state, number)

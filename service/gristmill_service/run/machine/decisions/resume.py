@@ -85,7 +85,7 @@ def resume(
         return _of_rank(state, model, rank, checkpoint, dp_size, run_id)
     dp_size = dp_size or state.dp_size
     with_dp_size(config, dp_size)
-    events = _events(state, model, checkpoint, launch, dp_size, run_id)
+    events = _events(state, config, model, checkpoint, launch, dp_size, run_id)
 
     def answer(after: State) -> Resumed:
         progress = after.models[model]
@@ -112,7 +112,9 @@ def _of_rank(
     return [began], lambda after: Resumed(began.incarnation, target, run_id, after.generation)
 
 
-def _events(state: State, model: Model, checkpoint: Checkpoint, launch: str, dp_size: int, run_id: str) -> list[Event]:
+def _events(
+    state: State, config: RunConfig, model: Model, checkpoint: Checkpoint, launch: str, dp_size: int, run_id: str
+) -> list[Event]:
     position, current = checkpoint.position, model_state(state, model)
     _check_launch(launch)
     if launch == current.launch:
@@ -137,7 +139,8 @@ def _events(state: State, model: Model, checkpoint: Checkpoint, launch: str, dp_
     resumed = ModelResumed(model, target, next_incarnation(state, model, run_id), launch)
     given_up = {event.batch for event in skipped}
     resized = [] if dp_size == state.dp_size else _resized(state, dp_size, resumed, given_up, run_id)
-    return [*skipped, *_dropped(state, model, bool(resized), given_up), *resized, resumed]
+    dropped = [] if model != "policy" and not resized else _dropped(state, config, bool(resized), given_up)
+    return [*skipped, *dropped, *resized, resumed]
 
 
 def _target(state: State, model: Model, checkpoint: Checkpoint) -> Position:
@@ -162,15 +165,19 @@ def _check_launch(launch: str) -> None:
     check_text(launch, "launch")
 
 
-def _dropped(state: State, model: Model, is_resized: bool, given_up: set[int]) -> list[Event]:
-    """Drops the columns that the previous trainer wrote, so that all values of a batch come from one trainer. They are
-    dropped for batches that still wait for columns and, if dp_size changed, for all batches."""
-    if model != "policy" and not is_resized:
-        return []
+def _dropped(state: State, config: RunConfig, is_resized: bool, given_up: set[int]) -> list[Event]:
+    """Drops the columns that the previous trainer wrote for batches that still wait for columns, so that all values of
+    a batch come from one trainer.
+
+    Complete columns stay, also for another dp_size: they are values of rows, and nobody writes a batch again that the
+    policy has trained, and a critic has not. With drop_trailing, for which there is no critic, another dp_size trains
+    other rows, which the policy writes.
+    """
+    is_other_rows = is_resized and config.on_misaligned == "drop_trailing"
     return [
         ColumnsDropped(number)
         for number, batch in state.batches.items()
-        if batch.written and (batch.awaits or is_resized) and number not in given_up
+        if batch.written and (batch.awaits or is_other_rows) and number not in given_up
     ]
 
 
