@@ -77,6 +77,22 @@ def test_a_group_of_which_nothing_is_left_is_dropped_for_that_reason() -> None:
     assert bench.state.row_bytes == 0
 
 
+def test_after_a_hundred_reasons_further_ones_count_as_other_and_those_that_are_known_as_before() -> None:
+    bench = Bench()
+    for number in range(150):
+        bench.begin(f"g{number}")
+        bench.run.abort_trajectories([key(f"g{number}")], f"it failed at {number}")
+        bench.run.abort_groups(0, [f"g{number}"], f"it failed at {number}")
+    aborted = bench.run.monitor.history.aborted
+    bench.reopen()
+    bench.begin("late")
+    bench.run.abort_groups(0, ["late"], "it failed at 7")
+    expected = {f"it failed at {number}": 1 for number in range(100)} | {"it failed at 7": 2, "other": 50}
+    assert bench.run.status().groups_dropped == expected
+    assert {group.reason for part in bench.run.groups() for group in part} == aborted.keys() == expected.keys()
+    assert bench.replayed() == bench.state
+
+
 def test_an_abort_is_done_whole_or_not_at_all() -> None:
     bench = Bench()
     bench.begin("a")

@@ -119,6 +119,7 @@ class State:
         kept, because it may be built for another number of ranks.
     freed: every batch before this number is freed, or failed without its rows being kept.
     groups_sealed: the number of groups in all sealed batches, except failed batches whose rows were dropped.
+    reasons: the reasons for which trajectories were aborted, groups dropped and batches given up.
     completions, completed_bytes: how many times a group became complete, and the total bytes of those groups.
     now: the time of the last event that has one, in seconds on the run's clock.
     generation: 1 plus the number of rollbacks, in which the log lost events that were already confirmed.
@@ -150,6 +151,7 @@ class State:
     rows_accepted: int = 0
     groups_sealed: int = 0
     groups_dropped: dict[str, int] = field(default_factory=dict)
+    reasons: dict[str, None] = field(default_factory=dict)
     completions: int = 0
     completed_bytes: int = 0
     now: float = 0.0
@@ -255,6 +257,7 @@ def apply(state: State, event: Event) -> Released:
         case RewardsSet():
             _set_rewards(state, event)
         case TrajectoryAborted(trajectory, reason, attempt):
+            state.reasons.setdefault(reason)
             group = state.open[GroupKey(trajectory.round, trajectory.uid)]
             return _shrink(state, group, lambda: group.abort(trajectory.sample, reason, attempt))
         case GroupClosed(key, reason):
@@ -360,6 +363,7 @@ def _drop_group(state: State, event: GroupDropped) -> Released:
     _count_tag(state, group, opened=-1, completed=-int(event.group in state.complete), dropped=1)
     state.complete.pop(event.group, None)
     _close(state, group, event.reason)
+    state.reasons.setdefault(event.reason)
     state.groups_dropped[event.reason] = state.groups_dropped.get(event.reason, 0) + 1
     state.row_bytes -= group.nbytes
     return group.released()
@@ -433,6 +437,7 @@ def _give_up_batch(state: State, event: BatchGivenUp) -> Released:
         _close(state, group, event.reason)
         _count_tag(state, group, sealed=-1, dropped=1)
     state.failed[event.batch] = GIVEN_UP + event.reason
+    state.reasons.setdefault(event.reason)
     state.groups_dropped[event.reason] = state.groups_dropped.get(event.reason, 0) + batch.prompts
     return _remove_batch(state, event.batch)
 

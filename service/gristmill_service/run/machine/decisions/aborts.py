@@ -19,7 +19,8 @@ from gristmill_service.run.machine.groups import Group
 from gristmill_service.run.machine.state import Decision, State
 
 _UNNAMED_REASON = "aborted"
-_LONGEST_REASON = 200
+_LONGEST_REASON, MOST_REASONS = 200, 100
+_OTHER_REASON = "other"
 
 
 def abort_trajectories(
@@ -49,7 +50,7 @@ def abort_trajectories(
     left = {key: group.sampled - len(group.aborted) for key, group in touched.items()}
     for trajectory in aborted:
         left[GroupKey(trajectory.round, trajectory.uid)] -= 1
-    reason = checked_reason(reason)
+    reason = counted_reason(state, reason)
     events = [TrajectoryAborted(trajectory, reason, max(0, attempt or 0)) for trajectory in aborted]
     dropped = [GroupDropped(key, reason) for key, samples in left.items() if not samples]
     return [*events, *dropped], lambda _: len(aborted)
@@ -58,7 +59,7 @@ def abort_trajectories(
 def abort_groups(state: State, keys: Sequence[GroupKey], reason: str) -> Decision[int]:
     """Drops these groups. The answer is the number of groups that were still open."""
     opened = [key for key in dict.fromkeys(keys) if _open_group(state, key) is not None]
-    reason = checked_reason(reason)
+    reason = counted_reason(state, reason)
     return [GroupDropped(key, reason) for key in opened], lambda _: len(opened)
 
 
@@ -81,12 +82,14 @@ def _timeouts(state: State, config: RunConfig, now: float) -> list[Event]:
     ]
 
 
-def checked_reason(reason: str) -> str:
-    """Returns the reason. Raises InvalidArgumentError if it is too long, because groups are counted by reason."""
+def counted_reason(state: State, reason: str) -> str:
+    """Returns the reason under which groups are counted: `other` for a new one after the run's first 100, because every
+    status lists the reasons. Raises InvalidArgumentError if it is too long."""
     remedy = "send a short name of the problem, because groups are counted by it"
     check_length(reason, _LONGEST_REASON, "reason", remedy)
     check_text(reason, "reason")
-    return reason or _UNNAMED_REASON
+    reason = reason or _UNNAMED_REASON
+    return reason if reason in state.reasons or len(state.reasons) < MOST_REASONS else _OTHER_REASON
 
 
 def _open_group(state: State, key: GroupKey) -> Group | None:

@@ -18,7 +18,7 @@ from gristmill.errors import (
 )
 from gristmill_service.config import Model, RunConfig, with_dp_size
 from gristmill_service.run.machine.answers import Position, Resumed
-from gristmill_service.run.machine.decisions.aborts import checked_reason
+from gristmill_service.run.machine.decisions.aborts import counted_reason
 from gristmill_service.run.machine.decisions.progress import (
     check_exists,
     check_rank,
@@ -209,7 +209,7 @@ def _skipped(state: State, model: Model, target: Position, checkpoint: Checkpoin
     between = [number for number in state.batches if first <= number < target.batch]
     if not checkpoint.give_up_reason:
         raise FailedPreconditionError(_refusal(state, model, target, fits, between, checkpoint.generation))
-    reason = checked_reason(checkpoint.give_up_reason)
+    reason = counted_reason(state, checkpoint.give_up_reason)
     return [BatchGivenUp(number, reason) for number in between]
 
 
