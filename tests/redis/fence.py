@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import redis
@@ -26,5 +27,5 @@ class OpenFence(RedisRunStore):
         with translated(self._client):
             self._client.unlink(batch)
 
-    def sweep(self, name: str) -> int:
+    def sweep(self, names: Collection[str]) -> int:
         return 0

@@ -66,10 +66,10 @@ def check(store: RedisRunStore) -> None:
 def test_it_is_converted_once(store: RedisRunStore, old: Any) -> None:
     check(store)
     log = store.open("run")
-    store.sweep("run")
+    store.sweep(["run"])
     assert started(log) == [b"one", b"two", b"three"]
     assert log.retain({1, 2, 5}, whole) == {5}
-    store.sweep("run")
+    store.sweep(["run"])
     parts = {key.removeprefix(f"{TAG}:") for key in keys(store)} - {f"{PREFIX}:runs"}
     assert {part.partition(":")[0] for part in parts} == {"config", "head", "log", "owner", "snapshot", "rows"}
     assert {part for part in parts if part.startswith("rows:")} == {"rows:nonce:1", "rows:nonce:2"}
@@ -133,7 +133,7 @@ def test_what_the_version_before_kept_is_read(redis_server: RedisServer, join: J
     store._prefix = "gristmill"
     log = store.open("kept")
     assert not log.replay().is_short()
-    numbers = {int(log.keys.parts(key)[2]) for key in log.keys.scan(client, "rows:")}
+    numbers = {int(redis_keys.tag_and_parts(key)[1][2]) for key in log.keys.scan(client, "rows:")}
     old_names = [b64decode(name) for name in fixture["kept"]]
     assert numbers == {int(name.split(b":")[-2]) for name in old_names if b":rows:" in name}
     assert log.retain(numbers, whole) == set()

@@ -96,7 +96,7 @@ class TestRows:
         started(again)
         fresh, absent = stored(again, any_table(2)), 99 << 32
         assert again.retain({wanted, absent}, whole) == {absent}
-        assert store.sweep("run") == 700
+        assert store.sweep(["run"]) == 700
         assert len(row_keys(store)) == 2
         assert same(again.get(wanted), any_table(0))
         assert same(again.get(fresh), any_table(2)), "what came after the claim is not looked at"

@@ -148,7 +148,7 @@ class Shelf:
         for name in [name for name in list(self.batches) if name[0] == run]:
             self.batches.pop(name, None)
 
-    def sweep(self, run: str) -> None:
+    def sweep(self, runs: Collection[str]) -> None:
         """Nothing is left half published."""
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from gristmill.errors import FailedPreconditionError, UnavailableError
+from gristmill.errors import FailedPreconditionError, NotFoundError, UnavailableError
 from gristmill_service.monitoring.collectors.run_monitor import Monitor
 from gristmill_service.run import waiters as conditions
 from gristmill_service.run.machine.answers import BatchState, Outcome
@@ -29,13 +29,15 @@ PATIENCE_S = 60.0
 
 
 class FailingStore(JournalRunStore):
-    """A journal on a file system that fails. failures: how many of the next openings; opened: how many there were."""
+    """A journal on a file system that fails. failures: how many of the next openings of runs that `fails` names;
+    opened: how many there were."""
 
     failures = opened = 0
+    fails = "run", "a"
 
     def open(self, name: str) -> JournalRunLog:
         self.opened += 1
-        if self.failures:
+        if self.failures and name in self.fails:
             self.failures -= 1
             raise UnavailableError("the journal cannot be read: too many open files")
         return super().open(name)
@@ -66,13 +68,14 @@ def test_a_run_that_cannot_be_recovered_at_first_is_there_when_it_can(store: Fai
     runs.close(1)
 
 
-def hold_opens(store: FailingStore) -> tuple[threading.Event, threading.Event]:
-    """Makes the store open logs slowly: it sets the first when it begins to, and waits for the second."""
+def hold_opens(store: FailingStore, held: str = "run") -> tuple[threading.Event, threading.Event]:
+    """Makes the store open a log slowly: it sets the first when it begins to, and waits for the second."""
     open_now, opening, may_open = store.open, threading.Event(), threading.Event()
 
     def open_slowly(name: str) -> JournalRunLog:
-        opening.set()
-        assert may_open.wait(PATIENCE_S)
+        if name == held:
+            opening.set()
+            assert may_open.wait(PATIENCE_S)
         return open_now(name)
 
     store.open = open_slowly  # type: ignore[method-assign]
@@ -107,6 +110,47 @@ def test_a_run_that_cannot_be_opened_at_the_start_keeps_no_other_from_being_serv
     assert [run.name for run in runs.own()] == ["b"]
     assert list(runs.unreadable) == ["a"]
     assert runs.get("a").name == "a"
+    runs.close(1)
+
+
+def test_a_run_with_a_long_replay_delays_neither_the_start_nor_the_other_runs(
+    store: FailingStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = opened(store)
+    for name in "ab":
+        runs.create(name, CONFIG)
+    runs.get("a").submit(table(row("u")))
+    runs.close(1)
+    monkeypatch.setattr("gristmill_service.run.runs._START_S", 0.1)
+    opening, may_open = hold_opens(store, "a")
+    runs = opened(store)
+    assert opening.wait(PATIENCE_S)
+    assert runs.names() == ["a", "b"]
+    assert "is being recovered" in runs.unreadable["a"]
+    assert runs.get("b").submit(table(row("u"))).outcomes == [Outcome.ACCEPTED]
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(runs.get, "a")
+        may_open.set()
+        assert waiting.result(PATIENCE_S).status().rows_accepted == 1, "its callers wait"
+    assert runs.unreadable == {}
+    runs.close(1)
+
+
+def test_a_deleted_run_whose_store_failed_late_leaves_no_name(store: FailingStore) -> None:
+    runs, delete = opened(store), store.delete
+
+    def delete_and_fail(name: str) -> None:
+        delete(name)
+        raise UnavailableError("the answer is lost")
+
+    store.delete = delete_and_fail  # type: ignore[method-assign]
+    runs.create("run", CONFIG)
+    with capture_logs() as logged, pytest.raises(UnavailableError, match="the answer is lost"):
+        runs.delete("run")
+    assert [(line["event"], line["log_level"]) for line in logged] == [("run not deleted", "warning")]
+    with pytest.raises(NotFoundError):
+        runs.get("run")
+    assert runs.names() == []
     runs.close(1)
 
 

@@ -10,7 +10,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from copy import copy
 from functools import partial
 from itertools import chain
@@ -36,7 +36,9 @@ from gristmill_service.pipeline.scheduling.plan import ShardAddress
 from gristmill_service.process_tuning import started_pool
 from gristmill_service.run.batch_builder import BuildBatch
 from gristmill_service.run.capacity import RowBudget, ShardRoom
+from gristmill_service.run.name_locks import NameLocks
 from gristmill_service.run.run import MakeMonitor, Run, Shared
+from gristmill_service.run.takeovers import Takeovers
 from gristmill_service.storage.memory import MemoryRunStore
 from gristmill_service.storage.run_store import OwnedElsewhereError, RunLog, RunStore
 from gristmill_service.storage.shard_store import ShardsLostError, ShardStore
@@ -47,6 +49,8 @@ _LONGEST_NAME = 128
 _TICK_S = 0.2
 _FLUSH_S = 1.0
 _PATIENCE_S = 2.0
+# The start of the service waits this long for replays.
+_START_S = 10.0
 _MAX_ROW_BYTES = 8 << 30
 _MAX_RUNS = 4096
 # A large batch, or a store that hangs, blocks one of these threads.
@@ -93,19 +97,21 @@ class Runs:
         self._runs: dict[str, Run] = {}
         self._unreadable: dict[str, Exception] = {}
         # A name's lock is held while its run is created, opened or deleted.
-        self._names: dict[str, _NameLock] = {}
+        self._names = NameLocks()
         self._is_closing = False
-        self._elsewhere = self._unclaimed = 0
+        self._takeovers, self._damaged = Takeovers(self.get), 0
+        self._unswept = set[str]()
         self._store_reason = ""
         self._looking: asyncio.Future[str] | None = None
         self._timers: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Opens the runs in the store, and starts the timers."""
+        """Opens the runs in the store, and starts the timers. A run with a long replay is opened while the others are
+        served; calls for it wait."""
         if not self._store.is_shared:
             for name in await asyncio.to_thread(self._store.names):
-                with suppress(FailedPreconditionError, UnavailableError):
-                    await self._open(name)
+                self._unreadable[name] = UnavailableError(f"run {name!r} is being recovered from its store; retry")
+            await self._adopt(_START_S)
         loop = asyncio.get_running_loop()
         self._timers = [
             loop.create_task(_every(_TICK_S, self.tick)),
@@ -113,6 +119,7 @@ class Runs:
             loop.create_task(_every(_FLUSH_S, lambda: self._work_on_logs(lambda log: log.flush()))),
             loop.create_task(_every(_FLUSH_S, self.look)),
             loop.create_task(_every(_FLUSH_S, lambda: _quietly(self._adopt))),
+            loop.create_task(_every(_FLUSH_S, lambda: _quietly(self._sweep))),
         ]
 
     async def create(self, name: str, config: Mapping[str, Any] | RunConfig) -> tuple[list[str], bool]:
@@ -224,7 +231,8 @@ class Runs:
         ("elsewhere"), and that no process owns ("nobody"). The last two may be a few seconds old."""
         owned = self.own()
         lost = sum(run.is_lost for run in owned)
-        return {"own": len(owned) - lost, "lost": lost, "elsewhere": self._elsewhere, "nobody": self._unclaimed}
+        nobodys = len(self._takeovers.nobodys) + self._damaged
+        return {"own": len(owned) - lost, "lost": lost, "elsewhere": len(self._takeovers.elsewhere), "nobody": nobodys}
 
     async def delete(self, name: str) -> None:
         """Deletes a run, even an unreadable one. Returns when everything is removed and the name can be used again.
@@ -235,7 +243,7 @@ class Runs:
         if await self._delete_unreadable(name):
             return
         meant = await self.get(name)
-        async with self._locked(name):
+        async with self._names.locked(name):
             # The run may have been reopened in the meantime; another run of the same name must not be deleted.
             run = self._runs.get(name)
             if run is None or run.run_id != meant.run_id:
@@ -249,7 +257,7 @@ class Runs:
                 await asyncio.to_thread(self._shards.delete_run, name)
             except (GristmillError, OSError) as error:
                 # The next call for the run opens it again, in this process or another.
-                self._set_aside(name, error)
+                self._set_aside(name, error, "run not deleted")
                 raise
             finally:
                 await run.close_log()
@@ -263,7 +271,7 @@ class Runs:
         self._is_closing = True
         for timer in self._timers:
             timer.cancel()
-        await asyncio.gather(*self._timers, return_exceptions=True)
+        await asyncio.gather(*self._timers, self._takeovers.close(), return_exceptions=True)
         runs = list(self._runs.values())
         for run in runs:
             await run.close(_shutting_down())
@@ -282,22 +290,9 @@ class Runs:
 
     # --- Opening and closing one run. A name's lock is held.
 
-    @asynccontextmanager
-    async def _locked(self, name: str) -> AsyncIterator[None]:
-        """Locks one name, so that a long replay or deletion does not delay other runs."""
-        entry = self._names.setdefault(name, _NameLock())
-        entry.users += 1
-        try:
-            async with entry.lock:
-                yield
-        finally:
-            entry.users -= 1
-            if not entry.users:
-                del self._names[name]
-
     async def _create(self, name: str, config: RunConfig) -> bool:
         """Creates the run. Returns False if another call or process has created it first."""
-        async with self._locked(name):
+        async with self._names.locked(name):
             if name in self._runs:
                 return False
             try:
@@ -310,7 +305,7 @@ class Runs:
     async def _open(self, name: str) -> Run:
         """Opens the run from its log. Raises like `get`."""
         self._check_store()
-        async with self._locked(name):
+        async with self._names.locked(name):
             # Callers that waited for a failed attempt get its error instead of repeating it.
             self._check_store()
             run = self._runs.get(name)
@@ -323,21 +318,22 @@ class Runs:
                 run = await self._start(name, await asyncio.to_thread(self._store.open, name))
             except NotFoundError:
                 self._runs.pop(name, None)
+                self._unreadable.pop(name, None)
                 raise await self._unknown(name) from None
             except UnavailableError as error:
                 if not self._store.is_shared:
                     # Without this entry, the run would be reported as unknown.
-                    self._set_aside(name, error)
+                    self._set_aside(name, error, "run not recovered")
                 self._runs.pop(name, None)
                 raise
             except (GristmillError, OSError) as error:
-                self._set_aside(name, error)
+                self._set_aside(name, error, "run cannot be read")
                 self._runs.pop(name, None)
                 raise FailedPreconditionError(
                     f"run {name!r} cannot be read: {error}; restore its data in the store, or delete the run"
                 ) from error
             _log.info("run restored", run=name, **_holding(run), seconds=round(self._clock() - began, 3))
-            asyncio.get_running_loop().create_task(_quietly(lambda: asyncio.to_thread(self._shards.sweep, name)))
+            self._unswept.add(name)
             return run
 
     async def _close_lost(self, name: str, run: Run) -> None:
@@ -363,16 +359,17 @@ class Runs:
         self._unreadable.pop(name, None)
         return run
 
-    def _set_aside(self, name: str, error: Exception) -> None:
-        is_new = name not in self._unreadable
+    def _set_aside(self, name: str, error: Exception, event: str) -> None:
+        before = self._unreadable.get(name)
         # A copy has no traceback, which would keep stack frames alive.
         self._unreadable[name] = copy(error)
-        if is_new:
-            _log.error("run cannot be read", run=name, reason=str(error))
+        if str(before) != str(error):
+            # The service retries by itself if the store is unavailable.
+            (_log.warning if isinstance(error, UnavailableError) else _log.error)(event, run=name, reason=str(error))
 
     async def _delete_unreadable(self, name: str) -> bool:
         """Deletes the run if it is set aside. Returns whether it was."""
-        async with self._locked(name):
+        async with self._names.locked(name):
             # If the run is readable again, or was created again, it may be in use.
             if name not in self._unreadable:
                 return False
@@ -402,23 +399,23 @@ class Runs:
         silent = f"the run store has not answered for {_PATIENCE_S:g} s"
         self._store_reason = looking.result() if looking.done() else silent
 
-    async def _adopt(self) -> None:
+    async def _adopt(self, timeout_s: float = _FLUSH_S) -> None:
         """Takes over runs that no process owns any more, and reopens lost ones."""
-        elsewhere = unclaimed = 0
+        wanted, self._damaged = list[str](), 0
         for name in await self.names():
+            run = self._runs.get(name)
             if not isinstance(self._unreadable.get(name), UnavailableError | None):
                 # An unreadable run is opened only when a call needs it, because opening may take long and rarely helps.
-                unclaimed += 1
-                continue
-            try:
-                await self.get(name)
-            except OwnedElsewhereError:
-                elsewhere += 1
-            except NotFoundError:
-                continue
-            except GristmillError:
-                unclaimed += 1
-        self._elsewhere, self._unclaimed = elsewhere, unclaimed
+                self._damaged += 1
+            elif run is None or run.is_lost:
+                wanted.append(name)
+        await self._takeovers.look(wanted, timeout_s)
+
+    async def _sweep(self) -> None:
+        """Removes the leftovers of the runs that were opened since the last time, of all at once."""
+        names, self._unswept = self._unswept, set()
+        if names:
+            await asyncio.to_thread(self._shards.sweep, names)
 
     # --- Checks
 
@@ -437,13 +434,6 @@ class Runs:
 
 def _shutting_down() -> UnavailableError:
     return UnavailableError("the service is shutting down; retry after it has restarted")
-
-
-class _NameLock:
-    """The lock of one name. users: the number of callers that have the lock or wait for it."""
-
-    def __init__(self) -> None:
-        self.lock, self.users = asyncio.Lock(), 0
 
 
 async def _every(seconds: float, do: Callable[[], Awaitable[None]]) -> None:

@@ -153,7 +153,7 @@ class MemoryShardStore:
             for key in [key for key in self._batches if key[0] == run]:
                 del self._batches[key]
 
-    def sweep(self, run: str) -> None:
+    def sweep(self, runs: Collection[str]) -> None:
         """Does nothing, because leftovers end with their process."""
 
     def close(self) -> None:

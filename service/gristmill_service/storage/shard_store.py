@@ -5,7 +5,7 @@ A batch is published atomically: a reader sees its plan and all of its shards, o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -79,9 +79,9 @@ class ShardStore(Protocol):
     def delete_run(self, run: str) -> None:
         """Removes every batch of a run."""
 
-    def sweep(self, run: str) -> None:
-        """Removes leftovers of unfinished publications of dead processes. Called after this process opened the run. May
-        scan all keys of the store."""
+    def sweep(self, runs: Collection[str]) -> None:
+        """Removes leftovers of unfinished publications of dead processes. Called after this process opened the runs.
+        May scan all keys of the store."""
 
     def close(self) -> None:
         """Removes everything that this process published and that must not outlive it."""

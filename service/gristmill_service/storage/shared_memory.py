@@ -14,7 +14,7 @@ import secrets
 import shutil
 import stat
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
@@ -179,7 +179,7 @@ class SharedMemoryShardStore:
                 del self._located[key]
         shutil.rmtree(deleted, ignore_errors=True)
 
-    def sweep(self, run: str) -> None:
+    def sweep(self, runs: Collection[str]) -> None:
         """Does nothing, because a process removes all files of dead processes when it starts."""
 
     def close(self) -> None:

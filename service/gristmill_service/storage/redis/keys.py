@@ -55,13 +55,15 @@ class RunKeys:
         """The key of a batch that is being written. claim: its writer's claim of the run."""
         return f"{self.tag}:staged:{claim}:{nonce}"
 
-    def parts(self, key: bytes) -> list[str]:
-        """Returns the parts of a key after the tag, such as ["batch", "7"]."""
-        return key.decode().removeprefix(f"{self.tag}:").split(":")
-
     def scan(self, client: Client, kind: str = "") -> Iterator[bytes]:
         """Yields the run's keys of a kind, such as "rows:", or all keys. Scans all keys of the run's server."""
         return scan(server_of(client, self.head), f"{self.tag}:{kind}")
+
+
+def tag_and_parts(key: bytes) -> tuple[str, list[str]]:
+    """Returns a key's hash tag, and the parts of its name after the tag, such as ["batch", "7"]."""
+    tag, _, name = key.decode().rpartition("}:")
+    return f"{tag}}}", name.split(":")
 
 
 def scan(client: Client, beginning: str) -> Iterator[bytes]:

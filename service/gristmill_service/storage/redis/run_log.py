@@ -462,7 +462,7 @@ class RedisRunLog:
     # --- The end
 
     def is_orphan(self, kind: str, *name: str) -> bool:
-        """Returns whether a key of the run is from an earlier claim and unreferenced. See `RunKeys.parts`."""
+        """Returns whether a key of the run is from an earlier claim and unreferenced. See `tag_and_parts`."""
         if kind == "rows":
             return self._tables.is_orphan(int(name[1])) or name[0] != self.run_id
         if kind == "snapshot":

@@ -10,7 +10,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from copy import copy
@@ -26,7 +26,7 @@ import structlog
 from gristmill.errors import AlreadyExistsError, GristmillError, InvalidArgumentError, NotFoundError, UnavailableError
 from gristmill_service.storage.redis.connection import REDIS_ERRORS, Client, server_of, translated, watched_master
 from gristmill_service.storage.redis.deletion import finish_deletion
-from gristmill_service.storage.redis.keys import RunKeys, damaged, reading, unlink
+from gristmill_service.storage.redis.keys import RunKeys, damaged, reading, scan, tag_and_parts, unlink
 from gristmill_service.storage.redis.old_format import convert
 from gristmill_service.storage.redis.run_log import Acknowledged, RedisRunLog
 from gristmill_service.storage.redis.scripts import (
@@ -214,11 +214,17 @@ class RedisRunStore:
             self._client.sadd(self._runs, name)
         self._known.pop(name, None)
 
-    def sweep(self, name: str) -> int:
-        """Removes the run's unreferenced keys. Returns their number."""
-        log = self.owned(name)
+    def sweep(self, names: Collection[str]) -> int:
+        """Removes the unreferenced keys of runs that this process owns. Returns their number. Scans all keys of each
+        server once, because after a takeover of many runs a scan for each would take too long."""
+        by_server = dict[redis.Redis, dict[str, RedisRunLog]]()
         with translated(self._client):
-            return unlink(self._client, (key for key in log.keys.scan(self._client) if _is_orphan(log, key)))
+            for log in filter(None, map(self._leases.get, names)):
+                by_server.setdefault(server_of(self._client, log.keys.head), {})[log.keys.tag] = log
+            return sum(
+                unlink(self._client, (key for key in scan(server, f"{{{self._prefix}:") if _is_orphan(logs, key)))
+                for server, logs in by_server.items()
+            )
 
     def owned(self, name: str) -> RedisRunLog:
         """Returns the log of a run that this process owns. Raises UnavailableError if it does not own the run."""
@@ -289,9 +295,11 @@ class RedisRunStore:
         self._leases.discard(name, log)
 
 
-def _is_orphan(log: RedisRunLog, key: bytes) -> bool:
+def _is_orphan(logs: Mapping[str, RedisRunLog], key: bytes) -> bool:
+    """Returns whether no record refers to the key, which belongs to a run's log by hash tag."""
     try:
-        return log.is_orphan(*log.keys.parts(key))
+        tag, parts = tag_and_parts(key)
+        return tag in logs and logs[tag].is_orphan(*parts)
     except (ValueError, IndexError):
         # The key was not written by gristmill.
         return False

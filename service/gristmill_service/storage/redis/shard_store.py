@@ -7,7 +7,7 @@ atomically. If a process dies before that, the next owner of the run removes the
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import chain
@@ -157,10 +157,10 @@ class RedisShardStore:
         with translated(self._client):
             remove_keys(self._client, self._scripts, RunKeys(self._prefix, run))
 
-    def sweep(self, run: str) -> None:
+    def sweep(self, runs: Collection[str]) -> None:
         """Removes leftovers of unfinished publications, and rows that no record refers to."""
-        if count := self._runs.sweep(run):
-            _log.info("leftovers of earlier owners removed", run=run, keys=count)
+        if count := self._runs.sweep(runs):
+            _log.info("leftovers of earlier owners removed", runs=len(runs), keys=count)
 
     def close(self) -> None:
         """Does nothing, because other replicas need the published batches."""
