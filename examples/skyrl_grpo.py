@@ -1,7 +1,7 @@
 """GRPO with SkyRL, its batches made by gristmill: SkyRL's own entry point but for the trainer.
 
     gristmill serve &
-    pip install 'skyrl[fsdp]==0.3.0' 'gristmill[torch]'
+    pip install 'skyrl[fsdp]==0.3.0' '.[torch]'        # in gristmill's checkout
     python examples/skyrl_grpo.py data.train_data="['$HOME/data/gsm8k/train.parquet']" \
         trainer.policy.model.path=Qwen/Qwen2.5-1.5B-Instruct trainer.algorithm.use_kl_loss=false trainer.logger=console
 

@@ -1,7 +1,7 @@
 """GRPO with TRL, its batches made by gristmill: a tiny policy learns to say low words, in a minute on a CPU.
 
     gristmill serve &
-    pip install trl==1.16.0 'gristmill[torch]'
+    pip install trl==1.16.0 '.[torch]'        # in gristmill's checkout
     python examples/trl_grpo.py
 
 Lines that differ from a plain TRL script are marked. Nothing is downloaded: the model and its vocabulary are made here.

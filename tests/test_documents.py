@@ -86,6 +86,14 @@ def test_every_message_that_is_explained_is_one_that_the_code_has() -> None:
     assert [part for part in parts if len(part) > 6 and part not in code] == []
 
 
+def test_nothing_names_a_package_index_that_has_gristmill() -> None:
+    sources = [path for top in ("service", "clients", "recorder", "examples") for path in (ROOT / top).rglob("*.py")]
+    texts = {**TEXTS, **{str(path): path.read_text(encoding="utf-8") for path in sources}}
+    assert [
+        name for name, text in texts.items() if re.search(r"""pip install [^`\n]*(?<!/)\bgristmill\[""", text)
+    ] == []
+
+
 def test_every_file_that_is_named_exists() -> None:
     files = matches(_FILE)
     assert files

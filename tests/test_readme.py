@@ -46,7 +46,7 @@ def test_the_rollout_and_the_trainer_snippet_train_a_model_through_the_service(
     # A second time they do nothing, and say so.
     assert not [text for text in caplog.messages if "my-run" in text]
     exec(snippet("rollout", service.grpc_address), {})
-    assert "no group of uid 'prompt-1' and others (2 in all) was begun" in caplog.text
+    assert "no group was begun of 2 requested (first uid 'prompt-1')" in caplog.text
     exec(snippet("trainer", service.grpc_address), names)
     assert service.runs.get("my-run").status().rows_accepted == 8
 

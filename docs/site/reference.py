@@ -21,7 +21,7 @@ from gristmill_service.settings import Settings
 Schema = dict[str, Any]
 
 _MODULES = {
-    "gristmill.torch": "Shards as tensors. Requires `gristmill[torch]`.",
+    "gristmill.torch": "Shards as tensors. Requires PyTorch.",
     "gristmill.converters": "Rollouts of other frameworks as rows, for `submit`: [how](../docs/converters.md).",
     "gristmill.completions": "Answers of engines as steps.",
     "gristmill.environments.verifiers": "Environments of verifiers: [how](../docs/environments.md).",

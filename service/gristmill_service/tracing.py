@@ -194,7 +194,7 @@ def _check(name: str, environment: Mapping[str, str]) -> None:
     if not is_there:
         raise InvalidArgumentError(
             f"{name} {environment[name]!r} needs packages that export traces, which are not installed; "
-            "pip install 'gristmill[otel]', or unset it"
+            "pip install '.[otel]' in gristmill's checkout, or unset it"
         )
 
 

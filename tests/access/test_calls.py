@@ -114,7 +114,9 @@ def test_probes_need_no_token_and_the_description_does(guarded: Guarded, path: s
 def test_metrics_are_for_scrapers(guarded: Guarded) -> None:
     answers = {role: answer(guarded, "GET", "/metrics", guarded.tokens[role]).status_code for role in ROLES}
     assert {role for role, code in answers.items() if code == 200} == {"scraper", "admin"}
-    assert answer(guarded, "GET", "/metrics", None).status_code == 401
+    refused = answer(guarded, "GET", "/metrics", None)
+    assert refused.status_code == 401
+    assert "a call over HTTP requires a token" in refused.text
 
 
 @pytest.mark.parametrize("shown", ["Bearer nonsense", "Basic dXNlcjpwYXNz", "Bearer", "Bearer " + "x" * 20_000])

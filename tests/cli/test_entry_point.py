@@ -42,7 +42,7 @@ def test_what_is_missing_is_named_with_the_remedy(package: str) -> None:
     assert ended.returncode == 2
     [message] = ended.stderr.splitlines()
     assert message.startswith(f"gristmill: the commands and the service need {package}, which is not installed; ")
-    assert message.endswith("pip install 'gristmill[service]'")
+    assert message.endswith("pip install '.[service]' in gristmill's checkout")
 
 
 def test_ctrl_c_is_quiet_also_while_packages_are_imported() -> None:

@@ -140,4 +140,4 @@ def test_the_converters_import_no_framework() -> None:
 
 def test_without_torch_the_trainer_client_says_what_to_install() -> None:
     code = "import sys, gristmill; sys.modules['torch'] = None; gristmill.TrainerClient"
-    assert "pip install gristmill[torch]" in run_python(code).stderr.splitlines()[-1]
+    assert "pip install torch" in run_python(code).stderr.splitlines()[-1]

@@ -35,8 +35,8 @@ def test_who_asks_for_groups_that_are_finished_is_told_why_there_are_none(
         assert warnings() == []
         assert client.begin_groups(["a", "b", "given-up"]) == []
         (advice,) = warnings()
-        assert f"run {run_name!r}: no group of uid 'a' and others (3 in all) was begun" in advice
-        assert "2 are already in batches, and 1 were dropped" in advice
+        assert f"run {run_name!r}: no group was begun of 3 requested (first uid 'a')" in advice
+        assert "2 already in batches, 1 dropped" in advice
         assert "round=1" in advice
         # It is no mere advice: another round has room for them, and what is sent of this one is not taken twice.
         assert client.begin_groups(["a"], round=1) == ["a"]
@@ -56,7 +56,7 @@ def test_a_loop_over_finished_groups_is_told_once_and_asks_at_most_once_a_second
             assert client.begin_groups(["a", "b"]) == []
         assert time.monotonic() - began > 0.02 + 0.04 + 0.08 + 0.16
         assert client.begin_groups(["c", "b"]) == ["c"]
-    (told,) = [text for text in caplog.messages if f"run {run_name!r}: no group of uid" in text]
+    (told,) = [text for text in caplog.messages if f"run {run_name!r}: no group was begun" in text]
     assert "end the loop over begin_groups when it returns []" in told
     finished, request = FinishedGroups(run_name), rollout_pb2.BeginGroupsRequest(uids=["a"])
     answer = rollout_pb2.BeginGroupsResponse(admissions=[rollout_pb2.GROUP_ADMISSION_DROPPED])

@@ -306,11 +306,28 @@ def test_existing_output_is_not_overwritten(config: Path, file: Path, tmp_path: 
     assert "batch-00000 already exists; remove it or set another --out" in done.stderr
 
 
+def test_the_summary_says_in_how_many_trajectories_merging_broke_and_why(config: Path, file: Path) -> None:
+    rows = rollouts()
+    file.write_text(lines(rows))
+    assert "merging broke" not in run("plan", file, "--config", config).stderr
+    for row in rows:
+        if row["step"] == 1 and row["sample"] == 0:
+            row["prompt_token_ids"] = [9, *row["prompt_token_ids"][1:]]
+        elif row["step"] == 1 and row["uid"] == "p0":
+            row["prompt_token_ids"] = row["prompt_token_ids"][:2]
+    file.write_text(lines(rows))
+    done = run("plan", file, "--config", config)
+    changed, cut = ("where the earlier prompt was changed", "where the prompt ends before the earlier response does")
+    assert f"merging broke in 5 trajectories: 4 {changed}, 1 {cut}" in " ".join(done.stderr.split())
+    causes = [one["cause"] for line in done.stdout.splitlines() for one in json.loads(line)["merge_mismatches"]]
+    assert sorted(causes) == ["prompt"] * 4 + ["truncated"]
+
+
 def test_warnings_and_counts_go_to_standard_error(config: Path, file: Path) -> None:
     config.write_text(json.dumps(CONFIG | {"loss_reduction": "sequence_mean", "max_seq_len": 3}))
     done = run("plan", file, "--config", config)
     assert "scale of the loss depends on how many steps merge" in done.stderr
-    assert "rows exceed max_seq_len" in done.stderr
+    assert "batch 1: 4 rows exceed max_seq_len" in done.stderr
 
 
 def test_a_tree_is_planned_with_its_paths_and_laid_out(config: Path, file: Path, tmp_path: Path) -> None:

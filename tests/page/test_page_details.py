@@ -289,3 +289,12 @@ def test_refusals_come_in_the_body_for_clients_that_prefer_it(service: Service, 
     client.get("/runs/nobody/batches/0/costs", headers={"Prefer": "errors=body"})
     counts = httpx.get(f"{service.http_url}/metrics", trust_env=False).text
     assert 'gristmill_call_seconds_count{api="http",call="batch_costs",status="404"} 1.0' in counts
+
+
+def test_times_on_an_axis_are_whole_numbers(open_page: OpenPage, run: str) -> None:
+    page = open_page(f"#/{run}")
+    labels = page.evaluate(
+        "async () => { const { ago } = await import('./page/shared/text.js'); "
+        "return [5, 60, 80, 120, 3600, 4200].map(ago); }"
+    )
+    assert labels == ["−5 s", "−1 min", "−1 min 20 s", "−2 min", "−1 h", "−1 h 10 min"]

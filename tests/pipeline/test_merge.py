@@ -61,7 +61,7 @@ def test_steps_that_extend_each_other_become_one_row_with_observations_untrained
 
 def test_a_mismatch_says_where_in_the_steps_prompt_the_first_token_differs() -> None:
     batch = built(trajectory(([1, 2], [3]), ([1, 7, 3, 4], [4])))
-    assert batch.plan.merge_mismatches == [MismatchDocument(uid="p", round=0, sample=0, step=1, index=1)]
+    assert batch.plan.merge_mismatches == [MismatchDocument("p", 0, 0, step=1, index=1, cause="prompt")]
 
 
 def test_a_prompt_that_is_merely_too_short_is_reported_at_its_length() -> None:

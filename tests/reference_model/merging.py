@@ -63,6 +63,7 @@ class Merged:
 class Mismatch:
     step: int
     index: int
+    cause: str
     column: str
 
 
@@ -136,8 +137,11 @@ def _mismatch(one: Trajectory, number: int, at: list[Merged], config: Config) ->
     fitting = _fitting(one, number, at, config)
     if fitting:
         common, _, other = max(fitting)
-        return Mismatch(number, len(prompt), differing(one, other, number, common, config))
-    return Mismatch(number, max(in_common(at[other].tokens, prompt) for other in _earlier(number, config)), "")
+        return Mismatch(number, len(prompt), "column", differing(one, other, number, common, config))
+    index, other = max((in_common(at[other].tokens, prompt), other) for other in _earlier(number, config))
+    is_in_prompt = index < len(one.steps[other]["prompt_token_ids"])
+    cause = "truncated" if index == len(prompt) else "prompt" if is_in_prompt else "response"
+    return Mismatch(number, index, cause, "")
 
 
 def differing(one: Trajectory, before: int, after: int, common: int, config: Config) -> str:

@@ -87,6 +87,18 @@ def test_submissions_are_logged_only_where_that_is_asked_for(start_service: Star
     assert events == ["ready", "batch sealed", "batch published", "shutting down", "closed"]
 
 
+def test_a_sealed_batch_names_its_first_groups(start_service: StartService) -> None:
+    service = start_service("--store", "memory", "--log-format", "json")
+    with closing(GrpcApi(service.grpc_address)) as api:
+        api.create("run", {**CONFIG, "train_batch_size": 20})
+        for number in range(20):
+            api.submit("run", group(f"p{number}"))
+        api.batch("run", 0, wait_s=20)
+    assert service.stop() == 0
+    [sealed] = [line for line in lines(service) if line["event"] == "batch sealed"]
+    assert (sealed["prompts"], sealed["groups"]) == (20, [f"uid 'p{number}'" for number in range(8)])
+
+
 @pytest.mark.parametrize("given", ["", "two words", "x" * 129, 'a"b'])
 def test_an_id_that_is_none_is_replaced(telling: ServiceProcess, given: str) -> None:
     with closing(GrpcApi(telling.grpc_address)) as api:

@@ -184,7 +184,7 @@ def test_without_the_extra_an_endpoint_is_refused_with_the_remedy(tmp_path: Path
     ended = serve(OTEL_EXPORTER_OTLP_ENDPOINT="http://127.0.0.1:1", PYTHONPATH=str(tmp_path))
     assert ended.returncode == 2
     assert ended.stderr.startswith("gristmill serve: OTEL_EXPORTER_OTLP_ENDPOINT 'http://127.0.0.1:1' needs pack")
-    assert "pip install 'gristmill[otel]'" in ended.stderr
+    assert "pip install '.[otel]' in gristmill's checkout" in ended.stderr
     assert len(ended.stderr.splitlines()) == 1
 
 

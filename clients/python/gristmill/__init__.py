@@ -1,7 +1,7 @@
 """gristmill: rollouts in, train-ready shards out. The clients of the service.
 
 `RolloutClient` and `AsyncRolloutClient` need only grpcio, protobuf and numpy. `TrainerClient` reads torch tensors:
-`pip install gristmill[torch]`. Names are imported at their first use, so that importing gristmill is fast.
+`pip install '.[torch]'` in the checkout. Names are imported at their first use, so that importing gristmill is fast.
 
 The public modules are this one, `gristmill.adapters`, `gristmill.aio`, `gristmill.completions`, `gristmill.converters`,
 `gristmill.environments`, `gristmill.errors` and `gristmill.torch`.

@@ -1,6 +1,7 @@
 """Shards as torch tensors: mapped without a copy and cut into micro-batches. Also converts a model's output to rows.
 
-Needs PyTorch: `pip install gristmill[torch]`. `TrainerClient` opens shards of a run, `load_shard` opens a file.
+Needs PyTorch: `pip install '.[torch]'` in gristmill's checkout. `TrainerClient` opens shards of a run, `load_shard`
+opens a file.
 """
 
 from __future__ import annotations

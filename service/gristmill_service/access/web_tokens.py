@@ -40,7 +40,9 @@ class WebTokens:
         try:
             import jwt
         except ImportError:
-            raise InvalidArgumentError("jwks needs PyJWT, not installed; pip install 'gristmill[jwt]'") from None
+            raise InvalidArgumentError(
+                "jwks needs PyJWT, not installed; pip install '.[jwt]' in the checkout"
+            ) from None
         self._jwt, self._issuer, self._audience = jwt, issuer, audience
         self._published = _Published(jwks, ca_file) if "://" in jwks else None
         self._file = None if self._published else Path(jwks)

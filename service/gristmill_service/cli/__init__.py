@@ -23,7 +23,7 @@ def _run() -> None:
     except ModuleNotFoundError as error:
         if (error.name or "gristmill").startswith("gristmill"):
             raise
-        remedy = "pip install 'gristmill[service]'"
+        remedy = "pip install '.[service]' in gristmill's checkout"
         print(
             f"gristmill: the commands and the service need {error.name}, which is not installed; {remedy}",
             file=sys.stderr,

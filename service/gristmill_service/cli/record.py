@@ -67,7 +67,8 @@ def record(settings: RecorderSettings) -> int:
         if (error.name or "gristmill").startswith("gristmill"):
             raise
         print(
-            f"gristmill record: it needs {error.name}, which is not installed; pip install 'gristmill[record]'",
+            f"gristmill record: it needs {error.name}, which is not installed; pip install '.[record]' in gristmill's "
+            "checkout",
             file=sys.stderr,
         )
         return CANNOT_START

@@ -21,7 +21,7 @@ from gristmill_service.config import RunConfig
 from gristmill_service.pipeline.layout.columns import Block
 from gristmill_service.pipeline.layout.shard import Shard
 from gristmill_service.pipeline.outline import outline_of
-from gristmill_service.pipeline.rows.joins import Mismatch, breaks
+from gristmill_service.pipeline.rows.joins import breaks
 from gristmill_service.pipeline.scheduling.plan import MiniBatchPlan
 from gristmill_service.pipeline.scored_batch import ScoredBatch
 
@@ -313,24 +313,13 @@ def _tails(shard: Shard, block: Block) -> Int64s | int:
 
 
 def _causes(scored: ScoredBatch, config: RunConfig) -> dict[str, int]:
-    """Counts steps that joined no other, by cause: the first different token is in the prompt or the response of the
-    compared step, or their prompt ends too early (`truncated`), or a column differs. Only the first such steps of a
-    trajectory are examined; `further` counts the others."""
+    """Counts steps that joined no other, by cause. Only the first such steps of a trajectory are examined; `further`
+    counts the others."""
     if not config.merging.joins:
         return {}
-    causes = Counter(_cause(scored, mismatch) for mismatch in scored.mismatches)
+    causes = Counter[str](mismatch.cause for mismatch in scored.mismatches)
     in_all = len(breaks(scored.received, scored.rows.first))
     return {**causes, "further": in_all - causes.total()}
-
-
-def _cause(scored: ScoredBatch, mismatch: Mismatch) -> str:
-    if mismatch.column:
-        return "column"
-    first = int(scored.received.trajectory_bounds[mismatch.trajectory])
-    prompts = scored.received.steps.prompt_lengths
-    if mismatch.index >= prompts[first + mismatch.step]:
-        return "truncated"
-    return "prompt" if mismatch.index < prompts[first + mismatch.before] else "response"
 
 
 def _padding_shares(

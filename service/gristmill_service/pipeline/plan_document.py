@@ -60,14 +60,15 @@ class MiniBatchDocument:
 
 @dataclass(frozen=True, slots=True)
 class MismatchDocument:
-    """A step that joined no other step. index: the first different token in its prompt. column: the column with `merge:
-    equal` that differs, if no token does; else empty."""
+    """A step that joined no other step. index: the first different token in its prompt. cause: see `Mismatch`. column:
+    the column with `merge: equal` that differs, if no token does; else empty."""
 
     uid: str
     round: int
     sample: int
     step: int
     index: int
+    cause: str
     column: str = ""
 
 
@@ -265,7 +266,7 @@ def _mismatches(scored: ScoredBatch) -> list[MismatchDocument]:
     steps, bounds = scored.received.steps, scored.received.trajectory_bounds
     keys = [steps.key(int(bounds[mismatch.trajectory])) for mismatch in scored.mismatches]
     return [
-        MismatchDocument(key.uid, key.round, key.sample, mismatch.step, mismatch.index, mismatch.column)
+        MismatchDocument(key.uid, key.round, key.sample, mismatch.step, mismatch.index, mismatch.cause, mismatch.column)
         for key, mismatch in zip(keys, scored.mismatches, strict=True)
     ]
 

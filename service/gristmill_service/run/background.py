@@ -6,6 +6,7 @@ They read the state, and never delay the call that caused them.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any
@@ -24,6 +25,9 @@ from gristmill_service.storage.run_store import RunLog
 from gristmill_service.storage.shard_store import ShardStore
 
 _log = structlog.get_logger(__name__)
+_logs = logging.getLogger(__name__).isEnabledFor
+# A line with the groups of a large batch has many kilobytes; lines of submissions, at debug, are matched with it.
+_NAMED_GROUPS = 8
 
 
 class Background:
@@ -53,8 +57,8 @@ class Background:
         """Starts the tasks that these effects require."""
         for sealed in effects.sealed:
             tracing.sealed(self._name, sealed.batch)
-            groups = [str(key) for key in sealed.groups]
-            _log.info("batch sealed", run=self._name, batch=sealed.batch, groups=groups)
+            groups = [str(key) for key in sealed.groups[: None if _logs(logging.DEBUG) else _NAMED_GROUPS]]
+            _log.info("batch sealed", run=self._name, batch=sealed.batch, prompts=len(sealed.groups), groups=groups)
         for failed in effects.failed:
             why, remedy = explained(failed.reason, is_kept=failed.keeps_rows)
             _log.error("batch failed", run=self._name, batch=failed.batch, reason=why, remedy=remedy)

@@ -5,4 +5,4 @@ from __future__ import annotations
 try:
     import torch as torch
 except ImportError as missing:
-    raise ImportError(f"reading shards needs PyTorch ({missing}); run pip install gristmill[torch]") from missing
+    raise ImportError(f"reading shards needs PyTorch ({missing}); pip install torch") from missing

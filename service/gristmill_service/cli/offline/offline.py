@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -113,7 +114,7 @@ def plan(
         for number, steps in enumerate(batches):
             documents.append(document := plan_batch(steps, settings, batch=number, baselines=baselines))
             baselines = baselines_after(document)
-            _warn(document.counts)
+            _warn(document)
             sys.stdout.buffer.write(encode_plan(document) + b"\n")
         sys.stdout.flush()
         _summarize(documents, batches[0], settings)
@@ -208,14 +209,16 @@ def _build_all(batches: list[Steps], config: RunConfig, run: str, advance: _Adva
     for number, steps in enumerate(batches):
         built = build_batch(steps, config, run=run, batch=number, baselines=baselines)
         baselines = baselines_after(built.plan)
-        _warn(built.plan.counts)
+        _warn(built.plan)
         advance(1)
         yield built
 
 
 def _summarize(plans: Sequence[PlanDocument], first: Steps, config: RunConfig) -> None:
-    """Prints the totals of the plans, and the cost of the first batch with other settings."""
+    """Prints the totals of the plans, where merging broke, and the cost of the first batch with other settings."""
     messages.print(_totals(plans))
+    if broken := _broken(plans):
+        messages.print(broken)
     alternatives = effective(compared([Sealed(first)], config, cheaper(config)))
     figures = [alternative.figures for alternative in alternatives]
     table = alternatives_table(figures, "rows", "padding rows", "tokens", "padding share", "slowest rank")
@@ -236,19 +239,36 @@ def _totals(plans: Sequence[PlanDocument]) -> str:
     return "; ".join(parts)
 
 
-def _warn(counts: dict[str, int]) -> None:
+def _broken(plans: Sequence[PlanDocument]) -> str:
+    """Returns how many trajectories became several rows, and at how many of their steps for each cause; empty if
+    none."""
+    mismatches = [(plan.batch, one) for plan in plans for one in plan.merge_mismatches]
+    trajectories = len({(batch, one.uid, one.round, one.sample) for batch, one in mismatches})
+    causes = Counter(one.cause for _, one in mismatches)
+    steps = ", ".join(f"{count:,} {_CAUSES[cause]}" for cause, count in causes.most_common())
+    return f"merging broke in {counted(trajectories, 'trajectory', 'trajectories')}: {steps}" if mismatches else ""
+
+
+_CAUSES = {
+    "prompt": "where the earlier prompt was changed",
+    "response": "where the earlier response came back as other tokens",
+    "truncated": "where the prompt ends before the earlier response does",
+    "column": "where a column with merge: equal differs",
+}
+
+
+def _warn(plan: PlanDocument) -> None:
+    counts, warning = plan.counts, f"[yellow]warning:[/] batch {plan.batch}:"
     if counts.get("rows_over_max_seq_len"):
-        messages.print(
-            f"[yellow]warning:[/] {counts['rows_over_max_seq_len']} rows exceed max_seq_len, and are not truncated"
-        )
+        messages.print(f"{warning} {counts['rows_over_max_seq_len']} rows exceed max_seq_len, and are not truncated")
     if counts.get("maxrl_nonpositive_groups"):
         messages.print(
-            f"[yellow]warning:[/] {counts['maxrl_nonpositive_groups']} groups have a mean score of 0 or less, "
+            f"{warning} {counts['maxrl_nonpositive_groups']} groups have a mean score of 0 or less, "
             "for which maxrl reinforces the worse samples"
         )
     if counts.get("realigned_tokens"):
         messages.print(
-            f"[yellow]warning:[/] {counts['realigned_tokens']} sampled tokens were retokenized in the next prompt "
+            f"{warning} {counts['realigned_tokens']} sampled tokens were retokenized in the next prompt "
             f"(retokenized_tail) and are not trained; {counts['realigned_loss_tokens']} of them had loss_mask 1"
         )
 

@@ -102,7 +102,7 @@ def _read_parquet(path: Path) -> Iterator[dict[str, Any]]:
         import pyarrow as pa
         import pyarrow.parquet as pq
     except ImportError:
-        raise InvalidArgumentError("Parquet needs pyarrow, not installed; pip install 'gristmill[parquet]'") from None
+        raise InvalidArgumentError("Parquet needs pyarrow, not installed; pip install pyarrow") from None
     try:
         table = pq.read_table(path).combine_chunks()
     except (pa.ArrowInvalid, pa.ArrowException) as error:

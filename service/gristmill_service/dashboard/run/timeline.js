@@ -2,7 +2,7 @@
 import { paths, read } from "../shared/api.js";
 import { canvas, colors } from "../shared/canvas.js";
 import { legend, make, quiet } from "../shared/dom.js";
-import { duration, now } from "../shared/text.js";
+import { ago, duration, now } from "../shared/text.js";
 
 const LABEL = 62, MOST = 64, TICKS = [1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600];
 
@@ -100,12 +100,11 @@ function marks(context, timeline, x, bottom, width, paint) {
 // Labels of times before the end, which is now, or the end of the run.
 function ticks(context, timeline, x, bottom, width, isFinished) {
   const length = timeline.end - timeline.begin, step = TICKS.find(one => length / one <= width / 90) ?? TICKS.at(-1);
-  const words = ago => ago < 60 ? `−${ago} s` : ago < 3600 ? `−${ago / 60} min` : `−${ago / 3600} h`;
   const last = isFinished ? `ended ${duration(now() - timeline.end)} ago` : "now";
   let free = width - context.measureText(last).width - 4;
   context.fillText(last, free, bottom + 8);
-  for (let ago = step; ago <= length; ago += step) {
-    const at = x(timeline.end - ago), text = words(ago), wide = context.measureText(text).width, left = Math.max(LABEL, at - wide / 2);
+  for (let before = step; before <= length; before += step) {
+    const at = x(timeline.end - before), text = ago(before), wide = context.measureText(text).width, left = Math.max(LABEL, at - wide / 2);
     context.fillRect(at, bottom - 3, 1, 5);
     if (left + wide + 8 > free) continue;
     context.fillText(text, left, bottom + 8);

@@ -18,6 +18,9 @@ export function duration(seconds) {
   return `${Math.floor(whole / 86400)} d ${Math.floor(whole % 86400 / 3600)} h`;
 }
 
+// The label of a time before the end of an axis.
+export const ago = seconds => `−${duration(seconds).replace(/ 0 (s|min)$/, "")}`;
+
 export const number = value => Number.isInteger(value) || Math.abs(value) >= 1000 ? count(Math.round(value)) : value.toPrecision(3);
 
 export function place(position) {

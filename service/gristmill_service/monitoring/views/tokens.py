@@ -106,7 +106,7 @@ class TokenTexts:
             from tokenizers import Tokenizer
         except ImportError:
             raise InvalidArgumentError(
-                f"tokenizer {path} needs tokenizers, which is not installed; pip install 'gristmill[tokenizer]'"
+                f"tokenizer {path} needs tokenizers, which is not installed; pip install tokenizers"
             ) from None
         file = path / "tokenizer.json" if path.is_dir() else path
         try:

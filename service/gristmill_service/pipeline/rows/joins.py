@@ -47,6 +47,8 @@ class Mismatch:
     before: the number of the step that it is compared with: the previous step, or, if the mode branches, the step with
         the longest common prefix.
     index: the index of the first token of its prompt that differs; the prompt's length if the prompt is too short.
+    cause: `prompt` or `response` if this token is in that part of the step before; `truncated` if the prompt is too
+        short; `column` if a column differs.
     column: the declared column in which the two steps differ, or `partition`, if no token differs.
     """
 
@@ -54,6 +56,7 @@ class Mismatch:
     step: int
     before: int
     index: int
+    cause: str
     column: str = ""
 
 
@@ -297,9 +300,11 @@ def mismatch(received: Received, step: int, roots: Int64s, config: RunConfig) ->
     if fitting:
         common, _, before = max(fitting)
         column = differing(config.columns, steps, before, step, common)
-        return Mismatch(trajectory, step - first, before - first, len(prompt), column)
+        return Mismatch(trajectory, step - first, before - first, len(prompt), "column", column)
     index, before = max(commons)
-    return Mismatch(trajectory, step - first, before - first, index)
+    is_in_prompt = index < steps.prompt_lengths[before]
+    cause = "truncated" if index >= len(prompt) else "prompt" if is_in_prompt else "response"
+    return Mismatch(trajectory, step - first, before - first, index, cause)
 
 
 def common_prefix(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:

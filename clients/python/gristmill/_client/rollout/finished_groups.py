@@ -41,13 +41,13 @@ class FinishedGroups:
     def _warn(self, request: rollout_pb2.BeginGroupsRequest, answer: rollout_pb2.BeginGroupsResponse) -> None:
         sealed = sum(state == rollout_pb2.GROUP_ADMISSION_SEALED for state in answer.admissions)
         _log.warning(
-            "run %r: no group of uid %r and others (%d in all) was begun: %d are already in batches, and %d were "
-            "dropped, and the service does not accept their rows again; end the loop over begin_groups when it returns "
+            "run %r: no group was begun of %d requested (first uid %r): %d already in batches, %d dropped; the service "
+            "does not accept their rows again; end the loop over begin_groups when it returns "
             "[]; pass other uids; or, for another pass over the same uids in a run that is not finished, pass round=%d "
             "to begin_groups and trajectory; or delete the run (delete_run) and create it again",
             self._run,
-            request.uids[0],
             len(request.uids),
+            request.uids[0],
             sealed,
             len(request.uids) - sealed,
             request.round + 1,

@@ -39,7 +39,7 @@ class RolloutClient:
     timeout_s: how long calls and rows are retried while the service is unreachable or has no capacity.
     max_batch_rows, max_batch_bytes: the limits of one message.
     token_rewards: whether the run has one reward per response token. Steps without a reward then get zeros.
-    compression: "zstd" for a slow network (`pip install gristmill[zstd]`): at most two thirds of the bytes are sent.
+    compression: "zstd" for a slow network (`pip install zstandard`): at most two thirds of the bytes are sent.
     credentials: the token and certificates (`gristmill.Credentials`). None: from the environment variables, if set.
 
     Worked example, a worker with its share of an epoch's prompts:

@@ -33,7 +33,7 @@ def zstandard() -> Any:
     try:
         import zstandard as module
     except ImportError as missing:
-        raise InvalidArgumentError(f"zstd needs zstandard ({missing}); run pip install gristmill[zstd]") from None
+        raise InvalidArgumentError(f"zstd needs zstandard ({missing}); pip install zstandard") from None
     return module
 
 

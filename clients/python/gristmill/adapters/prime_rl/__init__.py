@@ -27,5 +27,5 @@ __getattr__ = importer(
         "Transport": "_transports",
         "Zmq": "_transports",
     },
-    "pip install 'gristmill[prime-rl]'",
+    "pip install '.[prime-rl]' in gristmill's checkout",
 )

@@ -22,5 +22,5 @@ __all__ = ["Gristmill", "GristmillFullyAsyncPPOTrainer", "GristmillPPOTrainer", 
 __getattr__ = importer(
     __name__,
     {"GristmillFullyAsyncPPOTrainer": "_fully_async", "GristmillPPOTrainer": "_trainer"},
-    "pip install 'skyrl==0.3.*' 'gristmill[torch]'",
+    "pip install 'skyrl==0.3.*' torch",
 )

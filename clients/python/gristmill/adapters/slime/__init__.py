@@ -17,4 +17,4 @@ if TYPE_CHECKING:
 
 __all__ = ["Gristmill", "advantages", "run_settings", "swap"]
 
-__getattr__ = importer(__name__, {"advantages": "_credit", "swap": "_manager"}, "pip install 'gristmill[torch]'")
+__getattr__ = importer(__name__, {"advantages": "_credit", "swap": "_manager"}, "pip install torch")

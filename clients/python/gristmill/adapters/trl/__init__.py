@@ -25,5 +25,5 @@ __all__ = ["Gristmill", "GristmillGRPOTrainer", "GristmillRolloutWorker", "async
 __getattr__ = importer(
     __name__,
     {"GristmillGRPOTrainer": "_trainer", "GristmillRolloutWorker": "_worker"},
-    "pip install 'trl==1.16.*' 'gristmill[torch]'",
+    "pip install 'trl==1.16.*' torch",
 )

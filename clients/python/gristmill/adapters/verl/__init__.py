@@ -14,4 +14,4 @@ if TYPE_CHECKING:
 
 __all__ = ["Gristmill", "GristmillTrainer", "run_settings"]
 
-__getattr__ = importer(__name__, {"GristmillTrainer": "_trainer"}, "pip install 'verl==0.9.1' 'gristmill[torch]'")
+__getattr__ = importer(__name__, {"GristmillTrainer": "_trainer"}, "pip install 'verl==0.9.1' torch")

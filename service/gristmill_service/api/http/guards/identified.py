@@ -77,7 +77,7 @@ class Identified:
             return user
         identity = await self._gate.identify(shown)
         if identity is ANYONE or scope["path"] == "/openapi.json":
-            self._gate.check(identity, "docs", None, None)
+            self._gate.check(identity, "docs" if identity is not ANYONE else "a call over HTTP", None, None)
         return identity
 
     def _admit(self, scope: Scope, identity: Caller) -> None:
