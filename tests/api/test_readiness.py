@@ -5,12 +5,18 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from contextlib import ExitStack
+from pathlib import Path
 
 import httpx
+import orjson
 import pytest
 
+from gristmill_service.settings import Settings
+from tests.api.apis import row
 from tests.on_loop import Service, on_loop
-from tests.run.harness import CONFIG
+from tests.run.harness import CONFIG, wait_until
+from tests.serving import FREE_PORTS
 
 
 def test_a_slow_disk_holds_up_no_call(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,3 +67,34 @@ def test_a_batch_that_waits_for_shared_memory_leaves_the_service_ready(
     monkeypatch.setattr(service._target.runs._runs["full"]._builder, "blocked_reason", "batch 0 waits")
     answer = httpx.get(f"{service.http_url}/readyz", trust_env=False)
     assert (answer.status_code, answer.json()) == (200, {"status": "ready", "waits": "batch 0 waits"})
+
+
+def test_a_service_is_not_ready_while_rows_are_too_large_for_what_is_free_and_its_runs_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = Service(Settings(**FREE_PORTS, journal_dir=tmp_path, shard_store="memory", shutdown_grace_s=5))
+    with ExitStack() as opened:
+        service.start()
+        opened.callback(service.stop)
+        client = opened.enter_context(httpx.Client(base_url=service.http_url, trust_env=False))
+        store, reopened = service._target.runs._store, list[str]()
+        room = store._room
+
+        def measure() -> None:
+            room._total, room._least, room._free = 1 << 30, 16 << 20, 17 << 20
+
+        monkeypatch.setattr(room, "measure", measure)
+        measure()
+        monkeypatch.setattr(store, "open", reopened.append)
+        client.post("/v1/runs", json={"run": "r", "config": CONFIG})
+        large = {**row("large", 0), "prompt_token_ids": [1] * 2_000_000}
+        body = orjson.dumps({"rows": [large]})
+        for _ in range(3):
+            refused = client.post("/v1/runs/r/rows", content=body, headers={"content-type": "application/json"})
+            assert refused.status_code == 503
+            assert "is full (17825792 bytes are free, a request needs" in refused.text
+        wait_until(lambda: client.get("/readyz").status_code == 503)
+        assert "gristmill_store_unhealthy 1.0" in client.get("/metrics").text
+        assert client.post("/v1/runs/r/rows", json={"rows": [row("a", 0)]}).status_code == 200
+        assert client.get("/v1/runs/r").json()["rows_accepted"] == 1
+        assert reopened == [], "the run is not recovered from its log"

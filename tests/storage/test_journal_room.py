@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from gristmill.errors import UnavailableError
+from gristmill_service.storage.journal import disk_room
 from gristmill_service.storage.journal.disk_room import DiskRoom
 from gristmill_service.storage.journal.run_log import JournalRunLog
 from gristmill_service.storage.journal.run_store import JournalRunStore
 from gristmill_service.storage.run_store import FullError
+from tests.run.harness import wait_until
 from tests.storage.tables import any_table, same, whole
 
 
@@ -37,10 +39,22 @@ def limit(log: JournalRunLog, more_pages: int) -> None:
     log._writer.execute(f"PRAGMA max_page_count = {pages + more_pages}")
 
 
+def fix_free_space(store: JournalRunStore, free: Callable[[], int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the store's file system have that many bytes free of a gigabyte."""
+
+    def measure() -> None:
+        room._total, room._least, room._free = 1 << 30, 16 << 20, free()
+
+    room = store._room
+    monkeypatch.setattr(room, "measure", measure)
+    measure()
+
+
 class TestRefusedWrites:
     def test_what_does_not_fit_is_refused_and_it_goes_on_when_there_is_room(
-        self, store: JournalRunStore, tmp_path: Path
+        self, store: JournalRunStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        monkeypatch.setattr(disk_room, "_FAILED_S", 0.3)
         log, reserve = created(store), tmp_path / "journal" / "reserve"
         log.append(b"one", {0: any_table()})
         limit(log, 3)
@@ -53,14 +67,55 @@ class TestRefusedWrites:
             log.check()
         assert not log.is_lost
         log.append(b"an acknowledgement", {})
+        assert "is full" in store.unhealthy_reason(), "although the file system says that it has room"
         limit(log, 1000)
-        assert store.unhealthy_reason() == "", "looking finds that there is room"
+        wait_until(lambda: store.unhealthy_reason() == "")
         assert reserve.stat().st_size
         log.check()
         log.append(b"two", {1: any_table(1)})
         assert log.replay().records == [b"one", b"an acknowledgement", b"two"]
         assert log.retain([0, 1, 2], whole) == {2}
         assert same(log.get(1), any_table(1))
+        log.close()
+
+    def test_rows_that_are_too_large_for_what_is_free_are_refused_before_anything_is_written(
+        self, store: JournalRunStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        log, free = created(store), 40_000_000
+        fix_free_space(store, lambda: free, monkeypatch)
+        log.check(row_bytes=1_000_000)
+        assert store.unhealthy_reason() == ""
+        with pytest.raises(FullError, match=r"is full \(40000000 bytes are free, a request needs 104194304\); free or"):
+            log.check(has_rows=False, row_bytes=50_000_000)
+        log.check()
+        log.check(row_bytes=1_000_000)
+        assert "is full (40000000 bytes are free" in store.unhealthy_reason()
+        free = 200_000_000
+        assert store.unhealthy_reason() == ""
+        log.check(row_bytes=50_000_000)
+        free = 40_000_000
+        monkeypatch.setattr(disk_room, "_REFUSED_S", 0.3)
+        store.unhealthy_reason()
+        with pytest.raises(FullError):
+            log.append(b"rows", {0: any_table(tokens=12_000_000)})
+        assert store.unhealthy_reason()
+        wait_until(lambda: not store.unhealthy_reason())
+        assert not log.is_lost
+        log.close()
+
+    def test_records_that_cannot_be_written_are_refused_until_it_is_tried_again(
+        self, store: JournalRunStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(disk_room, "_FAILED_S", 0.3)
+        log = created(store)
+        limit(log, 0)
+        with pytest.raises(FullError):
+            log.append(bytes(100_000), {})
+        with pytest.raises(FullError):
+            log.check(has_rows=False)
+        assert store.unhealthy_reason()
+        wait_until(lambda: not store.unhealthy_reason())
+        log.check(has_rows=False)
         log.close()
 
     def test_a_compaction_that_does_not_fit_leaves_the_log_as_it_was(self, store: JournalRunStore) -> None:

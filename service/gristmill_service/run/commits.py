@@ -12,6 +12,7 @@ import structlog
 from gristmill._wire.steps import Steps
 from gristmill.errors import UnavailableError
 from gristmill_service.run.machine.codec import EncodedEvent, record_of
+from gristmill_service.storage.row_tables import nbytes
 from gristmill_service.storage.run_store import LogLostError, RunLog
 
 _log = structlog.get_logger(__name__)
@@ -32,6 +33,12 @@ class Commits:
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
         self._is_appending = False
         self._error: Exception | None = None
+        self._appending: Mapping[int, Steps] = {}
+
+    @property
+    def row_bytes(self) -> int:
+        """About how many bytes the tables take that are queued or being appended."""
+        return sum(map(nbytes, self._tables.values())) + sum(map(nbytes, self._appending.values()))
 
     def add(self, events: Sequence[EncodedEvent], tables: Mapping[int, Steps]) -> None:
         """Queues events, with the tables of rows that they refer to, for the next append."""
@@ -72,7 +79,7 @@ class Commits:
 
     def _begin(self) -> None:
         events, tables, make_snapshot, number = self._events, self._tables, self._snapshot, self._added
-        self._events, self._tables, self._snapshot = [], {}, None
+        self._events, self._tables, self._snapshot, self._appending = [], {}, None, tables
         loop = asyncio.get_running_loop()
         try:
             # The snapshot must contain exactly these events, so take it before more are added.
@@ -96,7 +103,7 @@ class Commits:
                 _log.warning("log not compacted", run_id=self._log.run_id, reason=str(error))
 
     def _end(self, number: int, error: BaseException | None) -> None:
-        self._is_appending = False
+        self._is_appending, self._appending = False, {}
         if error is not None:
             self._error = error if isinstance(error, Exception) else UnavailableError(repr(error))
             while self._waiting:

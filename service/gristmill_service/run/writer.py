@@ -41,7 +41,7 @@ from gristmill_service.run.machine.state import Decision, State, apply
 from gristmill_service.run.monitor import RunMonitor
 from gristmill_service.run.rows.row_buffer import RowBuffer
 from gristmill_service.run.waiters import TOPICS, Condition, Topic, Waiters
-from gristmill_service.storage.row_tables import Stored, to_stored
+from gristmill_service.storage.row_tables import Stored, nbytes, to_stored
 from gristmill_service.storage.run_store import RunLog
 
 T = TypeVar("T")
@@ -125,7 +125,9 @@ class Writer:
             result is accepted even while the service shuts down.
         """
         self.check_open(is_internal)
-        self._log.check(has_rows=False)
+        row_bytes = sum(map(nbytes, tables.values())) + self.commits.row_bytes if tables else 0
+        # Checked before the state changes, because a run is recovered from its log when an append is refused.
+        self._log.check(has_rows=False, row_bytes=row_bytes)
         events, answer = decide(self)
         if events:
             self._happen(events, tables)

@@ -60,7 +60,7 @@ class MemoryRunLog:
     def __init__(self, config: bytes = b"{}") -> None:
         self.config, self.run_id = config, uuid.uuid4().hex
 
-    def check(self, has_rows: bool = True) -> None:
+    def check(self, has_rows: bool = True, row_bytes: int = 0) -> None:
         pass
 
     def replay(self) -> Replay:

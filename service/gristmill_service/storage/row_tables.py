@@ -40,6 +40,7 @@ _HEAD_BYTES = SIZE_BYTES + 4
 _SHORT = 1 << 10
 # A larger table is stored on the heap without encoding, because encoding copies it.
 _COPIED_BYTES = 256 << 10
+_OTHER_BYTES_OF_A_ROW = 256
 
 
 class TableBytes(NamedTuple):
@@ -201,6 +202,11 @@ def opened(stored: Stored) -> Opened:
 def steps_of(stored: Stored) -> Steps:
     """Decodes a stored table. Raises like `opened`."""
     return stored if isinstance(stored, Steps) else _table(opened(stored))
+
+
+def nbytes(table: Steps) -> int:
+    """Returns about how many bytes a table takes, usually some more."""
+    return _OTHER_BYTES_OF_A_ROW * len(table) + _nbytes(table)
 
 
 def _nbytes(table: Steps) -> int:

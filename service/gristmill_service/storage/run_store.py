@@ -83,9 +83,10 @@ class RunLog(Protocol):
     def first_number(self) -> int:
         """The first number for new tables: no table ever had this or a larger number. Valid after `retain`."""
 
-    def check(self, has_rows: bool = True) -> None:
+    def check(self, has_rows: bool = True, row_bytes: int = 0) -> None:
         """Raises UnavailableError if an append would fail now, for example because of too few replicas. has_rows:
-        whether it contains rows, which are rejected first when the store is nearly full."""
+        whether it contains rows, which are rejected first when the store is nearly full. row_bytes: the size of its
+        tables and of those that are queued; 0: unknown."""
 
     def replay(self) -> Replay:
         """Reads the log. Called once, before any append. Raises InvalidArgumentError if the log is damaged, or of a

@@ -4,9 +4,11 @@ acknowledgements need."""
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import structlog
 
@@ -20,6 +22,20 @@ _LEAST_FREE, _LEAST_PART, _KEPT_PART = 16 << 20, 8, 4
 _RESERVE_BYTES, _RESERVE_PART = 4 << 20, 32
 _WAL_BYTES, _WAL_PART = 32 << 20, 16
 _WAL_FILE_BYTES, _WAL_FILE_PART = 256 << 20, 4
+# Workers repeat a refused request every few seconds. After a failed write, appends are tried again after a while,
+# because not all limits of a file system show in its free space.
+_REFUSED_S, _FAILED_S = 30.0, 5.0
+
+
+class _Shortage(NamedTuple):
+    """A lack of space. needed: the free bytes that end it. until: when it is forgotten. text: the error's message."""
+
+    needed: int = 0
+    until: float = 0.0
+    text: str = ""
+
+    def lasts(self, free: int) -> bool:
+        return free < self.needed and time.monotonic() < self.until
 
 
 class DiskRoom:
@@ -35,21 +51,31 @@ class DiskRoom:
         self._growth: dict[Path, int] = {}
         self._free = self._least = self._total = 0
         self._was_full = False
-        self._measure()
+        # The last rows that were refused because they are too large for the free space, and the last failed writes of
+        # rows and of records.
+        self._refused = self._rows_failed = self._records_failed = _Shortage()
+        self.measure()
         self._fill_reserve()
 
     def check(self, reusable: int = 0) -> None:
-        """Raises FullError if rows are rejected, according to the last measurement. Neither blocks nor locks. reusable:
-        free bytes inside the run's database."""
-        if self._is_full(reusable):
+        """Raises FullError if rows are rejected, according to the last measurement. Neither blocks nor locks, as the
+        other checks. reusable: free bytes inside the run's database."""
+        if self._is_full(reusable) or self._rows_failed.lasts(self._free):
+            raise full_error(self._directory)
+
+    def check_record(self) -> None:
+        """Raises FullError if a record without rows could not be written lately."""
+        if self._records_failed.lasts(self._free):
             raise full_error(self._directory)
 
     def check_for(self, nbytes: int, reusable: int) -> None:
-        """Raises FullError if `nbytes` of rows, in a WAL and a database, would not leave space for acknowledgements."""
-        self._measure()
-        if self._free < nbytes + max(0, nbytes - reusable) + self._least // _KEPT_PART:
-            self.set_full()
-            raise full_error(self._directory)
+        """Raises FullError if `nbytes` of rows, in a WAL and a database, would not leave space for acknowledgements,
+        according to the last measurement."""
+        needed = nbytes + max(0, nbytes - reusable) + self._least // _KEPT_PART
+        if self._free < needed:
+            error = full_error(self._directory, f" ({max(0, self._free)} bytes are free, a request needs {needed})")
+            self._refused = _Shortage(needed, time.monotonic() + _REFUSED_S, str(error))
+            raise error
 
     def note_growth(self, run: Path, nbytes: int) -> None:
         """Records how much the database of a run will grow at its next checkpoint."""
@@ -68,9 +94,15 @@ class DiskRoom:
         """The maximum size of a WAL's file that is retained for later writes."""
         return min(_WAL_FILE_BYTES, max(0, self._free) // _WAL_FILE_PART)
 
-    def set_full(self) -> None:
-        """Rejects rows until the next measurement, because a write failed."""
-        self._free = min(self._free, 0)
+    def failed(self, *, has_rows: bool) -> None:
+        """Rejects appends for some seconds, or until more space is free, because a write failed. has_rows: rejects only
+        rows."""
+        self.measure()
+        shortage = _Shortage(self._free + 1, time.monotonic() + _FAILED_S, str(full_error(self._directory)))
+        if has_rows:
+            self._rows_failed = shortage
+        else:
+            self._records_failed = shortage
 
     def give_up_reserve(self) -> None:
         with suppress(OSError):
@@ -79,11 +111,12 @@ class DiskRoom:
     def unhealthy_reason(self, reusable: Collection[int]) -> str:
         """Measures, and returns why rows are rejected; empty if they are not. Recreates the reserve if there is space.
         Not thread-safe. reusable: each run's argument of `check`."""
-        self._measure()
+        self.measure()
         if not self._is_full(0):
             self._fill_reserve()
         is_full = any(map(self._is_full, reusable or (0,)))
-        reason = str(full_error(self._directory)) if is_full else ""
+        reason = str(full_error(self._directory)) if is_full else self._shortage()
+        is_full = bool(reason)
         if is_full and not self._was_full:
             _log.error("journal full", reason=reason)
         elif self._was_full and not is_full:
@@ -91,10 +124,14 @@ class DiskRoom:
         self._was_full = is_full
         return reason
 
+    def _shortage(self) -> str:
+        shortages = (self._records_failed, self._rows_failed, self._refused)
+        return next((one.text for one in shortages if one.lasts(self._free)), "")
+
     def _is_full(self, reusable: int) -> bool:
         return self._free + reusable < self._least
 
-    def _measure(self) -> None:
+    def measure(self) -> None:
         with suppress(OSError):
             system = os.statvfs(self._directory)
             self._total = system.f_blocks * system.f_frsize
@@ -111,8 +148,8 @@ class DiskRoom:
                 os.close(descriptor)
 
 
-def full_error(directory: Path) -> FullError:
+def full_error(directory: Path, how_full: str = "") -> FullError:
     return FullError(
-        f"the journal cannot be written: the file system of {directory} is full; free or add space, or lower "
+        f"the journal cannot be written: the file system of {directory} is full{how_full}; free or add space, or lower "
         "max_row_bytes or max_buffered_batches; the service continues by itself when there is space"
     )

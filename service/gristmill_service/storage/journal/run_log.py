@@ -81,9 +81,12 @@ class JournalRunLog:
     def is_long(self) -> bool:
         return self.log_bytes - self._snapshot_bytes > max(_LEAST_LENGTH, 2 * self._snapshot_bytes)
 
-    def check(self, has_rows: bool = True) -> None:
+    def check(self, has_rows: bool = True, row_bytes: int = 0) -> None:
+        self._room.check_record()
         if has_rows:
             self._room.check(self.reusable)
+        if row_bytes:
+            self._room.check_for(row_bytes, self.reusable)
 
     def replay(self) -> Replay:
         with self._reading, explained(self._path):
@@ -112,6 +115,7 @@ class JournalRunLog:
         with self._writing:
             self._check_open()
             if tables:
+                self._room.measure()
                 self._room.check_for(nbytes, self.reusable)
             event = Entry.of(self._number + 1, max(self.first_number, first_number), record)
 
@@ -122,7 +126,7 @@ class JournalRunLog:
                 if not self._is_boot_noted:
                     self._writer.execute("UPDATE run SET boot = ?", [self._boot])
 
-            self._commit(write, nbytes + len(record))
+            self._commit(write, nbytes + len(record), has_rows=bool(tables))
             self._number, self.first_number = event.number, event.next_table
             self.log_bytes += len(record)
             if not self._is_boot_noted:
@@ -220,7 +224,7 @@ class JournalRunLog:
             for buffer in buffers:
                 blob.write(buffer)
 
-    def _commit(self, write: Callable[[], None], nbytes: int) -> None:
+    def _commit(self, write: Callable[[], None], nbytes: int, *, has_rows: bool = False) -> None:
         """Performs a transaction. Raises FullError if nothing was written, LogLostError if the outcome is unknown."""
         try:
             try:
@@ -233,7 +237,7 @@ class JournalRunLog:
         except (sqlite3.Error, OSError) as error:
             if not database.is_full(error):
                 raise self._lost(error) from None
-            self._room.set_full()
+            self._room.failed(has_rows=has_rows)
             raise full_error(self._directory) from None
         self._commits += 1
         self._wal_bytes += nbytes + _PAGES_EACH * PAGE_BYTES
@@ -307,7 +311,7 @@ class JournalRunLog:
                         self._measure()
         except (sqlite3.Error, OSError) as error:
             if database.is_full(error):
-                self._room.set_full()
+                self._room.failed(has_rows=True)
             elif not database.is_passing(error):
                 raise self._lost(error) from None
 

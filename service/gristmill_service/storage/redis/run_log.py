@@ -372,7 +372,7 @@ class RedisRunLog:
 
     # --- Writing
 
-    def check(self, has_rows: bool = True) -> None:
+    def check(self, has_rows: bool = True, row_bytes: int = 0) -> None:
         """See `RunLog.check`. Rows must not use the memory that is reserved for finishing batches."""
         self._health.check(has_rows)
 
